@@ -54,7 +54,7 @@ SCROLLED = """<script>addEventListener("load", () => setTimeout(() => {
 
 def first_column(folder: Path, style: bool = True) -> int:
     """Return how far from its edge a wide table has its first column after it was scrolled."""
-    text = (folder / "site/architectures.html").read_text("utf-8")
+    text = (folder / "site/evidence/architectures.html").read_text("utf-8")
     text = text if style else re.sub("<link[^>]*assets/site.css[^>]*>", "", text)
     page = folder / "site/scrolled.html"
     page.write_text(text.replace("</body>", f"{SCROLLED}</body>"), "utf-8")
@@ -78,7 +78,7 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
     tutorial = (tmp_path / "site/tutorial.html").read_text("utf-8")
     assert '<code><span class="flag">--a</span>ccelerate_config cpu</code>' in tutorial
     assert tutorial.count('class="language-bash highlight"') > 5  # which site.css wraps
-    architectures = (tmp_path / "site/architectures.html").read_text("utf-8")
+    architectures = (tmp_path / "site/evidence/architectures.html").read_text("utf-8")
     assert architectures.count("<code>model.<wbr>layers.*</code>") > 100
     assert "<em>" not in architectures  # an asterisk of a pattern that Markdown took
     if CHROMIUM:
