@@ -31,7 +31,7 @@ from documents import (
 )
 
 PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
-HISTORY = ("decisions.md",)  # speaks of settings and commands that are gone
+HISTORY = ("journal.md",)  # speaks of settings and commands that are gone
 NO_SETTINGS = {"lora.rank", "metrics.step", "checkpoint.resume"}  # PEFT's name, functions
 SECTIONS = {name.split(".")[0] for name in settings() if "." in name} - {"model"}
 
