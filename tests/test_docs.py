@@ -87,6 +87,27 @@ def test_settings_that_are_named_exist(page: Path) -> None:
     assert not gone, "\n".join(gone)
 
 
+def lost_files(text: str) -> list[str]:
+    """Return the files and folders that a text names by their place in the repository, and that
+    are not there; a name without a folder after another is in that one's.
+    """
+    named = re.findall(r"`((?:toolkit|tests|benchmarks)/[\w/]+(?:\.py|/))`", text)
+    for folder, name in re.findall(r"`((?:toolkit|tests)/\w+/)\w+\.py`, `(\w+\.py)`", text):
+        named.append(folder + name)
+    return [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("room", ["sharding", "loss", "data", "checkpoint", "planning"])
+def test_the_files_and_notes_that_a_design_names_are_there(room: str) -> None:
+    text = " ".join((ROOT / "docs" / "design" / f"{room}.md").read_text("utf-8").split())
+    assert text.count("`toolkit/") > 5
+    assert not lost_files(text)
+    for note in re.findall(r"\[Note: [^\]]+\]", text):
+        assert any(note in file.read_text("utf-8") for file in (ROOT / "toolkit").rglob("*.py"))
+    assert lost_files("`toolkit/sharding/nothing.py`") == ["toolkit/sharding/nothing.py"]
+    assert lost_files("`toolkit/sharding/units.py`, `no.py`") == ["toolkit/sharding/no.py"]
+
+
 def test_many_commands_are_found() -> None:
     found = [command for page in pages() for command in commands(page)]
     assert len([command for command in found if command.whole]) > 30
