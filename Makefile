@@ -67,7 +67,7 @@ format: install  ## Format the code
 
 docs: install  ## Write the reference, then build the documentation as a site (site/index.html)
 	$(BIN)/python docs/make_reference.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo 'docs       built: open site/index.html'
 
 bench: install  ## Measure against peers; writes docs/evidence/benchmarks/ (quiet machine, minutes)
