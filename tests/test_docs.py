@@ -4,6 +4,7 @@ Every command is checked by what reads it (documents.py); the slow tests run tho
 and of the README.
 """
 
+import ast
 import json
 import os
 import re
@@ -106,6 +107,27 @@ def test_the_files_and_notes_that_a_design_names_are_there(room: str) -> None:
         assert any(note in file.read_text("utf-8") for file in (ROOT / "toolkit").rglob("*.py"))
     assert lost_files("`toolkit/sharding/nothing.py`") == ["toolkit/sharding/nothing.py"]
     assert lost_files("`toolkit/sharding/units.py`, `no.py`") == ["toolkit/sharding/no.py"]
+
+
+def test_the_layout_says_of_each_room_what_it_says_itself() -> None:
+    text = (ROOT / "docs" / "layout.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `([\w/.]+)` \| (.+) \|$", text, re.MULTILINE))
+    rooms = {f"{file.parent.name}/" for file in (ROOT / "toolkit").glob("*/__init__.py")}
+    rooms |= {file.name for file in (ROOT / "toolkit").glob("[a-z]*.py")}
+    assert rooms <= set(rows)
+    for name, owns in rows.items():
+        file = ROOT / "toolkit" / name / ("__init__.py" if name.endswith("/") else "")
+        described = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
+        assert owns == " ".join(described.split("\n\n")[0].split()), name
+    layers = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert layers is not None
+    heights = {
+        name: height
+        for height, line in enumerate(layers[1].split(",")[::-1])
+        for name in re.findall(r"toolkit\.([a-z]\w*)", line)
+    }
+    named = [name.removesuffix("/").removesuffix(".py") for name in rows if name.count("/") < 2]
+    assert [heights[name] for name in named] == sorted(heights[name] for name in named)
 
 
 def test_many_commands_are_found() -> None:
