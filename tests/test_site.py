@@ -143,7 +143,7 @@ def test_readme_and_site_say_the_same_of_what_was_run() -> None:
 
 def test_the_changelog_is_by_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    versions = re.findall(r"^## \[([\d.]+)\] - (?:\d{4}-\d\d-\d\d|unreleased)$", text, re.MULTILINE)
+    versions = re.findall(r"^## ([\d.]+) - (?:\d{4}-\d\d-\d\d|unreleased)$", text, re.MULTILINE)
     assert len(versions) == len(re.findall(r"^## ", text, re.MULTILINE))
     assert versions[0] == toolkit.__version__
     assert f"version: {versions[0]}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
