@@ -6,6 +6,8 @@ RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
 # Bytecode is kept, whatever the shell says: a suite starts some hundred processes.
 unexport PYTHONDONTWRITEBYTECODE
+# What scripts write: results and measurements.
+EVIDENCE := docs/evidence
 # Files in the order of their names: pytest-xdist's own order, by the number of tests, ends with long ones.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 # Programs that no suite runs whole: that what they call is there, and takes what it is given.
@@ -65,10 +67,10 @@ format: install  ## Format the code
 
 docs: install  ## Write the reference, then build the documentation as a site (site/index.html)
 	$(BIN)/python docs/make_reference.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo 'docs       built: open site/index.html'
 
-bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine, minutes)
+bench: install  ## Measure against peers; writes docs/evidence/benchmarks/ (quiet machine, minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python benchmarks/tokenise.py
 	$(BIN)/python benchmarks/packing.py
@@ -83,28 +85,28 @@ bench: install  ## Measure against peers; writes docs/benchmarks/ (quiet machine
 	$(BIN)/python benchmarks/sharding.py
 
 gpu: install  ## Prove it on one GPU, beside peers; goes on where the last call ended (15 minutes)
-	$(BIN)/python benchmarks/gpu.py --out runs/gpu --results docs/benchmarks/gpu_results.jsonl --write docs/benchmarks/gpu.md
+	$(BIN)/python benchmarks/gpu.py --out runs/gpu --results $(EVIDENCE)/benchmarks/gpu_results.jsonl --write $(EVIDENCE)/benchmarks/gpu.md
 
-architectures: install  ## Check every architecture sharded against plain; writes docs/architectures.md
-	$(BIN)/python tests/architectures.py --packing docs/packing_types.md
-	$(BIN)/python tests/architectures.py --write docs/architectures.md
+architectures: install  ## Check every architecture sharded against plain; writes docs/evidence/architectures.md
+	$(BIN)/python tests/architectures.py --packing $(EVIDENCE)/packing_types.md
+	$(BIN)/python tests/architectures.py --write $(EVIDENCE)/architectures.md
 
-layouts: install  ## Check today's published layouts from load to export; writes docs/layouts.md
-	$(BIN)/python tests/published_layouts.py --write docs/layouts.md
+layouts: install  ## Check today's published layouts from load to export; writes docs/evidence/layouts.md
+	$(BIN)/python tests/published_layouts.py --write $(EVIDENCE)/layouts.md
 
-rehearsals: install  ## Rehearse every ready config; writes docs/rehearsals.md
-	$(BIN)/python tests/rehearsals.py --write docs/rehearsals.md
+rehearsals: install  ## Rehearse every ready config; writes docs/evidence/rehearsals.md
+	$(BIN)/python tests/rehearsals.py --write $(EVIDENCE)/rehearsals.md
 
-versions: install  ## Run the tests on the oldest and newest releases allowed; writes docs/versions.md (15 GB of disk)
-	$(BIN)/python tests/versions.py --write docs/versions.md
+versions: install  ## Run the tests on the oldest and newest releases allowed; writes docs/evidence/versions.md (15 GB of disk)
+	$(BIN)/python tests/versions.py --write $(EVIDENCE)/versions.md
 
-soak: install  ## Kills, signals, hangs, lost hosts, dead disks, damage; writes docs/soak.md and others
-	$(BIN)/python -W ignore tests/soak.py --write docs/soak.md
-	$(BIN)/python -W ignore tests/damage.py --write docs/damage.md
-	$(BIN)/python -W ignore tests/mutations.py --write docs/mutations.md
-	$(BIN)/python -W ignore tests/rank_faults.py --write docs/rank_faults.md
-	$(BIN)/python -W ignore tests/chaos.py --write docs/chaos.md
-	$(BIN)/python -W ignore tests/hosts.py --write docs/hosts.md
+soak: install  ## Kills, signals, hangs, lost hosts, dead disks, damage; writes docs/evidence/soak.md and others
+	$(BIN)/python -W ignore tests/soak.py --write $(EVIDENCE)/soak.md
+	$(BIN)/python -W ignore tests/damage.py --write $(EVIDENCE)/damage.md
+	$(BIN)/python -W ignore tests/mutations.py --write $(EVIDENCE)/mutations.md
+	$(BIN)/python -W ignore tests/rank_faults.py --write $(EVIDENCE)/rank_faults.md
+	$(BIN)/python -W ignore tests/chaos.py --write $(EVIDENCE)/chaos.md
+	$(BIN)/python -W ignore tests/hosts.py --write $(EVIDENCE)/hosts.md
 
 clean:  ## Remove the virtual environment and the demo's run
 	rm -rf $(VENV) $(RUN)

@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("--moments", action="store_true", help="AdamW's state too: three times it")
     parser.add_argument("--keep", action="store_true", help="no file goes before the end")
     parser.add_argument("--scratch", type=Path, help="on the disk to measure")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/checkpoint.md"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/evidence/benchmarks/checkpoint.md")
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         write_config(Path(scratch, "model"), args.gigabytes)

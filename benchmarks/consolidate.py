@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--sides", nargs="*", help="only these (default: all)")
     parser.add_argument("--keep", action="store_true", help="no output goes before the end")
     parser.add_argument("--scratch", type=Path, help="folder on the disk to measure")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/consolidate.md"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/evidence/benchmarks/consolidate.md")
+    )
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folders", nargs=2, help=argparse.SUPPRESS)

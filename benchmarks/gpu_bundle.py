@@ -33,7 +33,7 @@ def revision() -> dict[str, str]:
         done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
-    results = [":!docs/benchmarks/gpu.md", ":!docs/benchmarks/gpu_results.jsonl"]
+    results = [":!docs/evidence/benchmarks/gpu.md", ":!docs/evidence/benchmarks/gpu_results.jsonl"]
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *results)
     commit = git("rev-parse", "--short=7", "HEAD") + ("+" if changed else "")
     return {"commit": commit, "committed": git("show", "-s", "--format=%cI", "HEAD")}
@@ -73,10 +73,10 @@ def bundle(folder: Path) -> int:
 _COMMANDS = """\
 python3 -m pip install -q --no-index --no-deps --no-compile --target site wheels/*.whl
 export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD/site:$PWD/project
-mkdir -p out && cp -n project/docs/benchmarks/gpu_results.jsonl out/
+mkdir -p out && cp -n project/docs/evidence/benchmarks/gpu_results.jsonl out/
 python3 project/benchmarks/gpu.py --out out --results out/gpu_results.jsonl [--deadline SECONDS]
 
-What comes back, out/gpu_results.jsonl and out/gpu.md, belongs into docs/benchmarks/."""
+What comes back, out/gpu_results.jsonl and out/gpu.md, belongs into docs/evidence/benchmarks/."""
 
 
 def size(path: Path) -> int:

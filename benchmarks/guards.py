@@ -73,7 +73,7 @@ SIDES: dict[str, Callable[[nn.Module, TrainState], Guards]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/guards.md"))
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/benchmarks/guards.md"))
     args = parser.parse_args()
     lines = []
     with tempfile.TemporaryDirectory() as scratch:

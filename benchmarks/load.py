@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/load.md"))
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/benchmarks/load.md"))
     args = parser.parse_args()
     lines = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -42,7 +42,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/loss_head.md"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/evidence/benchmarks/loss_head.md")
+    )
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -8,7 +8,7 @@ sequence length). Each variant runs in a process of its own, one after the other
 repeated. Timed: rows of tokens in memory to the packed data set, without imports. TRL builds the
 packed rows; the toolkit plans bins and puts a sample together when it is read, so reading all
 packed samples once stands beside. Prints a table and writes it, with the machine and the versions,
-to docs/benchmarks/packing.md. A million samples take some 5 GB of memory.
+to docs/evidence/benchmarks/packing.md. A million samples take some 5 GB of memory.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--samples", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/packing.md"))
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/benchmarks/packing.md"))
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=2)
-    default = Path(__file__).parent.parent / "docs/benchmarks/sharding.md"
+    default = Path(__file__).parent.parent / "docs/evidence/benchmarks/sharding.md"
     parser.add_argument("--output", type=Path, default=default)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

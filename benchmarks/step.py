@@ -69,7 +69,7 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> Batch:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/step.md"))
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/benchmarks/step.md"))
     args = parser.parse_args()
     lines = []
     with tempfile.TemporaryDirectory() as scratch:

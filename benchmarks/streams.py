@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--before", type=Path, help="a checkout to compare with")
     parser.add_argument("--megabytes", type=int, default=16)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/streams.md"))
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/benchmarks/streams.md"))
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

@@ -5,7 +5,7 @@
 Each variant runs in a process of its own with an empty cache and the same rows of text (the
 standard library with its tests), one after the other, the whole round repeated. Timed: text rows to
 token rows on disk, without imports. Prints a table and writes it, with the machine and the
-versions, to docs/benchmarks/tokenise.md.
+versions, to docs/evidence/benchmarks/tokenise.md.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/tokenise.md"))
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/benchmarks/tokenise.md"))
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="timed ones, of each round")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/trainer.md"))
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/benchmarks/trainer.md"))
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -2,11 +2,15 @@
 
     python docs/make_reference.py
 
-A test holds the files to what this would write.
+Also the ready configs, and the names of the Python API, whose docstrings mkdocstrings puts in when
+the site is built. A test holds the files to what this would write.
 """
 
+import ast
 import contextlib
 import dataclasses
+import importlib
+import inspect
 import io
 import os
 import re
@@ -51,6 +55,33 @@ opens with. `toolkit recipes` lists them, `toolkit recipes --copy finetune` copi
 current folder. Memory is what `toolkit plan` says that each device needs; pick a device with more.
 Each file says where its hyper-parameters come from and what to change, first of all the data.
 """
+PYTHON = """# Python API
+
+What recipes and scripts call, by room: every name that a package offers. Written by
+`docs/make_reference.py` from their docstrings; the site adds signatures and full texts.
+*Collective* functions are called by every rank. [Changing a recipe](../recipes.md) shows them at
+work. What is not on this page may change with any release.
+"""
+# Room -> the names of a module that recipes call; None: all that a package's `__init__.py` offers.
+API: dict[str, tuple[str, ...] | None] = {
+    "toolkit.config": None,
+    "toolkit.models": None,
+    "toolkit.adapters": None,
+    "toolkit.sharding": None,
+    "toolkit.loading": None,
+    "toolkit.data.tokens.tokenizer": ("own_tokenizer", "prepare_tokenizer"),
+    "toolkit.data.prepare": ("inspect_data", "prepare_data", "TrainingData"),
+    "toolkit.training": None,
+    "toolkit.checkpoint": None,
+    "toolkit.export": None,
+    "toolkit.planning": None,
+    "toolkit.hub": None,
+    "toolkit.ranks": (
+        *("any_of", "broadcast", "collective", "gather", "least", "main_first", "on_all"),
+        *("on_main", "rank", "same", "say", "totals", "world_size"),
+    ),
+}
+NO_MEMBERS = "    options: {members: false, show_signature: false}"
 REQUIRED = "required"
 
 
@@ -66,7 +97,50 @@ def pages() -> dict[str, str]:
         "settings.md": settings_page(),
         "commands.md": commands_page(),
         "configs.md": configs_page(),
+        "python.md": python_page(),
     }
+
+
+def python_page() -> str:
+    """Return the names of the API, each with its first sentence and a mark for its docstring."""
+    lines = [PYTHON]
+    for room in API:
+        module = importlib.import_module(room)
+        names = public_names(room)
+        lines += [f"## {room}\n", f"{first_sentence(module)}\n"]
+        if room == "toolkit.config":
+            lines.append("The fields of a section are its [settings](settings.md).\n")
+        lines += ["| name | what it does |", "|---|---|"]
+        lines += [f"| `{name}` | {first_sentence(getattr(module, name))} |" for name in names]
+        lines.append("")
+        for name in names:
+            lines.append(f"::: {home(getattr(module, name))}")
+            if room == "toolkit.config" and name[0].isupper():
+                lines.append(NO_MEMBERS)
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def home(described: Any) -> str:
+    """Return where a class or function is written: some packages have a module of that name."""
+    return f"{described.__module__}.{described.__qualname__}"
+
+
+def public_names(room: str) -> list[str]:
+    """Return the functions and classes of a room of the API; see there."""
+    module, named = importlib.import_module(room), API[room]
+    if named is None:
+        imports = [n for n in ast.parse(inspect.getsource(module)).body if hasattr(n, "names")]
+        named = tuple(a.asname or a.name for n in imports for a in n.names)
+    called = [name for name in named if callable(getattr(module, name))]
+    return sorted(called, key=lambda name: (name[0].isupper(), name))
+
+
+def first_sentence(described: Any) -> str:
+    """Return how the docstring of a module, a class or a function begins."""
+    paragraph = in_markdown((inspect.getdoc(described) or "").split("\n\n")[0])
+    sentence = re.split(r"(?<=\.) (?=[A-Z`])", paragraph)[0].rstrip(".:")
+    return sentence.replace("|", r"\|") + "."
 
 
 def configs_page() -> str:

@@ -1,7 +1,7 @@
-"""Every causal-LM type of transformers, sharded against plain: one table, `docs/architectures.md`.
+"""Compare every causal-LM type of transformers, sharded against plain, in one table.
 
     python tests/architectures.py [--types llama,gpt2] [--world 2] [--uneven] [--write FILE]
-    python tests/architectures.py --packing docs/packing_types.md
+    python tests/architectures.py --packing docs/evidence/packing_types.md
 
 Each type is built tiny with random values, saved by transformers, and then goes through the toolkit
 on gloo ranks: load, gradients, two SGD steps, checkpoint, export, random start. Everything is
@@ -675,7 +675,7 @@ def read_results(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def document(even: dict[str, Any], uneven: dict[str, Any], seconds: float) -> str:
-    """Return the text of `docs/architectures.md`."""
+    """Return the text of `docs/evidence/architectures.md`."""
     import transformers
 
     good, refused, bad, absent = (
@@ -721,7 +721,7 @@ one plain unsharded process, in fp32. Written by `make architectures`.
   it is shown)
 {listed}- uneven sizes on 3 ranks: {odd} of {len(uneven)} types pass
 - {machine}, {seconds:.0f} s in all; {versions}
-- command: `python tests/architectures.py --write docs/architectures.md`
+- command: `python tests/architectures.py --write docs/evidence/architectures.md`
 
 What is compared:
 
@@ -786,7 +786,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 
 def packing_document() -> str:
-    """Return the text of `docs/packing_types.md`: what the probe finds of every type. 20 s."""
+    """Return the text of `packing_types.md`: what the probe finds of every type. 20 s."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -814,7 +814,7 @@ def packing_document() -> str:
 
 What `data.packing: auto` finds of every type of transformers' causal-LM mapping, tiny and with
 random values, in fp32 on a CPU. A run tries its own model, whose layers may be others. Written by
-`python tests/architectures.py --packing docs/packing_types.md`; torch {torch.__version__},
+`python tests/architectures.py --packing docs/evidence/packing_types.md`; torch {torch.__version__},
 transformers {transformers.__version__}.
 
 - {len(found)} types: **{len(safe)} keep packed samples apart**, {len(unmasked)} without a mask

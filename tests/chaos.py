@@ -1,6 +1,6 @@
 """Ranks killed at random under a launcher that restarts them, and runs asked to end by signals.
 
-    python tests/chaos.py --write docs/chaos.md     (make soak)
+    python tests/chaos.py --write docs/evidence/chaos.md     (make soak)
     python tests/chaos.py --short                   what tests/test_chaos.py runs
     python tests/chaos.py --only kills --break forget       a broken run must be noticed
 

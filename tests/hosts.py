@@ -1,6 +1,6 @@
 """Several hosts on one machine: train on them, lose one, go on with the rest, over a bad network.
 
-    python tests/hosts.py --write docs/hosts.md     (make soak; needs root, for namespaces)
+    python tests/hosts.py --write docs/evidence/hosts.md     (make soak; needs root, for namespaces)
     python tests/hosts.py --only lossy
 
 A host is a network, a mount and a UTS namespace: its own name, address and /etc/hosts, in

@@ -1,6 +1,6 @@
 """Mutated files, each read by what reads it: is there more than one clear error line?
 
-    python tests/mutations.py --write docs/mutations.md          (make soak)
+    python tests/mutations.py --write docs/evidence/mutations.md          (make soak)
     python tests/mutations.py --cases 300 --seed 3               a short one, other mutations
     python tests/mutations.py --only state.json --case 17        one case again, with its traceback
 

@@ -1,6 +1,6 @@
-"""Today's published layouts through the whole toolkit: one table, `docs/layouts.md`.
+"""Today's published layouts through the whole toolkit: one table, `docs/evidence/layouts.md`.
 
-    python tests/published_layouts.py [--layouts qwen3_5,llama4] [--write docs/layouts.md]
+    python tests/published_layouts.py [--layouts qwen3_5,llama4] [--write docs/evidence/layouts.md]
 
 Each checkpoint of `layouts.py` (bf16, random values) is loaded, trained for two steps in full and
 with LoRA on two ranks, saved, exported (also from the live model), verified and loaded again by

@@ -1,6 +1,6 @@
 """A rank that dies, leaves, stops or hangs, in each phase of a run: all end, and the cause is told.
 
-    python tests/rank_faults.py --write docs/rank_faults.md     (make soak)
+    python tests/rank_faults.py --write docs/evidence/rank_faults.md     (make soak)
     python tests/rank_faults.py --only stop --phases step save
 
 Ranks are forks of warm processes without a launcher that could end them, as ranks of another host

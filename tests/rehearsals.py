@@ -1,6 +1,6 @@
 """`toolkit rehearse` on every ready config, beside stand-ins for what lies on the Hub.
 
-    python tests/rehearsals.py [--configs NAME ...] [--write docs/rehearsals.md]
+    python tests/rehearsals.py [--configs NAME ...] [--write docs/evidence/rehearsals.md]
 
 In the working folder the names of models and data sets are folders, as the toolkit finds before it
 asks the Hub: the architecture as published (published.py), weights of the right shapes without
@@ -184,7 +184,7 @@ def report(results: list[dict[str, Any]]) -> str:
         "# Rehearsals of the ready configs",
         "",
         "`toolkit rehearse` on each config of `recipes/configs` as it is "
-        "([rehearsing](rehearsing.md)), with stand-ins for what lies on the Hub: the published "
+        "([rehearsing](../rehearsing.md)), with stand-ins for what lies on the Hub: the published "
         "architecture, weights of its shapes without bytes, a tokenizer and a template of ours, "
         "conversations and texts of Python's standard library. The stage `disk` is left out.",
         "",

@@ -1,6 +1,6 @@
 """Kills, full disks and power losses against saving, overwriting, pruning and exporting.
 
-    python tests/soak.py --write docs/soak.md     (make soak)
+    python tests/soak.py --write docs/evidence/soak.md     (make soak)
     python tests/soak.py --short                  what tests/test_commit_crash.py runs
     python tests/soak.py --only operations --break no_fsync      a broken protocol must be caught
 

@@ -4,6 +4,7 @@ Every command is checked by what reads it (documents.py); the slow tests run tho
 and of the README.
 """
 
+import ast
 import json
 import os
 import re
@@ -31,7 +32,7 @@ from documents import (
 )
 
 PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
-HISTORY = ("decisions.md",)  # speaks of settings and commands that are gone
+HISTORY = ("journal.md",)  # speaks of settings and commands that are gone
 NO_SETTINGS = {"lora.rank", "metrics.step", "checkpoint.resume"}  # PEFT's name, functions
 SECTIONS = {name.split(".")[0] for name in settings() if "." in name} - {"model"}
 
@@ -85,6 +86,48 @@ def test_settings_that_are_named_exist(page: Path) -> None:
         if not re.search(r"\.(py|yaml|md|jsonl?)$", found[1]) and found[1] not in NO_SETTINGS
     ]
     assert not gone, "\n".join(gone)
+
+
+def lost_files(text: str) -> list[str]:
+    """Return the files and folders that a text names by their place in the repository, and that
+    are not there; a name without a folder after another is in that one's.
+    """
+    named = re.findall(r"`((?:toolkit|tests|benchmarks)/[\w/]+(?:\.py|/))`", text)
+    for folder, name in re.findall(r"`((?:toolkit|tests)/\w+/)\w+\.py`, `(\w+\.py)`", text):
+        named.append(folder + name)
+    return [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("room", ["sharding", "loss", "data", "checkpoint", "planning"])
+def test_the_files_and_notes_that_a_design_names_are_there(room: str) -> None:
+    text = " ".join((ROOT / "docs" / "design" / f"{room}.md").read_text("utf-8").split())
+    assert text.count("`toolkit/") > 5
+    assert not lost_files(text)
+    for note in re.findall(r"\[Note: [^\]]+\]", text):
+        assert any(note in file.read_text("utf-8") for file in (ROOT / "toolkit").rglob("*.py"))
+    assert lost_files("`toolkit/sharding/nothing.py`") == ["toolkit/sharding/nothing.py"]
+    assert lost_files("`toolkit/sharding/units.py`, `no.py`") == ["toolkit/sharding/no.py"]
+
+
+def test_the_layout_says_of_each_room_what_it_says_itself() -> None:
+    text = (ROOT / "docs" / "layout.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `([\w/.]+)` \| (.+) \|$", text, re.MULTILINE))
+    rooms = {f"{file.parent.name}/" for file in (ROOT / "toolkit").glob("*/__init__.py")}
+    rooms |= {file.name for file in (ROOT / "toolkit").glob("[a-z]*.py")}
+    assert rooms <= set(rows)
+    for name, owns in rows.items():
+        file = ROOT / "toolkit" / name / ("__init__.py" if name.endswith("/") else "")
+        described = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
+        assert owns == " ".join(described.split("\n\n")[0].split()), name
+    layers = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert layers is not None
+    heights = {
+        name: height
+        for height, line in enumerate(layers[1].split(",")[::-1])
+        for name in re.findall(r"toolkit\.([a-z]\w*)", line)
+    }
+    named = [name.removesuffix("/").removesuffix(".py") for name in rows if name.count("/") < 2]
+    assert [heights[name] for name in named] == sorted(heights[name] for name in named)
 
 
 def test_many_commands_are_found() -> None:

@@ -368,14 +368,15 @@ def test_the_kept_results_are_those_of_known_cases():
     import gpu_ledger
     import gpu_report
 
-    results = gpu_ledger.read_results(ROOT / "docs" / "benchmarks" / "gpu_results.jsonl")
+    folder = ROOT / "docs" / "evidence" / "benchmarks"
+    results = gpu_ledger.read_results(folder / "gpu_results.jsonl")
     names = {c.name for c in gpu.all_cases()}
     gone = {"lora8b_toolkit_packed_compiled"}  # recomputed all layers; two others took its place
     found = {r["case"] for r in results if not r["case"].startswith(("machine ", "weights_"))}
     assert found <= names | gone
     stamp = {"commit", "committed", "date", "card", "torch", "transformers"}
     assert all(stamp <= set(r) for r in results)
-    page = (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
+    page = (folder / "gpu.md").read_text()
     commit = page.split("next call of commit ")[1].split()[0]
     assert page == gpu_report.report(results, gpu.all_cases(), commit)
 

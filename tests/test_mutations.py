@@ -103,7 +103,7 @@ def test_another_result_of_a_guarded_file_is_noticed(tmp_path) -> None:
 
 
 def test_some_hundred_mutations() -> None:
-    """Of every kind of file, by another seed than that of docs/mutations.md."""
+    """Of every kind of file, by another seed than that of docs/evidence/mutations.md."""
     command = [sys.executable, "-W", "ignore", "tests/mutations.py"]
     done = subprocess.run(
         [*command, "--cases", "300", "--seed", "1414"],

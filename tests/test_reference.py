@@ -1,5 +1,7 @@
-"""The generated reference (docs/reference/) is fresh and lists every setting and every command."""
+"""The generated reference (docs/reference/) is fresh: all settings, commands and the API."""
 
+import ast
+import importlib
 import re
 import runpy
 
@@ -16,7 +18,8 @@ from toolkit.config.settings import (
 )
 
 FOLDER = ROOT / "docs" / "reference"
-PAGES = runpy.run_path(str(ROOT / "docs" / "make_reference.py"))["pages"]
+MAKER = runpy.run_path(str(ROOT / "docs" / "make_reference.py"))
+PAGES = MAKER["pages"]
 
 
 def unlisted(page: str) -> set[str]:
@@ -29,7 +32,7 @@ def unlisted(page: str) -> set[str]:
     return (settings | {f"data.sources[].{name}" for name in flat(SourceConfig())}) - rows
 
 
-@pytest.mark.parametrize("name", ["settings.md", "commands.md", "configs.md"])
+@pytest.mark.parametrize("name", ["settings.md", "commands.md", "configs.md", "python.md"])
 def test_the_reference_is_fresh(name: str) -> None:
     fresh = PAGES()[name]
     assert (FOLDER / name).read_text("utf-8") == fresh, "run python docs/make_reference.py"
@@ -60,3 +63,40 @@ def test_every_ready_config_is_in_the_table() -> None:
     )
     files = {file.name for file in (ROOT / "recipes/configs").glob("*.yaml")}
     assert set(named) == files - {"pretrain_tiny.yaml", "finetune_tiny.yaml"}
+
+
+def undescribed(page: str) -> set[str]:
+    """Return the public names of packages, and what recipes import or call, that `page` lacks."""
+    wanted = set()
+    for room, named in MAKER["API"].items():
+        module = importlib.import_module(room)
+        public = getattr(module, "__all__", None) or [n for n in vars(module) if n[0] != "_"]
+        own = [n for n in public if callable(getattr(module, n))] if named is None else named
+        wanted |= {f"{room}.{name}" for name in own}
+    for recipe in ("pretrain", "finetune"):
+        tree = ast.parse((ROOT / "recipes" / f"{recipe}.py").read_text("utf-8"))
+        rooms = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "toolkit":
+                rooms |= {alias.name: f"toolkit.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("toolkit."):
+                wanted |= {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in rooms:
+                wanted.add(f"{rooms[ast.unparse(node.value)]}.{node.attr}")
+    described = set()
+    for section in page.split("\n## ")[1:]:
+        room, marks = section.split("\n")[0], re.findall(r"^::: ([\w.]+)$", section, re.MULTILINE)
+        rows = re.findall(r"^\| `(\w+)` \| [A-Z].*\. \|$", section, re.MULTILINE)
+        written = {mark.rpartition(".")[2] for mark in marks}
+        described |= {f"{room}.{name}" for name in rows if name in written}
+    return wanted - described
+
+
+def test_every_public_name_is_in_the_python_api() -> None:
+    page = (FOLDER / "python.md").read_text("utf-8")
+    assert not undescribed(page)
+    for name in ("step.train_step", "optim.build_optimizer"):
+        mark = f"::: toolkit.training.{name}\n"
+        assert mark in page
+        assert undescribed(page.replace(mark, "")) == {f"toolkit.training.{name.split('.')[1]}"}
+    assert undescribed(page.replace("| `wait` |", "| `weight` |")) == {"toolkit.checkpoint.wait"}

@@ -14,6 +14,7 @@ from conftest import BIN, ROOT, save_byte_tokenizer, save_tiny_model
 from documents import Wrong, blocks, check
 from test_report import CHROMIUM
 
+import toolkit
 from toolkit import config
 from toolkit.data.prepare import inspect_data
 from toolkit.errors import EXIT_CODE_PREEMPTED
@@ -54,9 +55,9 @@ SCROLLED = """<script>addEventListener("load", () => setTimeout(() => {
 
 def first_column(folder: Path, style: bool = True) -> int:
     """Return how far from its edge a wide table has its first column after it was scrolled."""
-    text = (folder / "site/architectures.html").read_text("utf-8")
+    text = (folder / "site/evidence/architectures.html").read_text("utf-8")
     text = text if style else re.sub("<link[^>]*assets/site.css[^>]*>", "", text)
-    page = folder / "site/scrolled.html"
+    page = folder / "site/evidence/scrolled.html"
     page.write_text(text.replace("</body>", f"{SCROLLED}</body>"), "utf-8")
     found = re.search(r'data-first="(-?\d+)"', drawn(folder, page.as_uri()))
     page.unlink()
@@ -78,9 +79,14 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
     tutorial = (tmp_path / "site/tutorial.html").read_text("utf-8")
     assert '<code><span class="flag">--a</span>ccelerate_config cpu</code>' in tutorial
     assert tutorial.count('class="language-bash highlight"') > 5  # which site.css wraps
-    architectures = (tmp_path / "site/architectures.html").read_text("utf-8")
+    architectures = (tmp_path / "site/evidence/architectures.html").read_text("utf-8")
     assert architectures.count("<code>model.<wbr>layers.*</code>") > 100
     assert "<em>" not in architectures  # an asterisk of a pattern that Markdown took
+    api = (tmp_path / "site/reference/python.html").read_text("utf-8")
+    for name in re.findall(r"^::: (.+)$", (ROOT / "docs/reference/python.md").read_text(), re.M):
+        assert api.count(f'<h3 id="{name}"') == 1
+    assert "global gradient norm before clipping" not in api  # of comments nothing is read
+    assert "gradients are clipped to this global norm" in api  # of docstrings all
     if CHROMIUM:
         assert "glossary.html" in found_by(tmp_path, "gradient checkpointing")
         assert "installation.html" in found_by(tmp_path, "docker")
@@ -121,6 +127,29 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     assert len(links) > 10
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_readme_and_site_say_the_same_of_what_was_run() -> None:
+    said = []
+    for page in ("README.md", "docs/index.md"):
+        text = (ROOT / page).read_text("utf-8")
+        state = re.search(r"\*\*State\.\*\*(.*?)(?:\n\n|\Z)", text, re.DOTALL)
+        assert state is not None
+        assert "evidence/benchmarks/gpu.md)" in state[1]
+        said.append(" ".join(re.sub(r"\[[^]]*\]\([^)]*\)", "", state[1]).split()))
+    assert said[0] == said[1]
+    assert "NCCL" in said[0]
+
+
+def test_the_changelog_is_by_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    versions = re.findall(r"^## ([\d.]+) - (?:\d{4}-\d\d-\d\d|unreleased)$", text, re.MULTILINE)
+    assert len(versions) == len(re.findall(r"^## ", text, re.MULTILINE))
+    assert versions[0] == toolkit.__version__
+    assert f"version: {versions[0]}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert not [
+        file for file in re.findall(r"\]\((docs/[^)#]+)", text) if not (ROOT / file).exists()
+    ]
 
 
 def test_the_slurm_file() -> None:

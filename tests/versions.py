@@ -1,6 +1,7 @@
 """The tests on the oldest and the newest releases that setup.cfg allows, and on those of CI.
 
-    python tests/versions.py [--write docs/versions.md] [--only NAME ...] [--environments DIR]
+    python tests/versions.py [--write docs/evidence/versions.md] [--only NAME ...]
+                             [--environments DIR]
                              [--results FILE]
 
 Each environment is made anew in a folder of its own and removed after its run; one that is in DIR

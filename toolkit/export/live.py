@@ -59,7 +59,8 @@ def export_live(
 
     Args:
         model: of `build_on_meta`, with its weights; sharded or not.
-        output, dtype, max_shard_size: as for `consolidate`; on a disk that rank 0 sees.
+        output: as for `consolidate`, as are `dtype` and `max_shard_size`; on a disk that rank 0
+            sees.
         origin: for the export's manifest: `checkpoint` (sha256 of its manifest), `step`, `run`.
         may_fail: a disk that is full or broken makes a warning, and the path is "".
 

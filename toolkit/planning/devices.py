@@ -40,8 +40,8 @@ class Device:
     """Bytes/s of host memory that each process has, for an offloaded optimizer."""
 
 
-# What matrix products and memory reach of their peaks, as on an H100 (docs/benchmarks/gpu.md: 0.75
-# to 0.80 and 0.90); assumed: the same of links, and the least time of an operation.
+# What matrix products and memory reach of their peaks, as on an H100: 0.75 to 0.80 and 0.90
+# (docs/evidence/benchmarks/gpu.md); assumed: the same of links, and the least time of an operation.
 PRODUCTS, MEMORY, LINKS, KERNEL = 0.78, 0.90, 0.75, 5e-6
 _MOST = 1e24  # of any figure in a file
 

@@ -21,7 +21,7 @@ STAGES = {
     "data": "look at the rows with `toolkit inspect --data CONFIG`",
     "sharding": "change the section sharding; `toolkit inspect --plan CONFIG` shows the units",
     "disk": "make room, or save less; --skip disk where the run's machine has another disk",
-    "load": "see the log; `toolkit plan CONFIG` and docs/architectures.md say what is known",
+    "load": "see the log; `toolkit plan CONFIG` and docs/evidence/architectures.md say more",
     "train": "see the log: the recipe failed in its loop",
     "save": "see the log: a checkpoint could not be written",
     "kill": "see the log",

@@ -2,7 +2,7 @@
 
 PaLM left out the batches around a spike (Chowdhery et al. 2022, section 5.1), OLMo-core's
 `SkipStepOptimizer` leaves out the step. Here it is measured from the median, in median absolute
-deviations x 1.4826: a spike does not lift the limit for the next one (docs/decisions.md), and a
+deviations x 1.4826: a spike does not lift the limit for the next one (docs/journal.md), and a
 level that stays up becomes the normal one after half a window. A deviation is taken to be 1 % of
 the median loss at least, and 10 % of the median norm. Before the window is full nothing is skipped.
 
