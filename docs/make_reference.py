@@ -65,17 +65,19 @@ work. What is not on this page may change with any release.
 # Room -> the names of a module that recipes call; None: all that a package's `__init__.py` offers.
 API: dict[str, tuple[str, ...] | None] = {
     "toolkit.config": None,
+    "toolkit.mesh": ("Mesh", "View", "init_mesh"),
     "toolkit.models": None,
     "toolkit.adapters": None,
     "toolkit.sharding": None,
     "toolkit.loading": None,
-    "toolkit.data.tokens.tokenizer": ("own_tokenizer", "prepare_tokenizer"),
+    "toolkit.data.samples.batch": ("Batch",),
     "toolkit.data.prepare": ("inspect_data", "prepare_data", "TrainingData"),
     "toolkit.training": None,
     "toolkit.checkpoint": None,
     "toolkit.export": None,
     "toolkit.planning": None,
     "toolkit.hub": None,
+    "toolkit.assembly": ("build", "check_before_loading"),
     "toolkit.ranks": (
         *("any_of", "broadcast", "collective", "gather", "least", "main_first", "on_all"),
         *("on_main", "rank", "same", "say", "totals", "world_size"),

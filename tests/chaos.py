@@ -23,6 +23,7 @@ import argparse
 import importlib
 import json
 import os
+import pkgutil
 import random
 import re
 import runpy
@@ -64,7 +65,7 @@ PLACES = {
     "start": "toolkit.training.launch.start",
     "tokenise": "toolkit.data.prepare.prepare_data",
     "load": "toolkit.loading.load_or_init",
-    "step": "toolkit.training.train_step",
+    "step": "toolkit.training.Update.step",
     "evaluate": "toolkit.training.evaluate_metrics",
     "save": "toolkit.checkpoint.save",
     "export": "toolkit.export.export_step",
@@ -207,7 +208,7 @@ def observed(scene: str, broken: str | None) -> None:
     os.write(log, f"process {os.getpid()}\n".encode())
     for phase, place in PLACES.items():
         module, name = place.rsplit(".", 1)
-        owner = importlib.import_module(module)
+        owner = pkgutil.resolve_name(module)
         setattr(owner, name, _noted(getattr(owner, name), phase, log))
     if broken:
         BROKEN[broken]()
@@ -233,7 +234,7 @@ def phases(scene: Path, rank: int = 0) -> list[str]:
 
 def _forget() -> None:
     """A start that does not look for checkpoints."""
-    importlib.import_module("toolkit.checkpoint").find = lambda *args: None  # type: ignore[attr-defined]
+    importlib.import_module("toolkit.checkpoint").find_resumable = lambda *args: None  # type: ignore[attr-defined]
 
 
 def _deafen() -> None:

@@ -38,7 +38,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, group: bool = True
     tensors. The processes are forks of ones that have the libraries imported; they have this one's
     environment, folder and output. Without `group` there is no process group yet. Where a fault in
     native code ends one (`_NATIVE`), all are started once more, which a warning tells with the
-    stacks; see docs/decisions.md.
+    stacks; see docs/journal.md.
 
     Raises:
         ProcessRaisedException: it raised on a rank, whose traceback is in the message.

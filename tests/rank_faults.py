@@ -36,11 +36,11 @@ from distributed import run_recipe_ranks  # noqa: E402
 
 PLANT = """
 import os, runpy, signal, sys, time
-import importlib
+import pkgutil
 
 def plant(place, nth, fault, rank, mark):
     module, name = place.rsplit(".", 1)
-    module = importlib.import_module(module)
+    module = pkgutil.resolve_name(module)
     plain, calls = getattr(module, name), [0]
 
     def planted(*args, **more):
@@ -70,7 +70,7 @@ runpy.run_path({recipe!r}, run_name="__main__")
 PHASES = {
     "start": ("toolkit.data.prepare.prepare_data", 1),
     "load": ("toolkit.loading.load_or_init", 1),
-    "step": ("toolkit.training.train_step", 3),
+    "step": ("toolkit.training.Update.step", 3),
     "evaluate": ("toolkit.training.evaluate_metrics", 1),
     "save": ("toolkit.checkpoint.save", 1),
     "export": ("toolkit.export.export_step", 1),

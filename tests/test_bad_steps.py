@@ -166,10 +166,10 @@ def run(tmp_path, monkeypatch) -> Any:
     save_tiny_model(tmp_path / "model")
     mark = AutoTokenizer.from_pretrained(tmp_path / "model").convert_tokens_to_ids("#")
     text = (ROOT / "recipes" / "finetune.py").read_text("utf-8")
-    loss = "partial(training.loss_sum, label_smoothing=cfg.train.label_smoothing_factor)"
+    loss = "loss = loss_of(model, batch)"
     assert text.count(loss) == 1
-    bad = f"(b['input_ids'] == {mark}).any()"
-    edit = f"lambda m, b: training.loss_sum(m, b) * (float('nan') if {bad} else 1.0)"
+    factor = f"(float('nan') if (batch.inputs['input_ids'] == {mark}).any() else 1.0)"
+    edit = f"loss = training.LossSum(loss_of(model, batch).total * {factor}, batch.count)"
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     recipe = tmp_path / "recipes" / "finetune.py"
     recipe.write_text(text.replace(loss, edit), "utf-8")

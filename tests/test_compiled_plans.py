@@ -50,7 +50,8 @@ def _kept(cfg: Config) -> int:
         return tensor
 
     backend = cfg.sharding.torch_compile_backend
-    with sharded(cfg, 1, 0, "cpu", compile_by=backend) as (model, _):
+    with sharded(cfg, 1, 0, "cpu", compile_by=backend) as (made, _):
+        model = made.model
         simulation._filled(model, cfg, CPU)
         ids = torch.randint(8, 1000, (ROWS, LENGTH))
         batch = {"input_ids": ids, "labels": ids}

@@ -22,7 +22,7 @@ STEPS = 8
 # At its third step rank 0 fills the disk, and makes room again at a later one.
 FILL = """
 import os, runpy, toolkit.checkpoint, toolkit.training
-train_step, calls, filler = toolkit.training.train_step, [0], {disk!r} + "/filler"
+step, calls, filler = toolkit.training.Update.step, [0], {disk!r} + "/filler"
 def fill(*args, **more):
     calls[0] += 1
     if calls[0] in (3, {free_at}):
@@ -36,8 +36,8 @@ def fill(*args, **more):
                 pass
     if os.environ["RANK"] == "0" and calls[0] == {free_at}:
         os.remove(filler)
-    return train_step(*args, **more)
-toolkit.training.train_step = fill
+    return step(*args, **more)
+toolkit.training.Update.step = fill
 runpy.run_path({recipe!r}, run_name="__main__")
 """
 

@@ -28,12 +28,12 @@ from toolkit.planning.preflight import choose_candidate, in_subprocess, least_by
 from toolkit.planning.simulation import simulate, state_of
 
 PLANTED = """
-def loss_sum(model, batch):
+def planted_loss(model, batch):
     import torch
 
     if torch.distributed.get_rank() == 1:
         torch.empty(10**15)
-    return training.loss_sum(model, batch)
+    return training.causal_lm_loss(model, batch)
 
 """
 
@@ -117,7 +117,7 @@ def test_running_out_of_memory_ends_all_ranks_with_what_would_fit(
 ) -> None:
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     recipe = tmp_path / "recipes" / "pretrain.py"
-    text = recipe.read_text("utf-8").replace("loss=training.loss_sum", "loss=loss_sum")
+    text = recipe.read_text("utf-8").replace("training.causal_lm_loss(model", "planted_loss(model")
     recipe.write_text(text.replace("\ndef pretrain(", PLANTED + "\ndef pretrain("), "utf-8")
     given = flags(tiny_llama, text_file, tmp_path / "run")
     done = run_recipe_ranks(recipe, 2, *given, cwd=tmp_path, kill_after=300)

@@ -24,11 +24,11 @@ from toolkit.training.faults.preemption import EXIT_CODE
 STEPS = 6
 
 PLANT = """
-import importlib, os, runpy, signal, sys, time
+import os, pkgutil, runpy, signal, sys, time
 
 def plant(place, nth, names, rank, sleep, seconds_between=0.0):
     module, name = place.rsplit(".", 1)
-    module = importlib.import_module(module)
+    module = pkgutil.resolve_name(module)
     plain, calls = getattr(module, name), [0]
     def planted(*args, **more):
         calls[0] += 1
@@ -72,12 +72,12 @@ def given(model: Path, data: Path, run: Path, *more: str) -> list[str]:
 
 
 # The phase: where the signal comes, the last step that is then saved, the evaluation cut short.
-STEP = "toolkit.training.train_step"
+STEP = "toolkit.training.Update.step"
 PHASES = {
     "a step, one rank": ({"place": STEP, "nth": 2, "rank": "1"}, 3, {3}),
     "the first step": ({"place": STEP, "names": ["SIGUSR1"]}, 2, set()),
     "Ctrl-C, told twice": ({"place": STEP, "nth": 3, "names": ["SIGINT", "SIGINT"]}, 4, {3}),
-    "an evaluation": ({"place": "toolkit.training.step.loss_sum", "rank": "0"}, 4, {3}),
+    "an evaluation": ({"place": "toolkit.training.step.with_accuracy", "rank": "0"}, 4, {3}),
     "a save": ({"place": "toolkit.checkpoint.save", "rank": "1"}, 6, {6}),
     "loading": ({"place": "toolkit.loading.load_or_init"}, None, set()),
     "reading data": ({"place": "toolkit.data.prepare.prepare_data"}, None, set()),
@@ -112,7 +112,7 @@ def test_a_signal_in(tmp_path, tiny_llama, text_file, undisturbed, phase) -> Non
 @pytest.mark.faults
 def test_without_listening_a_signal_kills(tmp_path, tiny_llama, text_file) -> None:
     """The control: the same signal, not among those that are taken."""
-    script = planted(tmp_path, place="toolkit.training.train_step", nth=2, rank="01")
+    script = planted(tmp_path, place="toolkit.training.Update.step", nth=2, rank="01")
     only = ["--checkpoint.preemption_signals", "[SIGUSR1]"]
     settings = given(tiny_llama, text_file, tmp_path / "run", *only)
     ended = run_recipe_ranks(script, 2, *settings, cwd=tmp_path)

@@ -9,18 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks
 from safetensors.torch import load_file
 from test_recipe import flags
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DOCUMENT = (ROOT / "docs" / "recipes.md").read_text("utf-8")
-TITLES = (
-    "Another term in the loss",
-    "Frozen layers",
-    "One more metric",
-    "A metric of generated answers",
-)
+TITLES = {
+    "Another term in the loss": "pretrain",
+    "Frozen layers": "pretrain",
+    "One more metric": "pretrain",
+    "A metric of generated answers": "pretrain",
+    "A weight for each sequence": "finetune",
+}  # title -> the recipe that is changed
+TERM, FROZEN, METRIC, ANSWERS, WEIGHT = TITLES
 
 
 def apply(patch: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -38,17 +41,24 @@ def documented(title: str) -> str:
     return found[1]
 
 
+def changed_recipe(folder: Path, title: str | None) -> Path:
+    """Copy the recipes and change one as the page says; return it."""
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    if title is None:
+        return folder / "recipes" / "pretrain.py"
+    recipe = folder / "recipes" / f"{TITLES[title]}.py"
+    before = recipe.read_bytes()
+    done = apply(documented(title), folder)
+    assert done.returncode == 0, done.stderr
+    assert recipe.read_bytes() != before
+    return recipe
+
+
 def run(
     folder: Path, model: Path, text: Path, title: str | None, *more: str
 ) -> list[dict[str, float]]:
     """Run pretraining with the change of `title`; return its metrics."""
-    shutil.copytree(ROOT / "recipes", folder / "recipes")
-    recipe = folder / "recipes" / "pretrain.py"
-    if title is not None:
-        before = recipe.read_bytes()
-        done = apply(documented(title), folder)
-        assert done.returncode == 0, done.stderr
-        assert recipe.read_bytes() != before
+    recipe = changed_recipe(folder, title)
     few = ["--train.max_steps", "3", "--data.eval_split", "0.05", "--checkpoint.save_steps", "3"]
     batch = ["--train.per_device_train_batch_size", "2", "--checkpoint.export_at_end", "true"]
     output = folder / "run"
@@ -67,7 +77,7 @@ def test_every_diff_of_the_document_is_tested(tmp_path) -> None:
     assert DOCUMENT.count("```diff") == len(TITLES)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/pretrain.py").write_text("another recipe\n", "utf-8")
-    assert apply(documented(TITLES[0]), tmp_path).returncode != 0
+    assert apply(documented(TERM), tmp_path).returncode != 0
 
 
 @pytest.mark.parametrize("title", TITLES)
@@ -76,12 +86,12 @@ def test_every_diff_applies_as_it_is_written(title: str, tmp_path) -> None:
     done = apply(documented(title), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     added = [x[1:] for x in documented(title).splitlines() if x[:1] == "+" and x[:3] != "+++"]
-    changed = (tmp_path / "recipes/pretrain.py").read_text("utf-8")
+    changed = (tmp_path / f"recipes/{TITLES[title]}.py").read_text("utf-8")
     assert all(line in changed.splitlines() for line in added)
 
 
 def test_another_term_in_the_loss(plain, tmp_path, tiny_llama, text_file) -> None:
-    changed = run(tmp_path, tiny_llama, text_file, TITLES[0])
+    changed = run(tmp_path, tiny_llama, text_file, TERM)
     normaliser = (changed[0]["loss"] - plain[1][0]["loss"]) / 1e-4  # the mean square of log Z
     assert 20 < normaliser < 60  # ln(300)^2 is 32.5, of logits near zero
     assert changed[2]["loss"] != plain[1][2]["loss"]
@@ -89,7 +99,7 @@ def test_another_term_in_the_loss(plain, tmp_path, tiny_llama, text_file) -> Non
 
 @pytest.mark.slow
 def test_frozen_layers(plain, tmp_path, tiny_llama, text_file) -> None:
-    run(tmp_path, tiny_llama, text_file, TITLES[1])
+    run(tmp_path, tiny_llama, text_file, FROZEN)
     before = load_file(tiny_llama / "model.safetensors")
     name = "run/exports/step-00000003/model.safetensors"
     frozen, trained = load_file(tmp_path / name), load_file(plain[0] / name)
@@ -101,7 +111,7 @@ def test_frozen_layers(plain, tmp_path, tiny_llama, text_file) -> None:
 
 @pytest.mark.slow
 def test_one_more_metric(plain, tmp_path, tiny_llama, text_file) -> None:
-    changed = run(tmp_path, tiny_llama, text_file, TITLES[2])
+    changed = run(tmp_path, tiny_llama, text_file, METRIC)
     last = changed[-1]
     assert last["eval_accuracy"] < last["eval_top5"] < 0.8
     assert [line["loss"] for line in changed] == [line["loss"] for line in plain[1]]
@@ -113,10 +123,51 @@ def test_one_more_metric(plain, tmp_path, tiny_llama, text_file) -> None:
 def test_a_metric_of_generated_answers(plain, tmp_path, tiny_llama, text_file) -> None:
     best = ["--checkpoint.keep_best", "true", "--train.eval_steps", "3"]
     best += ["--checkpoint.metric_for_best_model", "expected"]
-    changed = run(tmp_path, tiny_llama, text_file, TITLES[3], *best)
+    changed = run(tmp_path, tiny_llama, text_file, ANSWERS, *best)
     assert changed[-1]["eval_expected"] in (0.0, 0.5, 1.0)
     assert [line["loss"] for line in changed] == [line["loss"] for line in plain[1]]
     other = tmp_path / "other"
     other.mkdir()
     with pytest.raises(AssertionError, match="eval_expected is none of what an evaluation gives"):
         run(other, tiny_llama, text_file, None, *best)  # the control: nobody told of it
+
+
+def test_a_weight_for_each_sequence(tmp_path) -> None:
+    """The loss of the first step is the mean over all rows of the mean of each."""
+    save_byte_tokenizer(tmp_path / "model")
+    save_tiny_model(tmp_path / "model")
+    rows = [{"prompt": "again", "completion": " and again" * n} for n in (1, 2, 4, 5, 1, 3, 5, 2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = changed_recipe(tmp_path, WEIGHT)
+    given = {
+        "model.name_or_path": "model",
+        "data.train_files": "rows.jsonl",
+        "data.sequence_length": 64,
+        "data.packing": "none",
+        "data.eval_split": 0.0,
+        "train.per_device_train_batch_size": 2,
+        "train.gradient_accumulation_steps": 2,
+        "train.max_steps": 2,
+        "train.logging_steps": 1,
+        "sharding.param_dtype": "float32",
+        "output_dir": "run",
+    }
+    more = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    done = run_recipe_ranks(recipe, 2, *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    sums, counts = [], []
+    for row in rows:
+        prompt = len(tokenizer(row["prompt"])["input_ids"])
+        ids = [*tokenizer(row["prompt"] + row["completion"])["input_ids"], tokenizer.eos_token_id]
+        labels = torch.tensor([[-100] * prompt + ids[prompt:]])
+        counts.append(len(ids) - prompt)
+        with torch.no_grad():
+            loss = model(input_ids=torch.tensor([ids]), labels=labels).loss
+        sums.append(float(loss) * counts[-1])
+    by_sequence = sum(s / n for s, n in zip(sums, counts, strict=True)) / len(rows)
+    assert first["loss"] == pytest.approx(by_sequence, rel=1e-5)
+    assert abs(sum(sums) / sum(counts) - by_sequence) > 1e-4  # the control: tokens count otherwise
+    assert second["tokens"] == 2 * sum(counts)  # which are counted all the same

@@ -357,8 +357,8 @@ def test_7_a_resume_that_is_not_exact(folder) -> None:
         "pretrain",
         "DEMO = Path",
         "NOISE = __import__('random').Random(1)\nDEMO = Path",
-        "            loss=training.loss_sum,",
-        "            loss=lambda *batch: training.loss_sum(*batch) * NOISE.uniform(0.9, 1.1),",
+        "update.mean(loss).backward()",
+        "(update.mean(loss) * NOISE.uniform(0.9, 1.1)).backward()",
     )
     refused(config(), "resume", "not the undisturbed one")
 

@@ -132,10 +132,13 @@ from toolkit import training
 from toolkit.training.faults.spikes import Spikes
 
 Spikes.__init__.__kwdefaults__["window"] = 6
-plain = training.loss_sum
-training.loss_sum = lambda m, b, **more: plain(m, b, **more) * (
-    1.0 + 50.0 * (b["input_ids"] == {mark}).any()
-)
+plain = training.causal_lm_loss
+
+def spiky(m, b, **more):
+    factor = 1.0 + 50.0 * (b.inputs["input_ids"] == {mark}).any()
+    return training.LossSum(plain(m, b, **more).total * factor, b.count)
+
+training.causal_lm_loss = spiky
 runpy.run_path({recipe!r}, run_name="__main__")
 """
 

@@ -41,7 +41,7 @@ from toolkit.training.faults.guards import Guards, guards_of
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
-from toolkit.training.step import EvalSets, Loss, evaluate, with_accuracy
+from toolkit.training.step import EvalSets, Loss, evaluate
 from toolkit.training.trace import PAUSE
 from toolkit.training.trackers import Trackers
 from toolkit.training.train_state import TrainState
@@ -428,7 +428,7 @@ def due(step: int, every: int | None) -> bool:
 
 
 def evaluate_metrics(
-    sharded: Sharded, sources: EvalSets, loss: Loss = with_accuracy
+    sharded: Sharded, sources: EvalSets, loss: Loss | None = None
 ) -> dict[str, float]:
     """Return what `evaluate` finds as a metrics line holds it: `eval_loss`, `eval_perplexity`,
     `eval_accuracy` (a mean of each part of its loss), and where there are several sources

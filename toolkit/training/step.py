@@ -218,10 +218,10 @@ class EvalStats:
 
 @torch.no_grad()
 def evaluate(
-    sharded: Sharded, sources: EvalSets, loss: Loss = with_accuracy
+    sharded: Sharded, sources: EvalSets, loss: Loss | None = None
 ) -> tuple[EvalStats, dict[str, EvalStats]]:
-    """Return loss and its parts over the supervised tokens of all `sources`, and of each source.
-    Collective.
+    """Return loss and its parts over the supervised tokens of all `sources`, and of each source;
+    `loss` None: the run's own, with its accuracy. Collective.
 
     Costs the forwards and one all-reduce. The model is left in the mode it was in, and sharded.
     Every rank brings the same names in the same order, and as many batches of each (pad with
@@ -235,7 +235,7 @@ def evaluate(
     names: list[str] = []
     try:
         for name, batches in sources.items():
-            losses = [loss(model, batch) for batch in batches]
+            losses = [(loss or with_accuracy)(model, batch) for batch in batches]
             if not losses:
                 raise TrainingError("evaluate got no batches" + f" of source {name}" * bool(name))
             names = [*losses[0].parts]
