@@ -146,3 +146,63 @@ def test_what_a_library_does_not_promise_is_asked_for_by_name(private, error) ->
     assert len(asked) >= 3
     for module, name in asked:
         assert private(module, name) is not None
+
+
+# ---- The default group, and what hangs on models
+
+_COLLECTIVES = re.compile(r"(all_|broadcast|barrier|gather|reduce|scatter|send|recv)")
+_WORLD = {"get_rank", "get_world_size", "group"}
+_GROUPS = {"ranks.py", "mesh.py"}  # may ask for the default group
+_ON_MODELS = {"forward", "is_loaded_in_4bit", "_weight_conversions"}  # of torch, PEFT, transformers
+    "forward",
+    "is_loaded_in_4bit",
+    "_weight_conversions",
+}  # torch's, PEFT's, transformers'
+
+
+def asking_the_default_group(root: Path) -> set[str]:
+    """Return lines outside of the mesh's files that use torch's default group."""
+    found = set()
+    for file in (root / "toolkit").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            owner = node.value if isinstance(node, ast.Attribute) else None
+            if isinstance(owner, ast.Name) and owner.id == "dist" and node.attr in _WORLD:
+                found.add(f"{file.name}:{node.lineno}")
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            of_dist = isinstance(node.func.value, ast.Name) and node.func.value.id == "dist"
+            named = any(keyword.arg == "group" for keyword in node.keywords)
+            if of_dist and _COLLECTIVES.match(node.func.attr) and not named:
+                found.add(f"{file.name}:{node.lineno}")
+    return {line for line in found if line.partition(":")[0] not in _GROUPS}
+
+
+def hung_on_models(root: Path) -> set[str]:
+    """Return the attributes that are put on an object by `vars`, which torch's modules allow."""
+    found = set()
+    for file in (root / "toolkit").rglob("*.py"):
+        tree = ast.parse(file.read_text("utf-8"))
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                called = target.value if isinstance(target, ast.Subscript) else None
+                if isinstance(called, ast.Call) and getattr(called.func, "id", "") == "vars":
+                    found.add(ast.unparse(target.slice).strip("'"))
+    return found
+
+
+def test_only_the_mesh_asks_the_default_group(tmp_path: Path) -> None:
+    assert asking_the_default_group(ROOT) == set()
+    (tmp_path / "toolkit").mkdir()
+    file = tmp_path / "toolkit" / "a.py"
+    file.write_text("dist.all_reduce(x)\ndist.all_reduce(x, group=g)\ny = dist.get_rank()\n")
+    assert asking_the_default_group(tmp_path) == {"a.py:1", "a.py:3"}
+    file.rename(file.with_name("mesh.py"))
+    assert asking_the_default_group(tmp_path) == set()
+
+
+def test_nothing_of_ours_hangs_on_a_model(tmp_path: Path) -> None:
+    assert hung_on_models(ROOT) == _ON_MODELS
+    (tmp_path / "toolkit").mkdir()
+    (tmp_path / "toolkit" / "a.py").write_text("vars(model)['plan'] = 1\nvalues['plan'] = 1\n")
+    assert hung_on_models(tmp_path) == {"plan"}

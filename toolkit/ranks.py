@@ -58,6 +58,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def everyone() -> dist.ProcessGroup | None:
+    """Return the group of all processes, which has collectives on the run's devices; None without a
+    process group.
+    """
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def host() -> str:
     """Return what tells this machine from others: its name, and the start of its kernel, since
     copies of one machine may have one name.
@@ -147,7 +154,8 @@ def mark_collective(error: ToolkitError) -> ToolkitError:
 def first_to_report(text: str) -> bool:
     """Return whether this rank is the first that is about to print `text`. Not collective: a rank
     that fails alone says it itself, and so does one whose store has left with another rank: what
-    all raise for sure is marked by `alike`.
+    all raise for sure is marked by
+    `mark_collective`.
     """
     key = f"said/{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
     own = str(rank())

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -51,7 +50,7 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str) -> None:
     one could not write, or together they hold a tensor not at all or twice.
     """
     global _last
-    world = dist.group.WORLD if dist.is_initialized() else None
+    world = ranks.everyone()
     last = _last if _last.world is world else _Saved()
     if not ranks.same(sorted(tensors)):
         raise CheckpointError(f"{failed}: the ranks hold tensors of other names")

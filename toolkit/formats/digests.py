@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from toolkit import ranks
 from toolkit.formats.hashing import LANES, RowHashes
 from toolkit.formats.layout import Tensors, cut_by_rows, local_slices
 
@@ -57,7 +58,7 @@ def _whole_vectors(vectors: dict[str, DTensor]) -> Tensors:
                 whole[local_slices(tensor)] = tensor.to_local().detach()
             parts.append(whole.reshape(-1).view(torch.uint8))
         total = torch.cat(parts)  # each rank's bytes among zeros: the sum is the whole
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=ranks.everyone())
         split = total.split([len(part) for part in parts])
         for (name, tensor), part in zip(here.items(), split, strict=True):
             # A copy of its own begins where a view of its dtype may.
@@ -77,14 +78,13 @@ def part_digests(tensors: Tensors, gathered: Tensors) -> torch.Tensor:
     The sum over the ranks is the digest. Of replicas only the first counts.
     """
     lanes = torch.zeros(len(tensors), LANES, dtype=torch.int64)
-    first_rank = not dist.is_initialized() or dist.get_rank() == 0
     for i, (name, given) in enumerate(tensors.items()):
         tensor = gathered.get(name, given)
         if isinstance(tensor, DTensor):
             local = tensor.to_local()
             if local.numel() and _counts(tensor):
                 lanes[i] = rows_digest(name, local, local_slices(tensor)[0].start)
-        elif first_rank and tensor.numel():
+        elif ranks.rank() == 0 and tensor.numel():
             rows = tensor if tensor.ndim > 1 else tensor.reshape(1, -1)
             lanes[i] = rows_digest(name, rows, 0)
     return lanes

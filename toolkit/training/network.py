@@ -174,12 +174,12 @@ def connect(
         given: Any = {"store": store, "rank": rank, "world_size": world, "device_id": bound}
         dist.init_process_group(backend, timeout=timeout, **given)
         if place.here < world:  # gloo connects at its first use
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1), group=ranks.everyone())
         ranks.nodes()
         if device is not None and world > 1:
             over[0] = own
             total = torch.ones(1, device=device)
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=ranks.everyone())
             if (found := total.item()) != world:
                 raise RuntimeError(f"a sum over {world} processes came out as {found:g}")
 

@@ -115,7 +115,7 @@ def stop_requested() -> bool:
     as often as the others. Once true it stays so.
     """
     watchdog.progress()
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if ranks.world_size() > 1:
         _settle()
         _state.pending = _tell(_state.signal is not None)
     else:
@@ -185,7 +185,7 @@ def _tell(stop: bool) -> tuple[Callable[[], object], torch.Tensor]:
     """Begin to tell all ranks; return what waits until they have, and where the answer then is."""
     device = _device()
     flag = torch.full((1,), int(stop), dtype=torch.int32, device=device)
-    work: Any = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
+    work: Any = dist.all_reduce(flag, dist.ReduceOp.MAX, group=ranks.everyone(), async_op=True)
     if device.type == "cpu":
         return work.wait, flag
     work.wait()  # the stream does, not the host
@@ -198,7 +198,7 @@ def _tell(stop: bool) -> tuple[Callable[[], object], torch.Tensor]:
 def _device() -> torch.device:
     """Return the accelerator where the process group has collectives on it, else the CPU."""
     kind = torch.accelerator.current_accelerator()
-    backends = dist.get_backend_config().split(",")
+    backends = dist.get_backend_config(ranks.everyone()).split(",")
     own = [] if kind is None else [b for b in backends if b.startswith(f"{kind.type}:")]
     if kind is None or not own or own == [f"{kind.type}:gloo"]:
         return torch.device("cpu")
