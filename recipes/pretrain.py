@@ -28,7 +28,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     model, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
     cfg = planning.resolve_auto(cfg, model, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
-    data = prepare_data(cfg, model, model_cfg, run, mesh)
+    data = prepare_data(cfg, model, model_cfg, run, mesh.data)
     assembly.check_before_loading(cfg, model, data, folder)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 

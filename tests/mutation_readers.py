@@ -26,7 +26,7 @@ import torch
 import yaml
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks
-from sharded import alone, sharded_of
+from sharded import sharded_of
 
 from toolkit import adapters, cli, config, loading, models
 from toolkit.adapters.peft_folder import read_as_peft
@@ -40,6 +40,7 @@ from toolkit.errors import ConfigError, ExportError
 from toolkit.export import consolidate
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, keep_until
 from toolkit.hub.local import read_export
+from toolkit.mesh import View
 from toolkit.models.causal_lm import build_on_meta, model_on_meta
 from toolkit.planning import calibrate_by_run, device_of, plan_run
 from toolkit.planning.simulation import PlanningError
@@ -275,7 +276,7 @@ def documents(**data: Any) -> Any:
     """Read, encode and pack text to pretrain on, up to the first step; return the data."""
     cfg = reading("pretrain", **data)
     model_cfg = prepare_tokenizer(cfg.model, cfg.data, Path("tokenizer"))
-    found = prepare_data(cfg, models.prepare(model_cfg), model_cfg, ONE_PROCESS, alone())
+    found = prepare_data(cfg, models.prepare(model_cfg), model_cfg, ONE_PROCESS, View())
     next(found.steps())
     return found
 

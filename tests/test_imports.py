@@ -153,11 +153,8 @@ def test_what_a_library_does_not_promise_is_asked_for_by_name(private, error) ->
 _COLLECTIVES = re.compile(r"(all_|broadcast|barrier|gather|reduce|scatter|send|recv)")
 _WORLD = {"get_rank", "get_world_size", "group"}
 _GROUPS = {"ranks.py", "mesh.py"}  # may ask for the default group
-_ON_MODELS = {"forward", "is_loaded_in_4bit", "_weight_conversions"}  # of torch, PEFT, transformers
-    "forward",
-    "is_loaded_in_4bit",
-    "_weight_conversions",
-}  # torch's, PEFT's, transformers'
+# Set by torch (a forward that is replaced), PEFT and transformers.
+_ON_MODELS = {"forward", "is_loaded_in_4bit", "_weight_conversions"}
 
 
 def asking_the_default_group(root: Path) -> set[str]:

@@ -20,6 +20,7 @@ from tiny_models import float64_throughout, perturb, rows, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.settings import ShardingConfig
+from toolkit.data.samples.batch import Batch
 from toolkit.training import head_loss, loss_kernel
 from toolkit.training.head_loss import HeadLoss, LogitMap
 from toolkit.training.loss import _known, causal_lm_loss
@@ -337,7 +338,7 @@ def test_products_and_memory_of_a_chunk(case, products, monkeypatch):
     monkeypatch.setitem(head_loss._CHUNK_ELEMENTS, "cpu", 640 * 24)
     head.requires_grad_(case != "frozen")
     with torch.set_grad_enabled(case != "evaluation"), Seen() as forward:
-        loss, _ = HeadLoss(head, head.forward, 640)(hidden, labels)
+        loss, _ = HeadLoss(head, head.forward, 640)(hidden, Batch.of(labels).targets)
     # Half of the tokens have a label: two chunks of 24.
     assert len(forward.products) == 2 * products, forward.products
     assert forward.largest == 640 * 24
@@ -366,7 +367,7 @@ def test_a_bf16_head_gradient_is_as_exact_as_one_product(monkeypatch):
         return weight.grad.double()
 
     exact, one = gradient(torch.float64), gradient(torch.bfloat16)
-    HeadLoss(head, head.forward, 2000)(hidden, labels)[0].backward()
+    HeadLoss(head, head.forward, 2000)(hidden, Batch.of(labels).targets)[0].backward()
     assert head.weight.grad.dtype == torch.bfloat16
     error = (head.weight.grad.double() - exact).norm() / (one - exact).norm()
     assert error < 1.2
@@ -387,7 +388,7 @@ def test_products_in_fp32_where_the_device_has_them(monkeypatch):
     head, hidden = head.bfloat16(), hidden.detach().bfloat16().requires_grad_()
     monkeypatch.setattr(head_loss, "_WIDE_PRODUCTS", ("meta",))
     with Seen() as seen:
-        HeadLoss(head, head.forward, 640)(hidden, labels)[0].backward()
+        HeadLoss(head, head.forward, 640)(hidden, Batch.of(labels).targets)[0].backward()
     assert seen.wide == [(96, 16), (640, 16)]
     assert hidden.grad.dtype == head.weight.grad.dtype == torch.bfloat16
     assert hidden.grad.shape == hidden.shape

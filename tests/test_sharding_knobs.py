@@ -1029,7 +1029,7 @@ def test_room_for_the_gathered_model_on_a_device(monkeypatch, held, lengths, roo
     monkeypatch.setattr(torch, "get_device_module", lambda _: types.SimpleNamespace(**calls))
     with fake_world(2):
         model = torch.nn.Linear(5, 3, bias=False, device="meta")
-        fsdp.fully_shard(model, mesh=init_mesh("cpu", 2, FP32))
+        fsdp.fully_shard(model, mesh=init_mesh("cpu", 2, FP32).fsdp)
         found = Accumulation(model, ShardingConfig())
         found._shapes = {torch.Size([2, n]) for n in lengths}
         assert (found._room(torch.device("cuda", 0)) > 0) is room

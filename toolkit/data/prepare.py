@@ -31,7 +31,7 @@ from toolkit.data.tokens.encode import EncodedSource, Encoder, encode, encoding_
 from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer, pad_id
 from toolkit.errors import ConfigError, DataError
 from toolkit.formats import assets_of
-from toolkit.mesh import Mesh
+from toolkit.mesh import View
 from toolkit.models import causal_lm as models
 from toolkit.models import packing_probe
 from toolkit.models.attention import attend_within_documents
@@ -42,7 +42,7 @@ def prepare_data(
     model: PreTrainedModel,
     model_cfg: ModelConfig,
     run: Processes,
-    mesh: Mesh,
+    view: View,
     own_metrics: Sequence[str] = (),
 ) -> "TrainingData":
     """Return what the run reads. Collective; encodes on all cores, once, cached.
@@ -52,7 +52,7 @@ def prepare_data(
     Args:
         model: on meta, before adapters and sharding.
         model_cfg: the model's settings with the tokenizer that the run uses.
-        mesh: whose view `data` reads different samples.
+        view: the ranks that read different samples (`Mesh.data`).
         own_metrics: names of what a recipe's evaluations give beside loss, perplexity and accuracy.
 
     DataError: the tokenizer, a file, a row or the number of samples cannot be trained with, nothing
@@ -65,11 +65,11 @@ def prepare_data(
     choice = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
     if choice.mask is None:
         attend_within_documents(model)
-    feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, mesh.data.size))
+    feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, view.size))
     if not cfg.learns_documents and encoder.tokenizer is not None:
         ends = ranks.on_main(partial(learned_ends, feed, encoder.tokenizer))
         ranks.say(end_with(model, ends, encoder.tokenizer))
-    readers = Readers(run.device, mesh.data.rank, mesh.data.size, run.loader)
+    readers = Readers(run.device, view.rank, view.size, run.loader)
     data = TrainingData(cfg, feed, choice, encoder.tokenizer, readers)
     check_data(data, own_metrics)
     return data

@@ -29,7 +29,7 @@ from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
 from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer
 from toolkit.errors import ConfigError, DataError, ToolkitError
-from toolkit.mesh import DP_REPLICATE, DP_SHARD, init_mesh
+from toolkit.mesh import DP_REPLICATE, DP_SHARD, View, init_mesh
 from toolkit.models import (
     build_on_meta,
     check_quantisation,
@@ -257,8 +257,7 @@ class Rehearsal:
         if whole and not cfg.data.streaming:  # little enough to be prepared as the run will
             own: Any = SimpleNamespace(device=torch.device("cpu"), loader=None)
             with fake_world(self.ranks):
-                mesh = init_mesh("cpu", self.ranks, on_cpu(cfg).sharding)
-                prepare_data(on_cpu(cfg), model, self.model_cfg, own, mesh)
+                prepare_data(on_cpu(cfg), model, self.model_cfg, own, View(0, self.ranks))
         return _seen(heads, evals, untrained)
 
     def check_sharding(self) -> str:
