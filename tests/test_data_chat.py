@@ -171,7 +171,7 @@ def test_a_turn_costs_a_few_renderings(name, vocabulary):
     tokenizer = tokenizer_of(vocabulary, template)
     specials = tuple(tokenizer.all_special_tokens)
     render = plain_render(template, tokenizer, tries)
-    known = habits(render, specials, template.bos, template.eos)
+    known = find_traits(render, specials, template.bos, template.eos)
     for kind, messages in CONVERSATIONS.items():
         if not takes(name, messages):
             continue
@@ -197,7 +197,7 @@ def test_a_long_conversation_costs_a_few_renderings_in_all(name, vocabulary):
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     specials = tuple(tokenizer.all_special_tokens)
     render = plain_render(template, tokenizer, tries)
-    known = habits(render, specials, template.bos, template.eos)
+    known = find_traits(render, specials, template.bos, template.eos)
     one_by_one = masks.Search(render, messages, specials, known).found(turns)
     tries.clear()
     search = masks.Search(render, messages, specials, known)
@@ -259,7 +259,7 @@ def test_awkward_conversations_are_right_or_refused(name, vocabulary):
     tokenizer = tokenizer_of(vocabulary, template)
     specials = tuple(tokenizer.all_special_tokens)
     render = plain_render(template, tokenizer, [])
-    known = habits(render, specials, template.bos, template.eos)
+    known = find_traits(render, specials, template.bos, template.eos)
     rng, right = random.Random(name), 0
     for _ in range(60):
         messages = awkward(name, rng)

@@ -130,8 +130,10 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
     )
     if both := sorted(trained & evaluated):
         more = f" and {len(both) - 1} more" if len(both) > 1 else ""
-        what = f"{both[0]}{more} is trained on and evaluated on"
-        ranks.say(f"WARNING: {what}: evaluations tell what was learned by heart (data.eval_files)")
+        ranks.say(
+            f"WARNING: {both[0]}{more} is trained on and evaluated on: evaluations tell what was "
+            "learned by heart (data.eval_files)"
+        )
     rows = train.micro_batch * train.gradient_accumulation_steps
     settings: dict[str, Any] = {
         "seed": cfg.seed,

@@ -175,8 +175,10 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
     if cfg.kernels == "liger":
         check_kernels(device)
     if cfg.trust_remote_code:
-        what = f"Python code that comes with {cfg.name_or_path} runs with your rights"
-        ranks.say(f"WARNING: model.trust_remote_code is on: {what}")
+        ranks.say(
+            "WARNING: model.trust_remote_code is on: Python code that comes with "
+            f"{cfg.name_or_path} runs with your rights"
+        )
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
     _causal_lm_class(config, cfg, folder)
@@ -192,8 +194,10 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
             "sdpa"
         )
     if getattr(config.get_text_config(), "output_router_logits", False):
-        what = "output_router_logits asks for the auxiliary loss of its router"
-        ranks.say(f"WARNING: {cfg.name_or_path}: {what}, which is not trained here")
+        ranks.say(
+            f"WARNING: {cfg.name_or_path}: output_router_logits asks for the auxiliary loss of its "
+            "router, which is not trained here"
+        )
     # Rotary models take longer sequences without a word.
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < sequence_length:

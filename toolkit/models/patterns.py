@@ -27,8 +27,11 @@ def matching_modules(
         if called:
             holding = {n for n in matched if isinstance(named[n], nn.ModuleList | nn.ModuleDict)}
             if holding == matched:
-                name, what = min(holding), "which holds modules and is never called; name those"
-                raise ModelError(f"{setting}: {pattern!r} matches only {name}, {what}: {name}.*")
+                name = min(holding)
+                raise ModelError(
+                    f"{setting}: {pattern!r} matches only {name}, which holds modules and is never "
+                    f"called; name those: {name}.*"
+                )
             matched -= holding
         found |= matched
     return {name: module for name, module in named.items() if name in found}

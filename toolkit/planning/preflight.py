@@ -132,11 +132,15 @@ def shard_within_machines(cfg: Config, model: nn.Module, run: Run, memory: int) 
     needs = sum(least_bytes(own, model, world, run.device.type).values())
     sizes = f"{size_text(needs)} of {size_text(memory)}"
     if needs > _HELD_SHARE * memory:
-        what = f"one copy over all {world} ranks: over the {here} of a machine each would hold"
-        run.say(f"mesh       {what} {sizes} (sharding.dp_shard: {here} asks for that)")
+        run.say(
+            f"mesh       one copy over all {world} ranks: over the {here} of a machine each would "
+            f"hold {sizes} (sharding.dp_shard: {here} asks for that)"
+        )
         return cfg
-    what = f"{count} copies, each over the {here} ranks of a machine, which hold {sizes} each"
-    run.say(f"mesh       {what} (sharding.dp_shard: {world} makes one over all)")
+    run.say(
+        f"mesh       {count} copies, each over the {here} ranks of a machine, which hold {sizes} "
+        f"each (sharding.dp_shard: {world} makes one over all)"
+    )
     return own
 
 
@@ -296,14 +300,16 @@ def _told_if_out_of_memory(cfg: Config, run: Run, device: Device, memory: int) -
             peak = torch.get_device_module(run.device).max_memory_allocated(run.device)
         train = cfg.train
         batch = f"{train.per_device_train_batch_size} x {cfg.data.sequence_length:,} tokens"
-        what = f"out of memory in {doing} on rank {run.rank}: {one_line(error)}"
-        what = f"{what} (batch {batch}; {size_text(peak)} at the peak, {size_text(memory)} given)"
+        said = (
+            f"out of memory in {doing} on rank {run.rank}: {one_line(error)} (batch {batch}; "
+            f"{size_text(peak)} at the peak, {size_text(memory)} given)"
+        )
         if not ranks.first_to_report("out of memory"):
-            ranks.show(f"[rank {run.rank}] {what}", sys.stderr)
+            ranks.show(f"[rank {run.rank}] {said}", sys.stderr)
             with watchdog.patient("out of memory"):
                 time.sleep(2 * _LONGEST)  # the launcher ends this one when the first has spoken
-            raise MemoryShortageError(what) from error
-        ranks.show(f"{what}; planning what would fit ...", sys.stderr)
+            raise MemoryShortageError(said) from error
+        ranks.show(f"{said}; planning what would fit ...", sys.stderr)
         with watchdog.patient("planning what would fit"):
             advice = _advice(cfg, run.world_size, device, memory)
-        raise MemoryShortageError(f"{what}. Cheapest changes: {advice}") from error
+        raise MemoryShortageError(f"{said}. Cheapest changes: {advice}") from error

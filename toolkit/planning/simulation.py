@@ -144,8 +144,11 @@ def simulate(
         return _simulated(*where, compiled=True)
     except _CompilationError as error:
         sim = _simulated(*where, compiled=False)
-        what = "layers could not be compiled without values, so they are planned as eager ones"
-        return replace(sim, notes=(*sim.notes, f"{what}: {one_line(error, 200)}"))
+        note = (
+            "layers could not be compiled without values, so they are planned as eager ones: "
+            f"{one_line(error, 200)}"
+        )
+        return replace(sim, notes=(*sim.notes, note))
 
 
 def _simulated(
@@ -187,9 +190,11 @@ def _simulated(
             except ToolkitError:
                 raise
             except Exception as error:  # an architecture may do anything on its way
-                what = f"a step of {plain_name(base)} cannot be run without values"
                 failed = _CompilationError if compiles else PlanningError
-                raise failed(f"{what}: {one_line(error, 300)}") from error
+                raise failed(
+                    f"a step of {plain_name(base)} cannot be run without values: "
+                    f"{one_line(error, 300)}"
+                ) from error
         offloaded = state.total if apart else 0
         offloaded += max(peak.kinds.get("host", 0) for peak in meter.peaks.values())
         return Simulation(

@@ -259,8 +259,10 @@ class _Keep(TorchDispatchMode):
         again = self._written | self.layer.unseen if self._first else set()
         if again and not any(isinstance(t, FakeTensor) for t in _plain(out)):  # a run, no plan
             names = ", ".join(sorted({func._schema.name.split("::")[1] for func in again}))
-            what = f"{self.layer.kind} writes in place to results of {names}"
-            _say_once(f"recompute  {what}: those run again in the backward instead of being kept")
+            _say_once(
+                f"recompute  {self.layer.kind} writes in place to results of {names}: those run "
+                "again in the backward instead of being kept"
+            )
 
 
 class _Reuse(TorchDispatchMode):

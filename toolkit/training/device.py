@@ -129,9 +129,11 @@ def _shared_memory(user: str, needed: int) -> str:
     free, place = network.free_shared_memory(), network.SHARED_MEMORY
     if free >= needed:
         return ""
-    what = f"{place} of {socket.gethostname()} has {free / 1e6:.1f} MB free"
-    advice = "start the container with a larger --shm-size (Kubernetes: an emptyDir of medium"
-    return f"WARNING: {what}, {user} may use {needed / 1e6:.0f} MB; {advice} Memory at {place})"
+    return (
+        f"WARNING: {place} of {socket.gethostname()} has {free / 1e6:.1f} MB free, {user} may use "
+        f"{needed / 1e6:.0f} MB; start the container with a larger --shm-size (Kubernetes: an "
+        f"emptyDir of medium Memory at {place})"
+    )
 
 
 def slow_dtype(device: torch.device, dtype: str) -> str:
@@ -143,8 +145,10 @@ def slow_dtype(device: torch.device, dtype: str) -> str:
     times = _layer_seconds(getattr(torch, dtype)) / _layer_seconds(torch.float32)
     if times < _SLOW:
         return ""
-    what = f"linear layers take {times:.0f} times as long in {dtype} as in float32 on this CPU"
-    return f"WARNING: {what}; for a run on it: --sharding.param_dtype float32"
+    return (
+        f"WARNING: linear layers take {times:.0f} times as long in {dtype} as in float32 on this "
+        "CPU; for a run on it: --sharding.param_dtype float32"
+    )
 
 
 def _layer_seconds(dtype: torch.dtype) -> float:

@@ -36,9 +36,11 @@ class EarlyStopping:
         if self.patience is None or not metrics:
             return self.stop
         if self.metric not in metrics:
-            what = f"expected the metric {self.metric} (checkpoint.metric_for_best_model)"
             known = ", ".join(sorted(metrics)) or "none"
-            error = TrainingError(f"{what} to stop early by, the evaluation has {known}")
+            error = TrainingError(
+                f"expected the metric {self.metric} (checkpoint.metric_for_best_model) to stop "
+                f"early by, the evaluation has {known}"
+            )
             raise ranks.mark_collective(error)
         value = float(metrics[self.metric])
         sign = 1 if self.greater_is_better else -1

@@ -157,8 +157,10 @@ class Metrics:
             append(self._file, self._unwritten)
         except OSError as error:
             if count == 1:
-                what = f"{self._file} cannot be written: {error.strerror}"
-                ranks.show(f"WARNING: {what}; its lines wait in memory")
+                ranks.show(
+                    f"WARNING: {self._file} cannot be written: {error.strerror}; its lines wait in "
+                    "memory"
+                )
             return
         self._unwritten.clear()
         if count > 1:
@@ -367,8 +369,7 @@ def _record_start(
             keep_until(folder / STARTS, step)
             append(folder / STARTS, [line])
         except OSError as error:
-            what = f"{folder / STARTS} cannot be written: {error.strerror}"
-            raise TrainingError(what) from error
+            raise TrainingError(f"{folder / STARTS} cannot be written: {error.strerror}") from error
 
     ranks.on_main(write)
 

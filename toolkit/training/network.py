@@ -192,9 +192,11 @@ def connect(
         cause, failed = one_line(error, 600), error
     if cause:
         nccl = over[0] != "gloo" or "NCCL" in cause or "eager_connect" in cause
-        what = f"process {rank} of {world} met the others, but did not connect to them over "
         advice = _of_nccl(own) if nccl else _of_gloo(place.here < world)
-        raise LaunchError(f"{what}{own if nccl else 'gloo'}: {cause}; {advice}") from failed
+        raise LaunchError(
+            f"process {rank} of {world} met the others, but did not connect to them over "
+            f"{own if nccl else 'gloo'}: {cause}; {advice}"
+        ) from failed
 
 
 def _of_gloo(several: bool) -> str:

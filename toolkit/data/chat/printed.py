@@ -38,9 +38,11 @@ def check_printed(search: Search, learned: Sequence[int], *, has_tools: bool) ->
         for at in range(len(message.get("tool_calls") or [])):
             _check_call(search, i, at)
     if has_tools and search.tried(search.messages, tools=False) == search.text:
-        advice = "use one that knows tools (data.chat_template), or leave out the column"
-        what = f"the chat template prints nothing of the tools; {advice}"
-        raise BadRow(what, "tools not printed")
+        raise BadRow(
+            "the chat template prints nothing of the tools; use one that knows tools "
+            "(data.chat_template), or leave out the column",
+            "tools not printed",
+        )
     return _check_reasoning(search, learned) + _unused_keys(search)
 
 

@@ -201,7 +201,7 @@ class Template:
                 self._habits.clear()
             bos, eos = map(self.variables.get, ("bos_token", "eos_token"))
             render = partial(self._text, tools=None, kwargs=kwargs)
-            self._habits[key] = habits(render, self.specials, bos, eos)
+            self._habits[key] = find_traits(render, self.specials, bos, eos)
         return self._habits[key]
 
     def _text(self, turns: list[Message], prompt: bool = False, *, tools: Any, kwargs: Any) -> str:

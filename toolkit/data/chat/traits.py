@@ -61,7 +61,7 @@ class TemplateTraits:
     openers: Marks = ()  # special tokens that begin a turn or end its header
 
 
-def habits(render: Render, specials: Marks, bos: str | None, eos: str | None) -> TemplateTraits:
+def find_traits(render: Render, specials: Marks, bos: str | None, eos: str | None) -> TemplateTraits:
     """Return the habits of a template: none where it takes no such conversation."""
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
     following = {"role": "user", "content": _NEXT}

@@ -209,8 +209,9 @@ def example_of(row: Row, layout: Layout) -> Example:
     # A row without the mask that others have would be learned whole.
     empty = [name for name in _MASKS if name in row and row[name] is None]
     if missing := [name for name in layout.columns if name not in row or name in empty]:
-        what = f"expected a column {missing[0]!r} ({layout}), got {named(row)}"
-        raise BadRow(what, "missing column")
+        raise BadRow(
+            f"expected a column {missing[0]!r} ({layout}), got {named(row)}", "missing column"
+        )
     try:
         return _example(row, layout)
     except RecursionError as error:
@@ -268,8 +269,10 @@ def _conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Co
     ):
         roles = f"{', '.join(learned)}{' in the completion' if supervised_from else ''}"
         weights = f", and a weight of 0 for turns {sorted(context)}" if context else ""
-        what = f"expected a turn of the assistant to learn from, got the roles {roles}{weights}"
-        raise BadRow(what, "no assistant turn")
+        raise BadRow(
+            f"expected a turn of the assistant to learn from, got the roles {roles}{weights}",
+            "no assistant turn",
+        )
     tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
     return Conversation(messages, tools, kwargs, supervised_from, context)
 

@@ -100,9 +100,11 @@ def template_kwargs_of(row: Row) -> dict[str, Any]:
         wrong(value, name, "a mapping")
     clean(value, name)
     if taken := _RESERVED.intersection(value):
-        what = f"got {named(sorted(taken))}, which the toolkit sets"
-        said = f"expected further arguments of the template in {name!r}, {what}"
-        raise BadRow(said, "reserved template argument")
+        raise BadRow(
+            f"expected further arguments of the template in {name!r}, got {named(sorted(taken))}, "
+            "which the toolkit sets",
+            "reserved template argument",
+        )
     return value
 
 

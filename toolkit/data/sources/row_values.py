@@ -114,9 +114,11 @@ def clean(value: Any, where: str, *, nul: bool = False) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            what = f"got the lone surrogate {value[error.start]!r} at {error.start}"
-            said = f"expected Unicode text in {where!r}, {what}"
-            raise BadRow(said, "lone surrogate") from error
+            raise BadRow(
+                f"expected Unicode text in {where!r}, got the lone surrogate "
+                f"{value[error.start]!r} at {error.start}",
+                "lone surrogate",
+            ) from error
     elif isinstance(value, dict):
         for key, inner in value.items():
             clean(key, where, nul=nul)

@@ -148,9 +148,12 @@ class TextTokenizer:
         parts: list[tuple[int, _Encoded]] = []  # with their first character
         for begin, end in pairwise([0, *cuts, len(text)]):
             if begin and words and whole.across(begin) and text[begin - 1 : begin + 1].isalnum():
-                said = f"expected a prompt that ends with a word, got {text[:begin][-20:]!r} before"
-                what = f"{said} {text[begin:][:20]!r}, of which the tokenizer would make two words"
-                return BadRow(f"{what}; end the prompt with a word", "edge within a word")
+                return BadRow(
+                    f"expected a prompt that ends with a word, got {text[:begin][-20:]!r} before "
+                    f"{text[begin:][:20]!r}, of which the tokenizer would make two words; end the "
+                    "prompt with a word",
+                    "edge within a word",
+                )
             if begin:  # up to its first added token, whose section is as any other
                 head = going_on.encode(text[begin:end], add_special_tokens=False)
                 parts.append((begin, self._encoded(text[begin:end], head).up_to_added()))
