@@ -24,7 +24,7 @@ from toolkit.data.chat.alike import found_alike
 from toolkit.data.chat.masks import Rendered
 from toolkit.data.chat.printed import EARLIER_REASONING, NOT_PRINTED, check_printed
 from toolkit.data.chat.template import Chat, learned_turns
-from toolkit.data.chat.traits import habits
+from toolkit.data.chat.traits import find_traits
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.tokens.encode import Encoder

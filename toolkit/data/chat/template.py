@@ -31,7 +31,7 @@ from toolkit.data.chat.traits import (
     Span,
     TemplateTraits,
     common_start,
-    habits,
+    find_traits,
     pattern_of,
     uncut,
 )

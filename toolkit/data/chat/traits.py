@@ -61,8 +61,10 @@ class TemplateTraits:
     openers: Marks = ()  # special tokens that begin a turn or end its header
 
 
-def find_traits(render: Render, specials: Marks, bos: str | None, eos: str | None) -> TemplateTraits:
-    """Return the habits of a template: none where it takes no such conversation."""
+def find_traits(
+    render: Render, specials: Marks, bos: str | None, eos: str | None
+) -> TemplateTraits:
+    """Return the traits of a template: none where it takes no such conversation."""
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
     following = {"role": "user", "content": _NEXT}
     for before in ([], [{"role": "system", "content": "Answer."}]):
