@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -20,6 +21,7 @@ from test_checkpoint_saving import small_state
 
 from toolkit import checkpoint, cli, config
 from toolkit.checkpoint import commit, disk, local_copy, retention, run_folder, store
+from toolkit.checkpoint.object_store import RemotePath
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
 
@@ -130,7 +132,7 @@ def test_retention_and_overwriting(url):
     assert sorted(commit.committed_steps(store.where(url))) == [2, 3, 4]
 
 
-def _flip(place: store.RemotePath, name: str) -> None:
+def _flip(place: RemotePath, name: str) -> None:
     file = Path((place / name).path)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -505,7 +507,8 @@ def test_the_disk_is_asked_for_the_exports_only(tiny_llama, tmp_path, url):
 def test_the_recipe_and_the_command_line(tiny_llama, text_file, tmp_path, url, monkeypatch, capsys):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text("import bucket\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'path'}:{Path(bucket.__file__).parent}")
+    paths = [str(tmp_path / "path"), str(Path(bucket.__file__).parent), *sys.path]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     flags = [
         "--model.name_or_path", str(tiny_llama),
         "--data.train_files", str(text_file),

@@ -2,9 +2,7 @@
 
 import itertools
 import math
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from toolkit.checkpoint.state import (
     read_state,
     state_faults,
 )
-from toolkit.checkpoint.store import Folder, read_object, where
+from toolkit.checkpoint.store import Folder, read_object, storage_of, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError, one_line
 from toolkit.formats import METADATA_FILE, Tensors, chunk_table, local_tensor, read_metadata
@@ -286,13 +284,10 @@ def _holders(tensor: torch.Tensor) -> int:
 
 
 def _metadata(checkpoint: Folder) -> Metadata:
-    if isinstance(checkpoint, Path):
-        return read_metadata(checkpoint / DCP)
-    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
-        content = (checkpoint / DCP / METADATA_FILE).read_bytes()
-        Path(folder, METADATA_FILE).write_bytes(content)
-        # The shards are not here; their sizes were compared with the manifest's.
-        return read_metadata(folder, blobs=False)
+    file = storage_of(checkpoint / DCP / METADATA_FILE)
+    with file.local() as local:
+        # Of shards that are elsewhere the sizes were compared with the manifest's.
+        return read_metadata(local.parent, blobs=file.is_disk)
 
 
 def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from toolkit.checkpoint.store import Folder, read_plain
+from toolkit.checkpoint.store import Folder, storage_of
 from toolkit.errors import CheckpointError
 
 PIECES = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss", "torch")
@@ -72,7 +72,7 @@ def restore(folder: Folder, rank: int) -> None:
     """Put the random state of `rank` in place; CheckpointError names the file or piece lacking."""
     file = folder / _file_name(rank)
     try:
-        saved = load(read_plain(file))
+        saved = load(storage_of(file).read_plain())
     except (SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
         missing = isinstance(error, FileNotFoundError)
         fault = "is missing" if missing else f"cannot be read ({error})"

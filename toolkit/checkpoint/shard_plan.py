@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from toolkit import formats, ranks
+from toolkit.checkpoint.local_folder import disk_error
 from toolkit.checkpoint.shards import HashingWriter
-from toolkit.checkpoint.store import disk_error
 from toolkit.errors import CheckpointError
 from toolkit.formats import METADATA_FILE, ChunkTable, Known, Tensors, local_tensor
 

@@ -22,8 +22,8 @@ from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.carried import Carried
 from toolkit.checkpoint.commit import EXPORTS, step_name
 from toolkit.checkpoint.facts import run_facts
+from toolkit.checkpoint.local_folder import is_refusal
 from toolkit.checkpoint.run_folder import set_export_aside
-from toolkit.checkpoint.store import is_refusal
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ExportError
 from toolkit.export.plan import (

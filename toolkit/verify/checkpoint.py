@@ -13,7 +13,7 @@ from toolkit import formats
 from toolkit.checkpoint import commit, rng_state
 from toolkit.checkpoint.commit import COMMIT, MANIFEST, STATE
 from toolkit.checkpoint.saving import MANIFEST_VERSION
-from toolkit.checkpoint.store import files_below, read_object, read_plain
+from toolkit.checkpoint.store import read_object, storage_of
 from toolkit.errors import CheckpointError, LoadingError
 from toolkit.verify.findings import Findings, is_regular
 
@@ -37,7 +37,7 @@ class CheckpointCheck:
         if manifest is None:
             return
         self.files = manifest["files"]
-        for name in sorted(files_below(self.folder)):
+        for name in sorted(storage_of(self.folder).files()):
             if (self.folder / name).is_symlink():
                 self.add(name, None, f"is a link to {os.readlink(self.folder / name)}")
             elif name not in self.files and name not in (MANIFEST, COMMIT):
@@ -56,7 +56,7 @@ class CheckpointCheck:
         raw: dict[str, bytes] = {}
         for name in (MANIFEST, COMMIT):
             try:
-                raw[name] = read_plain(self.folder / name)
+                raw[name] = storage_of(self.folder / name).read_plain()
             except OSError as error:
                 self.add(name, None, f"{error.strerror}: not a committed checkpoint")
         if MANIFEST not in raw:
