@@ -1,4 +1,4 @@
-"""What a source checkpoint holds that no parameter takes: found again for each export.
+"""Find tensors of a source checkpoint that no parameter takes, anew for each export.
 
 Layers that predict more tokens, towers beside a text part, keys and values that layers share: no
 training changes them, and a checkpoint of a run does not hold them. An export copies them from the
@@ -89,7 +89,7 @@ def carried_tensors(
 
 @dataclass(frozen=True)
 class Carried:
-    """What an export has, or leaves out, of the source beside its parameters."""
+    """Tensors of the source, beside its parameters, that an export has or leaves out."""
 
     tensors: dict[str, CarriedTensor]
     left_out: list[str]

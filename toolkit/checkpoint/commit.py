@@ -71,7 +71,7 @@ _NO_FILE = {
 }
 _AT_ONCE = 8  # small objects under way
 _THREADS = min(4, os.cpu_count() or 1)  # that hash
-# What a folder has that can be read as a checkpoint.
+# Files of which a folder that can be read as a checkpoint has one.
 _MARKS = (
     *(COMMIT, METADATA_FILE, SHARDED_SAFETENSORS, f"{ACCELERATE}*/{METADATA_FILE}"),
     f"{CHECKPOINTS}/step-*/{COMMIT}",
@@ -95,7 +95,7 @@ def broken_steps(run: str | store.Folder) -> dict[int, tuple[Any, str]]:
 
 
 def is_committed(checkpoint: store.Folder) -> bool:
-    """Whether COMMIT is there and is, to the byte, the hash of the manifest that is there.
+    """Return whether COMMIT is there and is, to the byte, the hash of the manifest that is there.
 
     CheckpointError: the disk does not let itself be read just now, so that nobody can tell.
     """
@@ -296,7 +296,7 @@ def begin(run: str | store.Folder, step: int) -> Any:
     root = store.where(run) / CHECKPOINTS
     with disk_errors(f"{root} cannot be used, a folder is expected"):
         attempts = attempts_of(run)
-        # What cannot be deleted now is in nobody's way; `prune` says so.
+        # A folder that cannot be deleted now is in nobody's way; `prune` says so.
         with contextlib.suppress(OSError, CheckpointError):
             delete(a.folder for a in attempts if a.kind in LEFT_OVER)
         number = max((a.order for a in attempts if a.step == step), default=0) + 1

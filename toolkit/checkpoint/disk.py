@@ -1,4 +1,4 @@
-"""Whether the disk holds what a run will write, predicted from shapes and dtypes alone."""
+"""Predict the room on the disk that a run will need, from shapes and dtypes alone."""
 
 import math
 from collections import Counter
@@ -28,7 +28,7 @@ _ADAMW = OptimConfig()
 
 @dataclass(frozen=True)
 class DiskEstimate:
-    """What a run will have on the disk at its fullest moment; sizes in bytes."""
+    """The files of a run on the disk at its fullest moment; sizes in bytes."""
 
     checkpoint: int
     checkpoints: int  # how many of them at a time

@@ -66,11 +66,14 @@ class LocalFolder:
     def check_usable(self, setting: str) -> None:
         whole = self.path.absolute()
         above = next(p for p in (whole, *whole.parents) if os.path.lexists(p))
-        fault = f"{setting} {self.path} cannot be made: {above}"
         if not above.is_dir():
-            raise ConfigError(f"{fault} is not a folder; give another")
+            raise ConfigError(
+                f"{setting} {self.path} cannot be made: {above} is not a folder; give another"
+            )
         if not os.access(above, os.W_OK | os.X_OK):
-            raise ConfigError(f"{fault} cannot be written to; give another")
+            raise ConfigError(
+                f"{setting} {self.path} cannot be made: {above} cannot be written to; give another"
+            )
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(existing(self.path)).free

@@ -130,8 +130,10 @@ def check() -> None:
 
 
 def _in_use(setting: str, folder: Path, owner: dict[str, Any]) -> ConfigError:
-    advice = f"wait for it, end it, or give another {setting}"
-    return ConfigError(f"{setting} {folder} is in use by {_said(owner)}; {advice}")
+    return ConfigError(
+        f"{setting} {folder} is in use by {_said(owner)}; wait for it, end it, or give another "
+        f"{setting}"
+    )
 
 
 def _text(job: str, held: _HeldLock) -> bytes:
@@ -187,7 +189,7 @@ def _touched(file: Path) -> int:
 def _beat(held: _HeldLock, file: Path) -> None:
     """Touch the file until it is given back or lost."""
     while not held.ended.wait(_BEAT):
-        # What else is written there says what is wrong with the disk.
+        # A disk that fails is reported by the run's other writes.
         with contextlib.suppress(OSError), open(file, "rb") as f:
             if _parsed(f.read()).get("token") != held.token:
                 return

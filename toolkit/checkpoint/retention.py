@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and the deletion of the others."""
+"""Choose the checkpoints of a run that stay, and delete the others."""
 
 import contextlib
 import math

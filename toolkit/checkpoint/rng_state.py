@@ -73,10 +73,12 @@ def restore(folder: Folder, rank: int) -> None:
     file = folder / _file_name(rank)
     try:
         saved = load(storage_of(file).read_plain())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: the random state of rank {rank}") from error
     except (SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        fault = "is missing" if missing else f"cannot be read ({error})"
-        raise CheckpointError(f"{file} {fault}: the random state of rank {rank}") from error
+        raise CheckpointError(
+            f"{file} cannot be read ({error}): the random state of rank {rank}"
+        ) from error
     wanted = (*PIECES, *([] if device_type() == "cpu" else [device_type()]))
     if lacking := [name for name in wanted if name not in saved]:
         raise CheckpointError(f"{file} lacks the random state of {', '.join(lacking)}")

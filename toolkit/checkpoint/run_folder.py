@@ -34,7 +34,7 @@ from toolkit.training.launch import Run
 
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
-# What defines a run. The rest (length, schedule, ranks, logging) may change between two starts.
+# Settings that define a run; others (length, schedule, ranks, logging) may change between starts.
 _IDENTITY = ("model.", "data.", "lora.", "seed")
 _HARMLESS = ("data.num_workers", "data.max_eval_samples")
 _ACCUMULATION = "train.gradient_accumulation_steps"
@@ -44,7 +44,7 @@ _PATIENCE = 5.0
 
 
 class RunFolder:
-    """Where a run keeps what it writes; `root` holds its checkpoints, here or on a store.
+    """The folder that a run writes to; `root` holds its checkpoints, here or on a store.
 
     Every method is collective. Raises as `claim` and `check_shared` do.
     """
@@ -224,7 +224,7 @@ def claim(cfg: Any) -> Any:
     folder, root = Path(cfg.output_dir), root_of(cfg)
     LocalFolder(folder).check_usable("output_dir")
     present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    # What a start that was killed may have left: whole pieces of a run, and unfinished ones.
+    # A start that was killed may have left these: whole pieces of a run, and unfinished ones.
     ours = (TOKENIZER, f"{TOKENIZER}.tmp", CHECKPOINTS, f"{CONFIG}.tmp", lock.LOCK)
     pieces = (f"{TOKENIZER}.tmp-", _TOKEN)
     strangers = {name for name in present if not (name in ours or name.startswith(pieces))}
@@ -286,7 +286,7 @@ def check_shared(folder: Path) -> None:
 
 
 def _appears(file: Path) -> bool:
-    """Whether the file is there, or comes within some seconds: a network may be behind."""
+    """Return whether the file is there, or comes within some seconds: a network may be behind."""
     end = time.monotonic() + _PATIENCE
     while not file.exists():
         if time.monotonic() > end:
@@ -332,7 +332,7 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
 
 
 def _is_ours(file: Path, cls: type) -> bool:
-    """Whether `save_config` wrote the file: it is, to the letter, the dump of what it holds."""
+    """Return whether `save_config` wrote the file: it equals the dump of what it holds."""
     try:
         return file.read_text("utf-8") == config.dump(config.load(cls, file))
     except (ConfigError, OSError, UnicodeDecodeError):

@@ -60,7 +60,7 @@ CHANNEL, _GATHERED = "checkpoint", "gathered"
 _SHARE = 0.5
 _PINNED = 2  # times their bytes, at most: torch takes page-locked memory in powers of two
 _behind: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
-_failed: list[str] = []  # by the disk, since the last good one: what `save` would have returned
+_failed: list[str] = []  # paths of the saves that failed since the last success
 
 
 def save(
@@ -131,16 +131,15 @@ def _goes_behind(model: nn.Module, tensors: Tensors, cfg: CheckpointConfig) -> b
         on_device = any(part.device.type != "cpu" for part in parts)
         _behind[model] = on_device and not has_adapters(model) and ranks.least(room - own) >= 0
         if on_device and not has_adapters(model):
-            what = "true" if _behind[model] else "false"
             ranks.say(
-                f"auto       async_save {what} (copies of up to {size_text(own)} a process, "
-                f"{size_text(int(room))} of host memory are for them)"
+                f"auto       async_save {str(_behind[model]).lower()} (copies of up to "
+                f"{size_text(own)} a process, {size_text(int(room))} of host memory are for them)"
             )
     return _behind[model]
 
 
 def failed(path: str) -> bool:
-    """Whether `path` is what `save` returned of a checkpoint that then failed by the disk."""
+    """Return whether `save` returned `path` for a checkpoint that then failed by the disk."""
     return path in _failed
 
 

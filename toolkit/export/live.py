@@ -123,8 +123,8 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: b
 
 
 def exported(run_dir: str | Path, step: int) -> bool:
-    """Whether the run has an export of `step`: a start sets those of later steps than its first
-    aside. The same on every rank. Collective.
+    """Return whether the run has an export of `step`: a start sets those of later steps than its
+    first aside. The same on every rank. Collective.
     """
     return ranks.on_main((Path(run_dir) / EXPORTS / step_name(step)).exists)
 

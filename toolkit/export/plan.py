@@ -1,4 +1,4 @@
-"""What an exported folder consists of: names, dtypes, files up to a size. From shapes alone.
+"""Plan an exported folder from shapes alone: names, dtypes, files up to a size.
 
 A checkpoint on the disk and a model that is still training give the same plan, so the same folder.
 """
@@ -48,7 +48,7 @@ DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
 CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _WRAPPER = "FSDP"  # what fully_shard puts before a class's name, and config.json must not have
-# What a reader of the export may want to know of adapter_config.json.
+# Entries of adapter_config.json that a reader of the export may want to know.
 _SETTINGS = (
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     *("target_modules", "target_parameters", "exclude_modules", "modules_to_save"),

@@ -169,7 +169,7 @@ class AdapterMerge:
         return {name: parts[0] if parts else None for name, parts in found.items()}
 
     def needs_base(self, group: ExportGroup) -> bool:
-        """Whether one of the group's parameters was not trained as a whole."""
+        """Return whether one of the group's parameters was not trained as a whole."""
         return any(part is None or part.kind != "saved" for part in self.parts(group).values())
 
     def _check_base(self, group: ExportGroup, folder: Path) -> None:

@@ -196,8 +196,9 @@ def payload(blob: "BlobView") -> tuple[int, int]:
                 place = (record.header_offset + 30 + skipped, record.file_size)
                 continue
             if record.file_size > _MAX_RECORD:
-                what = f"its record {record.filename:.80} has {record.file_size} bytes"
-                raise CheckpointError(what)
+                raise CheckpointError(
+                    f"its record {record.filename:.80} has {record.file_size} bytes"
+                )
             if record.CRC == 0:  # torch.save was told to leave it out
                 record.CRC = None  # type: ignore[assignment]
             content = archive.read(record)

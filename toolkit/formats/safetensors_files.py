@@ -58,9 +58,10 @@ def read_header(file: Path, *, whole: bool = True) -> dict[str, TensorEntry]:
         entries = {name: _entry(file, begin, name, info) for name, info in header.items()}
         position, before = begin, "the header"
         for name, entry in sorted(entries.items(), key=lambda e: (e[1].begin, e[1].nbytes)):
-            if entry.begin != position:  # bytes of two tensors, or of none
-                what = "overlaps" if entry.begin < position else "leaves a hole after"
-                raise ValueError(f"{name} {what} {before}")
+            if entry.begin < position:
+                raise ValueError(f"{name} overlaps {before}")
+            if entry.begin > position:
+                raise ValueError(f"{name} leaves a hole after {before}")
             position, before = entry.begin + entry.nbytes, name
     except (ValueError, TypeError) as error:
         raise _damaged(file, error) from error

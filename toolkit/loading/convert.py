@@ -62,7 +62,7 @@ class LoadGroup:
 
     @property
     def converted(self) -> bool:
-        """Whether the parameters are not the tensors themselves."""
+        """Return whether the parameters are not the tensors themselves."""
         return self.operations is not None
 
 
@@ -176,8 +176,8 @@ def carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[str]:
 
 
 def _is_next_layer(model: PreTrainedModel, name: str) -> bool:
-    """Whether a tensor is of a layer behind the last, of as many as the config says predict more
-    tokens (DeepSeek-V3, GLM-4.5).
+    """Return whether a tensor is of a layer behind the last, of as many as the config says predict
+    more tokens (DeepSeek-V3, GLM-4.5).
     """
     settings = dict(nested_items(assets_of(model).config))
     more = next((settings[k] for k in NEXT_TOKEN_LAYERS if isinstance(settings.get(k), int)), 0)
@@ -233,7 +233,7 @@ def groups_to_read_whole(model: PreTrainedModel, keys: Iterable[str]) -> list[Lo
 
 
 def _some_rank_is_empty(tensor: torch.Tensor) -> bool:
-    """Whether dim 0 leaves the last rank without a row (3 ranks cut 4 rows into 2, 2, 0)."""
+    """Return whether dim 0 leaves the last rank without a row (3 ranks cut 4 rows into 2, 2, 0)."""
     if not isinstance(tensor, DTensor):
         return False
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)

@@ -36,7 +36,7 @@ from toolkit.tables import size_text
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank read."""
+    """Counts of what one rank read."""
 
     tensors: int  # tensors in the checkpoint
     file_bytes: int  # bytes of those tensors
@@ -139,8 +139,10 @@ def _note_carried(
     assets = formats.assets_of(model)
     if assets.whole is not None:
         whole = assets.whole[0].__name__
-        what = f"{whole} has no forward for text alone ({text_fault(*assets.whole)})"
-        ranks.say(f"text part  {plain_name(model)} is trained: {what}")
+        ranks.say(
+            f"text part  {plain_name(model)} is trained: {whole} has no forward for text alone "
+            f"({text_fault(*assets.whole)})"
+        )
     if assets.stored:
         kept = f"{len(assets.stored)} of {len(assets.source or ())} tensors of {cfg.name_or_path}"
         method = assets.reader.quantization_config.quant_method
@@ -156,8 +158,10 @@ def _note_carried(
     assets.origin = {**named, "digest": digest}
     size = sum(entries[k].nbytes for n in carried for k in assets.stored.get(n, (n,)))
     beside = formats.told(carried, assets.source or ())
-    what = f"{plain_name(model)} does not load {beside}; {size_text(size)}"
-    ranks.say(f"carried    {what}, which exports copy from {cfg.name_or_path}: keep that")
+    ranks.say(
+        f"carried    {plain_name(model)} does not load {beside}; {size_text(size)}, which exports "
+        f"copy from {cfg.name_or_path}: keep that"
+    )
 
 
 def misfits(

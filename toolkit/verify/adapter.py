@@ -1,4 +1,4 @@
-"""Whether an exported PEFT folder is whole, what its config says, and whether PEFT reads it all.
+"""Verify an exported PEFT folder: its files, its config, and that PEFT reads all of it.
 
 A key that PEFT does not know is left out without a word, and the base answers in the adapter's
 name: so every key is compared, and everything is loaded through PEFT.
@@ -163,8 +163,9 @@ class AdapterCheck(ExportCheck):
         source = self.source
         known = self._base_digest() if source is None else base_entry(source).get("digest")
         if str(known).startswith("random"):
-            what = f"the base was drawn ({known}), and is in no folder"
-            self.findings.note(f"no logits were computed: {what}")
+            self.findings.note(
+                f"no logits were computed: the base was drawn ({known}), and is in no folder"
+            )
         else:
             super().compare_logits(like)
 
@@ -198,7 +199,7 @@ class AdapterCheck(ExportCheck):
 
 
 def _is_described(adapter: Any) -> bool:
-    """Whether a manifest's entry on an adapter, which anybody may have written, can be read."""
+    """Return whether a manifest's entry on an adapter, written by anybody, can be read."""
     if not isinstance(adapter, dict) or not isinstance(base := adapter.get("base"), dict):
         return False
     parts = (adapter.get("base_config"), adapter.get("settings"))

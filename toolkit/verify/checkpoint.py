@@ -1,4 +1,4 @@
-"""Whether a checkpoint is intact: its files, and the tensors that were in live memory."""
+"""Verify a checkpoint: its files, and the tensors that were in live memory."""
 
 import json
 import os

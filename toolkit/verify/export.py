@@ -1,4 +1,4 @@
-"""Whether an exported Hugging Face folder is whole, and what its config says."""
+"""Verify an exported Hugging Face folder: its files, its config, its tensors."""
 
 import math
 import os
@@ -394,8 +394,10 @@ class ExportCheck:
             return
         model = load_checkpoint(self.source, loaded)
         if changed := set_buffers(loaded, model):
-            what = f"{changed[0]}, which no file holds, other values than the model's code computes"
-            self.findings.note(f"transformers gives {what}; compared with the latter")
+            self.findings.note(
+                f"transformers gives {changed[0]}, which no file holds, other values than the "
+                "model's code computes; compared with the latter"
+            )
             actual = logits_of(loaded)
         expected = logits_of(model)
         self.compare(actual, expected, noise(loaded, expected))
@@ -428,8 +430,10 @@ class MergedCheck(ExportCheck):
         proof.run(source)
         self.compare_source(model, source, self.base)
         if proof.rounded:
-            what = "merged values lie at the border of two roundings, and are the other one here"
-            self.findings.note(f"{proof.rounded:,} {what}")
+            self.findings.note(
+                f"{proof.rounded:,} merged values lie at the border of two roundings, and are the "
+                "other one here"
+            )
 
     def judge(self, loaded: Any, actual: torch.Tensor) -> None:
         """Compare the logits with those of base and adapter kept apart.

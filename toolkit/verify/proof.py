@@ -127,7 +127,7 @@ class Proof:
             self.findings.add(file, name, "is not in the export")
 
     def is_computed(self, parameter: str) -> bool:
-        """Whether what a parameter must be is in no file."""
+        """Return whether what a parameter must be is in no file."""
         return False
 
     def read(self, group: LoadGroup) -> Mapping[str, Values]:
