@@ -105,8 +105,9 @@ class CheckpointCheck:
             found = {tensor: f"is lost: its shard {what}" for tensor, _, _ in places}
             self.add(name, None, what)
         elif places:
-            found = formats.damaged_blobs(file, places, self.files[name].get("blobs", ""))
-            if not found and file.stat().st_size == self.files[name]["size"]:
+            hashes = self.files[name].get("blobs", "")
+            found = formats.damaged_blobs(file, places, hashes)
+            if hashes and not found and file.stat().st_size == self.files[name]["size"]:
                 what += "; its tensors are whole: of another checkpoint, or hit between them"
         elif name.endswith(".safetensors"):
             try:
