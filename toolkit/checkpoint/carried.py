@@ -23,7 +23,6 @@ from toolkit.formats import (
     HFAssets,
     StoredTensor,
     blocks,
-    in_file,
     local_folder,
     read_weights,
     source_keys,
@@ -82,7 +81,7 @@ def carried_tensors(
             make = partial(read_parts, *of_parts)
             found[name] = CarriedTensor(kind, shape_of_parts(*of_parts), None, make)
         else:
-            stored = in_file(entries[name])
+            stored = entries[name]
             found[name] = CarriedTensor(stored.dtype, stored.shape, stored, partial(whole, stored))
     return found
 

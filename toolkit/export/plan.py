@@ -32,11 +32,12 @@ from toolkit.formats import (
     SINGLE_FILE,
     ExportGroup,
     HFAssets,
-    TensorEntry,
+    StoredTensor,
     Tensors,
     assets_of,
     convert_back,
     export_groups,
+    in_one_piece,
     source_keys,
     use_source_names,
 )
@@ -66,7 +67,7 @@ class ExportPlan:
     stored: dict[str, str]  # parameter -> stored name: another one of its family where tied
     groups: list[ExportGroup]
     names: dict[str, str]  # name in a group's outputs -> exported name
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, StoredTensor]
     """Exported name -> place, in the order of the files; the file is a name in the folder."""
     carried: dict[str, CarriedTensor]
     """Exported name -> tensor of the source that no parameter takes, which is copied."""
@@ -359,7 +360,7 @@ def adapter_origin(
 
 def _lay_out(
     shapes: TensorShapes, limit: float, single: str = SINGLE_FILE
-) -> tuple[dict[str, TensorEntry], dict[str, bytes]]:
+) -> tuple[dict[str, StoredTensor], dict[str, bytes]]:
     """Return exported name -> place and file name -> header; files are filled in the given order.
 
     `limit`: bytes of a file; a larger tensor gets a file of its own. `single`: the only file.
@@ -393,7 +394,7 @@ def _lay_out(
         headers[file] = struct.pack("<Q", len(text)) + text
         for name in members:
             begin = len(headers[file]) + header[name]["data_offsets"][0]
-            tensors[name] = TensorEntry(Path(file), *shapes[name], begin, sizes[name])
+            tensors[name] = in_one_piece(Path(file), *shapes[name], begin)
     return tensors, headers
 
 

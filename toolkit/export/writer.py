@@ -29,7 +29,7 @@ from toolkit.checkpoint.commit import CHECKPOINTS
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
 from toolkit.export.weight_file import TensorValues, write_file
-from toolkit.formats import ExportGroup, TensorEntry, export_manifest, is_plain_name
+from toolkit.formats import ExportGroup, StoredTensor, export_manifest, is_plain_name
 from toolkit.formats.synced_files import replacing, sync, sync_above
 from toolkit.parsing import read_json
 
@@ -119,7 +119,7 @@ def write_export(
 
 def _write_files(plan: ExportPlan, staging: "_Staging", read_group: ReadGroup) -> None:
     """Write the weight files that are not finished."""
-    todo: dict[str, dict[str, TensorEntry]] = {}
+    todo: dict[str, dict[str, StoredTensor]] = {}
     for name, place in plan.tensors.items():
         if place.file.name not in staging.finished:
             todo.setdefault(place.file.name, {})[name] = place

@@ -18,7 +18,8 @@ from toolkit.errors import LoadingError, ModelError, one_line
 from toolkit.formats.hub_access import say_unreachable, why_unreachable
 from toolkit.formats.named_assets import code_files, vocabulary_files
 from toolkit.formats.plain_files import is_plain_name, plain_file
-from toolkit.formats.safetensors_files import DTYPE_NAMES, TensorEntry, read_header
+from toolkit.formats.safetensors_files import DTYPE_NAMES, read_header
+from toolkit.formats.stored_tensors import StoredTensor
 from toolkit.parsing import parse_json, read_bounded, read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -328,11 +329,11 @@ def weight_files(
     return [plain_file(folder, name, LoadingError) for name in names]
 
 
-def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
+def read_weights(files: Iterable[Path]) -> dict[str, StoredTensor]:
     """Return every tensor of the given files; reads headers only. LoadingError for a damaged file,
     a tensor that two files hold, or one that is not where the index says.
     """
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, StoredTensor] = {}
     files = list(files)
     for file in files:
         for name, entry in read_header(file).items():

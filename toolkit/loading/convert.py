@@ -30,10 +30,9 @@ from toolkit.formats import (
     NEXT_TOKEN_LAYERS,
     FileTensor,
     OpenFiles,
-    TensorEntry,
+    StoredTensor,
     assets_of,
     conversion_mapping,
-    in_file,
     like_dtensor,
     loaded_as,
     nested_items,
@@ -81,7 +80,7 @@ def load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
 
 
 def load_group(
-    model: PreTrainedModel, group: LoadGroup, entries: dict[str, TensorEntry]
+    model: PreTrainedModel, group: LoadGroup, entries: dict[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
     """Return the parameters that transformers makes of one group's tensors: on the CPU, not cast.
 
@@ -89,7 +88,7 @@ def load_group(
     converted.
     """
     if group.operations is None:
-        return {group.parameter: whole(in_file(entries[group.keys[0]]))}
+        return {group.parameter: whole(entries[group.keys[0]])}
     members = {key: entries[key] for key in group.keys}
     dtype = torch.float32  # of what is stored in parts: rounded once, by who asks for it
     if not {key for keys in assets_of(model).stored.values() for key in keys} & members.keys():

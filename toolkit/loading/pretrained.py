@@ -133,7 +133,7 @@ def _note_carried(
     model: PreTrainedModel,
     folder: Path,
     cfg: ModelConfig,
-    entries: dict[str, formats.TensorEntry],
+    entries: dict[str, formats.StoredTensor],
 ) -> None:
     """Say what of the checkpoint is not loaded, and note from where exports copy it."""
     assets = formats.assets_of(model)
@@ -165,7 +165,7 @@ def _note_carried(
 
 
 def misfits(
-    model: PreTrainedModel, entries: dict[str, formats.TensorEntry]
+    model: PreTrainedModel, entries: dict[str, formats.StoredTensor]
 ) -> dict[str, list[str]]:
     """Return what would keep transformers from loading `entries` into `model`, which is on meta and
     not sharded, and stays so: kind -> tensors.
@@ -240,7 +240,7 @@ def _refuse(model: PreTrainedModel, folder: Path, found: dict[str, list[str]]) -
         )
 
 
-def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.TensorEntry]) -> None:
+def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.StoredTensor]) -> None:
     """Refuse other shapes from the headers, before a byte is read."""
     held = model.state_dict(keep_vars=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
@@ -255,7 +255,7 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.TensorEntry
             )
 
 
-def _resized_rows(model: PreTrainedModel, name: str, entry: formats.TensorEntry) -> int | None:
+def _resized_rows(model: PreTrainedModel, name: str, entry: formats.StoredTensor) -> int | None:
     """Return the new number of rows of what `resize_embeddings` changed; None of all else."""
     before = formats.assets_of(model).resized
     if not entry.shape or entry.shape[0] not in before.values():

@@ -28,7 +28,7 @@ from toolkit.adapters.peft_folder import (
 )
 from toolkit.checkpoint.sources import Source, base_entry, find_base, travels
 from toolkit.errors import ExportError, ModelError, ToolkitError
-from toolkit.formats import export_manifest, in_file, local_folder, whole
+from toolkit.formats import export_manifest, local_folder, whole
 from toolkit.loading import LoadGroup
 from toolkit.models import model_on_meta
 from toolkit.models.peft_model import ADAPTER, layer_parameters
@@ -128,7 +128,7 @@ class AdapterCheck(ExportCheck):
             return
         for key, name in self.layout.keys.items():
             tensor, entry = loaded[name], self.entries[key]
-            if tensor.is_meta or not torch.equal(whole(in_file(entry)).to(tensor.dtype), tensor):
+            if tensor.is_meta or not torch.equal(whole(entry).to(tensor.dtype), tensor):
                 self.add(WEIGHTS_FILE, key, f"does not arrive in {name} when PEFT loads it")
 
     def _load(self, base: PreTrainedModel, *, empty: bool = False) -> Any:
