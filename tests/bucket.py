@@ -85,6 +85,9 @@ class Bucket(fsspec.AbstractFileSystem):
     def _open(self, path, mode="rb", **_):
         return _Put(path) if mode == "wb" else open(path, mode)
 
+    def isdir(self, path):
+        return Path(path).is_dir()
+
     def rm_file(self, path):
         Store.meet("delete", path)
         os.unlink(path)

@@ -1009,20 +1009,20 @@ def break_unsynced_shards() -> None:
 
 def break_commit_first() -> None:
     """COMMIT is under its name before the files are on the disk."""
-    from toolkit.checkpoint import commit
+    from toolkit.checkpoint import commit, local_folder
 
     def wrong(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
         text = json.dumps(manifest, indent=1, sort_keys=True)
-        commit.write_synced(folder / commit.MANIFEST, text)
-        commit.write_synced(folder / commit.COMMIT, commit.seal(text.encode()))
+        local_folder.write_synced(folder / commit.MANIFEST, text)
+        local_folder.write_synced(folder / commit.COMMIT, commit.seal(text.encode()))
         target = folder.parent / commit.step_name(step)
-        commit._step_aside(target, step)
+        local_folder.step_aside(target, commit.has_all_files)
         os.rename(folder, target)
-        commit.sync(target.parent)
+        local_folder.sync(target.parent)
         for below, _, files in os.walk(target):
             for name in files:
-                commit.sync(Path(below, name))
-            commit.sync(Path(below))
+                local_folder.sync(Path(below, name))
+            local_folder.sync(Path(below))
         return target
 
     commit.commit = wrong
@@ -1030,9 +1030,9 @@ def break_commit_first() -> None:
 
 def break_raw_errors() -> None:
     """What the disk refuses is raised as it came."""
-    from toolkit.checkpoint import retention, saving, store
+    from toolkit.checkpoint import commit, local_folder, retention, saving
 
-    modules: list[Any] = [retention, saving, store]
+    modules: list[Any] = [commit, local_folder, retention, saving]
     for module in modules:
         module.disk_errors = lambda what: contextlib.nullcontext()
 
@@ -1043,7 +1043,7 @@ def break_rewritten() -> None:
 
     def wrong(run_dir: Path, step: int) -> Path:
         for path in commit.committed_steps(run_dir).values():
-            with commit.store.disk_errors("the old state could not be written"):
+            with commit.disk_errors("the old state could not be written"):
                 state = (path / "state.json").read_bytes()
                 (path / "state.json").write_bytes(state)
         return begin(run_dir, step)
@@ -1054,13 +1054,13 @@ def break_rewritten() -> None:
 
 def break_in_place() -> None:
     """A step that is saved again is deleted first."""
-    from toolkit.checkpoint import commit
+    from toolkit.checkpoint import local_folder
 
-    def wrong(target: Path, step: int) -> None:
+    def wrong(target: Path, verifies: Any) -> None:
         if target.exists():
             shutil.rmtree(target)
 
-    commit._step_aside = wrong
+    local_folder.step_aside = wrong
 
 
 def break_prune_first() -> None:

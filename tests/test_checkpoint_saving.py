@@ -742,7 +742,7 @@ def test_the_disk_is_asked_before_the_run(tmp_path):
     assert disk.checkpoints_kept(limited, 10_000, (9800, 9900)) == 3
 
     def need(free: int) -> disk.DiskEstimate:
-        with mock.patch.object(disk.shutil, "disk_usage") as usage:
+        with mock.patch("shutil.disk_usage") as usage:
             usage.return_value.free = free
             return disk.need(model, tmp_path / "not" / "yet", cfg, 100, 1)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from toolkit import config
-from toolkit.checkpoint import commit, newest, retention
+from toolkit.checkpoint import commit, local_folder, newest
 from toolkit.checkpoint.retention import expendable, prune, sweep
 from toolkit.config.settings import CheckpointConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
@@ -210,7 +210,7 @@ def test_a_manifest_that_nobody_would_read_is_not_committed(tmp_path, monkeypatc
 @pytest.mark.parametrize("step", ["a prepared COMMIT", "the rename", "COMMIT"])
 def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step):
     save(tmp_path, 3, "first")
-    real_rename, real_write = os.rename, commit.write_synced
+    real_rename, real_write = os.rename, local_folder.write_synced
 
     def full(file, text):
         if file.name == "COMMIT.prepared":
@@ -227,7 +227,7 @@ def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step
 
     with monkeypatch.context() as patch:
         if step == "a prepared COMMIT":
-            patch.setattr(commit, "write_synced", full)
+            patch.setattr(local_folder, "write_synced", full)
         else:
             patch.setattr(os, "rename", rename)
         cause = "No space left" if step == "a prepared COMMIT" else "Input/output error"
@@ -267,7 +267,7 @@ def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
     for text in ("first", "second"):
         save(tmp_path, 3, text)
         target = tmp_path / "checkpoints" / "step-00000003"
-        commit._step_aside(target, 3)  # and no more: the kill
+        local_folder.step_aside(target, commit.has_all_files)  # and no more: the kill
         assert text_of(tmp_path) == text
         shutil.copytree(commit.find_checkpoint(tmp_path), target)
         (target / "COMMIT").rename(target / "COMMIT.prepared")  # the next kill, later
@@ -284,7 +284,8 @@ def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
 
 def test_a_damaged_old_one_does_not_come_back(tmp_path):
     save(tmp_path, 3, "first")
-    commit._step_aside(tmp_path / "checkpoints" / "step-00000003", 3)
+    target = tmp_path / "checkpoints" / "step-00000003"
+    local_folder.step_aside(target, commit.has_all_files)
     old = commit.find_checkpoint(tmp_path)
     bad = commit.quarantine(old)
     assert bad.name.startswith("step-00000003.bad-")
@@ -294,7 +295,7 @@ def test_a_damaged_old_one_does_not_come_back(tmp_path):
 def test_an_old_one_stays_while_its_successor_does_not_verify(tmp_path):
     save(tmp_path, 3, "first")
     target = tmp_path / "checkpoints" / "step-00000003"
-    commit._step_aside(target, 3)
+    local_folder.step_aside(target, commit.has_all_files)
     folder = commit.begin(tmp_path, 3)
     (folder / "data").write_text("second")
     files = commit.hash_files(folder, ["data"])
@@ -423,7 +424,7 @@ def test_large_files_are_compared_by_size(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         save(tmp_path, step, "x" * 1000)
     (tmp_path / "checkpoints" / "step-00000003" / "dcp" / "data").write_text("y" * 1000)
-    monkeypatch.setattr(retention, "_AFFORDABLE", 500)
+    monkeypatch.setattr(local_folder.LocalFolder, "affordable", 500)
     prune(tmp_path, CheckpointConfig())
     assert list(commit.committed_steps(tmp_path)) == [2, 3]
 
@@ -473,7 +474,7 @@ def test_an_old_state_that_is_no_json_ends_nothing(tmp_path, monkeypatch):
         save(tmp_path, step)
     state = tmp_path / "checkpoints/step-00000001/state.json"
     state.write_text("x" * state.stat().st_size)
-    monkeypatch.setattr(retention, "_AFFORDABLE", 0)  # it is not hashed
+    monkeypatch.setattr(local_folder.LocalFolder, "affordable", 0)  # it is not hashed
     prune(tmp_path, CheckpointConfig())
     assert list(commit.committed_steps(tmp_path)) == [1, 3, 4]  # not sound: not deleted
 

@@ -206,7 +206,7 @@ def test_help_shows_every_setting_with_its_sentence(capsys) -> None:
         assert known[owners[0], field.name] in said, name
     for section in dataclasses.fields(PretrainConfig):  # each is listed by its settings alone
         assert f"--{section.name} CONFIG" not in said
-    assert "and what is computed twice:" in said  # a heading is a whole sentence
+    assert "the dtype they compute in, and recomputation:" in said  # a heading is a whole sentence
     assert len(said.split(" options: ")[0]) < 200  # usage is one line, not all flags
 
 

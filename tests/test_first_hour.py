@@ -12,7 +12,7 @@ import yaml
 from conftest import ROOT, accelerate, free_port, run_recipe, save_byte_tokenizer, save_tiny_model
 
 from toolkit import recipes
-from toolkit.checkpoint import disk
+from toolkit.checkpoint.local_folder import LocalFolder
 from toolkit.cli import main
 from toolkit.formats import hub_access
 from toolkit.planning.published import published
@@ -151,7 +151,7 @@ def test_what_is_right_is_launched(start, folder) -> None:
 
 
 def test_a_full_disk_is_told_before_any_process(start, monkeypatch) -> None:
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(LocalFolder, "free_bytes", lambda folder: 1000)
     code, launched, err = start("train", "--train.max_steps", "3")
     assert (code, launched) == (1, [])
     assert err.startswith("toolkit: error: the run does not fit on the disk: ")

@@ -14,6 +14,7 @@ from test_run_kills import flags
 
 from toolkit import checkpoint
 from toolkit.checkpoint import commit, saving, shards
+from toolkit.checkpoint.local_folder import LocalFolder
 from toolkit.config import CheckpointConfig
 from toolkit.errors import CheckpointError, StorageError
 from toolkit.formats.metrics_file import append, read_lines
@@ -146,7 +147,7 @@ def test_a_warning_says_what_is_missing(tmp_path, capsys):
     checkpoint.save(state, tmp_path, cfg)
     with (
         mock.patch.object(saving.rng_state, "write", side_effect=OSError(28, "No space", "rng")),
-        mock.patch.object(saving.disk, "free_bytes", return_value=400_000),
+        mock.patch.object(LocalFolder, "free_bytes", return_value=400_000),
     ):
         state.step = 2
         assert checkpoint.save(state, tmp_path, cfg, may_fail=True) == ""

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from toolkit import cli, config
 from toolkit.checkpoint import TrainState, resume, run_folder, save
-from toolkit.checkpoint.store import files_below
+from toolkit.checkpoint.local_folder import LocalFolder
 from toolkit.checkpoint.summary import summarise
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.data.tokens.tokenizer import load_tokenizer
@@ -128,7 +128,7 @@ def seal(checkpoint: Path, names: Callable[[dict[str, Any]], Any] = lambda files
     """Let manifest and COMMIT agree with what is there; `names` may then change the manifest."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     files = {}
-    for name in sorted(set(files_below(checkpoint)) - {"manifest.json", "COMMIT"}):
+    for name in sorted(set(LocalFolder(checkpoint).files()) - {"manifest.json", "COMMIT"}):
         raw = (checkpoint / name).read_bytes()
         files[name] = {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     manifest["files"] = files

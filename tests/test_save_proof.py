@@ -26,7 +26,7 @@ TOOLKIT = Path(checkpoint.__file__).parent.parent
 WITHOUT_TENSORS = {
     "checkpoint/commit.py",
     "checkpoint/lock.py",
-    "checkpoint/run_folder.py",
+    "checkpoint/object_store.py",
     "hub/local.py",
     "training/faults/preemption.py",
     "training/faults/watchdog.py",

@@ -21,8 +21,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from toolkit import ranks
 from toolkit.checkpoint import shard_plan
+from toolkit.checkpoint.local_folder import LocalFolder
 from toolkit.checkpoint.shards import HashingWriter, read_tensors
-from toolkit.checkpoint.store import files_below
 from toolkit.errors import CheckpointError
 from toolkit.formats import chunk_table, coverage_fault, read_metadata
 
@@ -266,6 +266,6 @@ def test_some_files_are_looked_at_as_all_of_them_are(tmp_path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "folder").symlink_to(tmp_path / "in")
     names = ["a", "in/b", "link", "folder/b", "gone", "in/gone"]
-    every = files_below(tmp_path)
+    every = LocalFolder(tmp_path).files()
     assert every == {"a": 1, "in/b": 4, "link": -1, "folder": -1}
-    assert files_below(tmp_path, names) == {n: every[n] for n in names if n in every}
+    assert LocalFolder(tmp_path).files(names) == {n: every[n] for n in names if n in every}

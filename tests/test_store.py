@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -20,6 +22,7 @@ from test_checkpoint_saving import small_state
 
 from toolkit import checkpoint, cli, config
 from toolkit.checkpoint import commit, disk, local_copy, retention, run_folder, store
+from toolkit.checkpoint.object_store import RemotePath
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
 
@@ -130,7 +133,7 @@ def test_retention_and_overwriting(url):
     assert sorted(commit.committed_steps(store.where(url))) == [2, 3, 4]
 
 
-def _flip(place: store.RemotePath, name: str) -> None:
+def _flip(place: RemotePath, name: str) -> None:
     file = Path((place / name).path)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -184,6 +187,44 @@ def test_a_damaged_blob_on_the_store_is_one_error(url):
     Path((place / "dcp/__0_0.distcp").path).write_bytes(b"PK" * 5000)
     with pytest.raises(CheckpointError, match=r"dcp cannot be read"):
         checkpoint.restore(small_state(), place)
+
+
+def test_both_kinds_of_storage_answer_alike(url, tmp_path):
+    """A new one must pass, too: what counts, what is left over, what is set aside and deleted."""
+    seen = []
+    for place in (tmp_path / "disk", store.where(url), store.where(f"memory://{tmp_path.name}")):
+        storage = store.storage_of(place)
+        storage.check_usable("checkpoint.root")
+        storage_file = store.storage_of(place / "config.yaml")
+        storage_file.replace("a: 1")
+        assert storage_file.read_plain() == b"a: 1"
+        with storage_file.local() as file:
+            assert (file.name, file.read_text()) == ("config.yaml", "a: 1")
+        kinds = []
+        for step, ends in ((1, True), (2, True), (3, False)):
+            attempt = commit.begin(place, step)
+            scratch = store.storage_of(attempt).scratch()
+            (scratch / "dcp").mkdir()
+            (scratch / "dcp/data").write_bytes(b"abc")
+            files = commit.hash_files(scratch, ["dcp/data"], attempt)
+            if ends:
+                done = commit.commit(attempt, step, {"step": step, "files": files, "tensors": {}})
+                assert done == store.storage_of(attempt).committed_as(step)
+        kinds.append([(a.step, a.kind) for a in commit.attempts_of(place)])
+        commit.quarantine(commit.committed_steps(place)[2])
+        kinds.append([(a.step, a.kind) for a in commit.attempts_of(place)])
+        commit.delete(a.folder for a in commit.attempts_of(place) if a.kind != "bad")
+        kinds.append([(a.step, a.kind) for a in commit.attempts_of(place)])
+        assert storage.files(["config.yaml", "none"]) == {"config.yaml": 4}
+        seen.append(kinds)
+    saved, kept = [(1, "saved"), (2, "saved"), (3, "tmp")], [(1, "saved"), (2, "bad"), (3, "tmp")]
+    assert seen == [[saved, kept, [(2, "bad")]]] * 3
+
+
+def test_one_place_asks_which_storage_it_is():
+    room = Path(store.__file__).parent
+    asking = re.compile(r"isinstance\([^)]*RemotePath")
+    assert [f.name for f in room.glob("*.py") if asking.search(f.read_text())] == ["store.py"]
 
 
 # ---- Kills ---------------------------------------------------------------------------------------
@@ -505,7 +546,8 @@ def test_the_disk_is_asked_for_the_exports_only(tiny_llama, tmp_path, url):
 def test_the_recipe_and_the_command_line(tiny_llama, text_file, tmp_path, url, monkeypatch, capsys):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text("import bucket\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'path'}:{Path(bucket.__file__).parent}")
+    paths = [str(tmp_path / "path"), str(Path(bucket.__file__).parent), *sys.path]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     flags = [
         "--model.name_or_path", str(tiny_llama),
         "--data.train_files", str(text_file),

@@ -113,6 +113,24 @@ def test_logits_are_those_of_the_checkpoint(root: Path, name: str) -> None:
     assert "finite logits" in verify_export(None, root / name / "export", logits=True).notes[0]
 
 
+def test_without_hashes_of_blobs_the_file_alone_is_named(copy: Callable[[str], Path]) -> None:
+    """As in a manifest that would be too long with them."""
+    step = copy("llama/run") / "checkpoints" / "step-00000020"
+    manifest = json.loads((step / "manifest.json").read_text())
+    for entry in manifest["files"].values():
+        entry.pop("blobs", None)
+    text = json.dumps(manifest, indent=1, sort_keys=True)
+    (step / "manifest.json").write_text(text)
+    (step / "COMMIT").write_text(commit.seal(text.encode()))
+    assert verify_checkpoint(step).ok
+    file = sorted(step.glob("dcp/*.distcp"))[0]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    (said,) = [f for f in verify_checkpoint(step).findings if f[0] == f"dcp/{file.name}"]
+    assert said == (f"dcp/{file.name}", None, "has other bytes than were saved")
+
+
 def test_logits_of_other_weights_differ(root: Path, copy: Callable[[str], Path]) -> None:
     export = copy("llama/export")
     change_tensors(export, lambda t: t["lm_head.weight"].mul_(1.1))

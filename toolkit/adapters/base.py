@@ -1,4 +1,4 @@
-"""Which base model a checkpoint of adapters belongs to, and whether a run goes on with the same.
+"""Record the base model of a checkpoint of adapters, and refuse to go on with another one.
 
 It is the `adapter` entry of state.json and of the manifest.
 
@@ -99,40 +99,49 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
     config = before.get("config") if isinstance(before, dict) else None
     if not (isinstance(before, dict | None) and isinstance(config, dict | None)):
         raise CheckpointError(f"{checkpoint}: what its state.json says of the adapter is no object")
-    what = remedy = ""
     if has_adapters(model) and before is not None:
-        what, remedy = _difference(model, before)
+        _refuse_difference(model, before, checkpoint)
     elif has_adapters(model):
-        what, remedy = "holds a whole model, not adapters", "Leave out lora.r"
+        raise CheckpointError(
+            f"{checkpoint} holds a whole model, not adapters. Leave out lora.r, or give another "
+            "output_dir"
+        )
     elif before is not None:
-        what = f"holds adapters of {before.get('name_or_path')}, not a whole model"
-        remedy = "Set lora.r and the other settings of that run"
-    if what:
-        raise CheckpointError(f"{checkpoint} {what}. {remedy}, or another output_dir")
+        raise CheckpointError(
+            f"{checkpoint} holds adapters of {before.get('name_or_path')}, not a whole model. Set "
+            "lora.r and the other settings of that run, or give another output_dir"
+        )
 
 
-def _difference(model: nn.Module, before: dict[str, Any]) -> tuple[str, str]:
-    """Return in what the entry `before` is of another base or other adapters, and what to do."""
+def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: object) -> None:
+    """Refuse the entry `before` of a checkpoint, where it is of another base or other adapters."""
     now, assets = _entry(model), assets_of(model)
     if now["digest"] is None and assets.source is not None and assets.folder is not None:
         now["digest"] = base_digest(assets.folder, assets.name_or_path, assets.revision)
     if now["digest"] is not None and before.get("digest") != now["digest"]:
-        return (
-            f"belongs to another base: its adapters were trained on {_base_text(before)}, this is "
-            f"{_base_text(now)}",
-            "Give that model as model.name_or_path",
+        raise CheckpointError(
+            f"{checkpoint} belongs to another base: its adapters were trained on "
+            f"{_base_text(before)}, this is {_base_text(now)}. Give that model as "
+            "model.name_or_path, or another output_dir"
         )
     four_bits = "Give lora.load_in_4bit, lora.bnb_4bit_* and what leaves layers out as they were"
     for key, remedy in (("quantised", four_bits), ("dtype", "Set model.dtype as it was")):
         if before.get(key) != now[key]:
-            earlier, this = _stored_text(key, before.get(key)), _stored_text(key, now[key])
-            return f"has adapters that were trained on a base {earlier}, this is {this}", remedy
+            raise CheckpointError(
+                f"{checkpoint} has adapters that were trained on a base "
+                f"{_stored_text(key, before.get(key))}, this is {_stored_text(key, now[key])}. "
+                f"{remedy}, or give another output_dir"
+            )
     then, config = before.get("config") or {}, now["config"]
     names = [n for n in {**then, **config} if n not in _TOLD_BY_PATH | {"peft_version"}]
     # A setting that another version of PEFT does not know is off there.
     changed = [n for n in names if (then.get(n) or None) != (config.get(n) or None)]
     pairs = "; ".join(f"{n} was {then.get(n)!r}, is {config.get(n)!r}" for n in changed[:4])
-    return pairs and f"has other adapters: {pairs}", "Give the lora settings it was trained with"
+    if pairs:
+        raise CheckpointError(
+            f"{checkpoint} has other adapters: {pairs}. Give the lora settings it was trained "
+            "with, or another output_dir"
+        )
 
 
 def _base_text(entry: dict[str, Any]) -> str:

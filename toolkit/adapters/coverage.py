@@ -1,4 +1,4 @@
-"""What of a base its adapters reach: a table, and what a run should know before it starts."""
+"""Report which base weights are adapted, with warnings."""
 
 import math
 from collections.abc import Iterable

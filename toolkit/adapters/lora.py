@@ -65,7 +65,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
         except Exception as again:
             raise refusal(model, targets, again) from again
     check_adapted(adapted, targets)
-    # What is trained gets its storage dtype; copies of what the model keeps in fp32 stay so.
+    # Trained parameters get their storage dtype; copies of what the model keeps in fp32 stay so.
     kept = {id(trained) for original, trained in copies(adapted) if id(original) in kept}
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in kept:

@@ -63,7 +63,7 @@ _SCOPE = "known are LoRA, DoRA, rsLoRA of linear layers, embeddings, experts, an
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder is a PEFT folder, or was one."""
+    """Return whether a folder is a PEFT folder, or was one."""
     return (folder / CONFIG_FILE).is_file() or (folder / WEIGHTS_FILE).is_file()
 
 

@@ -1,4 +1,4 @@
-"""Which modules get adapters (linear layers, experts, embeddings), and which are refused."""
+"""Choose the modules that get adapters (linear layers, experts, embeddings); refuse unfit ones."""
 
 import re
 from collections.abc import Iterable
@@ -22,13 +22,13 @@ from toolkit.models.text_part import beside_text
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# What the export knows; PEFT adapts convolutions, too, which no merge or proof of ours can follow.
+# Kinds that the export knows; PEFT adapts convolutions, too, which no merge or proof can follow.
 _ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What `cfg` names in a model; whole names of modules of the base."""
+    """Modules of a model that `cfg` names; whole names of modules of the base."""
 
     cfg: LoraConfig
     names: tuple[str, ...]  # every module
@@ -41,7 +41,7 @@ class Targets:
 
     @property
     def all_linear(self) -> bool:
-        """Whether every linear layer is meant, as far as it can be adapted."""
+        """Return whether every linear layer is meant, as far as it can be adapted."""
         named = self.cfg.target_modules
         return isinstance(named, str) and named.lower() == "all-linear"
 
@@ -55,7 +55,7 @@ class Targets:
 
     @property
     def ties(self) -> bool:
-        """Whether a tied matrix is trained in full: PEFT must then keep its copies one."""
+        """Return whether a tied matrix is trained in full: PEFT must then keep its copies one."""
         return bool(self.saved & self.tied)
 
 
@@ -177,15 +177,16 @@ def _tied_modules(model: PreTrainedModel) -> set[str]:
 def _refuse_ties_apart(tied: set[str], expected: set[str], saved: set[str]) -> None:
     ends = {name.rpartition(".")[2] for name in tied}
     if name := min(tied & expected, default=""):
-        setting = "target_modules"
-        why = "an adapter would untie them. Train it in full (lora.modules_to_save), or"
-    elif (name := min(saved & tied, default="")) and ends != {"embed_tokens", "lm_head"}:
-        setting = "modules_to_save"
-        why = "they would come apart, as PEFT keeps a tie of embed_tokens and lm_head only:"
-    else:
-        return
-    others = ", ".join(sorted(tied - {name}))
-    raise ModelError(f"lora.{setting}: {name} is one matrix with {others}: {why} leave it out")
+        raise ModelError(
+            f"lora.target_modules: {name} is one matrix with {', '.join(sorted(tied - {name}))}: "
+            "an adapter would untie them. Train it in full (lora.modules_to_save), or leave it out"
+        )
+    if (name := min(saved & tied, default="")) and ends != {"embed_tokens", "lm_head"}:
+        raise ModelError(
+            f"lora.modules_to_save: {name} is one matrix with {', '.join(sorted(tied - {name}))}: "
+            "they would come apart, as PEFT keeps a tie of embed_tokens and lm_head only: leave it "
+            "out"
+        )
 
 
 def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:

@@ -1,12 +1,15 @@
 """The run's folder: save, find and restore the state of a run; which checkpoints stay.
 
-store      a disk or an object store            commit     the crash-safe folder protocol
-retention  what is pruned                       state      what a run's state consists of
-saving     save, at once or behind the loop     resuming   find, restore, resume
-shards     torch's DCP files, hashed            rng_state  random numbers of one rank
-run_folder the output_dir of a run              disk       whether what is written will fit
-sources    weights in anybody's checkpoint facts      what export and card tell of a run
-lock       one process at a time            summary    `toolkit inspect`
+store        the protocol of storage             commit     the crash-safe protocol of attempts
+local_folder storage on a disk                   object_store storage on an object store
+attempts     names of the protocol               retention  what is pruned
+saving       save, at once or behind the loop    resuming   find, restore, resume
+state        what a run's state consists of      rng_state  random numbers of one rank
+shards       torch's DCP files, hashed           shard_plan which rank writes what
+run_folder   the output_dir of a run             disk       whether what is written will fit
+sources      weights in anybody's checkpoint     facts      what export and card tell of a run
+carried      tensors that no parameter takes     summary    `toolkit inspect`
+lock         one process at a time
 """
 
 from toolkit.checkpoint.resuming import find_resumable, newest, restore, resume

@@ -1,4 +1,4 @@
-"""What a source checkpoint holds that no parameter takes: found again for each export.
+"""Find tensors of a source checkpoint that no parameter takes, anew for each export.
 
 Layers that predict more tokens, towers beside a text part, keys and values that layers share: no
 training changes them, and a checkpoint of a run does not hold them. An export copies them from the
@@ -23,7 +23,6 @@ from toolkit.formats import (
     HFAssets,
     StoredTensor,
     blocks,
-    in_file,
     local_folder,
     read_weights,
     source_keys,
@@ -82,14 +81,14 @@ def carried_tensors(
             make = partial(read_parts, *of_parts)
             found[name] = CarriedTensor(kind, shape_of_parts(*of_parts), None, make)
         else:
-            stored = in_file(entries[name])
+            stored = entries[name]
             found[name] = CarriedTensor(stored.dtype, stored.shape, stored, partial(whole, stored))
     return found
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What an export has, or leaves out, of the source beside its parameters."""
+    """Tensors of the source, beside its parameters, that an export has or leaves out."""
 
     tensors: dict[str, CarriedTensor]
     left_out: list[str]

@@ -22,7 +22,7 @@ power may keep any later change of a folder and lose an earlier one.
                         a committed step-N of the same step -> step-N.old-*
                         tmp -> step-N
                         COMMIT.prepared -> COMMIT        from here on it is committed
-    save, on a store    files; manifest.json; a listing, which must show all with their sizes
+    save, on a store    files; a listing, which must show all with their sizes; manifest.json
                         COMMIT                           from here on it is committed
     delete              on a disk: step-N -> step-N.trash-*
                         COMMIT                           from here on it is no checkpoint
@@ -44,32 +44,25 @@ import itertools
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint import store
+from toolkit.checkpoint.attempts import BAD, CHECKPOINTS, COMMIT, MANIFEST, Attempt, step_name
+from toolkit.checkpoint.local_folder import disk_error, disk_errors
+from toolkit.checkpoint.store import storage_of
 from toolkit.errors import CheckpointError
 from toolkit.formats import METADATA_FILE, hasher, is_inner_path
-from toolkit.formats.synced_files import sync, sync_above, write_synced
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
-CHECKPOINTS = "checkpoints"
 EXPORTS = "exports"  # of a run that writes them itself
-MANIFEST = "manifest.json"
-COMMIT = "COMMIT"
 STATE = "state.json"
-BAD = "BAD"
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
 SHARDED_SAFETENSORS = "shard-*-model-*-of-*.safetensors"
 ACCELERATE = "pytorch_model_fsdp_"  # folder of the weights in what `save_state` writes
 LEFT_OVER = ("tmp", "trash")  # kinds of attempts that killed saves and deletions leave
-_PREPARED = "COMMIT.prepared"
-_ON_DISK = re.compile(r"step-([0-9]{8,})(?:\.(tmp|old|bad|trash)-[0-9a-f]{8})?")
-_ON_STORE = re.compile(r"step-([0-9]{8,})(?:\.try-([0-9]{4,})-[0-9a-f]{8})?")
 _STEP = re.compile(rb'^ "step": ([0-9]+)', re.MULTILINE)  # in a manifest, as it is written
 # Faults of what lies there, not of the disk that is asked: no second look finds something else.
 _NO_FILE = {
@@ -78,29 +71,14 @@ _NO_FILE = {
 }
 _AT_ONCE = 8  # small objects under way
 _THREADS = min(4, os.cpu_count() or 1)  # that hash
-# What a folder has that can be read as a checkpoint.
+# Files of which a folder that can be read as a checkpoint has one.
 _MARKS = (
     *(COMMIT, METADATA_FILE, SHARDED_SAFETENSORS, f"{ACCELERATE}*/{METADATA_FILE}"),
     f"{CHECKPOINTS}/step-*/{COMMIT}",
 )
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A folder that bears a name of the protocol."""
-
-    folder: Any
-    step: int
-    kind: str  # saved, old, tmp, bad or trash: as named on a disk; on a store as its objects say
-    order: int  # of the committed ones of a step the highest counts
-
-
 # ---- Reading
-
-
-def step_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint."""
-    return f"step-{step:08d}"
 
 
 def committed_steps(run: str | store.Folder) -> dict[int, Any]:
@@ -117,7 +95,7 @@ def broken_steps(run: str | store.Folder) -> dict[int, tuple[Any, str]]:
 
 
 def is_committed(checkpoint: store.Folder) -> bool:
-    """Whether COMMIT is there and is, to the byte, the hash of the manifest that is there.
+    """Return whether COMMIT is there and is, to the byte, the hash of the manifest that is there.
 
     CheckpointError: the disk does not let itself be read just now, so that nobody can tell.
     """
@@ -129,22 +107,30 @@ def find_checkpoint(path: str | store.Folder, *also: Callable[[Path], bool]) -> 
     CheckpointError says which paths around it would do, or are of a kind that is asked for `also`.
     """
     path = store.where(path)
-    if is_committed(path) and not (isinstance(path, store.RemotePath) and BAD in path.files()):
+    storage = storage_of(path)
+    if is_committed(path) and (storage.is_disk or BAD not in storage.files([BAD])):
         return path
     if steps := committed_steps(path):
         return steps[max(steps)]
-    what = f"holds no committed checkpoint ({path / CHECKPOINTS}/step-*/{COMMIT})"
-    if isinstance(path, store.RemotePath):
-        raise CheckpointError(f"{path} {what}")
+    raise CheckpointError(_no_checkpoint(path, *also))
+
+
+def _no_checkpoint(path: Any, *also: Callable[[Path], bool]) -> str:
+    """Return the error that says why there is no checkpoint, and which paths around would do."""
+    none = f"{path} holds no committed checkpoint ({path / CHECKPOINTS}/step-*/{COMMIT})"
+    if not storage_of(path).is_disk:
+        return none
+    hint = did_you_mean(path, _may_be_checkpoint, *also)
     if not path.exists():
-        what = f"does not exist (current folder: {Path.cwd()})"
         if re.match(r"[a-z][a-z0-9+.-]+:/[^/]", str(path)):
-            what = "is a URL; copy its checkpoint first, with checkpoint.local_copy"
-    elif (path / MANIFEST).exists() or _ON_DISK.match(path.name):
-        what = f"is not committed ({COMMIT} missing or not that of its manifest)"
-    elif (path / "config.json").is_file():
-        what = "is a Hugging Face folder, no checkpoint; `toolkit verify` reads an export"
-    raise CheckpointError(f"{path} {what}{did_you_mean(path, _may_be_checkpoint, *also)}")
+            return f"{path} is a URL; copy its checkpoint first, with checkpoint.local_copy{hint}"
+        return f"{path} does not exist (current folder: {Path.cwd()}){hint}"
+    if (path / MANIFEST).exists() or re.match(r"step-[0-9]{8}", path.name):
+        return f"{path} is not committed ({COMMIT} missing or not that of its manifest){hint}"
+    if (path / "config.json").is_file():
+        verify = "`toolkit verify` reads an export"
+        return f"{path} is a Hugging Face folder, no checkpoint; {verify}{hint}"
+    return none + hint
 
 
 def _may_be_checkpoint(path: Path) -> bool:
@@ -211,7 +197,7 @@ def damaged_files(
     """
     files = read_manifest(folder)["files"] if files is None else files
     only = None if only is None else list(only)
-    sizes = store.files_below(folder, only)
+    sizes = storage_of(folder).files(only)
     names = sorted({*files, *sizes} - {MANIFEST, COMMIT}) if only is None else only
 
     def fault(name: str) -> str | None:
@@ -238,6 +224,11 @@ def verifies(checkpoint: store.Folder, budget: int) -> tuple[bool, int]:
         return not damaged_files(checkpoint, files, hashed=hashed, files=files), read
     except CheckpointError:  # also where it cannot be read just now: it is not known to be whole
         return False, read
+
+
+def has_all_files(checkpoint: store.Folder) -> bool:
+    """Return whether a checkpoint is committed, and its files have their sizes."""
+    return verifies(checkpoint, 0)[0]
 
 
 def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: bool) -> str | None:
@@ -276,7 +267,7 @@ def _committed(checkpoint: store.Folder) -> tuple[bytes, str | None]:
     found = []
     for name in (COMMIT, MANIFEST):
         try:
-            found.append(store.read_plain(checkpoint / name))
+            found.append(storage_of(checkpoint / name).read_plain())
         except FileNotFoundError:
             return b"", f"{name} missing"
         except OSError as error:
@@ -290,7 +281,7 @@ def _fault_of(file: store.Folder, error: OSError) -> str:
     """Return what is wrong with a file that is none; raise where only the disk cannot be read."""
     if error.errno in _NO_FILE:
         return f"cannot be read: {error.strerror}"
-    raise store.disk_error(f"{file} cannot be read", error) from error
+    raise disk_error(f"{file} cannot be read", error) from error
 
 
 # ---- Writing
@@ -303,36 +294,27 @@ def begin(run: str | store.Folder, step: int) -> Any:
     the disk: call it only when no other save of the run is going on.
     """
     root = store.where(run) / CHECKPOINTS
-    with store.disk_errors(f"{root} cannot be used, a folder is expected"):
-        if isinstance(root, Path):
-            root.mkdir(parents=True, exist_ok=True)
-            sync_above(root)
+    with disk_errors(f"{root} cannot be used, a folder is expected"):
         attempts = attempts_of(run)
-        # What cannot be deleted now is in nobody's way; `prune` says so.
+        # A folder that cannot be deleted now is in nobody's way; `prune` says so.
         with contextlib.suppress(OSError, CheckpointError):
             delete(a.folder for a in attempts if a.kind in LEFT_OVER)
-        if isinstance(root, store.RemotePath):
-            number = max((a.order for a in attempts if a.step == step), default=0) + 1
-            return root / f"{step_name(step)}.try-{number:04d}-{os.urandom(4).hex()}"
-        folder = beside(root / step_name(step), "tmp")
-        folder.mkdir()
-        return folder
+        number = max((a.order for a in attempts if a.step == step), default=0) + 1
+        return storage_of(root).new_attempt(step, number)
 
 
-def hash_files(folder: Path, names: Iterable[str], to: store.RemotePath | None = None) -> Files:
-    """Fsync files below `folder`, or put them `to` a store; return their manifest entries."""
+def hash_files(folder: Path, names: Iterable[str], to: store.Folder | None = None) -> Files:
+    """Store files of the `scratch` folder of an attempt, durably, in the attempt `to`; where both
+    are one, fsync them. Return their manifest entries.
+    """
 
     def settle(name: str) -> dict[str, Any]:
         file = folder / name
-        if to is None:
-            sync(file)
-        else:
-            with (to / name).open("wb") as target, open(file, "rb") as source:
-                shutil.copyfileobj(source, target, store.BLOCK)
+        storage_of((to or folder) / name).put(file)
         return {"size": file.stat().st_size, "sha256": hash_of(file)}
 
     names = list(names)
-    with ThreadPoolExecutor(_THREADS if to is None else _AT_ONCE) as pool:
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
         return dict(zip(names, pool.map(settle, names), strict=True))
 
 
@@ -356,29 +338,9 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
             f"{MANIFEST} of step {step} has {len(text):,} bytes, more than the {MAX_JSON_BYTES:,} "
             "that are read: not committed"
         )
-    if isinstance(folder, store.RemotePath):
-        (folder / MANIFEST).write_bytes(text.encode())
+    with disk_errors(f"checkpoint of step {step} could not be committed"):
         _check_whole(folder, manifest)
-        (folder / COMMIT).write_bytes(seal(text.encode()).encode())
-        return folder
-    target = folder.parent / step_name(step)
-    with store.disk_errors(f"checkpoint of step {step} could not be committed"):
-        _check_whole(folder, manifest)
-        (folder / COMMIT).unlink(missing_ok=True)  # in a copy of a committed folder
-        write_synced(folder / MANIFEST, text)
-        write_synced(folder / _PREPARED, seal(text.encode()))
-        for below, _, _ in os.walk(folder):
-            sync(Path(below))
-        aside = _step_aside(target, step)
-        try:
-            os.rename(folder, target)
-            sync(target.parent)
-            os.rename(target / _PREPARED, target / COMMIT)
-        except OSError:
-            _take_back(folder, target, aside)
-            raise
-        sync(target)
-    return target
+        return storage_of(folder).commit(step, text, seal(text.encode()), has_all_files)
 
 
 def _without_blobs(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -393,84 +355,23 @@ def _check_whole(folder: store.Folder, manifest: dict[str, Any]) -> None:
         raise CheckpointError(f"{folder / name} {fault}: not committed")
 
 
-def _step_aside(target: Path, step: int) -> Path | None:
-    """Free the name `target`; return where a committed checkpoint of this name went, if one did."""
-    if not os.path.lexists(target):
-        return None
-    aside = None
-    if _unfinished(target):
-        os.rename(target, beside(target, "trash"))
-    elif verifies(target, 0)[0]:
-        for a in attempts_of(target.parent.parent):
-            if a.step == step and a.kind == "old":  # superseded: from now on there is another
-                os.rename(a.folder, beside(target, "trash"))
-                sync(target.parent)
-        aside = beside(target, "old")
-        os.rename(target, aside)
-    else:
-        os.rename(target, beside(target, "bad"))
-    sync(target.parent)
-    return aside
-
-
-def _take_back(folder: Path, target: Path, aside: Path | None) -> None:
-    """Undo the renames of a `commit` that failed, as far as the disk lets."""
-    # Where it does not, nothing is lost: `target` has no COMMIT, and `aside` counts.
-    with contextlib.suppress(OSError):
-        if not os.path.lexists(folder):
-            os.rename(target, folder)
-            sync(target.parent)
-        if aside is not None:
-            os.rename(aside, target)
-            sync(target.parent)
-
-
 def quarantine(checkpoint: Any) -> Any:
     """Rename what failed verification to `step-N.bad-*`, or mark it on a store; return the name."""
-    if isinstance(checkpoint, store.RemotePath):
-        (checkpoint / BAD).write_bytes(b"failed verification; kept for a look, never read\n")
-        return checkpoint / BAD
-    bad = beside(checkpoint, "bad")
-    with store.disk_errors(f"{checkpoint} cannot be set aside"):
-        os.rename(checkpoint, bad)
-        sync(bad.parent)
-    return bad
+    return storage_of(checkpoint).set_aside()
 
 
 def delete(folders: Iterable[Any]) -> None:
     """Delete so that at no moment a half-deleted folder is taken for a checkpoint. Where one
     resists (a file that somebody has open, on NFS), the others go, and its error is raised.
     """
-    doomed = []
-    for folder in folders:
-        if isinstance(folder, Path) and not re.search(r"\.(tmp|trash)-", folder.name):
-            trash = beside(folder, "trash")
-            os.rename(folder, trash)
-            sync(folder.parent)
-            folder = trash
-        doomed.append(folder)
     resisted = []
-    for folder in doomed:
+    for folder in folders:
         try:
-            _remove(folder)
+            storage_of(folder).delete()
         except (OSError, CheckpointError) as error:
             resisted.append(error)
     if resisted:
         raise resisted[0]
-
-
-def _remove(folder: Any) -> None:
-    if isinstance(folder, store.RemotePath):
-        (folder / COMMIT).unlink()
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(lambda name: (folder / name).unlink(), folder.files()))
-    elif folder.is_symlink() or not folder.is_dir():
-        folder.unlink()
-    else:
-        if os.path.lexists(folder / COMMIT):
-            (folder / COMMIT).unlink()
-            sync(folder)
-        shutil.rmtree(folder)
 
 
 # ---- Names
@@ -478,31 +379,10 @@ def _remove(folder: Any) -> None:
 
 def attempts_of(run: str | store.Folder) -> list[Attempt]:
     """Return all that bears a name of the protocol, by step, what counts last."""
-    root = store.where(run) / CHECKPOINTS
-    found = _on_store(root) if isinstance(root, store.RemotePath) else _on_disk(root)
+    found = storage_of(store.where(run) / CHECKPOINTS).attempts()
     # step-000000007 would be a second step 7
     attempts = [a for a in found if step_name(a.step) == a.folder.name.partition(".")[0]]
     return sorted(attempts, key=lambda a: (a.step, a.order, a.folder.name))
-
-
-def _on_disk(root: Path) -> Iterator[Attempt]:
-    for path in root.iterdir() if root.is_dir() else ():
-        if match := _ON_DISK.fullmatch(path.name):
-            kind = match[2] or ("tmp" if _unfinished(path) else "saved")
-            yield Attempt(path, int(match[1]), kind, 0 if kind == "old" else 1)
-
-
-def _on_store(root: store.RemotePath) -> Iterator[Attempt]:
-    names: dict[str, set[str]] = {}
-    for path in root.files():
-        folder, _, name = path.partition("/")
-        names.setdefault(folder, set()).add(name)
-    for folder, files in names.items():
-        if (match := _ON_STORE.fullmatch(folder)) and files != {""}:
-            number = int(match[2] or 0)
-            kind = "bad" if BAD in files else "saved" if COMMIT in files else "tmp"
-            if kind != "tmp" or number > 0:  # else somebody may still be copying it
-                yield Attempt(root / folder, int(match[1]), kind, number)
 
 
 def counting(attempts: list[Attempt]) -> dict[int, Attempt]:
@@ -522,13 +402,3 @@ def counting(attempts: list[Attempt]) -> dict[int, Attempt]:
                 )
             found[a.step] = a
     return found
-
-
-def _unfinished(path: Path) -> bool:
-    """Whether a save was killed between the rename to `step-N` and COMMIT."""
-    return os.path.lexists(path / _PREPARED) and not os.path.lexists(path / COMMIT)
-
-
-def beside(folder: Path, kind: str) -> Path:
-    """Return a new name of a kind; of `step-N.old-*`, too, which would still count otherwise."""
-    return folder.with_name(f"{folder.name.partition('.')[0]}.{kind}-{os.urandom(4).hex()}")

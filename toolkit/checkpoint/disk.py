@@ -1,17 +1,18 @@
-"""Whether the disk holds what a run will write, predicted from shapes and dtypes alone."""
+"""Predict the room on the disk that a run will need, from shapes and dtypes alone."""
 
 import math
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
-from toolkit.checkpoint.store import RemotePath, bytes_below, where
+from toolkit.checkpoint.local_folder import LocalFolder, existing
+from toolkit.checkpoint.store import Folder, bytes_below, storage_of, where
 from toolkit.config.settings import CheckpointConfig, OptimConfig
 from toolkit.errors import CheckpointError
 from toolkit.formats import DTYPES, assets_of
@@ -27,7 +28,7 @@ _ADAMW = OptimConfig()
 
 @dataclass(frozen=True)
 class DiskEstimate:
-    """What a run will have on the disk at its fullest moment; sizes in bytes."""
+    """The files of a run on the disk at its fullest moment; sizes in bytes."""
 
     checkpoint: int
     checkpoints: int  # how many of them at a time
@@ -35,7 +36,7 @@ class DiskEstimate:
     there: int  # of that already: checkpoints and exports that count or will be replaced
     free: int
     folder: Path  # whose file system has so much `free`
-    store: RemotePath | None  # takes the checkpoints instead; how much room it has, nobody can ask
+    store: Folder | None  # takes the checkpoints instead; how much room it has, nobody can ask
 
     @property
     def total(self) -> int:
@@ -64,8 +65,10 @@ def need(
     are not counted then. Checkpoints and exports of earlier steps that are gone from here, to an
     archive perhaps, are not needed again.
     """
-    run, root = Path(output_dir), where(output_dir if cfg.root is None else cfg.root)
-    steps = sorted(committed_steps(root)) if isinstance(root, Path) else []
+    run = Path(output_dir)
+    root: Any = where(output_dir if cfg.root is None else cfg.root)
+    on_disk = storage_of(root).is_disk
+    steps = sorted(committed_steps(root)) if on_disk else []
     done = max(steps, default=0)
     exports, there, every = 1, 0, cfg.export_steps  # of no others, the one made after the run
     if every is not None and max_steps is not None:
@@ -73,7 +76,7 @@ def need(
         present = [f for f in (run / EXPORTS).glob("step-*") if ".old-" not in f.name]
         exports = max(1, len(present) + max_steps // every - done // every + at_end)
     folder = home = existing(run)
-    if isinstance(root, Path):
+    if on_disk:
         folder, there = existing(root), _counted(root / CHECKPOINTS, ".bad-")
     if folder.stat().st_dev == home.stat().st_dev:
         there += _counted(run / EXPORTS, ".old-")
@@ -84,9 +87,9 @@ def need(
         checkpoints_kept(cfg, max_steps, steps),
         exports * export_bytes(model),
         there,
-        free_bytes(folder),
+        LocalFolder(folder).free_bytes(),
         folder,
-        root if isinstance(root, RemotePath) else None,
+        None if on_disk else root,
     )
 
 
@@ -142,17 +145,6 @@ def export_bytes(model: nn.Module) -> int:
     common = Counter((assets_of(model).source or {}).values()).most_common(1)
     dtype = DTYPES[common[0][0]] if common else torch.bfloat16
     return sum(t.numel() for t in tensors) * dtype.itemsize
-
-
-def free_bytes(folder: Path) -> int:
-    """Return what is free where `folder` is, or will be made."""
-    return shutil.disk_usage(existing(folder)).free
-
-
-def existing(folder: Path) -> Path:
-    """Return `folder`, or what it will be made in."""
-    folder = folder.absolute()
-    return folder if folder.is_dir() else existing(folder.parent)
 
 
 def _counted(root: Path, aside: str) -> int:

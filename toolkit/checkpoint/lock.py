@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.store import Folder, RemotePath, disk_errors
+from toolkit.checkpoint.local_folder import disk_errors
+from toolkit.checkpoint.store import Folder, storage_of
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.training import background
 
@@ -34,7 +35,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class _HeldLock:
-    file: Folder
+    file: Any  # a path, or an object
     descriptor: int  # open, and thus locked, until the process ends; -1 on a store
     token: str
     ended: threading.Event
@@ -43,17 +44,17 @@ class _HeldLock:
 _held: dict[Folder, _HeldLock] = {}
 
 
-def take(folder: Folder, job: str = "", setting: str = "output_dir") -> str:
+def take(folder: Any, job: str = "", setting: str = "output_dir") -> str:
     """Keep the folder for this process until its end, or `release`; return a line where an owner
     that is gone had it, or there are no locks. `job` is told to others, `setting` names the folder
     in errors. Costs 75 s after an owner on another host, on a store two requests.
 
     ConfigError: somebody else has it (named). CheckpointError: the disk or store refuses.
     """
-    if _key(folder) in _held:
+    if folder.resolve() in _held:
         return ""
-    if isinstance(folder, RemotePath):
-        return _take_place(folder, job)
+    if not storage_of(folder).is_disk:
+        return _leave_note(folder, job)
     file = folder / LOCK
     with contextlib.ExitStack() as undo, disk_errors(f"{file} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,12 +78,12 @@ def take(folder: Folder, job: str = "", setting: str = "output_dir") -> str:
         os.pwrite(descriptor, _text(job, held), 0)
         os.fsync(descriptor)
         undo.pop_all()
-    _held[_key(folder)] = held
+    _held[folder.resolve()] = held
     threading.Thread(target=_beat, args=(held, file), name="lock", daemon=True).start()
     return f"note: {folder} was in use by {_said(before)}, which is gone" if before else line
 
 
-def _take_place(place: RemotePath, job: str) -> str:
+def _leave_note(place: Any, job: str) -> str:
     """Leave a note on a store; return a line where another one lies there."""
     held = _HeldLock(place / LOCK, -1, os.urandom(8).hex(), threading.Event())
     before = _note(held.file)
@@ -97,12 +98,12 @@ def release(folder: Folder) -> None:
     """Give the folder back, where this process has it. A save in flight keeps it to the end of the
     process, and then the next owner finds a stale note.
     """
-    if background.busy() or (held := _held.pop(_key(folder), None)) is None:
+    if background.busy() or (held := _held.pop(folder.resolve(), None)) is None:
         return
     held.ended.set()
     # Where it cannot be written any more, the note is as stale as that of a killed process.
     with contextlib.suppress(OSError, CheckpointError):
-        if isinstance(held.file, RemotePath):
+        if held.descriptor < 0:
             if _note(held.file).get("token") == held.token:
                 held.file.unlink()
         else:
@@ -129,12 +130,10 @@ def check() -> None:
 
 
 def _in_use(setting: str, folder: Path, owner: dict[str, Any]) -> ConfigError:
-    advice = f"wait for it, end it, or give another {setting}"
-    return ConfigError(f"{setting} {folder} is in use by {_said(owner)}; {advice}")
-
-
-def _key(folder: Folder) -> Folder:
-    return folder.resolve() if isinstance(folder, Path) else folder
+    return ConfigError(
+        f"{setting} {folder} is in use by {_said(owner)}; wait for it, end it, or give another "
+        f"{setting}"
+    )
 
 
 def _text(job: str, held: _HeldLock) -> bytes:
@@ -190,7 +189,7 @@ def _touched(file: Path) -> int:
 def _beat(held: _HeldLock, file: Path) -> None:
     """Touch the file until it is given back or lost."""
     while not held.ended.wait(_BEAT):
-        # What else is written there says what is wrong with the disk.
+        # A disk that fails is reported by the run's other writes.
         with contextlib.suppress(OSError), open(file, "rb") as f:
             if _parsed(f.read()).get("token") != held.token:
                 return

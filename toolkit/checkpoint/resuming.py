@@ -2,9 +2,7 @@
 
 import itertools
 import math
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from toolkit.checkpoint.state import (
     read_state,
     state_faults,
 )
-from toolkit.checkpoint.store import Folder, read_object, where
+from toolkit.checkpoint.store import Folder, read_object, storage_of, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError, one_line
 from toolkit.formats import METADATA_FILE, Tensors, chunk_table, local_tensor, read_metadata
@@ -120,10 +118,11 @@ def refuse_lost(run_dir: str | Folder) -> None:
     attempts = commit.attempts_of(run_dir)
     aside = [a.folder.name for a in attempts if a.kind == "bad"]
     if aside and not commit.counting(attempts):
-        back = "To go on from one, give it back its name (step-N) and start again"
-        what = f"{', '.join(aside[:4])}. {back}; to begin anew give another output_dir, or move "
-        what += "those away"
-        raise CheckpointError(f"no checkpoint of {run_dir} verifies; what failed is kept: {what}")
+        raise CheckpointError(
+            f"no checkpoint of {run_dir} verifies; what failed is kept: {', '.join(aside[:4])}. To "
+            "go on from one, give it back its name (step-N) and start again; to begin anew give "
+            "another output_dir, or move those away"
+        )
 
 
 def quarantine(checkpoint: str | Folder, what: str) -> None:
@@ -141,12 +140,12 @@ def _verify(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
     def look() -> tuple[commit.Files, list[tuple[str, str]]]:
         files = commit.read_manifest(checkpoint)["files"]
         told = {n: {key: entry[key] for key in ("size", "sha256")} for n, entry in files.items()}
-        # What else lies there (a note, .DS_Store) is no fault of the checkpoint.
+        # Other files there (a note, .DS_Store) are no fault of the checkpoint.
         return told, commit.damaged_files(checkpoint, files, hashed=(), files=files)
 
     # The others neither read the manifest nor list the folder.
     files, damage = ranks.on_main(look)
-    # What is parsed is read in any case.
+    # Files that are parsed are read in any case.
     shards = {name for name in files if name.endswith(SHARD)} if verify == "sizes" else set()
     sizes = {name: entry["size"] for name, entry in files.items() if name not in shards}
     mine = spread(sorted(sizes), sizes.__getitem__, ranks.world_size())[ranks.rank()]
@@ -177,9 +176,10 @@ def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
     changed = [n for n in names if before.get(n) != now.get(n)]
     if changed:
         listed = "; ".join(f"{n} was {before.get(n)!r}, is {now.get(n)!r}" for n in changed[:4])
-        advice = f"Give the model it was trained with ({file}), or another output_dir"
-        what = one_line(listed, 600)
-        raise CheckpointError(f"{checkpoint} is of another architecture: {what}. {advice}")
+        raise CheckpointError(
+            f"{checkpoint} is of another architecture: {one_line(listed, 600)}. Give the model it "
+            f"was trained with ({file}), or another output_dir"
+        )
 
 
 def restore(state: TrainState, saved: Folder | None) -> int | None:
@@ -286,13 +286,10 @@ def _holders(tensor: torch.Tensor) -> int:
 
 
 def _metadata(checkpoint: Folder) -> Metadata:
-    if isinstance(checkpoint, Path):
-        return read_metadata(checkpoint / DCP)
-    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
-        content = (checkpoint / DCP / METADATA_FILE).read_bytes()
-        Path(folder, METADATA_FILE).write_bytes(content)
-        # The shards are not here; their sizes were compared with the manifest's.
-        return read_metadata(folder, blobs=False)
+    file = storage_of(checkpoint / DCP / METADATA_FILE)
+    with file.local() as local:
+        # Of shards that are elsewhere the sizes were compared with the manifest's.
+        return read_metadata(local.parent, blobs=file.is_disk)
 
 
 def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:

@@ -1,21 +1,17 @@
-"""Which checkpoints of a run stay, and the deletion of the others."""
+"""Choose the checkpoints of a run that stay, and delete the others."""
 
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from toolkit import ranks
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, STATE, attempts_of, counting
-from toolkit.checkpoint.store import Folder, RemotePath, disk_errors, read_object, where
+from toolkit.checkpoint.local_folder import disk_errors
+from toolkit.checkpoint.store import Folder, read_object, storage_of, where
 from toolkit.config.published import mapping
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
-
-# What `prune` reads again at most, over all checkpoints: a fraction of a second.
-_AFFORDABLE = 128 * 2**20
-_AFFORDABLE_ON_STORE = 16 * 2**20
 
 
 def expendable(verified: Mapping[int, Mapping[str, float]], cfg: CheckpointConfig) -> set[int]:
@@ -49,11 +45,11 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
     with _warns(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
         attempts = attempts_of(run)
         newest = counting(attempts)
-        budget = _AFFORDABLE_ON_STORE if isinstance(run, RemotePath) else _AFFORDABLE
+        budget = storage_of(run).affordable
         verified: dict[int, dict[str, float]] = {}
         for step in sorted(newest, reverse=True):
             folder = newest[step].folder
-            if not (isinstance(folder, Path) and folder.is_symlink()):
+            if not folder.is_symlink():
                 sound, read = commit.verifies(folder, budget)
                 budget -= read
                 with contextlib.suppress(CheckpointError):  # its state is damaged: not sound

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from toolkit.checkpoint.store import Folder, read_plain
+from toolkit.checkpoint.store import Folder, storage_of
 from toolkit.errors import CheckpointError
 
 PIECES = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss", "torch")
@@ -72,11 +72,13 @@ def restore(folder: Folder, rank: int) -> None:
     """Put the random state of `rank` in place; CheckpointError names the file or piece lacking."""
     file = folder / _file_name(rank)
     try:
-        saved = load(read_plain(file))
+        saved = load(storage_of(file).read_plain())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: the random state of rank {rank}") from error
     except (SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        fault = "is missing" if missing else f"cannot be read ({error})"
-        raise CheckpointError(f"{file} {fault}: the random state of rank {rank}") from error
+        raise CheckpointError(
+            f"{file} cannot be read ({error}): the random state of rank {rank}"
+        ) from error
     wanted = (*PIECES, *([] if device_type() == "cpu" else [device_type()]))
     if lacking := [name for name in wanted if name not in saved]:
         raise CheckpointError(f"{file} lacks the random state of {', '.join(lacking)}")

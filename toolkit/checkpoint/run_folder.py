@@ -9,11 +9,9 @@ import dataclasses
 import os
 import platform
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,34 +19,32 @@ from typing import Any
 from torch import nn
 
 from toolkit import config, ranks
-from toolkit.checkpoint import commit, disk, lock, store
+from toolkit.checkpoint import commit, disk, lock
 from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
+from toolkit.checkpoint.local_folder import LocalFolder, beside, disk_errors, existing
 from toolkit.checkpoint.state import TrainState
-from toolkit.checkpoint.store import Folder, RemotePath, disk_errors, where
+from toolkit.checkpoint.store import Folder, is_url, storage_of, where
 from toolkit.config.published import mapping
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
-from toolkit.errors import CheckpointError, ConfigError, LaunchError
-from toolkit.formats import is_inner_path
+from toolkit.errors import ConfigError, LaunchError
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, keep_until
-from toolkit.formats.synced_files import replace_synced
 from toolkit.parsing import read_yaml
 from toolkit.training.launch import Run
 
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
-# What defines a run. The rest (length, schedule, ranks, logging) may change between two starts.
+# Settings that define a run; others (length, schedule, ranks, logging) may change between starts.
 _IDENTITY = ("model.", "data.", "lora.", "seed")
 _HARMLESS = ("data.num_workers", "data.max_eval_samples")
 _ACCUMULATION = "train.gradient_accumulation_steps"
 _SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps", "train.hang_seconds")
 _TOKEN = ".toolkit-token-"
 _PATIENCE = 5.0
-_AT_ONCE = 4  # objects that are copied
 
 
 class RunFolder:
-    """Where a run keeps what it writes; `root` holds its checkpoints, here or on a store.
+    """The folder that a run writes to; `root` holds its checkpoints, here or on a store.
 
     Every method is collective. Raises as `claim` and `check_shared` do.
     """
@@ -63,7 +59,7 @@ class RunFolder:
         for folder, setting in ((self.path, "output_dir"), (self.root, "checkpoint.root")):
             ranks.say(ranks.on_main(partial(lock.take, folder, run.job, setting)))
             run.at_end.callback(lock.release, folder)
-        if isinstance(self.root, Path):  # else the hosts may have nothing in common but the store
+        if storage_of(self.root).is_disk:  # else the hosts may have nothing in common but the store
             for shared in dict.fromkeys((self.path, self.root)):
                 check_shared(shared)
         self.tokenizer = self.path / TOKENIZER  # one that the run trains
@@ -136,12 +132,12 @@ class RunFolder:
 
 def set_export_aside(export: Path) -> str:
     """Rename an export of other weights to `step-N.old-*`; return the line that says so."""
-    old = commit.beside(export, "old")
+    old = beside(export, "old")
     os.rename(export, old)
     return f"NOTE: {export} was there already; it is now {old}"
 
 
-def root_of(cfg: Any) -> Folder:
+def root_of(cfg: Any) -> Any:
     """Return what holds the run's checkpoints, as `checkpoint.save` and `newest` take it."""
     return where(cfg.output_dir if cfg.checkpoint.root is None else cfg.checkpoint.root)
 
@@ -170,8 +166,7 @@ def recorded_root(run: Path) -> Folder:
     if not isinstance(root, str) or not root or is_root:
         return run
     place = where(root)
-    elsewhere = isinstance(place, RemotePath)
-    return place if elsewhere else beside_recorded(run, recorded.get("output_dir"), str(place))
+    return place if is_url(root) else beside_recorded(run, recorded.get("output_dir"), str(place))
 
 
 def beside_recorded(place: Path, written: Any, other: str) -> Path:
@@ -198,52 +193,25 @@ def local_copy(path: str | Path) -> Iterator[Path]:
     store cannot be read, or the copy does not fit.
     """
     # Of a config that is no run's, whoever reads the folder says what is wrong with it.
-    place = where(path)
-    if isinstance(place, Path):
+    place: Any = where(path)
+    if not is_url(path):
         place = recorded_root(place)
-    if not isinstance(place, RemotePath):
+    if storage_of(place).is_disk:
         yield place
         return
     checkpoint = commit.find_checkpoint(place)
     with tempfile.TemporaryDirectory(prefix="toolkit-") as scratch:
         run = Path(scratch, "run")
         folder = run / CHECKPOINTS / checkpoint.name.partition(".")[0]
-        _copy(checkpoint, folder)
-        if not store.is_url(path):
+        checkpoint.download(folder)
+        if not is_url(path):
             for name in (CONFIG, METRICS, STARTS):
                 if Path(path, name).is_file():
                     shutil.copyfile(Path(path, name), run / name)
-        elif checkpoint.url != place.url:
+        elif checkpoint != place:
             with contextlib.suppress(FileNotFoundError):  # no run of a recipe: it has none
                 (run / CONFIG).write_bytes((place / CONFIG).read_bytes())
         yield folder
-
-
-def _copy(checkpoint: RemotePath, folder: Path) -> None:
-    """Copy all objects of a checkpoint into a folder."""
-    files = checkpoint.files()
-    if odd := [n for n in files if not is_inner_path(n)]:
-        raise CheckpointError(f"{checkpoint} holds {odd[0]!r}, which is no name of a file")
-    nbytes, temporary = sum(files.values()), tempfile.gettempdir()
-    if nbytes > (free := shutil.disk_usage(temporary).free):
-        raise CheckpointError(
-            f"{checkpoint} has {nbytes:,} bytes and {free:,} are free in {temporary}: set TMPDIR "
-            f"to a larger folder, or copy it to a folder named {folder.name} by the tool of its "
-            "store, and give that"
-        )
-    print(f"copying {checkpoint} ({nbytes:,} bytes) to {folder}", file=sys.stderr, flush=True)
-
-    def copy(name: str) -> None:
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with (checkpoint / name).open() as source, open(file, "wb") as target:
-                shutil.copyfileobj(source, target, store.BLOCK)
-        except FileNotFoundError:
-            raise CheckpointError(f"{checkpoint / name} is missing") from None
-
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        list(pool.map(copy, files))
 
 
 def claim(cfg: Any) -> Any:
@@ -254,9 +222,9 @@ def claim(cfg: Any) -> Any:
     `checkpoint.root` is on a store that cannot be read or written.
     """
     folder, root = Path(cfg.output_dir), root_of(cfg)
-    _check_writable(folder, "output_dir")
+    LocalFolder(folder).check_usable("output_dir")
     present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    # What a start that was killed may have left: whole pieces of a run, and unfinished ones.
+    # A start that was killed may have left these: whole pieces of a run, and unfinished ones.
     ours = (TOKENIZER, f"{TOKENIZER}.tmp", CHECKPOINTS, f"{CONFIG}.tmp", lock.LOCK)
     pieces = (f"{TOKENIZER}.tmp-", _TOKEN)
     strangers = {name for name in present if not (name in ours or name.startswith(pieces))}
@@ -282,10 +250,7 @@ def claim(cfg: Any) -> Any:
             "overwrite it; give an empty or new folder"
         )
     if cfg.checkpoint.root is not None:
-        if isinstance(root, RemotePath):
-            store.probe(root)
-        else:
-            _check_writable(root, "checkpoint.root")
+        storage_of(root).check_usable("checkpoint.root")
         if committed_steps(root):
             _check_same_run(_read(root / CONFIG, type(cfg)), cfg, "checkpoint.root", root)
     return before
@@ -299,7 +264,7 @@ def check_shared(folder: Path) -> None:
         return
 
     def write() -> Path:
-        token = disk.existing(folder) / f"{_TOKEN}{os.urandom(8).hex()}"
+        token = existing(folder) / f"{_TOKEN}{os.urandom(8).hex()}"
         with disk_errors(f"{folder} cannot be written to"):
             token.touch()
         return token
@@ -321,7 +286,7 @@ def check_shared(folder: Path) -> None:
 
 
 def _appears(file: Path) -> bool:
-    """Whether the file is there, or comes within some seconds: a network may be behind."""
+    """Return whether the file is there, or comes within some seconds: a network may be behind."""
     end = time.monotonic() + _PATIENCE
     while not file.exists():
         if time.monotonic() > end:
@@ -334,22 +299,16 @@ def save_config(cfg: Any) -> None:
     """Write the resolved config to the run directory, and beside checkpoints that are elsewhere."""
     folder, text, root = Path(cfg.output_dir), config.dump(cfg), root_of(cfg)
     with disk_errors(f"{CONFIG} of the run could not be written"):
-        replace_synced(folder / CONFIG, text)
-        if isinstance(root, RemotePath):
-            (root / CONFIG).write_bytes(text.encode())
-        elif cfg.checkpoint.root is not None and root.absolute() != folder.absolute():
-            replace_synced(root / CONFIG, text)
+        storage_of(folder / CONFIG).replace(text)
+        if root.resolve() != folder.resolve():
+            storage_of(root / CONFIG).replace(text)
 
 
 def _read(file: Folder, cls: type) -> Any:
     """Return the config that `save_config` wrote for the same recipe."""
     tuned = cls is config.FinetuneConfig
     try:
-        with contextlib.ExitStack() as stack:
-            local = file
-            if not isinstance(local, Path):
-                local = Path(stack.enter_context(tempfile.TemporaryDirectory()), CONFIG)
-                local.write_bytes(file.read_bytes())
+        with storage_of(file).local() as local:
             content = plain_config(local.parent)
             if not content or ("lora" in content) == tuned:
                 return config.load(cls, local)
@@ -372,15 +331,8 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
         )
 
 
-def _check_writable(folder: Path, setting: str) -> None:
-    above = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        what = "cannot be written to" if above.is_dir() else "is not a folder"
-        raise ConfigError(f"{setting} {folder} cannot be made: {above} {what}; give another")
-
-
 def _is_ours(file: Path, cls: type) -> bool:
-    """Whether `save_config` wrote the file: it is, to the letter, the dump of what it holds."""
+    """Return whether `save_config` wrote the file: it equals the dump of what it holds."""
     try:
         return file.read_text("utf-8") == config.dump(config.load(cls, file))
     except (ConfigError, OSError, UnicodeDecodeError):

@@ -23,7 +23,6 @@ of them on the device.
 import contextlib
 import json
 import shutil
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -36,12 +35,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit import formats, ranks
-from toolkit.checkpoint import commit, disk, lock, retention, rng_state
+from toolkit.checkpoint import commit, lock, retention, rng_state
 from toolkit.checkpoint.commit import Files
+from toolkit.checkpoint.local_folder import disk_errors
 from toolkit.checkpoint.shard_plan import write_shards, written_here
 from toolkit.checkpoint.shards import HashingWriter
 from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
-from toolkit.checkpoint.store import Folder, RemotePath, disk_errors, files_below, where
+from toolkit.checkpoint.store import Folder, storage_of, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import StorageError
 from toolkit.formats import Tensors, local_tensor
@@ -60,7 +60,7 @@ CHANNEL, _GATHERED = "checkpoint", "gathered"
 _SHARE = 0.5
 _PINNED = 2  # times their bytes, at most: torch takes page-locked memory in powers of two
 _behind: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
-_failed: list[str] = []  # by the disk, since the last good one: what `save` would have returned
+_failed: list[str] = []  # paths of the saves that failed since the last success
 
 
 def save(
@@ -95,7 +95,7 @@ def save(
         if not behind:
             return snapshot.write()
         blocked = time.perf_counter() - begun
-        path = str(snapshot.store or snapshot.folder.parent / commit.step_name(state.step))
+        path = str(storage_of(snapshot.target).committed_as(state.step))
 
         def write_behind() -> None:
             with (
@@ -131,16 +131,15 @@ def _goes_behind(model: nn.Module, tensors: Tensors, cfg: CheckpointConfig) -> b
         on_device = any(part.device.type != "cpu" for part in parts)
         _behind[model] = on_device and not has_adapters(model) and ranks.least(room - own) >= 0
         if on_device and not has_adapters(model):
-            what = "true" if _behind[model] else "false"
             ranks.say(
-                f"auto       async_save {what} (copies of up to {size_text(own)} a process, "
-                f"{size_text(int(room))} of host memory are for them)"
+                f"auto       async_save {str(_behind[model]).lower()} (copies of up to "
+                f"{size_text(own)} a process, {size_text(int(room))} of host memory are for them)"
             )
     return _behind[model]
 
 
 def failed(path: str) -> bool:
-    """Whether `path` is what `save` returned of a checkpoint that then failed by the disk."""
+    """Return whether `save` returned `path` for a checkpoint that then failed by the disk."""
     return path in _failed
 
 
@@ -171,12 +170,12 @@ def _disk_may_fail(
 
 def _lacking(needed: int, run: Folder) -> str:
     """Return what a checkpoint of `needed` bytes lacks, when a save has failed and is removed."""
-    if isinstance(run, RemotePath):
-        return ""  # nobody can ask a store
     try:
-        free = disk.free_bytes(run)
+        free = storage_of(run).free_bytes()
     except OSError:
         return ""  # a disk that does not even tell this; what it refused was said
+    if free is None:
+        return ""
     missing = f", {size_text(needed - free)} are missing" if needed > free else ""
     return f". It takes {size_text(needed)}, {size_text(free)} are free on {run}{missing}"
 
@@ -209,11 +208,9 @@ class _Snapshot:
             self.adapter = json.loads(self.content).get("adapter")
             return str(commit.begin(run, state.step))
 
-        target = where(ranks.on_main(begin))
-        self.target = target
-        self.store = target if isinstance(target, RemotePath) else None
+        self.target = where(ranks.on_main(begin))
         # On a store a folder of this rank's own, for small files.
-        self.folder = target if isinstance(target, Path) else ranks.on_all(self._scratch)
+        self.folder = ranks.on_all(self._scratch)
         try:
             self.gathered, self.tensors = formats.whole_rows(model), model | optimizer
             self.sums = ranks.on_all(lambda: _sums(self.tensors))
@@ -232,14 +229,16 @@ class _Snapshot:
 
     def _scratch(self) -> Path:
         with disk_errors(self.failed):
-            return Path(tempfile.mkdtemp(prefix="checkpoint-"))
+            return storage_of(self.target).scratch()
 
     def write(self) -> str:
         """Write everything, while the digests are made; commit; prune. Collective."""
-        shards = self.store / DCP if self.store else None
         expected = {n: (nbytes, of_bytes) for n, (nbytes, of_bytes, _) in self.sums.items()}
         writer = HashingWriter(
-            self.folder / DCP, shards, ranks_here=ranks.ranks_here(), expected=expected
+            self.folder / DCP,
+            self.target / DCP,
+            ranks_here=ranks.ranks_here(),
+            expected=expected,
         )
         try:
             with device_pool(1, "digests") as pool:
@@ -269,8 +268,8 @@ class _Snapshot:
                     if self.adapter is not None:
                         text = json.dumps(self.adapter["config"], indent=2) + "\n"
                         (folder / HF / "adapter_config.json").write_text(text, "utf-8")
-                    names += [f"{HF}/{n}" for n in files_below(folder / HF)]
-            small = commit.hash_files(folder, names, self.store)
+                    names += [f"{HF}/{n}" for n in storage_of(folder / HF).files()]
+            small = commit.hash_files(folder, names, self.target)
         return {f"{DCP}/{name}": entry for name, entry in shards.items()} | small
 
     def _row_sums(self) -> torch.Tensor:
@@ -296,7 +295,7 @@ class _Snapshot:
 
     def remove(self) -> None:
         """Remove what a save leaves on this machine's disk; on a store the next save does."""
-        if self.store or ranks.rank() == 0:
+        if self.folder != self.target or ranks.rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 

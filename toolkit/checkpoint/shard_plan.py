@@ -1,4 +1,4 @@
-"""Who writes what of a checkpoint, and its `.metadata`, without the planning of torch's DCP.
+"""Divide the tensors of a checkpoint among ranks, and write `.metadata`, without DCP's planner.
 
 `dcp.save` plans on rank 0, an object for each tensor of each rank: with 900 tensors on 1,024 ranks
 minutes of each save. Here a rank knows from the layout of a tensor which part it writes: of
@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from toolkit import formats, ranks
+from toolkit.checkpoint.local_folder import disk_error
 from toolkit.checkpoint.shards import HashingWriter
-from toolkit.checkpoint.store import disk_error
 from toolkit.errors import CheckpointError
 from toolkit.formats import METADATA_FILE, ChunkTable, Known, Tensors, local_tensor
 
 
 @dataclass
 class _Saved:
-    """What the ranks of a process group wrote last."""
+    """The tensors and chunks that the ranks of a process group wrote last."""
 
     world: Any = None
     own: bytes = b""

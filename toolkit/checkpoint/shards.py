@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from toolkit import ranks
-from toolkit.checkpoint.store import Folder, RemotePath
+from toolkit.checkpoint.store import Folder, storage_of
 from toolkit.errors import CheckpointError
 from toolkit.formats import ChunkTable, blob_hash, check_blob, local_slices, local_tensor
 from toolkit.formats.bit_sums import bytes_sum, wrapped
@@ -40,7 +40,7 @@ class HashingWriter(FileSystemWriter):
     """`FileSystemWriter` that leaves size and sha256 of what this rank wrote, fsynced, in `files`.
 
     Several at a time, where a rank has cores and much to write; `ranks_here` share the machine. The
-    tensors may go to `shards` on an object store; `.metadata` stays in `folder`. What is written is
+    tensors may go to `shards` elsewhere; `.metadata` stays in `folder`. What is written is
     compared with `expected`: tensor -> bytes of this rank's part, and their sum in its own memory
     (`part_sums`). CheckpointError: other bytes were written; nothing is compared without.
     """
@@ -48,7 +48,7 @@ class HashingWriter(FileSystemWriter):
     def __init__(
         self,
         folder: Path,
-        shards: RemotePath | None = None,
+        shards: Folder | None = None,
         *,
         ranks_here: int = 1,
         expected: Mapping[str, tuple[int, int]] | None = None,
@@ -56,7 +56,7 @@ class HashingWriter(FileSystemWriter):
         # Not fsynced by torch: it does so before Python's own buffer is written.
         super().__init__(folder, sync_files=False)
         self.ranks_here, self.expected = ranks_here, expected
-        self.fs = self._files = _Files(shards)
+        self.fs = self._files = _Files(folder, shards or folder)
         self.files = self._files.hashed
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> "Future[Any]":
@@ -106,9 +106,9 @@ class ShardReader(FileSystemReader):
     """`FileSystemReader` with metadata that was read before; it reads several blobs at a time."""
 
     def __init__(self, folder: Folder, metadata: Metadata) -> None:
-        super().__init__(Path() if isinstance(folder, RemotePath) else folder)
-        self.fs = _Files(folder if isinstance(folder, RemotePath) else None)
-        self.on_disk = isinstance(folder, Path)
+        base = Path(str(folder))  # on a store torch joins names only
+        super().__init__(base)
+        self.fs = self._files = _Files(base, folder)
         self.metadata, self.requested = metadata, 0
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -120,7 +120,7 @@ class ShardReader(FileSystemReader):
         items = sorted(plan.items, key=lambda i: self.storage_data[i.storage_index].offset)
         blobs = {i.storage_index: self.storage_data[i.storage_index] for i in items}
         self.requested = sum(self.storage_data[i.storage_index].length for i in items)
-        for blob in blobs.values() if self.on_disk else ():
+        for blob in blobs.values() if self._files.on_disk else ():
             check_blob(Path(self.path) / blob.relative_path, blob.offset, blob.length)
         read = super().read_data
         with device_pool(_READERS, "shards") as pool:
@@ -131,10 +131,13 @@ class ShardReader(FileSystemReader):
 
 
 class _Files(FileSystem):
-    """torch's file system: shards are hashed while they are written, and may be on a store."""
+    """torch's file system: hashes shards while they are written; those that torch names in `base`
+    are in `shards`.
+    """
 
-    def __init__(self, shards: RemotePath | None) -> None:
-        self.shards = shards
+    def __init__(self, base: Path, shards: Folder) -> None:
+        self.base, self.shards = base, shards
+        self.on_disk = storage_of(shards).is_disk
         self.hashed: dict[str, dict[str, Any]] = {}
         # File -> offset of a blob -> length and sum of its tensor's bytes.
         self.payloads: dict[str, dict[int, tuple[int, int]]] = {}
@@ -145,12 +148,12 @@ class _Files(FileSystem):
         """Open a file; size and hash of a shard are in `hashed` when it is written."""
         path = Path(path)
         is_shard = path.suffix == SHARD
-        target = self.shards / path.name if self.shards and is_shard else path
+        target = self.shards / path.relative_to(self.base) if is_shard else path
         with target.open(mode) as file:
             stream = HashingStream(path.name, file, self) if is_shard and mode == "wb" else file
             yield stream
         if isinstance(stream, HashingStream):
-            if self.shards is None:
+            if self.on_disk:
                 sync(path)
             self.hashed[path.name] = {
                 "size": stream.size,
@@ -175,8 +178,7 @@ class HashingStream:
         if self.files.stopped:
             raise CheckpointError("the checkpoint was given up while it was written")
         view, size = memoryview(content), len(content)
-        on_disk = not isinstance(self.files.shards, RemotePath)
-        if on_disk:
+        if self.files.on_disk:
             preallocate(self.fileno(), self.size, size)
         # torch.save writes the name of a record, its padding, then its bytes, each in one call.
         is_payload, total = self._until_payload == 1, 0
@@ -193,7 +195,7 @@ class HashingStream:
         if is_payload:
             self.payloads[self.begun] = size, wrapped(total)
         self.size += size
-        if on_disk:
+        if self.files.on_disk:
             self.given = write_behind(self.fileno(), self.given, self.size)
         return size
 

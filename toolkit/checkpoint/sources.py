@@ -1,4 +1,4 @@
-"""Where the weights of a sharded checkpoint are, whoever wrote it.
+"""Find the weights of a sharded checkpoint, whoever wrote it.
 
     toolkit run or checkpoint             dcp/ of a committed step, names model.<parameter>
     Accelerate save_state                 pytorch_model_fsdp_0/, a DCP folder
@@ -35,7 +35,7 @@ _SHARDING = "DCP_SHARDING_INFO"  # the header's entry in which torch says where 
 _CONSOLIDATED_BESIDE = "sharded"  # where torch puts the shards when it consolidates them itself
 # Keys of a base's config.json that a save changes.
 _OF_A_SAVE = {"vocab_size", "transformers_version", "torch_dtype", "dtype", "_name_or_path"}
-# What compilation and wrappers put into names, and no state dict for export has.
+# Parts of names that compilation and wrappers add, and no state dict for export has.
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 
 
@@ -189,7 +189,7 @@ def _base_folder(given: str, revision: str | None = None) -> Path:
 
 
 def travels(name: str) -> bool:
-    """Whether a file beside a model's weights goes with its adapters, as a tokenizer does."""
+    """Return whether a file beside a model's weights goes with adapters, as a tokenizer does."""
     return name != "generation_config.json" and not name.endswith(".py")
 
 
@@ -320,8 +320,11 @@ def _assets(hf_assets: str | Path | None, own: Path) -> Path:
         raise ExportError(f"--hf_assets: {error}") from error
     if not _has_config(folder):
         near = [p for p in (folder / "hf", folder.parent, folder.parent / "hf") if _has_config(p)]
-        hint = f"; did you mean {near[0]}?" if near else "; give a Hugging Face model's folder"
-        raise ExportError(f"--hf_assets {folder} has no config.json{hint}")
+        if near:
+            raise ExportError(f"--hf_assets {folder} has no config.json; did you mean {near[0]}?")
+        raise ExportError(
+            f"--hf_assets {folder} has no config.json; give a Hugging Face model's folder"
+        )
     return folder
 
 

@@ -1,4 +1,4 @@
-"""What the state of a run consists of: tensors for DCP, everything else for state.json."""
+"""State of a run: tensors for DCP, everything else for state.json."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ def state_text(state: TrainState, position: dict[str, Any] | None) -> str:
         "world_size": ranks.world_size(),
         "device": rng_state.device_type(),
         "optimizer": _optimizer_content(state),
-        # What JSON can hold: a closed-form schedule needs no more.
+        # Only values that JSON can hold: a closed-form schedule needs no more.
         "scheduler": None
         if state.scheduler is None
         else {k: v for k, v in state.scheduler.state_dict().items() if k != "lr_lambdas"},

@@ -1,4 +1,4 @@
-"""What a run or a checkpoint holds, for `toolkit inspect`, from metadata alone."""
+"""Describe a run or a checkpoint for `toolkit inspect`, from metadata alone."""
 
 import math
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What a run is: its settings, their defaults and how they are read. Imports no torch."""
+"""Settings of a run, their defaults and their reader. Imports no torch."""
 
 from toolkit.config.outputs import MAX_SHARD_SIZE, CheckpointConfig, HubConfig, MetricsConfig
 from toolkit.config.parse import differences, dump, flat, load, parse

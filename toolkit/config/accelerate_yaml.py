@@ -1,4 +1,4 @@
-"""What an Accelerate FSDP YAML means in settings of the toolkit; docs/accelerate.md, key by key.
+"""Translate an Accelerate FSDP YAML to settings of the toolkit; docs/accelerate.md, key by key.
 
 The names of the variables are those of `accelerate/utils/launch.py`, the meanings those of its
 `FullyShardedDataParallelPlugin` (version 1.15). The launcher fills in every variable, also those of
@@ -83,7 +83,7 @@ def is_fsdp(env: Env) -> bool:
 
 
 def is_translated(name: str) -> bool:
-    """Whether `translate` answers for a variable, which nobody must then obey a second time."""
+    """Return whether `translate` answers for a variable; nobody must obey it a second time."""
     return name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DYNAMO_")) or name in (
         "ACCELERATE_USE_FSDP",
         "ACCELERATE_USE_PARALLELISM_CONFIG",

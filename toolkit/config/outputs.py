@@ -39,8 +39,8 @@ class CheckpointConfig:
     warning, and training goes on; one more ends the run, as does a failure of the last save or of
     the one after a signal. 0: the first one ends it."""
     verify_on_resume: Literal["bytes", "sizes"] = "bytes"
-    """What a start reads of a checkpoint before it goes on from it: every byte, or of the shards
-    (nearly all of it) their sizes only, which finds no flipped bit."""
+    """Check of a checkpoint before a start goes on from it: reads every byte, or of the shards
+    (nearly all of it) the sizes only, which finds no flipped bit."""
     root: str | None = None
     """Folder or URL of an object store, such as s3://bucket/run, that holds this run's checkpoints;
     empty: output_dir, which keeps everything else in any case. A store needs its fsspec driver
@@ -72,7 +72,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """What is shown while training, and who else is told; metrics.jsonl is written in any case."""
+    """Metrics shown while training, and trackers that get them; metrics.jsonl is always written."""
 
     report_to: Literal["none"] | Tracker | list[Tracker] = "none"
     """Tracker of experiments, or a list of them, each with its package. Where a tracker sends to,
@@ -96,7 +96,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class HubConfig:
-    """Where the run is published at its end. The token comes from `hf auth login` or HF_TOKEN."""
+    """Publishing of the run at its end. The token comes from `hf auth login` or HF_TOKEN."""
 
     push_to_hub: bool = False
     """Export the last checkpoint and push it when the run is done. Whether that is allowed is

@@ -1,4 +1,4 @@
-"""How a run's settings are read from YAML files and flags, in bounds, and written as YAML."""
+"""Read a run's settings from YAML files and flags, in bounds, and write them as YAML."""
 
 import argparse
 import dataclasses
@@ -206,11 +206,14 @@ def _config_files(args: Sequence[str]) -> list[Path]:
     files = [a.split("=", 1)[1] for a in args if a.startswith("--config=")]
     files += [b for a, b in itertools.pairwise(args) if a == "--config"]
     for file in files:
-        if not Path(file).is_file():
-            what = "is not a file" if Path(file).exists() else "does not exist"
+        if Path(file).exists() and not Path(file).is_file():
+            raise ConfigError(f"config file {file} is not a file (current folder: {Path.cwd()})")
+        if not Path(file).exists():
             ours = "recipes/configs" in Path(file).as_posix()  # of which a wheel has copies
-            hint = "; `toolkit recipes --copy finetune` puts the ready configs there" * ours
-            raise ConfigError(f"config file {file} {what} (current folder: {Path.cwd()}){hint}")
+            raise ConfigError(
+                f"config file {file} does not exist (current folder: {Path.cwd()})"
+                + "; `toolkit recipes --copy finetune` puts the ready configs there" * ours
+            )
     return [Path(f) for f in files]
 
 
@@ -245,9 +248,11 @@ def _check_flags(cls: type, args: Sequence[str], unknown: _Unknown) -> None:
             if equals:
                 _check_text(setting, kind, value)
             elif following.startswith("--"):
-                choice = " true" if bool in (kind, *typing.get_args(kind)) else ""
-                what = f"{flag} must be followed by its value, {in_words(kind)}"
-                raise ConfigError(what + (f": {flag}{choice}" if choice else ""))
+                is_bool = bool in (kind, *typing.get_args(kind))
+                raise ConfigError(
+                    f"{flag} must be followed by its value, {in_words(kind)}"
+                    + f": {flag} true" * is_bool
+                )
 
 
 def _refuse_secret(text: str, where: str) -> None:
@@ -327,7 +332,7 @@ def _check_path(cls: type, path: str, where: str) -> Any:
     return here
 
 
-# What stands before the value in jsonargparse's messages.
+# Words before the value in jsonargparse's messages.
 _VALUE = re.compile(r"(?:Got|Given) value: |base 10: |to float: |Not of type \w+: ")
 
 

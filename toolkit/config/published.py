@@ -1,4 +1,4 @@
-"""What may be published of a run's settings: no secret, no path of a machine.
+"""Select the settings of a run that may be published: no secret, no path of a machine.
 
 Decided where the run trains: elsewhere nobody can tell a folder `models/base` from a Hub id.
 """
@@ -100,8 +100,11 @@ def _data(data: dict[str, Any], run: Path, *, finetuned: bool) -> dict[str, Any]
             if isinstance(s, dict)
         ]
     elif not found["train_files"] and "dataset_name" not in found:
-        what = "instructions and answers made of" if finetuned else "the source of"
-        found["built_in"] = f"{what} Python's standard library"
+        found["built_in"] = (
+            "instructions and answers made of Python's standard library"
+            if finetuned
+            else "the source of Python's standard library"
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses, one per concern.
+"""Settings of a run: frozen dataclasses, one per concern.
 
 Owns every default (in its field, with its sentence below it), the range of every number (in its
 type) and the settings that contradict each other (`__post_init__`). Knows neither torch nor the
@@ -40,7 +40,7 @@ Schedule = Literal[
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, and how its parameters are stored."""
+    """The model, and the storage dtype of its parameters."""
 
     name_or_path: str
     """Folder of a Hugging Face causal LM checkpoint, or its id on the Hub."""
@@ -52,8 +52,8 @@ class ModelConfig:
     tokenizer_name_or_path: str | None = None
     """Folder or Hub id of the tokenizer, where it is not the model's."""
     train_tokenizer: bool = False
-    """Where no tokenizer is found, train a byte-level BPE of the model's vocabulary size on the
-    training text before the run."""
+    """Train a byte-level BPE of the model's vocabulary size on the training text before the run,
+    where no tokenizer is found."""
     resize_embeddings: bool | AtLeast1 = False
     """Grow or shrink the embedding and the head to the tokenizer's length (`true`), rounded up to a
     multiple of an integer, such as 64, which matrix products of some devices are faster with; new
@@ -73,7 +73,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class FinetuneModelConfig(ModelConfig):
-    """Which model, and how its parameters are stored."""
+    """The model, and the storage dtype of its parameters."""
 
     dtype: Dtype | Literal["auto"] | None = None
     """Storage dtype of the parameters; `auto` is the checkpoint's own. Empty: float32, the master
@@ -82,7 +82,7 @@ class FinetuneModelConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """How parameters lie on the devices, in which dtype they compute, and what is computed twice.
+    """Layout of parameters on the devices, the dtype they compute in, and recomputation.
 
     A *pattern* names modules: a class (`LlamaMLP`), a whole name (`model.layers.*.mlp`), or the end
     of one (`mlp.gate`); `*` matches anything, dots included. A pattern that matches nothing is an
@@ -110,8 +110,8 @@ class ShardingConfig:
     """Patterns of parameter names that are not sharded: a full copy on every rank, in the storage
     dtype, with its gradient averaged over the ranks."""
     frozen: Literal["auto", "sharded", "replicated"] = "auto"
-    """What is not trained, such as the base under adapters: `sharded` is gathered in each forward
-    and backward like the rest; `replicated` lies whole on every rank, and no step gathers it.
+    """Parameters that are not trained, such as the base under adapters: `sharded` are gathered in
+    each forward and backward like the rest; `replicated` lie whole on every rank, never gathered.
     `auto`: replicated on an accelerator where the rest of the copy takes at most 0.4 of the free
     memory, and is stored in the dtype that it computes in; else sharded."""
 
@@ -210,7 +210,7 @@ class SourceConfig:
     dataset_split: str = "train"
     """Split of dataset_name to train on."""
     name: str | None = None
-    """What reports and metrics call it; empty: the name of its first file or data set."""
+    """Name in reports and metrics; empty: the name of its first file or data set."""
     weight: Positive | None = None
     """Its share of the samples, relative to the other weights; empty (for all sources or none): in
     proportion to its size, which is one pass over everything."""
@@ -222,7 +222,7 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the text comes from and how it becomes samples."""
+    """Sources of the text, and how it becomes samples."""
 
     train_files: str | list[str] = field(default_factory=list)
     """Files or globs (.txt .md .py and other text, .jsonl .ndjson .json .csv .tsv .parquet .arrow),
@@ -248,14 +248,13 @@ class DataConfig:
     (`content: value`) and roles (`human: user`). With null a column or a key is left out:
     `reasoning_content: null` trains without the reasoning."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What a row that cannot be used does: end the run with its file and line, or be left out and
-    counted."""
+    """A row that cannot be used ends the run with its file and line, or is left out and counted."""
     sequence_length: AtLeast2 = 1024
     """Tokens per sample."""
     append_eos: bool = True
     """Put the tokenizer's end-of-sequence token after each document."""
     packing: Literal["auto", "wrapped", "bfd", "none"] = "wrapped"
-    """How documents, or examples, become samples: `wrapped` joins all and cuts them at
+    """Making of samples from documents or examples: `wrapped` joins all and cuts them at
     sequence_length; `bfd` (best fit decreasing) puts whole ones together that do not see each
     other; `none` pads each to the longest of its batch. `auto` is `bfd` where the model keeps
     packed ones apart, which is tried at start, else `none`."""
@@ -280,17 +279,17 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class FinetuneDataConfig(DataConfig):
-    """Where the examples come from, what of them is learned, and how they become samples."""
+    """Sources of the examples, the tokens of them that are learned, and how they become samples."""
 
     packing: Literal["auto", "wrapped", "bfd", "none"] = "auto"
     supervise: Literal["auto", "completion", "assistant", "last_assistant", "all"] = "auto"
-    """What the loss covers: the completions, the turns of the assistant, the last of them, or
+    """Tokens that the loss covers: completions, the turns of the assistant, the last of them, or
     everything. `auto`: everything of texts, completions of prompts, turns of the assistant."""
     chat_template: str | None = None
     """Jinja template of conversations, or a file that holds one; empty: the tokenizer's own."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to an example of more than sequence_length tokens: its end is cut off, it is
-    left out, or the run ends. Both are counted. Plain text is cut into samples instead, and none of
+    """An example of more than sequence_length tokens loses its end (`truncate`), is left out, or
+    ends the run. Both are counted. Plain text is cut into samples instead, and none of
     it is lost."""
 
 
@@ -327,7 +326,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, and with which batches."""
+    """Length of the run, and its batches."""
 
     max_steps: AllOrCount = -1
     """Optimizer steps; -1: as many as num_train_epochs needs."""
@@ -352,10 +351,10 @@ class TrainConfig:
     all of them (weights and optimizer stay as they are) and told with its samples; one more ends
     the run before anything is saved. 0: the first one ends it."""
     hang_seconds: NonNegative = 300.0
-    """Where no rank gets on for so long in a step (or for ten times the slowest step so far), all
-    end with exit code 70 and a report of who waits for whom; at the start, in evaluations, saves
-    and exports 12 times as long. All end, too, where one is gone. 0 (for a debugger): nobody
-    watches."""
+    """End the run when no rank makes progress in a step for this many seconds (or for ten times the
+    slowest step so far), with exit code 70 and a report of who waits for whom; at the start, in
+    evaluations, saves and exports 12 times as long. It ends, too, when a rank is gone. 0 (for a
+    debugger): nobody watches."""
     skip_spikes: Positive | None = None
     """Skip, and count as bad, a step whose loss or gradient norm lies more than so many deviations
     above the median of the 128 steps before; 6 is usual; empty: none."""
@@ -400,7 +399,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class FinetuneTrainConfig(TrainConfig):
-    """How long, with which batches, and what is tried at an evaluation."""
+    """Length of the run, its batches, and prompts that an evaluation answers."""
 
     neftune_noise_alpha: Positive | None = None
     """Noise on the embeddings while training, uniform in +-alpha / sqrt(tokens x width) (NEFTune);
@@ -459,7 +458,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What both recipes know."""
+    """Settings of both recipes."""
 
     model: ModelConfig
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -481,8 +480,8 @@ class RunConfig:
 
     @property
     def learns_documents(self) -> bool:
-        """Whether all of a text is learned, in samples that are cut out of it; else examples, of
-        which some tokens are.
+        """Return whether all of a text is learned, in samples that are cut out of it; else some
+        tokens of examples are.
         """
         return True
 

@@ -57,7 +57,7 @@ _FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
 @dataclass
 class Conversion:
-    """What became of a config."""
+    """The outcome of a conversion."""
 
     tool: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -274,7 +274,7 @@ class _Converter:
         version = content.get("fsdp_version", content.get("version", version))
         if (words or content) and str(version) != "2":
             self.note("fsdp_version", "FSDP1 there, FSDP2 here", version)
-        # What an Accelerate YAML has under the same name is a variable in capitals.
+        # An Accelerate YAML has a variable in capitals under the same name.
         of_key = {
             key: f"FSDP_{key.removeprefix('fsdp_').replace('_layer_cls_', '_cls_').upper()}"
             for key in content

@@ -19,7 +19,7 @@ _OBJECTS = {"model", "args", "train_dataset", "eval_dataset", "tokenizer", "proc
     "peft_config",
     "quantization_config",
 }
-# What the first argument of a call is, where it has no name.
+# Names of the first argument of a call, where it is given without one.
 _FIRST = {
     "TrainingArguments": "output_dir",
     "Seq2SeqTrainingArguments": "output_dir",
@@ -74,7 +74,7 @@ def _calls(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def _is_model(func: ast.expr) -> bool:
-    """Whether a call is that of a model's `from_pretrained`; a tokenizer's is the model's own."""
+    """Return whether a call is of a model's `from_pretrained`; a tokenizer is the model's own."""
     if not isinstance(func, ast.Attribute) or func.attr != "from_pretrained":
         return False
     owner = _last(func.value)

@@ -70,7 +70,7 @@ LEFT = {
     "use `toolkit train` for pretraining": "pretraining_dataset pretrain_multipack_attn",
     "not needed": "env report_url",
 }
-# What a tool does where a key is missing, read in its sources: axolotl's schema and
+# The default of a tool where a key is missing, read in its sources: axolotl's schema and
 # `core/builders/base.py`, TRL's `SFTConfig` and `ModelConfig`, transformers' `TrainingArguments`.
 UNSAID: dict[str, dict[str, Any]] = {
     "axolotl": {"sample_packing": False, "lr_scheduler": "cosine", "val_set_size": 0.0}

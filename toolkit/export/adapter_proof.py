@@ -89,7 +89,7 @@ def _load(checkpoint: str | Path, trained: dict[str, torch.Tensor]) -> dict[str,
 
 
 def _same(name: str, tensor: torch.Tensor, loaded: dict[str, torch.Tensor]) -> bool:
-    """Whether this rank's part of a tensor is what rank 0 loaded. Collective."""
+    """Return whether this rank's part of a tensor is what rank 0 loaded. Collective."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     if ranks.rank() == 0:
         whole = loaded[name].contiguous()

@@ -22,8 +22,8 @@ from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.carried import Carried
 from toolkit.checkpoint.commit import EXPORTS, step_name
 from toolkit.checkpoint.facts import run_facts
+from toolkit.checkpoint.local_folder import is_refusal
 from toolkit.checkpoint.run_folder import set_export_aside
-from toolkit.checkpoint.store import is_refusal
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ExportError
 from toolkit.export.plan import (
@@ -124,8 +124,8 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: b
 
 
 def exported(run_dir: str | Path, step: int) -> bool:
-    """Whether the run has an export of `step`: a start sets those of later steps than its first
-    aside. The same on every rank. Collective.
+    """Return whether the run has an export of `step`: a start sets those of later steps than its
+    first aside. The same on every rank. Collective.
     """
     return ranks.on_main((Path(run_dir) / EXPORTS / step_name(step)).exists)
 

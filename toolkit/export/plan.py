@@ -1,4 +1,4 @@
-"""What an exported folder consists of: names, dtypes, files up to a size. From shapes alone.
+"""Plan an exported folder from shapes alone: names, dtypes, files up to a size.
 
 A checkpoint on the disk and a model that is still training give the same plan, so the same folder.
 """
@@ -32,11 +32,12 @@ from toolkit.formats import (
     SINGLE_FILE,
     ExportGroup,
     HFAssets,
-    TensorEntry,
+    StoredTensor,
     Tensors,
     assets_of,
     convert_back,
     export_groups,
+    in_one_piece,
     source_keys,
     use_source_names,
 )
@@ -48,7 +49,7 @@ DTYPE_CHOICES = ("auto", "float32", "bfloat16", "float16")
 CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _WRAPPER = "FSDP"  # what fully_shard puts before a class's name, and config.json must not have
-# What a reader of the export may want to know of adapter_config.json.
+# Entries of adapter_config.json that a reader of the export may want to know.
 _SETTINGS = (
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     *("target_modules", "target_parameters", "exclude_modules", "modules_to_save"),
@@ -66,7 +67,7 @@ class ExportPlan:
     stored: dict[str, str]  # parameter -> stored name: another one of its family where tied
     groups: list[ExportGroup]
     names: dict[str, str]  # name in a group's outputs -> exported name
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, StoredTensor]
     """Exported name -> place, in the order of the files; the file is a name in the folder."""
     carried: dict[str, CarriedTensor]
     """Exported name -> tensor of the source that no parameter takes, which is copied."""
@@ -359,7 +360,7 @@ def adapter_origin(
 
 def _lay_out(
     shapes: TensorShapes, limit: float, single: str = SINGLE_FILE
-) -> tuple[dict[str, TensorEntry], dict[str, bytes]]:
+) -> tuple[dict[str, StoredTensor], dict[str, bytes]]:
     """Return exported name -> place and file name -> header; files are filled in the given order.
 
     `limit`: bytes of a file; a larger tensor gets a file of its own. `single`: the only file.
@@ -393,7 +394,7 @@ def _lay_out(
         headers[file] = struct.pack("<Q", len(text)) + text
         for name in members:
             begin = len(headers[file]) + header[name]["data_offsets"][0]
-            tensors[name] = TensorEntry(Path(file), *shapes[name], begin, sizes[name])
+            tensors[name] = in_one_piece(Path(file), *shapes[name], begin)
     return tensors, headers
 
 

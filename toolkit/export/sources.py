@@ -34,7 +34,6 @@ from toolkit.formats import (
     blocks,
     first_difference,
     hexadecimal,
-    in_file,
     read_weights,
     rows_digest,
     weight_files,
@@ -169,7 +168,7 @@ class AdapterMerge:
         return {name: parts[0] if parts else None for name, parts in found.items()}
 
     def needs_base(self, group: ExportGroup) -> bool:
-        """Whether one of the group's parameters was not trained as a whole."""
+        """Return whether one of the group's parameters was not trained as a whole."""
         return any(part is None or part.kind != "saved" for part in self.parts(group).values())
 
     def _check_base(self, group: ExportGroup, folder: Path) -> None:
@@ -198,7 +197,7 @@ class AdapterMerge:
         names = {name: self.plan.names[name] for name in group.outputs}
         parts = self.parts(group)
         if not any(parts.values()) and not self.parts_of.keys() & set(names.values()):
-            files = {name: in_file(self.entries[exported]) for name, exported in names.items()}
+            files = {name: self.entries[exported] for name, exported in names.items()}
             return {name: (rows for _, rows in blocks(file)) for name, file in files.items()}
         # Rounded once, when it is written.
         wanted = {self.plan.tensors[exported].dtype for exported in names.values()}
@@ -220,7 +219,7 @@ class AdapterMerge:
     def _read_base(self, group: ExportGroup, names: list[str]) -> dict[str, torch.Tensor]:
         """Return the group's parameters as transformers makes them of the base's files."""
         if not group.converted and names[0] not in self.parts_of:
-            return {group.sources[0]: whole(in_file(self.entries[names[0]]))}
+            return {group.sources[0]: whole(self.entries[names[0]])}
         names = [key for name in names for key in self.parts_of.get(name, (name,))]
         found: dict[str, torch.Tensor] = {}
         for part in load_groups(self.reader, names):

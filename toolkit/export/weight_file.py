@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from toolkit.errors import ExportError
-from toolkit.formats import BLOCK, TensorEntry, export_manifest
+from toolkit.formats import BLOCK, StoredTensor, export_manifest
 from toolkit.formats.synced_files import write_behind
 
 TensorValues = torch.Tensor | Iterator[torch.Tensor]
@@ -20,7 +20,7 @@ TensorValues = torch.Tensor | Iterator[torch.Tensor]
 def write_file(
     path: Path,
     header: bytes,
-    places: dict[str, TensorEntry],
+    places: dict[str, StoredTensor],
     values: Iterator[TensorValues],
     advance: Callable[[int], object],
 ) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from toolkit.checkpoint.commit import CHECKPOINTS
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
 from toolkit.export.weight_file import TensorValues, write_file
-from toolkit.formats import ExportGroup, TensorEntry, export_manifest, is_plain_name
+from toolkit.formats import ExportGroup, StoredTensor, export_manifest, is_plain_name
 from toolkit.formats.synced_files import replacing, sync, sync_above
 from toolkit.parsing import read_json
 
@@ -46,16 +46,22 @@ def check_output(output: str | Path, inside: Path | None = None) -> Path:
     """
     target = Path(output).expanduser().resolve()
     if target.is_file():
-        fault = "is a file; give a folder that does not exist yet"
-    elif target.is_dir() and any(target.iterdir()):
-        fault = "exists and is not empty; give another folder or remove it first"
-    elif inside is not None and inside.resolve() in (target, *target.parents):
-        fault = f"lies inside the checkpoint {inside.resolve()}; give a folder elsewhere"
-    elif around := next(filter(_is_whole, target.parents), None):
-        fault = f"lies inside {around}, which is no place for another export; give one elsewhere"
-    else:
-        return target
-    raise ExportError(f"output {output} {fault}")
+        raise ExportError(f"output {output} is a file; give a folder that does not exist yet")
+    if target.is_dir() and any(target.iterdir()):
+        raise ExportError(
+            f"output {output} exists and is not empty; give another folder or remove it first"
+        )
+    if inside is not None and inside.resolve() in (target, *target.parents):
+        raise ExportError(
+            f"output {output} lies inside the checkpoint {inside.resolve()}; give a folder "
+            "elsewhere"
+        )
+    if around := next(filter(_is_whole, target.parents), None):
+        raise ExportError(
+            f"output {output} lies inside {around}, which is no place for another export; give one "
+            "elsewhere"
+        )
+    return target
 
 
 def staging_folder(target: Path) -> Path:
@@ -64,7 +70,7 @@ def staging_folder(target: Path) -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a folder is an export, or what holds the checkpoints of a run."""
+    """Return whether a folder is an export, or what holds the checkpoints of a run."""
     of_run = folder.name == CHECKPOINTS and any(folder.glob("step-*"))
     return of_run or (folder / export_manifest.FILE).is_file()
 
@@ -113,7 +119,7 @@ def write_export(
 
 def _write_files(plan: ExportPlan, staging: "_Staging", read_group: ReadGroup) -> None:
     """Write the weight files that are not finished."""
-    todo: dict[str, dict[str, TensorEntry]] = {}
+    todo: dict[str, dict[str, StoredTensor]] = {}
     for name, place in plan.tensors.items():
         if place.file.name not in staging.finished:
             todo.setdefault(place.file.name, {})[name] = place
@@ -171,8 +177,9 @@ class _Staging:
             except (ExportError, KeyError, TypeError, AttributeError):
                 pass  # a note that was cut off: nothing counts as finished
             kept = f"{len(self.finished)} finished weight file(s) of it are kept"
-            what = f"was left by an interrupted export; {kept}"
-            ranks.show(f"NOTE: {self.folder} {what}", file=sys.stderr)
+            ranks.show(
+                f"NOTE: {self.folder} was left by an interrupted export; {kept}", file=sys.stderr
+            )
         for path in self.folder.iterdir():
             if path.name not in self.finished and path != mark:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

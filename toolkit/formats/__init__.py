@@ -62,7 +62,6 @@ from toolkit.formats.safetensors_files import (
     DTYPES,
     FileTensor,
     OpenFiles,
-    TensorEntry,
     header_metadata,
     read_header,
 )
@@ -83,7 +82,7 @@ from toolkit.formats.stored_tensors import (
     blocks,
     digest,
     first_difference,
-    in_file,
+    in_one_piece,
     same_values,
     whole,
 )

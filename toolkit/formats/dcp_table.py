@@ -112,6 +112,6 @@ def chunk_table(metadata: Metadata) -> ChunkTable:
 
 
 def _are_rows(size: tuple[int, ...], offsets: Array, sizes: Array) -> bool:
-    """Whether all chunks are whole rows of the tensor, none of them empty."""
+    """Return whether all chunks are whole rows of the tensor, none of them empty."""
     whole = (offsets[:, 1:] == 0).all() and (sizes[:, 1:] == numpy.array(size[1:])).all()
     return len(offsets) > 0 and bool(whole and (sizes[:, 0] > 0).all()) and math.prod(size) > 0

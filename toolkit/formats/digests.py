@@ -67,7 +67,7 @@ def _whole_vectors(vectors: dict[str, DTensor]) -> Tensors:
 
 
 def _counts(tensor: DTensor) -> bool:
-    """Whether this rank's part is the first of its replicas."""
+    """Return whether this rank's part is the first of its replicas."""
     where = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
     return all(c == 0 or not p.is_replicate() for c, p in where)
 

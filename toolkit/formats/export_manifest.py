@@ -18,7 +18,8 @@ from typing import Any
 from toolkit import __version__
 from toolkit.errors import ExportError, LoadingError
 from toolkit.formats.plain_files import hash_of_part, is_plain_name, plain_file
-from toolkit.formats.safetensors_files import DTYPE_NAMES, TensorEntry, read_header
+from toolkit.formats.safetensors_files import DTYPE_NAMES, read_header
+from toolkit.formats.stored_tensors import StoredTensor
 from toolkit.formats.synced_files import write_synced
 from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_bounded
 
@@ -56,7 +57,7 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
     return {"files": files, "tensors": tensors}
 
 
-def describe_tensor(entry: TensorEntry, xxh3: str) -> dict[str, Any]:
+def describe_tensor(entry: StoredTensor, xxh3: str) -> dict[str, Any]:
     """Return what a manifest says of a tensor: `begin` is where its bytes begin in the file, its
     XXH3-128 is over them as they are stored, its dtype has safetensors' name.
     """

@@ -18,7 +18,8 @@ from toolkit.errors import LoadingError, ModelError, one_line
 from toolkit.formats.hub_access import say_unreachable, why_unreachable
 from toolkit.formats.named_assets import code_files, vocabulary_files
 from toolkit.formats.plain_files import is_plain_name, plain_file
-from toolkit.formats.safetensors_files import DTYPE_NAMES, TensorEntry, read_header
+from toolkit.formats.safetensors_files import DTYPE_NAMES, read_header
+from toolkit.formats.stored_tensors import StoredTensor
 from toolkit.parsing import parse_json, read_bounded, read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -29,7 +30,7 @@ NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidd
 load."""
 _AGAIN = "copy or download the file again"
 
-# What transformers parses without bounds: kept far above what any model has.
+# Bounds of what transformers parses without any: far above what any model has.
 _CONFIG_BYTES = 4 * 2**20
 _LONGEST_NAME = 255  # bytes, of file systems
 _INDEX_BYTES, _MAX_NAMES = 32 * 2**20, 500_000  # of an index: DeepSeek-V3 has 92,000 in 9 MB
@@ -39,7 +40,7 @@ _TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _DEPTHS = r"(^|_)(layers?|blocks?|depths?|stages?|pattern)(_types?)?$|^layers_block_"
 _COUNTS = ((re.compile(_DEPTHS), 500), (re.compile(r"(^|_)experts$|^num_labels$"), 100_000))
 
-# What an export carries beside the weights, where the source has it.
+# Files that an export carries beside the weights, where the source has them.
 ASSET_FILES = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("tiktoken.model", "spm.model", "sentencepiece.model", "emoji.json", "dict.txt"),
@@ -53,7 +54,7 @@ _BY_RUST = ("tokenizer.json", "vocab.json", "tekken.json", "emoji.json")  # larg
 
 @dataclass
 class HFAssets:
-    """What a Hugging Face folder needs beside the trained weights."""
+    """Contents of a Hugging Face folder beside the trained weights."""
 
     config: dict[str, Any]  # config.json as the source has it
     files: dict[str, bytes] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class HFAssets:
     tied: dict[str, str] = field(default_factory=dict)
     """Parameter name -> name of the parameter that it is tied to and stored under."""
     origin: dict[str, Any] | None = None
-    """Where the source's tensors are that no parameter takes, and that exports copy from there:
+    """Source of the tensors that no parameter takes, and that exports copy from there:
     `name_or_path`, `revision` and `digest` of its weights. None: there are none."""
     resized: dict[str, int] = field(default_factory=dict)
     """Parameter that `resize_embeddings` gave more or fewer rows -> its rows in the source."""
@@ -147,8 +148,10 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
             ) from error
         why = why_unreachable() or str(error).strip().splitlines()[0]
         if type(error.__cause__).__name__ == "GatedRepoError":
-            page = f"https://huggingface.co/{name_or_path}"
-            why = f"it is gated; ask for access on {page}, then `hf auth login`"
+            raise ModelError(
+                f"{name_or_path} is gated on the Hub; ask for access on "
+                f"https://huggingface.co/{name_or_path}, then `hf auth login`"
+            ) from error
         raise ModelError(
             f"{name_or_path} is neither a folder here (current folder: {Path.cwd()}) nor a model "
             f"that the Hub gives: {why}"
@@ -158,7 +161,7 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
 
 
 def _is_beside(path: Path) -> bool:
-    """Whether a name that could be a Hub id's begins with a folder that is here."""
+    """Return whether a name that could be a Hub id's begins with a folder that is here."""
     return len(path.parts) == 2 and path.parent.is_dir()
 
 
@@ -237,8 +240,10 @@ def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
             if name == "config.json":  # whether there is such a model, who reads it says
                 return
             if unreachable and not is_offline_mode():
-                what = f"the Hub does not say whether {name_or_path} has {name} ({one_line(error)})"
-                ranks.say(f"WARNING: {what}: exports carry what the cache has")
+                ranks.say(
+                    f"WARNING: the Hub does not say whether {name_or_path} has {name} "
+                    f"({one_line(error)}): exports carry what the cache has"
+                )
             if unreachable:
                 return
             if cause is not None:
@@ -315,18 +320,23 @@ def weight_files(
     else:
         kinds = (".bin", ".pt", ".pth", ".gguf")
         others = ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in kinds)[:3])
-        hint = "complete the folder, or set model.init: random to start from random weights"
         if others:
-            hint = f"it has {others}: load it once with transformers and save_pretrained it"
-        raise LoadingError(f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; {hint}")
+            raise LoadingError(
+                f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; it has {others}: load it "
+                "once with transformers and save_pretrained it"
+            )
+        raise LoadingError(
+            f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; complete the folder, or set "
+            "model.init: random to start from random weights"
+        )
     return [plain_file(folder, name, LoadingError) for name in names]
 
 
-def read_weights(files: Iterable[Path]) -> dict[str, TensorEntry]:
+def read_weights(files: Iterable[Path]) -> dict[str, StoredTensor]:
     """Return every tensor of the given files; reads headers only. LoadingError for a damaged file,
     a tensor that two files hold, or one that is not where the index says.
     """
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, StoredTensor] = {}
     files = list(files)
     for file in files:
         for name, entry in read_header(file).items():

@@ -1,4 +1,4 @@
-"""Whether the Hub can be reached, asked once: its client would retry each file for 30 seconds."""
+"""Ask once if the Hub can be reached: its client would retry each file for 30 seconds."""
 
 import functools
 import os
@@ -34,5 +34,4 @@ def why_unreachable() -> str:
 def say_unreachable() -> None:
     """Say once, where it is so, that only what the cache holds is used."""
     if (why := why_unreachable()) and os.environ.get("RANK", "0") == "0":
-        said = f"WARNING: {why}: only what the cache holds is used"
-        print(said, file=sys.stderr, flush=True)
+        print(f"WARNING: {why}: only what the cache holds is used", file=sys.stderr, flush=True)

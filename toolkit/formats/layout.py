@@ -1,4 +1,4 @@
-"""Which part of a sharded tensor this rank holds, and that it is the sharded one."""
+"""Compute the part of a sharded tensor that this rank holds; check that it is the sharded one."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Which files a folder's own classes name: their code, and vocabularies under names of their own.
+"""List files that a folder's own classes name: their code, and vocabularies under other names.
 
 Read from the text of the code, which is neither run nor compiled.
 """

@@ -9,17 +9,17 @@ from toolkit.formats.hashing import BLOCK, hasher
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name` is that of an entry of a folder itself, on any system: no path, no way out."""
+    """Return whether `name` is of an entry of a folder, on any system: no path, no way out."""
     return name not in ("", ".", "..") and not re.search(r"[\0\\/]|^[A-Za-z]:", name)
 
 
 def is_inner_path(name: str) -> bool:
-    """Whether `name` is a path below its folder (`dcp/.metadata`), written in the one way."""
+    """Return whether `name` is a path below its folder (`dcp/.metadata`), in its one spelling."""
     return all(is_plain_name(part) for part in name.split("/"))
 
 
 def is_cached(path: Path) -> bool:
-    """Whether `path` is a link as the Hub's cache has them: from a snapshot to its blobs."""
+    """Return whether `path` is a link as the Hub's cache has them: from a snapshot to its blobs."""
     of_snapshot = path.is_symlink() and path.parent.parent.name == "snapshots"
     blobs = path.parent.parent.parent / "blobs"
     return of_snapshot and path.resolve().parent == blobs.resolve()

@@ -1,4 +1,4 @@
-"""What torch and transformers do not promise to keep, asked for by name."""
+"""Access to private APIs of torch and transformers, with one clear error when they are gone."""
 
 import importlib
 import pkgutil
@@ -21,6 +21,7 @@ def _private(library: str, module: str, name: str, error: type[ToolkitError], re
     try:
         return pkgutil.resolve_name(f"{library}.{module}:{name}")
     except (ImportError, AttributeError) as cause:
-        what = f"has no {module}.{name}; install one from {releases}"
         version = importlib.import_module(library).__version__
-        raise error(f"{library} {version} {what}") from cause
+        raise error(
+            f"{library} {version} has no {module}.{name}; install one from {releases}"
+        ) from cause

@@ -4,7 +4,6 @@ import contextlib
 import math
 import struct
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from toolkit.errors import LoadingError, one_line
+from toolkit.formats.stored_tensors import StoredTensor, in_one_piece
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 DTYPES: dict[str, torch.dtype] = {
@@ -35,18 +35,7 @@ _MAX_TENSORS = 50_000  # of one file, read in 2 s: large MoE models have 100,000
 _AGAIN = "copy or download the file again"
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of a safetensors file: where its bytes are and what they mean."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int  # offset of the first byte in the file
-    nbytes: int
-
-
-def read_header(file: Path, *, whole: bool = True) -> dict[str, TensorEntry]:
+def read_header(file: Path, *, whole: bool = True) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file; their bytes follow each other without a gap.
 
     Without `whole` the file may be shorter or longer than its header says, to see what is lost.
@@ -58,9 +47,10 @@ def read_header(file: Path, *, whole: bool = True) -> dict[str, TensorEntry]:
         entries = {name: _entry(file, begin, name, info) for name, info in header.items()}
         position, before = begin, "the header"
         for name, entry in sorted(entries.items(), key=lambda e: (e[1].begin, e[1].nbytes)):
-            if entry.begin != position:  # bytes of two tensors, or of none
-                what = "overlaps" if entry.begin < position else "leaves a hole after"
-                raise ValueError(f"{name} {what} {before}")
+            if entry.begin < position:
+                raise ValueError(f"{name} overlaps {before}")
+            if entry.begin > position:
+                raise ValueError(f"{name} leaves a hole after {before}")
             position, before = entry.begin + entry.nbytes, name
     except (ValueError, TypeError) as error:
         raise _damaged(file, error) from error
@@ -102,7 +92,7 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, size
 
 
-def _entry(file: Path, base: int, name: str, info: Any) -> TensorEntry:
+def _entry(file: Path, base: int, name: str, info: Any) -> StoredTensor:
     """Return the entry that one line of a header describes."""
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
         raise TypeError(f"{name} must have dtype, shape and data_offsets")
@@ -119,7 +109,7 @@ def _entry(file: Path, base: int, name: str, info: Any) -> TensorEntry:
         raise ValueError(f"{name}: bytes {begin} to {end} do not hold {kind} {tuple(shape)}")
     if math.prod(n or 1 for n in shape) * itemsize > _MAX_BYTES:
         raise ValueError(f"{name} has shape {str(shape)[:80]}, which no tensor can have")
-    return TensorEntry(file, DTYPES[kind], tuple(shape), base + begin, end - begin)
+    return in_one_piece(file, DTYPES[kind], tuple(shape), base + begin)
 
 
 def _damaged(file: Path, what: object) -> LoadingError:
@@ -136,7 +126,7 @@ class OpenFiles(contextlib.ExitStack):
         self._files: dict[Path, Any] = {}
         self._lock = threading.Lock()
 
-    def tensor(self, name: str, entry: TensorEntry) -> Any:
+    def tensor(self, name: str, entry: StoredTensor) -> Any:
         """Return safetensors' slice of a tensor; nothing is read yet."""
         if entry.file not in self._files:
             self._files[entry.file] = self.enter_context(safe_open(entry.file, framework="pt"))
@@ -161,7 +151,7 @@ class FileTensor:
         self,
         reader: OpenFiles,
         name: str,
-        entry: TensorEntry,
+        entry: StoredTensor,
         dtype: torch.dtype | None = None,
         rows: int | None = None,
         copy: bool = True,

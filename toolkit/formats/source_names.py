@@ -39,7 +39,7 @@ def split_mapping(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
 
 @dataclass(frozen=True)
 class SourceKeys:
-    """What becomes of the tensors of a source checkpoint when they are loaded."""
+    """The tensors of a source checkpoint by what loading makes of them."""
 
     plain: dict[str, list[str]]  # parameter or buffer -> the keys of which it is a copy
     converted: list[str]  # keys of which parameters are made
@@ -100,7 +100,7 @@ def use_source_names(model: PreTrainedModel, assets: HFAssets) -> None:
     this source used may be turned back. They are found by replaying the source's keys.
     """
     if assets.source is None:
-        # What `revert_weight_conversion` takes, which would walk through the model for each tensor.
+        # For `revert_weight_conversion`, which would walk through the model for each tensor.
         prefix_change = transformers_private("core_model_loading", "PrefixChange")
         mapping = conversion_mapping(model, add_legacy=False)
         used = [c for c in mapping if not isinstance(c, prefix_change)]

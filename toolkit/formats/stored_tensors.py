@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -10,7 +11,6 @@ from toolkit.errors import CheckpointError
 from toolkit.formats.dcp_tensors import Chunk, read_chunk
 from toolkit.formats.digests import hexadecimal, rows_digest
 from toolkit.formats.hashing import BLOCK, LANES
-from toolkit.formats.safetensors_files import TensorEntry
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,6 +27,16 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def file(self) -> Path:
+        """File of a tensor in one piece."""
+        return self.chunks[0].file
+
+    @property
+    def begin(self) -> int:
+        """Offset in its file of a tensor in one piece."""
+        return self.chunks[0].raw or 0
 
     @property
     def rows(self) -> int:
@@ -48,10 +58,11 @@ class StoredTensor:
         return found
 
 
-def in_file(entry: TensorEntry) -> StoredTensor:
-    """Return the tensor of a safetensors file."""
-    chunk = Chunk(entry.file, (0,) * len(entry.shape), entry.shape, entry.dtype, entry.begin)
-    return StoredTensor(entry.dtype, entry.shape, (chunk,) if entry.nbytes else ())
+def in_one_piece(
+    file: Path, dtype: torch.dtype, shape: tuple[int, ...], begin: int
+) -> StoredTensor:
+    """Return a tensor whose bytes follow each other in a file, from offset `begin` on."""
+    return StoredTensor(dtype, shape, (Chunk(file, (0,) * len(shape), shape, dtype, begin),))
 
 
 def whole(tensor: StoredTensor) -> torch.Tensor:

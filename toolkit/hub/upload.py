@@ -30,7 +30,7 @@ from toolkit.hub import retries
 from toolkit.hub.local import CARD, LocalExport, read_export
 
 _NO_TOKEN = "no Hugging Face token was found; run `hf auth login`, or set HF_TOKEN"
-# What loaders read beside assets: an older one left beside the new would be loaded, or break that.
+# Files that loaders read beside assets: an older one beside the new would be loaded, or break.
 _READ = re.compile(
     r"(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
     r"|(adapter_)?config\.json|additional_chat_templates/[^/]+\.jinja"
@@ -42,7 +42,7 @@ _IGNORE_NOTHING = "# every file of an export is published\n"
 
 @dataclass(frozen=True)
 class Preview:
-    """What a push would do; file -> bytes."""
+    """The changes that a push would make; file -> bytes."""
 
     send: dict[str, int]
     same: dict[str, int]  # what the repository has already
@@ -277,8 +277,10 @@ class _Repository:
                 f"{url} was made, but the Hub lists other content of {', '.join(wrong[:3])}; push "
                 "again, and look at the history"
             )
-        what = f"{len(sizes)} files, {sum(sizes.values()):,} bytes, all sizes and hashes agree"
-        self.say(f"{where} holds the export: {what}")
+        self.say(
+            f"{where} holds the export: {len(sizes)} files, {sum(sizes.values()):,} bytes, all "
+            "sizes and hashes agree"
+        )
         return url
 
     def _commit(self, export: LocalExport, parent: str, send: list[str], delete: list[str]) -> str:

@@ -30,10 +30,9 @@ from toolkit.formats import (
     NEXT_TOKEN_LAYERS,
     FileTensor,
     OpenFiles,
-    TensorEntry,
+    StoredTensor,
     assets_of,
     conversion_mapping,
-    in_file,
     like_dtensor,
     loaded_as,
     nested_items,
@@ -62,7 +61,7 @@ class LoadGroup:
 
     @property
     def converted(self) -> bool:
-        """Whether the parameters are not the tensors themselves."""
+        """Return whether the parameters are not the tensors themselves."""
         return self.operations is not None
 
 
@@ -81,7 +80,7 @@ def load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
 
 
 def load_group(
-    model: PreTrainedModel, group: LoadGroup, entries: dict[str, TensorEntry]
+    model: PreTrainedModel, group: LoadGroup, entries: dict[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
     """Return the parameters that transformers makes of one group's tensors: on the CPU, not cast.
 
@@ -89,7 +88,7 @@ def load_group(
     converted.
     """
     if group.operations is None:
-        return {group.parameter: whole(in_file(entries[group.keys[0]]))}
+        return {group.parameter: whole(entries[group.keys[0]])}
     members = {key: entries[key] for key in group.keys}
     dtype = torch.float32  # of what is stored in parts: rounded once, by who asks for it
     if not {key for keys in assets_of(model).stored.values() for key in keys} & members.keys():
@@ -176,8 +175,8 @@ def carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[str]:
 
 
 def _is_next_layer(model: PreTrainedModel, name: str) -> bool:
-    """Whether a tensor is of a layer behind the last, of as many as the config says predict more
-    tokens (DeepSeek-V3, GLM-4.5).
+    """Return whether a tensor is of a layer behind the last, of as many as the config says predict
+    more tokens (DeepSeek-V3, GLM-4.5).
     """
     settings = dict(nested_items(assets_of(model).config))
     more = next((settings[k] for k in NEXT_TOKEN_LAYERS if isinstance(settings.get(k), int)), 0)
@@ -233,7 +232,7 @@ def groups_to_read_whole(model: PreTrainedModel, keys: Iterable[str]) -> list[Lo
 
 
 def _some_rank_is_empty(tensor: torch.Tensor) -> bool:
-    """Whether dim 0 leaves the last rank without a row (3 ranks cut 4 rows into 2, 2, 0)."""
+    """Return whether dim 0 leaves the last rank without a row (3 ranks cut 4 rows into 2, 2, 0)."""
     if not isinstance(tensor, DTensor):
         return False
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)

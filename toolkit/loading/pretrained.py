@@ -36,7 +36,7 @@ from toolkit.tables import size_text
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank read."""
+    """Counts of what one rank read."""
 
     tensors: int  # tensors in the checkpoint
     file_bytes: int  # bytes of those tensors
@@ -139,14 +139,16 @@ def _note_carried(
     model: PreTrainedModel,
     folder: Path,
     cfg: ModelConfig,
-    entries: dict[str, formats.TensorEntry],
+    entries: dict[str, formats.StoredTensor],
 ) -> None:
     """Say what of the checkpoint is not loaded, and note from where exports copy it."""
     assets = formats.assets_of(model)
     if assets.whole is not None:
         whole = assets.whole[0].__name__
-        what = f"{whole} has no forward for text alone ({text_fault(*assets.whole)})"
-        ranks.say(f"text part  {plain_name(model)} is trained: {what}")
+        ranks.say(
+            f"text part  {plain_name(model)} is trained: {whole} has no forward for text alone "
+            f"({text_fault(*assets.whole)})"
+        )
     if assets.stored:
         kept = f"{len(assets.stored)} of {len(assets.source or ())} tensors of {cfg.name_or_path}"
         method = assets.reader.quantization_config.quant_method
@@ -162,12 +164,14 @@ def _note_carried(
     assets.origin = {**named, "digest": digest}
     size = sum(entries[k].nbytes for n in carried for k in assets.stored.get(n, (n,)))
     beside = formats.told(carried, assets.source or ())
-    what = f"{plain_name(model)} does not load {beside}; {size_text(size)}"
-    ranks.say(f"carried    {what}, which exports copy from {cfg.name_or_path}: keep that")
+    ranks.say(
+        f"carried    {plain_name(model)} does not load {beside}; {size_text(size)}, which exports "
+        f"copy from {cfg.name_or_path}: keep that"
+    )
 
 
 def misfits(
-    model: PreTrainedModel, entries: dict[str, formats.TensorEntry]
+    model: PreTrainedModel, entries: dict[str, formats.StoredTensor]
 ) -> dict[str, list[str]]:
     """Return what would keep transformers from loading `entries` into `model`, which is on meta and
     not sharded, and stays so: kind -> tensors.
@@ -246,7 +250,7 @@ def _refuse(model: PreTrainedModel, folder: Path, found: dict[str, list[str]]) -
         )
 
 
-def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.TensorEntry]) -> None:
+def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.StoredTensor]) -> None:
     """Refuse other shapes from the headers, before a byte is read."""
     held = model.state_dict(keep_vars=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
@@ -261,7 +265,7 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.TensorEntry
             )
 
 
-def _resized_rows(model: PreTrainedModel, name: str, entry: formats.TensorEntry) -> int | None:
+def _resized_rows(model: PreTrainedModel, name: str, entry: formats.StoredTensor) -> int | None:
     """Return the new number of rows of what `resize_embeddings` changed; None of all else."""
     before = formats.assets_of(model).resized
     if not entry.shape or entry.shape[0] not in before.values():

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
-from toolkit.formats import TensorEntry, in_file, whole
+from toolkit.formats import StoredTensor, whole
 
 QUANTISED = "quantization_config"
 # Names of scales that are not among the quantiser's own, since it renames them while it loads.
@@ -97,14 +97,14 @@ def as_read(
 
 
 def read_parts(
-    reader: Any, keys: tuple[str, ...], entries: dict[str, TensorEntry], dtype: torch.dtype
+    reader: Any, keys: tuple[str, ...], entries: dict[str, StoredTensor], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the matrix of the parts `keys`, of one that no parameter takes: on the CPU."""
-    return _made(reader, [whole(in_file(entries[key])) for key in keys], dtype)
+    return _made(reader, [whole(entries[key]) for key in keys], dtype)
 
 
 def shape_of_parts(
-    reader: Any, keys: tuple[str, ...], entries: dict[str, TensorEntry], dtype: torch.dtype
+    reader: Any, keys: tuple[str, ...], entries: dict[str, StoredTensor], dtype: torch.dtype
 ) -> tuple[int, ...]:
     """Return the shape of that matrix. Reads no values: the same operation makes it on meta."""
     found = (entries[key] for key in keys)

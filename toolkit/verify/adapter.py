@@ -1,4 +1,4 @@
-"""Whether an exported PEFT folder is whole, what its config says, and whether PEFT reads it all.
+"""Verify an exported PEFT folder: its files, its config, and that PEFT reads all of it.
 
 A key that PEFT does not know is left out without a word, and the base answers in the adapter's
 name: so every key is compared, and everything is loaded through PEFT.
@@ -28,7 +28,7 @@ from toolkit.adapters.peft_folder import (
 )
 from toolkit.checkpoint.sources import Source, base_entry, find_base, travels
 from toolkit.errors import ExportError, ModelError, ToolkitError
-from toolkit.formats import export_manifest, in_file, local_folder, whole
+from toolkit.formats import export_manifest, local_folder, whole
 from toolkit.loading import LoadGroup
 from toolkit.models import model_on_meta
 from toolkit.models.peft_model import ADAPTER, layer_parameters
@@ -128,7 +128,7 @@ class AdapterCheck(ExportCheck):
             return
         for key, name in self.layout.keys.items():
             tensor, entry = loaded[name], self.entries[key]
-            if tensor.is_meta or not torch.equal(whole(in_file(entry)).to(tensor.dtype), tensor):
+            if tensor.is_meta or not torch.equal(whole(entry).to(tensor.dtype), tensor):
                 self.add(WEIGHTS_FILE, key, f"does not arrive in {name} when PEFT loads it")
 
     def _load(self, base: PreTrainedModel, *, empty: bool = False) -> Any:
@@ -163,8 +163,9 @@ class AdapterCheck(ExportCheck):
         source = self.source
         known = self._base_digest() if source is None else base_entry(source).get("digest")
         if str(known).startswith("random"):
-            what = f"the base was drawn ({known}), and is in no folder"
-            self.findings.note(f"no logits were computed: {what}")
+            self.findings.note(
+                f"no logits were computed: the base was drawn ({known}), and is in no folder"
+            )
         else:
             super().compare_logits(like)
 
@@ -198,7 +199,7 @@ class AdapterCheck(ExportCheck):
 
 
 def _is_described(adapter: Any) -> bool:
-    """Whether a manifest's entry on an adapter, which anybody may have written, can be read."""
+    """Return whether a manifest's entry on an adapter, written by anybody, can be read."""
     if not isinstance(adapter, dict) or not isinstance(base := adapter.get("base"), dict):
         return False
     parts = (adapter.get("base_config"), adapter.get("settings"))

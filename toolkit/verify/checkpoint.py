@@ -1,4 +1,4 @@
-"""Whether a checkpoint is intact: its files, and the tensors that were in live memory."""
+"""Verify a checkpoint: its files, and the tensors that were in live memory."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from toolkit import formats
 from toolkit.checkpoint import commit, rng_state
 from toolkit.checkpoint.commit import COMMIT, MANIFEST, STATE
 from toolkit.checkpoint.saving import MANIFEST_VERSION
-from toolkit.checkpoint.store import files_below, read_object, read_plain
+from toolkit.checkpoint.store import read_object, storage_of
 from toolkit.errors import CheckpointError, LoadingError
 from toolkit.verify.findings import Findings, is_regular
 
@@ -37,7 +37,7 @@ class CheckpointCheck:
         if manifest is None:
             return
         self.files = manifest["files"]
-        for name in sorted(files_below(self.folder)):
+        for name in sorted(storage_of(self.folder).files()):
             if (self.folder / name).is_symlink():
                 self.add(name, None, f"is a link to {os.readlink(self.folder / name)}")
             elif name not in self.files and name not in (MANIFEST, COMMIT):
@@ -56,7 +56,7 @@ class CheckpointCheck:
         raw: dict[str, bytes] = {}
         for name in (MANIFEST, COMMIT):
             try:
-                raw[name] = read_plain(self.folder / name)
+                raw[name] = storage_of(self.folder / name).read_plain()
             except OSError as error:
                 self.add(name, None, f"{error.strerror}: not a committed checkpoint")
         if MANIFEST not in raw:
@@ -105,8 +105,9 @@ class CheckpointCheck:
             found = {tensor: f"is lost: its shard {what}" for tensor, _, _ in places}
             self.add(name, None, what)
         elif places:
-            found = formats.damaged_blobs(file, places, self.files[name].get("blobs", ""))
-            if not found and file.stat().st_size == self.files[name]["size"]:
+            hashes = self.files[name].get("blobs", "")
+            found = formats.damaged_blobs(file, places, hashes)
+            if hashes and not found and file.stat().st_size == self.files[name]["size"]:
                 what += "; its tensors are whole: of another checkpoint, or hit between them"
         elif name.endswith(".safetensors"):
             try:

@@ -1,4 +1,4 @@
-"""Whether an exported Hugging Face folder is whole, and what its config says."""
+"""Verify an exported Hugging Face folder: its files, its config, its tensors."""
 
 import math
 import os
@@ -46,8 +46,8 @@ class ExportCheck:
         self.folder, self.findings, self.add, self.source = folder, findings, findings.add, source
         self.given_base = base  # of adapters: folder or Hub id; None: where the export says
         self.manifest: dict[str, Any] = {}
-        self.entries: dict[str, formats.TensorEntry] = {}
-        self.carried: dict[str, formats.TensorEntry] = {}  # what no parameter takes
+        self.entries: dict[str, formats.StoredTensor] = {}
+        self.carried: dict[str, formats.StoredTensor] = {}  # what no parameter takes
         self.model: PreTrainedModel | None = None  # of the export's config, on meta
 
     def run(self, logits: bool) -> None:
@@ -170,7 +170,7 @@ class ExportCheck:
         self.entries = entries
         self.findings.report.tensors += len(entries)
 
-    def _check_index(self, index: dict[str, Any], entries: dict[str, formats.TensorEntry]) -> None:
+    def _check_index(self, index: dict[str, Any], entries: dict[str, formats.StoredTensor]) -> None:
         """Look for what the index leaves out; what it says `read_weights` has compared."""
         for name in sorted(entries.keys() - index["weight_map"].keys()):
             what = f"is in {entries[name].file.name} and not in the index"
@@ -247,7 +247,7 @@ class ExportCheck:
         for name, what in faults.items():
             self.add(file_of.get(name, where), name, what)
         twice = self.manifest.get("origin", {}).get("stored_twice") or ()
-        stored: dict[str, formats.TensorEntry] = {}
+        stored: dict[str, formats.StoredTensor] = {}
         first_name = tied_names(model)
         carried = set(formats.source_keys(model, self.entries).carried)
         groups = load_groups(model, self.entries)
@@ -260,8 +260,7 @@ class ExportCheck:
             if other is not entry:
                 what = f"is {own}, which is stored twice"
                 unlike = (other.shape, other.dtype) != (entry.shape, entry.dtype)
-                pair = formats.in_file(other), formats.in_file(entry)
-                if unlike or formats.first_difference(*pair)[0]:
+                if unlike or formats.first_difference(other, entry)[0]:
                     self.add(entry.file.name, key, f"{what}, and they differ")
                 elif key not in twice:
                     self.add(entry.file.name, key, what)
@@ -357,12 +356,12 @@ class ExportCheck:
             self.add(entry.file.name, name, f"{what} {list(other.shape)}")
             return
         if other.stored is None:  # of several parts
-            wrong = different(other.make(), formats.whole(formats.in_file(entry)), {entry.dtype})
+            wrong = different(other.make(), formats.whole(entry), {entry.dtype})
             if bool(wrong.any()):
                 self.add(entry.file.name, name, "is not what the source holds in parts")
             return
         expected = Expected(other.stored, f"{name} of the source")
-        if fault := expected.fault(formats.in_file(entry), {entry.dtype}):
+        if fault := expected.fault(entry, {entry.dtype}):
             self.add(entry.file.name, name, fault)
 
     def compare_logits(self, like: PreTrainedModel) -> None:
@@ -394,8 +393,10 @@ class ExportCheck:
             return
         model = load_checkpoint(self.source, loaded)
         if changed := set_buffers(loaded, model):
-            what = f"{changed[0]}, which no file holds, other values than the model's code computes"
-            self.findings.note(f"transformers gives {what}; compared with the latter")
+            self.findings.note(
+                f"transformers gives {changed[0]}, which no file holds, other values than the "
+                "model's code computes; compared with the latter"
+            )
             actual = logits_of(loaded)
         expected = logits_of(model)
         self.compare(actual, expected, noise(loaded, expected))
@@ -428,8 +429,10 @@ class MergedCheck(ExportCheck):
         proof.run(source)
         self.compare_source(model, source, self.base)
         if proof.rounded:
-            what = "merged values lie at the border of two roundings, and are the other one here"
-            self.findings.note(f"{proof.rounded:,} {what}")
+            self.findings.note(
+                f"{proof.rounded:,} merged values lie at the border of two roundings, and are the "
+                "other one here"
+            )
 
     def judge(self, loaded: Any, actual: torch.Tensor) -> None:
         """Compare the logits with those of base and adapter kept apart.

@@ -1,4 +1,4 @@
-"""What verification found, and the files that it hashes."""
+"""Findings of a verification, and the files that it hashes."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ _WORTH_THREADS = 2**23
 
 @dataclass
 class Report:
-    """What was verified and what was found."""
+    """Counts of what was verified, and the problems that were found."""
 
     path: str
     kind: str  # run, checkpoint or export
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Return whether nothing is wrong."""
         return not self.findings
 
     def summary(self) -> dict[str, Any]:
@@ -119,5 +119,5 @@ def file_fault(file: Path, expected: dict[str, Any], *, in_cache: bool = False) 
 
 
 def is_regular(file: Path, *, in_cache: bool = False) -> bool:
-    """Whether `file` is a regular file, and no link but, `in_cache`, one of the Hub's cache."""
+    """Return whether `file` is a regular file; a link only, `in_cache`, of the Hub's cache."""
     return file.is_file() and (not file.is_symlink() or (in_cache and is_cached(file)))

@@ -32,11 +32,9 @@ from toolkit.checkpoint.sources import Source, check_whole, parameter_names
 from toolkit.errors import ExportError, LoadingError
 from toolkit.formats import (
     StoredTensor,
-    TensorEntry,
     Tensors,
     digest,
     first_difference,
-    in_file,
     read_weights,
     same_values,
     weight_files,
@@ -89,7 +87,7 @@ class Proof:
     """The comparison of an export's tensors with what its parameters must be."""
 
     model: PreTrainedModel  # on meta
-    entries: dict[str, TensorEntry]
+    entries: dict[str, StoredTensor]
     groups: list[LoadGroup]  # which tensors make which parameters
     findings: Findings
     expected: dict[str, list[Expected]] = field(default_factory=dict)  # parameter -> what it equals
@@ -127,14 +125,14 @@ class Proof:
             self.findings.add(file, name, "is not in the export")
 
     def is_computed(self, parameter: str) -> bool:
-        """Whether what a parameter must be is in no file."""
+        """Return whether what a parameter must be is in no file."""
         return False
 
     def read(self, group: LoadGroup) -> Mapping[str, Values]:
         """Return the parameters that transformers makes of a group of the export."""
         if group.converted:
             return load_group(self.model, group, self.entries)
-        return {group.parameter: in_file(self.entries[group.keys[0]])}
+        return {group.parameter: self.entries[group.keys[0]]}
 
     def fault(self, parameter: str, actual: Values, dtypes: set[torch.dtype]) -> str | None:
         """Return in what a parameter of the export is not what it must be; see `Expected`."""
@@ -182,7 +180,7 @@ class MergeProof(Proof):
                 self.expected[name] = [self.trained[layer.tensors["saved"]]]
             elif layer is None and group is not None and not group.converted:
                 entry = self.base[group.keys[0]]
-                self.expected[name] = [Expected(in_file(entry), f"{group.keys[0]} of the base")]
+                self.expected[name] = [Expected(entry, f"{group.keys[0]} of the base")]
 
     def _layer(self, parameter: str) -> AdapterLayer | None:
         layers = self.layout.parts.get(parameter)

@@ -77,7 +77,7 @@ def verify_export(
 
 
 def is_export(path: str | Path) -> bool:
-    """Whether a folder is a Hugging Face folder with weights, or was one."""
+    """Return whether a folder is a Hugging Face folder with weights, or was one."""
     path = Path(path).expanduser()
     weights = (export_manifest.FILE, SINGLE_FILE, INDEX_FILE, WEIGHTS_FILE)
     configs = ("config.json", CONFIG_FILE)
@@ -109,14 +109,14 @@ def _checkpoints(path: Path) -> tuple[list[Path], list[str]]:
 
 def _export_folder(folder: Path) -> Path:
     if not folder.exists():
-        fault = f"does not exist (current folder: {Path.cwd()})"
-    elif folder.is_file():
-        fault = f"is a file; give its folder: {folder.parent}"
-    elif is_export(folder):
+        raise ExportError(f"{folder} does not exist (current folder: {Path.cwd()})")
+    if folder.is_file():
+        raise ExportError(f"{folder} is a file; give its folder: {folder.parent}")
+    if is_export(folder):
         return folder
-    elif commit.committed_steps(folder) or commit.is_committed(folder):
-        fault = "is a checkpoint, not an export; give the checkpoint first"
-    else:
-        hint = commit.did_you_mean(folder, is_export)
-        fault = f"is no Hugging Face folder: it has no weights and no config{hint}"
-    raise ExportError(f"{folder} {fault}")
+    if commit.committed_steps(folder) or commit.is_committed(folder):
+        raise ExportError(f"{folder} is a checkpoint, not an export; give the checkpoint first")
+    raise ExportError(
+        f"{folder} is no Hugging Face folder: it has no weights and no config"
+        f"{commit.did_you_mean(folder, is_export)}"
+    )

@@ -1,0 +1,223 @@
+"""Checkpoints in a local folder: attempts are renamed, with an fsync between two steps."""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from toolkit.checkpoint.attempts import COMMIT, MANIFEST, Attempt, step_name
+from toolkit.errors import CheckpointError, ConfigError, StorageError
+from toolkit.formats.synced_files import replace_synced, sync, sync_above, write_synced
+from toolkit.parsing import MAX_JSON_BYTES
+
+_PREPARED = "COMMIT.prepared"
+_ATTEMPT = re.compile(r"step-([0-9]{8,})(?:\.(tmp|old|bad|trash)-[0-9a-f]{8})?")
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FAILS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO}
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A `Storage` on a disk: what is being written, saved, set aside or deleted says its name."""
+
+    path: Path
+    is_disk: ClassVar[bool] = True
+    affordable: ClassVar[int] = 128 * 2**20  # a fraction of a second
+
+    def files(self, only: Collection[str] | None = None) -> dict[str, int]:
+        folder = self.path
+        if only is None:
+            entries = {str(p.relative_to(folder)): p.lstat() for p in folder.rglob("*")}
+        else:
+            above = {parent for name in only for parent in Path(name).parents}
+            links = {parent for parent in above - {Path()} if (folder / parent).is_symlink()}
+            inside = (n for n in only if links.isdisjoint(Path(n).parents))
+            entries = {n: (folder / n).lstat() for n in inside if os.path.lexists(folder / n)}
+        return {
+            name: entry.st_size if stat.S_ISREG(entry.st_mode) else -1
+            for name, entry in entries.items()
+            if not stat.S_ISDIR(entry.st_mode)
+        }
+
+    def read_plain(self) -> bytes:
+        entry = os.lstat(self.path)
+        if not stat.S_ISREG(entry.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(self.path))
+        if entry.st_size > MAX_JSON_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(self.path))
+        return self.path.read_bytes()
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[Path]:
+        yield self.path
+
+    def replace(self, text: str) -> None:
+        replace_synced(self.path, text)
+
+    def put(self, source: Path) -> None:
+        sync(source)
+
+    def check_usable(self, setting: str) -> None:
+        whole = self.path.absolute()
+        above = next(p for p in (whole, *whole.parents) if os.path.lexists(p))
+        if not above.is_dir():
+            raise ConfigError(
+                f"{setting} {self.path} cannot be made: {above} is not a folder; give another"
+            )
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{setting} {self.path} cannot be made: {above} cannot be written to; give another"
+            )
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(existing(self.path)).free
+
+    def attempts(self) -> Iterator[Attempt]:
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            if match := _ATTEMPT.fullmatch(path.name):
+                kind = match[2] or ("tmp" if _unfinished(path) else "saved")
+                yield Attempt(path, int(match[1]), kind, 0 if kind == "old" else 1)
+
+    def new_attempt(self, step: int, number: int) -> Path:
+        self.path.mkdir(parents=True, exist_ok=True)
+        sync_above(self.path)
+        folder = beside(self.path / step_name(step), "tmp")
+        folder.mkdir()
+        return folder
+
+    def scratch(self) -> Path:  # files are written in place
+        return self.path
+
+    def committed_as(self, step: int) -> Path:
+        return self.path.with_name(step_name(step))
+
+    def commit(self, step: int, manifest: str, seal: str, verifies: Callable[[Path], bool]) -> Path:
+        folder, target = self.path, self.committed_as(step)
+        (folder / COMMIT).unlink(missing_ok=True)  # in a copy of a committed folder
+        write_synced(folder / MANIFEST, manifest)
+        write_synced(folder / _PREPARED, seal)
+        for below, _, _ in os.walk(folder):
+            sync(Path(below))
+        aside = step_aside(target, verifies)
+        try:
+            os.rename(folder, target)
+            sync(target.parent)
+            os.rename(target / _PREPARED, target / COMMIT)
+        except OSError:
+            _take_back(folder, target, aside)
+            raise
+        sync(target)
+        return target
+
+    def set_aside(self) -> Path:
+        bad = beside(self.path, "bad")
+        with disk_errors(f"{self.path} cannot be set aside"):
+            os.rename(self.path, bad)
+            sync(bad.parent)
+        return bad
+
+    def delete(self) -> None:
+        folder = self.path
+        if not re.search(r"\.(tmp|trash)-", folder.name):
+            folder = beside(folder, "trash")
+            os.rename(self.path, folder)
+            sync(folder.parent)
+        if folder.is_symlink() or not folder.is_dir():
+            folder.unlink()
+            return
+        if os.path.lexists(folder / COMMIT):
+            (folder / COMMIT).unlink()
+            sync(folder)
+        shutil.rmtree(folder)
+
+
+def existing(folder: Path) -> Path:
+    """Return `folder`, or the folder that it will be made in."""
+    folder = folder.absolute()
+    return folder if folder.is_dir() else existing(folder.parent)
+
+
+def beside(folder: Path, kind: str) -> Path:
+    """Return a new name of a kind; of `step-N.old-*`, too, which would still count otherwise."""
+    return folder.with_name(f"{folder.name.partition('.')[0]}.{kind}-{os.urandom(4).hex()}")
+
+
+def step_aside(target: Path, verifies: Callable[[Path], bool]) -> Path | None:
+    """Free the name `target`; return where a committed checkpoint of this name went, if one did."""
+    if not os.path.lexists(target):
+        return None
+    aside = None
+    if _unfinished(target):
+        os.rename(target, beside(target, "trash"))
+    elif verifies(target):
+        for a in list(LocalFolder(target.parent).attempts()):
+            if a.kind == "old" and a.folder.stem == target.name:  # superseded by this one
+                os.rename(a.folder, beside(target, "trash"))
+                sync(target.parent)
+        aside = beside(target, "old")
+        os.rename(target, aside)
+    else:
+        os.rename(target, beside(target, "bad"))
+    sync(target.parent)
+    return aside
+
+
+def _take_back(folder: Path, target: Path, aside: Path | None) -> None:
+    """Undo the renames of a `commit` that failed, as far as the disk lets."""
+    # Where it does not, nothing is lost: `target` has no COMMIT, and `aside` counts.
+    with contextlib.suppress(OSError):
+        if not os.path.lexists(folder):
+            os.rename(target, folder)
+            sync(target.parent)
+        if aside is not None:
+            os.rename(aside, target)
+            sync(target.parent)
+
+
+def _unfinished(path: Path) -> bool:
+    """Return whether a save was killed between the rename to `step-N` and COMMIT."""
+    return os.path.lexists(path / _PREPARED) and not os.path.lexists(path / COMMIT)
+
+
+# ---- Errors of a disk
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Return whether a disk that is full or broken raised `error`."""
+    return isinstance(error, OSError) and error.errno in _DISK_FULL | _DISK_FAILS
+
+
+def disk_error(what: str, error: BaseException) -> CheckpointError:
+    """Return the error that says `what` failed, and the disk's own cause; a `StorageError` where
+    the disk is full or broken.
+    """
+    # torch reports a full disk as "unexpected pos 704 vs 598" and keeps the cause as its context.
+    cause: Any = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno is not None):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return CheckpointError(f"{what}: {error}")
+    place = f" ({cause.filename})" if cause.filename else ""
+    advice = ""
+    if cause.errno in _DISK_FULL:
+        advice = (
+            "; free some space, lower checkpoint.save_total_limit or give another output_dir. The "
+            "checkpoints before it are as they were"
+        )
+    kind = StorageError if is_refusal(cause) else CheckpointError
+    return kind(f"{what}: {cause.strerror or cause}{place}{advice}")
+
+
+@contextlib.contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Raise the disk's errors as ours: `ranks` tells those to ranks that did not fail."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(what, error) from error

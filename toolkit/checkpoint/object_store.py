@@ -1,0 +1,219 @@
+"""Checkpoints on an object store (fsspec): what has been put is never put again."""
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+import urllib.parse
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+from toolkit.checkpoint.attempts import BAD, COMMIT, MANIFEST, Attempt, step_name
+from toolkit.errors import CheckpointError, StorageError, ToolkitError, one_line
+from toolkit.formats import is_inner_path
+
+_BLOCK = 16 * 2**20  # bytes of one request: long against a round trip
+_ATTEMPT = re.compile(r"step-([0-9]{8,})(?:\.try-([0-9]{4,})-[0-9a-f]{8})?")
+_DELETED_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class RemotePath:
+    """An object, or a prefix of objects: named and read as a `Path` is, and a `Storage`."""
+
+    url: str
+    path: str  # as the driver names it
+    fs: Any = field(compare=False, repr=False)
+    is_disk: ClassVar[bool] = False
+    affordable: ClassVar[int] = 16 * 2**20
+
+    # ---- As a `Path`
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: object) -> "RemotePath":
+        return RemotePath(f"{self.url}/{name}", f"{self.path}/{name}", self.fs)
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "RemotePath":
+        return RemotePath(self.url.rpartition("/")[0], self.path.rpartition("/")[0], self.fs)
+
+    def resolve(self) -> "RemotePath":  # a URL is absolute
+        return self
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def read_bytes(self) -> bytes:
+        """Return the whole object; FileNotFoundError where there is none."""
+        with _driver_errors(f"{self} cannot be read", passed=FileNotFoundError):
+            return self.fs.cat_file(self.path)
+
+    def write_bytes(self, content: bytes) -> None:
+        """Make, or replace, the object: whole, or not at all where the store keeps to that."""
+        with _driver_errors(f"{self} cannot be written"):
+            self.fs.pipe_file(self.path, content)
+
+    @contextlib.contextmanager
+    def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
+        """Give the object as a stream; one that is written appears when the context ends well."""
+        reads = mode == "rb"
+        what = f"{self} cannot be {'read' if reads else 'written'}"
+        with _driver_errors(what, passed=FileNotFoundError if reads else ToolkitError):
+            file = self.fs.open(self.path, mode, block_size=_BLOCK)
+            try:
+                yield file
+            except BaseException:
+                # As far as the driver can; whatever it leaves is part of no checkpoint.
+                with contextlib.suppress(Exception):
+                    getattr(file, "discard", file.close)()
+                raise
+            file.close()
+
+    def unlink(self) -> None:
+        """Delete the object; none there is fine."""
+        with (
+            contextlib.suppress(FileNotFoundError),
+            _driver_errors(f"{self} cannot be deleted", passed=FileNotFoundError),
+        ):
+            self.fs.rm_file(self.path)
+
+    # ---- As a `Storage`
+
+    def files(self, only: Collection[str] | None = None) -> dict[str, int]:
+        inside = self.path.rstrip("/") + "/"
+        with _driver_errors(f"{self} cannot be listed"):
+            self.fs.invalidate_cache()
+            found = sorted(self.fs.find(self.path, detail=True).items())
+        sizes = {p.removeprefix(inside): e["size"] for p, e in found if p.startswith(inside)}
+        return sizes if only is None else {n: sizes[n] for n in only if n in sizes}
+
+    read_plain = read_bytes
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="toolkit-") as scratch:
+            copy = Path(scratch, self.name)
+            copy.write_bytes(self.read_bytes())
+            yield copy
+
+    def replace(self, text: str) -> None:
+        self.write_bytes(text.encode())
+
+    def put(self, source: Path) -> None:
+        with self.open("wb") as target, open(source, "rb") as content:
+            shutil.copyfileobj(content, target, _BLOCK)
+
+    def check_usable(self, setting: str) -> None:
+        # A name of its own, listed alone: every rank of a large run does this, beside checkpoints.
+        folder = self / f"probe-{os.urandom(8).hex()}"
+        try:
+            (folder / "object").write_bytes(b"probe")
+            found = (folder / "object").read_bytes(), folder.files()
+            (folder / "object").unlink()
+            if found != (b"probe", {"object": 5}):
+                raise CheckpointError(f"5 bytes were put there, read and listed are {found}")
+        except (CheckpointError, FileNotFoundError) as error:
+            raise CheckpointError(
+                f"checkpoints cannot go to {self}: {error}; check the URL, the network and the "
+                f"credentials, or give another {setting}"
+            ) from error
+
+    def free_bytes(self) -> None:
+        return None  # nobody can ask a store
+
+    def attempts(self) -> Iterator[Attempt]:
+        names: dict[str, set[str]] = {}
+        for path in self.files():
+            folder, _, name = path.partition("/")
+            names.setdefault(folder, set()).add(name)
+        for folder, files in names.items():
+            if (match := _ATTEMPT.fullmatch(folder)) and files != {""}:
+                number = int(match[2] or 0)
+                kind = "bad" if BAD in files else "saved" if COMMIT in files else "tmp"
+                if kind != "tmp" or number > 0:  # else somebody may still be copying it
+                    yield Attempt(self / folder, int(match[1]), kind, number)
+
+    def new_attempt(self, step: int, number: int) -> "RemotePath":
+        return self / f"{step_name(step)}.try-{number:04d}-{os.urandom(4).hex()}"
+
+    def scratch(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix="checkpoint-"))
+
+    def committed_as(self, step: int) -> "RemotePath":  # nothing is renamed
+        return self
+
+    def commit(self, step: int, manifest: str, seal: str, verifies: Callable[[Any], bool]) -> Any:
+        (self / MANIFEST).write_bytes(manifest.encode())
+        (self / COMMIT).write_bytes(seal.encode())
+        return self
+
+    def set_aside(self) -> "RemotePath":
+        (self / BAD).write_bytes(b"failed verification; kept for a look, never read\n")
+        return self / BAD
+
+    def delete(self) -> None:
+        (self / COMMIT).unlink()
+        with ThreadPoolExecutor(_DELETED_AT_ONCE) as pool:
+            list(pool.map(lambda name: (self / name).unlink(), self.files()))
+
+    def download(self, folder: Path) -> None:
+        """Copy all objects of a checkpoint into a folder below TMPDIR; a line on stderr says so."""
+        files = self.files()
+        if odd := [n for n in files if not is_inner_path(n)]:
+            raise CheckpointError(f"{self} holds {odd[0]!r}, which is no name of a file")
+        nbytes, temporary = sum(files.values()), tempfile.gettempdir()
+        if nbytes > (free := shutil.disk_usage(temporary).free):
+            raise CheckpointError(
+                f"{self} has {nbytes:,} bytes and {free:,} are free in {temporary}: set TMPDIR "
+                f"to a larger folder, or copy it to a folder named {folder.name} by the tool of "
+                "its store, and give that"
+            )
+        print(f"copying {self} ({nbytes:,} bytes) to {folder}", file=sys.stderr, flush=True)
+        with _driver_errors(f"{self} cannot be copied"):
+            self.fs.get([f"{self.path}/{n}" for n in files], [str(folder / n) for n in files])
+
+
+def from_url(url: str) -> RemotePath:
+    """Return the place that a URL names. Asks no store anything.
+
+    CheckpointError: it has credentials in it, or its driver is not installed.
+    """
+    url = url.rstrip("/")
+    parts = urllib.parse.urlsplit(url)
+    if "@" in parts.netloc or parts.query or "::" in url:
+        raise CheckpointError(
+            f"{parts.scheme}://... holds credentials, options or a chain of file systems; give the "
+            "store's own URL, such as s3://bucket/run, and leave those to its driver"
+        )
+    import fsspec  # here: a run on a disk needs no store
+
+    try:
+        fs, stripped = fsspec.url_to_fs(url)
+    except Exception as error:  # drivers have no common class
+        raise CheckpointError(
+            f"{url} cannot be opened, each machine of the run needs the driver of the store: "
+            f"{one_line(error)}"
+        ) from error
+    return RemotePath(url, str(stripped).rstrip("/"), fs)
+
+
+@contextlib.contextmanager
+def _driver_errors(what: str, passed: type[Exception] = ToolkitError) -> Iterator[None]:
+    """Raise what a driver raises, but for `passed`, as the one error."""
+    try:
+        yield
+    except (ToolkitError, passed):
+        raise
+    except Exception as error:  # drivers have no common class
+        raise StorageError(f"{what}: {one_line(error)}") from error
