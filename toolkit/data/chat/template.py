@@ -115,7 +115,7 @@ class Template:
     def __init__(self, text: str, variables: dict[str, Any], specials: tuple[str, ...]) -> None:
         self.text, self.variables, self.specials = text, variables, specials
         self.has_markers = bool(_MARKERS.search(text))
-        self._habits: dict[str, TemplateTraits] = {}
+        self._traits: dict[str, TemplateTraits] = {}
         _check_transformers()
         try:
             chat_template_utils._compile_jinja_template(text)
@@ -196,13 +196,13 @@ class Template:
 
     def _known(self, kwargs: dict[str, Any]) -> TemplateTraits:
         key = json.dumps(kwargs, sort_keys=True, default=repr)
-        if key not in self._habits:
-            if len(self._habits) > 100:
-                self._habits.clear()
+        if key not in self._traits:
+            if len(self._traits) > 100:
+                self._traits.clear()
             bos, eos = map(self.variables.get, ("bos_token", "eos_token"))
             render = partial(self._text, tools=None, kwargs=kwargs)
-            self._habits[key] = find_traits(render, self.specials, bos, eos)
-        return self._habits[key]
+            self._traits[key] = find_traits(render, self.specials, bos, eos)
+        return self._traits[key]
 
     def _text(self, turns: list[Message], prompt: bool = False, *, tools: Any, kwargs: Any) -> str:
         return self._render(turns, tools, kwargs, add_generation_prompt=prompt)[0]
