@@ -1,4 +1,4 @@
-"""What the guards of a run (`toolkit.training.faults`) add to a step.
+"""What the guards of a run (`toolkit.training.guards`) add to a step.
 
     python benchmarks/guards.py [--rounds 40] [--output FILE]
 
@@ -36,11 +36,11 @@ from toolkit.loading.pretrained import init_weights
 from toolkit.mesh import init_mesh
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp
-from toolkit.training.faults import preemption, watchdog
-from toolkit.training.faults.bad_steps import BadSteps
-from toolkit.training.faults.guards import Guards
-from toolkit.training.faults.integrity import Integrity
-from toolkit.training.faults.spikes import Spikes
+from toolkit.training.guards import preemption, watchdog
+from toolkit.training.guards.bad_steps import BadSteps
+from toolkit.training.guards.integrity import Integrity
+from toolkit.training.guards.run_guards import Guards
+from toolkit.training.guards.spikes import Spikes
 from toolkit.training.metrics import Metrics
 from toolkit.training.optim import build_optimizer, build_scheduler
 from toolkit.training.step import train_step

@@ -239,7 +239,7 @@ def _forget() -> None:
 
 def _deafen() -> None:
     """A run that hears signals and does nothing."""
-    preemption = importlib.import_module("toolkit.training.faults.preemption")
+    preemption = importlib.import_module("toolkit.training.guards.preemption")
     preemption._receive = lambda number, frame: None  # type: ignore[attr-defined]
 
 

@@ -23,7 +23,7 @@ from toolkit.formats.metrics_file import read_metrics
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.training import step as stepping
-from toolkit.training.faults.bad_steps import BadSteps
+from toolkit.training.guards.bad_steps import BadSteps
 from toolkit.training.optim import build_optimizer
 from toolkit.training.step import StepStats
 

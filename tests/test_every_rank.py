@@ -105,7 +105,7 @@ def begin(rank: int, world: int, folder: str, root: str, r: int, optim: dict[str
 @contextlib.contextmanager
 def planted(what: str, rank: int, model: Any) -> Iterator[None]:
     from toolkit.formats import bit_sums
-    from toolkit.training.faults import integrity
+    from toolkit.training.guards import integrity
 
     if what == "order" and rank == 5:
         model.model.layers[2].unshard()
@@ -126,7 +126,7 @@ def live(rank: int, world: int, folder: str, root: str, name: str) -> dict[str, 
 
     from toolkit import checkpoint
     from toolkit.config.settings import CheckpointConfig
-    from toolkit.training.faults.integrity import Integrity
+    from toolkit.training.guards.integrity import Integrity
 
     _, _, sharding, r, fault = CASES[name]
     own = Path(root, f"{name}-{rank}")

@@ -25,7 +25,7 @@ from toolkit.formats.bit_sums import bit_sums
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.training.faults.integrity import Integrity
+from toolkit.training.guards.integrity import Integrity
 from toolkit.training.optim import build_optimizer, build_scheduler
 from toolkit.verify import verify_checkpoint
 

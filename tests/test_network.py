@@ -18,7 +18,7 @@ from distributed import run_ranks
 from toolkit import ranks
 from toolkit.errors import LaunchError
 from toolkit.training import device, launch, network
-from toolkit.training.faults import watchdog
+from toolkit.training.guards import watchdog
 
 CARDS = {"lo": "127.0.0.1", "mgmt0": "10.0.0.7", "ib0": "10.1.0.7", "eth6": "fd00::7"}
 

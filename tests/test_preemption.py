@@ -18,8 +18,8 @@ from test_run_kills import checkpoints, flags
 from toolkit import recipes
 from toolkit.checkpoint.commit import committed_steps, damaged_files
 from toolkit.errors import ConfigError
-from toolkit.training.faults import preemption
-from toolkit.training.faults.preemption import EXIT_CODE
+from toolkit.training.guards import preemption
+from toolkit.training.guards.preemption import EXIT_CODE
 
 STEPS = 6
 

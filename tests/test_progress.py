@@ -17,8 +17,8 @@ import torch
 
 from toolkit import ranks, tables
 from toolkit.formats.metrics_file import read_metrics
-from toolkit.training.faults.bad_steps import BadSteps
-from toolkit.training.faults.guards import Guards
+from toolkit.training.guards.bad_steps import BadSteps
+from toolkit.training.guards.run_guards import Guards
 from toolkit.training.metrics import Metrics
 from toolkit.training.step import StepStats
 

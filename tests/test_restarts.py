@@ -13,7 +13,7 @@ import torch.distributed as dist
 from toolkit import recipes
 from toolkit.errors import EXIT_CODE_PREEMPTED, ConfigError
 from toolkit.training import network
-from toolkit.training.faults import preemption
+from toolkit.training.guards import preemption
 
 
 def meet(store: dist.Store, rank: int, world: int = 2, seconds: float = 30.0) -> dist.Store:

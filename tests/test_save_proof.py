@@ -28,9 +28,9 @@ WITHOUT_TENSORS = {
     "checkpoint/lock.py",
     "checkpoint/object_store.py",
     "hub/local.py",
-    "training/faults/preemption.py",
-    "training/faults/watchdog.py",
-    "training/faults/watcher.py",
+    "training/guards/preemption.py",
+    "training/guards/watchdog.py",
+    "training/guards/watcher.py",
     "verify/findings.py",
 }
 MAKERS = {"Thread", "ThreadPoolExecutor", "Timer", "ThreadPool", "start_new_thread"}

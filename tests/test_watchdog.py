@@ -16,7 +16,7 @@ from conftest import BIN, ROOT
 from distributed import run_ranks
 
 from toolkit import ranks
-from toolkit.training.faults import watchdog, watcher
+from toolkit.training.guards import watchdog, watcher
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ from toolkit.planning.measuring import is_out_of_memory
 from toolkit.planning.simulation import Config
 from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.tables import size_text
-from toolkit.training.faults import watchdog
+from toolkit.training.guards import watchdog
 from toolkit.training.launch import Run
 
 T = TypeVar("T")

@@ -2,8 +2,8 @@
 
 from toolkit.training.device import collect_garbage
 from toolkit.training.early_stopping import early_stopping
-from toolkit.training.faults.preemption import leave_loop, stop_requested
 from toolkit.training.generation import answer_prompts, check_prompts, generate
+from toolkit.training.guards.preemption import leave_loop, stop_requested
 from toolkit.training.launch import Run, main, seed_everything
 from toolkit.training.loss import LossSum, causal_lm_loss, token_logps
 from toolkit.training.metrics import due, evaluate_metrics, start_metrics

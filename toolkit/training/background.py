@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from toolkit.formats.device_threads import device_pool
-from toolkit.training.faults import watchdog
+from toolkit.training.guards import watchdog
 
 _current: tuple[str, Future[object]] | None = None
 

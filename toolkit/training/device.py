@@ -19,7 +19,7 @@ import torch._inductor.config
 from toolkit import GC_BEFORE, GC_RAISED
 from toolkit.errors import LaunchError
 from toolkit.training import launchers, network
-from toolkit.training.faults import watchdog
+from toolkit.training.guards import watchdog
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _COLLECT_EVERY = 50

@@ -23,7 +23,7 @@ from toolkit.formats import reshard
 from toolkit.formats.metrics_file import append
 from toolkit.models.modes import on_the_side, replaced_forward
 from toolkit.models.peft_model import base_of
-from toolkit.training.faults import preemption
+from toolkit.training.guards import preemption
 
 
 def generate(

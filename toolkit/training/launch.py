@@ -35,7 +35,7 @@ from toolkit import parsing, ranks
 from toolkit.config import accelerate_yaml, parse
 from toolkit.errors import NOT_FSDP, ConfigError, LaunchError, ToolkitError, one_line
 from toolkit.training import background, device, launchers, network
-from toolkit.training.faults import preemption, watchdog
+from toolkit.training.guards import preemption, watchdog
 
 # Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)

@@ -36,8 +36,8 @@ from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import Sharded
 from toolkit.sharding.unit_table import ledger_line, unit_table
 from toolkit.tables import size_text
-from toolkit.training.faults import preemption, watchdog
-from toolkit.training.faults.guards import Guards, guards_of
+from toolkit.training.guards import preemption, watchdog
+from toolkit.training.guards.run_guards import Guards, guards_of
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot

@@ -24,8 +24,8 @@ from toolkit.errors import TrainingError
 from toolkit.formats import reshard
 from toolkit.mesh import View
 from toolkit.sharding.fsdp import Sharded
-from toolkit.training.faults import watchdog
-from toolkit.training.faults.spikes import Spikes
+from toolkit.training.guards import watchdog
+from toolkit.training.guards.spikes import Spikes
 from toolkit.training.loss import LossSum, causal_lm_loss
 from toolkit.training.trace import BACKWARD, FORWARD, OPTIMIZER
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from toolkit import ranks
 from toolkit.errors import EXIT_CODE_PREEMPTED
-from toolkit.training.faults import watchdog
+from toolkit.training.guards import watchdog
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from typing import Any
 from toolkit import ranks
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
-from toolkit.training.faults.bad_steps import BadSteps
-from toolkit.training.faults.integrity import Integrity
-from toolkit.training.faults.spikes import SPIKES, Spikes
+from toolkit.training.guards.bad_steps import BadSteps
+from toolkit.training.guards.integrity import Integrity
+from toolkit.training.guards.spikes import SPIKES, Spikes
 from toolkit.training.train_state import TrainState
 
 _NANO = 10**9

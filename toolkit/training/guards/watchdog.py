@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from toolkit import ranks
 from toolkit.errors import LaunchError, one_line
-from toolkit.training.faults import watcher
+from toolkit.training.guards import watcher
 
 _PATIENT = 12  # times train.hang_seconds: outside of steady steps
 _SLOWEST = 10  # times the slowest step of late, where that is longer
