@@ -16,6 +16,7 @@ from conftest import save_byte_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from toolkit import ranks
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text, Tokens
 from toolkit.data.feed.feed import samples_of
@@ -428,7 +429,7 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
     datasets.disable_caching()
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(encode_module, "cores", lambda: 3)
+            patched.setattr(ranks, "cores", lambda: {0, 1, 2})
             patched.setattr(encode_module, "_ROWS_OF_A_PROCESS", 1)
             three = encode(source, Encoder(tokenizer, cfg, 300))
     finally:
@@ -463,7 +464,7 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
 
 def in_two(monkeypatch) -> None:
     """Have conversations encoded in two processes, also where there are few."""
-    monkeypatch.setattr(encode_module, "cores", lambda: 2)
+    monkeypatch.setattr(ranks, "cores", lambda: {0, 1})
     monkeypatch.setattr(encode_module, "_ROWS_OF_A_PROCESS", 1)
 
 

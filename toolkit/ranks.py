@@ -15,6 +15,7 @@ import datetime
 import functools
 import hashlib
 import json
+import os
 import pickle
 import re
 import shutil
@@ -72,6 +73,13 @@ def host() -> str:
     with suppress(OSError):  # not Linux
         return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
     return socket.gethostname()
+
+
+def cores() -> set[int]:
+    """Return the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def nodes() -> list[int]:

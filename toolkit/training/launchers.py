@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from toolkit import ranks
 from toolkit.errors import LaunchError
 
 # Launcher, its variables for: the rank, the number of processes, the rank on its host. mpirun may
@@ -100,18 +101,11 @@ def speaks() -> bool:
     return (local_rank()[0] or 0) == 0
 
 
-def cores() -> set[int]:
-    """Return the processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
 def share_of_cores(sharers: int) -> int:
     """Return how many processors are this process's, one at least, where `sharers` use the same. A
     container may have less of their time than there are (`docker run --cpus`).
     """
-    count = float(len(cores()))
+    count = float(len(ranks.cores()))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):  # no container, or an older kernel's

@@ -108,7 +108,7 @@ def meet(store: dist.Store, rank: int, world: int, *, nccl: bool) -> Location:
         "local": local,
         "sure": sure,
         "here": int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
-        "cores": f"{sum(1 << core for core in launchers.cores()):x}",
+        "cores": f"{sum(1 << core for core in ranks.cores()):x}",
         "master": master and _resolved(master),
         "loopback": _is_loopback(os.environ.get(INTERFACE, "")),
         "error": interface_error(os.environ, nccl=nccl),

@@ -340,19 +340,13 @@ def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
     return EncodedSource(source.name, tokens, counts, weight, limit, layout)
 
 
-def cores() -> int:
-    """Return how many cores this process may use."""
-    affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
-
-
 def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa.Table]:
     """Yield the tokens of rows that follow each other; at the end write their `Counts`."""
     counts = Counts()
     total, whole = len(source.rows), source.layout.whole
     most, processes = _TEXT_ROWS, 1
     if source.layout.format == "conversation":
-        processes = min(cores(), 1 + total // _ROWS_OF_A_PROCESS, total)
+        processes = min(len(ranks.cores()), 1 + total // _ROWS_OF_A_PROCESS, total)
         most = min(_CHAT_ROWS, -(-total // processes))
     step = max(1, min(most, BATCH_BYTES * total // max(1, source.rows.data.nbytes)))
     starts = range(0, total, step)
