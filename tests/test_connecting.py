@@ -116,7 +116,7 @@ def two_gpus(monkeypatch) -> Any:
     monkeypatch.setattr(dist, "init_process_group", made.group)
     monkeypatch.setattr(ranks, "nodes", lambda: [0, 0])
     monkeypatch.setattr(torch, "ones", lambda *_, device: made.ones(device) and torch.tensor([1.0]))
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(2))
     for name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"):
         monkeypatch.delenv(name, raising=False)
     return made
@@ -140,7 +140,7 @@ def test_a_number_is_summed_over_the_devices_before_anything_else(two_gpus) -> N
     assert (backend, asked["device_id"], two_gpus.ones.call_count) == ("gloo", None, 1)
 
 
-def nccl_error(tensor: torch.Tensor) -> None:
+def nccl_error(tensor: torch.Tensor, group: object) -> None:
     raise dist.DistBackendError(
         "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error\nLast error:\nError "
         "while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888)"
@@ -165,7 +165,7 @@ def test_what_nccl_cannot_connect_names_what_to_set(two_gpus, monkeypatch) -> No
         "this host has ",
     ):
         assert part in said
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor)
     with pytest.raises(LaunchError, match="a sum over 2 processes came out as 1"):
         network.connect(NONE, 1, 2, TWO, GPU, TIMEOUT)
 

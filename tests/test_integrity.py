@@ -228,17 +228,17 @@ import os, runpy
 import torch
 from toolkit import training
 
-plain, calls = training.train_step, [0]
+plain, calls = training.Update.__init__, [0]
 
-def planted(model, optimizer, *given, **more):
+def planted(self, sharded, *given, **more):
     calls[0] += 1
     if calls[0] == {nth} and os.environ["RANK"] == "1":
         with torch.no_grad():
-            parameter = dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+            parameter = dict(sharded.model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
             {plant}
-    return plain(model, optimizer, *given, **more)
+    plain(self, sharded, *given, **more)
 
-training.train_step = planted
+training.Update.__init__ = planted
 runpy.run_path({recipe!r}, run_name="__main__")
 """
 FLIP = "parameter.to_local().view(-1).view(torch.int32)[5] ^= 1 << 20"
