@@ -368,7 +368,7 @@ def test_toolkit_train_ends_with_the_code_of_the_rank(
 def test_ranks_tell_each_other_on_the_device_where_it_has_collectives(
     monkeypatch, backends, expected
 ):
-    monkeypatch.setattr(preemption.dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(preemption.dist, "get_backend_config", lambda _: backends)
     accelerator = preemption.torch.accelerator
     kind = preemption.torch.device("cuda")
     monkeypatch.setattr(accelerator, "current_accelerator", lambda: kind)
