@@ -27,7 +27,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import describe
 from step import DEMO, FP32, Tokens, interval, toy_model
-from torch import nn
 
 from toolkit.checkpoint import TrainState
 from toolkit.config.settings import ModelConfig, OptimConfig
@@ -62,7 +61,7 @@ def and_spikes(state: TrainState) -> Guards:
     return Guards(BadSteps(3), Integrity(state), lambda: 0.0, state, spikes)
 
 
-SIDES: dict[str, Callable[[nn.Module, TrainState], Guards]] = {
+SIDES: dict[str, Callable[[TrainState], Guards]] = {
     BARE: nothing,
     AGAIN: nothing,
     "as by default": default,

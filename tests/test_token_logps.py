@@ -6,15 +6,19 @@ import pytest
 import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
-from sharded import apply_fsdp, as_batch, init_mesh
+from sharded import apply_fsdp, as_batch, init_mesh, sharded_of
 from test_loss_head import MAPS, small_chunks  # noqa: F401
 from tiny_models import rows, tiny_model
 
 from toolkit.config.settings import ModelConfig, ShardingConfig
+from toolkit.errors import TrainingError
 from toolkit.loading import load_pretrained
 from toolkit.models import build_on_meta
 from toolkit.training import head_loss
-from toolkit.training.loss import _known, token_logps
+from toolkit.training import step as step_module
+from toolkit.training.head_logps import HeadLogps
+from toolkit.training.head_loss import HeadLoss
+from toolkit.training.loss import _known, causal_lm_loss, token_logps
 
 CLOSE = 2e-5
 
@@ -101,3 +105,73 @@ def test_a_sharded_head_is_gathered_for_its_backward(changes, tmp_path, small_ch
     expected = gradients(model, of_logits(model, rows(4)).square().sum())
     for own in found:
         assert_close(own, expected)
+
+
+class Dropping(torch.nn.Module):
+    """A head that draws, as one with an adapter and its dropout does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(160, 8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(hidden, 0.5) @ self.weight.t()
+
+
+def test_a_head_that_draws_draws_the_same_for_its_backward(small_chunks) -> None:  # noqa: F811
+    torch.manual_seed(1)
+    head = Dropping()
+    hidden = torch.randn(3, 9, 8, requires_grad=True)
+    batch = as_batch({"input_ids": torch.zeros(3, 9), "labels": torch.randint(0, 160, (3, 9))})
+    task = HeadLoss(head, head.forward, 160)
+    taught = batch.targets.flatten() != -100
+    flat, targets = hidden.flatten(0, 1)[taught], batch.targets.flatten()[taught]
+
+    def gradients_of(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(value, [hidden, head.weight])
+
+    torch.manual_seed(2)
+    parts = [head(flat[part][None])[0] for part in head_loss.chunks(task, flat)]
+    assert len(parts) > 2
+    plain = torch.cat(parts).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    weights = torch.randn(len(plain))
+    expected = gradients_of((plain * weights).sum())
+    torch.manual_seed(2)
+    found, _ = HeadLogps(task)(hidden, batch.targets)
+    drawn = torch.rand(())
+    mine = gradients_of((found.flatten()[taught] * weights).sum())
+    torch.manual_seed(2)
+    HeadLogps(task)(hidden, batch.targets)
+    torch.rand(())
+    after = torch.rand(())
+    torch.manual_seed(2)
+    again, _ = HeadLogps(task)(hidden, batch.targets)
+    assert torch.rand(()) == drawn
+    gradients_of(again.sum())
+    assert torch.rand(()) == after  # the backward moves no draw of the run
+    torch.manual_seed(3)
+    other = gradients_of(
+        (HeadLogps(task)(hidden, batch.targets)[0].flatten()[taught] * weights).sum()
+    )
+    for a, b, control in zip(mine, expected, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=CLOSE, atol=CLOSE)
+        assert (control - b).abs().max() > 0.1
+
+
+def test_an_update_is_told_by_how_much_each_micro_batch_counts() -> None:
+    model = tiny_model("llama").train()
+    batches = [as_batch(rows(2)), as_batch(rows(3))]
+    whole = [int(batch.count) for batch in batches]
+
+    def step(counts: list[torch.Tensor] | None) -> step_module.StepStats:
+        update = step_module.Update(sharded_of(model), batches, counts)
+        for batch in update:
+            update.mean(causal_lm_loss(model, batch)).backward()
+        return update.step(torch.optim.SGD(model.parameters(), lr=0.0))
+
+    plain = step(None)
+    double = step([torch.tensor(2 * n) for n in whole])
+    assert float(double.loss) == pytest.approx(float(plain.loss) / 2)
+    assert int(double.tokens) == int(plain.tokens) == sum(whole)
+    with pytest.raises(TrainingError, match=r"a count for each of the 2 micro-batches .* got 1"):
+        step_module.Update(sharded_of(model), batches, [torch.tensor(3)])

@@ -180,6 +180,8 @@ class RemotePath:
                 "its store, and give that"
             )
         print(f"copying {self} ({nbytes:,} bytes) to {folder}", file=sys.stderr, flush=True)
+        for name in files:  # not every driver makes them
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with _driver_errors(f"{self} cannot be copied"):
             self.fs.get([f"{self.path}/{n}" for n in files], [str(folder / n) for n in files])
 

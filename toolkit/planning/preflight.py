@@ -61,6 +61,7 @@ _DOING = {
     "prove_adapter": "proving the adapter",
     "export_step": "exporting",
     "causal_lm_loss": "the forward",
+    "token_logps": "the forward",
     "backward": "the backward",
     "step": "the optimizer step",
 }

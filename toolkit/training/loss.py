@@ -21,8 +21,8 @@ from toolkit.data.samples.batch import Batch
 from toolkit.errors import one_line
 from toolkit.models.modes import forked_rng, replaced_forward
 from toolkit.models.peft_model import base_of, trained_module
+from toolkit.training.head_logps import HeadLogps
 from toolkit.training.head_loss import IGNORE_INDEX, HeadLoss, LogitMap
-from toolkit.training.token_logps import HeadLogps
 
 _TRIED = 8  # tokens of the trial
 _SMALL, _LARGE = 2.0**-30, 2.0**40  # values by which it tells a scale and a soft cap

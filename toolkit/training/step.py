@@ -59,7 +59,8 @@ class Update:
     Args:
         sharded: what `apply_fsdp` returned, its model in training mode.
         micro_batches: on the device; every rank has as many.
-        counts: 0-d, by how much each micro-batch counts in the mean; None: by its targets.
+        counts: 0-d, by how much each micro-batch counts in the mean, on every rank or on none;
+            None: by its targets.
     """
 
     def __init__(
@@ -70,14 +71,17 @@ class Update:
     ) -> None:
         if not micro_batches:
             raise TrainingError("an update got no micro-batches; every rank needs at least one")
+        if counts is not None and len(counts) != len(micro_batches):
+            raise TrainingError(
+                f"expected a count for each of the {len(micro_batches)} micro-batches of this "
+                f"update, got {len(counts)}"
+            )
         self._sharded, self._batches, self._ranks = sharded, micro_batches, sharded.mesh.loss
-        self._tokens = torch.stack([batch.count for batch in micro_batches]).sum()
-        if counts is None:
-            count = self._ranks.sum(self._tokens)
-        else:  # a double holds any number of tokens exactly
-            both = torch.stack([self._tokens.double(), torch.stack([*counts]).sum().double()])
-            tokens, count = self._ranks.sum(both)
-            self._tokens = tokens.long()
+        tokens = torch.stack([batch.count for batch in micro_batches]).sum().double()
+        count = tokens if counts is None else torch.stack([*counts]).sum().double()
+        # In one exchange; a double holds any number of tokens exactly.
+        tokens, count = self._ranks.sum(torch.stack([tokens, count]))
+        self._tokens = tokens.long()
         # FSDP averages over the ranks what is to be added up.
         self._scale = self._ranks.size / torch.where(count > 0, count, 1).float()
         self._total = torch.zeros((), device=count.device)
@@ -221,7 +225,7 @@ def evaluate(
     sharded: Sharded, sources: EvalSets, loss: Loss | None = None
 ) -> tuple[EvalStats, dict[str, EvalStats]]:
     """Return loss and its parts over the supervised tokens of all `sources`, and of each source;
-    `loss` None: the run's own, with its accuracy. Collective.
+    `loss` None: the cross entropy of tokens, with its accuracy. Collective.
 
     Costs the forwards and one all-reduce. The model is left in the mode it was in, and sharded.
     Every rank brings the same names in the same order, and as many batches of each (pad with
