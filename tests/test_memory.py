@@ -28,7 +28,7 @@ from toolkit.planning.preflight import choose_candidate, in_subprocess, least_by
 from toolkit.planning.simulation import simulate, state_of
 
 PLANTED = """
-def planted_loss(model, batch):
+def causal_lm_loss(model, batch):
     import torch
 
     if torch.distributed.get_rank() == 1:
@@ -117,7 +117,9 @@ def test_running_out_of_memory_ends_all_ranks_with_what_would_fit(
 ) -> None:
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     recipe = tmp_path / "recipes" / "pretrain.py"
-    text = recipe.read_text("utf-8").replace("training.causal_lm_loss(model", "planted_loss(model")
+    text = recipe.read_text("utf-8").replace(
+        "training.causal_lm_loss(model", "causal_lm_loss(model"
+    )
     recipe.write_text(text.replace("\ndef pretrain(", PLANTED + "\ndef pretrain("), "utf-8")
     given = flags(tiny_llama, text_file, tmp_path / "run")
     done = run_recipe_ranks(recipe, 2, *given, cwd=tmp_path, kill_after=300)
