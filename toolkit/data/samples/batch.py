@@ -1,5 +1,6 @@
 """A micro-batch of a rank: what goes into a model, and what each position is to predict."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,10 +41,10 @@ class Batch:
         """Return the batch on `device`, as `Tensor.to` moves a tensor."""
         return self._each(lambda tensor: tensor.to(device, **how))
 
-    def pin_memory(self, device: Any = None) -> "Batch":
-        """Return the batch in page-locked memory; for PyTorch's `DataLoader`."""
-        return self._each(lambda tensor: tensor.pin_memory(device))
+    def pin_memory(self) -> "Batch":
+        """Return the batch in page-locked memory; called by PyTorch's `DataLoader`."""
+        return self._each(lambda tensor: tensor.pin_memory())
 
-    def _each(self, fn: Any) -> "Batch":
+    def _each(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         inputs = {n: fn(x) if isinstance(x, torch.Tensor) else x for n, x in self.inputs.items()}
         return replace(self, inputs=inputs, targets=fn(self.targets))
