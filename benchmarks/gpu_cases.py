@@ -34,7 +34,7 @@ from gpu_ledger import Case
 from gpu_runs import committed, recipe
 from transformers import AutoModelForCausalLM
 
-from toolkit import ranks
+from toolkit import ranks, training
 from toolkit.config import FinetuneConfig
 from toolkit.errors import TrainingError
 from toolkit.training import launch
@@ -282,6 +282,33 @@ def packed_logits(place: Place) -> None:
         )
 
 
+def log_probabilities(place: Place) -> None:
+    """`token_logps` and its gradient, each token by a weight, are those of all logits, in bf16."""
+    with launch.start() as run:
+        loop = ToolkitLoop(place, small(place, data={"packing": "bfd"}), run)
+        loop.model.train()
+        _, micro_batches = next(iter(loop.data.steps()))
+        batch = micro_batches[0]
+        valid, at = batch.targets != -100, batch.targets.clamp(min=0)[..., None]
+        weights = torch.linspace(-1.0, 1.0, at.numel(), device=at.device).view(valid.shape)
+
+        def of_logits() -> torch.Tensor:
+            log_p = loop.model(**batch.inputs).logits.float().log_softmax(-1)
+            return log_p.gather(-1, at).squeeze(-1).masked_fill(~valid, 0.0)
+
+        values, gradients = [], []
+        for way in (of_logits, lambda: training.token_logps(loop.model, batch)):
+            loop.model.zero_grad()
+            values.append(way())
+            (values[-1] * weights).sum().backward()
+            grads = (p.grad.full_tensor().float().flatten() for p in loop.model.parameters())
+            gradients.append(torch.cat([*grads]))
+        off = float((values[0] - values[1]).abs().max())
+        turned = float(torch.cosine_similarity(*gradients, dim=0))
+        place.record("values", off < 0.05, off=off, tokens=int(valid.sum()))
+        place.record("gradients", turned > 0.999, cosine=turned)
+
+
 # ---- What a steady step costs --------------------------------------------------------------------
 
 
@@ -417,6 +444,7 @@ CASES = (
     Case("numbers", numbers, 15, _SMALL),
     Case("host_syncs", host_syncs, 40, _SMALL),
     Case("packed_logits", packed_logits, 8, _SMALL),
+    Case("log_probabilities", log_probabilities, 8, _SMALL),
     Case("memory_settings", memory_settings, 20, _SMALL),
     Case("unit_settings", unit_settings, 25, _SMALL),
     Case("attention", attention, 30, _SMALL),
