@@ -1,4 +1,4 @@
-"""The model of a run on meta, once nothing that can be known without its weights speaks against it.
+"""Build the model of a run on meta, after every refusal that needs no weights.
 
 Above the rooms that it asks; recipes build by it, and what is refused is refused here.
 """

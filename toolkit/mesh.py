@@ -1,4 +1,4 @@
-"""The processes of a run as a mesh: its axes, and the ranks that its parts ask for by name.
+"""The processes of a run as a mesh: its axes, and views of ranks by name (data, loss, fsdp).
 
 An axis belongs to the mesh, a dim to a tensor. `dp_replicate` and `dp_shard` are a run's; `cp` (the
 parts of a sequence) and `ep` (experts) have size 1. Nobody beside this file and `ranks` asks

@@ -1,4 +1,4 @@
-"""Refuse what this machine's files show to be wrong, before a process of the run is started.
+"""Refuse before a process is started what this machine's files show to be wrong: `toolkit train`.
 
 Calls what the recipes call at their start, so that it says what the run would say. Reads no weight
 and starts no device: PEFT, which does, is left to the run.

@@ -1,4 +1,4 @@
-"""Atomic, crash-safe checkpoint folders, on a disk or an object store.
+"""Commit, verify and list checkpoints, safe against crashes, on any `Storage`.
 
     step-N            committed once COMMIT, written last, is the sha256 of its manifest.json
     step-N.tmp-*      being written; never read

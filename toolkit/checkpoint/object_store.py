@@ -1,4 +1,4 @@
-"""Checkpoints on an object store (fsspec): what has been put is never put again."""
+"""The `Storage` of an object store, by fsspec: what has been put is never put again."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Storage of checkpoints: one protocol, for a local folder and for an object store."""
+"""`Storage`, the protocol of a place for checkpoints, and which of its kinds a path or URL names."""
 
 import re
 from collections.abc import Callable, Collection, Iterable

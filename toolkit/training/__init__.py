@@ -1,4 +1,4 @@
-"""The run while it trains: launch, the step, loss, optimizer, metrics, generation, preemption."""
+"""What the loop of a recipe calls: launch, step, loss, optimizer, metrics, generation."""
 
 from toolkit.training.device import collect_garbage
 from toolkit.training.early_stopping import early_stopping

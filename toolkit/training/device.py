@@ -1,5 +1,4 @@
-"""The accelerator of a process: its choice, environment, attention kernels; threads, shared memory
-and garbage collection of its host.
+"""The device of a process and its host: choice, environment, threads, memory, attention kernels.
 
 torch reads these variables when the device is first used, so they are set before.
 """

@@ -1,4 +1,4 @@
-"""Log-probabilities of targets inside the LM head, chunk by chunk; recomputed for a trained head.
+"""Log-probabilities of targets inside the LM head, chunk by chunk, for losses that weight tokens.
 
 Beside `head_loss`, whose head and map of logits it takes: there the loss is one sum, whose gradient
 is known in the forward; here each token has a number, whose weight only the backward brings.

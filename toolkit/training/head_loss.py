@@ -1,4 +1,4 @@
-"""Chunked cross entropy inside the LM head, soft caps and scales too; gradients in the forward.
+"""Chunked cross entropy inside the LM head; its gradients are computed in the forward.
 
 Owns the arithmetic: chunks of logits, their loss, and what it asks of hidden states and head. Knows
 nothing of models; what one makes of its head's output, the caller says.

@@ -1,4 +1,4 @@
-"""The causal-LM loss of a micro-batch, by `head_loss`; scale and soft cap are found by a trial.
+"""The loss of a micro-batch: what recipes call. Finds a model's scale and soft cap by a trial.
 
 A sum over supervised tokens, computed inside the head, chunk by chunk. Where what a model makes of
 its head's output is neither itself, a scale nor a soft cap, it comes from the model's logits.

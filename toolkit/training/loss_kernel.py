@@ -1,4 +1,4 @@
-"""Loss and gradient of a chunk of logits in one kernel, which torch.compile makes of plain torch.
+"""Loss and gradient of a chunk of logits in one compiled kernel: `head_loss` uses it on GPUs.
 
 As plain operations they read and write the chunk about eight times, in fp32; here it is read two or
 three times and its gradient written once, both in the dtype of the logits. A custom operation, so

@@ -1,4 +1,4 @@
-"""Names of the data that are others than the toolkit's: columns, keys of turns, roles.
+"""Read columns, keys of turns and roles that have other names (`data.columns`).
 
 [Note: data.columns] `prompt: question` reads a column, `content: value` a key of turns, `human:
 user` says which role a name stands for; `source: null` leaves a column or a key out.

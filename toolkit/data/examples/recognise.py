@@ -1,4 +1,4 @@
-"""From a row to what is to be learned of it: text, prompt and completion, conversation, tokens.
+"""Recognise a row's format and make an example of it: text, pair, conversation, tokens.
 
 [Note: formats]
     text               a column of text

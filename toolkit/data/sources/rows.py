@@ -1,4 +1,4 @@
-"""Sources: which rows a config names, in which format, and where each of them stands."""
+"""Rows of a config's sources: read from files, with each one's place."""
 
 import os
 from dataclasses import dataclass, replace
