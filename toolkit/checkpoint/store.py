@@ -1,4 +1,4 @@
-"""`Storage`, the protocol of a place for checkpoints, and which of its kinds a path or URL names."""
+"""`Storage`, the protocol of a place for checkpoints, and which kind a path or a URL names."""
 
 import re
 from collections.abc import Callable, Collection, Iterable
