@@ -17,6 +17,7 @@ from toolkit.models.modes import forked_rng, random_state
 from toolkit.training.head_loss import (
     HeadLoss,
     LogitMap,
+    accumulator,
     add_product,
     chosen_rows,
     chunks,
@@ -106,12 +107,7 @@ class _GradientsOfTokens(torch.autograd.Function):
         sums: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad[5:])
         if kept:
             flat, *parameters = kept
-            sums = [
-                torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-                if need
-                else None
-                for p, need in zip(parameters, ctx.needs_input_grad[5:], strict=True)
-            ]
+            sums = [*map(accumulator, parameters, ctx.needs_input_grad[5:])]
             with _drawing_again(ctx.drawn, flat.device):
                 for part in chunks(ctx.head, flat):
                     given = flat[part], targets[part], weights[part]

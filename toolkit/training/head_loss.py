@@ -166,12 +166,8 @@ class _GradientsInForward(torch.autograd.Function):
         if rows is not None:
             flat, targets = flat[rows], targets[rows]
         of_hidden, *of_parameters = (with_gradients and w for w in ctx.needs_input_grad[4:])
-        grad, *sums = (
-            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-            if wanted
-            else None
-            for x, wanted in zip((flat, *parameters), (of_hidden, *of_parameters), strict=True)
-        )
+        wanted = (of_hidden, *of_parameters)
+        grad, *sums = map(accumulator, (flat, *parameters), wanted)
         for part in chunks(task, flat):
             own = [None if grad is None else grad[part], *sums]
             loss += task.add_chunk(flat[part], targets[part], parameters, own)
@@ -210,6 +206,13 @@ def chosen_rows(
     last = len(targets) - 1  # fills up: the last token predicts nothing
     rows = torch.nonzero_static(valid, size=n_targets, fill_value=last).squeeze(1)
     return rows, valid.sum() > n_targets
+
+
+def accumulator(like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+    """Return zeros to add gradients up in, in fp32 at least; None where none is wanted."""
+    if not wanted:
+        return None
+    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def chunks(head: HeadLoss, flat: torch.Tensor) -> Iterator[slice]:
