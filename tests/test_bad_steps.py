@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model, slow
 from distributed import run_ranks, run_recipe_ranks
 from sharded import apply_fsdp, init_mesh, loss_sum, train_step
+from test_recipe import on_rows
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
@@ -174,17 +175,10 @@ def run(tmp_path, monkeypatch) -> Any:
     recipe = tmp_path / "recipes" / "finetune.py"
     recipe.write_text(text.replace(loss, edit), "utf-8")
     given = {
-        "model.name_or_path": "model",
-        "data.train_files": "rows.jsonl",
-        "data.sequence_length": 64,
-        "data.packing": "none",
-        "data.eval_split": 0.0,
-        "train.per_device_train_batch_size": 2,
-        "train.num_train_epochs": 1,
-        "train.logging_steps": 4,
-        "sharding.param_dtype": "float32",
-        "checkpoint.save_steps": 4,
-        "output_dir": "run",
+        "train__per_device_train_batch_size": 2,
+        "train__num_train_epochs": 1,
+        "train__logging_steps": 4,
+        "checkpoint__save_steps": 4,
     }
 
     def start(marked: set[int], **flags: Any) -> Any:
@@ -193,9 +187,7 @@ def run(tmp_path, monkeypatch) -> Any:
             for i in range(64)
         ]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        settings = given | {name.replace("__", "."): value for name, value in flags.items()}
-        more = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-        return run_recipe_ranks(recipe, 2, *more, cwd=tmp_path)
+        return run_recipe_ranks(recipe, 2, *on_rows(**given | flags), cwd=tmp_path)
 
     return start
 

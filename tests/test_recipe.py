@@ -10,6 +10,7 @@ import re
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -56,6 +57,22 @@ def flags(model: Path, text: Path, output: Path, *more: str, dtype: str = "float
         "--output_dir", str(output),
         *more,
     ]  # fmt: skip
+
+
+def on_rows(**changes: Any) -> list[str]:
+    """Return flags that fine-tune the folder `model` on `rows.jsonl`, padded, into `run`; a change
+    of `train.max_steps` is called `train__max_steps`.
+    """
+    given = {
+        "model.name_or_path": "model",
+        "data.train_files": "rows.jsonl",
+        "data.sequence_length": 64,
+        "data.packing": "none",
+        "data.eval_split": 0.0,
+        "sharding.param_dtype": "float32",
+        "output_dir": "run",
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
 
 def read(run: Path) -> list[dict]:

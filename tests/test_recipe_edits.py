@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks
 from safetensors.torch import load_file
-from test_recipe import flags
+from test_recipe import flags, on_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DOCUMENT = (ROOT / "docs" / "recipes.md").read_text("utf-8")
@@ -139,20 +139,8 @@ def test_a_weight_for_each_sequence(tmp_path) -> None:
     rows = [{"prompt": "again", "completion": " and again" * n} for n in (1, 2, 4, 5, 1, 3, 5, 2)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = changed_recipe(tmp_path, WEIGHT)
-    given = {
-        "model.name_or_path": "model",
-        "data.train_files": "rows.jsonl",
-        "data.sequence_length": 64,
-        "data.packing": "none",
-        "data.eval_split": 0.0,
-        "train.per_device_train_batch_size": 2,
-        "train.gradient_accumulation_steps": 2,
-        "train.max_steps": 2,
-        "train.logging_steps": 1,
-        "sharding.param_dtype": "float32",
-        "output_dir": "run",
-    }
-    more = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    batch = {"train__per_device_train_batch_size": 2, "train__gradient_accumulation_steps": 2}
+    more = on_rows(**batch, train__max_steps=2, train__logging_steps=1)
     done = run_recipe_ranks(recipe, 2, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, second = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())

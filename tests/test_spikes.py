@@ -13,6 +13,7 @@ from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks, run_recipe_ranks
 from sharded import apply_fsdp, init_mesh, loss_sum, train_step
 from test_bad_steps import bytes_of, rows
+from test_recipe import on_rows
 from test_run_kills import checkpoints
 from transformers import AutoTokenizer
 
@@ -157,23 +158,16 @@ def test_a_resumed_run_skips_the_same_steps(tmp_path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
 
     def start(run: str, steps: int, *more: str) -> str:
-        given = {
-            "model.name_or_path": "model",
-            "data.train_files": "rows.jsonl",
-            "data.sequence_length": 64,
-            "data.packing": "none",
-            "data.eval_split": 0.0,
-            "train.per_device_train_batch_size": 1,
-            "train.max_steps": steps,
-            "train.logging_steps": 4,
-            "train.max_bad_steps": 9,
-            "optim.lr_scheduler_type": "constant",
-            "sharding.param_dtype": "float32",
-            "checkpoint.save_steps": 4,
-            "checkpoint.save_total_limit": 9,
-            "output_dir": run,
-        }
-        flags = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+        flags = on_rows(
+            train__per_device_train_batch_size=1,
+            train__max_steps=steps,
+            train__logging_steps=4,
+            train__max_bad_steps=9,
+            optim__lr_scheduler_type="constant",
+            checkpoint__save_steps=4,
+            checkpoint__save_total_limit=9,
+            output_dir=run,
+        )
         done = run_recipe_ranks(recipe, 2, *flags, *more, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
