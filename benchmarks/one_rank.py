@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit import ranks
 from toolkit.checkpoint import commit, shard_plan
-from toolkit.sharding.unit_table import fake_world
+from toolkit.planning.fake_ranks import fake_world
 
 _EXCHANGES = ("broadcast", "_least", "gather_to_main", "gather_integers", "totals", "object_group")
 

@@ -79,7 +79,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
             with metrics.pause():
                 path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
                 run.say(checkpoint.saved_line(path))
-                run.say(*data.reading_lines(), export.prove_adapter(model, path))
+                run.say(*data.reading_lines(), export.prove_adapter(state, path))
         if training.due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
             with metrics.pause():

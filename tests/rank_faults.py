@@ -79,7 +79,7 @@ PHASES = {
 DEATHS = {
     "kill": r"watchdog: rank 1 \(pid \d+ on \S+\) is gone: killed",
     "exception": r"watchdog: rank 1 \(pid \d+ on \S+\) ended: RuntimeError: planted",
-    "memory": r"out of memory in training on rank 1|\[rank 1\] error: CUDA out of memory",
+    "memory": r"out of memory on rank 1|\[rank 1\] error: CUDA out of memory",
 }
 HANGS = {
     "stop": r"watchdog: no rank got on .*missing: rank 1 \(stopped\)",

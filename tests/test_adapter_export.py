@@ -179,7 +179,7 @@ def _controls(model: Any, rank: int, path: str, folder: Path) -> dict[str, Any]:
     return {
         "lost": lost,
         "mixed": mixed,
-        "plain": adapter_proof.prove_adapter(torch.nn.Linear(1, 1), path),
+        "plain": adapter_proof.prove_adapter(checkpoint.TrainState(torch.nn.Linear(1, 1)), path),
     }
 
 

@@ -80,26 +80,27 @@ def test_auto_saves_behind_the_loop_where_copies_fit_host_memory(
 ):
     from types import SimpleNamespace
 
-    model = nn.Linear(1, 1)
+    state = checkpoint.TrainState(nn.Linear(1, 1))
     part = SimpleNamespace(device=torch.device(kind), nbytes=10_000)
     monkeypatch.setattr(saving, "local_tensor", lambda tensor: part)
     monkeypatch.setattr(saving.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     monkeypatch.setattr(saving.ranks, "ranks_here", lambda: here)
     auto, tensors = CheckpointConfig(), {"a": torch.zeros(1), "b": torch.zeros(1)}
     assert auto.async_save == "auto"
-    assert [saving._goes_behind(model, tensors, auto) for _ in range(2)] == [expected] * 2
+    assert [saving._goes_behind(state, tensors, auto) for _ in range(2)] == [expected] * 2
     out = capsys.readouterr().out
     assert out.count("async_save") == bool(said)  # once, at the first save
     assert said in out
     for asked in (True, False):
         cfg = CheckpointConfig(async_save=asked)
-        assert saving._goes_behind(model, tensors, cfg) is asked
+        assert saving._goes_behind(state, tensors, cfg) is asked
 
 
 def test_adapters_are_saved_at_once(monkeypatch):
     monkeypatch.setattr(saving, "has_adapters", lambda model: True)
     monkeypatch.setattr(saving, "local_tensor", lambda tensor: torch.empty(1, device="meta"))
-    assert not saving._goes_behind(nn.Linear(1, 1), {"a": torch.zeros(1)}, CheckpointConfig())
+    state = checkpoint.TrainState(nn.Linear(1, 1))
+    assert not saving._goes_behind(state, {"a": torch.zeros(1)}, CheckpointConfig())
 
 
 # ---- Files and digests ---------------------------------------------------------------------------

@@ -16,31 +16,32 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from toolkit.cli import main
+from toolkit.config.settings import RunConfig
 from toolkit.formats import local_tensor
 from toolkit.planning import simulation
 from toolkit.planning.devices import KNOWN, this_host
 from toolkit.planning.estimates import NCCL, RESERVE, reserve_of
+from toolkit.planning.fake_ranks import fake_world, sharded
 from toolkit.planning.fused import fused_operations
 from toolkit.planning.measuring import measure
 from toolkit.planning.meter import Meter
-from toolkit.planning.simulation import Config, sharded, simulate
-from toolkit.sharding.unit_table import fake_world
+from toolkit.planning.simulation import simulate
 
 CPU = torch.device("cpu")
 TRACED = "--sharding.torch_compile_backend=aot_eager_decomp_partition"
 LORA = ("--lora.r", "8")
 
 
-def _llama(layers: int, compiled: str, *flags: str) -> Config:
+def _llama(layers: int, compiled: str, *flags: str) -> RunConfig:
     folder = _save(_wide("llama", layers), Path(tempfile.mkdtemp()))
     return _config(folder, f"--sharding.torch_compile={compiled}", *flags, length=LENGTH, rows=ROWS)
 
 
-def _planned(cfg: Config) -> int:
+def _planned(cfg: RunConfig) -> int:
     return simulate(cfg, 1, device_type="cpu").peaks["forward"].kinds["activations"]
 
 
-def _kept(cfg: Config) -> int:
+def _kept(cfg: RunConfig) -> int:
     """Return the bytes that a real forward keeps for its backward."""
     kept = dict[int, torch.UntypedStorage]()
 

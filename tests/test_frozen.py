@@ -30,8 +30,9 @@ from toolkit.config.settings import (
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.export import consolidate
 from toolkit.models.causal_lm import prepare
+from toolkit.planning.fake_ranks import fake_world
 from toolkit.sharding import accumulation, fsdp
-from toolkit.sharding.unit_table import dtype_ledger, fake_world, unit_table
+from toolkit.sharding.unit_table import dtype_ledger, unit_table
 from toolkit.training.optim import build_optimizer
 
 FP32 = ShardingConfig(param_dtype="float32", accumulation="reduce_once")

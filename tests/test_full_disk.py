@@ -107,6 +107,7 @@ def save_with_failures(rank: int, world: int, root: str, behind: bool) -> list[t
     refused = {2: errno.ENOSPC, 3: errno.EROFS, 5: errno.EIO, 7: errno.EDQUOT, 8: errno.EIO}
     refused |= {9: errno.EIO, 10: errno.EACCES}
     ended = []
+    state = checkpoint.TrainState(model)
     for step in range(1, 11):
 
         def write(self, content, step=step) -> int:
@@ -114,12 +115,12 @@ def save_with_failures(rank: int, world: int, root: str, behind: bool) -> list[t
                 raise OSError(refused[step], "refused", "shard")
             return WRITE(self, content)
 
-        state = checkpoint.TrainState(model, step=step)
+        state.step = step
         with mock.patch.object(shards.HashingStream, "write", write):
             try:
                 path = checkpoint.save(state, root, cfg, may_fail=True)
                 checkpoint.wait()
-                lost = saving.failed(path)
+                lost = path in state.saves.failed
                 ended.append(("failed" if lost else "saved", Path(path).name))
             except CheckpointError as error:
                 ended.append((type(error).__name__, str(error)))

@@ -125,7 +125,7 @@ def test_running_out_of_memory_ends_all_ranks_with_what_would_fit(
     done = run_recipe_ranks(recipe, 2, *given, cwd=tmp_path, kill_after=300)
     assert done.returncode
     (line,) = [one for one in done.stderr.splitlines() if "Cheapest changes" in one]
-    assert line.startswith("[rank 1] error: out of memory in the forward on rank 1: RuntimeError: ")
+    assert line.startswith("[rank 1] error: out of memory on rank 1: RuntimeError: ")
     assert "can't allocate memory" in line
     assert "(batch 8 x 32 tokens; " in line
     assert "activation_checkpointing selective (needs 1.0 GB, time x " in line

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from toolkit import ranks
 from toolkit.errors import DataError, ToolkitError
-from toolkit.sharding.unit_table import fake_world
+from toolkit.planning.fake_ranks import fake_world
 
 WORLD = 4
 

@@ -20,6 +20,7 @@ from toolkit.checkpoint import commit, resuming, saving, shard_plan, shards
 from toolkit.errors import CheckpointError
 from toolkit.formats import device_threads
 from toolkit.formats.bit_sums import bytes_sum, part_sums, wrapped
+from toolkit.training.train_state import Saves
 
 TOOLKIT = Path(checkpoint.__file__).parent.parent
 # Threads of these touch files, sockets or other processes, and no tensor of a device.
@@ -161,13 +162,14 @@ def test_copies_that_come_late_are_waited_for_and_a_thread_of_another_device_is_
     tensors = {f"model.{i}": torch.randn(50, 40) for i in range(4)}
     expected = expected_of(tensors)
     writer = shards.HashingWriter(tmp_path / "right", expected=expected)
-    shard_plan.write_shards(tensors, writer, "could not save")
+    shard_plan.write_shards(tensors, writer, "could not save", Saves())
     monkeypatch.setattr(shards, "device_pool", plain_pool)  # as it was: on device 0
     writer = shards.HashingWriter(tmp_path / "proven", expected=expected)
     with pytest.raises(CheckpointError, match=r"^could not save: other bytes were written of 4 te"):
-        shard_plan.write_shards(tensors, writer, "could not save")
+        shard_plan.write_shards(tensors, writer, "could not save", Saves())
     # Without the proof nothing says so.
-    shard_plan.write_shards(tensors, shards.HashingWriter(tmp_path / "silent"), "could not save")
+    silent = shards.HashingWriter(tmp_path / "silent")
+    shard_plan.write_shards(tensors, silent, "could not save", Saves())
     monkeypatch.undo()
     for name, same in (("right", True), ("silent", False)):
         found = {n: torch.zeros_like(t) for n, t in tensors.items()}
@@ -241,8 +243,8 @@ def test_a_copy_for_the_background_that_is_not_done_is_found(
 ) -> None:
     copied = saving._copied
 
-    def late(tensors: Any) -> Any:
-        copies = copied(tensors)
+    def late(*given: Any) -> Any:
+        copies = copied(*given)
         copies["optimizer.0.weight.exp_avg"].fill_(0.5)
         return copies
 

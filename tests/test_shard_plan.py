@@ -25,6 +25,7 @@ from toolkit.checkpoint.local_folder import LocalFolder
 from toolkit.checkpoint.shards import HashingWriter, read_tensors
 from toolkit.errors import CheckpointError
 from toolkit.formats import chunk_table, coverage_fault, read_metadata
+from toolkit.training.train_state import Saves
 
 WORLD = 4
 LAYOUTS = {
@@ -47,7 +48,7 @@ def values(mesh: Any, more: float = 0) -> dict[str, torch.Tensor]:
     return made | {f"plain.{i}": torch.full((50, 2), i + more) for i in range(8)}
 
 
-def saved(folder: Path, tensors: dict[str, torch.Tensor]) -> list[int]:
+def saved(folder: Path, tensors: dict[str, torch.Tensor], saves: Saves) -> list[int]:
     """Save; return the size of what each rank sent to rank 0."""
     sent: list[int] = []
     gather = ranks.gather_results_to_main
@@ -59,7 +60,7 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor]) -> list[int]:
 
     ranks.gather_results_to_main = heard
     try:
-        shard_plan.write_shards(tensors, HashingWriter(folder), "could not save")
+        shard_plan.write_shards(tensors, HashingWriter(folder), "could not save", saves)
     finally:
         ranks.gather_results_to_main = gather
     return sent
@@ -81,14 +82,15 @@ def save_and_load(rank: int, world: int, root: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     folders = {name: Path(root, name) for name in ("first", "second", "third", "fourth", "torch")}
     found: dict[str, Any] = {"mine": sorted(shard_plan.written_here(values(mesh)))}
+    saves = Saves()
     found["sent"] = [
-        saved(folders["first"], values(mesh)),
-        saved(folders["second"], values(mesh, 1)),
+        saved(folders["first"], values(mesh), saves),
+        saved(folders["second"], values(mesh, 1), saves),
     ]
     other = values(mesh, 2) | {"plain.0": torch.zeros(60, 2)}
-    found["sent"].append(saved(folders["third"], other))
+    found["sent"].append(saved(folders["third"], other, saves))
     cast = other | {"scalar": other["scalar"].to(torch.float64)}  # as many bytes
-    found["sent"].append(saved(folders["fourth"], cast))
+    found["sent"].append(saved(folders["fourth"], cast, saves))
     dcp.save(values(mesh), checkpoint_id=folders["torch"])
     flat = init_device_mesh("cpu", (4,))
     resharded = {
@@ -156,11 +158,11 @@ def refused(rank: int, world: int, root: str) -> list[str]:
         if case == "disk" and rank == 1:
             writer.path = Path(root, "hole", ".metadata" * 99)  # no folder can be made of it
         try:
-            shard_plan.write_shards(given, writer, "could not save")
+            shard_plan.write_shards(given, writer, "could not save", Saves())
         except CheckpointError as error:
             said.append(str(error))
         shard_plan.written_here = here
-    saved(Path(root, "after"), tensors)  # nobody is left in another exchange
+    saved(Path(root, "after"), tensors, Saves())  # nobody is left in another exchange
     return said
 
 

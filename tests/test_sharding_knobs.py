@@ -30,12 +30,13 @@ from toolkit.errors import ModelError, ShardingError
 from toolkit.formats import reshard
 from toolkit.loading import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
+from toolkit.planning.fake_ranks import fake_world
 from toolkit.sharding import accumulation, fsdp, host_memory, recompute
 from toolkit.sharding.accumulation import Accumulation
 from toolkit.sharding.compiled import compile_forward
 from toolkit.sharding.fsdp import offload_policy
 from toolkit.sharding.host_memory import HostMemory
-from toolkit.sharding.unit_table import dtype_ledger, fake_world, ledger_line, unit_rows, unit_table
+from toolkit.sharding.unit_table import dtype_ledger, ledger_line, unit_rows, unit_table
 from toolkit.training.optim import build_optimizer
 
 FP32 = ShardingConfig(param_dtype="float32")

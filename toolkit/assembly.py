@@ -3,6 +3,9 @@
 Above the rooms that it asks; recipes build by it, and what is refused is refused here.
 """
 
+from collections.abc import Callable
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -15,20 +18,34 @@ from toolkit.training.launch import Run
 
 
 def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel, ModelConfig]:
-    """Return the model on meta (shapes, no bytes), without adapters, and its settings with the
-    tokenizer of the run. Collective; seconds, and the training of a tokenizer where one is asked.
-
-    Refuses what settings, config, headers of the weights and the Hub show: ConfigError, HubError,
-    ModelError, LoadingError, DataError.
+    """Return what `build_checked` does, after asking the Hub whether the end can be published
+    (HubError) and this device whether it computes in 4 bits where that is asked; trains the
+    tokenizer where that is asked. Collective.
     """
     models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, run.device)
     hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.adapters else None)
+
+    def with_tokenizer(model: ModelConfig) -> ModelConfig:
+        if cfg.learns_documents:
+            return prepare_tokenizer(model, cfg.data, folder.tokenizer, keep=folder.holds_work)
+        return own_tokenizer(model)
+
+    return build_checked(cfg, run.device, with_tokenizer)
+
+
+def build_checked(
+    cfg: RunConfig, device: torch.device | str, with_tokenizer: Callable[[ModelConfig], ModelConfig]
+) -> tuple[PreTrainedModel, ModelConfig]:
+    """Return the model on meta (shapes, no bytes), without adapters, and its settings with the
+    tokenizer of the run. Collective; seconds. What a run builds, `toolkit train` asks for before it
+    starts one, and a rehearsal looks at.
+
+    Refuses what settings, config and the headers of the weights show: ConfigError, ModelError,
+    LoadingError, DataError.
+    """
     training.check_optimizer(cfg.optim, cfg.train.max_steps)
-    models.check_usable(cfg.model, cfg.data.sequence_length, run.device)
-    if cfg.learns_documents:
-        own = prepare_tokenizer(cfg.model, cfg.data, folder.tokenizer, keep=folder.holds_work)
-    else:
-        own = own_tokenizer(model_settings(cfg))
+    models.check_usable(cfg.model, cfg.data.sequence_length, device)
+    own = with_tokenizer(model_settings(cfg))
     model = models.prepare(own)
     loading.check_fits(model, cfg.model)
     return model, own

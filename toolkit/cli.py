@@ -300,7 +300,7 @@ def _plan(args: argparse.Namespace) -> int:
         return _fail(f"--device_memory {args.device_memory} is not a size; write 80GB", code=2)
     cfg = _known_shape(_load_either(args.config or args.file, args.settings))
     from toolkit.planning import calibrate_by_run, calibrate_here, device_of, plan_run
-    from toolkit.sharding.unit_table import planned_ranks
+    from toolkit.planning.fake_ranks import planned_ranks
 
     _quiet()
     if args.calibrate == "":
@@ -459,7 +459,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
     render: Callable[[dict], str]
     if args.plan is not None:
-        from toolkit.sharding.unit_table import plan_summary, render_plan
+        from toolkit.planning.unit_summary import plan_summary, render_plan
 
         found = plan_summary(_known_shape(_load_either(args.plan, args.settings)), args.world_size)
         render = render_plan

@@ -9,16 +9,17 @@ import io
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from toolkit import loading, models, training
 from toolkit.adapters import check_named
+from toolkit.assembly import build_checked
 from toolkit.checkpoint import disk
 from toolkit.checkpoint.run_folder import claim
-from toolkit.config.settings import RunConfig, model_settings
+from toolkit.config.settings import ModelConfig, RunConfig
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import encoder_for
 from toolkit.data.sources.files import configured
@@ -37,14 +38,9 @@ def check_start(cfg: RunConfig, world_size: int | None, device: str) -> None:
     with _silence():
         _check_ranks(cfg, world_size)
         claim(cfg)
-        training.check_optimizer(cfg.optim, cfg.train.max_steps)
         here = Path(cfg.model.name_or_path).expanduser().is_dir()
-        own = cfg.model if here else replace(cfg.model, init="random")
-        models.check_usable(own, cfg.data.sequence_length, device)
-        model_cfg = _tokenizer(cfg)
-        model = models.prepare(replace(model_cfg, kernels="none"))
-        if here:
-            loading.check_fits(model, cfg.model)
+        asked = cfg if here else replace(cfg, model=replace(cfg.model, init="random"))
+        model, model_cfg = build_checked(asked, device, partial(_tokenizer, cfg))
         _check_rows(cfg, model, model_cfg)
         if cfg.adapters:
             check_named(model, cfg.adapters)
@@ -75,9 +71,11 @@ def _check_ranks(cfg: RunConfig, world_size: int | None) -> None:
         accumulation_for(batch, size if isinstance(size, int) else 1, world_size)
 
 
-def _tokenizer(cfg: RunConfig) -> Any:
-    """Return the model's settings with the tokenizer of the run, where there is one already."""
-    model = own_tokenizer(model_settings(cfg))
+def _tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
+    """Return the model's settings with the tokenizer of the run, where there is one already, and
+    without kernels, which are the device's affair.
+    """
+    model = replace(own_tokenizer(model), kernels="none")
     if not cfg.learns_documents or model.train_tokenizer or _is_remote(cfg):
         return model
     return prepare_tokenizer(model, replace(cfg.data, streaming=True), Path(cfg.output_dir))

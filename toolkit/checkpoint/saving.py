@@ -24,14 +24,12 @@ import contextlib
 import json
 import shutil
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit import formats, ranks
@@ -59,8 +57,6 @@ CHANNEL, _GATHERED = "checkpoint", "gathered"
 # Of a machine's free memory: what copies of a state may take by `async_save: auto`.
 _SHARE = 0.5
 _PINNED = 2  # times their bytes, at most: torch takes page-locked memory in powers of two
-_behind: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
-_failed: list[str] = []  # paths of the saves that failed since the last success
 
 
 def save(
@@ -75,7 +71,7 @@ def save(
 
     Where it `may_fail`, since training goes on and saves again, a disk that is full or broken makes
     a warning, `cfg.max_failed_saves` times in a row; the path is "" then (behind the loop nobody
-    knows yet: `failed`). See [Note: a save that fails by the disk].
+    knows yet: `state.saves.failed`). See [Note: a save that fails by the disk].
 
     Raises:
         StorageError: on every rank, when a disk or a store refused; with `cfg.async_save` by the
@@ -89,8 +85,9 @@ def save(
     run = ranks.on_all(lambda: where(run_dir))
     model, optimizer = model_tensors(state.model), optimizer_tensors(state)
     needed = sum(t.numel() * t.itemsize for t in (*model.values(), *optimizer.values()))
-    with _disk_may_fail(needed, run, cfg, may_fail):
-        behind = _goes_behind(state.model, model | optimizer, cfg)
+    failed = state.saves.failed
+    with _disk_may_fail(needed, run, cfg, may_fail, failed):
+        behind = _goes_behind(state, model | optimizer, cfg)
         snapshot = _Snapshot(state, model, optimizer, run, cfg, behind)
         if not behind:
             return snapshot.write()
@@ -100,7 +97,7 @@ def save(
         def write_behind() -> None:
             with (
                 ranks.exchanges_over(CHANNEL),
-                _disk_may_fail(needed, run, cfg, may_fail, path),
+                _disk_may_fail(needed, run, cfg, may_fail, failed, path),
             ):
                 snapshot.write()
                 ranks.say(
@@ -118,42 +115,46 @@ def saved_line(path: str) -> str:
     return path and f"{'saving' if background.pending() else 'saved'} {path}"
 
 
-def _goes_behind(model: nn.Module, tensors: Tensors, cfg: CheckpointConfig) -> bool:
-    """Return whether the loop goes on while this is written. `auto` is decided at a model's first
+def _goes_behind(state: TrainState, tensors: Tensors, cfg: CheckpointConfig) -> bool:
+    """Return whether the loop goes on while this is written. `auto` is decided at a run's first
     save, where rank 0 says so; collective then.
     """
     if cfg.async_save != "auto":
         return cfg.async_save
-    if model not in _behind:
+    saves = state.saves
+    if saves.behind is None:
         parts = [local_tensor(t) for t in tensors.values()]
         own = sum(part.nbytes for part in parts) * _PINNED
         room = _SHARE * psutil.virtual_memory().available / ranks.ranks_here()
         on_device = any(part.device.type != "cpu" for part in parts)
-        _behind[model] = on_device and not has_adapters(model) and ranks.least(room - own) >= 0
-        if on_device and not has_adapters(model):
+        asked = on_device and not has_adapters(state.model)
+        saves.behind = asked and ranks.least(room - own) >= 0
+        if asked:
             ranks.say(
-                f"auto       async_save {str(_behind[model]).lower()} (copies of up to "
+                f"auto       async_save {str(saves.behind).lower()} (copies of up to "
                 f"{size_text(own)} a process, {size_text(int(room))} of host memory are for them)"
             )
-    return _behind[model]
-
-
-def failed(path: str) -> bool:
-    """Return whether `save` returned `path` for a checkpoint that then failed by the disk."""
-    return path in _failed
+    return saves.behind
 
 
 @contextlib.contextmanager
 def _disk_may_fail(
-    needed: int, run: Folder, cfg: CheckpointConfig, may_fail: bool, path: str = ""
+    needed: int,
+    run: Folder,
+    cfg: CheckpointConfig,
+    may_fail: bool,
+    failed: list[str],
+    path: str = "",
 ) -> Iterator[None]:
-    """Make a warning of a disk that refuses, while it may; else say what it lacks. Collective."""
+    """Make a warning of a disk that refuses, while it may; else say what it lacks. Collective.
+    `failed` is given the `path`.
+    """
     try:
         yield
     except StorageError as error:
-        _failed.append(path)
+        failed.append(path)
         text = str(error) + ranks.on_main(lambda: _lacking(needed, run))
-        left = cfg.max_failed_saves - len(_failed)
+        left = cfg.max_failed_saves - len(failed)
         setting = f"checkpoint.max_failed_saves {cfg.max_failed_saves}"
         if may_fail and left >= 0:
             ranks.say(
@@ -161,7 +162,7 @@ def _disk_may_fail(
             )
             return
         if may_fail:
-            text += f". It is save {len(_failed)} in a row that failed ({setting})"
+            text += f". It is save {len(failed)} in a row that failed ({setting})"
         named = StorageError(text)
         named.already_reported = getattr(error, "already_reported", False)  # type: ignore[attr-defined]
         named.agreed = True  # type: ignore[attr-defined]
@@ -195,7 +196,7 @@ class _Snapshot:
         """Make the folder, and take what the loop may change: of the tensors copies, where it does
         not wait. Collective.
         """
-        self.run, self.cfg, self.step = run, cfg, state.step
+        self.run, self.cfg, self.step, self.saves = run, cfg, state.step, state.saves
         self.failed = f"checkpoint of step {state.step} could not be written"
         self.assets = getattr(state.model, "hf_assets", None)
         self.content, self.adapter = "", None  # of state.json; on rank 0
@@ -218,7 +219,7 @@ class _Snapshot:
                 # A gathered tensor may be the live one: where one rank holds all of it.
                 live: dict[Any, torch.Tensor] = dict(self.tensors)
                 live |= {(_GATHERED, n): t for n, t in self.gathered.items()}
-                copies = ranks.on_all(lambda: _copied(live))
+                copies = ranks.on_all(lambda: _copied(live, self.saves.room))
                 self.tensors = {n: copies[n] for n in self.tensors}
                 self.gathered = {n: copies[_GATHERED, n] for n in self.gathered}
             self.model = {n: self.tensors[n] for n in model}
@@ -243,14 +244,14 @@ class _Snapshot:
         try:
             with device_pool(1, "digests") as pool:
                 digests = pool.submit(formats.part_digests, self.model, self.gathered)
-                write_shards(self.tensors, writer, self.failed)
+                write_shards(self.tensors, writer, self.failed, self.saves)
                 parts = ranks.gather_results_to_main(
                     lambda: (self._write_rest(writer.files), digests.result(), self._row_sums())
                 )
             path = ranks.on_main(lambda: str(self._commit(parts)))
         finally:
             self.remove()  # still under its temporary name: it failed
-        _failed.clear()
+        self.saves.failed.clear()
         ranks.on_main(lambda: retention.prune(self.run, self.cfg))
         return path
 
@@ -315,18 +316,13 @@ def _sums(tensors: Tensors) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-# Room for the copies of one save; filling fresh pages, let alone pinning them, takes longer than
-# the copy, so that the next save uses it again.
-_room: dict[Any, torch.Tensor] = {}
-
-
 @torch.no_grad()
-def _copied(tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    """Return copies of this rank's parts in host memory, laid out like `tensors`; they last until
-    the next call. Pinned where they come from a device.
+def _copied(tensors: dict[Any, torch.Tensor], rooms: dict[Any, torch.Tensor]) -> dict[Any, Any]:
+    """Return copies of this rank's parts in host memory, laid out like `tensors`, in `rooms`, so
+    that they last until the next call. Pinned where they come from a device.
     """
-    kept = dict(_room)
-    _room.clear()
+    kept = dict(rooms)
+    rooms.clear()
     copies, devices = {}, set()
     for name, tensor in tensors.items():
         tensor = tensor.detach()
@@ -335,7 +331,7 @@ def _copied(tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         if room is None or room.shape != local.shape or room.dtype != local.dtype:
             pinned = local.device.type != "cpu"
             room = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
-        _room[name] = room.copy_(local, non_blocking=True)
+        rooms[name] = room.copy_(local, non_blocking=True)
         devices.add(local.device)
         copies[name] = formats.like_dtensor(tensor, room) if isinstance(tensor, DTensor) else room
     for device in devices:

@@ -27,34 +27,30 @@ from toolkit.checkpoint.local_folder import disk_error
 from toolkit.checkpoint.shards import HashingWriter
 from toolkit.errors import CheckpointError
 from toolkit.formats import METADATA_FILE, ChunkTable, Known, Tensors, local_tensor
+from toolkit.training.train_state import Saves
 
 
 @dataclass
 class _Saved:
-    """The tensors and chunks that the ranks of a process group wrote last."""
+    """The tensors and chunks that the ranks wrote last."""
 
-    world: Any = None
     own: bytes = b""
     every: list[bytes] = field(default_factory=list)  # on rank 0, as the next two are
     known: Known = field(default_factory=dict)
     metadata: bytes = b""  # some 100 bytes a chunk
 
 
-_last = _Saved()
-
-
-def write_shards(tensors: Tensors, writer: HashingWriter, failed: str) -> None:
+def write_shards(tensors: Tensors, writer: HashingWriter, failed: str, saves: Saves) -> None:
     """Write the `tensors` of all ranks, each its part, and on rank 0 the `.metadata`. Collective.
+    `saves` keeps what was written, of which the next save sends the changes alone.
 
     Every rank brings the same names. CheckpointError, which begins with `failed`, on every rank:
     one could not write, or together they hold a tensor not at all or twice.
     """
-    global _last
-    world = ranks.everyone()
-    last = _last if _last.world is world else _Saved()
+    last = saves.written or _Saved()
     if not ranks.same(sorted(tensors)):
         raise CheckpointError(f"{failed}: the ranks hold tensors of other names")
-    saved = _Saved(world)
+    saved = _Saved()
 
     def write() -> bytes:
         with _named(failed):
@@ -72,7 +68,7 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str) -> None:
             Path(writer.path, METADATA_FILE).write_bytes(saved.metadata)
 
     ranks.on_main(finish)
-    _last = saved
+    saves.written = saved
 
 
 def written_here(tensors: Tensors) -> set[str]:

@@ -18,9 +18,8 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.adapters.peft_folder import read_as_peft, without_storage
-from toolkit.checkpoint import local_copy, wait
+from toolkit.checkpoint import TrainState, local_copy, wait
 from toolkit.checkpoint.resuming import quarantine
-from toolkit.checkpoint.saving import failed
 from toolkit.errors import CheckpointError
 from toolkit.export.consolidation import consolidate
 from toolkit.formats import local_tensor, part_of, reshard, same_values
@@ -30,21 +29,21 @@ from toolkit.models.peft_model import has_adapters, trained_tensors
 _ADVICE = "do not go on from it, or publish it: a reader would get another model"
 
 
-def prove_adapter(model: nn.Module, checkpoint: str) -> str:
-    """Prove the adapter of a checkpoint that was just saved from `model`; return the line for the
+def prove_adapter(state: TrainState, checkpoint: str) -> str:
+    """Prove the adapter of a checkpoint that was just saved of `state`; return the line for the
     log, empty for a model without adapters. One that does not come back is set aside. Collective.
 
     Waits for a save in the background. Rank 0 reads and writes the adapter once and holds it twice.
     CheckpointError: on every rank: the adapter does not come back (names rank and tensor).
     ExportError: on every rank: it cannot be exported or loaded by PEFT.
     """
-    if not has_adapters(model):
+    if not has_adapters(state.model):
         return ""
     wait()
-    if failed(checkpoint):  # by the disk, as was said: there is nothing to prove
+    if checkpoint in state.saves.failed:  # by the disk, as was said: there is nothing to prove
         return ""
     try:
-        return prove(model, checkpoint)
+        return prove(state.model, checkpoint)
     except CheckpointError as error:
         quarantine(checkpoint, str(error))
         raise

@@ -20,7 +20,7 @@ from toolkit.data.order.position import accumulation_for
 from toolkit.planning.changes import Plan, make_plan, with_settings
 from toolkit.planning.devices import Device
 from toolkit.planning.measuring import is_out_of_memory, measure
-from toolkit.planning.simulation import Config, PlanningError
+from toolkit.planning.simulation import PlanningError
 
 _AUTO = (("sharding", "activation_checkpointing"), ("train", "per_device_train_batch_size"))
 
@@ -39,7 +39,7 @@ def in_words(asked: RunConfig, cfg: RunConfig) -> str:
     return ", ".join(said)
 
 
-def as_before(cfg: Config, before: Config | None, world_size: int) -> Config:
+def as_before(cfg: RunConfig, before: RunConfig | None, world_size: int) -> RunConfig:
     """Return `cfg` with what an earlier start of the run chose, where its batch still divides."""
     for section, name in chosen_names(cfg) if before is not None else ():
         value = getattr(getattr(before, section), name)
@@ -50,7 +50,7 @@ def as_before(cfg: Config, before: Config | None, world_size: int) -> Config:
     return cfg
 
 
-def accumulated(cfg: Config, world_size: int) -> Config:
+def accumulated(cfg: RunConfig, world_size: int) -> RunConfig:
     """Return `cfg` with the accumulation that makes up `train.global_batch_size`, where that is
     set. DataError: it does not divide.
     """
@@ -61,7 +61,7 @@ def accumulated(cfg: Config, world_size: int) -> Config:
     return with_settings(cfg, "train", gradient_accumulation_steps=repeats)
 
 
-def candidates(cfg: Config, world_size: int) -> list[list[Config]]:
+def candidates(cfg: RunConfig, world_size: int) -> list[list[RunConfig]]:
     """Return what `auto` may become, the best first: for each recomputation its batches."""
     recomputed, size = cfg.sharding.activation_checkpointing, cfg.train.per_device_train_batch_size
     modes = ["none", "selective", "full"] if recomputed == "auto" else [recomputed]
@@ -72,7 +72,7 @@ def candidates(cfg: Config, world_size: int) -> list[list[Config]]:
         each = accumulation_for(cfg.train.global_batch_size or 1, 1, world_size)
         sizes = [n for n in range(each, 0, -1) if each % n == 0]
 
-    def one(mode: Any, size: Any) -> Config:
+    def one(mode: Any, size: Any) -> RunConfig:
         own = with_settings(cfg, "sharding", activation_checkpointing=mode)
         own = with_settings(own, "train", per_device_train_batch_size=size)
         return accumulated(own, world_size)
@@ -80,7 +80,7 @@ def candidates(cfg: Config, world_size: int) -> list[list[Config]]:
     return [[one(mode, size) for size in sizes] for mode in modes]
 
 
-def choose(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[int, Plan]:
+def choose(cfg: RunConfig, world_size: int, device: Device, memory: int) -> tuple[int, Plan]:
     """Return the place among all candidates of the first that fits by its plan, with that; where
     none does, of the last. What the model cannot be run with does not fit. Makes a fake world; a
     few plans of each recomputation. PlanningError: nor can it be run as the last.
@@ -88,7 +88,7 @@ def choose(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[i
     groups, passed = candidates(cfg, world_size), 0
     plans: list[Plan] = []
 
-    def fits(candidate: Config) -> bool:
+    def fits(candidate: RunConfig) -> bool:
         try:
             plan = make_plan(candidate, world_size, device, memory)
         except PlanningError:
@@ -105,7 +105,7 @@ def choose(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[i
 
 
 def tried(
-    cfg: Config, world_size: int, rank: int, device: torch.device, memory: int, reserve: int
+    cfg: RunConfig, world_size: int, rank: int, device: torch.device, memory: int, reserve: int
 ) -> int | None:
     """Return the peak of a real step of `cfg` as one rank on `device`, which has an index; None
     where it does not fit beside `reserve` bytes. Makes a fake world, and limits this process
@@ -132,7 +132,7 @@ def tried(
     return peak if peak + reserve <= memory else None
 
 
-def after(cfg: Config, world_size: int, place: int) -> Iterator[Config]:
+def after(cfg: RunConfig, world_size: int, place: int) -> Iterator[RunConfig]:
     """Return the candidates from `place` on."""
     every = itertools.chain.from_iterable(candidates(cfg, world_size))
     return itertools.islice(every, place, None)

@@ -12,12 +12,13 @@ from toolkit.config.settings import (
     FinetuneDataConfig,
     FinetuneModelConfig,
     FinetuneTrainConfig,
+    RunConfig,
 )
 from toolkit.errors import ConfigError, ToolkitError, one_line
 from toolkit.planning.calibration import Calibration, remembered
 from toolkit.planning.devices import Device
 from toolkit.planning.estimates import Estimate, estimate, reserve_of
-from toolkit.planning.simulation import Config, Simulation, simulate
+from toolkit.planning.simulation import Simulation, simulate
 
 # Changes of what a step computes; what a rank holds between two steps stays with them.
 _OF_STEPS = (
@@ -33,7 +34,7 @@ class Plan:
     """A run as it would be with one change, or several, or none."""
 
     change: str
-    cfg: Config
+    cfg: RunConfig
     world_size: int
     sim: Simulation
     estimate: Estimate
@@ -49,7 +50,7 @@ class Plan:
 @dataclass(frozen=True)
 class _Change:
     name: str
-    cfg: Config
+    cfg: RunConfig
     world_size: int
     kept: bool = True
 
@@ -60,7 +61,7 @@ class _Change:
 
 
 def make_plan(
-    cfg: Config,
+    cfg: RunConfig,
     world_size: int,
     device: Device,
     memory: int | None,
@@ -161,7 +162,7 @@ def with_settings(cfg: Any, section: str, **settings: Any) -> Any:
     return replace(cfg, **{section: replace(getattr(cfg, section), **settings)})
 
 
-def as_finetuning(cfg: Config) -> FinetuneConfig | None:
+def as_finetuning(cfg: RunConfig) -> FinetuneConfig | None:
     """Return the same run by `toolkit finetune`, which has adapters; None: its weights are random,
     or one of its settings does not go with that.
     """
@@ -177,7 +178,7 @@ def as_finetuning(cfg: Config) -> FinetuneConfig | None:
     return None
 
 
-def _changes(cfg: Config, world: int) -> list[_Change]:
+def _changes(cfg: RunConfig, world: int) -> list[_Change]:
     """Return the changes of a run, by what they usually cost, the cheapest first, without those
     that its other settings refuse.
     """

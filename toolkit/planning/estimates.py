@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from toolkit.config.settings import RunConfig
 from toolkit.planning.calibration import Calibration
 from toolkit.planning.devices import KERNEL, LINKS, MEMORY, PRODUCTS, Device
-from toolkit.planning.simulation import Config, Simulation
+from toolkit.planning.simulation import Simulation
 
 RESERVE = 1_500_000_000
 """Bytes, assumed: the device's context, fragments of the allocator."""
@@ -71,7 +72,7 @@ class Estimate:
 
 def estimate(
     sim: Simulation,
-    cfg: Config,
+    cfg: RunConfig,
     world_size: int,
     device: Device,
     calibration: Calibration | None = None,

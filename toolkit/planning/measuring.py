@@ -15,17 +15,21 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError
 from toolkit.formats.metrics_file import STARTS, number, read_lines, read_metrics
 from toolkit.planning.calibration import calibration_of, remember
 from toolkit.planning.changes import with_settings
 from toolkit.planning.devices import Device, device_here, device_of, named_as
 from toolkit.planning.estimates import estimate
+from toolkit.planning.fake_ranks import sharded
 from toolkit.planning.meter import Meter
-from toolkit.planning.simulation import Config, run_step, sharded, simulate
+from toolkit.planning.simulation import run_step, simulate
 
 
-def measure(cfg: Config, world_size: int, device: torch.device, rank: int = 0) -> tuple[int, float]:
+def measure(
+    cfg: RunConfig, world_size: int, device: torch.device, rank: int = 0
+) -> tuple[int, float]:
     """Return the bytes that tensors have at most in a step of `cfg` on `device` as `rank` of
     `world_size`, and its seconds without what ranks send, after one step to warm up.
 
@@ -82,7 +86,7 @@ def host_peak(step: Callable[[], Any]) -> int:
     return max(e["args"]["Total Allocated"] for e in memory) - before
 
 
-def calibrate_here(cfg: Config, world_size: int, device_name: str | None = None) -> Device:
+def calibrate_here(cfg: RunConfig, world_size: int, device_name: str | None = None) -> Device:
     """Measure a step of `cfg` on this machine's device, and remember what it says of the plan's;
     return the figures of the device. ConfigError: `device_name` is another device.
 
@@ -101,7 +105,7 @@ def calibrate_here(cfg: Config, world_size: int, device_name: str | None = None)
     return device
 
 
-def calibrate_by_run(run: Path, cfg: Config, device_name: str | None = None) -> Device:
+def calibrate_by_run(run: Path, cfg: RunConfig, device_name: str | None = None) -> Device:
     """Remember what the metrics of a run with the settings `cfg` say of its plan; return the
     figures of its device. ConfigError: it has logged too little, or was on CPUs.
     """

@@ -11,7 +11,6 @@ import contextlib
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -25,7 +24,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.checkpoint import RunFolder
-from toolkit.config.settings import ShardingConfig
+from toolkit.config.settings import RunConfig, ShardingConfig
 from toolkit.errors import ToolkitError, one_line
 from toolkit.mesh import mesh_shape
 from toolkit.parsing import parse_size
@@ -34,7 +33,6 @@ from toolkit.planning.changes import Plan, make_plan, remedies
 from toolkit.planning.devices import Device, figures_of, with_index
 from toolkit.planning.estimates import reserve_of
 from toolkit.planning.measuring import is_out_of_memory
-from toolkit.planning.simulation import Config
 from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.tables import size_text
 from toolkit.training.guards import watchdog
@@ -51,20 +49,6 @@ _LONGEST = 60  # seconds after which that one ends without
 _HELD_SHARE = 0.4
 # Bytes of state for each of a trained parameter, at least.
 _STATE = {"adamw_torch_fused": 2.0, "adamw_8bit": 0.5, "muon": 1.0, "adafactor": 0.0}
-# Function that a failure came through, the outermost first -> what the run was doing.
-_DOING = {
-    "load_or_init": "loading",
-    "restore": "restoring a checkpoint",
-    "evaluate_metrics": "an evaluation",
-    "answer_prompts": "an evaluation",
-    "save": "saving",
-    "prove_adapter": "proving the adapter",
-    "export_step": "exporting",
-    "causal_lm_loss": "the forward",
-    "token_logps": "the forward",
-    "backward": "the backward",
-    "step": "the optimizer step",
-}
 
 
 class MemoryShortageError(ToolkitError):
@@ -82,7 +66,7 @@ class Outlook:
     """The cheapest changes with their costs; empty where it fits."""
 
 
-def resolve_auto(cfg: Config, model: nn.Module, run: Run, folder: RunFolder) -> Any:
+def resolve_auto(cfg: RunConfig, model: nn.Module, run: Run, folder: RunFolder) -> Any:
     """Return the settings of the run with the batch and the recomputation that `auto` becomes (see
     `automatic`); refuse a run whose shards alone do not fit, warn of one whose step may not, and
     let an out-of-memory error of the rest of the run say what would fit. Collective.
@@ -114,7 +98,7 @@ def resolve_auto(cfg: Config, model: nn.Module, run: Run, folder: RunFolder) -> 
     return cfg
 
 
-def shard_within_machines(cfg: Config, model: nn.Module, run: Run, memory: int) -> Config:
+def shard_within_machines(cfg: RunConfig, model: nn.Module, run: Run, memory: int) -> RunConfig:
     """Return the settings with a copy of the model on each machine, so that only gradients go from
     one to the other, where the mesh is left open, accelerators of several machines take part, and
     what a rank then holds leaves room for a step; see `sharding.dp_shard`. Says what it chose.
@@ -145,7 +129,7 @@ def shard_within_machines(cfg: Config, model: nn.Module, run: Run, memory: int) 
     return own
 
 
-def choose_candidate(cfg: Config, run: Run, device: Device, memory: int) -> Config:
+def choose_candidate(cfg: RunConfig, run: Run, device: Device, memory: int) -> RunConfig:
     """Return the first candidate that fits by the plan and whose step, tried by each rank on its
     own device, fits on all of them. Collective.
     """
@@ -167,7 +151,7 @@ def choose_candidate(cfg: Config, run: Run, device: Device, memory: int) -> Conf
     )
 
 
-def _place(cfg: Config, world_size: int, device: Device, memory: int) -> tuple[int, int]:
+def _place(cfg: RunConfig, world_size: int, device: Device, memory: int) -> tuple[int, int]:
     place, plan = automatic.choose(cfg, world_size, device, memory)
     return place, plan.estimate.memory
 
@@ -194,7 +178,9 @@ def memory_for(cfg: ShardingConfig, device: torch.device) -> int:
     return api.mem_get_info(device)[0] + api.memory_reserved(device)
 
 
-def least_bytes(cfg: Config, model: nn.Module, world_size: int, device_type: str) -> dict[str, int]:
+def least_bytes(
+    cfg: RunConfig, model: nn.Module, world_size: int, device_type: str
+) -> dict[str, int]:
     """Return what a rank of the run holds at least, of an unsharded `model` on any device: name of
     the part -> bytes. Of adapters the base alone, of 4-bit bases half a byte a value.
     """
@@ -218,7 +204,7 @@ def in_subprocess(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return pool.submit(fn, *args, **kwargs).result()
 
 
-def outlook(cfg: Config, world_size: int, device: Device, memory: int, failed: bool) -> Outlook:
+def outlook(cfg: RunConfig, world_size: int, device: Device, memory: int, failed: bool) -> Outlook:
     """Return what the plan of a run says, with changes where it does not fit, or has `failed`: then
     changes whose step peaks a tenth lower. Makes a fake world.
     """
@@ -249,7 +235,7 @@ def _in_words(plan: Plan, found: list[Plan]) -> str:
     return "; ".join(said)
 
 
-def _refuse(cfg: Config, world: int, device: Device, memory: int, parts: dict[str, int]) -> None:
+def _refuse(cfg: RunConfig, world: int, device: Device, memory: int, parts: dict[str, int]) -> None:
     listed = ", ".join(f"{name} {size_text(n)}" for name, n in parts.items() if n)
     missing = size_text(sum(parts.values()) - memory)
     raise MemoryShortageError(
@@ -258,7 +244,7 @@ def _refuse(cfg: Config, world: int, device: Device, memory: int, parts: dict[st
     )
 
 
-def _prediction(cfg: Config, world: int, device: Device, memory: int) -> str:
+def _prediction(cfg: RunConfig, world: int, device: Device, memory: int) -> str:
     try:
         found = in_subprocess(outlook, cfg, world, device, memory, False)
     except Exception as error:  # the run may fit, whatever the plan cannot do
@@ -269,7 +255,7 @@ def _prediction(cfg: Config, world: int, device: Device, memory: int) -> str:
     return f"WARNING    a step may not fit: {said}. Cheapest changes: {found.remedies}"
 
 
-def _advice(cfg: Config, world: int, device: Device, memory: int) -> str:
+def _advice(cfg: RunConfig, world: int, device: Device, memory: int) -> str:
     try:
         return in_subprocess(_soon, cfg, world, device, memory)
     except BrokenProcessPool:
@@ -278,14 +264,14 @@ def _advice(cfg: Config, world: int, device: Device, memory: int) -> str:
         return f"not planned: {one_line(error)}"
 
 
-def _soon(cfg: Config, world: int, device: Device, memory: int) -> str:
+def _soon(cfg: RunConfig, world: int, device: Device, memory: int) -> str:
     """Return what would fit; end this process where that takes too long."""
     signal.alarm(_LONGEST)
     return outlook(cfg, world, device, memory, True).remedies
 
 
 @contextlib.contextmanager
-def _told_if_out_of_memory(cfg: Config, run: Run, device: Device, memory: int) -> Iterator[None]:
+def _told_if_out_of_memory(cfg: RunConfig, run: Run, device: Device, memory: int) -> Iterator[None]:
     """Turn an out-of-memory error into a MemoryShortageError that says when, how much and what to
     change. Each rank that fails says its own at once; the first of them plans the changes.
     """
@@ -294,15 +280,13 @@ def _told_if_out_of_memory(cfg: Config, run: Run, device: Device, memory: int) -
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        names = (frame.name for frame in traceback.extract_tb(error.__traceback__))
-        doing = next((_DOING[name] for name in names if name in _DOING), "training")
         peak = host_memory_peak()
         if run.device.type != "cpu":
             peak = torch.get_device_module(run.device).max_memory_allocated(run.device)
         train = cfg.train
         batch = f"{train.per_device_train_batch_size} x {cfg.data.sequence_length:,} tokens"
         said = (
-            f"out of memory in {doing} on rank {run.rank}: {one_line(error)} (batch {batch}; "
+            f"out of memory on rank {run.rank}: {one_line(error)} (batch {batch}; "
             f"{size_text(peak)} at the peak, {size_text(memory)} given)"
         )
         if not ranks.first_to_report("out of memory"):

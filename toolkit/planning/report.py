@@ -8,14 +8,15 @@ from typing import Any
 from tqdm import tqdm
 
 from toolkit.checkpoint.disk import checkpoints_kept
+from toolkit.config.settings import RunConfig
 from toolkit.planning.automatic import accumulated, choose, chosen_names, in_words
 from toolkit.planning.changes import Plan, layouts, make_plan, remedies
 from toolkit.planning.devices import Device
 from toolkit.planning.estimates import reserve_of, reserves
+from toolkit.planning.fake_ranks import planned_ranks
 from toolkit.planning.longest import Longest, longest
 from toolkit.planning.meter import HOST
-from toolkit.planning.simulation import Config, State, state_of
-from toolkit.sharding.unit_table import planned_ranks
+from toolkit.planning.simulation import State, state_of
 from toolkit.tables import count_text, size_text, table
 
 _COMPILED = "Layers are planned as torch_compile makes them: what its partitioner keeps."
@@ -218,7 +219,7 @@ class PlanReport:
 
 
 def plan_run(
-    cfg: Config,
+    cfg: RunConfig,
     world_size: int | None,
     device: Device,
     memory: int | None = None,

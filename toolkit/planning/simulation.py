@@ -27,42 +27,29 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils
 
-from toolkit.adapters import prepare_adapters
 from toolkit.checkpoint.disk import checkpoint_bytes, export_bytes
-from toolkit.config.settings import FinetuneConfig, PretrainConfig, ShardingConfig, model_settings
-from toolkit.data.prepare import choose_packing
+from toolkit.config.settings import RunConfig, ShardingConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import ToolkitError, one_line
 from toolkit.formats import local_tensor, transformers_private
 from toolkit.loading.materialisation import place
 from toolkit.loading.materialisation import replace as put
-from toolkit.mesh import DP_REPLICATE, DP_SHARD, init_mesh, mesh_shape
-from toolkit.models.causal_lm import build_on_meta
+from toolkit.mesh import DP_REPLICATE, DP_SHARD
 from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.layers import decoder_layers, tied_families
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
 from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
+from toolkit.planning.fake_ranks import TRACED, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
-from toolkit.sharding.accumulation import reduces_each
-from toolkit.sharding.fsdp import (
-    Sharded,
-    apply_fsdp,
-    compiles_layers,
-    replicates_frozen,
-    splits_ends,
-)
-from toolkit.sharding.unit_table import fake_world
-from toolkit.sharding.units import plan_units
+from toolkit.sharding.fsdp import Sharded
 from toolkit.training.loss import LossSum, causal_lm_loss, take_loss_from
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
 from toolkit.training.step import train_step
 
-Config = PretrainConfig | FinetuneConfig
 Device = str | torch.device
 _SECTOR = 512  # bytes that CUDA's allocator rounds up to
-_TRACED = "aot_eager_decomp_partition"  # torch's name of inductor without its kernels
 
 
 class PlanningError(ToolkitError):
@@ -125,7 +112,7 @@ class Simulation:
 
 
 def simulate(
-    cfg: Config,
+    cfg: RunConfig,
     world_size: int,
     *,
     rank: int = 0,
@@ -152,7 +139,7 @@ def simulate(
 
 
 def _simulated(
-    cfg: Config,
+    cfg: RunConfig,
     world_size: int,
     rank: int,
     device_type: str,
@@ -161,7 +148,7 @@ def _simulated(
     compiled: bool,
 ) -> Simulation:
     """Return what `simulate` does; `compiled`: layers are, where the run's are."""
-    backend = _TRACED if compiled and cfg.sharding.torch_compile_backend == "inductor" else None
+    backend = TRACED if compiled and cfg.sharding.torch_compile_backend == "inductor" else None
     where = cfg, world_size, rank, device_type, device_memory
     with sharded(*where, compile_by=backend) as (made, sharding):
         model = made.model
@@ -209,64 +196,6 @@ def _simulated(
         )
 
 
-@contextlib.contextmanager
-def sharded(
-    cfg: Config,
-    world_size: int,
-    rank: int,
-    device_type: str,
-    memory: int | None = None,
-    *,
-    mesh_type: str = "cpu",
-    compile_by: str | None = None,
-) -> Iterator[tuple[Sharded, ShardingConfig]]:
-    """Give the model of a run on meta, sharded as by `rank` of processes that do not exist, and the
-    settings of that, `auto` decided. Layers that the run compiles are by the backend `compile_by`,
-    where one is given.
-    """
-    with fake_world(world_size, rank):
-        model: Any = build_on_meta(model_settings(cfg))
-        model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
-        sharding = _decided(model, cfg, world_size, device_type, memory)
-        if compile_by is not None and _compiles(model, cfg, sharding, device_type):
-            torch.compiler.reset()  # an earlier plan's shapes would make these symbols
-            mode = None if compile_by == _TRACED else sharding.torch_compile_mode
-            sharding = replace(
-                sharding,
-                torch_compile="layer",
-                torch_compile_backend=compile_by,
-                torch_compile_mode=mode,
-            )
-        yield apply_fsdp(model, init_mesh(mesh_type, world_size, sharding), sharding), sharding
-
-
-def _decided(
-    model: Any, cfg: Config, world_size: int, device_type: str, memory: int | None
-) -> ShardingConfig:
-    """Return the settings with `auto` decided as a run on such devices would; not compiled."""
-    own, free = cfg.sharding, float("inf") if memory is None else memory
-    splits = splits_ends(model, own, device_type)
-    sharding = replace(own, embedding_units=splits, torch_compile="none")
-    shards = mesh_shape(world_size, own)[1]
-    whole, _ = replicates_frozen(model, sharding, shards, device_type, free)
-    sharding = replace(sharding, frozen="replicated" if whole else "sharded")
-    if own.accumulation == "auto":
-        each = reduces_each(model, getattr(torch, own.reduce_dtype).itemsize, free, shards)
-        sharding = replace(sharding, accumulation="reduce_each" if each else "reduce_once")
-    return sharding
-
-
-def _compiles(model: Any, cfg: Config, sharding: ShardingConfig, device_type: str) -> bool:
-    """Return whether a run on such devices compiles layers; `sharding` is decided but for that."""
-    asked, packing = cfg.sharding.torch_compile, cfg.data.packing
-    if asked == "auto" and device_type == "cuda" and packing == "auto":
-        packing = choose_packing(cfg.data, base_of(model), cfg.train.micro_batch).packing
-    sharding = replace(sharding, torch_compile=asked)
-    own_kernels = cfg.model.kernels != "none"
-    plan = plan_units(model, sharding)
-    return compiles_layers(plan, sharding, device_type, packing != "none", own_kernels)[0]
-
-
 def _find_loss(base: Any, model: nn.Module) -> list[str]:
     """Find by a tiny copy what `model` makes of its logits; return what is to be said of it."""
     kinds = layer_kinds(base)
@@ -288,7 +217,7 @@ def _find_loss(base: Any, model: nn.Module) -> list[str]:
     raise PlanningError(f"{plain_name(base)}: its loss cannot be tried on a tiny copy: {why}")
 
 
-def state_of(cfg: Config, world_size: int, rank: int) -> State:
+def state_of(cfg: RunConfig, world_size: int, rank: int) -> State:
     """Return the bytes that `rank` holds between two steps, without a step."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with sharded(cfg, world_size, rank, "cuda") as (made, _), fake, Meter().running():
@@ -299,7 +228,7 @@ def state_of(cfg: Config, world_size: int, rank: int) -> State:
 
 
 def _filled(
-    model: Any, cfg: Config, device: Device
+    model: Any, cfg: RunConfig, device: Device
 ) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
     """Give a sharded model on meta its memory; return its optimizer, begun, and the state."""
     for names in tied_families(model).values():
@@ -317,7 +246,7 @@ def _filled(
 
 def run_step(
     sharded: Sharded,
-    cfg: Config,
+    cfg: RunConfig,
     meter: Meter,
     device: Device,
     *,

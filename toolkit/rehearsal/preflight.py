@@ -17,35 +17,27 @@ from typing import Any
 
 import torch
 
-from toolkit import config, hub, loading, recipes, training
-from toolkit.adapters import prepare_adapters
+from toolkit import config, hub, recipes, training
+from toolkit.assembly import build_checked
 from toolkit.checkpoint import disk
 from toolkit.checkpoint.run_folder import claim, root_of
 from toolkit.checkpoint.store import is_url, where
-from toolkit.config.settings import FinetuneConfig, ShardingConfig, model_settings
+from toolkit.config.settings import FinetuneConfig, ShardingConfig
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import prepare_data
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
 from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer
 from toolkit.errors import ConfigError, DataError, ToolkitError
-from toolkit.mesh import DP_REPLICATE, DP_SHARD, View, init_mesh
-from toolkit.models import (
-    build_on_meta,
-    check_quantisation,
-    check_usable,
-    plain_name,
-    prepare,
-    vocabulary_size,
-)
+from toolkit.mesh import DP_REPLICATE, DP_SHARD, View
+from toolkit.models import build_on_meta, check_quantisation, plain_name, vocabulary_size
+from toolkit.planning.fake_ranks import fake_world, sharded
 from toolkit.rehearsal.life import Life, stages
 from toolkit.rehearsal.rows import Head, length_for, read_heads, refuse_long
 from toolkit.rehearsal.settings import affordable_length, notes_on, on_cpu, rehearsal_config
 from toolkit.rehearsal.shrunk import shrink
 from toolkit.rehearsal.stages import NotAskedError, Recorder
-from toolkit.sharding import apply_fsdp
-from toolkit.sharding.fsdp import splits_ends
-from toolkit.sharding.unit_table import fake_world, unit_rows
+from toolkit.sharding.unit_table import unit_rows
 from toolkit.tables import size_text
 
 # Attention kernels -> packages of which one must be there; transformers takes kernels of the Hub
@@ -221,12 +213,9 @@ class Rehearsal:
     def check_model(self) -> str:
         """Build the real model on meta; refuse a tokenizer that gives ids beyond the embedding."""
         cfg, own = self.cfg, on_cpu(self.cfg)
-        training.check_optimizer(cfg.optim, cfg.train.max_steps)
         check_quantisation(cfg.adapters, cfg.sharding, own.model, "cpu")
-        check_usable(own.model, cfg.data.sequence_length, "cpu")
-        self.model_cfg = own_tokenizer(model_settings(own))
-        self.model = model = prepare(self.model_cfg)
-        loading.check_fits(model, own.model)
+        model, self.model_cfg = build_checked(own, "cpu", own_tokenizer)
+        self.model = model
         tokenizer = load_tokenizer(self.model_cfg)
         Encoder(tokenizer, cfg.data, vocabulary_size(model))
         if isinstance(cfg, FinetuneConfig):
@@ -263,17 +252,13 @@ class Rehearsal:
     def check_sharding(self) -> str:
         """Shard the real model as on the ranks of the run, but on meta."""
         cfg, model = self.cfg, self.model
-        with fake_world(self.ranks):
-            sharding = on_cpu(cfg).sharding
-            model = prepare_adapters(model, cfg.adapters, sharding.param_dtype)
-            splits = splits_ends(model, sharding, "cuda")
-            compiled = "none" if sharding.torch_compile == "auto" else sharding.torch_compile
-            sharding = replace(sharding, embedding_units=splits, torch_compile=compiled)
-            mesh = init_mesh("cpu", self.ranks, sharding)
-            rows = unit_rows(apply_fsdp(model, mesh, sharding), sharding)
-            replicas, shards = mesh.axes[DP_REPLICATE], mesh.axes[DP_SHARD]
+        compiled = "none" if cfg.sharding.torch_compile == "auto" else cfg.sharding.torch_compile
+        on_ranks = on_cpu(cfg), self.ranks
+        with sharded(*on_ranks, model=model, torch_compile=compiled) as (made, sharding):
+            rows = unit_rows(made, sharding)
+            replicas, shards = made.mesh.axes[DP_REPLICATE], made.mesh.axes[DP_SHARD]
             held = size_text(sum(row.bytes_sharded for row in rows))
-            self.model = model
+            self.model = made.model
             return f"{len(rows)} units on {replicas} x {shards} ranks, {held} of parameters each"
 
     def check_disk(self) -> str:

@@ -1,24 +1,15 @@
 """What a run and `toolkit inspect --plan` print about sharding: units, and dtypes by purpose."""
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from toolkit.adapters import prepare_adapters
-from toolkit.config.settings import RunConfig, ShardingConfig, model_settings
-from toolkit.errors import ConfigError, ShardingError
-from toolkit.formats import DTYPES, assets_of, local_tensor, torch_private
-from toolkit.mesh import DP_REPLICATE, DP_SHARD, init_mesh
-from toolkit.models.causal_lm import build_on_meta
-from toolkit.models.classes import plain_name
+from toolkit.config.settings import ShardingConfig
+from toolkit.formats import DTYPES, assets_of, local_tensor
 from toolkit.models.packed_linear import PackedLinear, packed_weights
-from toolkit.models.peft_model import base_of
-from toolkit.sharding.fsdp import Sharded, apply_fsdp, splits_ends
+from toolkit.sharding.fsdp import Sharded
 from toolkit.tables import fold, table
 
 
@@ -110,71 +101,6 @@ def ledger_line(sharded: Sharded, cfg: ShardingConfig, optimizer: str | None = N
             "1/256 of a weight is lost to rounding. model.dtype: float32 keeps them"
         )
     return line
-
-
-@contextlib.contextmanager
-def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be `rank` of `world_size` processes that do not exist; collectives move nothing."""
-    if dist.is_initialized():
-        raise ShardingError("a process group exists already; plan in a process of its own")
-    store = torch_private("testing._internal.distributed.fake_pg", "FakeStore")()
-    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any]:
-    """Return how a run of `cfg` on GPUs would be sharded, ready for JSON, in one process without
-    weights. Without `world_size` `cfg` must have dp_replicate and dp_shard (ConfigError).
-    """
-    sharding, world_size = cfg.sharding, planned_ranks(cfg.sharding, world_size)
-    with fake_world(world_size):
-        model: Any = build_on_meta(model_settings(cfg))
-        model = prepare_adapters(model, cfg.adapters, sharding.param_dtype)
-        splits = splits_ends(model, sharding, "cuda")
-        # What is recomputed changes no unit.
-        sharding = replace(sharding, embedding_units=splits, activation_checkpointing="none")
-        mesh = init_mesh("cpu", world_size, sharding)
-        made = apply_fsdp(model, mesh, sharding)
-        rows = unit_rows(made, sharding)
-        return {
-            "model": plain_name(base_of(model)),
-            "parameters": sum(row.parameters for row in rows),
-            "world_size": world_size,
-            "mesh": {name: mesh.axes[name] for name in (DP_REPLICATE, DP_SHARD)},
-            "bytes_sharded": sum(row.bytes_sharded for row in rows),
-            "units": [asdict(row) for row in rows],
-            "dtypes": dtype_ledger(made, sharding),
-            "layers": list(made.plan.layers),
-            "table": unit_table(made, sharding),
-            "ledger": ledger_line(made, sharding),
-        }
-
-
-def planned_ranks(cfg: ShardingConfig, world_size: int | None) -> int:
-    """Return the number of processes to plan for; a ConfigError where nobody said it."""
-    if world_size is None and -1 in (cfg.dp_replicate, cfg.dp_shard):
-        raise ConfigError(
-            "the number of processes is not known: give --world_size N, or set both "
-            "sharding.dp_replicate and sharding.dp_shard"
-        )
-    count = cfg.dp_replicate * cfg.dp_shard if world_size is None else world_size
-    if count < 1:
-        raise ConfigError(f"--world_size must be at least 1, got {count}")
-    return count
-
-
-def render_plan(plan: dict[str, Any]) -> str:
-    """Return a `plan_summary` as text."""
-    mesh = plan["mesh"]
-    return (
-        f"model   {plan['model']}, {plan['parameters']:,} parameters\n"
-        f"mesh    {plan['world_size']} ranks: dp_replicate {mesh['dp_replicate']} x dp_shard "
-        f"{mesh['dp_shard']}; {plan['bytes_sharded'] / 1e6:,.1f} MB of parameters a rank\n"
-        f"dtypes  {plan['ledger']}\n\n{plan['table']}"
-    )
 
 
 def _counted(units: list[torch.dtype], replicated: list[torch.dtype]) -> str:

@@ -11,6 +11,21 @@ from toolkit.errors import TrainingError
 
 
 @dataclass
+class Saves:
+    """What one save of a run leaves for the next; no checkpoint keeps it."""
+
+    behind: bool | None = None
+    """Whether the loop goes on while `async_save: auto` writes; None before the first save."""
+    failed: list[str] = field(default_factory=list)
+    """Paths of the saves that failed by the disk since the last success."""
+    room: dict[Any, torch.Tensor] = field(default_factory=dict)
+    """Copies of tensors. Filling fresh pages, let alone pinning them, takes longer than the copy,
+    so the next save uses them again."""
+    written: Any = None
+    """The chunks that the ranks wrote (`checkpoint.shard_plan`)."""
+
+
+@dataclass
 class TrainState:
     """Everything a run needs to go on as if nothing had happened."""
 
@@ -28,6 +43,7 @@ class TrainState:
     restored: dict[str, float] = field(default_factory=dict)
     """What `resume` read on this rank: `own_bytes` of its parts, `bytes_requested` to fill them
     (verification, which reads everything, is not in it), `seconds`; empty before."""
+    saves: Saves = field(default_factory=Saves, repr=False)
 
     @property
     def required_optimizer(self) -> torch.optim.Optimizer:

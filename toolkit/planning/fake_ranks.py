@@ -1,0 +1,125 @@
+"""Shard the model of a run on meta, as one rank of processes that do not exist.
+
+What planning, `toolkit inspect --plan` and rehearsal look at is made here, by the calls of the
+recipes; `auto` is decided as on the devices that are named.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from toolkit.adapters import prepare_adapters
+from toolkit.config.settings import RunConfig, ShardingConfig, model_settings
+from toolkit.data.prepare import choose_packing
+from toolkit.errors import ConfigError, ShardingError
+from toolkit.formats import torch_private
+from toolkit.mesh import init_mesh, mesh_shape
+from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.peft_model import base_of
+from toolkit.sharding.accumulation import reduces_each
+from toolkit.sharding.fsdp import (
+    Sharded,
+    apply_fsdp,
+    compiles_layers,
+    replicates_frozen,
+    splits_ends,
+)
+from toolkit.sharding.units import plan_units
+
+TRACED = "aot_eager_decomp_partition"
+"""torch's name of inductor without its kernels."""
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Be `rank` of `world_size` processes that do not exist; collectives move nothing."""
+    if dist.is_initialized():
+        raise ShardingError("a process group exists already; plan in a process of its own")
+    store = torch_private("testing._internal.distributed.fake_pg", "FakeStore")()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def planned_ranks(cfg: ShardingConfig, world_size: int | None) -> int:
+    """Return the number of processes to plan for; a ConfigError where nobody said it."""
+    if world_size is None and -1 in (cfg.dp_replicate, cfg.dp_shard):
+        raise ConfigError(
+            "the number of processes is not known: give --world_size N, or set both "
+            "sharding.dp_replicate and sharding.dp_shard"
+        )
+    count = cfg.dp_replicate * cfg.dp_shard if world_size is None else world_size
+    if count < 1:
+        raise ConfigError(f"--world_size must be at least 1, got {count}")
+    return count
+
+
+@contextlib.contextmanager
+def sharded(
+    cfg: RunConfig,
+    world_size: int,
+    rank: int = 0,
+    device_type: str = "cuda",
+    memory: int | None = None,
+    *,
+    model: Any = None,
+    mesh_type: str = "cpu",
+    torch_compile: str = "none",
+    compile_by: str | None = None,
+) -> Iterator[tuple[Sharded, ShardingConfig]]:
+    """Give the model of a run, sharded on meta, and the settings of that with `auto` decided.
+
+    Args:
+        device_type: `auto` is decided as on such devices, with `memory` bytes each where known.
+        model: without adapters, where it is built already.
+        torch_compile: how modules are compiled, where `compile_by` is not given.
+        compile_by: a backend, by which the layers are compiled that the run compiles.
+    """
+    with fake_world(world_size, rank):
+        model = build_on_meta(model_settings(cfg)) if model is None else model
+        model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
+        sharding = _decided(model, cfg.sharding, world_size, device_type, memory)
+        sharding = replace(sharding, torch_compile=torch_compile)
+        if compile_by is not None and _compiles(model, cfg, sharding, device_type):
+            torch.compiler.reset()  # an earlier plan's shapes would make these symbols
+            mode = None if compile_by == TRACED else sharding.torch_compile_mode
+            sharding = replace(
+                sharding,
+                torch_compile="layer",
+                torch_compile_backend=compile_by,
+                torch_compile_mode=mode,
+            )
+        yield apply_fsdp(model, init_mesh(mesh_type, world_size, sharding), sharding), sharding
+
+
+def _decided(
+    model: Any, own: ShardingConfig, world_size: int, device_type: str, memory: int | None
+) -> ShardingConfig:
+    """Return the settings with `auto` decided as a run on such devices would; not compiled."""
+    free = float("inf") if memory is None else memory
+    splits = splits_ends(model, own, device_type)
+    sharding = replace(own, embedding_units=splits, torch_compile="none")
+    shards = mesh_shape(world_size, own)[1]
+    whole, _ = replicates_frozen(model, sharding, shards, device_type, free)
+    sharding = replace(sharding, frozen="replicated" if whole else "sharded")
+    if own.accumulation == "auto":
+        each = reduces_each(model, getattr(torch, own.reduce_dtype).itemsize, free, shards)
+        sharding = replace(sharding, accumulation="reduce_each" if each else "reduce_once")
+    return sharding
+
+
+def _compiles(model: Any, cfg: RunConfig, sharding: ShardingConfig, device_type: str) -> bool:
+    """Return whether a run on such devices compiles layers; `sharding` is decided but for that."""
+    asked, packing = cfg.sharding.torch_compile, cfg.data.packing
+    if asked == "auto" and device_type == "cuda" and packing == "auto":
+        packing = choose_packing(cfg.data, base_of(model), cfg.train.micro_batch).packing
+    sharding = replace(sharding, torch_compile=asked)
+    own_kernels = cfg.model.kernels != "none"
+    plan = plan_units(model, sharding)
+    return compiles_layers(plan, sharding, device_type, packing != "none", own_kernels)[0]
