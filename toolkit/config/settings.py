@@ -24,6 +24,7 @@ from toolkit.errors import ConfigError
 from toolkit.parsing import parse_size
 
 Dtype = Literal["float32", "bfloat16"]
+TorchCompile = bool | Literal["auto", "none", "layer", "model"]
 Schedule = Literal[
     "linear",
     "cosine",
@@ -155,7 +156,7 @@ class ShardingConfig:
     activation_offload: bool = False
     """Move what activation_checkpointing keeps, but for the last layer, to host memory until the
     backward."""
-    torch_compile: bool | Literal["auto", "none", "layer", "model"] = "auto"
+    torch_compile: TorchCompile = "auto"
     """Compile each decoder layer (`layer` or true; one graph for identical layers), or the whole
     sharded `model`. `auto`: each layer, on a GPU, with samples of one length (packed or wrapped:
     each new shape compiles anew) and no unit or offload inside of a layer; else `none`."""
