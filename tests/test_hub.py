@@ -520,6 +520,24 @@ def test_busy_hub(hub, push, export):
     done = push("push", export, NAME, tries=3)
     assert "failed 3 times" in done["error"][1]
     assert len(hub.seen) == 3
+    assert [line.count("the Hub answered 500; trying again in") for line in done["said"]] == [1, 1]
+
+
+def test_a_push_that_failed_at_its_commit_goes_on(hub, push, export):
+    """The client asks for it once; the second push sends nothing large again."""
+    repo = hub.make(NAME)
+    lost = iter([True])
+    hub.faults = lambda number, method, path: (
+        Fault("status", 503) if "/commit/" in path and next(lost, False) else None
+    )
+    done = push("push", export, NAME, tries=1)
+    assert "failed 1 times: the Hub answered 503" in done["error"][1]
+    assert len(repo.branches["main"]) == 1
+    stored = sum(s.method == "PUT" for s in hub.seen)
+    assert stored >= 3
+    assert push("push", export, NAME)["error"] is None
+    assert holds(repo, export)
+    assert sum(s.method == "PUT" for s in hub.seen) == stored
 
 
 def test_large_files_in_parts(hub, push, export):
