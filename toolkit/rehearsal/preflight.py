@@ -40,7 +40,13 @@ from toolkit.models import (
 )
 from toolkit.rehearsal.life import Life, stages
 from toolkit.rehearsal.rows import Head, length_for, read_heads, refuse_long
-from toolkit.rehearsal.settings import affordable_length, notes_on, on_cpu, rehearsal_config
+from toolkit.rehearsal.settings import (
+    affordable_length,
+    not_rehearsed,
+    notes_on,
+    on_cpu,
+    rehearsal_config,
+)
 from toolkit.rehearsal.shrunk import shrink
 from toolkit.rehearsal.stages import NotAskedError, Recorder
 from toolkit.sharding import apply_fsdp
@@ -266,9 +272,7 @@ class Rehearsal:
         with fake_world(self.ranks):
             sharding = on_cpu(cfg).sharding
             model = prepare_adapters(model, cfg.adapters, sharding.param_dtype)
-            splits = splits_ends(model, sharding, "cuda")
-            compiled = "none" if sharding.torch_compile == "auto" else sharding.torch_compile
-            sharding = replace(sharding, embedding_units=splits, torch_compile=compiled)
+            sharding = replace(sharding, embedding_units=splits_ends(model, sharding, "cuda"))
             mesh = init_mesh("cpu", self.ranks, sharding)
             rows = unit_rows(apply_fsdp(model, mesh, sharding), sharding)
             replicas, shards = mesh.axes[DP_REPLICATE], mesh.axes[DP_SHARD]
@@ -305,10 +309,10 @@ class Rehearsal:
         trusted = cfg.model.trust_remote_code
         built = config.ModelConfig(str(small.folder), init="random", trust_remote_code=trusted)
         model, files, output = build_on_meta(built), (train, evals), self.folder / "run"
-        own, self.recorder.result.not_rehearsed = rehearsal_config(
-            cfg, small, model, self.world_size, length, files, output
-        )
-        self.recorder.result.changed = config.differences(cfg, own)
+        own = rehearsal_config(cfg, small, model, self.world_size, length, files, output)
+        result = self.recorder.result
+        result.changed = config.differences(cfg, own)
+        result.not_rehearsed = not_rehearsed(cfg.sharding, self.ranks, self.world_size)
         return small, own
 
 
