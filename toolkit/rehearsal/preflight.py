@@ -40,13 +40,7 @@ from toolkit.models import (
 )
 from toolkit.rehearsal.life import Life, stages
 from toolkit.rehearsal.rows import Head, length_for, read_heads, refuse_long
-from toolkit.rehearsal.settings import (
-    affordable_length,
-    not_rehearsed,
-    notes_on,
-    on_cpu,
-    rehearsal_config,
-)
+from toolkit.rehearsal.settings import affordable_length, not_rehearsed, on_cpu, rehearsal_config
 from toolkit.rehearsal.shrunk import shrink
 from toolkit.rehearsal.stages import NotAskedError, Recorder
 from toolkit.sharding import apply_fsdp
@@ -151,7 +145,7 @@ class Rehearsal:
         else:
             arguments = ["--config", str(self.file), *self.flags]
             self.cfg = config.parse(recipes.SETTINGS[name], arguments)
-        self.recorder.result.recipe, self.recorder.result.notes = name, notes_on(self.cfg)
+        self.recorder.result.recipe = name
         return f"of the recipe {recipes.script_of(name)}"
 
     def check_packages(self) -> str:

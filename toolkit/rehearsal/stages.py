@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from textwrap import indent, wrap
 from typing import Any
 
 from toolkit.errors import ToolkitError, one_line
@@ -84,8 +83,6 @@ class Result:
 
     recipe: str = ""
     stages: list[Stage] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What the run will do that may not be meant."""
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Setting that differs -> its value in the run and in the rehearsal."""
     not_rehearsed: list[str] = field(default_factory=list)
@@ -113,8 +110,8 @@ class Result:
         for stage in (s for s in self.stages if s.ok is False):
             lines += ["", f"{stage.stage} failed: {stage.said}", f"  what to do: {stage.advice}"]
             lines += [f"  log: {stage.log}"] if stage.log else []
-        for title, entries in (("note", self.notes), ("not rehearsed", self.not_rehearsed)):
-            lines += ["", *_listed(title, entries)] if entries else []
+        if self.not_rehearsed:
+            lines += ["", "not rehearsed:", *(f"    {line}" for line in self.not_rehearsed)]
         if self.changed:
             pairs = asdict(self)["changed"].items()
             rows = [["setting", "run", "rehearsal"], *([n, *map(_shown, p)] for n, p in pairs)]
@@ -127,11 +124,6 @@ class Result:
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
-
-
-def _listed(title: str, entries: list[str]) -> list[str]:
-    body = [indent("\n".join(wrap(e, 96, break_on_hyphens=False)), "    ") for e in entries]
-    return [f"{title}:", *(f"  - {text[4:]}" for text in body)]
 
 
 class Recorder:
