@@ -4,9 +4,9 @@
 
 [Note: never half] A reader of the repository sees the files of its last commit. Large files are
 stored beside the commits first, by their sha256; those that are there are not sent again. One
-commit then names them all, and its parent: where somebody else committed in between, the Hub refuses
-it. A push begins by comparing, so the same push again goes on where one broke off, and a commit
-whose answer was lost is found, not made twice.
+commit then names them all, and its parent: where somebody else committed in between, the Hub
+refuses it. A push begins by comparing, so the same push again goes on where one broke off, and a
+commit whose answer was lost is found, not made twice.
 """
 
 import contextlib
