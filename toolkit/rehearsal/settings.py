@@ -91,11 +91,13 @@ def rehearsal_config(
 
 def not_rehearsed(cfg: ShardingConfig, ranks: int, world_size: int) -> list[str]:
     """Return what no setting of the rehearsal shows: what `ranks` processes on devices have."""
-    lacking = ["GPU kernels, NCCL, the real model's memory and speed: `toolkit plan CONFIG`"]
+    lacking = [
+        "GPU kernels, NCCL, what `auto` chooses on GPUs",
+        "the real model's memory and speed, which `toolkit plan CONFIG` estimates",
+    ]
     if ranks != world_size:
         lacking.append(
-            f"{ranks} processes: {world_size} here; the stage sharding has set up the mesh of "
-            f"{ranks} without processes"
+            f"{ranks} processes: {world_size} here (the stage sharding set up the mesh of {ranks})"
         )
     if cfg.cpu_offload or cfg.activation_offload:
         lacking.append("copies between device and host: on a CPU they are one memory")

@@ -123,7 +123,8 @@ class Result:
 
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+    half = _WIDEST // 2
+    return text if len(text) <= _WIDEST else f"{text[: half - 1]}…{text[-half:]}"
 
 
 class Recorder:
