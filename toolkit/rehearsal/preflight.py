@@ -38,11 +38,11 @@ from toolkit.models import (
     prepare,
     vocabulary_size,
 )
-from toolkit.rehearsal.life import Life, stages
+from toolkit.rehearsal.life import Life
 from toolkit.rehearsal.rows import Head, length_for, read_heads, refuse_long
 from toolkit.rehearsal.settings import affordable_length, not_rehearsed, on_cpu, rehearsal_config
 from toolkit.rehearsal.shrunk import shrink
-from toolkit.rehearsal.stages import NotAskedError, Recorder
+from toolkit.rehearsal.stages import STAGES, NotAskedError, Recorder
 from toolkit.sharding import apply_fsdp
 from toolkit.sharding.fsdp import splits_ends
 from toolkit.sharding.unit_table import fake_world, unit_rows
@@ -130,8 +130,9 @@ class Rehearsal:
         if self.life is None:
             return
         with self.life:
-            for name, stage in stages(self.life).items():
-                record(name, stage)
+            names = list(STAGES)
+            for name in names[names.index("load") + 1 :]:
+                record(name, getattr(self.life, name.replace(" ", "_")))
 
     @property
     def ranks(self) -> int:

@@ -181,11 +181,12 @@ def _checkpoint(asked: CheckpointConfig) -> dict[str, Any]:
 
 def _matching(cfg: Any, model: nn.Module) -> Any:
     """Return the config without patterns that name what the small model does not have."""
-    by_pattern = ("param_dtype_overrides", "reshard_after_forward_overrides")
     for section, name in (
         ("model", "frozen_parameters"),
         ("sharding", "ignored_parameters"),
-        *(("sharding", name) for name in ("layer_classes", *by_pattern)),
+        ("sharding", "layer_classes"),
+        ("sharding", "param_dtype_overrides"),
+        ("sharding", "reshard_after_forward_overrides"),
     ):
         find = matching_parameters if name.endswith("parameters") else matching_modules
         value = getattr(getattr(cfg, section), name)
