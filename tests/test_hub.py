@@ -435,6 +435,11 @@ def test_access_is_checked_before_a_run(hub, push):
     ]:
         done = push("check_access", name, **options)
         assert words in done["error"][1], done
+    for create, asked in ((False, 1), (True, 4)):  # a rehearsal does not wait for the Hub
+        hub.reset()
+        hub.faults = every("status", 0, float("inf"), status=503)
+        assert "the Hub answered 503" in push("check_access", NAME, create=create)["error"][1]
+        assert len(hub.seen) == asked
 
 
 # ---- A Hub that fails ----------------------------------------------------------------------------

@@ -129,10 +129,13 @@ def check_access(
     repo_id: str, *, private: bool = True, say: Say = print, create: bool = True
 ) -> None:
     """Refuse now what `push` would be refused for; create the repository when there is none, or
-    with `create` off ask only whether the token's owner may.
+    with `create` off ask once, and only whether the token's owner may.
     """
     with _repository(repo_id, private, None, say) as repo:
-        _tried(f"asking for access to {repo_id}", lambda: repo.check_access(create), say)
+        if create:
+            _tried(f"asking for access to {repo_id}", lambda: repo.check_access(create), say)
+        else:
+            repo.check_access(create)
 
 
 def check_name(repo_id: str) -> None:
