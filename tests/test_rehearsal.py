@@ -16,7 +16,7 @@ import tiny_models
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 
 from toolkit import cli
-from toolkit.config import DataConfig, PretrainConfig, ShardingConfig, differences
+from toolkit.config import DataConfig, MetricsConfig, PretrainConfig, ShardingConfig, differences
 from toolkit.config.settings import FinetuneConfig, ModelConfig, OptimConfig, TrainConfig
 from toolkit.rehearsal import Result, launches, rehearse
 from toolkit.rehearsal.preflight import real_world
@@ -234,6 +234,7 @@ def test_settings_for_gpus_are_mapped_and_named() -> None:
             dp_replicate=4, dp_shard=8, cpu_offload=True, reshard_after_forward=4
         ),
         data=DataConfig(sequence_length=8192),
+        metrics=MetricsConfig(report_to="dvclive"),  # not here: `--skip packages`
     )
     shrunk = Shrunk(Path("small"), 10**8, (2, 32), 1, "float32")
     files = ([Path("a.jsonl")], [])
@@ -251,6 +252,7 @@ def test_settings_for_gpus_are_mapped_and_named() -> None:
         ("sharding.param_dtype", "bfloat16", "float32"),
         ("sharding.torch_compile", "auto", "none"),
         ("data.sequence_length", "8192", "64"),
+        ("metrics.report_to", "dvclive", "none"),
         ("data.train_files", "[]", '["a.jsonl"]'),
     ):
         assert [name, there, here] in [line.split() for line in text.splitlines()]
