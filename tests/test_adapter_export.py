@@ -11,11 +11,14 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
+import transformers
 import yaml
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks
@@ -598,7 +601,7 @@ def alone(folder: Path, source: Path, model_cfg: ModelConfig, lora: LoraConfig) 
     return model
 
 
-def test_an_adapter_with_new_tokens(trained, tmp_path: Path) -> None:
+def test_an_adapter_with_new_tokens(trained, tmp_path: Path, capsys) -> None:
     source = trained[0] / "llama/source"
     both = ["embed_tokens", "lm_head"]
     model = alone(
@@ -619,6 +622,11 @@ def test_an_adapter_with_new_tokens(trained, tmp_path: Path) -> None:
     card = model_card.render(manifest, "org/name", "ab" * 32)
     assert f"base.resize_token_embeddings({rows})" in card
     assert card.index("resize_token") < card.index("PeftModel.from_pretrained(")
+    told = ["consolidate", str(tmp_path / "run"), "--output", str(tmp_path / "told")]
+    assert cli.main(told) == 0
+    known: dict[str, Any] = {"peft": peft, "transformers": transformers}
+    exec(dedent(capsys.readouterr().out.split("load it with:\n")[1]), known)
+    assert vocabulary_size(known["base"]) == rows
 
 
 def test_a_base_that_was_drawn_is_no_finding(trained, tmp_path: Path) -> None:

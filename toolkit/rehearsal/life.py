@@ -11,7 +11,6 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -236,13 +235,6 @@ class Life:
         self.reader.blame = stage
         self.reader.wait_for(said)
         return found[0]
-
-
-def stages(life: Life) -> dict[str, Callable[[], str]]:
-    """Return the stages of a life after `load`, in order."""
-    names = ("train", "save", "kill", "resume", "evaluate", "other ranks")
-    after = ("consolidate", "verify", "reload", "generate", "adapter", "push")
-    return {name: getattr(life, name.replace(" ", "_")) for name in (*names, *after)}
 
 
 def _differences(one: Path, other: Path) -> list[str]:
