@@ -48,10 +48,10 @@ class _Watch:
         self.shared = mmap(self.file.fileno(), watcher.BEAT.size)
         self.progress()
         faulthandler.register(watcher.DUMP_SIGNAL, self.file, all_threads=True)
-        self.watcher = self._start(folder)
+        self._start(folder)
         threading.Thread(target=self._obey, name="watchdog", daemon=True).start()
 
-    def _start(self, folder: Path) -> subprocess.Popen[bytes]:
+    def _start(self, folder: Path) -> None:
         """Start the watcher with a connection to the judge. Collective."""
         rank, one_host = ranks.rank(), len({*ranks.nodes()}) == 1
         sockets = list[socket.socket]()  # the watcher's
@@ -65,7 +65,7 @@ class _Watch:
             )
             return sockets[0].getsockname()[1], secrets.token_hex(16)
 
-        def start() -> subprocess.Popen[bytes]:
+        def start() -> None:
             host = "127.0.0.1" if one_host or rank == 0 else os.environ["MASTER_ADDR"]
             try:
                 sockets.append(socket.create_connection((host, port), _CONNECTED))
@@ -77,7 +77,7 @@ class _Watch:
                 ) from error
             descriptors = [one.fileno() for one in reversed(sockets)]
             about = json.dumps([os.getpid(), rank, str(folder), *descriptors])
-            started = subprocess.Popen(
+            self.watcher = subprocess.Popen(
                 [sys.executable, "-I", "-S", watcher.__file__, about],
                 env={**os.environ, watcher.SECRET: secret},  # others of a host read command lines
                 stdin=self.file,
@@ -87,10 +87,9 @@ class _Watch:
             )
             for one in sockets:
                 one.close()
-            return started
 
         port, secret = ranks.on_main(listen)
-        return ranks.on_all(start)
+        ranks.on_all(start)
 
     def progress(self) -> None:
         self.count += 1

@@ -45,7 +45,7 @@ _LET_FINISH = 300.0  # seconds for other checkpoints in flight
 _GRACE = {1: 5.0, PREEMPTED_CODE: 30.0}  # exit code -> seconds for ranks to end by themselves
 _TICK = 0.25
 _PACE = 2.0  # seconds between two states
-_SILENT = 20  # seconds without a packet until a host counts as lost
+_SILENT = 15  # seconds without a packet until a host counts as lost
 _SLOW = 60.0  # seconds for the judge to answer
 _ANSWER = 5.0  # seconds for a rank to write its stacks, and to leave
 _HEAR_ALL = 1.5  # seconds after the first end in which a deeper cause may be heard
@@ -264,8 +264,8 @@ def fail_when_lost(link: socket.socket) -> None:
     """Let a connection fail when nothing is heard of the other host's kernel for some seconds."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT // 4)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT // 4)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT // 5)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT // 5)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT)
 
 
