@@ -185,11 +185,11 @@ def test_the_timeout_of_steps_is_beyond_the_watchdogs_and_set_on_accelerators_on
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerated)
     watch = object.__new__(watchdog._Watch)
-    watch.patience, watch.count, watch.doing, watch.steady = patience, 0, "start", False
+    watch.patience, watch.count, watch.doing = patience, 0, "start"
     watch.code, watch.why, watch.shared = watcher.RUNS, "", bytearray(watcher.BEAT.size)
     monkeypatch.setattr(watchdog, "_watch", watch)
     for step in range(2, 6):
-        watchdog.doing(f"step {step}", steady=True)
+        watchdog.doing(f"step {step}")
     assert asked == expected
     assert launch._COLLECTIVE_TIMEOUT.total_seconds() > 600  # shorter, by default
 
@@ -199,7 +199,7 @@ def test_for_a_debugger_collectives_wait_a_day(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(ranks, "set_timeouts", asked.append)
     watchdog.begin(0, tmp_path, lambda: False)
     assert asked == [datetime.timedelta(days=1)]
-    watchdog.doing("step 2", steady=True)
+    watchdog.doing("step 2")
     assert len(asked) == 1
 
 

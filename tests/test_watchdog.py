@@ -81,7 +81,7 @@ def _stuck(rank: int, world: int, folder: str, fault: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     watchdog.begin(1.5, Path(folder), lambda: False)
-    watchdog.doing("step 7", steady=True)
+    watchdog.doing("step 7")
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model[1])
     fully_shard(model)
@@ -125,7 +125,7 @@ def test_where_a_rank_is(tmp_path, code, expected) -> None:
 
 def _patient(rank: int, world: int, folder: str) -> float:
     watchdog.begin(1.0, Path(folder), lambda: False)
-    watchdog.doing("step 1", steady=True)
+    watchdog.doing("step 1")
     with watchdog.patient("a save"):
         time.sleep(4.0)
         dist.barrier()  # where the others are through already, less time is left
@@ -173,7 +173,7 @@ def test_a_rank_whose_watcher_is_killed_ends_with_the_others(tmp_path, capfd) ->
 
 def _sleeps(rank: int, world: int, folder: str) -> str:
     watchdog.begin(1.0, Path(folder), lambda: False)
-    watchdog.doing("step 1", steady=True)
+    watchdog.doing("step 1")
     both = f"{os.getpid()} {watchdog._watch.watcher.pid}"
     subprocess.Popen(["sh", "-c", f"kill -STOP {both}; sleep 6; kill -CONT {both}"])
     begun = time.monotonic()
@@ -193,7 +193,7 @@ def _two_runs(rank: int, world: int, folder: str) -> list[bool]:
     found = list[bool]()
     watchdog.begin(5.0, Path(folder), lambda: True)
     first = watchdog._watch
-    watchdog.doing("step 7", steady=True)
+    watchdog.doing("step 7")
     watchdog.begin(3.0, Path(folder), lambda: False)  # the first was interrupted, and has no end
     second = watchdog._watch
     found += [second is not first, second.doing == "start", second.patience == 3.0]
@@ -285,20 +285,28 @@ def test_the_first_of_the_deepest_causes_is_told_once(tmp_path, capfd, heard, co
     assert told in "".join(said)
 
 
-def _rank(monkeypatch, code: int) -> watcher.Rank:
+def _rank(code: int, doing: bytes = b"a save") -> watcher.Rank:
     """Return a rank that shares this code, and no progress."""
     rank = object.__new__(watcher.Rank)
     rank._pid, rank._number, rank._name, rank.stacks = os.getppid(), 0, "rank 0", None
     rank._progress, rank._idle = (1, 0), 0.0
-    rank._shared = watcher.BEAT.pack(1, 300.0, code, b"a save", b"")  # type: ignore[assignment]
+    rank._shared = watcher.BEAT.pack(1, 300.0, code, doing, b"")  # type: ignore[assignment]
     return rank
 
 
-@pytest.mark.parametrize(("kilobytes_a_second", "works"), [(0, False), (10, False), (999, True)])
-def test_bytes_that_flow_are_progress(monkeypatch, kilobytes_a_second, works) -> None:
+@pytest.mark.parametrize(
+    ("doing", "kilobytes", "works"),
+    [
+        (b"a save", 0, False),
+        (b"a save", 10, False),
+        (b"a save", 999, True),
+        (b"step 3", 999, False),
+    ],
+)
+def test_bytes_that_flow_are_progress_beside_steps(monkeypatch, doing, kilobytes, works) -> None:
     """As of workers that tokenize for hours; what threads of a tracker move is none."""
-    rank, seconds = _rank(monkeypatch, watcher.RUNS), 0.0
-    monkeypatch.setattr(watcher, "bytes_moved", lambda pid: int(1e3 * kilobytes_a_second * seconds))
+    rank, seconds = _rank(watcher.RUNS, doing), 0.0
+    monkeypatch.setattr(watcher, "bytes_moved", lambda pid: int(1e3 * kilobytes * seconds))
     for _ in range(20):
         seconds += 2.0
         found = rank.state(2.0)
@@ -317,7 +325,7 @@ def test_bytes_of_this_process_are_counted(tmp_path) -> None:
 )
 def test_what_a_rank_says_last_is_heard(monkeypatch, said, alive, code, gone) -> None:
     """It ended well between two looks: it is not gone."""
-    rank = _rank(monkeypatch, said)
+    rank = _rank(said)
     monkeypatch.setattr(watcher.Rank, "alive", lambda _: alive)
     found = rank.state(1.0)
     assert (found["code"], bool(found["gone"])) == (code, gone)

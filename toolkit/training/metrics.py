@@ -117,7 +117,7 @@ class Metrics:
         counted = torch.where(stats.skipped, 0, stats.tokens)
         self._pending.append((stats.loss.masked_fill(stats.skipped, 0), counted, stats.tokens))
         self.guards.take(step, stats)
-        watchdog.doing(f"step {step + 1}", steady=True)
+        watchdog.doing(f"step {step + 1}")
         slowed = self.profiler is not None and self.profiler.slows(step)
         is_due = (
             more or step % self.logging_steps == 0 or step in (self.first_step + 1, self.max_steps)

@@ -38,7 +38,7 @@ class _Watch:
 
     def __init__(self, patience: float, folder: Path, busy: Callable[[], bool]) -> None:
         self.patience, self.busy, self.alone = patience, busy, ranks.world_size() == 1
-        self.count, self.doing, self.steady = 0, "start", False
+        self.count, self.doing = 0, "start"
         self.code, self.why = watcher.RUNS, ""  # that this rank ends with
         self.verdict: int | None = None
         self.judged = threading.Event()
@@ -93,7 +93,8 @@ class _Watch:
 
     def progress(self) -> None:
         self.count += 1
-        patience = self.patience * (1 if self.steady else _PATIENT)
+        steady = self.doing.startswith(watcher.IN_STEP)
+        patience = self.patience * (1 if steady else _PATIENT)
         texts = self.doing.encode(), self.why.encode()  # what is too long is cut off
         watcher.BEAT.pack_into(self.shared, 0, self.count, patience, self.code, *texts)
 
@@ -148,29 +149,30 @@ def progress() -> None:
         _watch.progress()
 
 
-def doing(what: str, *, steady: bool = False) -> None:
-    """Say what this rank does from here on; in a `steady` step less time may pass without progress.
-    From the first one on, collectives on accelerators wait for twice as long as the watchdog, which
+def doing(what: str) -> None:
+    """Say what this rank does from here on; in `step N` less time may pass without progress. From
+    the first one on, collectives on accelerators wait for twice as long as the watchdog, which
     tells more than NCCL, which aborts.
     """
     if _watch is None:
         return
-    if steady and _watch.doing == "start" and torch.accelerator.is_available():
+    first = _watch.doing == "start" and what.startswith(watcher.IN_STEP)
+    if first and torch.accelerator.is_available():
         seconds = max(_COLLECTIVE, 2 * _watch.patience)
         ranks.set_timeouts(datetime.timedelta(seconds=seconds))
-    _watch.doing, _watch.steady = what, steady
+    _watch.doing = what
     _watch.progress()
 
 
 @contextmanager
 def patient(what: str) -> Iterator[None]:
     """Let the block take 12 times as long."""
-    before, steady = (_watch.doing, _watch.steady) if _watch is not None else ("", False)
+    before = "" if _watch is None else _watch.doing
     doing(what)
     try:
         yield
     finally:
-        doing(before, steady=steady)
+        doing(before)
 
 
 def end(code: int, why: str = "") -> None:

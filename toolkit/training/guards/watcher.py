@@ -34,6 +34,7 @@ State = dict[str, Any]
 # what it is doing, and why it ends.
 BEAT = struct.Struct("<Qdi112s400s")
 RUNS = -1  # instead of an exit code
+IN_STEP = "step "  # how the name of what is done begins in steady steps
 PREEMPTED_CODE = 75
 HANG_CODE = 70  # EX_SOFTWARE of sysexits.h
 LOST = 15.0  # seconds for a checkpoint in flight that may want a rank which is gone
@@ -49,7 +50,7 @@ _SILENT = 15  # seconds without a packet until a host counts as lost
 _SLOW = 60.0  # seconds for the judge to answer
 _ANSWER = 5.0  # seconds for a rank to write its stacks, and to leave
 _HEAR_ALL = 1.5  # seconds after the first end in which a deeper cause may be heard
-_FLOW = 1 << 19  # bytes between two states that count as progress: threads that log move some
+_FLOW = 1 << 20  # bytes between two states that count as progress: threads that log move some
 _WAITS = re.compile(r"\bwait\(|\.item\(|\.tolist\(|\.cpu\(|synchronize\(")
 
 
@@ -78,8 +79,9 @@ class Rank:
         count, patience, said, *texts = BEAT.unpack(self._shared[:])
         doing, why = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
         before, self._progress = self._progress, (count, bytes_moved(self._pid))
-        progress = count != before[0] or self._progress[1] - before[1] >= _FLOW
-        self._idle = 0.0 if progress else self._idle + seconds
+        # Beside steady steps bytes that flow are progress, too.
+        flows = self._progress[1] - before[1] >= _FLOW and not doing.startswith(IN_STEP)
+        self._idle = 0.0 if count != before[0] or flows else self._idle + seconds
         return {
             "number": self._number,
             "name": self._name,
