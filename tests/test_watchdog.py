@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,24 @@ def _sleeps(rank: int, world: int, folder: str) -> str:
 @pytest.mark.faults
 def test_a_machine_may_sleep(tmp_path) -> None:
     assert run_ranks(_sleeps, 1, str(tmp_path)) == ["awake"]
+
+
+def _saves(rank: int, world: int, folder: str) -> None:
+    saved = threading.Timer(12.0 + rank, Path(folder, str(rank)).touch)
+    watchdog.begin(60.0, Path(folder), lambda: not saved.finished.is_set())
+    saved.start()
+    if rank == 1:
+        watchdog.end(1, "planted")
+    time.sleep(60.0)
+
+
+@pytest.mark.faults
+def test_a_checkpoint_in_flight_becomes_whole(tmp_path, capfd) -> None:
+    """It takes longer than a rank has to leave that has none."""
+    with pytest.raises(Exception, match="exited with 1"):
+        run_ranks(_saves, 2, str(tmp_path))
+    assert {file.name for file in tmp_path.iterdir()} >= {"0"}
+    assert re.search(r"watchdog: rank 1 \(.*\) ended: planted\n", capfd.readouterr().err)
 
 
 def _two_runs(rank: int, world: int, folder: str) -> list[bool]:
