@@ -200,10 +200,10 @@ class Judge:
                 break
         waited = min(state["idle"] for state in states)
         said = [f"no rank made progress for {waited:.0f} s, at: {states[0]['doing']}"]
-        for at, numbers in sorted(
-            same(states, "at", "number").items()
-        ):  # "missing" comes before "waiting"
-            said += [f"{at}: rank {', '.join(numbers[:16])}{' ...' * (len(numbers) > 16)}"]
+        places = same(states, "at", "number")
+        for at in sorted(places):  # "missing" comes before "waiting"
+            more = " ..." if len(places[at]) > 16 else ""
+            said += [f"{at}: rank {', '.join(places[at][:16])}{more}"]
         file = self._folder / f"hang-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.txt"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
