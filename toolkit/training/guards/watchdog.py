@@ -1,7 +1,7 @@
 """Watchdog: when a rank dies or none makes progress, end all ranks and report the cause.
 
 Each rank has a process beside it (`watcher`), which works when the rank does not. The rank shares
-its progress with that in memory, which costs a microsecond, and does in a thread what it is told.
+its progress with that in memory, which takes microseconds, and does in a thread what it is told.
 """
 
 import datetime
@@ -144,7 +144,7 @@ def begin(patience: float, folder: Path, busy: Callable[[], bool]) -> None:
 
 
 def progress() -> None:
-    """Say that this rank makes progress. About a microsecond."""
+    """Say that this rank makes progress. Takes some two microseconds."""
     if _watch is not None:
         _watch.progress()
 
