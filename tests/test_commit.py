@@ -186,20 +186,14 @@ def test_a_step_under_another_name_is_refused_and_not_moved(tmp_path, move):
 
 
 def test_a_manifest_that_nobody_would_read_is_not_committed(tmp_path, monkeypatch):
-    """Hashes of blobs are left out where it would be too long; then it is refused."""
     entry = {"size": 1, "sha256": commit.hash_of(save(tmp_path, 1) / "dcp/data")}
     folder = commit.begin(tmp_path, 2)
     (folder / "data").write_text("x")
-    manifest = {"step": 2, "files": {"data": entry | {"blobs": "ab" * 500}}, "tensors": {}}
     with monkeypatch.context() as patch:
         patch.setattr(commit, "MAX_JSON_BYTES", 100)
         with pytest.raises(CheckpointError, match="more than the 100 that are read: not committed"):
-            commit.commit(folder, 2, manifest)
-        assert list(commit.committed_steps(tmp_path)) == [1]
-        patch.setattr(commit, "MAX_JSON_BYTES", 500)
-        path = commit.commit(folder, 2, manifest)
-    assert commit.read_manifest(path)["files"] == {"data": entry}
-    assert newest(tmp_path) == path
+            commit.commit(folder, 2, {"step": 2, "files": {"data": entry}})
+    assert list(commit.committed_steps(tmp_path)) == [1]
 
 
 # --------------------------------------------------------------------------------------------------

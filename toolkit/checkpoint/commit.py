@@ -59,6 +59,7 @@ from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 EXPORTS = "exports"  # of a run that writes them itself
 STATE = "state.json"
+SUMS = "row_sums"  # of the manifest: tensor, of model and optimizer -> the sum of its rows
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
 SHARDED_SAFETENSORS = "shard-*-model-*-of-*.safetensors"
 ACCELERATE = "pytorch_model_fsdp_"  # folder of the weights in what `save_state` writes
@@ -166,19 +167,18 @@ def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
     manifest = parse_json(content, source, CheckpointError)
     try:
         listed = manifest["files"].items()
-        files = [(name, e["size"], e["sha256"], e.get("blobs", "")) for name, e in listed]
-        tensors = [(e["shape"], e["dtype"], e["digest"]) for e in manifest["tensors"].values()]
+        files = [(name, e["size"], e["sha256"]) for name, e in listed]
+        sums = list(manifest.get(SUMS, {}).values())
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{source} is not a manifest of this toolkit: {error!r}") from error
-    for name, size, *hashes in files:
-        texts = all(isinstance(text, str) for text in hashes)
-        if not is_inner_path(name) or type(size) is not int or not texts:
+    for name, size, sha256 in files:
+        if not is_inner_path(name) or type(size) is not int or not isinstance(sha256, str):
             raise CheckpointError(f"{source} names {name!r}, which is no file of the checkpoint")
     step = manifest.get("step")
     if not isinstance(step, int | None):
         raise CheckpointError(f"{source} is not a manifest of this toolkit: step {step!r:.80}")
-    if not all(isinstance(s, list) and isinstance(d, str) for s, d, _ in tensors):
-        raise CheckpointError(f"{source} is not a manifest of this toolkit: shapes and dtypes")
+    if not all(type(n) is int for n in sums):
+        raise CheckpointError(f"{source} is not a manifest of this toolkit: {SUMS}")
     return manifest
 
 
@@ -330,9 +330,6 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
     committed before is as it was, and `folder` is there to be removed.
     """
     text = json.dumps(manifest, indent=1, sort_keys=True)
-    if len(text) > MAX_JSON_BYTES:  # which no reader would take: 4 million blobs do it
-        manifest = _without_blobs(manifest)
-        text = json.dumps(manifest, indent=1, sort_keys=True)
     if len(text) > MAX_JSON_BYTES:
         raise CheckpointError(
             f"{MANIFEST} of step {step} has {len(text):,} bytes, more than the {MAX_JSON_BYTES:,} "
@@ -341,12 +338,6 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
     with disk_errors(f"checkpoint of step {step} could not be committed"):
         _check_whole(folder, manifest)
         return storage_of(folder).commit(step, text, seal(text.encode()), has_all_files)
-
-
-def _without_blobs(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the hashes by which `verify` finds the tensor that damage of a file has hit."""
-    files = {n: {k: v for k, v in e.items() if k != "blobs"} for n, e in manifest["files"].items()}
-    return manifest | {"files": files}
 
 
 def _check_whole(folder: store.Folder, manifest: dict[str, Any]) -> None:

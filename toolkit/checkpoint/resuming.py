@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
 from toolkit.checkpoint import commit, retention, rng_state
-from toolkit.checkpoint.saving import CHANNEL, DCP, HF, RNG, SUMS
+from toolkit.checkpoint.saving import CHANNEL, DCP, HF, RNG
 from toolkit.checkpoint.shards import SHARD, read_tensors, spread
 from toolkit.checkpoint.state import (
     TrainState,
@@ -245,17 +245,12 @@ def _prove(checkpoint: Folder, tensors: Tensors) -> None:
     """Compare `tensors`, as they are in memory now, with what was summed when they were saved; see
     [Note: proof of a save]. Collective, 8 bytes a tensor. CheckpointError names those that differ.
     """
-    saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(SUMS))
-    if saved is None:
-        ranks.say(
-            f"NOTE: {checkpoint.name} is of an earlier release: what was loaded is not proven"
-        )
-        return
+    saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(commit.SUMS, {}))
     names = sorted(n for n, tensor in tensors.items() if n in saved and cut_by_rows(tensor))
     if len(names) < len(tensors):
         ranks.say(
-            f"NOTE: {len(tensors) - len(names)} of {len(tensors)} tensors, not cut by rows, "
-            "were loaded without a proof"
+            f"NOTE: {len(tensors) - len(names)} of {len(tensors)} tensors, not cut by rows or "
+            "without a sum in the manifest, were loaded without a proof"
         )
     shares = ranks.on_all(lambda: [int(part_sums(tensors[name])[1]) for name in names])
     found = ranks.totals(shares)

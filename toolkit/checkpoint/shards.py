@@ -21,7 +21,7 @@ from torch.futures import Future
 from toolkit import ranks
 from toolkit.checkpoint.store import Folder, storage_of
 from toolkit.errors import CheckpointError
-from toolkit.formats import ChunkTable, blob_hash, check_blob, local_slices, local_tensor
+from toolkit.formats import ChunkTable, check_blob, local_slices, local_tensor
 from toolkit.formats.bit_sums import bytes_sum, wrapped
 from toolkit.formats.device_threads import device_pool
 from toolkit.formats.synced_files import preallocate, sync, write_behind
@@ -65,7 +65,7 @@ class HashingWriter(FileSystemWriter):
         count = max(1, min(most, sum(map(_size, plan.items)) // _WORTH_A_FILE))
         write, prefix = super().write_data, plan.storage_data.prefix
         # Not by torch's own threads: what fails in one of those is lost. torch's checksums of blobs
-        # cost as much as sha256 does; `HashingStream` has its own.
+        # cost as much as sha256 does.
         pool = device_pool(_FILES, "shards", _without_checksums if _OF_THREAD else None)
         try:
             jobs = []
@@ -154,11 +154,7 @@ class _Files(FileSystem):
         if isinstance(stream, HashingStream):
             if self.on_disk:
                 sync(path)
-            self.hashed[path.name] = {
-                "size": stream.size,
-                "sha256": stream.sha256.hexdigest(),
-                "blobs": stream.blobs,
-            }
+            self.hashed[path.name] = {"size": stream.size, "sha256": stream.sha256.hexdigest()}
             self.payloads[path.name] = stream.payloads
 
 
@@ -168,7 +164,7 @@ class HashingStream:
     def __init__(self, name: str, file: Any, files: _Files) -> None:
         self.name, self.file, self.files = name, file, files
         self.sha256, self.size, self.given = hashlib.sha256(), 0, 0
-        self.blob, self.blobs, self.begun = blob_hash(), "", 0
+        self.begun = 0
         self.payloads: dict[int, tuple[int, int]] = {}
         self._until_payload = 0  # calls
         self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
@@ -187,7 +183,6 @@ class HashingStream:
         for begin in range(0, size, _BLOCK):
             block = view[begin : begin + _BLOCK]  # written while the processor's cache has it
             self.sha256.update(block)
-            self.blob.update(block)
             if is_payload:
                 total += bytes_sum(block)
             self.file.write(block)
@@ -200,9 +195,7 @@ class HashingStream:
 
     def tell(self) -> int:
         """Return the size; torch asks for it before each blob and behind it."""
-        if self.size > self.begun:
-            self.blobs += self.blob.hexdigest()
-            self.blob, self.begun = blob_hash(), self.size
+        self.begun = self.size
         return self.size
 
 

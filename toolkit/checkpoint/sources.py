@@ -25,7 +25,6 @@ from toolkit import formats
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.peft_folder import ENTRY, is_adapter_folder
 from toolkit.checkpoint import commit
-from toolkit.checkpoint.saving import MANIFEST_VERSION
 from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelError
 from toolkit.parsing import parse_json
 
@@ -59,11 +58,10 @@ class Source:
         facts = [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats]
         return hashlib.sha256(repr((str(self.folder.resolve()), facts)).encode()).hexdigest()
 
-    def digests(self) -> dict[str, str]:
-        """Return key -> digest of live memory at saving; empty where there are none as of today."""
+    def sums(self) -> dict[str, int]:
+        """Return key -> `row_sum` of live memory at saving; empty for another tool's."""
         manifest = {} if self.checkpoint is None else commit.read_manifest(self.checkpoint)
-        known = manifest["tensors"] if manifest.get("version") == MANIFEST_VERSION else {}
-        return {key: entry["digest"] for key, entry in known.items()}
+        return manifest.get(commit.SUMS, {})
 
 
 def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> Source:

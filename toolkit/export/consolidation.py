@@ -2,9 +2,9 @@
 
 [Note: what is checked when] Before anything is written: sizes of all shards, hashes of their
 metadata and of the model's config, and that the chunks cover each tensor once. While a tensor is
-read: its digest, against the one taken from live memory when it was saved. Where there is none such
-(a checkpoint without digests) the sha256 of the shard files, at the beginning. A checkpoint of
-another tool has no hashes: only its structure is checked.
+read: the sum of its bits, against the one taken from live memory when it was saved. Where there is
+none such, the sha256 of the shard files, at the beginning. A checkpoint of another tool has no
+hashes: only its structure is checked.
 """
 
 import functools

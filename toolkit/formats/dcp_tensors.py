@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,11 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import CheckpointError, one_line
-from toolkit.formats.plain_files import damaged_parts
-
-blob_hash = xxhash.xxh3_64
-"""Of a blob, to say which of a damaged file's are damaged; `hexdigest` is BLOB_HASH letters."""
-BLOB_HASH = 16
 
 _MAX_RECORD = 2**20  # bytes of a record that is not a tensor's, and of the directory
 
@@ -207,21 +201,6 @@ def payload(blob: "BlobView") -> tuple[int, int]:
     if sum(place) > blob.length:
         raise CheckpointError("its record of bytes ends behind it")
     return place
-
-
-def damaged_blobs(
-    file: Path, places: list[tuple[str, int, int]], hashes: str = ""
-) -> dict[str, str]:
-    """Return tensor -> what is wrong, for the blobs of a shard that are not what was written.
-
-    `places` are (tensor, offset, length) of the blobs, `hashes` their `blob_hash`es in the order of
-    the file; without those, which a very long manifest leaves out, only lost blobs are found.
-    """
-    places = sorted(places, key=lambda place: place[1])
-    known = [hashes[i : i + BLOB_HASH] for i in range(0, len(hashes), BLOB_HASH)]
-    expected = known if len(known) == len(places) else [""] * len(places)
-    parts = [(*place, blob) for place, blob in zip(places, expected, strict=True)]
-    return damaged_parts(file, parts, "xxh3_64")
 
 
 def _check_directory(blob: "BlobView", begin: int) -> None:

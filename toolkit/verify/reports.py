@@ -20,7 +20,7 @@ def verify_checkpoint(checkpoint: str | Path) -> Report:
     """Return what is wrong with a checkpoint, or with every checkpoint of a run.
 
     Every byte of every file is compared with the manifest, and the stored bytes of every model
-    tensor with the digest of live memory; of a damaged file the tensors are named. Reads files once
+    tensor with the sum of live memory; of a damaged file the tensors are named. Reads files once
     and the model's tensors once more, on four threads; holds 1 MB (or one row) a thread.
 
     Raises:
@@ -49,8 +49,7 @@ def verify_export(
     that the config describes must agree, each parameter is there once. With a checkpoint: every
     value is that of the checkpoint, cast to the export's dtype, config and tokenizer are those of
     the checkpoint; a PEFT folder is proven in the same way, and a merged model to be its base plus
-    the adapter. Reads the export twice, and of the checkpoint only what has another dtype or is
-    converted. Holds two blocks of 1 MB (or one row) a thread, and two converted groups.
+    the adapter. Reads the export twice and the checkpoint's weights once. Holds two blocks of 1 MB (or one row) a thread, and two converted groups.
 
     Args:
         checkpoint: run, checkpoint, or one of another tool; None: the export by itself.
