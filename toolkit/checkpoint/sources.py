@@ -9,7 +9,6 @@
 What they say is not trusted: a pickle is read by `formats.read_metadata` only.
 """
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -49,14 +48,6 @@ class Source:
     stored: Callable[[str], formats.StoredTensor]
     """Name -> the tensor, to be read some rows at a time; reads a few hundred bytes a chunk."""
     fault: Callable[[str], str | None]  # name -> why it is not covered once; None: it is
-
-    def fingerprint(self) -> str:
-        """Return a hash that changes with the weights: of the manifest, else of file stats."""
-        if self.checkpoint is not None:
-            return hashlib.sha256((self.checkpoint / commit.MANIFEST).read_bytes()).hexdigest()
-        stats = ((p.name, p.stat()) for p in sorted(self.folder.iterdir()) if p.is_file())
-        facts = [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats]
-        return hashlib.sha256(repr((str(self.folder.resolve()), facts)).encode()).hexdigest()
 
     def sums(self) -> dict[str, int]:
         """Return key -> `row_sum` of live memory at saving; empty for another tool's."""

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint.carried import Carried
-from toolkit.checkpoint.commit import CHECKPOINTS, read_manifest
+from toolkit.checkpoint.commit import CHECKPOINTS, MANIFEST, hash_of, read_manifest
 from toolkit.checkpoint.facts import run_facts
 from toolkit.checkpoint.sources import (
     Source,
@@ -54,10 +54,8 @@ def consolidate(
 
     Key names are those of the source checkpoint, tied weights are written once; config, generation
     config, tokenizer and a manifest of all of it come along. The folder appears under its name only
-    when it is complete and was read back; interrupted, it goes on with the first weight file that
-    was not finished. Costs one read and one write of the weights, one more read of what was
-    written, and blocks of 1 MB of memory; of tensors that transformers converts (fused experts) the
-    memory of the largest group.
+    when it is complete. Costs one read and one write of the weights, and blocks of 1 MB of memory;
+    of tensors that transformers converts (fused experts) the memory of the largest group.
 
     Args:
         checkpoint: a run (its newest committed checkpoint is taken), a checkpoint, or one of
@@ -113,8 +111,7 @@ def consolidate(
     tensors.check()
     for family in tied_families(plan.model).values():
         tensors.check_same([name for name in family if name in tensors.keys])
-    weights = source.fingerprint()
-    write_export(plan, target, weights=weights, read_group=read, origin=origin)
+    write_export(plan, target, read_group=read, origin=origin)
     return str(Path(output).expanduser())
 
 
@@ -144,7 +141,7 @@ def _origin(source: Source, dtype: str, base: str | Path | None) -> dict[str, An
     origin: dict[str, Any] = {"dtype": dtype}
     if source.checkpoint is not None:
         step = read_manifest(source.checkpoint).get("step")
-        origin |= {"checkpoint": source.fingerprint(), "step": step}
+        origin |= {"checkpoint": hash_of(source.checkpoint / MANIFEST), "step": step}
         if source.checkpoint.parent.name == CHECKPOINTS:
             origin["run"] = run_facts(source.checkpoint.parent.parent, step) or None
     if base is not None and not is_path(str(base)) and origin.get("run"):
