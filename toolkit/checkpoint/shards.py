@@ -24,7 +24,7 @@ from toolkit.errors import CheckpointError
 from toolkit.formats import ChunkTable, check_blob, local_slices, local_tensor
 from toolkit.formats.bit_sums import bytes_sum, wrapped
 from toolkit.formats.device_threads import device_pool
-from toolkit.formats.synced_files import preallocate, sync, write_behind
+from toolkit.formats.synced_files import sync, write_behind
 
 SHARD = ".distcp"  # how torch's DCP ends their names
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
@@ -173,8 +173,6 @@ class HashingStream:
         if self.files.stopped:
             raise CheckpointError("the checkpoint was given up while it was written")
         view, size = memoryview(content), len(content)
-        if self.files.on_disk:
-            preallocate(self.fileno(), self.size, size)
         # torch.save writes the name of a record, its padding, then its bytes, each in one call.
         is_payload, total = self._until_payload == 1, 0
         self._until_payload = (
