@@ -77,7 +77,7 @@ def tensors_of(file: Path) -> Where:
                 begin = info.offset + payload.header_offset + 30 + sum(lengths)
                 where.append((begin, begin + payload.file_size, index.fqn))
         return where
-    if file.suffix == ".safetensors":
+    if file.suffix == ".safetensors" and file.parent.name != "rng":
         with open(file, "rb") as f:
             length = struct.unpack("<Q", f.read(8))[0]
             header = json.loads(f.read(length))

@@ -299,10 +299,7 @@ def test_the_loop_goes_on_and_the_checkpoint_is_that_of_the_call(behind):
     assert sync["row_sums"] == behind_loop["row_sums"]
     assert sync["files"].keys() == behind_loop["files"].keys()
     for name, entry in sync["files"].items():
-        if name.startswith("rng/"):  # a safetensors header keeps no order
-            a, b = (load_file(commit.find_checkpoint(root / k) / name) for k in ("sync", "async"))
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-        elif name != "dcp/.metadata":  # names its folder and holds an id
+        if name != "dcp/.metadata":  # names its folder and holds an id
             assert entry == behind_loop["files"][name], name
 
 

@@ -394,14 +394,12 @@ def test_prune_reads_the_metrics_and_deletes(tmp_path):
     assert names(tmp_path) == ["step-00000006", "step-00000007"]
 
 
-@pytest.mark.parametrize("damage", ["a bit", "the size", "a file", "the manifest"])
+@pytest.mark.parametrize("damage", ["the size", "a file", "the manifest"])
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, damage):
     for step in (1, 2, 3):
         save(tmp_path, step)
     broken = tmp_path / "checkpoints" / "step-00000003"
-    if damage == "a bit":
-        (broken / "dcp" / "data").write_text("y")
-    elif damage == "the size":
+    if damage == "the size":
         (broken / "dcp" / "data").write_text("")
     elif damage == "a file":
         (broken / "dcp" / "data").unlink()
@@ -412,15 +410,6 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, damage):
     save(tmp_path, 4)
     prune(tmp_path, CheckpointConfig())
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
-
-
-def test_large_files_are_compared_by_size(tmp_path, monkeypatch):
-    for step in (1, 2, 3):
-        save(tmp_path, step, "x" * 1000)
-    (tmp_path / "checkpoints" / "step-00000003" / "dcp" / "data").write_text("y" * 1000)
-    monkeypatch.setattr(local_folder.LocalFolder, "affordable", 500)
-    prune(tmp_path, CheckpointConfig())
-    assert list(commit.committed_steps(tmp_path)) == [2, 3]
 
 
 def test_what_cannot_be_deleted_is_a_warning_and_keeps_nothing_else(tmp_path, monkeypatch, capsys):
@@ -463,12 +452,11 @@ def test_an_old_checkpoint_that_cannot_be_read_hinders_no_deletion(tmp_path, mon
     assert list(commit.committed_steps(tmp_path)) == [2, 3, 4]
 
 
-def test_an_old_state_that_is_no_json_ends_nothing(tmp_path, monkeypatch):
+def test_an_old_state_that_is_no_json_ends_nothing(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     state = tmp_path / "checkpoints/step-00000001/state.json"
     state.write_text("x" * state.stat().st_size)
-    monkeypatch.setattr(local_folder.LocalFolder, "affordable", 0)  # it is not hashed
     prune(tmp_path, CheckpointConfig())
     assert list(commit.committed_steps(tmp_path)) == [1, 3, 4]  # not sound: not deleted
 

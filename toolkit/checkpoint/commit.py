@@ -38,7 +38,6 @@ promise.
 import contextlib
 import difflib
 import errno
-import functools
 import hashlib
 import itertools
 import json
@@ -49,12 +48,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from toolkit.checkpoint import store
 from toolkit.checkpoint.attempts import BAD, CHECKPOINTS, COMMIT, MANIFEST, Attempt, step_name
 from toolkit.checkpoint.local_folder import disk_error, disk_errors
 from toolkit.checkpoint.store import storage_of
 from toolkit.errors import CheckpointError
-from toolkit.formats import METADATA_FILE, hasher, is_inner_path
+from toolkit.formats import METADATA_FILE, is_inner_path
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 EXPORTS = "exports"  # of a run that writes them itself
@@ -210,25 +211,13 @@ def damaged_files(
         return [(n, f) for n, f in zip(names, pool.map(fault, names), strict=True) if f is not None]
 
 
-def verifies(checkpoint: store.Folder, budget: int) -> tuple[bool, int]:
-    """Return whether all files have their sizes, and up to `budget` bytes of them their hashes, the
-    smallest first; and the bytes read.
-    """
-    read, hashed = 0, set()
-    try:
-        files = read_manifest(checkpoint)["files"]
-        for name in sorted(files, key=lambda n: files[n]["size"]):
-            if read + files[name]["size"] <= budget:
-                read += files[name]["size"]
-                hashed.add(name)
-        return not damaged_files(checkpoint, files, hashed=hashed, files=files), read
-    except CheckpointError:  # also where it cannot be read just now: it is not known to be whole
-        return False, read
-
-
 def has_all_files(checkpoint: store.Folder) -> bool:
     """Return whether a checkpoint is committed, and its files have their sizes."""
-    return verifies(checkpoint, 0)[0]
+    try:
+        files = read_manifest(checkpoint)["files"]
+        return not damaged_files(checkpoint, files, hashed=(), files=files)
+    except CheckpointError:  # also where it cannot be read just now: it is not known to be whole
+        return False
 
 
 def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: bool) -> str | None:
@@ -252,9 +241,9 @@ def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: b
 
 
 def hash_of(file: Any, kind: str = "sha256") -> str:
-    """Return the `hasher` of some `kind` over a file or an object, in hexadecimal."""
+    """Return the hash of some `kind` (sha256, xxh3) over a file or an object, in hexadecimal."""
     with file.open("rb") as f:
-        return hashlib.file_digest(f, functools.partial(hasher, kind)).hexdigest()
+        return hashlib.file_digest(f, xxhash.xxh3_128 if kind == "xxh3" else kind).hexdigest()
 
 
 def seal(manifest: bytes) -> str:

@@ -42,7 +42,6 @@ from toolkit.formats.layout import (
 from toolkit.formats.plain_files import (
     BLOCK,
     damaged_parts,
-    hasher,
     is_cached,
     is_inner_path,
     is_plain_name,

@@ -35,10 +35,9 @@ _MAX_TENSORS = 50_000  # of one file, read in 2 s: large MoE models have 100,000
 _AGAIN = "copy or download the file again"
 
 
-def read_header(file: Path, *, whole: bool = True) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file; their bytes follow each other without a gap.
 
-    Without `whole` the file may be shorter or longer than its header says, to see what is lost.
     LoadingError for a header that is damaged, beyond its bounds, or not that of so long a file.
     """
     header, begin, size = _read(file)
@@ -54,7 +53,7 @@ def read_header(file: Path, *, whole: bool = True) -> dict[str, StoredTensor]:
             position, before = entry.begin + entry.nbytes, name
     except (ValueError, TypeError) as error:
         raise _damaged(file, error) from error
-    if whole and position != size:
+    if position != size:
         raise LoadingError(
             f"{file} should be {position} bytes long by its header, and is {size}; {_AGAIN}"
         )

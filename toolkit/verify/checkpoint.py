@@ -10,10 +10,10 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from toolkit import formats
-from toolkit.checkpoint import commit, rng_state
+from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import COMMIT, MANIFEST, STATE, SUMS
 from toolkit.checkpoint.store import read_object, storage_of
-from toolkit.errors import CheckpointError, LoadingError
+from toolkit.errors import CheckpointError
 from toolkit.verify.findings import Findings, is_regular
 
 _METADATA = f"dcp/{formats.METADATA_FILE}"
@@ -113,15 +113,6 @@ class CheckpointCheck:
             found = lost | {tensor: fault for tensor, fault in others if fault}
             if not found:
                 what += "; its tensors are whole"
-        elif name.endswith(".safetensors"):
-            try:
-                known = formats.header_metadata(file)
-                held = formats.read_header(file, whole=False).items()
-                parts = [(n, e.begin, e.nbytes, known.get(n, "")) for n, e in held]
-                found = formats.damaged_parts(file, parts, "sha256")
-            except LoadingError:
-                lost = f"is lost with the header of its file, which {what}"
-                found = {n: lost for n in rng_state.PIECES if name.startswith("rng/")}
         if not found:
             self.add(name, None, what)
         for tensor, damage in found.items():
