@@ -210,7 +210,7 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
 
     content, moments = ranks.on_all(check)
     tensors |= {f"optimizer.{n}.{k}": t for n, held in moments.items() for k, t in held.items()}
-    requested = read_tensors(checkpoint / DCP, table, tensors)
+    read_tensors(checkpoint / DCP, table, tensors)
 
     def settle() -> None:
         with state_faults(checkpoint):
@@ -226,18 +226,8 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
 
     ranks.on_all(settle)
     _prove(checkpoint, model_tensors(state.model) | optimizer_tensors(state))
-    state.restored = {
-        "own_bytes": sum(local_tensor(t).nbytes for t in tensors.values()),
-        "bytes_requested": requested,
-        "seconds": time.perf_counter() - begun,
-    }
-    if every := ranks.gather_to_main(state.restored):
-        own, read = (sum(r[name] for r in every) for name in ("own_bytes", "bytes_requested"))
-        ranks.say(
-            f"read {checkpoint.name}: {len(every)} rank(s) asked for {size_text(int(read))} to "
-            f"fill {size_text(int(own))} ({read / max(own, 1):.2f} x) in "
-            f"{max(r['seconds'] for r in every):.1f} s"
-        )
+    own = size_text(sum(local_tensor(t).nbytes for t in tensors.values()))
+    ranks.say(f"read {checkpoint.name}: {own} of this rank in {time.perf_counter() - begun:.1f} s")
     return state.step
 
 
