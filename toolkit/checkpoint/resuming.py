@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
-from toolkit.checkpoint import commit, retention, rng_state
+from toolkit.checkpoint import commit, rng_state
 from toolkit.checkpoint.saving import CHANNEL, DCP, HF, RNG
 from toolkit.checkpoint.shards import SHARD, read_tensors, spread
 from toolkit.checkpoint.state import (
@@ -88,9 +88,9 @@ def find_resumable(
 def newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     """Return the newest checkpoint of a run that verifies, None where there is none. Collective.
 
-    One that fails is named loudly and set aside; of checkpoints nothing is deleted, only what
-    killed deletions have left. Reads and hashes every file, split over the ranks by size; where it
-    is to `verify` "sizes", of the shards their sizes only. Rank 0 says how long that took.
+    One that fails is named loudly and set aside; nothing is deleted. Reads and hashes every file,
+    split over the ranks by size; where it is to `verify` "sizes", of the shards their sizes only.
+    Rank 0 says how long that took.
 
     CheckpointError: one bears another step's name, or cannot be read just now. Neither says that
     it is damaged, and nothing is set aside.
@@ -98,11 +98,8 @@ def newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     background.wait()
     run = ranks.on_all(lambda: where(run_dir))
 
-    def clean() -> list[tuple[str, str]]:
-        retention.sweep(run)
-        return [(str(path), what) for path, what in commit.broken_steps(run).values()]
-
-    for name, what in ranks.on_main(clean):
+    broken = ranks.on_main(lambda: [(str(p), what) for p, what in commit.broken_steps(run).values()])
+    for name, what in broken:
         quarantine(name, what)
     while saved := ranks.on_main(lambda: [str(p) for p in commit.committed_steps(run).values()]):
         path = where(saved[-1])

@@ -61,19 +61,6 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
         commit.delete(gone)
 
 
-def sweep(run: str | Folder) -> None:
-    """Delete what a killed deletion left of checkpoints that are older than the newest.
-
-    A start that has nothing to do saves nothing, and so neither `begin` nor `prune` would. Leaves
-    alone what another process may be writing. What cannot be deleted makes a warning.
-    """
-    with _warns(f"leftovers in {where(run) / CHECKPOINTS} could not be deleted"):
-        attempts = attempts_of(run)
-        newest = max(counting(attempts), default=0)
-        gone = [a for a in attempts if a.kind == "trash" or (a.kind == "tmp" and a.step < newest)]
-        commit.delete(a.folder for a in gone)
-
-
 @contextlib.contextmanager
 def _warns(what: str) -> Iterator[None]:
     """Say what went wrong, and go on: a run that has saved does not end over an old checkpoint."""

@@ -67,7 +67,7 @@ class HashingWriter(FileSystemWriter):
         # Not by torch's own threads: what fails in one of those is lost. torch's checksums of blobs
         # cost as much as sha256 does.
         pool = device_pool(_FILES, "shards", _without_checksums if _OF_THREAD else None)
-        try:
+        with pool:
             jobs = []
             for i, items in enumerate(filter(None, spread(plan.items, _size, count))):
                 own = f"{prefix}{i}_" if i else prefix
@@ -75,13 +75,8 @@ class HashingWriter(FileSystemWriter):
                 part = dataclasses.replace(plan, items=items, storage_data=names)
                 jobs.append(pool.submit(write, part, planner))
             results = [result for job in jobs for result in job.result().wait()]
-            self._prove(results)
-            return _done(results)
-        except BaseException:  # of one file, or an interrupt: the others need not go on
-            self._files.stopped = True
-            raise
-        finally:
-            pool.shutdown()
+        self._prove(results)
+        return _done(results)
 
     def _prove(self, results: list[WriteResult]) -> None:
         """Compare what was written with what this rank's memory held."""
@@ -140,7 +135,6 @@ class _Files(FileSystem):
         self.hashed: dict[str, dict[str, Any]] = {}
         # File -> offset of a blob -> length and sum of its tensor's bytes.
         self.payloads: dict[str, dict[int, tuple[int, int]]] = {}
-        self.stopped = False
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -170,8 +164,6 @@ class HashingStream:
         self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
 
     def write(self, content: Any) -> int:
-        if self.files.stopped:
-            raise CheckpointError("the checkpoint was given up while it was written")
         view, size = memoryview(content), len(content)
         # torch.save writes the name of a record, its padding, then its bytes, each in one call.
         is_payload, total = self._until_payload == 1, 0
