@@ -634,12 +634,10 @@ def test_a_base_that_was_drawn_is_no_finding(trained, tmp_path: Path) -> None:
 
 def test_a_base_that_is_not_whole(trained, copy: Callable[[str], Path], tmp_path: Path) -> None:
     """The digest looks at every tensor, so the plan itself is asked."""
-    from toolkit.checkpoint.sources import find_adapter
+    from toolkit.checkpoint.sources import find_source
     from toolkit.export.sources import AdapterMerge, SavedTensors
 
-    found = find_adapter(trained[0] / "llama/run")
-    assert found is not None
-    source = SavedTensors(found)
+    source = SavedTensors(find_source(trained[0] / "llama/run"))
     folder = copy("llama/source")
     tensors = load_file(folder / "model.safetensors")
     gone = tensors.pop("model.layers.1.mlp.up_proj.weight")

@@ -281,7 +281,7 @@ def test_a_damaged_old_one_does_not_come_back(tmp_path):
     target = tmp_path / "checkpoints" / "step-00000003"
     local_folder.step_aside(target, commit.has_all_files)
     old = commit.find_checkpoint(tmp_path)
-    bad = commit.quarantine(old)
+    bad = local_folder.LocalFolder(old).set_aside()
     assert bad.name.startswith("step-00000003.bad-")
     assert not commit.committed_steps(tmp_path)  # it did, as step-N.old-x.bad-y
 
@@ -296,7 +296,7 @@ def test_an_old_one_stays_while_its_successor_does_not_verify(tmp_path):
     commit.commit(folder, 3, {"step": 3, "files": files, "tensors": {}})
     (target / "data").write_text("secone")
     prune(tmp_path, CheckpointConfig())
-    commit.quarantine(target)
+    local_folder.LocalFolder(target).set_aside()
     assert text_of(tmp_path) == "first"
 
 

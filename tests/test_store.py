@@ -211,7 +211,7 @@ def test_both_kinds_of_storage_answer_alike(url, tmp_path):
                 done = commit.commit(attempt, step, {"step": step, "files": files, "tensors": {}})
                 assert done == store.storage_of(attempt).committed_as(step)
         kinds.append([(a.step, a.kind) for a in commit.attempts_of(place)])
-        commit.quarantine(commit.committed_steps(place)[2])
+        commit.committed_steps(place)[2].set_aside()
         kinds.append([(a.step, a.kind) for a in commit.attempts_of(place)])
         commit.delete(a.folder for a in commit.attempts_of(place) if a.kind != "bad")
         kinds.append([(a.step, a.kind) for a in commit.attempts_of(place)])

@@ -325,19 +325,9 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
             "that are read: not committed"
         )
     with disk_errors(f"checkpoint of step {step} could not be committed"):
-        _check_whole(folder, manifest)
+        for name, fault in damaged_files(folder, hashed=(), files=manifest["files"]):
+            raise CheckpointError(f"{folder / name} {fault}: not committed")
         return storage_of(folder).commit(step, text, seal(text.encode()), has_all_files)
-
-
-def _check_whole(folder: store.Folder, manifest: dict[str, Any]) -> None:
-    """Refuse to commit a folder that holds other files, or of other sizes, than its manifest."""
-    for name, fault in damaged_files(folder, hashed=(), files=manifest["files"]):
-        raise CheckpointError(f"{folder / name} {fault}: not committed")
-
-
-def quarantine(checkpoint: Any) -> Any:
-    """Rename what failed verification to `step-N.bad-*`, or mark it on a store; return the name."""
-    return storage_of(checkpoint).set_aside()
 
 
 def delete(folders: Iterable[Any]) -> None:

@@ -125,7 +125,7 @@ def refuse_lost(run_dir: str | Folder) -> None:
 def quarantine(checkpoint: str | Folder, what: str) -> None:
     """Set a checkpoint aside, loudly: no resume takes it, and nothing is deleted. Collective."""
     checkpoint = where(checkpoint)
-    aside = ranks.on_main(lambda: str(commit.quarantine(checkpoint)))
+    aside = ranks.on_main(lambda: str(storage_of(checkpoint).set_aside()))
     name = checkpoint.name
     ranks.say(f"WARNING: checkpoint {name} is damaged and not used ({what}); it is kept: {aside}")
 

@@ -49,6 +49,11 @@ class Source:
     """Name -> the tensor, to be read some rows at a time; reads a few hundred bytes a chunk."""
     fault: Callable[[str], str | None]  # name -> why it is not covered once; None: it is
 
+    @property
+    def is_adapter(self) -> bool:
+        """Return whether it is a checkpoint of adapters; `hf` is that of their base then."""
+        return self.checkpoint is not None and is_adapter_folder(self.checkpoint / "hf")
+
     def sums(self) -> dict[str, int]:
         """Return key -> `row_sum` of live memory at saving; empty for another tool's."""
         manifest = {} if self.checkpoint is None else commit.read_manifest(self.checkpoint)
@@ -63,7 +68,8 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
 
     Args:
         checkpoint: a run (its newest committed checkpoint), a checkpoint, or one of another tool.
-        hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none.
+        hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none; not
+            asked of one of adapters.
 
     CheckpointError: there is none (says which path would do), or it is damaged. ExportError: there
     is no config for it.
@@ -94,16 +100,6 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
             ) from error
         raise
     return _own_checkpoint(found, hf_assets)
-
-
-def find_adapter(checkpoint: str | Path) -> Source | None:
-    """Return the weights of a checkpoint of adapters (`find_source`), None where it holds none."""
-    path = Path(checkpoint).expanduser()
-    try:
-        folder = commit.find_checkpoint(path)
-    except CheckpointError:
-        return None  # another tool's, or none: `find_source` says
-    return find_source(folder) if is_adapter_folder(folder / "hf") else None
 
 
 def base_entry(source: Source) -> dict[str, Any]:
@@ -221,7 +217,9 @@ def _own_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
     small = [n for n in of_model if n.startswith("hf/") or n == metadata]
     for name, fault in commit.damaged_files(checkpoint, of_model, hashed=small, files=files):
         raise damaged(checkpoint / name, fault)
-    return _dcp(checkpoint / "dcp", _assets(hf_assets, checkpoint / "hf"), checkpoint)
+    own = checkpoint / "hf"
+    hf = own if is_adapter_folder(own) else _assets(hf_assets, own)
+    return _dcp(checkpoint / "dcp", hf, checkpoint)
 
 
 def damaged(file: Path, what: str) -> CheckpointError:

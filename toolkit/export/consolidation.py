@@ -19,7 +19,6 @@ from toolkit.checkpoint.facts import run_facts
 from toolkit.checkpoint.sources import (
     Source,
     base_entry,
-    find_adapter,
     find_base,
     find_source,
     named_base,
@@ -79,18 +78,17 @@ def consolidate(
             tensor), or there is no space. No folder of that name is left behind.
     """
     override, limit = parse_options(dtype, max_shard_size)
-    adapter = find_adapter(checkpoint)
-    source = adapter or find_source(checkpoint, hf_assets)
-    hf, where = source.hf, str(source.folder)
-    target = _target(source, output, merge and adapter is None)
-    origin, read_group = _origin(source, dtype, hf_assets if adapter else None), None
+    source = find_source(checkpoint, hf_assets)
+    hf, where, given = source.hf, str(source.folder), source.checkpoint or source.folder
+    target = check_output(output, given)
+    if merge and not source.is_adapter:
+        raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
+    origin, read_group = _origin(source, dtype, hf_assets if source.is_adapter else None), None
     run = origin.get("run")
-    if adapter is None:
+    if not source.is_adapter:
         model = model_of_assets(hf)
-        tensors, assets = (
-            SavedTensors(source, model.state_dict()),
-            _assets(model, source, hf_assets),
-        )
+        tensors = SavedTensors(source, model.state_dict())
+        assets = _assets(model, source, hf_assets)
         carried = Carried.of(model, assets, leave_out=without_carried)
         shapes, prefix = tensors.shapes(), tensors.prefix
         plan = make_plan(
@@ -113,15 +111,6 @@ def consolidate(
         tensors.check_same([name for name in family if name in tensors.keys])
     write_export(plan, target, read_group=read, origin=origin)
     return str(Path(output).expanduser())
-
-
-def _target(source: Source, output: str | Path, nothing_to_merge: bool) -> Path:
-    """Return the folder to write."""
-    given = source.checkpoint or source.folder
-    target = check_output(output, given)
-    if nothing_to_merge:
-        raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
-    return target
 
 
 def _assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:

@@ -4,7 +4,7 @@ Also files that are written so that a power loss keeps them (`synced_files`).
 """
 
 from toolkit.formats import export_manifest
-from toolkit.formats.dcp_metadata import METADATA_FILE, collector_paused, read_metadata
+from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata
 from toolkit.formats.dcp_table import ChunkTable, Known, chunk_table
 from toolkit.formats.dcp_tensors import (
     Chunk,

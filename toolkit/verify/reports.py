@@ -7,7 +7,7 @@ from pathlib import Path
 from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, is_adapter_folder
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT, MANIFEST
-from toolkit.checkpoint.sources import find_adapter, find_source
+from toolkit.checkpoint.sources import find_source
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.formats import INDEX_FILE, SINGLE_FILE, export_manifest
 from toolkit.verify.adapter import AdapterCheck
@@ -63,13 +63,12 @@ def verify_export(
     """
     folder = _export_folder(Path(export).expanduser())
     is_adapter = is_adapter_folder(folder)
-    source = adapter = None if checkpoint is None else find_adapter(checkpoint)
-    if checkpoint is not None and adapter is None:
-        source = find_source(checkpoint, hf_assets)
-        if is_adapter:
-            raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
+    source = None if checkpoint is None else find_source(checkpoint, hf_assets)
+    adapted = source is not None and source.is_adapter
+    if source is not None and is_adapter and not adapted:
+        raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
     with Findings(folder, "export") as findings:
-        kind: type[ExportCheck] = ExportCheck if adapter is None else MergedCheck
+        kind: type[ExportCheck] = MergedCheck if adapted else ExportCheck
         check = AdapterCheck if is_adapter else kind
         check(folder, findings, source, hf_assets).run(logits)
     return findings.report
