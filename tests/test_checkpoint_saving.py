@@ -23,7 +23,6 @@ from conftest import ROOT, save_tiny_model
 from distributed import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from toolkit import checkpoint
 from toolkit.checkpoint import commit, disk, resuming, rng_state, saving, shards

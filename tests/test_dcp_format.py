@@ -4,7 +4,6 @@ import io
 import os
 import pickle
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 

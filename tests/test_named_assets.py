@@ -77,7 +77,10 @@ def test_a_hub_that_fails_is_a_warning(
     monkeypatch.setattr(hf_folder, "snapshot_download", download)
     monkeypatch.setattr(hf_folder, "is_offline_mode", lambda: False)
     formats.obtain_assets("org/name")
-    assert "WARNING: files of org/name were not downloaded (OSError: no answer)" in capsys.readouterr().out
+    assert (
+        "WARNING: files of org/name were not downloaded (OSError: no answer)"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_model_keeps_its_code_beside_another_tokenizer(tmp_path: Path) -> None:

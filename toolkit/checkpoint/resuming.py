@@ -98,7 +98,9 @@ def newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     background.wait()
     run = ranks.on_all(lambda: where(run_dir))
 
-    broken = ranks.on_main(lambda: [(str(p), what) for p, what in commit.broken_steps(run).values()])
+    broken = ranks.on_main(
+        lambda: [(str(p), what) for p, what in commit.broken_steps(run).values()]
+    )
     for name, what in broken:
         quarantine(name, what)
     while saved := ranks.on_main(lambda: [str(p) for p in commit.committed_steps(run).values()]):

@@ -15,8 +15,8 @@ from toolkit.errors import CheckpointError
 
 
 def expendable(verified: Mapping[int, Mapping[str, float]], cfg: CheckpointConfig) -> set[int]:
-    """Return the steps that may be deleted of those that are whole, given with their metrics; others
-    are no candidates, and do not count as kept either.
+    """Return the steps that may be deleted of those that are whole, given with their metrics; the
+    others are no candidates, and do not count as kept either.
     """
     if cfg.save_total_limit is None:
         return set()

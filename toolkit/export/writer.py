@@ -88,9 +88,7 @@ def write_export(
         export_manifest.write(folder, described, known)
 
 
-def _write_files(
-    plan: ExportPlan, folder: Path, read_group: ReadGroup
-) -> Iterator[dict[str, Any]]:
+def _write_files(plan: ExportPlan, folder: Path, read_group: ReadGroup) -> Iterator[dict[str, Any]]:
     """Write the weight files; yield what `write_file` says of each."""
     files: dict[str, dict[str, StoredTensor]] = {}
     for name, place in plan.tensors.items():
@@ -154,7 +152,9 @@ def _staged(target: Path) -> Iterator[Path]:
             sync(folder)
             for path in folder.iterdir():  # left by a killed export
                 if path.name != _MARK:
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                    shutil.rmtree(
+                        path
+                    ) if path.is_dir() and not path.is_symlink() else path.unlink()
             yield folder
             os.fsync(lock)
             os.rename(folder, target)

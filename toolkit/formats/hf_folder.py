@@ -237,8 +237,8 @@ def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
     except (OSError, ValueError) as error:  # whether there is such a model, who reads it says
         if not is_offline_mode():
             ranks.say(
-                f"WARNING: files of {name_or_path} were not downloaded ({one_line(error)}): exports "
-                "carry what the cache has"
+                f"WARNING: files of {name_or_path} were not downloaded ({one_line(error)}): "
+                "exports carry what the cache has"
             )
 
 

@@ -108,7 +108,9 @@ class CheckpointCheck:
             self.add(name, None, what)
         elif metadata is not None and ends:
             size = file.stat().st_size
-            lost = {tensor: "is lost: its shard is cut off" for tensor in ends if ends[tensor] > size}
+            lost = {
+                tensor: "is lost: its shard is cut off" for tensor in ends if ends[tensor] > size
+            }
             others = ((tensor, self._fault(tensor, metadata)) for tensor in ends.keys() - lost)
             found = lost | {tensor: fault for tensor, fault in others if fault}
             if not found:

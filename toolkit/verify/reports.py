@@ -49,7 +49,8 @@ def verify_export(
     that the config describes must agree, each parameter is there once. With a checkpoint: every
     value is that of the checkpoint, cast to the export's dtype, config and tokenizer are those of
     the checkpoint; a PEFT folder is proven in the same way, and a merged model to be its base plus
-    the adapter. Reads the export twice and the checkpoint's weights once. Holds two blocks of 1 MB (or one row) a thread, and two converted groups.
+    the adapter. Reads the export twice and the checkpoint's weights once. Holds two blocks of 1 MB
+    (or one row) a thread, and two converted groups.
 
     Args:
         checkpoint: run, checkpoint, or one of another tool; None: the export by itself.
