@@ -294,7 +294,7 @@ def test_an_old_one_stays_while_its_successor_does_not_verify(tmp_path):
     (folder / "data").write_text("second")
     files = commit.hash_files(folder, ["data"])
     commit.commit(folder, 3, {"step": 3, "files": files, "tensors": {}})
-    (target / "data").write_text("secone")
+    (target / "data").write_text("sec")
     prune(tmp_path, CheckpointConfig())
     local_folder.LocalFolder(target).set_aside()
     assert text_of(tmp_path) == "first"

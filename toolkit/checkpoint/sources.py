@@ -68,8 +68,8 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
 
     Args:
         checkpoint: a run (its newest committed checkpoint), a checkpoint, or one of another tool.
-        hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none; one
-            of adapters has its own.
+        hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none
+            (one of adapters has its own).
 
     CheckpointError: there is none (says which path would do), or it is damaged. ExportError: there
     is no config for it.

@@ -103,7 +103,7 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
 
 def _entry(content: Path | bytes) -> dict[str, Any]:
     """Return the size of a file or its content, its sha256, and the XXH3 of the manifest."""
-    hashers = {"sha256": hashlib.sha256(), "xxh3": xxhash.xxh3_128()}
+    hashers: dict[str, Any] = {"sha256": hashlib.sha256(), "xxh3": xxhash.xxh3_128()}
     size = 0
     with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as file:
         while block := file.read(BLOCK):
