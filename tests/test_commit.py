@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from toolkit import config
-from toolkit.checkpoint import commit, local_folder, newest, retention
+from toolkit.checkpoint import commit, local_folder, newest
 from toolkit.checkpoint.retention import expendable, prune
 from toolkit.config.settings import CheckpointConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
@@ -261,7 +261,7 @@ def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
     for text in ("first", "second"):
         save(tmp_path, 3, text)
         target = tmp_path / "checkpoints" / "step-00000003"
-        local_folder.step_aside(target, commit.has_all_files)  # and no more: the kill
+        local_folder.step_aside(target, commit.is_sound)  # and no more: the kill
         assert text_of(tmp_path) == text
         shutil.copytree(commit.find_checkpoint(tmp_path), target)
         (target / "COMMIT").rename(target / "COMMIT.prepared")  # the next kill, later
@@ -279,7 +279,7 @@ def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
 def test_a_damaged_old_one_does_not_come_back(tmp_path):
     save(tmp_path, 3, "first")
     target = tmp_path / "checkpoints" / "step-00000003"
-    local_folder.step_aside(target, commit.has_all_files)
+    local_folder.step_aside(target, commit.is_sound)
     old = commit.find_checkpoint(tmp_path)
     bad = local_folder.LocalFolder(old).set_aside()
     assert bad.name.startswith("step-00000003.bad-")
@@ -289,12 +289,12 @@ def test_a_damaged_old_one_does_not_come_back(tmp_path):
 def test_an_old_one_stays_while_its_successor_does_not_verify(tmp_path):
     save(tmp_path, 3, "first")
     target = tmp_path / "checkpoints" / "step-00000003"
-    local_folder.step_aside(target, commit.has_all_files)
+    local_folder.step_aside(target, commit.is_sound)
     folder = commit.begin(tmp_path, 3)
     (folder / "data").write_text("second")
     files = commit.hash_files(folder, ["data"])
     commit.commit(folder, 3, {"step": 3, "files": files, "tensors": {}})
-    (target / "data").write_text("sec")
+    (target / "data").write_text("secone")
     prune(tmp_path, CheckpointConfig())
     local_folder.LocalFolder(target).set_aside()
     assert text_of(tmp_path) == "first"
@@ -394,12 +394,14 @@ def test_prune_reads_the_metrics_and_deletes(tmp_path):
     assert names(tmp_path) == ["step-00000006", "step-00000007"]
 
 
-@pytest.mark.parametrize("damage", ["the size", "a file", "the manifest"])
+@pytest.mark.parametrize("damage", ["a bit", "the size", "a file", "the manifest"])
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, damage):
     for step in (1, 2, 3):
         save(tmp_path, step)
     broken = tmp_path / "checkpoints" / "step-00000003"
-    if damage == "the size":
+    if damage == "a bit":
+        (broken / "dcp" / "data").write_text("y")
+    elif damage == "the size":
         (broken / "dcp" / "data").write_text("")
     elif damage == "a file":
         (broken / "dcp" / "data").unlink()
@@ -439,14 +441,14 @@ def test_what_cannot_be_deleted_is_a_warning_and_keeps_nothing_else(tmp_path, mo
 def test_an_old_checkpoint_that_cannot_be_read_hinders_no_deletion(tmp_path, monkeypatch):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    real = retention.read_object
+    real = commit.hash_of
 
-    def fails(file):
+    def fails(file, kind):
         if "step-00000002" in str(file):
-            raise CheckpointError(f"{file} cannot be read: {os.strerror(errno.EIO)}")
-        return real(file)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        return real(file, kind)
 
-    monkeypatch.setattr(retention, "read_object", fails)
+    monkeypatch.setattr(commit, "hash_of", fails)
     prune(tmp_path, CheckpointConfig())
     assert list(commit.committed_steps(tmp_path)) == [2, 3, 4]
 

@@ -753,7 +753,7 @@ def test_files_of_many_tensors(tmp_path: Path) -> None:
         return {name: torch.full((2,), float(name.partition(".")[2]))}
 
     target = tmp_path / "out"
-    writer.write_export(plan, target, weights="", read_group=read, origin={})
+    writer.write_export(plan, target, read_group=read, origin={})
     found = weights(target)
     assert len(found) == len(shapes)
     assert all(float(t.sum()) == 2 * float(name.partition(".")[2]) for name, t in found.items())

@@ -51,7 +51,15 @@ from typing import Any
 import xxhash
 
 from toolkit.checkpoint import store
-from toolkit.checkpoint.attempts import BAD, CHECKPOINTS, COMMIT, MANIFEST, Attempt, step_name
+from toolkit.checkpoint.attempts import (
+    BAD,
+    CHECKPOINTS,
+    COMMIT,
+    MANIFEST,
+    SHARD,
+    Attempt,
+    step_name,
+)
 from toolkit.checkpoint.local_folder import disk_error, disk_errors
 from toolkit.checkpoint.store import storage_of
 from toolkit.errors import CheckpointError
@@ -211,11 +219,14 @@ def damaged_files(
         return [(n, f) for n, f in zip(names, pool.map(fault, names), strict=True) if f is not None]
 
 
-def has_all_files(checkpoint: store.Folder) -> bool:
-    """Return whether a checkpoint is committed, and its files have their sizes."""
+def is_sound(checkpoint: store.Folder) -> bool:
+    """Return whether a checkpoint is committed, and its files have their sizes, and all but the
+    shards their hashes.
+    """
     try:
         files = read_manifest(checkpoint)["files"]
-        return not damaged_files(checkpoint, files, hashed=(), files=files)
+        small = {name for name in files if not name.endswith(SHARD)}
+        return not damaged_files(checkpoint, files, hashed=small, files=files)
     except CheckpointError:  # also where it cannot be read just now: it is not known to be whole
         return False
 
@@ -327,7 +338,7 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
     with disk_errors(f"checkpoint of step {step} could not be committed"):
         for name, fault in damaged_files(folder, hashed=(), files=manifest["files"]):
             raise CheckpointError(f"{folder / name} {fault}: not committed")
-        return storage_of(folder).commit(step, text, seal(text.encode()), has_all_files)
+        return storage_of(folder).commit(step, text, seal(text.encode()), is_sound)
 
 
 def delete(folders: Iterable[Any]) -> None:

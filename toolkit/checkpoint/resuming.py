@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
 from toolkit.checkpoint import commit, rng_state
+from toolkit.checkpoint.attempts import SHARD
 from toolkit.checkpoint.saving import CHANNEL, DCP, HF, RNG
-from toolkit.checkpoint.shards import SHARD, read_tensors, spread
+from toolkit.checkpoint.shards import read_tensors, spread
 from toolkit.checkpoint.state import (
     TrainState,
     check_model,

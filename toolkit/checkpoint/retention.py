@@ -15,7 +15,7 @@ from toolkit.errors import CheckpointError
 
 
 def expendable(verified: Mapping[int, Mapping[str, float]], cfg: CheckpointConfig) -> set[int]:
-    """Return the steps that may be deleted of those that are whole, given with their metrics; the
+    """Return the steps that may be deleted of those that are sound, given with their metrics; the
     others are no candidates, and do not count as kept either.
     """
     if cfg.save_total_limit is None:
@@ -36,9 +36,8 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
     """Delete the checkpoints that `cfg` does not keep, and leftovers: unfinished, half-deleted
     and superseded folders. Call it after the newest one is committed.
 
-    A checkpoint counts as kept only when its files have the sizes of the manifest; `resume` hashes
-    them. One that has not is not deleted, nor are links: somebody else put them there. What cannot
-    be deleted makes a warning.
+    A checkpoint counts as kept only when it `is_sound`; `resume` hashes the shards, too. Others are
+    not deleted, nor are links: somebody else put them there. What cannot be deleted makes a warning.
     """
     run = where(run)
     with _warns(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
@@ -47,7 +46,7 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
         verified: dict[int, dict[str, float]] = {}
         for step, attempt in newest.items():
             folder = attempt.folder
-            if not folder.is_symlink() and commit.has_all_files(folder):
+            if not folder.is_symlink() and commit.is_sound(folder):
                 with contextlib.suppress(CheckpointError):  # its state is damaged: not sound
                     metrics = mapping(read_object(folder / STATE) or {}, "metrics").items()
                     verified[step] = {k: v for k, v in metrics if isinstance(v, int | float)}

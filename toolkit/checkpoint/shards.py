@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from toolkit import ranks
+from toolkit.checkpoint.attempts import SHARD
 from toolkit.checkpoint.store import Folder, storage_of
 from toolkit.errors import CheckpointError
 from toolkit.formats import ChunkTable, check_blob, local_slices, local_tensor
@@ -26,7 +27,6 @@ from toolkit.formats.bit_sums import bytes_sum, wrapped
 from toolkit.formats.device_threads import device_pool
 from toolkit.formats.synced_files import sync, write_behind
 
-SHARD = ".distcp"  # how torch's DCP ends their names
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
 _WORTH_A_FILE = 64 * 2**20
 _READERS = 4
