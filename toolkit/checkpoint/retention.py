@@ -37,7 +37,7 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
     and superseded folders. Call it after the newest one is committed.
 
     A checkpoint counts as kept only when it `is_sound`; `resume` hashes the shards, too. Others are
-    not deleted, nor are links: somebody else put them there. What cannot be deleted makes a warning.
+    not deleted, nor are links: somebody else put them there. What resists makes a warning.
     """
     run = where(run)
     with _warns(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
