@@ -468,7 +468,7 @@ def test_output_in_the_way_and_bad_arguments(root: Path, tmp_path: Path) -> None
     assert (tmp_path / "full/mine.txt").read_text() == "mine"
     with pytest.raises(ExportError, match="is a file"):
         consolidate(run, tmp_path / "full/mine.txt")
-    with pytest.raises(ExportError, match="lies inside the checkpoint"):
+    with pytest.raises(ExportError, match="is no place for another export"):
         consolidate(run, run / "checkpoints/step-00000007/export")
     with pytest.raises(ExportError, match="dtype 'fp32' is not one of auto, float32"):
         consolidate(run, tmp_path / "out", dtype="fp32")

@@ -290,18 +290,10 @@ class _Snapshot:
 
 def _sums(tensors: Tensors) -> dict[str, tuple[int, int, int]]:
     """Return of each tensor that this rank writes the bytes of its part, their sum and that of its
-    rows, as the device has them. Waits for the device, once.
+    rows, as the device has them.
     """
-    names = sorted(written_here(tensors))
-    sums = [part_sums(tensors[name]) for name in names]
-    devices: dict[torch.device, list[int]] = {}
-    for i, one in enumerate(sums):
-        devices.setdefault(one.device, []).append(i)
-    found = {}
-    for those in devices.values():
-        for i, values in zip(those, torch.stack([sums[i] for i in those]).tolist(), strict=True):
-            found[names[i]] = (local_tensor(tensors[names[i]]).nbytes, *values)
-    return found
+    parts = {name: tensors[name] for name in written_here(tensors)}
+    return {n: (local_tensor(t).nbytes, *part_sums(t).tolist()) for n, t in parts.items()}
 
 
 @torch.no_grad()

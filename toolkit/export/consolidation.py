@@ -79,10 +79,9 @@ def consolidate(
     """
     override, limit = parse_options(dtype, max_shard_size)
     source = find_source(checkpoint, hf_assets)
-    hf, where, given = source.hf, str(source.folder), source.checkpoint or source.folder
-    target = check_output(output, given)
+    hf, where, target = source.hf, str(source.folder), check_output(output)
     if merge and not source.is_adapter:
-        raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
+        raise ExportError(f"{checkpoint} is not an adapter checkpoint: there is nothing to merge")
     origin, read_group = _origin(source, dtype, hf_assets if source.is_adapter else None), None
     run = origin.get("run")
     if not source.is_adapter:

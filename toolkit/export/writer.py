@@ -30,9 +30,9 @@ ReadGroup = Callable[[ExportGroup], Mapping[str, TensorValues]]
 """Returns output name -> values of all outputs of a group."""
 
 
-def check_output(output: str | Path, inside: Path | None = None) -> Path:
+def check_output(output: str | Path) -> Path:
     """Return the folder that `output` means; ExportError where something is there already, or it
-    lies inside the checkpoint `inside`.
+    lies inside an export or among checkpoints.
     """
     target = Path(output).expanduser().resolve()
     if target.is_file():
@@ -40,11 +40,6 @@ def check_output(output: str | Path, inside: Path | None = None) -> Path:
     if target.is_dir() and any(target.iterdir()):
         raise ExportError(
             f"output {output} exists and is not empty; give another folder or remove it first"
-        )
-    if inside is not None and inside.resolve() in (target, *target.parents):
-        raise ExportError(
-            f"output {output} lies inside the checkpoint {inside.resolve()}; give a folder "
-            "elsewhere"
         )
     if around := next(filter(_is_whole, target.parents), None):
         raise ExportError(
