@@ -250,7 +250,8 @@ def _differences(one: Path, other: Path) -> list[str]:
     found = []
     mine, theirs = (read_manifest(folder)[SUMS] for folder in (one, other))
     if wrong := [name for name in mine if mine[name] != theirs.get(name)]:
-        found.append(f"weights ({wrong[0]}{f' and {len(wrong) - 1} more' if wrong[1:] else ''})")
+        more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
+        found.append(f"weights or optimizer state ({wrong[0]}{more})")
     if _position(one) != _position(other):
         found.append("position in the data")
     for file in sorted((one / "rng").iterdir()):
