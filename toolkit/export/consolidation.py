@@ -67,8 +67,8 @@ def consolidate(
         hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none; of
             adapters that of the base, where it is not where the run had it.
         merge: of a checkpoint of adapters: write the base with the adapter merged in (needs the
-            base; memory: see `export.sources`). Without it such a checkpoint gives a PEFT folder, for which
-            `dtype` auto is the trained one and `max_shard_size` has no meaning.
+            base; memory: see `export.sources`). Without it such a checkpoint gives a PEFT folder,
+            for which `dtype` auto is the trained one and `max_shard_size` has no meaning.
         without_carried: leave out what the source holds and no parameter takes, and do not declare
             it in config.json. Else it is copied from the source, which must still be there.
 
