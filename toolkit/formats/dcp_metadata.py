@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 import os
 import pickle
 from pathlib import Path
@@ -237,7 +238,7 @@ def _path(value: Any) -> Any:
 
 
 def _check_blobs(folder: Path, metadata: Metadata, sizes: dict[str, int]) -> None:
-    """Check that every blob lies in its file."""
+    """Check that every blob lies in its file and every chunk has a blob that has room for it."""
     for index, info in metadata.storage_data.items():
         name, end = info.relative_path, info.offset + info.length
         if info.offset < 0 or info.length < 0 or end > sizes[name]:
@@ -245,3 +246,14 @@ def _check_blobs(folder: Path, metadata: Metadata, sizes: dict[str, int]) -> Non
                 f"{folder / name} is {sizes[name]} bytes long; {index.fqn} should be at "
                 f"{info.offset} to {end}: the file is truncated or of another checkpoint"
             )
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        for part in entry.chunks:
+            blob = metadata.storage_data.get(MetadataIndex(fqn, part.offsets))
+            nbytes = math.prod(part.sizes) * entry.properties.dtype.itemsize
+            if blob and blob.length < nbytes and not blob.transform_descriptors:
+                raise CheckpointError(
+                    f"{folder / METADATA_FILE}: {fqn} {tuple(entry.size)} has a chunk of "
+                    f"{nbytes:,} bytes, and a blob of {blob.length:,} of another"
+                )
