@@ -28,7 +28,7 @@ from toolkit.data.chat.traits import find_traits
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.tokens.encode import Encoder
-from toolkit.errors import DataError
+from toolkit.errors import DataError, ModelError
 
 CONVERSATIONS = {
     "plain": PLAIN,
@@ -907,7 +907,7 @@ def test_no_clock_and_no_chance(vocabulary):
 @pytest.mark.parametrize("name", ["datetime", "_compile_jinja_template"])
 def test_another_transformers(vocabulary, monkeypatch, name):
     monkeypatch.delattr(chat_template_utils, name)
-    with pytest.raises(DataError, match=r"use transformers 5\.24"):
+    with pytest.raises(ModelError, match=rf"has no utils\.chat_template_utils\.{name}; install"):
         Chat(tokenizer_of(vocabulary, TEMPLATES["chatml"]))
 
 
