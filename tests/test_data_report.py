@@ -107,8 +107,8 @@ def test_numbers(tokenizer):
         "all        6         3         3          1      56          26  46.4%",
         "chat: conversations",
         "mixed     weight 2, at most 3 passes",
-        "left out  2 rows: empty assistant turn (a.jsonl line 7; a.jsonl line 9: no answer; "
-        "a.jsonl line 11: no turn)",
+        "left out  2 rows: empty assistant turn (a.jsonl line 7: no answer; a.jsonl line 9: no "
+        "answer; a.jsonl line 11: no turn)",
         "left out  1 row: not UTF-8",
         "samples   1 of up to 64 tokens, 75.0% of the positions are tokens",
         "dropped   3 empty rows",

@@ -1,7 +1,7 @@
 """What will be learned of the data, before anything is: the supervision report."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -168,13 +168,6 @@ def _titled(source: Mapping[str, Any]) -> str:
     return f"{source['name']} (to evaluate on)" if source["use"] == "eval" else source["name"]
 
 
-def _said_once(places: Sequence[str]) -> Iterator[str]:
-    """Yield the places of rows; what several in a row have in common stands behind the last."""
-    causes = [*(place.partition(": ")[2] for place in places), ""]
-    for place, (cause, following) in zip(places, pairwise(causes), strict=True):
-        yield place.partition(": ")[0] if cause == following else place
-
-
 def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
     if source["weight"] is not None or source["max_repeats"] is not None:
         limit = source["max_repeats"]
@@ -182,7 +175,7 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
         weight = "by its size" if source["weight"] is None else f"weight {source['weight']:g}"
         yield f"mixed     {weight}{repeats}"
     for reason, dropped in source["dropped"].items():
-        first = escaped("; ".join(_said_once(dropped["first"])), keep="")
+        first = escaped("; ".join(dropped["first"]), keep="")
         rows = "1 row" if dropped["rows"] == 1 else f"{dropped['rows']:,} rows"
         yield f"left out  {rows}: {reason}" + (f" ({first})" if first else "")
     if source["cut_off"]:

@@ -151,7 +151,11 @@ class Encoder:
         if texts:
             found = self._texts.encode([t.text for _, t in texts], [t.spans for _, t in texts])
             for (at, text), tokens in zip(texts, found, strict=True):
-                out[at] = self._of_text(examples[at], tokens, text.notes)
+                example, out[at] = examples[at], tokens
+                if isinstance(tokens, TokenSpans):
+                    bare = isinstance(example, Conversation)
+                    ids, spans = tokens if bare else self._framed(example, *tokens)
+                    out[at] = self._fitted(example, ids, spans, text.notes)
         return out  # type: ignore[return-value]
 
     def _rendered(self, example: Example | BadRow) -> Rendered | EncodedExample | BadRow:
@@ -207,16 +211,6 @@ class Encoder:
         learned = np.concatenate([[0], np.asarray(example.labels) != IGNORED, [0]]).astype(np.int8)
         edges = np.flatnonzero(np.diff(learned)).tolist()
         return self._fitted(example, ids, list(zip(edges[::2], edges[1::2], strict=True)))
-
-    def _of_text(
-        self, example: Example | BadRow, tokens: TokenSpans | BadRow, notes: dict[str, int]
-    ) -> EncodedRow:
-        if isinstance(tokens, BadRow):
-            return tokens
-        ids, spans = tokens
-        if not isinstance(example, Conversation):
-            ids, spans = self._framed(example, ids, spans)
-        return self._fitted(example, ids, spans, notes)
 
     def _framed(
         self, example: object, ids: np.ndarray, spans: list[Span]
