@@ -39,6 +39,7 @@ from toolkit.data.chat.traits import (
     pattern_of,
     uncut,
 )
+from toolkit.data.examples.columns import REASONING
 from toolkit.data.sources.row_values import BadRow
 
 REFUSED = "refused by template"
@@ -46,7 +47,6 @@ NO_STOP = "assistant turns without a stop token"
 _LONGEST_PROMPT = 1000  # characters of what a template adds to ask for an answer
 SURELY = 12  # a text of more characters that stands in the rendering was printed there
 NUMBERS = (4017293651, 9382650747)  # unlike integers, for arguments of tool calls
-REASONING = ("reasoning_content", "reasoning", "thinking")
 OTHER_PROMPT = "last turns before which the chat template prints something else than their prompt"
 
 

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from toolkit.data.chat.masks import NUMBERS, REASONING, SURELY, Search, with_call, with_content
+from toolkit.data.chat.masks import NUMBERS, SURELY, Search, with_call, with_content
 from toolkit.data.chat.traits import Message
+from toolkit.data.examples.columns import REASONING
 from toolkit.data.sources.row_values import BadRow
 
 EARLIER_REASONING = "earlier answers whose reasoning the chat template does not print"
