@@ -73,7 +73,12 @@ def _refuse_more(n: int, most: int, what: str, source: object, error: type[Toolk
 
 def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
     """Return the value that a YAML file holds: no dates, no tags. Raises as `read_json` does."""
-    return parse_yaml(read_bounded(file, MAX_YAML_BYTES, error), file, error)
+    content = read_bounded(file, MAX_YAML_BYTES, error)
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise error(f"{file} is not text in UTF-8; save it as UTF-8") from None
+    return parse_yaml(content, file, error)
 
 
 def parse_yaml(content: bytes | str, source: object, error: type[ToolkitError]) -> Any:
