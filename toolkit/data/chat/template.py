@@ -22,7 +22,6 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from toolkit.data.chat.alike import found_alike
 from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
 from toolkit.data.chat.printed import check_printed
 from toolkit.data.chat.traits import (
@@ -163,10 +162,10 @@ class Template:
         every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         search.notes += check_printed(search, wanted or every, has_tools=bool(tools))
         if not (self.has_markers and wanted):
-            return found_alike(search, wanted) or search.found(wanted)
+            return search.found(wanted)
         found = None
         try:
-            found = found_alike(search, every) or search.found(every)
+            found = search.found(every)
         except NotFound:
             if every != wanted:
                 raise
