@@ -276,14 +276,14 @@ def test_json_lines_in_parts_are_those_of_the_whole_file(tmp_path, monkeypatch, 
     parts = shards_of(source)
     assert sum(source.sizes) == file.stat().st_size
     assert len(parts) > 1 or file.stat().st_size < 6000
-    assert [source.read(r) for part in parts for r in part] == list(map(whole.read, whole.rows))
+    assert [source.row(r) for part in parts for r in part] == list(map(whole.row, whole.rows))
     # The place of a row leads to it.
     for row in (part[-1] for part in parts if part):
         number, begin = re.search(
             r"line (\d+)(?: of those after byte (\d+))?$", source.place(row, 0)
         ).groups(default="0")
         lines = (content[max(0, int(begin) - 1) :]).split(b"\n")[1 if int(begin) else 0 :]
-        assert json.loads(lines[int(number) - 1].decode("utf-8-sig")) == source.read(row)
+        assert json.loads(lines[int(number) - 1].decode("utf-8-sig")) == source.row(row)
 
 
 def test_parquet_in_parts_is_the_whole_file(tmp_path, monkeypatch):
@@ -296,7 +296,7 @@ def test_parquet_in_parts_is_the_whole_file(tmp_path, monkeypatch):
     assert 4 <= len(parts) <= 8
     assert max(source.sizes) < 2 * min(source.sizes[:-1])
     rows = [row for part in parts for row in part]
-    assert [source.read(row) for row in rows] == table.to_pylist()
+    assert [source.row(row) for row in rows] == table.to_pylist()
     assert source.place(rows[777], 0).endswith("a.parquet row 777 (counted from 0)")
 
 
@@ -342,7 +342,7 @@ def test_rows_that_differ_survive_byte_for_byte(tmp_path):
     ):
         (tmp_path / name).write_text(text)
         (source,) = load(str(tmp_path / name))
-        stored = [source.read(row) for row in source.rows]
+        stored = [source.row(row) for row in source.rows]
         assert [json.dumps(row) for row in stored] == [json.dumps(row) for row in rows]
         kept = [json.dumps(found.messages) for found in read(source)]
         assert kept == [json.dumps(row["messages"]) for row in rows]
@@ -408,7 +408,7 @@ def test_globs_folders_sources_and_their_names(tmp_path, monkeypatch):
     assert [s.name for s in found] == ["a", "a-2", "mine"]
     assert [len(s.rows) for s in found] == [2, 1, 1]
     assert [(s.weight, s.max_repeats) for s in found] == [(3, None), (1, 2), (1, None)]
-    assert [s.read(r)["name"] for s in found for r in s.rows] == [
+    assert [s.row(r)["name"] for s in found for r in s.rows] == [
         "a.jsonl.gz",
         "b.v1.jsonl",
         "more/a.jsonl",
@@ -437,7 +437,7 @@ def test_only_the_columns_of_the_format_are_read(tmp_path):
     pq.write_table(pa.Table.from_pylist([chat(**blob)]), tmp_path / "a.parquet")
     for streaming in (False, True):
         (source,) = load(str(tmp_path / "a.parquet"), streaming=streaming)
-        assert list(source.read(next(iter(source.rows)))) == ["messages"]
+        assert list(source.row(next(iter(source.rows)))) == ["messages"]
 
 
 def test_rows_are_cached_until_a_file_changes(tmp_path):

@@ -63,6 +63,10 @@ class DataSource:
         of, names = self._features, [name for name in stored if name not in _OF_FILES]
         return {name: tables.plain(stored[name], name, of.get(name)) for name in names}
 
+    def row(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """Return the columns of a stored row; raise BadRow where it cannot be read."""
+        return self.names.renamed(self.read(stored))
+
     def example(self, stored: dict[str, Any]) -> recognise.Example:
         """Return what is to be learned of a stored row; raise BadRow where it cannot be used."""
         return self.example_of(self.read(stored))

@@ -151,11 +151,12 @@ class Encoder:
         if texts:
             found = self._texts.encode([t.text for _, t in texts], [t.spans for _, t in texts])
             for (at, text), tokens in zip(texts, found, strict=True):
-                example, out[at] = examples[at], tokens
-                if isinstance(tokens, TokenSpans):
-                    bare = isinstance(example, Conversation)
-                    ids, spans = tokens if bare else self._framed(example, *tokens)
-                    out[at] = self._fitted(example, ids, spans, text.notes)
+                if isinstance(tokens, BadRow):
+                    out[at] = tokens
+                    continue
+                bare = isinstance(examples[at], Conversation)
+                ids, spans = tokens if bare else self._framed(examples[at], *tokens)
+                out[at] = self._fitted(examples[at], ids, spans, text.notes)
         return out  # type: ignore[return-value]
 
     def _rendered(self, example: Example | BadRow) -> Rendered | EncodedExample | BadRow:
