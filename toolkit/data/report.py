@@ -44,28 +44,20 @@ def supervision_report(feed: Feed, tokenizer: Tokenizer | None, samples: int = 2
 
 
 def check_supervised(source: EncodedSource, sequence_length: int) -> None:
-    """Raise a `DataError` for a source without a token that the loss covers, with the cause."""
+    """Raise a `DataError` for a source without a token that the loss covers."""
     counts = source.counts
     if counts.supervised:
         return
-    if not counts.rows:
-        cause = "it has no row; give more data, or leave the source out"
-    elif not counts.kept:
-        why = "; ".join(
-            f"{rows:,} for {reason}, such as {counts.places[reason][0]}"
-            for reason, rows in counts.dropped.items()
-        )
-        cause = (
-            f"all {counts.rows:,} rows were left out: {why or 'none of them gives a token'}. Look "
-            "at the data, data.sequence_length and data.supervise"
-        )
-    else:
-        cause = (
-            f"none of its {counts.kept:,} examples ({counts.truncated:,} cut off at "
-            f"data.sequence_length {sequence_length}) has a token that data.supervise covers; look "
-            "at data.supervise, the chat template, and where prompts end"
-        )
-    raise DataError(f"expected tokens to learn in the source {source.name!r}, got none: {cause}")
+    left_out = "".join(
+        f"; left out {rows:,} for {reason}, such as {counts.places[reason][0]}"
+        for reason, rows in counts.dropped.items()
+    )
+    raise DataError(
+        f"expected tokens to learn in the source {source.name!r}, got none: {counts.rows:,} rows "
+        f"gave {counts.kept:,} examples, {counts.truncated:,} cut off at data.sequence_length "
+        f"{sequence_length}{left_out}. Look at the data, data.supervise, the chat template, and "
+        "where prompts end"
+    )
 
 
 def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
