@@ -104,15 +104,11 @@ def _thoughts(search: Search, message: Message) -> Iterator[tuple[str, Changed]]
         before = content[: ends[-1].start()]
         tag = _TAG.match(before)
         said = before[tag.end() if tag else 0 :].strip()
-        yield said, partial(_with_thought, message, said)
+        yield said, lambda word: with_content(message, content.replace(said, word, 1))
 
 
 def _with_key(message: Message, key: str, word: str) -> Message:
     return {**message, key: word}
-
-
-def _with_thought(message: Message, said: str, word: str) -> Message:
-    return with_content(message, message["content"].replace(said, word, 1))
 
 
 def _unused_keys(search: Search) -> Counter[str]:

@@ -68,20 +68,18 @@ class SampleShape:
         to a multiple of 8, but not beyond `sequence_length`, which may be all the positions that a
         model has.
         """
-        columns: dict[str, Any]
         if self.packing == "none":
             longest = max(len(s["input_ids"]) for s in samples)
             width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
             fill = {"input_ids": self.pad_id, "labels": IGNORED, "attention_mask": 0}
             samples = [s | {"attention_mask": torch.ones_like(s["labels"])} for s in samples]
-            columns = {}
-            for name, value in fill.items():
-                rows = [F.pad(s[name], (0, width - len(s[name])), value=value) for s in samples]
-                columns[name] = torch.stack(rows)
-        else:
-            columns = default_collate(samples)
-            if self.borders:
-                columns |= document_borders(columns)
+            samples = [
+                {n: F.pad(s[n], (0, width - len(s[n])), value=value) for n, value in fill.items()}
+                for s in samples
+            ]
+        columns: dict[str, Any] = default_collate(samples)
+        if self.borders and self.packing != "none":
+            columns |= document_borders(columns)
         return Batch.of(**columns, count=self.packing != "wrapped")
 
     def __str__(self) -> str:

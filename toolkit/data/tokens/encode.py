@@ -29,7 +29,7 @@ from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources import tables
 from toolkit.data.sources.row_values import BadRow, Row, or_bad
 from toolkit.data.sources.rows import DataSource
-from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, TokenSpans, content_of
+from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, content_of
 from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
 from toolkit.formats.synced_files import replacing
@@ -66,9 +66,7 @@ class EncodedExample:
     input_ids: np.ndarray  # int32 [n]; n up to `sequence_length`, of plain text any number
     spans: list[Span]  # (begin, end) of token positions that are learned, in order, disjoint
     cut_off: int = 0  # tokens cut off at its end, which are not among `input_ids`
-    notes: dict[str, int] = field(
-        default_factory=dict
-    )  # to be counted, by kind (such as `masks.NO_STOP`)
+    notes: dict[str, int] = field(default_factory=dict)  # to be counted, by kind
     piece: int | None = None  # tokens of the pieces that packing cuts it into; None: stays whole
 
     @property
