@@ -184,8 +184,8 @@ def test_tokens_across_a_character_and_spaces_that_a_first_token_loses(tokenizer
         ({"rows": 0, "kept": 0}, "0 rows gave 0 examples"),
         (
             {"rows": 9, "kept": 0, "dropped": {"NUL": 9}, "places": {"NUL": ["a.jsonl line 1: x"]}},
-            "9 rows gave 0 examples, 0 cut off at data.sequence_length 64; left out 9 for NUL, such as "
-            "a.jsonl line 1: x",
+            "9 rows gave 0 examples, 0 cut off at data.sequence_length 64; left out 9 for NUL, "
+            "such as a.jsonl line 1: x",
         ),
         ({"truncated": 1}, "1 rows gave 1 examples, 1 cut off at data.sequence_length 64. Look at"),
     ],
