@@ -41,8 +41,8 @@ _Rows = Iterator[tuple[int, bytes | BadRow]]  # the number of a row, its bytes o
 def line_tables(
     file: str, bounds: Bounds | None = None, *, kind: Kind, limit: int
 ) -> Iterator[pa.Table]:
-    """Yield a file as tables of `LINES`; holds some megabytes, of a JSON list the whole file.
-    `bounds`: JSON lines that begin at these bytes.
+    """Yield a file as tables of `LINES`; holds some megabytes, of CSV a line, of a JSON list the
+    whole file. `bounds`: JSON lines that begin at these bytes.
     """
     if os.path.getsize(file) == 0:
         return
