@@ -750,7 +750,7 @@ def test_a_resume_with_a_changed_architecture(start, finished, change, said) -> 
 def test_a_resume_with_a_global_batch_that_does_not_divide(start, finished) -> None:
     before = hashes(finished)
     done = start(*again(finished), "--train.per_device_train_batch_size", "2")
-    said = ["global batch of 3", "micro-batches of 2", "train.per_device_train_batch_size to 1"]
+    said = ["global batch of 3", "micro-batches of 2", "with train.per_device_train_batch_size 1"]
     refused(done, *said, did=("encode",))
     assert hashes(finished) == before
 
