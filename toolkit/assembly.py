@@ -26,7 +26,7 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
     hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.adapters else None)
 
     def with_tokenizer(model: ModelConfig) -> ModelConfig:
-        if cfg.learns_documents:
+        if cfg.learned == "documents":
             return prepare_tokenizer(model, cfg.data, folder.tokenizer, keep=folder.holds_work)
         return own_tokenizer(model)
 

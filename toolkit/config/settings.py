@@ -24,6 +24,7 @@ from toolkit.errors import ConfigError
 from toolkit.parsing import parse_size
 
 Dtype = Literal["float32", "bfloat16"]
+Learned = Literal["documents", "examples", "pairs"]
 Schedule = Literal[
     "linear",
     "cosine",
@@ -479,11 +480,11 @@ class RunConfig:
         return None
 
     @property
-    def learns_documents(self) -> bool:
-        """Return whether all of a text is learned, in samples that are cut out of it; else some
-        tokens of examples are.
+    def learned(self) -> Learned:
+        """Return what is learned: all of documents, in samples that are cut out of them, some
+        tokens of examples, or the answers of pairs.
         """
-        return True
+        return "documents"
 
     def __post_init__(self) -> None:
         paths = ("model.name_or_path", "output_dir", "checkpoint.root")
@@ -546,9 +547,9 @@ class FinetuneConfig(RunConfig):
         return self.lora if self.lora.r else None
 
     @property
-    def learns_documents(self) -> bool:
-        """False: examples are learned, of which some tokens count."""
-        return False
+    def learned(self) -> Learned:
+        """Return what is learned: some tokens of examples."""
+        return "examples"
 
     def __post_init__(self) -> None:
         super().__post_init__()

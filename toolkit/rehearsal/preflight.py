@@ -72,10 +72,10 @@ def _are_examples(cfg: FinetuneConfig) -> bool:
     data = replace(cfg.data, streaming=True)
     if not (data.train_files or data.dataset_name or data.sources):
         return False
-    for documents in (True, False):
+    for learned in ("documents", "examples"):
         with contextlib.suppress(ToolkitError):  # of neither kind: the stage `data` says why
-            load_sources(data, documents=documents)
-            return not documents
+            load_sources(data, learned=learned)  # type: ignore[arg-type]
+            return learned == "examples"
     return False
 
 

@@ -37,11 +37,16 @@ class LossSum:
     """What a loss makes of a micro-batch: a sum, which the caller divides."""
 
     total: torch.Tensor
-    """0-d: what is minimised, summed."""
+    """0-d: what is minimised, summed; or 1-d, of several means that are added up."""
     count: torch.Tensor
-    """0-d: of how many."""
+    """0-d: of how many; or 1-d, of how many each."""
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name -> another sum over as many, 0-d, without a gradient: an evaluation reports its mean."""
+    """Name -> another sum over as many as the (first) count, 0-d, without a gradient: an evaluation
+    reports its mean."""
+
+    def sums(self) -> list[torch.Tensor]:
+        """Return everything that ranks add up: total, parts, count."""
+        return [self.total, *self.parts.values(), self.count]
 
 
 def causal_lm_loss(

@@ -59,8 +59,8 @@ class Update:
     Args:
         sharded: what `apply_fsdp` returned, its model in training mode.
         micro_batches: on the device; every rank has as many.
-        counts: 0-d, by how much each micro-batch counts in the mean, on every rank or on none;
-            None: by its targets.
+        counts: by how much each micro-batch counts in the mean, 0-d or, for losses of several
+            means, 1-d; on every rank or on none; None: by its targets.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Update:
             )
         self._sharded, self._batches, self._ranks = sharded, micro_batches, sharded.mesh.loss
         tokens = torch.stack([batch.count for batch in micro_batches]).sum().double()
-        count = tokens if counts is None else torch.stack([*counts]).sum().double()
+        count = tokens if counts is None else torch.stack([*counts]).sum(0).double()
         # In one exchange; a double holds any number of tokens exactly.
-        tokens, count = self._ranks.sum(torch.stack([tokens, count]))
-        self._tokens = tokens.long()
+        tokens, *of_means = self._ranks.sum(torch.stack([tokens, *count.flatten()]))
+        self._tokens, count = tokens.long(), torch.stack(of_means).view_as(count)
         # FSDP averages over the ranks what is to be added up.
         self._scale = self._ranks.size / torch.where(count > 0, count, 1).float()
         self._total = torch.zeros((), device=count.device)
@@ -98,7 +98,7 @@ class Update:
 
     def mean(self, loss: LossSum) -> torch.Tensor:
         """Return a micro-batch's part of the mean over the global batch, for its backward."""
-        part = loss.total * self._scale
+        part = (loss.total * self._scale).sum()
         self._total += part.detach()
         self._phase.close()
         self._phase.enter_context(record_function(BACKWARD))
@@ -242,17 +242,19 @@ def evaluate(
             losses = [(loss or with_accuracy)(model, batch) for batch in batches]
             if not losses:
                 raise TrainingError("evaluate got no batches" + f" of source {name}" * bool(name))
-            names = [*losses[0].parts]
-            rows = ([one.total, *one.parts.values(), one.count] for one in losses)
+            names, terms = [*losses[0].parts], losses[0].count.numel()
+            rows = (torch.cat([x.double().flatten() for x in one.sums()]) for one in losses)
             # A double holds any count exactly.
-            found.append(torch.stack([torch.stack([x.double() for x in r]) for r in rows]).sum(0))
+            found.append(torch.stack([*rows]).sum(0))
     finally:
         model.train(was_training)
         reshard(model)
-    each = sharded.mesh.loss.sum(torch.stack(found))  # [sources, loss, parts, count]
-    means = torch.cat([each.sum(0)[None], each])
-    means = (means[:, :-1] / means[:, -1:]).float()
+    each = sharded.mesh.loss.sum(torch.stack(found))  # [sources, losses, parts, counts]
+    sums = torch.cat([each.sum(0)[None], each])
+    losses, parts, counts = sums[:, :terms], sums[:, terms:-terms], sums[:, -terms:]
+    means = ((losses / counts).sum(1).float(), (parts / counts[:, :1]).float())
     total, *stats = [
-        EvalStats(row[0], dict(zip(names, row[1:].unbind(), strict=True))) for row in means
+        EvalStats(loss, dict(zip(names, row.unbind(), strict=True)))
+        for loss, row in zip(*means, strict=True)
     ]
     return total, dict(zip(sources, stats, strict=True))

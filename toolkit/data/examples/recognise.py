@@ -35,9 +35,9 @@ from toolkit.data.sources.row_values import (
     wrong,
 )
 
-Format = Literal["text", "prompt_completion", "conversation", "tokenised"]
+Format = Literal["text", "prompt_completion", "conversation", "tokenised", "pairs"]
 ChatShape = Literal["turn_lists", "messages", "sharegpt", "alpaca"]
-RowShape = ChatShape | Literal["text", "pieces", "prompt_completion", "tokenised"]
+RowShape = ChatShape | Literal["text", "pieces", "prompt_completion", "tokenised", "pairs"]
 
 
 class _Shape(NamedTuple):
@@ -60,6 +60,7 @@ _SHAPES: dict[RowShape, _Shape] = {
     "sharegpt": _Shape("conversation", "conversations (ShareGPT)", (*_CHAT, "system")),
     "alpaca": _Shape("conversation", "instructions (Alpaca)", (*_CHAT, *_OF_ALPACA)),
     "tokenised": _Shape("tokenised", "token ids", (*_MASKS, "attention_mask")),
+    "pairs": _Shape("pairs", "pairs of answers", ("prompt", *_CHAT)),
 }
 
 

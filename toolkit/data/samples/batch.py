@@ -23,6 +23,12 @@ class Batch:
     n_targets: int | None = None
     """How many positions have a target, where some others than the last of a row may have none: the
     host knows it before `targets` are on a device."""
+    sequences: torch.Tensor | None = None
+    """int64 [B, T]: the sequence of each position, counted through the batch, -1: of none. In
+    preference tuning two that follow each other are a pair, the chosen one first."""
+    n_sequences: int = 0
+    reference: torch.Tensor | None = None
+    """float32 [n_sequences]: log-probability of the targets of each by the reference."""
 
     @classmethod
     def of(cls, labels: torch.Tensor, *, count: bool = False, **inputs: Any) -> "Batch":
@@ -47,4 +53,6 @@ class Batch:
 
     def _each(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         inputs = {n: fn(x) if isinstance(x, torch.Tensor) else x for n, x in self.inputs.items()}
-        return replace(self, inputs=inputs, targets=fn(self.targets))
+        others = {name: getattr(self, name) for name in ("sequences", "reference")}
+        moved = {name: fn(x) for name, x in others.items() if x is not None}
+        return replace(self, inputs=inputs, targets=fn(self.targets), **moved)

@@ -6,7 +6,7 @@ id inside a span and `IGNORED` elsewhere; labels are unshifted, as transformers 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ class SampleShape:
     sequence_length: int  # tokens of a sample at most
     pad_id: int = 0
     borders: bool = False  # micro-batches carry where documents begin (`document_borders`)
+    pairs: bool = False  # rows are pairs of answers, each side a piece; batches tell them apart
 
     def sample(self, pieces: Sequence[Piece]) -> Sample:
         """Return pieces as one sample: `{"input_ids": [T], "labels": [T]}`, int64. T is
@@ -54,9 +55,13 @@ class SampleShape:
             labels[:1] = IGNORED
         columns = (np.concatenate(column).astype(np.int64) for column in zip(*pieces, strict=True))
         sample = dict(zip(("input_ids", "labels"), map(torch.from_numpy, columns), strict=True))
+        lengths = [len(ids) for ids, _ in pieces]
         if self.packing == "bfd":
-            positions = np.concatenate([np.arange(len(ids)) for ids, _ in pieces])
+            positions = np.concatenate([np.arange(length) for length in lengths])
             sample["position_ids"] = torch.from_numpy(positions)
+        if self.pairs:
+            numbers = np.repeat([*range(len(pieces) - 1), FILLER], lengths)
+            sample["sequences"] = torch.from_numpy(numbers)
         return sample
 
     def batch(self, samples: list[Sample]) -> Batch:
@@ -65,9 +70,12 @@ class SampleShape:
 
         Rows are padded on the right, with an `attention_mask`: T is the longest length rounded up
         to a multiple of 8, but not beyond `sequence_length`, which may be all the positions that a
-        model has.
+        model has. Of pairs each side is a row.
         """
         columns: dict[str, Any]
+        pairs: dict[str, Any] = {}
+        if self.pairs:
+            samples, pairs = self._of_pairs(samples)
         if self.packing == "none":
             longest = max(len(s["input_ids"]) for s in samples)
             width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
@@ -81,7 +89,37 @@ class SampleShape:
             columns = default_collate(samples)
             if self.borders:
                 columns |= document_borders(columns)
-        return Batch.of(**columns, count=self.packing != "wrapped")
+        made = Batch.of(**columns, count=self.packing != "wrapped")
+        if self.pairs and self.packing == "none":  # a row each
+            pairs["sequences"] = pairs["sequences"][:, None].expand_as(made.targets)
+        return replace(made, **pairs)
+
+    def _of_pairs(self, samples: list[Sample]) -> tuple[list[Sample], dict[str, Any]]:
+        """Return samples without what tells their sequences apart, padded ones (`none`) a sample
+        for each sequence, and that as fields of a batch.
+        """
+        samples = [dict(sample) for sample in samples]
+        numbers = [sample.pop("sequences") for sample in samples]
+        counts = [int(number.max()) + 1 for number in numbers]
+        references = [sample.pop("reference") for sample in samples if "reference" in sample]
+        fields: dict[str, Any] = {"n_sequences": sum(counts)}
+        if references:
+            fields["reference"] = torch.cat(references)
+        if self.packing == "none":
+            samples = [
+                {name: column[number == one] for name, column in sample.items()}
+                for sample, number, count in zip(samples, numbers, counts, strict=True)
+                for one in (range(count) if count else (FILLER,))
+            ]
+            filled = [n for count in counts for n in ([1] * count or [0])]
+            rows = torch.tensor(filled).cumsum(0) - 1
+            fields["sequences"] = rows.masked_fill(torch.tensor(filled) == 0, FILLER)
+            return samples, fields
+        before = [sum(counts[:at]) for at in range(len(counts))]
+        fields["sequences"] = torch.stack(
+            [n.where(n == FILLER, n + first) for n, first in zip(numbers, before, strict=True)]
+        )
+        return samples, fields
 
     def __str__(self) -> str:
         if self.packing == "wrapped":
@@ -99,11 +137,15 @@ class EncodedRows:
         self._ids = self.tokens.data.column("input_ids")
         spans = "spans" in self.tokens.column_names  # else every token counts
         self._spans = self.tokens.data.column("spans") if spans else None
+        pairs = "second" in self.tokens.column_names
+        self._seconds = self.tokens.data.column("second").to_numpy() if pairs else None
+        self.reference: np.ndarray | None = None
+        """float32 [rows, 2], of pairs: log-probability of both answers by the reference."""
         self._texts = [chunk.flatten().to_numpy() for chunk in self._ids.chunks]
         self._text_ends = np.cumsum([len(text) for text in self._texts], dtype=np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EncodedRows, (self.tokens,)
+        return EncodedRows, (self.tokens,), {"reference": self.reference}
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -132,6 +174,10 @@ class EncodedRows:
         if self._spans is None:
             return ids.astype(np.int64)
         return labels_of(ids, self._spans[row].values.to_numpy())
+
+    def second(self, row: int) -> int | None:
+        """Return where in a row of a pair the rejected answer's tokens begin; None: it is none."""
+        return None if self._seconds is None else int(self._seconds[row])
 
     def joined(self, begin: int, count: int) -> Piece:
         """Return `count` tokens of all rows joined, from `begin` on, and their labels; copies."""
@@ -242,7 +288,24 @@ class Samples(Dataset):
             return self.shape.sample([])
         if not 0 <= index < len(self):
             raise IndexError(f"no sample {index} of {len(self)}")
-        return self.shape.sample([self.pieces[int(number)] for number in self._numbers(index)])
+        numbers = [int(number) for number in self._numbers(index)]
+        if not self.shape.pairs:
+            return self.shape.sample([self.pieces[number] for number in numbers])
+        rows = [self.pieces.rows_of(number)[0] for number in numbers]  # a pair is one piece
+        sides = [side for pair in zip(numbers, rows, strict=True) for side in self._sides(*pair)]
+        sample = self.shape.sample(sides)
+        if (reference := self.pieces.rows.reference) is not None:
+            sample["reference"] = torch.from_numpy(reference[rows].reshape(-1))
+        return sample
+
+    def _sides(self, piece: int, row: int) -> list[Piece]:
+        """Return both sides of a pair as pieces."""
+        (ids, labels), second = self.pieces[piece], self.pieces.rows.second(row)
+        return [(ids[:second], labels[:second]), (ids[second:], labels[second:])]
+
+    def row_numbers(self, index: int) -> list[int]:
+        """Return the first encoded row of each piece of a sample, in order."""
+        return [self.pieces.rows_of(int(number))[0] for number in self._numbers(index)]
 
     def rows(self, index: int) -> str:
         """Return the encoded rows that a sample holds a part of, counted from 0, in words."""

@@ -24,10 +24,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig
 from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
+from toolkit.data.examples.pairs import Pair
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources import tables
-from toolkit.data.sources.row_values import BadRow, Row, or_bad
+from toolkit.data.sources.row_values import BadRow, LeftOut, Row, or_bad
 from toolkit.data.sources.rows import DataSource
 from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, TokenSpans, content_of
 from toolkit.data.tokens.tokenizer import check_vocabulary
@@ -44,15 +45,13 @@ _MASKS = 3  # so of conversations: raise it when one gives another mask
 
 _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
+_PAIRS = pa.schema([*_IN_PART, ("second", pa.int32())])
+OTHER_PROMPT = "pairs whose prompts end in other tokens"
 
 _NOTHING = np.zeros(0, np.int32)
 _work: Any = None  # of a worker process
 
 log = logging.getLogger(__name__)
-
-
-class LeftOut(BadRow):
-    """A row that the settings leave out, whatever `on_bad_row` says."""
 
 
 class EndsRun(BadRow):
@@ -70,10 +69,13 @@ class EncodedExample:
         default_factory=dict
     )  # to be counted, by kind (such as `masks.NO_STOP`)
     piece: int | None = None  # tokens of the pieces that packing cuts it into; None: stays whole
+    second: int | None = None  # of a pair: where the rejected answer's tokens begin
 
     @property
     def supervised(self) -> int:
         """Tokens that the loss covers: nothing predicts the first of all, or of each piece."""
+        if self.second is not None:  # nothing predicts the first token of either
+            return sum(end - begin for begin, end in self.spans)
         piece = self.piece or max(1, len(self.input_ids))
         firsts = [-(-end // piece) - -(-begin // piece) for begin, end in self.spans]
         return sum(end - begin for begin, end in self.spans) - sum(firsts)
@@ -94,11 +96,14 @@ class Encoder:
     `vocab_size` (rows of the model's embedding) or more is a DataError.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, cfg: DataConfig, vocab_size: int) -> None:
-        self.tokenizer, self.cfg, self.vocab_size = tokenizer, cfg, vocab_size
+    def __init__(
+        self, tokenizer: Tokenizer | None, cfg: DataConfig, vocab_size: int, *, pairs: bool = False
+    ) -> None:
+        self.tokenizer, self.cfg, self.vocab_size, self.pairs = tokenizer, cfg, vocab_size, pairs
         self.finetune = cfg if isinstance(cfg, FinetuneDataConfig) else None
         self.supervise = "all" if self.finetune is None else self.finetune.supervise
-        bounded = self.finetune is not None and cfg.packing != "wrapped"
+        # Sides of pairs are fitted together.
+        bounded = self.finetune is not None and cfg.packing != "wrapped" and not pairs
         self.limit = cfg.sequence_length if bounded else None
         if tokenizer is None:
             return
@@ -140,12 +145,24 @@ class Encoder:
             results[at] = BadRow(said, result.reason)
         return results
 
-    def batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:
+    def batch(self, examples: Sequence[Example | Pair | BadRow]) -> list[EncodedRow]:
         """Return each example as token ids, or what is wrong with it, in order.
 
         A DataError where there is no tokenizer or chat template, or `supervise` does not go with
         the examples.
         """
+        sides = [
+            side
+            for example in examples
+            for side in ((example.chosen, example.rejected) if isinstance(example, Pair) else [example])
+        ]
+        found = iter(self._batch(sides))
+        return [
+            self._pair(next(found), next(found)) if isinstance(example, Pair) else next(found)
+            for example in examples
+        ]
+
+    def _batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:
         out = [self._rendered(example) for example in examples]
         texts = [(at, text) for at, text in enumerate(out) if isinstance(text, Rendered)]
         if texts:
@@ -218,6 +235,47 @@ class Encoder:
             ids, spans = self._framed(example, ids, spans)
         return self._fitted(example, ids, spans, notes)
 
+    def _pair(self, chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
+        """Return both sides of a pair as one row, their answers cut to the same length where they
+        are too long together; see [Note: pairs].
+        """
+        for side in (chosen, rejected):
+            if isinstance(side, BadRow):
+                return side
+        assert isinstance(chosen, EncodedExample) and isinstance(rejected, EncodedExample)
+        begins = [side.spans[0][0] for side in (chosen, rejected)]
+        notes = chosen.notes | rejected.notes
+        if not np.array_equal(chosen.input_ids[: begins[0]], rejected.input_ids[: begins[1]]):
+            notes = notes | {OTHER_PROMPT: 1}
+        limit, sides = self.cfg.sequence_length, (chosen, rejected)
+        answers = [len(side.input_ids) - at for side, at in zip(sides, begins, strict=True)]
+        kept, cut = _most(limit - sum(begins), answers), 0
+        if kept < max(answers):
+            said = (
+                f"expected at most {limit} tokens of both sides (data.sequence_length), got "
+                f"{sum(len(side.input_ids) for side in sides)}"
+            )
+            too_long = self.finetune and self.finetune.too_long
+            if too_long == "error":
+                return EndsRun(f"{said}; set data.too_long to truncate or drop", "too long")
+            if too_long == "drop":
+                return LeftOut(said, "too long")
+            if kept < 1:
+                return LeftOut(f"{said}: the prompt leaves no room for answers", "prompt too long")
+            cut = sum(max(0, answer - kept) for answer in answers)
+        ids, spans = [], list[Span]()
+        for side, at in zip(sides, begins, strict=True):
+            end, before = at + kept, sum(map(len, ids))
+            ids.append(side.input_ids[:end])
+            whole = [(b, min(e, end)) for b, e in side.spans if b < end]
+            spans += [(max(b, 1) + before, e + before) for b, e in whole if e > max(b, 1)]
+        if ids[0].tolist() == ids[1].tolist():
+            return LeftOut("both answers give the same tokens", "equal sides")
+        second = len(ids[0])
+        if not (spans and spans[0][0] < second and spans[-1][0] >= second):
+            return LeftOut("an answer has no token to learn", "empty answer")
+        return EncodedExample(np.concatenate(ids), spans, cut, notes, None, second)
+
     def _framed(
         self, example: object, ids: np.ndarray, spans: list[Span]
     ) -> tuple[np.ndarray, list[Span]]:
@@ -268,6 +326,14 @@ class Encoder:
                 "no supervised token within sequence_length",
             )
         return BadRow("expected a token to learn, got none", "no supervised token")
+
+
+def _most(room: int, answers: Sequence[int]) -> int:
+    """Return the most tokens of each of two answers that fit into `room` together."""
+    shorter, longer = sorted(answers)
+    if shorter + longer <= room:
+        return longer
+    return max(room // 2, room - shorter) if room > 0 else 0
 
 
 @dataclass
@@ -330,7 +396,7 @@ def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
     counted = tables.cache_folder() / f"{name}.json"
     if not counted.is_file():  # it is written before the tokens get their name
         counted.with_suffix(".arrow").unlink(missing_ok=True)
-    schema = _WHOLE if source.layout.whole else _IN_PART
+    schema = _WHOLE if source.layout.whole else _PAIRS if encoder.pairs else _IN_PART
     parts, title = _encoded(source, encoder, counted), f"Encoding {source.name}"
     tokens = tables.cached(name, parts, schema, title, len(source.rows))
     counts = Counts(**json.loads(counted.read_text("utf-8")))
@@ -360,7 +426,10 @@ def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa
         kept = [(at, r) for at, r in enumerate(results, first) if isinstance(r, EncodedExample)]
         ids = _lists([r.input_ids for _, r in kept])
         spans = _lists([np.array(r.spans, np.int32).ravel() for _, r in kept])
-        yield pa.table([ids, spans, pa.array([at for at, _ in kept], pa.int64())], schema=_IN_PART)
+        columns = [ids, spans, pa.array([at for at, _ in kept], pa.int64())]
+        if encoder.pairs:
+            columns.append(pa.array([r.second for _, r in kept], pa.int32()))
+        yield pa.table(columns, schema=_PAIRS if encoder.pairs else _IN_PART)
     with replacing(counted) as scratch:
         scratch.write_text(json.dumps(asdict(counts)), "utf-8")
 
