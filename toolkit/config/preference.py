@@ -42,6 +42,11 @@ class PreferenceConfig:
         """Return whether rows are pairs of answers; else single answers with a label."""
         return self.loss_type != "kto"
 
+    @property
+    def learns_prompts(self) -> bool:
+        """Return whether the cross entropy covers prompts too."""
+        return self.loss_type == "orpo"
+
     def __post_init__(self) -> None:
         kind = self.loss_type
         smoothed = ("sigmoid", "sigmoid_norm", "robust", "simpo")
@@ -73,6 +78,11 @@ class PreferConfig(FinetuneConfig):
     def learned(self) -> Learned:
         """Return what is learned: answers of pairs."""
         return "pairs"
+
+    @property
+    def learns_prompts(self) -> bool:
+        """Return whether prompts of chosen answers are targets too."""
+        return self.preference.learns_prompts
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -486,6 +486,11 @@ class RunConfig:
         """
         return "documents"
 
+    @property
+    def learns_prompts(self) -> bool:
+        """Return whether prompts of chosen answers are targets too, of pairs."""
+        return False
+
     def __post_init__(self) -> None:
         paths = ("model.name_or_path", "output_dir", "checkpoint.root")
         for name in (*paths, "data.train_files", "data.eval_files"):

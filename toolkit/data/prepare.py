@@ -144,7 +144,8 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
     }
     pad = pad_id(encoder.tokenizer)
     borders, pairs = choice.mask is None, cfg.learned == "pairs"
-    shape = SampleShape(choice.packing, data.sequence_length, pad, borders=borders, pairs=pairs)
+    marks = {"borders": borders, "pairs": pairs, "prompts": cfg.learns_prompts}
+    shape = SampleShape(choice.packing, data.sequence_length, pad, **marks)
     if not data.streaming:
         prepared = [encoded(source) for source in sources]
         return PreparedFeed(prepared, shape, eval_split=data.eval_split, **settings)

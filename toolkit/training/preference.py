@@ -16,7 +16,7 @@ one; r = S - R, d = r_c - r_w, m = S / n. Sources:
     rpo_alpha      adds the cross entropy of chosen answers, Pang et al. 2024, arXiv:2404.19733
 
 Each is a mean over the pairs of the global batch; the cross entropy in rpo_alpha and orpo is a mean
-over the learned tokens of its chosen answers.
+over the tokens of its chosen answers, in orpo of their prompts too, as its authors' code has it.
 """
 
 from collections.abc import Callable
@@ -64,18 +64,29 @@ class _Pairs:
 def sequence_logps(
     model: nn.Module, batch: Batch, *, device_type: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of the targets of each sequence, summed, [n_sequences] in fp32,
-    and how many targets it has, [n_sequences] int64.
+    """Return the log-probability of the targets of each sequence, summed, and last that of targets
+    of none (prompts): [n_sequences + 1] in fp32; and how many targets each has, int64.
 
-    Costs what `token_logps` does. TrainingError for a batch without sequences.
+    Costs what `token_logps` does.
+    """
+    found = token_logps(model, batch, device_type=device_type).flatten()
+    sums = found.new_zeros(batch.n_sequences + 1).index_add(0, _owners(batch), found)
+    return sums, _counts(batch)
+
+
+def _owners(batch: Batch) -> torch.Tensor:
+    """Return the sequence of each position, `n_sequences` for none, [B * T]; TrainingError for a
+    batch without any.
     """
     if batch.sequences is None:
         raise TrainingError("expected a batch of pairs, got one without `sequences`")
-    owner = batch.sequences.where(batch.targets != IGNORED, batch.n_sequences).flatten()
-    found = token_logps(model, batch, device_type=device_type).flatten()
-    sums = found.new_zeros(batch.n_sequences + 1).index_add(0, owner, found)
-    counts = torch.bincount(owner, minlength=batch.n_sequences + 1)
-    return sums[:-1], counts[:-1]
+    return batch.sequences.where(batch.sequences >= 0, batch.n_sequences).flatten()
+
+
+def _counts(batch: Batch) -> torch.Tensor:
+    """Return how many targets each sequence has, and last those of none, int64."""
+    targets = (batch.targets != IGNORED).flatten().long()
+    return targets.new_zeros(batch.n_sequences + 1).index_add(0, _owners(batch), targets)
 
 
 @dataclass(frozen=True)
@@ -87,13 +98,12 @@ class Objective:
     """The ranks whose batches are one (`Mesh.loss`)."""
 
     def counts(self, batch: Batch) -> torch.Tensor:
-        """Return by how much a micro-batch counts in each mean, int64 [2]: pairs, and learned
-        tokens of chosen answers.
+        """Return by how much a micro-batch counts in each mean, int64 [2]: pairs, and tokens of
+        the cross entropy.
         """
-        assert batch.sequences is not None
-        chosen = (batch.targets != IGNORED) & (batch.sequences % 2 == 0)
-        pairs = chosen.new_tensor(batch.n_sequences // 2, dtype=torch.int64)
-        return torch.stack([pairs, chosen.sum()])
+        counts = _counts(batch)
+        pairs = counts.new_tensor(batch.n_sequences // 2)
+        return torch.stack([pairs, counts[:-1:2].sum() + counts[-1]])
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """Return the sums of both means' terms, [2] with counts [2], and parts of each pair's.
@@ -101,7 +111,7 @@ class Objective:
         A batch without pairs gives exact zeros with gradients of zeros.
         """
         sums, counts = sequence_logps(model, batch)
-        policy = _Pairs(*sums.view(-1, 2).unbind(1), *counts.view(-1, 2).unbind(1))
+        policy = _Pairs(*(x[at:-1:2] for x in (sums, counts) for at in (0, 1)))
         rewards = policy
         if self.cfg.needs_reference:
             if batch.reference is None:
@@ -118,7 +128,7 @@ class Objective:
             terms = _TERMS[self.cfg.loss_type](self.cfg, rewards)
             parts = self._parts(rewards, policy)
         weight = 1.0 if self.cfg.loss_type == "orpo" else self.cfg.rpo_alpha
-        cross_entropy = -weight * policy.chosen.sum()
+        cross_entropy = -weight * (policy.chosen.sum() + sums[-1])
         return LossSum(torch.stack([terms.sum(), cross_entropy]), self.counts(batch), parts)
 
     def _parts(self, rewards: _Pairs, policy: _Pairs) -> dict[str, torch.Tensor]:

@@ -140,7 +140,7 @@ def _asked(sharded: Sharded, data: TrainingData, parts: list[Samples]) -> np.nda
             batches = run.loader(samples, order, collate_fn=samples.shape.batch)
             for indices, batch in zip(order, batches, strict=True):
                 watchdog.progress()
-                sums, _ = sequence_logps(model, batch)
+                sums = sequence_logps(model, batch)[0][:-1]
                 rows = [row for i in indices if i != FILLER for row in samples.row_numbers(i)]
                 values[rows], seen[rows] = sums.double().view(-1, 2), 1.0
     finally:

@@ -24,6 +24,7 @@ from toolkit.models.attention import document_borders
 FILLER = -1  # index of the sample without a supervised token that fills up a batch
 MULTIPLE = 8  # padded lengths are multiples of this: fewer different shapes, and aligned ones
 
+_OF_PIECES = ("sequences", "lengths", "reference")  # columns of a sample of pairs that stay behind
 Packing = Literal["wrapped", "bfd", "none"]
 Sample = dict[str, torch.Tensor]
 Piece = tuple[np.ndarray, np.ndarray]  # token ids and labels of a row, or of a part of one
@@ -39,6 +40,7 @@ class SampleShape:
     pad_id: int = 0
     borders: bool = False  # micro-batches carry where documents begin (`document_borders`)
     pairs: bool = False  # rows are pairs of answers, each side a piece; batches tell them apart
+    prompts: bool = False  # of pairs: prompts of chosen answers are targets too, of no sequence
 
     def sample(self, pieces: Sequence[Piece]) -> Sample:
         """Return pieces as one sample: `{"input_ids": [T], "labels": [T]}`, int64. T is
@@ -59,9 +61,21 @@ class SampleShape:
         if self.packing == "bfd":
             positions = np.concatenate([np.arange(length) for length in lengths])
             sample["position_ids"] = torch.from_numpy(positions)
-        if self.pairs:
-            numbers = np.repeat([*range(len(pieces) - 1), FILLER], lengths)
-            sample["sequences"] = torch.from_numpy(numbers)
+        return self._marked(sample, lengths[:-1]) if self.pairs else sample
+
+    def _marked(self, sample: Sample, lengths: list[int]) -> Sample:
+        """Return a sample of pairs with `sequences` [T], the number of the piece whose answer each
+        position predicts, and the `lengths` of its pieces.
+        """
+        labels, pieces = sample["labels"], torch.tensor(lengths, dtype=torch.int64)
+        number = torch.arange(len(pieces)).repeat_interleave(pieces)
+        number = F.pad(number, (0, len(labels) - len(number)), value=FILLER)
+        answers = F.pad(labels[1:] != IGNORED, (0, 1))
+        sample |= {"sequences": number.where(answers, FILLER), "lengths": pieces}
+        if self.prompts:
+            chosen = number % 2 == 0
+            chosen[F.pad(pieces.cumsum(0), (1, 0))[: len(pieces)]] = False  # their first tokens
+            sample["labels"] = sample["input_ids"].where(chosen & (number != FILLER), labels)
         return sample
 
     def batch(self, samples: list[Sample]) -> Batch:
@@ -90,36 +104,39 @@ class SampleShape:
             if self.borders:
                 columns |= document_borders(columns)
         made = Batch.of(**columns, count=self.packing != "wrapped")
-        if self.pairs and self.packing == "none":  # a row each
-            pairs["sequences"] = pairs["sequences"][:, None].expand_as(made.targets)
+        if not self.pairs:
+            return made
+        room = made.targets.shape[1] - pairs["sequences"].shape[1]
+        pairs["sequences"] = F.pad(pairs["sequences"], (0, room), value=FILLER)
         return replace(made, **pairs)
 
     def _of_pairs(self, samples: list[Sample]) -> tuple[list[Sample], dict[str, Any]]:
-        """Return samples without what tells their sequences apart, padded ones (`none`) a sample
-        for each sequence, and that as fields of a batch.
+        """Return samples as those of other rows, padded ones (`none`) one for each piece, and what
+        tells pieces apart as fields of a batch; `sequences` are padded to the longest.
         """
-        samples = [dict(sample) for sample in samples]
-        numbers = [sample.pop("sequences") for sample in samples]
-        counts = [int(number.max()) + 1 for number in numbers]
-        references = [sample.pop("reference") for sample in samples if "reference" in sample]
+        counts = [len(sample["lengths"]) for sample in samples]
         fields: dict[str, Any] = {"n_sequences": sum(counts)}
-        if references:
-            fields["reference"] = torch.cat(references)
+        if all("reference" in sample for sample in samples):
+            fields["reference"] = torch.cat([sample["reference"] for sample in samples])
+        before = np.cumsum([0, *counts])
+        numbers = [
+            sample["sequences"].where(sample["sequences"] == FILLER, sample["sequences"] + int(first))
+            for sample, first in zip(samples, before, strict=False)
+        ]
+        columns = [
+            {name: x for name, x in sample.items() if name not in _OF_PIECES}
+            for sample in samples
+        ]
         if self.packing == "none":
-            samples = [
-                {name: column[number == one] for name, column in sample.items()}
-                for sample, number, count in zip(samples, numbers, counts, strict=True)
-                for one in (range(count) if count else (FILLER,))
+            parts = [sample["lengths"].tolist() or [1] for sample in samples]
+            columns = [
+                dict(zip(own, pieces, strict=True))
+                for own, lengths in zip(columns, parts, strict=True)
+                for pieces in zip(*(x[: sum(lengths)].split(lengths) for x in own.values()), strict=True)
             ]
-            filled = [n for count in counts for n in ([1] * count or [0])]
-            rows = torch.tensor(filled).cumsum(0) - 1
-            fields["sequences"] = rows.masked_fill(torch.tensor(filled) == 0, FILLER)
-            return samples, fields
-        before = [sum(counts[:at]) for at in range(len(counts))]
-        fields["sequences"] = torch.stack(
-            [n.where(n == FILLER, n + first) for n, first in zip(numbers, before, strict=True)]
-        )
-        return samples, fields
+            numbers = [x for n, own in zip(numbers, parts, strict=True) for x in n.split(own)]
+        fields["sequences"] = torch.nn.utils.rnn.pad_sequence(numbers, True, FILLER)
+        return columns, fields
 
     def __str__(self) -> str:
         if self.packing == "wrapped":
