@@ -13,7 +13,7 @@ from pathlib import Path
 
 from toolkit import adapters, assembly, checkpoint, export, hub, loading, planning, training
 from toolkit.checkpoint import RunFolder, TrainState
-from toolkit.config.preference import PreferConfig
+from toolkit.config import PreferConfig
 from toolkit.data.prepare import prepare_data
 from toolkit.mesh import init_mesh
 from toolkit.sharding import apply_fsdp

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from toolkit import __version__, parsing, recipes
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ConfigError, ExportError, ToolkitError
 
-_RECIPES = ("train", "finetune")  # commands
+_RECIPES = ("train", "finetune", "prefer")  # commands
 _CONFIGURED = ("plan", "rehearse", "inspect")  # commands that read a config, and take settings
 _SETTINGS = "; settings may follow, as --section.field VALUE"
 _TOP = ("--output_dir", "--seed")  # settings outside of a section
@@ -90,13 +91,14 @@ def make_parser() -> argparse.ArgumentParser:
 
     command(_train, "pretrain: check a config, then launch recipes/pretrain.py on it", "")
     command(_finetune, "check a config, then launch recipes/finetune.py on it", "")
+    command(_prefer, "check a config, then launch recipes/prefer.py on it", "")
     add = command(
         _recipes,
         "list the recipes, or copy one into this folder to edit it",
         "List the recipes and the Accelerate YAMLs, or copy a recipe, the configs and the YAMLs "
         "into the current folder, to be edited.",
     )
-    add("--copy", metavar="NAME", help="pretrain or finetune")
+    add("--copy", metavar="NAME", help="pretrain, finetune or prefer")
     add = command(
         _convert_config,
         "turn a config of axolotl, TRL or Trainer into one of this toolkit",
@@ -226,6 +228,10 @@ def _finetune(args: argparse.Namespace) -> int:
     return recipes.start("finetune", args.arguments)
 
 
+def _prefer(args: argparse.Namespace) -> int:
+    return recipes.start("prefer", args.arguments)
+
+
 def _recipes(args: argparse.Namespace) -> int:
     lines = recipes.describe()
     if args.copy is not None:
@@ -330,7 +336,7 @@ def _add_rehearse(command: Callable) -> None:
     add("config", metavar="CONFIG", nargs="?", help=f"config of a recipe (YAML){_SETTINGS}")
     add("--config", dest="file", metavar="FILE", help="the same")
     add("--world_size", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
-    add("--recipe", metavar="NAME", help="pretrain or finetune (default: as the config shows)")
+    add("--recipe", metavar="NAME", help="pretrain, finetune or prefer (default: as the config shows)")
     skip_help = "leave out packages, output, hub or disk, where this machine is not the run's"
     add("--skip", action="append", default=[], metavar="STAGE", help=skip_help)
     share = "of the rows may be longer than data.sequence_length (default: %(default)s)"
@@ -361,13 +367,13 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 
 def _load_either(file: str, settings: Sequence[str] = ()) -> Any:
-    """Read the config of either recipe: what both know means the same to them."""
+    """Read the config of any recipe: what several know means the same to them."""
     from toolkit import config
 
-    try:
-        return config.load(config.PretrainConfig, file, settings)
-    except ConfigError:
-        return config.load(config.FinetuneConfig, file, settings)
+    for kind in (config.PretrainConfig, config.FinetuneConfig):
+        with suppress(ConfigError):
+            return config.load(kind, file, settings)
+    return config.load(config.PreferConfig, file, settings)
 
 
 def _known_shape(cfg: Any) -> Any:

@@ -301,11 +301,9 @@ class Samples(Dataset):
         return len(self.pieces if self.plan is None else self.plan)
 
     def __getitem__(self, index: int) -> Sample:
-        if index == FILLER:
-            return self.shape.sample([])
-        if not 0 <= index < len(self):
+        if index != FILLER and not 0 <= index < len(self):
             raise IndexError(f"no sample {index} of {len(self)}")
-        numbers = [int(number) for number in self._numbers(index)]
+        numbers = [] if index == FILLER else [int(number) for number in self._numbers(index)]
         if not self.shape.pairs:
             return self.shape.sample([self.pieces[number] for number in numbers])
         rows = [self.pieces.rows_of(number)[0] for number in numbers]  # a pair is one piece
