@@ -61,7 +61,14 @@ def pairs() -> list[dict[str, list[int]]]:
     """Return token ids of prompts and of both answers."""
     generator = torch.Generator().manual_seed(3)
     found = []
-    for prompt, chosen, rejected in ((3, 4, 6), (7, 2, 2), (2, 9, 1), (5, 1, 7), (12, 15, 11), (4, 3, 14)):
+    for prompt, chosen, rejected in (
+        (3, 4, 6),
+        (7, 2, 2),
+        (2, 9, 1),
+        (5, 1, 7),
+        (12, 15, 11),
+        (4, 3, 14),
+    ):
         parts = [
             torch.randint(1, CONFIG["vocab_size"], (n,), generator=generator).tolist()
             for n in (prompt, chosen, rejected)
@@ -199,7 +206,9 @@ def main() -> None:
         found[name] = {
             "loss": float(loss),
             **{n: float(x) for n, x in shown.items()},
-            "gradients": {n: [float(g.sum()), float(g.square().sum())] for n, g in gradients.items()},
+            "gradients": {
+                n: [float(g.sum()), float(g.square().sum())] for n, g in gradients.items()
+            },
         }
         print(name, found[name]["loss"], shown)
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from conftest import ROOT
 from distributed import run_ranks
 from sharded import apply_fsdp, init_mesh
 from torch.distributed.tensor import DTensor
+from trl_figures import OBJECTIVES, SHOWN, models, pairs
 
 from toolkit.config.preference import PreferenceConfig
 from toolkit.config.settings import ShardingConfig
@@ -20,7 +21,6 @@ from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
 from toolkit.training.preference import Objective, sequence_logps
 from toolkit.training.step import Update
-from trl_figures import OBJECTIVES, SHOWN, models, pairs
 
 FIGURES = json.loads((ROOT / "tests/data/trl_figures.json").read_text())["figures"]
 PAIRED = [name for name in OBJECTIVES if name != "kto"]
@@ -46,7 +46,10 @@ def samples(shape: SampleShape, numbers: list[int], reference: torch.Tensor | No
     for number in numbers:
         pair = pairs()[number]
         sides = [
-            (np.array(pair["prompt"] + pair[side]), np.array([IGNORED] * len(pair["prompt"]) + pair[side]))
+            (
+                np.array(pair["prompt"] + pair[side]),
+                np.array([IGNORED] * len(pair["prompt"]) + pair[side]),
+            )
             for side in ("chosen", "rejected")
         ]
         taken = sum(len(ids) for ids, _ in (*pieces, *sides))
@@ -89,8 +92,12 @@ def test_an_objective_is_trls(name: str, packing: str) -> None:
             assert found == pytest.approx(wanted[part], rel=1e-5, abs=1e-5), part
     for parameter in SHOWN:
         grad = model.get_parameter(parameter).grad.double()
-        assert float(grad.sum()) == pytest.approx(wanted["gradients"][parameter][0], rel=1e-4, abs=1e-5)
-        assert float(grad.square().sum()) == pytest.approx(wanted["gradients"][parameter][1], rel=2e-5)
+        assert float(grad.sum()) == pytest.approx(
+            wanted["gradients"][parameter][0], rel=1e-4, abs=1e-5
+        )
+        assert float(grad.square().sum()) == pytest.approx(
+            wanted["gradients"][parameter][1], rel=2e-5
+        )
 
 
 # ---- Several ranks -------------------------------------------------------------------------------

@@ -336,7 +336,11 @@ def _add_rehearse(command: Callable) -> None:
     add("config", metavar="CONFIG", nargs="?", help=f"config of a recipe (YAML){_SETTINGS}")
     add("--config", dest="file", metavar="FILE", help="the same")
     add("--world_size", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
-    add("--recipe", metavar="NAME", help="pretrain, finetune or prefer (default: as the config shows)")
+    add(
+        "--recipe",
+        metavar="NAME",
+        help="pretrain, finetune or prefer (default: as the config shows)",
+    )
     skip_help = "leave out packages, output, hub or disk, where this machine is not the run's"
     add("--skip", action="append", default=[], metavar="STAGE", help=skip_help)
     share = "of the rows may be longer than data.sequence_length (default: %(default)s)"

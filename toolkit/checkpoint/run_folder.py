@@ -54,7 +54,6 @@ _WORDS: dict[type, str] = {
 }
 
 
-
 class RunFolder:
     """The folder that a run writes to; `root` holds its checkpoints, here or on a store.
 

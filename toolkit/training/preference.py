@@ -115,7 +115,9 @@ class Objective:
         rewards = policy
         if self.cfg.needs_reference:
             if batch.reference is None:
-                raise TrainingError(f"preference.loss_type {self.cfg.loss_type} needs reference values")
+                raise TrainingError(
+                    f"preference.loss_type {self.cfg.loss_type} needs reference values"
+                )
             reference = batch.reference.view(-1, 2)
             rewards = replace(
                 policy,
@@ -150,7 +152,9 @@ class Objective:
         """
         cfg, good = self.cfg, batch.desirable
         assert good is not None
-        other = torch.stack([rewards.rejected.detach().sum(), rewards.rejected.new_tensor(len(good))])
+        other = torch.stack(
+            [rewards.rejected.detach().sum(), rewards.rejected.new_tensor(len(good))]
+        )
         total, count = self.among.sum(other)
         point = (total / count.clamp(min=1)).clamp(min=0)
         gain = torch.sigmoid(cfg.beta * (rewards.chosen - point))

@@ -120,19 +120,22 @@ class SampleShape:
             fields["reference"] = torch.cat([sample["reference"] for sample in samples])
         before = np.cumsum([0, *counts])
         numbers = [
-            sample["sequences"].where(sample["sequences"] == FILLER, sample["sequences"] + int(first))
+            sample["sequences"].where(
+                sample["sequences"] == FILLER, sample["sequences"] + int(first)
+            )
             for sample, first in zip(samples, before, strict=False)
         ]
         columns = [
-            {name: x for name, x in sample.items() if name not in _OF_PIECES}
-            for sample in samples
+            {name: x for name, x in sample.items() if name not in _OF_PIECES} for sample in samples
         ]
         if self.packing == "none":
             parts = [sample["lengths"].tolist() or [1] for sample in samples]
             columns = [
                 dict(zip(own, pieces, strict=True))
                 for own, lengths in zip(columns, parts, strict=True)
-                for pieces in zip(*(x[: sum(lengths)].split(lengths) for x in own.values()), strict=True)
+                for pieces in zip(
+                    *(x[: sum(lengths)].split(lengths) for x in own.values()), strict=True
+                )
             ]
             numbers = [x for n, own in zip(numbers, parts, strict=True) for x in n.split(own)]
         fields["sequences"] = torch.nn.utils.rnn.pad_sequence(numbers, True, FILLER)

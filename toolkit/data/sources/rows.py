@@ -160,7 +160,12 @@ def _source(
         shards = tables.file_shards(files, cuts.get(kind) if streaming else None)
         rows = tables.read_files(reader, shards, where, schema, streaming=streaming)
     made = DataSource(
-        *(str(source.name), where, rows, replace(recognise.PIECE_LAYOUT, whole=learned == "documents")),
+        *(
+            str(source.name),
+            where,
+            rows,
+            replace(recognise.PIECE_LAYOUT, whole=learned == "documents"),
+        ),
         *(source.weight, source.max_repeats, tuple(map(str, files))),
         *(tuple(shard.size for shard in shards) or None, renamed),
     )

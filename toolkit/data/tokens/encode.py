@@ -154,7 +154,9 @@ class Encoder:
         sides = [
             side
             for example in examples
-            for side in ((example.chosen, example.rejected) if isinstance(example, Pair) else [example])
+            for side in (
+                (example.chosen, example.rejected) if isinstance(example, Pair) else [example]
+            )
         ]
         found = iter(self._batch(sides))
         return [
