@@ -44,17 +44,18 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "simpo": {"beta": 2.0, "simpo_gamma": 0.5},
     "orpo": {"beta": 0.2},
     "kto": {"beta": 0.1, "desirable_weight": 1.3, "undesirable_weight": 0.8},
+    "kto_turned": {"loss_type": "kto", "beta": 0.1},
 }
 """Name -> settings of `preference`, the loss type where it is not the name."""
 
 
-def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """Return the model and its reference."""
+def models(turned: bool = False) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """Return the model and its reference; `turned`: the other way round."""
     made = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         made.append(LlamaForCausalLM(LlamaConfig(**CONFIG)))
-    return made[0], made[1]
+    return (made[1], made[0]) if turned else (made[0], made[1])
 
 
 def pairs() -> list[dict[str, list[int]]]:
@@ -111,7 +112,7 @@ def stub(model: Any, reference: Any, settings: dict[str, Any]) -> Any:
         unwrap_model=lambda x: x,
     )
     alpha = settings.get("rpo_alpha")
-    found = SimpleNamespace(
+    return SimpleNamespace(
         model=model,
         ref_model=reference,
         accelerator=accelerator,
@@ -130,8 +131,8 @@ def stub(model: Any, reference: Any, settings: dict[str, Any]) -> Any:
         loss_types=[kind, "sft"] if alpha else [kind],
         loss_weights=[1.0, alpha] if alpha else [1.0],
         calculate_KL=True,
-        desirable_weight=settings.get("desirable_weight"),
-        undesirable_weight=settings.get("undesirable_weight"),
+        desirable_weight=settings.get("desirable_weight", 1.0),
+        undesirable_weight=settings.get("undesirable_weight", 1.0),
         alpha=0.0,
         cpo_alpha=0.0,
         args=SimpleNamespace(gradient_checkpointing_kwargs=None),
@@ -139,7 +140,6 @@ def stub(model: Any, reference: Any, settings: dict[str, Any]) -> Any:
         _total_train_tokens=0,
         _metrics={"train": Lists(), "eval": Lists()},
     )
-    return found
 
 
 class Lists(dict[str, Any]):
@@ -174,7 +174,7 @@ def loss_of(name: str, model: Any, reference: Any) -> tuple[torch.Tensor, dict[s
         return loss, {"accuracy": metrics["rewards/accuracies"]}
     for one in (model, reference):
         add_fused_lm_head(one, outputs=EXTRAS)
-    if name == "kto":
+    if settings["loss_type"] == "kto":
         answers = [row for pair in zip(chosen, rejected, strict=True) for row in pair]
         others = [answers[i ^ 1][1] for i in range(len(answers))]
         mixed = [(prompt, other) for (prompt, _), other in zip(answers, others, strict=True)]
@@ -199,7 +199,7 @@ def main() -> None:
     args = parser.parse_args()
     found: dict[str, Any] = {}
     for name in OBJECTIVES:
-        model, reference = models()
+        model, reference = models(turned=name.endswith("turned"))
         loss, shown = loss_of(name, model, reference)
         loss.backward()
         gradients = {n: model.get_parameter(n).grad.double() for n in SHOWN}

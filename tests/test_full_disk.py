@@ -164,6 +164,21 @@ def test_a_warning_says_what_is_missing(tmp_path, capsys):
     assert checkpoint.save(state, tmp_path, cfg, may_fail=True).endswith("step-00000002")
 
 
+def test_a_run_does_not_count_what_another_in_its_process_lost(tmp_path, capsys):
+    cfg = CheckpointConfig(max_failed_saves=1)
+    for run in ("first", "second"):
+        state = checkpoint.TrainState(torch.nn.Linear(4, 4), step=1)
+        with mock.patch.object(saving.rng_state, "write", side_effect=OSError(28, "No space")):
+            assert checkpoint.save(state, tmp_path / run, cfg, may_fail=True) == ""
+        assert "0 more in a row may fail" in capsys.readouterr().out
+        assert state.saves.failed == [""]
+    with (
+        mock.patch.object(saving.rng_state, "write", side_effect=OSError(28, "No space")),
+        pytest.raises(StorageError, match="save 2 in a row"),
+    ):
+        checkpoint.save(state, tmp_path / run, cfg, may_fail=True)
+
+
 def test_a_fault_of_the_state_is_none_of_the_disk(tmp_path):
     state = checkpoint.TrainState(torch.nn.Linear(4, 4), step=1)
     with (

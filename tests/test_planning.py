@@ -29,6 +29,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from toolkit.adapters import prepare_adapters
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, PretrainConfig, model_settings, parse
+from toolkit.config.settings import RunConfig
 from toolkit.errors import ShardingError
 from toolkit.loading import init_weights, load_or_init
 from toolkit.models import build_on_meta
@@ -42,7 +43,6 @@ from toolkit.planning.longest import largest as largest_size
 from toolkit.planning.measuring import calibrate_here, measure
 from toolkit.planning.report import PlanReport, plan_run
 from toolkit.planning.simulation import (
-    Config,
     PlanningError,
     State,
     local_bytes,
@@ -68,7 +68,7 @@ def _save(config: PreTrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def _config(folder: Path, *flags: str, length: int = 16, rows: int = 2) -> Config:
+def _config(folder: Path, *flags: str, length: int = 16, rows: int = 2) -> RunConfig:
     cls = FinetuneConfig if any(f.startswith("--lora") for f in flags) else PretrainConfig
     fixed = {
         "model.name_or_path": folder,
@@ -81,7 +81,7 @@ def _config(folder: Path, *flags: str, length: int = 16, rows: int = 2) -> Confi
     return parse(cls, [*(f"--{name}={value}" for name, value in fixed.items()), *flags])
 
 
-def _steps(rank: int, world: int, cfg: Config, steps: int) -> tuple[State, int]:
+def _steps(rank: int, world: int, cfg: RunConfig, steps: int) -> tuple[State, int]:
     """Run real steps; return what this rank holds then, and the peak of one.
 
     What gloo's threads free the profiler does not see, so that its count grows from step to step:
@@ -145,7 +145,7 @@ def _windows(profiler: Any, names: list[str]) -> list[tuple[int, int]]:
     return found
 
 
-def _every(rank: int, world: int, cfgs: list[Config], steps: int) -> list[tuple[State, int]]:
+def _every(rank: int, world: int, cfgs: list[RunConfig], steps: int) -> list[tuple[State, int]]:
     return [_steps(rank, world, cfg, steps) for cfg in cfgs]
 
 
@@ -252,7 +252,7 @@ PEAKS: dict[str, tuple[str, int, list[str]]] = {
 
 
 @cache
-def _measured(name: str) -> tuple[Config, int, State, int]:
+def _measured(name: str) -> tuple[RunConfig, int, State, int]:
     """Return of one of PEAKS its config, ranks, and what rank 0 held and had at its peak."""
     kind, world, flags = PEAKS[name]
     folder = _save(_wide(kind), Path(tempfile.mkdtemp()))
@@ -423,7 +423,7 @@ def test_out_of_patience_a_change_that_fits_is_still_looked_for_where_one_is_nee
 
 @pytest.mark.plans
 def test_changes_are_put_on_each_other_without_what_cannot_be_run(file: Path, monkeypatch) -> None:
-    def refuse(cfg: Config, *args: Any, **more: Any) -> Any:
+    def refuse(cfg: RunConfig, *args: Any, **more: Any) -> Any:
         if cfg.sharding.activation_checkpointing == "selective":
             raise PlanningError("selective cannot be run")
         return simulate(cfg, *args, **more)
@@ -456,9 +456,9 @@ def test_what_cannot_help_is_not_planned(file: Path, tmp_path: Path, monkeypatch
         assert ("activation_checkpointing full" in alone) is recomputes
         assert not failed
         assert {p.change.split()[0] for p in found} >= {"devices", "cpu_offload"}
-    planned, make = list[tuple[Config, int]](), changes.make_plan
+    planned, make = list[tuple[RunConfig, int]](), changes.make_plan
 
-    def noted(cfg: Config, world_size: int, *args: Any, **more: Any) -> Plan:
+    def noted(cfg: RunConfig, world_size: int, *args: Any, **more: Any) -> Plan:
         planned.append((cfg, world_size))
         return make(cfg, world_size, *args, **more)
 

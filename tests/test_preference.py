@@ -23,7 +23,7 @@ from toolkit.training.preference import Objective, sequence_logps
 from toolkit.training.step import Update
 
 FIGURES = json.loads((ROOT / "tests/data/trl_figures.json").read_text())["figures"]
-PAIRED = [name for name in OBJECTIVES if name != "kto"]
+PAIRED = [name for name in OBJECTIVES if not name.startswith("kto")]
 LENGTH = 80
 
 
@@ -90,6 +90,10 @@ def test_an_objective_is_trls(name: str, packing: str) -> None:
         if part in wanted and name not in ("sigmoid_norm", "ipo"):  # there TRL's are of sums
             found = float(loss.parts[part] / loss.count[0])
             assert found == pytest.approx(wanted[part], rel=1e-5, abs=1e-5), part
+    assert_gradients(model, wanted)
+
+
+def assert_gradients(model: Any, wanted: dict[str, Any]) -> None:
     for parameter in SHOWN:
         grad = model.get_parameter(parameter).grad.double()
         assert float(grad.sum()) == pytest.approx(
@@ -98,6 +102,40 @@ def test_an_objective_is_trls(name: str, packing: str) -> None:
         assert float(grad.square().sum()) == pytest.approx(
             wanted["gradients"][parameter][1], rel=2e-5
         )
+
+
+def answers_of(cfg: PreferenceConfig, packing: Any, values: torch.Tensor | None) -> Batch:
+    """Return all answers as single ones, each beside that of the next or last row."""
+    rows = [(p["prompt"], p[side]) for p in pairs() for side in ("chosen", "rejected")]
+    shape = SampleShape(packing, 2 * LENGTH, borders=packing == "bfd", pairs=True)
+    samples = []
+    for at, (prompt, answer) in enumerate(rows):
+        sides = [
+            (np.array(prompt + own), np.array([IGNORED] * len(prompt) + own))
+            for own in (answer, rows[at ^ 1][1])
+        ]
+        sample = shape.sample(sides) | {"desirable": torch.tensor([at % 2 == 0])}
+        if values is not None:
+            sample["reference"] = values[at]
+        samples.append(sample)
+    return shape.batch(samples)
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+@pytest.mark.parametrize("name", ["kto", "kto_turned"])
+def test_kto_is_trls(name: str, packing: str) -> None:
+    cfg, (model, reference) = settings(name), models(turned=name == "kto_turned")
+    for one in (model, reference):
+        attend_within_documents(one)
+    with torch.no_grad():
+        values = sequence_logps(reference, answers_of(cfg, packing, None))[0][:-1].view(-1, 2)
+    loss = Objective(cfg, View(0, 1))(model, answers_of(cfg, packing, values))
+    total = (loss.total / loss.count).sum()
+    total.backward()
+    wanted = FIGURES[name]
+    assert float(total) == pytest.approx(wanted["loss"], rel=1e-5)
+    assert float(loss.parts["kl"] / loss.count[0]) == pytest.approx(wanted["kl"], rel=1e-5)
+    assert_gradients(model, wanted)
 
 
 # ---- Several ranks -------------------------------------------------------------------------------

@@ -76,8 +76,8 @@ class PreferConfig(FinetuneConfig):
 
     @property
     def learned(self) -> Learned:
-        """Return what is learned: answers of pairs."""
-        return "pairs"
+        """Return what is learned: pairs of answers, or single answers with a label."""
+        return "pairs" if self.preference.paired else "answers"
 
     @property
     def learns_prompts(self) -> bool:

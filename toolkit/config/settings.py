@@ -24,7 +24,8 @@ from toolkit.errors import ConfigError
 from toolkit.parsing import parse_size
 
 Dtype = Literal["float32", "bfloat16"]
-Learned = Literal["documents", "examples", "pairs"]
+Learned = Literal["documents", "examples", "pairs", "answers"]
+TorchCompile = bool | Literal["auto", "none", "layer", "model"]
 Schedule = Literal[
     "linear",
     "cosine",
@@ -156,7 +157,7 @@ class ShardingConfig:
     activation_offload: bool = False
     """Move what activation_checkpointing keeps, but for the last layer, to host memory until the
     backward."""
-    torch_compile: bool | Literal["auto", "none", "layer", "model"] = "auto"
+    torch_compile: TorchCompile = "auto"
     """Compile each decoder layer (`layer` or true; one graph for identical layers), or the whole
     sharded `model`. `auto`: each layer, on a GPU, with samples of one length (packed or wrapped:
     each new shape compiles anew) and no unit or offload inside of a layer; else `none`."""
@@ -482,7 +483,7 @@ class RunConfig:
     @property
     def learned(self) -> Learned:
         """Return what is learned: all of documents, in samples that are cut out of them, some
-        tokens of examples, or the answers of pairs.
+        tokens of examples, pairs of answers, or single answers with a label.
         """
         return "documents"
 

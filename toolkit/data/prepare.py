@@ -104,7 +104,7 @@ def encoder_for(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) 
             f"train.eval_prompts needs a tokenizer, and {cfg.model.name_or_path} comes with none; "
             "set model.tokenizer_name_or_path"
         )
-    pairs = cfg.learned == "pairs"
+    pairs = cfg.learned in ("pairs", "answers")
     encoder = Encoder(tokenizer, cfg.data, models.vocabulary_size(model), pairs=pairs)
     given = cfg.data.chat_template if isinstance(cfg, FinetuneConfig) else None
     if given is not None and tokenizer is not None:
@@ -143,8 +143,7 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
         "max_eval_samples": data.max_eval_samples,
     }
     pad = pad_id(encoder.tokenizer)
-    borders, pairs = choice.mask is None, cfg.learned == "pairs"
-    marks = {"borders": borders, "pairs": pairs, "prompts": cfg.learns_prompts}
+    marks = {"borders": choice.mask is None, "pairs": encoder.pairs, "prompts": cfg.learns_prompts}
     shape = SampleShape(choice.packing, data.sequence_length, pad, **marks)
     if not data.streaming:
         prepared = [encoded(source) for source in sources]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.adapters import prepare_adapters
-from toolkit.config.settings import RunConfig, ShardingConfig, model_settings
+from toolkit.config.settings import RunConfig, ShardingConfig, TorchCompile, model_settings
 from toolkit.data.prepare import choose_packing
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import torch_private
@@ -70,7 +70,7 @@ def sharded(
     *,
     model: Any = None,
     mesh_type: str = "cpu",
-    torch_compile: str = "none",
+    torch_compile: TorchCompile = "none",
     compile_by: str | None = None,
 ) -> Iterator[tuple[Sharded, ShardingConfig]]:
     """Give the model of a run, sharded on meta, and the settings of that with `auto` decided.

@@ -22,7 +22,7 @@ from toolkit.assembly import build_checked
 from toolkit.checkpoint import disk
 from toolkit.checkpoint.run_folder import claim, root_of
 from toolkit.checkpoint.store import is_url, where
-from toolkit.config.settings import FinetuneConfig, ShardingConfig
+from toolkit.config.settings import FinetuneConfig, ShardingConfig, TorchCompile
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import prepare_data
 from toolkit.data.sources.rows import load_sources
@@ -252,7 +252,8 @@ class Rehearsal:
     def check_sharding(self) -> str:
         """Shard the real model as on the ranks of the run, but on meta."""
         cfg, model = self.cfg, self.model
-        compiled = "none" if cfg.sharding.torch_compile == "auto" else cfg.sharding.torch_compile
+        compiled: TorchCompile = cfg.sharding.torch_compile
+        compiled = "none" if compiled == "auto" else compiled
         on_ranks = on_cpu(cfg), self.ranks
         with sharded(*on_ranks, model=model, torch_compile=compiled) as (made, sharding):
             rows = unit_rows(made, sharding)

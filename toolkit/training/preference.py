@@ -150,12 +150,10 @@ class Objective:
         prompt, another row's, whose mean reward in the micro-batches of all ranks is the point from
         which gains and losses count.
         """
-        cfg, good = self.cfg, batch.desirable
-        assert good is not None
-        other = torch.stack(
-            [rewards.rejected.detach().sum(), rewards.rejected.new_tensor(len(good))]
-        )
-        total, count = self.among.sum(other)
+        cfg, good, others = self.cfg, batch.desirable, rewards.rejected.detach()
+        if good is None or len(good) != len(others):
+            raise TrainingError("preference.loss_type kto needs answers with a label, not pairs")
+        total, count = self.among.sum(torch.stack([others.sum(), others.new_tensor(len(good))]))
         point = (total / count.clamp(min=1)).clamp(min=0)
         gain = torch.sigmoid(cfg.beta * (rewards.chosen - point))
         loss = torch.sigmoid(cfg.beta * (point - rewards.chosen))

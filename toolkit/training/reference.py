@@ -1,4 +1,4 @@
-"""Log-probabilities of all answers by the reference: one pass before the first step, kept in a file.
+"""Log-probabilities of answers by the reference: one pass before the first step, kept in a file.
 
 [Note: reference] Before the first step the model is the reference, under full tuning and with new
 adapters, which change nothing yet. So no second model is held: every pair to train on and to
@@ -52,8 +52,8 @@ def use_reference(sharded: Sharded, data: TrainingData, folder: Path, step: int)
         values = {name: _asked(sharded, data, samples) for name, samples in parts.items()}
         ranks.on_main(lambda: _write(file, values, found))
     values = safetensors.numpy.load_file(file)
-    for name, (first, *_) in parts.items():
-        for samples in parts[name]:
+    for name, own in parts.items():
+        for samples in own:
             samples.pieces.rows.reference = values[name]
     count = sum(map(len, rows.values()))
     how = "read from" if kept else "asked of the model before the first step, kept in"
@@ -81,7 +81,7 @@ def _digest(rows: dict[str, EncodedRows]) -> str:
         for column in ("input_ids", "spans", "second"):
             for chunk in own.tokens.data.column(column).chunks:
                 flat = chunk.flatten() if column != "second" else chunk
-                whole.update(np.ascontiguousarray(flat.to_numpy()).view(np.uint8))
+                whole.update(np.ascontiguousarray(flat.to_numpy()).tobytes())
     return whole.hexdigest()
 
 

@@ -239,19 +239,19 @@ def evaluate(
     names: list[str] = []
     try:
         for name, batches in sources.items():
-            losses = [(loss or with_accuracy)(model, batch) for batch in batches]
-            if not losses:
+            sums = [(loss or with_accuracy)(model, batch) for batch in batches]
+            if not sums:
                 raise TrainingError("evaluate got no batches" + f" of source {name}" * bool(name))
-            names, terms = [*losses[0].parts], losses[0].count.numel()
-            rows = (torch.cat([x.double().flatten() for x in one.sums()]) for one in losses)
+            names, terms = [*sums[0].parts], sums[0].count.numel()
+            rows = (torch.cat([x.double().flatten() for x in one.sums()]) for one in sums)
             # A double holds any count exactly.
             found.append(torch.stack([*rows]).sum(0))
     finally:
         model.train(was_training)
         reshard(model)
     each = sharded.mesh.loss.sum(torch.stack(found))  # [sources, losses, parts, counts]
-    sums = torch.cat([each.sum(0)[None], each])
-    losses, parts, counts = sums[:, :terms], sums[:, terms:-terms], sums[:, -terms:]
+    rows_of = torch.cat([each.sum(0)[None], each])
+    losses, parts, counts = rows_of[:, :terms], rows_of[:, terms:-terms], rows_of[:, -terms:]
     means = ((losses / counts).sum(1).float(), (parts / counts[:, :1]).float())
     total, *stats = [
         EvalStats(loss, dict(zip(names, row.unbind(), strict=True)))

@@ -7,12 +7,15 @@
     compared   `prompt`, `response_1`, `response_2` and `preference`, a number: below 0 the first is
                better, above it the second (HelpSteer)
 
+    labelled   `prompt`, `completion` and `label`, true or false: single answers, for KTO, which
+               looks at how likely the answer of the row beside it is, too
+
 Beside them `tools` and `chat_template_kwargs`, as in conversations. Where `chosen` and `rejected`
 hold the whole conversation and a `prompt` stands beside them (UltraFeedback), they count.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.data.examples import turns
@@ -29,6 +32,27 @@ class Pair:
 
     chosen: PromptCompletion | Conversation
     rejected: PromptCompletion | Conversation
+    desirable: bool | None = None
+    """Of KTO, whose second answer is another row's: whether the first is wanted."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, and whether it is wanted."""
+
+    example: PromptCompletion | Conversation
+    desirable: bool
+
+    def beside(self, other: "Answer | None") -> Pair | BadRow:
+        """Return it with the answer of another row to its own prompt; see [Note: pairs]."""
+        mine, theirs = self.example, other and other.example
+        if isinstance(mine, Conversation) and isinstance(theirs, Conversation):
+            messages = [*mine.messages[:-1], theirs.messages[-1]]
+            return Pair(mine, replace(mine, messages=messages), self.desirable)
+        if isinstance(mine, PromptCompletion) and isinstance(theirs, PromptCompletion):
+            mixed = PromptCompletion(mine.prompt, theirs.completion)
+            return Pair(mine, mixed, self.desirable)
+        return LeftOut("the row beside it has no answer to compare with", "no answer beside it")
 
 
 def pair_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
@@ -135,17 +159,9 @@ def _of_turns(row: Row, chosen: Any, rejected: Any) -> Pair:
 
 def _conversations(row: Row, prompt: list[Row], chosen: list[Row], rejected: list[Row]) -> Pair:
     tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
-    made = []
+    made = list[Conversation]()
     for name, answer in zip(SIDES, (chosen, rejected), strict=True):
-        last = answer[-1]
-        if last["role"] != "assistant":
-            raise BadRow(
-                f"expected an answer of the assistant at the end of {name!r}, got a turn of "
-                f"{last['role']}",
-                "no answer",
-            )
-        if not (last.get("tool_calls") or (last.get("content") or "").strip()):
-            raise LeftOut(f"the {name} answer is empty", "empty answer")
+        _check_answer(answer[-1], name)
         messages = [{k: v for k, v in turn.items() if k != "weight"} for turn in (*prompt, *answer)]
         made.append(Conversation(messages, tools, kwargs, len(messages) - 1))
     if len(chosen) != len(rejected) or chosen[:-1] != rejected[:-1]:
@@ -154,4 +170,53 @@ def _conversations(row: Row, prompt: list[Row], chosen: list[Row], rejected: lis
             "prompts are not the same",
             "prompts that differ",
         )
-    return Pair(*made)
+    return Pair(made[0], made[1])
+
+
+def answer_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
+    """Return the layout of the first rows of a source of answers; of none it is a BadRow."""
+    columns = ("prompt", "completion", "label")
+    if any(all(name in row for name in columns) for row in rows):
+        return Layout("answers", columns)
+    raise BadRow(
+        f"expected answers with a label ('prompt', 'completion' and 'label'), got {named(rows[0])}."
+        " Set data.columns, such as {completion: answer, label: good}",
+        "unknown format",
+    )
+
+
+def answer_of(row: Row) -> Answer:
+    """Return the answer in a row; raise BadRow for the first thing that is wrong."""
+    if missing := [name for name in ("prompt", "completion", "label") if name not in row]:
+        raise BadRow(f"expected a column {missing[0]!r}, got {named(row)}", "missing column")
+    label = row["label"]
+    if not isinstance(label, bool | int) or label not in (0, 1):
+        wrong(label, "label", "true or false", "wrong label")
+    prompt, completion = (_value(row[name], name) for name in ("prompt", "completion"))
+    tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
+    if isinstance(prompt, list) or isinstance(completion, list):
+        if not isinstance(prompt, list):
+            prompt = [{"role": "user", "content": string(prompt, "prompt")}]
+        before = turns.from_messages(prompt, "prompt")
+        after = [_answer(string(completion, "completion"))]
+        if isinstance(completion, list):
+            after = turns.from_messages(completion, "completion")
+        _check_answer(after[-1], "completion")
+        messages = [{k: v for k, v in turn.items() if k != "weight"} for turn in (*before, *after)]
+        return Answer(Conversation(messages, tools, kwargs, len(messages) - 1), bool(label))
+    text = string(completion, "completion")
+    if not text.strip():
+        raise LeftOut("the answer is empty", "empty answer")
+    return Answer(PromptCompletion(string(prompt, "prompt"), text), bool(label))
+
+
+def _check_answer(turn: Row, where: str) -> None:
+    """Refuse a last turn that is no answer, and leave out one that says nothing."""
+    if turn["role"] != "assistant":
+        raise BadRow(
+            f"expected an answer of the assistant at the end of {where!r}, got a turn of "
+            f"{turn['role']}",
+            "no answer",
+        )
+    if not (turn.get("tool_calls") or (turn.get("content") or "").strip()):
+        raise LeftOut(f"the {where} answer is empty", "empty answer")

@@ -29,6 +29,8 @@ class Batch:
     n_sequences: int = 0
     reference: torch.Tensor | None = None
     """float32 [n_sequences]: log-probability of the targets of each by the reference."""
+    desirable: torch.Tensor | None = None
+    """bool [n_sequences / 2]: whether the first of each two is wanted; empty of pairs."""
 
     @classmethod
     def of(cls, labels: torch.Tensor, *, count: bool = False, **inputs: Any) -> "Batch":
@@ -53,6 +55,6 @@ class Batch:
 
     def _each(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         inputs = {n: fn(x) if isinstance(x, torch.Tensor) else x for n, x in self.inputs.items()}
-        others = {name: getattr(self, name) for name in ("sequences", "reference")}
-        moved = {name: fn(x) for name, x in others.items() if x is not None}
+        others = {n: getattr(self, n) for n in ("sequences", "reference", "desirable")}
+        moved: dict[str, Any] = {name: fn(x) for name, x in others.items() if x is not None}
         return replace(self, inputs=inputs, targets=fn(self.targets), **moved)

@@ -24,7 +24,12 @@ from toolkit.models.attention import document_borders
 FILLER = -1  # index of the sample without a supervised token that fills up a batch
 MULTIPLE = 8  # padded lengths are multiples of this: fewer different shapes, and aligned ones
 
-_OF_PIECES = ("sequences", "lengths", "reference")  # columns of a sample of pairs that stay behind
+_OF_PIECES = (
+    "sequences",
+    "lengths",
+    "reference",
+    "desirable",
+)  # columns of a sample of pairs that stay behind
 Packing = Literal["wrapped", "bfd", "none"]
 Sample = dict[str, torch.Tensor]
 Piece = tuple[np.ndarray, np.ndarray]  # token ids and labels of a row, or of a part of one
@@ -116,8 +121,9 @@ class SampleShape:
         """
         counts = [len(sample["lengths"]) for sample in samples]
         fields: dict[str, Any] = {"n_sequences": sum(counts)}
-        if all("reference" in sample for sample in samples):
-            fields["reference"] = torch.cat([sample["reference"] for sample in samples])
+        for name in ("reference", "desirable"):
+            if all(name in sample for sample in samples):
+                fields[name] = torch.cat([sample[name] for sample in samples])
         before = np.cumsum([0, *counts])
         numbers = [
             sample["sequences"].where(
@@ -159,6 +165,7 @@ class EncodedRows:
         self._spans = self.tokens.data.column("spans") if spans else None
         pairs = "second" in self.tokens.column_names
         self._seconds = self.tokens.data.column("second").to_numpy() if pairs else None
+        self._desirable = self.tokens.data.column("desirable") if pairs else None
         self.reference: np.ndarray | None = None
         """float32 [rows, 2], of pairs: log-probability of both answers by the reference."""
         self._texts = [chunk.flatten().to_numpy() for chunk in self._ids.chunks]
@@ -198,6 +205,12 @@ class EncodedRows:
     def second(self, row: int) -> int | None:
         """Return where in a row of a pair the rejected answer's tokens begin; None: it is none."""
         return None if self._seconds is None else int(self._seconds[row])
+
+    def desirable(self, rows: Sequence[int]) -> list[bool]:
+        """Return whether the first answer of rows is wanted, empty of pairs, which do not say."""
+        if self._desirable is None or not len(self) or self._desirable[0].as_py() is None:
+            return []
+        return [self._desirable[row].as_py() for row in rows]
 
     def joined(self, begin: int, count: int) -> Piece:
         """Return `count` tokens of all rows joined, from `begin` on, and their labels; copies."""
@@ -312,6 +325,7 @@ class Samples(Dataset):
         rows = [self.pieces.rows_of(number)[0] for number in numbers]  # a pair is one piece
         sides = [side for pair in zip(numbers, rows, strict=True) for side in self._sides(*pair)]
         sample = self.shape.sample(sides)
+        sample["desirable"] = torch.tensor(self.pieces.rows.desirable(rows), dtype=torch.bool)
         if (reference := self.pieces.rows.reference) is not None:
             sample["reference"] = torch.from_numpy(reference[rows].reshape(-1))
         return sample

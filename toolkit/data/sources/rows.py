@@ -67,15 +67,15 @@ class DataSource:
         """Return the columns of a stored row; raise BadRow where it cannot be read."""
         return self.names.renamed(self.read(stored))
 
-    def example(self, stored: dict[str, Any]) -> recognise.Example | pairs.Pair:
+    def example(self, stored: dict[str, Any]) -> recognise.Example | pairs.Pair | pairs.Answer:
         """Return what is to be learned of a stored row; raise BadRow where it cannot be used."""
         return self.example_of(self.read(stored))
 
-    def example_of(self, row: dict[str, Any]) -> recognise.Example | pairs.Pair:
+    def example_of(self, row: dict[str, Any]) -> recognise.Example | pairs.Pair | pairs.Answer:
         """Return what is to be learned of what `read` gave; raise BadRow as `example` does."""
         row = self.names.renamed(row)
-        if self.layout.format == "pairs":
-            return pairs.pair_of(row)
+        if self.layout.shape in ("pairs", "answers"):
+            return (pairs.pair_of if self.layout.shape == "pairs" else pairs.answer_of)(row)
         return recognise.example_of(row, self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
@@ -113,8 +113,8 @@ def load_sources(
     streaming = cfg.streaming and what == "train"
     configs = configured(cfg, what)
     if not configs and what == "train":
-        if learned == "pairs":
-            raise DataError("expected pairs of answers: set data.train_files or data.dataset_name")
+        if learned in ("pairs", "answers"):
+            raise DataError("expected preferences: set data.train_files or data.dataset_name")
         if learned == "examples":
             made = instructions.pairs()
             rows = made.to_iterable_dataset() if streaming else made
@@ -130,8 +130,8 @@ def _source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, learned: Learned
 ) -> DataSource:
     known = recognise.known_columns()
-    if learned == "pairs":
-        known = (*known, *pairs.SIDES, *pairs.COMPARED)
+    if learned in ("pairs", "answers"):
+        known = (*known, *pairs.SIDES, *pairs.COMPARED, "label")
     renamed = Names.of(source.columns or cfg.columns, known)
     known, there = (*known, *recognise.OF_A_TREE, *renamed.columns.values()), list[str]()
     files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()
@@ -169,8 +169,8 @@ def _source(
         *(source.weight, source.max_repeats, tuple(map(str, files))),
         *(tuple(shard.size for shard in shards) or None, renamed),
     )
-    if kind == "text" and learned == "pairs":
-        raise DataError(f"{where}: expected pairs of answers, got text files; give rows (.jsonl)")
+    if kind == "text" and learned in ("pairs", "answers"):
+        raise DataError(f"{where}: expected preferences, got text files; give rows (.jsonl)")
     return made if kind == "text" else _recognised(made, learned, there)
 
 
@@ -220,6 +220,7 @@ def _recognised(source: DataSource, learned: Learned, there: list[str]) -> DataS
         "documents": recognise.document_layout,
         "examples": recognise.recognise,
         "pairs": pairs.pair_layout,
+        "answers": pairs.answer_layout,
     }[learned]
     names, rows = source.names, [row for _, row in readable]
     names.check([dict.fromkeys(there), *rows], source.where)

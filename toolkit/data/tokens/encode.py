@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig
 from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
-from toolkit.data.examples.pairs import Pair
+from toolkit.data.examples.pairs import Answer, Pair
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources import tables
@@ -45,7 +45,7 @@ _MASKS = 3  # so of conversations: raise it when one gives another mask
 
 _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
-_PAIRS = pa.schema([*_IN_PART, ("second", pa.int32())])
+_PAIRS = pa.schema([*_IN_PART, ("second", pa.int32()), ("desirable", pa.bool_())])
 OTHER_PROMPT = "pairs whose prompts end in other tokens"
 
 _NOTHING = np.zeros(0, np.int32)
@@ -70,6 +70,7 @@ class EncodedExample:
     )  # to be counted, by kind (such as `masks.NO_STOP`)
     piece: int | None = None  # tokens of the pieces that packing cuts it into; None: stays whole
     second: int | None = None  # of a pair: where the rejected answer's tokens begin
+    desirable: bool | None = None  # of a single answer, whose second is another row's
 
     @property
     def supervised(self) -> int:
@@ -129,7 +130,9 @@ class Encoder:
         """
         read = [or_bad(source.read, row) for row in stored]
         results = self.batch(
-            [row if isinstance(row, BadRow) else or_bad(source.example_of, row) for row in read]
+            _beside_each_other(
+                [row if isinstance(row, BadRow) else or_bad(source.example_of, row) for row in read]
+            )
         )
         for at, (row, values, result) in enumerate(zip(stored, read, results, strict=True)):
             if isinstance(values, dict) and not isinstance(result, BadRow):
@@ -160,7 +163,9 @@ class Encoder:
         ]
         found = iter(self._batch(sides))
         return [
-            self._pair(next(found), next(found)) if isinstance(example, Pair) else next(found)
+            self._pair(next(found), next(found), example.desirable)
+            if isinstance(example, Pair)
+            else next(found)
             for example in examples
         ]
 
@@ -237,14 +242,15 @@ class Encoder:
             ids, spans = self._framed(example, ids, spans)
         return self._fitted(example, ids, spans, notes)
 
-    def _pair(self, chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
+    def _pair(self, chosen: EncodedRow, rejected: EncodedRow, desirable: bool | None) -> EncodedRow:
         """Return both sides of a pair as one row, their answers cut to the same length where they
         are too long together; see [Note: pairs].
         """
         for side in (chosen, rejected):
             if isinstance(side, BadRow):
                 return side
-        assert isinstance(chosen, EncodedExample) and isinstance(rejected, EncodedExample)
+        assert isinstance(chosen, EncodedExample)
+        assert isinstance(rejected, EncodedExample)
         begins = [side.spans[0][0] for side in (chosen, rejected)]
         notes = chosen.notes | rejected.notes
         if not np.array_equal(chosen.input_ids[: begins[0]], rejected.input_ids[: begins[1]]):
@@ -265,18 +271,18 @@ class Encoder:
             if kept < 1:
                 return LeftOut(f"{said}: the prompt leaves no room for answers", "prompt too long")
             cut = sum(max(0, answer - kept) for answer in answers)
-        ids, spans = [], list[Span]()
+        ids, spans = list[np.ndarray](), list[Span]()
         for side, at in zip(sides, begins, strict=True):
-            end, before = at + kept, sum(map(len, ids))
+            end, before = at + kept, sum(len(own) for own in ids)
             ids.append(side.input_ids[:end])
             whole = [(b, min(e, end)) for b, e in side.spans if b < end]
             spans += [(max(b, 1) + before, e + before) for b, e in whole if e > max(b, 1)]
-        if ids[0].tolist() == ids[1].tolist():
+        if desirable is None and np.array_equal(ids[0], ids[1]):
             return LeftOut("both answers give the same tokens", "equal sides")
         second = len(ids[0])
         if not (spans and spans[0][0] < second and spans[-1][0] >= second):
             return LeftOut("an answer has no token to learn", "empty answer")
-        return EncodedExample(np.concatenate(ids), spans, cut, notes, None, second)
+        return EncodedExample(np.concatenate(ids), spans, cut, notes, None, second, desirable)
 
     def _framed(
         self, example: object, ids: np.ndarray, spans: list[Span]
@@ -328,6 +334,19 @@ class Encoder:
                 "no supervised token within sequence_length",
             )
         return BadRow("expected a token to learn, got none", "no supervised token")
+
+
+def _beside_each_other(examples: list[Any]) -> list[Any]:
+    """Return examples, single answers with the answer of the row beside each."""
+    if not any(isinstance(example, Answer) for example in examples):
+        return examples
+    found = []
+    for at, example in enumerate(examples):
+        if isinstance(example, Answer):
+            beside = examples[at ^ 1] if at ^ 1 < len(examples) else examples[at - 1]
+            example = example.beside(beside if isinstance(beside, Answer) else None)
+        found.append(example)
+    return found
 
 
 def _most(room: int, answers: Sequence[int]) -> int:
@@ -417,6 +436,7 @@ def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa
         processes = min(len(ranks.cores()), 1 + total // _ROWS_OF_A_PROCESS, total)
         most = min(_CHAT_ROWS, -(-total // processes))
     step = max(1, min(most, BATCH_BYTES * total // max(1, source.rows.data.nbytes)))
+    step += step % 2  # rows beside each other stay together
     starts = range(0, total, step)
     for first, results in zip(starts, _each(source, encoder, starts, processes), strict=True):
         for result in results:
@@ -431,6 +451,7 @@ def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa
         columns = [ids, spans, pa.array([at for at, _ in kept], pa.int64())]
         if encoder.pairs:
             columns.append(pa.array([r.second for _, r in kept], pa.int32()))
+            columns.append(pa.array([r.desirable for _, r in kept], pa.bool_()))
         yield pa.table(columns, schema=_PAIRS if encoder.pairs else _IN_PART)
     with replacing(counted) as scratch:
         scratch.write_text(json.dumps(asdict(counts)), "utf-8")
