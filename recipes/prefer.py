@@ -69,7 +69,9 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
         evaluated = {}
         if data.evals and (last or training.due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = training.evaluate_metrics(sharded, data.evals, objective)
+                evaluated = training.evaluate_metrics(
+                    sharded, data.evals, objective, perplexity=False
+                )
                 training.answer_prompts(model, data.tokenizer, cfg.train, folder.samples, step)
             last = stopping.update(evaluated) or last
             run.say(stopping.line(step))

@@ -216,7 +216,9 @@ class Metrics:
         last, seconds = self._last_line, time.perf_counter() - self._began
         if not last:
             return ""
-        more = f", eval perplexity {last['eval_perplexity']:.1f}" if "eval_loss" in last else ""
+        more = f", {_evaluated(last)}" if "eval_loss" in last else ""
+        if "eval_perplexity" in last:
+            more = f", eval perplexity {last['eval_perplexity']:.1f}"
         return (
             f"\ndone: step {self.first_step + 1} to {last['step']} in {seconds:.0f} s, "
             f"loss {self._first_loss:.4f} -> {last['loss']:.4f}{more}"
@@ -262,8 +264,7 @@ class Metrics:
         head = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
         text = ""
         if "eval_loss" in line:
-            text += f"  eval_loss {line['eval_loss']:.4f} (perplexity "
-            text += f"{line['eval_perplexity']:,.1f}, accuracy {line['eval_accuracy']:.1%})"
+            text += f"  {_evaluated(line)}"
         text += f"  grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}"
         whole = f"{head}  {shown}  {speed}{text}  {memory}"
         # In a narrow terminal what the bar has, and metrics.jsonl, is left out.
@@ -428,12 +429,19 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0 and not preemption.stopping()
 
 
+def _evaluated(line: dict[str, Any]) -> str:
+    """Return what is shown of an evaluation: its loss, then what there is of other measures."""
+    ways = {"perplexity": ",.1f", "margin": ".3f", "accuracy": ".1%"}
+    more = [f"{n} {line[f'eval_{n}']:{way}}" for n, way in ways.items() if f"eval_{n}" in line]
+    return f"eval_loss {line['eval_loss']:.4f}" + (f" ({', '.join(more)})" if more else "")
+
+
 def evaluate_metrics(
-    sharded: Sharded, sources: EvalSets, loss: Loss | None = None
+    sharded: Sharded, sources: EvalSets, loss: Loss | None = None, *, perplexity: bool = True
 ) -> dict[str, float]:
-    """Return what `evaluate` finds as a metrics line holds it: `eval_loss`, `eval_perplexity`,
-    `eval_accuracy` (a mean of each part of its loss), and where there are several sources
-    `eval_NAME_loss` and so on of each.
+    """Return what `evaluate` finds as a metrics line holds it: `eval_loss`, `eval_perplexity`
+    (where the loss is a cross entropy), `eval_accuracy` (a mean of each part of its loss), and
+    where there are several sources `eval_NAME_loss` and so on of each.
     Nothing where a signal ended it. Collective; waits for the device.
     """
     if preemption.stopping():
@@ -447,7 +455,11 @@ def evaluate_metrics(
         named |= {f"eval_{name}": one for name, one in found.items()}
     losses = {f"{name}_loss": float(one.loss) for name, one in named.items()}
     # In double, since a loss above 88 is infinite in float32; above 709 it is there too.
-    exp = {f"{name}_perplexity": float(one.loss.double().exp()) for name, one in named.items()}
+    exp = {
+        f"{name}_perplexity": float(one.loss.double().exp())
+        for name, one in named.items()
+        if perplexity
+    }
     parts = ((name, one.parts) for name, one in named.items())
     return losses | exp | {f"{n}_{part}": float(x) for n, own in parts for part, x in own.items()}
 

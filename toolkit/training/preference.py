@@ -37,7 +37,7 @@ PARTS = (
     *("logps_chosen", "logps_rejected"),
 )
 """Names of the parts of a preference loss, each a mean over pairs."""
-METRICS = tuple(f"eval_{name}" for name in PARTS)
+METRICS = tuple(f"eval_{name}" for name in (*PARTS, "reward", "kl", "logps"))
 """Names of what an evaluation gives beside its loss."""
 
 

@@ -198,9 +198,10 @@ def answer_of(row: Row) -> Answer:
         if not isinstance(prompt, list):
             prompt = [{"role": "user", "content": string(prompt, "prompt")}]
         before = turns.from_messages(prompt, "prompt")
-        after = [_answer(string(completion, "completion"))]
         if isinstance(completion, list):
             after = turns.from_messages(completion, "completion")
+        else:
+            after = [_answer(string(completion, "completion"))]
         _check_answer(after[-1], "completion")
         messages = [{k: v for k, v in turn.items() if k != "weight"} for turn in (*before, *after)]
         return Answer(Conversation(messages, tools, kwargs, len(messages) - 1), bool(label))

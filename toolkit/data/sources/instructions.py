@@ -21,6 +21,7 @@ DOCSTRING_CHARACTERS = 400  # a longer one is cut after a paragraph
 _VERSION = 2  # part of the cache key: raise it when the same files give other pairs
 _TURN = pa.struct({"role": pa.string(), "content": pa.string()})
 _ROWS = pa.schema({"messages": pa.list_(_TURN)})
+_PREFERENCES = pa.schema({name: pa.list_(_TURN) for name in ("prompt", "chosen", "rejected")})
 _WRITE = (
     "Write the body of this Python function.",
     "Complete this Python function.",
@@ -34,7 +35,7 @@ _EXPLAIN = (
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def pairs() -> datasets.Dataset:
+def conversations() -> datasets.Dataset:
     """Return several thousand conversations of two turns: made in a few seconds, and cached."""
     files = stdlib_files()
     key = digest_of(_VERSION, stamped(files))
@@ -42,10 +43,27 @@ def pairs() -> datasets.Dataset:
     return cached(f"rows-{key}", tables, _ROWS, "Reading the standard library")
 
 
+def preferences() -> datasets.Dataset:
+    """Return as many pairs of answers: the right one, and that to another question of its kind."""
+    files = stdlib_files()
+    key = digest_of(_VERSION, "preferences", stamped(files))
+    tables = in_tables(_preferences(files), _PREFERENCES)
+    return cached(f"rows-{key}", tables, _PREFERENCES, "Reading the standard library")
+
+
 def _rows(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]]]]:
     for question, answer in dict.fromkeys(pair for file in files for pair in _pairs_of(file)):
         turns = (("user", question), ("assistant", answer))
         yield ([{"role": role, "content": text} for role, text in turns],)
+
+
+def _preferences(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]], ...]]:
+    last = dict[bool, list[dict[str, str]]]()  # whether it is code -> the answer before
+    for (turns,) in _rows(files):
+        answer, kind = turns[1:], turns[1]["content"].startswith(" ")
+        if last.get(kind, answer) != answer:
+            yield turns[:1], answer, last[kind]
+        last[kind] = answer
 
 
 def _pairs_of(file: Path) -> Iterator[tuple[str, str]]:

@@ -113,13 +113,16 @@ def load_sources(
     streaming = cfg.streaming and what == "train"
     configs = configured(cfg, what)
     if not configs and what == "train":
-        if learned in ("pairs", "answers"):
-            raise DataError("expected preferences: set data.train_files or data.dataset_name")
-        if learned == "examples":
-            made = instructions.pairs()
+        if learned == "answers":
+            raise DataError("expected answers with a label: set data.train_files or dataset_name")
+        if learned != "documents":
+            pairs_asked = learned == "pairs"
+            made = instructions.preferences() if pairs_asked else instructions.conversations()
             rows = made.to_iterable_dataset() if streaming else made
             where = "the built-in instructions (Python's standard library)"
             layout = recognise.Layout("messages", ("messages",))
+            if pairs_asked:
+                layout = recognise.Layout("pairs", pairs.SIDES)
             return [DataSource("stdlib-instructions", where, rows, layout)]
         source = SourceConfig(files=[str(f) for f in stdlib_files()], name="stdlib")
         configs = [("the built-in text", source)]
