@@ -100,6 +100,12 @@ class PreferConfig(FinetuneConfig):
                 "train.label_smoothing_factor smooths targets of tokens, which preference tuning "
                 "has none of; preference.label_smoothing is about sides of pairs"
             )
+        if self.data.streaming and self.preference.needs_reference:
+            raise ConfigError(
+                f"data.streaming with preference.loss_type {self.preference.loss_type}: the "
+                "reference is asked for every row before the first step, and rows of a stream are "
+                "not known then; leave streaming out, or take simpo or orpo"
+            )
         if self.data.packing == "wrapped":
             raise ConfigError(
                 "data.packing wrapped cuts samples anywhere, and a pair must stay whole; set auto, "
