@@ -83,7 +83,7 @@ def pretrain_runs(place: Place) -> None:
     said = Program(place, recipe("pretrain", killed, **flags), "resumed").end_well()
     resumed = left < 3 and "after step" in said
     place.record("killed and resumed", resumed, checkpoints_before=left)
-    ours, theirs = manifest(killed)["tensors"], manifest(calm)["tensors"]
+    ours, theirs = manifest(killed)["row_sums"], manifest(calm)["row_sums"]
     unlike = [name for name in theirs if ours.get(name) != theirs[name]]
     place.record(
         "deterministic: state after the kill is that of an undisturbed run",

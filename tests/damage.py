@@ -21,6 +21,7 @@ import struct
 import sys
 import tempfile
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -63,15 +64,20 @@ class Outcome:
 
 
 def tensors_of(file: Path) -> Where:
-    """Return where the tensors of a file are, by the format's own reader."""
+    """Return where the bytes of the tensors of a file are, by the format's own reader."""
     if file.suffix == ".distcp":
-        storage = FileSystemReader(file.parent).read_metadata().storage_data
-        return [
-            (info.offset, info.offset + info.length, index.fqn)
-            for index, info in storage.items()
-            if info.relative_path == file.name
-        ]
-    if file.suffix == ".safetensors":
+        storage, where = FileSystemReader(file.parent).read_metadata().storage_data, []
+        for index, info in storage.items():
+            if info.relative_path == file.name:
+                with open(file, "rb") as f:
+                    f.seek(info.offset)
+                    blob = f.read(info.length)
+                payload = zipfile.ZipFile(io.BytesIO(blob)).getinfo("archive/data/0")
+                lengths = struct.unpack_from("<HH", blob, payload.header_offset + 26)
+                begin = info.offset + payload.header_offset + 30 + sum(lengths)
+                where.append((begin, begin + payload.file_size, index.fqn))
+        return where
+    if file.suffix == ".safetensors" and file.parent.name != "rng":
         with open(file, "rb") as f:
             length = struct.unpack("<Q", f.read(8))[0]
             header = json.loads(f.read(length))

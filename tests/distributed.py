@@ -75,15 +75,19 @@ def warm_processes(world: int) -> list[Warm]:
     return _warm[:world]
 
 
-def tensor_digests(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+def tensor_sums(model: torch.nn.Module) -> dict[str, int]:
     """Return what a manifest says of every tensor of the model as it is now. Collective."""
-    from toolkit import ranks
-    from toolkit.formats import described, part_digests, whole_rows
+    from torch.distributed.tensor import DTensor
+
+    from toolkit.formats.bit_sums import sums_of_rows
     from toolkit.models.peft_model import model_tensors
 
-    tensors = model_tensors(model)
-    lanes = ranks.gather(part_digests(tensors, whole_rows(tensors)))
-    return described(tensors, torch.stack(lanes).sum(0))
+    found = {}
+    for name, tensor in model_tensors(model).items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        rows = whole.detach() if whole.ndim > 1 else whole.detach().reshape(-1, 1)
+        found[name] = int(sums_of_rows(rows, 0)[1])
+    return found
 
 
 def run_recipe_ranks(

@@ -320,7 +320,7 @@ def silent(folder: Path, expected: dict[int, float], count: int = 3) -> dict[str
             wrong.append("the other hosts did not end within 120 s")
         seconds = time.monotonic() - lost
         told = cause(folder)
-        if made[-1].name not in told or "nothing heard" not in told:
+        if made[-1].name not in told or "its host is lost" not in told:
             wrong.append(f"the lost host is not named: {told}")
         made[-1].kill()
         again = by_accelerate(made[:-1], folder, output)

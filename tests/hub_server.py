@@ -73,7 +73,6 @@ class Fault:
     """`before`: the connection breaks before the request is read. `after`: it is served, then the
     connection breaks before the answer. `status`: an answer of that status, not served."""
     status: int = 0
-    retry_after: str | None = None
 
 
 @dataclass(frozen=True)
@@ -203,8 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = self._body(length)
         if fault is not None and fault.kind == "status":
-            extra = {} if fault.retry_after is None else {"Retry-After": fault.retry_after}
-            self._answer(fault.status, {"error": "not now"}, extra)
+            self._answer(fault.status, {"error": "not now"}, {})
             return
         try:
             with hub.lock:

@@ -16,7 +16,6 @@ import warm
 from huggingface_hub import constants
 
 from toolkit import cli
-from toolkit.hub import retries
 from toolkit.hub import upload as hub
 
 # The client's own waits between its tries are arguments with a default: shorter here, no clock is
@@ -30,8 +29,7 @@ def call(asked: dict) -> dict:
     # Read from HF_HUB_DISABLE_XET when the client was imported.
     constants.HF_HUB_DISABLE_XET = not asked.get("xet", False)
     if asked["call"] in ("push", "check_access"):
-        retries.TRIES = options.pop("tries", 6)
-        retries.FIRST_WAIT, retries.LONGEST_WAIT = 0.001, 0.01
+        hub._WAITS = (0.001,) * (options.pop("tries", 4) - 1)
         options["say"] = said.append
     out, err = io.StringIO(), io.StringIO()
     result, error, trace = None, None, ""

@@ -82,13 +82,13 @@ DEATHS = {
     "memory": r"out of memory on rank 1|\[rank 1\] error: CUDA out of memory",
 }
 HANGS = {
-    "stop": r"watchdog: no rank got on .*missing: rank 1 \(stopped\)",
-    "loop": r"watchdog: no rank got on .*missing: rank 1 \(\S+:\d+ in planted\)",
+    "stop": r"watchdog: no rank made progress .*missing \(no answer, T \(stopped\)\): rank 1",
+    "loop": r"watchdog: no rank made progress .*missing \(\S+:\d+ in planted\): rank 1",
 }
 # What a rank that skips a call does next depends on the call: it meets the others in a call that
 # does not fit, fails on what it did not get, or waits.
 # Gloo aborts a process that is sent more than it expected.
-MISSED = {"missed": r"watchdog: (rank \d .* (ended: |is gone: )|no rank got on )|error: "}
+MISSED = {"missed": r"watchdog: (rank \d .* (ended: |is gone: )|no rank made progress )|error: "}
 FAULTS = DEATHS | HANGS | MISSED
 HANG_SECONDS = 3.0
 PATIENT = 12
@@ -109,7 +109,7 @@ def run(folder: Path, fault: str, phase: str, number: int, *more: str) -> dict[s
     wrong = []
     if not mark.exists():
         wrong.append("the fault never happened")
-    hangs = fault not in DEATHS and "no rank got on" in cause
+    hangs = fault not in DEATHS and "no rank made progress" in cause
     patience = HANG_SECONDS * (1 if phase == "step" else PATIENT) + 20.0 if hangs else 30.0
     patience += PLANS if fault == "memory" else 0.0
     if not took <= patience:

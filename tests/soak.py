@@ -1016,7 +1016,7 @@ def break_commit_first() -> None:
         local_folder.write_synced(folder / commit.MANIFEST, text)
         local_folder.write_synced(folder / commit.COMMIT, commit.seal(text.encode()))
         target = folder.parent / commit.step_name(step)
-        local_folder.step_aside(target, commit.has_all_files)
+        local_folder.step_aside(target, commit.is_sound)
         os.rename(folder, target)
         local_folder.sync(target.parent)
         for below, _, files in os.walk(target):

@@ -452,20 +452,25 @@ def test_no_model_there(start, tmp_path) -> None:
 
 def test_a_misspelt_path_is_not_asked_of_the_hub(start, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    local, plain = [], hf_folder.cached_file
+    local, whole, plain = [], [], hf_folder.cached_file
 
     def spy(*args, local_files_only: bool, **more):
         local.append(local_files_only)
         return plain(*args, local_files_only=local_files_only, **more)
 
+    def download(name: str, **more) -> None:
+        whole.append(name)
+        raise OSError("no such model")
+
     monkeypatch.setattr(hf_folder, "cached_file", spy)
+    monkeypatch.setattr(hf_folder, "snapshot_download", download)
     Path("models").mkdir()
     done = start("--model.name_or_path", "models/none")
     refused(done, "there is a folder models here", "no none in it", "hf download models/none")
-    assert local == [True]
+    assert (local, whole) == ([True], [])
     Path("models").rmdir()
     start("--model.name_or_path", "models/none")
-    assert local == [True, False, False]  # what an export carries is asked for first
+    assert (local, whole) == ([True, False], ["models/none"])
 
 
 def test_random_weights_need_no_weights(start, model, tmp_path) -> None:
@@ -745,7 +750,7 @@ def test_a_resume_with_a_changed_architecture(start, finished, change, said) -> 
 def test_a_resume_with_a_global_batch_that_does_not_divide(start, finished) -> None:
     before = hashes(finished)
     done = start(*again(finished), "--train.per_device_train_batch_size", "2")
-    said = ["global batch of 3", "micro-batches of 2", "train.per_device_train_batch_size to 1"]
+    said = ["global batch of 3", "micro-batches of 2", "with train.per_device_train_batch_size 1"]
     refused(done, *said, did=("encode",))
     assert hashes(finished) == before
 

@@ -150,7 +150,7 @@ def entries(count: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("count", "what"),
-    [(50_000, "read"), (120_000, "refused"), (1_100_000, "refused"), (1_750_000, "refused")],
+    [(50_000, "read"), (1_100_000, "refused"), (1_750_000, "refused")],
 )
 def test_headers_of_many_entries(tmp_path: Path, count: int, what: str) -> None:
     raw = entries(count)
@@ -158,7 +158,7 @@ def test_headers_of_many_entries(tmp_path: Path, count: int, what: str) -> None:
     assert at_once("read_header", tmp_path / "m.safetensors") == what
 
 
-@pytest.mark.parametrize(("count", "what"), [(480_000, "read"), (990_000, "refused")])
+@pytest.mark.parametrize(("count", "what"), [(480_000, "read"), (1_010_000, "refused")])
 def test_an_index_of_many_names(tmp_path: Path, count: int, what: str) -> None:
     names = ",".join(
         f'"model.layers.{i}.mlp":"model-00001-of-00002.safetensors"' for i in range(count)

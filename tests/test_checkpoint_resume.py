@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import save_tiny_model
-from distributed import run_ranks, tensor_digests
+from distributed import run_ranks, tensor_sums
 from torch.distributed.tensor import DTensor
+
+from toolkit.verify import verify_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -87,28 +89,30 @@ class Trainer:
 def save_all(world: int, folders: dict[str, str], root: str) -> dict:
     """Train, save, and train on undisturbed; return what happened after the save."""
     from toolkit import checkpoint
-    from toolkit.checkpoint import commit, saving
+    from toolkit.checkpoint import commit, shards
     from toolkit.config.settings import CheckpointConfig
 
-    def late(*args):
+    def late(self, *args):
         trained.wait()
-        return digests(*args)
+        return write(self, *args)
 
-    found, digests, trained = {}, saving.formats.part_digests, threading.Event()
+    found, write, trained = {}, shards.HashingWriter.write_data, threading.Event()
     for kind in OPTIMIZERS:
         run = Trainer(folders["llama"], world, kind)
         run.steps(BEFORE)
         behind = kind == "adamw"
-        expected = tensor_digests(run.state.model)
-        with mock.patch.object(saving.formats, "part_digests", late if behind else digests):
+        expected = tensor_sums(run.state.model)
+        with mock.patch.object(shards.HashingWriter, "write_data", late if behind else write):
             cfg = CheckpointConfig(async_save=behind)
             path = checkpoint.save(run.state, f"{root}/{kind}-{world}", cfg)
             found[kind] = (run.steps(AFTER), run.weights(), run.state.tokens)
             trained.set()
             checkpoint.wait()
-        # Hashed after the loop had gone on, and still what was saved.
-        assert commit.read_manifest(Path(path))["tensors"] == expected
-        assert tensor_digests(run.state.model) != expected
+        # Written after the loop had gone on, and still what was saved.
+        sums = commit.read_manifest(Path(path))["row_sums"]
+        assert {n: of for n, of in sums.items() if n.startswith("model.")} == expected
+        assert tensor_sums(run.state.model) != expected
+        assert verify_checkpoint(path).ok
     return found
 
 

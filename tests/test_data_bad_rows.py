@@ -518,22 +518,16 @@ def test_a_file_of_nothing_but_bad_rows_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_huge_line_is_never_in_memory(tmp_path):
-    line = b'{"text": "' + b"x" * (40 << 20) + b'"}\n'
-    for name, content in (
-        ("a.jsonl", line + b'{"text": "good"}'),
-        ("a.csv", b"text\n" + line + b"good\n"),
-    ):
-        path = tmp_path / name
-        path.write_bytes(content)
-        tracemalloc.start()
-        kind = "csv" if name == "a.csv" else "json"
-        tables = list(lines.line_tables(str(path), kind=kind, limit=1 << 20))
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        bad, good = (row for table in tables for row in table.to_pylist())
-        assert (bad[lines.FAULT] is None, good[lines.FAULT] is None) == (False, True), name
-        assert json.loads(good[lines.RAW]) == {"text": "good"}
-        assert peak < 12 << 20, name
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "' + b"x" * (40 << 20) + b'"}\n{"text": "good"}')
+    tracemalloc.start()
+    tables = list(lines.line_tables(str(path), kind="json", limit=1 << 20))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    bad, good = (row for table in tables for row in table.to_pylist())
+    assert (bad[lines.FAULT] is None, good[lines.FAULT] is None) == (False, True)
+    assert json.loads(good[lines.RAW]) == {"text": "good"}
+    assert peak < 12 << 20
 
 
 @pytest.mark.parametrize(

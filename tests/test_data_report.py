@@ -107,8 +107,8 @@ def test_numbers(tokenizer):
         "all        6         3         3          1      56          26  46.4%",
         "chat: conversations",
         "mixed     weight 2, at most 3 passes",
-        "left out  2 rows: empty assistant turn (a.jsonl line 7; a.jsonl line 9: no answer; "
-        "a.jsonl line 11: no turn)",
+        "left out  2 rows: empty assistant turn (a.jsonl line 7: no answer; a.jsonl line 9: no "
+        "answer; a.jsonl line 11: no turn)",
         "left out  1 row: not UTF-8",
         "samples   1 of up to 64 tokens, 75.0% of the positions are tokens",
         "dropped   3 empty rows",
@@ -181,12 +181,13 @@ def test_tokens_across_a_character_and_spaces_that_a_first_token_loses(tokenizer
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
-        ({"rows": 0, "kept": 0}, "it has no row"),
+        ({"rows": 0, "kept": 0}, "0 rows gave 0 examples"),
         (
             {"rows": 9, "kept": 0, "dropped": {"NUL": 9}, "places": {"NUL": ["a.jsonl line 1: x"]}},
-            "all 9 rows were left out: 9 for NUL, such as a.jsonl line 1: x",
+            "9 rows gave 0 examples, 0 cut off at data.sequence_length 64; left out 9 for NUL, "
+            "such as a.jsonl line 1: x",
         ),
-        ({"truncated": 1}, "none of its 1 examples (1 cut off at data.sequence_length 64) has a"),
+        ({"truncated": 1}, "1 rows gave 1 examples, 1 cut off at data.sequence_length 64. Look at"),
     ],
 )
 def test_a_source_of_which_nothing_is_learned_is_refused(tokenizer, counts, expected):

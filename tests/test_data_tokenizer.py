@@ -160,7 +160,7 @@ def test_models_that_cannot_be_asked(tmp_path):
     (tmp_path / "empty").mkdir()
     data = settings_with_text(tmp_path / "a.txt")
     for name, expected in (
-        (str(tmp_path / "nowhere"), "is not a folder"),
+        (str(tmp_path / "nowhere"), "there is no folder"),
         (str(tmp_path / "empty"), "expected a config.json with a vocab_size"),
     ):
         model = ModelConfig(name, init="random", train_tokenizer=True)

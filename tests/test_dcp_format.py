@@ -4,7 +4,6 @@ import io
 import os
 import pickle
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from toolkit.errors import CheckpointError
 from toolkit.formats import (
     chunk_table,
     coverage_fault,
-    dcp_tensors,
     read_metadata,
     tensor_chunks,
 )
-from toolkit.formats.dcp_tensors import BlobView, check_blob, payload, read_chunk
+from toolkit.formats.dcp_tensors import BlobView, payload, read_chunk
 
 TENSORS = {
     "scalar": torch.tensor(3.25),
@@ -212,62 +210,6 @@ def test_a_blob_that_is_another_tensor(folder: Path) -> None:
     rewrite(folder, swap)
     with pytest.raises(CheckpointError, match=r"should be torch.float16 \(3, 5\) in 30 bytes, is"):
         tensor_chunks(folder, read_metadata(folder), "model.half")
-
-
-def test_equal_frames_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of blobs that differ in the tensor's bytes only; another type or shape is another frame."""
-    kinds = {"float": torch.float32, "int": torch.int32, "turned": torch.float32}
-    shapes = {"float": (7, 3), "int": (7, 3), "turned": (3, 7)}
-    tensors = {
-        f"{kind}.{i}": torch.randn(shapes[kind]).mul(9).to(dtype)
-        for kind, dtype in kinds.items()
-        for i in range(20)
-    }
-    checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=1))
-    torch.serialization.set_crc32_options(checksums)
-    parsed = []
-    monkeypatch.setattr(dcp_tensors, "_frames", {})
-    monkeypatch.setattr(dcp_tensors, "_places", {})
-    monkeypatch.setattr(dcp_tensors, "payload", lambda blob: parsed.append(0) or payload(blob))
-    metadata = read_metadata(tmp_path)
-    for name, tensor in tensors.items():
-        (chunk,) = tensor_chunks(tmp_path, metadata, name)
-        assert chunk.raw is not None
-        content = chunk.file.read_bytes()[chunk.raw : chunk.raw + tensor.nbytes]
-        assert content == tensor.view(torch.uint8).numpy().tobytes()
-    assert 3 <= len(parsed) <= 2 * 6  # the place of data.pkl's end may differ, too
-    # A frame that is seen for the first time in a damaged blob is not taken for a known one.
-    file = chunk.file
-    raw = bytearray(file.read_bytes())
-    begin, length = chunk.blob
-    at = raw.index(b"archive/byteorder", begin)
-    raw[at] ^= 1
-    file.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        check_blob(file, begin, length)
-
-
-def test_a_directory_in_the_tensors_bytes_is_refused(tmp_path: Path) -> None:
-    """Or blobs of one frame could hold several directories."""
-    buffer = io.BytesIO()
-    torch.save(torch.zeros(4096, dtype=torch.uint8), buffer)
-    raw = bytearray(buffer.getvalue())
-    end = len(raw) - 22 - 20 - 56  # of the directory: its zip64 record, locator and end follow
-    assert raw[end : end + 4] == b"PK\6\6"
-    count, _, size, start = struct.unpack("<4Q", raw[end + 24 : end + 56])
-    assert start + size == end
-    begin, length = _payload_of(raw, tmp_path)
-    # The first entry once more, before the real ones: with a comment that lasts to them.
-    entry = raw[start : start + 46 + sum(struct.unpack("<2H", raw[start + 28 : start + 32]))]
-    fake = begin + length - len(entry)
-    entry[32:34] = struct.pack("<H", start - fake - len(entry))
-    raw[fake : fake + len(entry)] = entry
-    raw[end + 24 : end + 56] = struct.pack("<4Q", count + 1, count + 1, end - fake, fake)
-    assert _payload_of(raw, tmp_path) == (begin, length)  # else nothing is wrong with it
-    with pytest.raises(CheckpointError, match="directory lies in the bytes of its tensor"):
-        check_blob(tmp_path / "blob", 0, len(raw))
 
 
 @pytest.mark.parametrize("where", [22 + 20 - 8, 98 - 48])

@@ -98,7 +98,7 @@ def test_the_run_says_what_it_learns_and_proves_each_adapter(adapted):
     answers = [json.loads(x) for x in (run / "samples.jsonl").read_text().splitlines()]
     assert [a["step"] for a in answers] == [2, 4, 6]
     saved = find_checkpoint(run)
-    names = json.loads((saved / "manifest.json").read_text())["tensors"]
+    names = json.loads((saved / "manifest.json").read_text())["row_sums"]
     assert names
     assert all("lora_" in name for name in names)
 

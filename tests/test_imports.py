@@ -89,7 +89,7 @@ def test_imports_go_down() -> None:
     ("file", "line"),
     [
         ("config/settings.py", "from toolkit.training import launch"),
-        ("formats/digests.py", "import toolkit.models"),
+        ("formats/bit_sums.py", "import toolkit.models"),
         ("verify/reports.py", "from toolkit.export import consolidate"),
         ("errors.py", "import torch"),
         ("hub/upload.py", "import accelerate"),

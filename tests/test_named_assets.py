@@ -1,6 +1,7 @@
 """Files that a model's own classes name come along: code, and vocabularies of any name."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from conftest import save_byte_tokenizer, save_tiny_model
 from toolkit import formats
 from toolkit.config.settings import ModelConfig
 from toolkit.formats import hf_folder
-from toolkit.formats.named_assets import code_files, vocabulary_files
+from toolkit.formats.named_assets import vocabulary_files
 from toolkit.models.causal_lm import build_on_meta
 
 TOKENIZER = """
@@ -40,7 +41,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_the_code_names_is_carried(folder: Path) -> None:
-    assert code_files(folder) == ["deeper_foo.py", "helping_foo.py", "tokenization_foo.py"]
     assert vocabulary_files(folder) == ["foo.tiktoken", "more.bpe"]
     carried = formats.asset_files(folder)
     assert {"foo.tiktoken", "more.bpe", "tokenization_foo.py", "deeper_foo.py"} <= carried.keys()
@@ -48,19 +48,39 @@ def test_what_the_code_names_is_carried(folder: Path) -> None:
 
 
 def test_what_the_code_names_is_obtained_from_the_hub(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache that has nothing yet: each file is asked for once what names it is there."""
-    asked: list[str] = []
+    """A cache that has nothing yet: vocabularies are asked for once the code is there."""
+    hub, asked = tmp_path_factory.mktemp("hub") / "abc", dict[str, str]()
 
-    def cached(name: str, file: str, **options: object) -> str | None:
-        asked.append(file)
-        return str(folder / file) if (folder / file).is_file() else None
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        for file in folder.iterdir():
+            if any(file.match(pattern) for pattern in allow_patterns):
+                asked[file.name] = str(revision)
+                hub.mkdir(exist_ok=True)
+                shutil.copy(file, hub)
+        return str(hub)
 
-    monkeypatch.setattr(hf_folder, "cached_file", cached)
+    monkeypatch.setattr(hf_folder, "snapshot_download", download)
+    formats.obtain_assets("org/name", "main")
+    code = ("tokenization_foo.py", "deeper_foo.py", "helping_foo.py")
+    files = dict.fromkeys(("config.json", "tokenizer_config.json", *code), "main")
+    assert asked == files | {"foo.tiktoken": "abc", "more.bpe": "abc"}
+
+
+def test_a_hub_that_fails_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def download(name: str, **options: object) -> str:
+        raise OSError("no answer")
+
+    monkeypatch.setattr(hf_folder, "snapshot_download", download)
+    monkeypatch.setattr(hf_folder, "is_offline_mode", lambda: False)
     formats.obtain_assets("org/name")
-    assert {"tokenization_foo.py", "deeper_foo.py", "foo.tiktoken", "more.bpe"} <= {*asked}
-    assert len(asked) == len({*asked})
+    assert (
+        "WARNING: files of org/name were not downloaded (OSError: no answer)"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_model_keeps_its_code_beside_another_tokenizer(tmp_path: Path) -> None:

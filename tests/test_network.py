@@ -1,7 +1,6 @@
 """Between machines: gloo's interface, limits of open files, connections made late, timeouts."""
 
 import datetime
-import gc
 import os
 import resource
 import socket
@@ -17,8 +16,8 @@ from distributed import run_ranks
 
 from toolkit import ranks
 from toolkit.errors import LaunchError
-from toolkit.training import device, launch, network
-from toolkit.training.guards import watchdog
+from toolkit.training import launch, network
+from toolkit.training.guards import watchdog, watcher
 
 CARDS = {"lo": "127.0.0.1", "mgmt0": "10.0.0.7", "ib0": "10.1.0.7", "eth6": "fd00::7"}
 
@@ -174,32 +173,24 @@ def test_after_the_first_step_a_stuck_rank_holds_up_the_others_for_less() -> Non
     assert seconds < 1.5
 
 
+@pytest.mark.parametrize(
+    ("accelerated", "patience", "expected"),
+    [(False, 300.0, []), (True, 10.0, [600.0]), (True, 1000.0, [2000.0])],
+)
 def test_the_timeout_of_steps_is_beyond_the_watchdogs_and_set_on_accelerators_only(
-    monkeypatch,
+    monkeypatch, accelerated, patience, expected
 ) -> None:
-    asked, slow = list[float](), [0.0, 0.0, 50.0, 100.0, 90.0]  # seconds of the slowest step
+    asked = list[float]()
     monkeypatch.setattr(ranks, "set_timeouts", lambda to: asked.append(to.total_seconds()))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    watch = SimpleNamespace()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerated)
+    watch = object.__new__(watchdog._Watch)
+    watch.patience, watch.count, watch.doing = patience, 0, "start"
+    watch.code, watch.why, watch.shared = watcher.RUNS, "", bytearray(watcher.BEAT.size)
     monkeypatch.setattr(watchdog, "_watch", watch)
-    for accelerated, patience, expected in (
-        (False, 300, []),
-        (True, 300, [600, 1000, 2000]),
-        (True, 1000, [2000]),
-    ):
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda on=accelerated: on)
-        watch.timeout = datetime.timedelta()
-        gc.enable()
-        try:
-            for step, slowest in enumerate(slow, 1):
-                most = max(patience, 10 * slowest)
-                watch.steady = lambda most=most: most
-                device.collect_garbage(step)
-        finally:
-            gc.enable()
-            gc.unfreeze()
-        assert asked == expected
-        asked.clear()
+    for step in range(2, 6):
+        watchdog.doing(f"step {step}")
+    assert asked == expected
     assert launch._COLLECTIVE_TIMEOUT.total_seconds() > 600  # shorter, by default
 
 
@@ -208,7 +199,7 @@ def test_for_a_debugger_collectives_wait_a_day(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(ranks, "set_timeouts", asked.append)
     watchdog.begin(0, tmp_path, lambda: False)
     assert asked == [datetime.timedelta(days=1)]
-    watchdog.fit_timeouts()
+    watchdog.doing("step 2")
     assert len(asked) == 1
 
 

@@ -17,7 +17,7 @@ from toolkit.formats.metrics_file import read_metrics
 from toolkit.training.reference import FILE
 
 TEMPLATE = ROOT / "recipes/configs/chat_template.jinja"
-WORDS = "one two three four five six seven eight nine ten".split()
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
 def pair(i: int) -> dict[str, Any]:

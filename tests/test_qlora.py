@@ -181,7 +181,8 @@ def save_and_resume(rank: int, world: int, folder: str, run_dir: str) -> dict[st
     with torch.no_grad():
         logits = model.eval()(input_ids=batch(9)["input_ids"]).logits
     losses, bits, step = resumed(folder, run_dir, rank, world)
-    stored = list(json.loads(Path(path, "manifest.json").read_text())["tensors"])
+    stored = list(json.loads(Path(path, "manifest.json").read_text())["row_sums"])
+    stored = [name for name in stored if name.startswith("model.")]
     same = all(torch.equal(bits[n], c) for n, c in columns(model).items())
     seen = {"path": path, "on": on, "again": losses, "step": step, "same": same, "stored": stored}
     return seen | {"adapter": adapter, "logits": logits}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,11 @@ import tiny_models
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 
 from toolkit import cli
-from toolkit.config import DataConfig, PretrainConfig, ShardingConfig
+from toolkit.config import DataConfig, MetricsConfig, PretrainConfig, ShardingConfig, differences
 from toolkit.config.settings import FinetuneConfig, ModelConfig, OptimConfig, TrainConfig
 from toolkit.rehearsal import Result, launches, rehearse
 from toolkit.rehearsal.preflight import real_world
-from toolkit.rehearsal.settings import on_other_ranks, rehearsal_config
+from toolkit.rehearsal.settings import not_rehearsed, on_other_ranks, rehearsal_config
 from toolkit.rehearsal.shrunk import Shrunk, shrink
 from toolkit.rehearsal.stages import STAGES
 from toolkit.training import check_optimizer
@@ -37,6 +38,7 @@ BASE = {
 def folder(tmp_path, monkeypatch) -> Path:
     """A current folder with a tiny model, rows and a text."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # what a failed rehearsal leaves
     save_byte_tokenizer(tmp_path / "model")
     save_tiny_model(tmp_path / "model", attention_dropout=0.1)
     rows = [{"prompt": f"{i} + {i} = ", "completion": str(2 * i)} for i in range(40)]
@@ -228,20 +230,36 @@ def test_the_model_is_cut_to_few_narrow_layers_of_every_kind(tmp_path) -> None:
 def test_settings_for_gpus_are_mapped_and_named() -> None:
     cfg = PretrainConfig(
         model=ModelConfig("real", attn_implementation="flash_attention_2", kernels="liger"),
-        sharding=ShardingConfig(dp_replicate=4, dp_shard=8, cpu_offload=True),
+        sharding=ShardingConfig(
+            dp_replicate=4, dp_shard=8, cpu_offload=True, reshard_after_forward=4
+        ),
         data=DataConfig(sequence_length=8192),
+        metrics=MetricsConfig(report_to="dvclive"),  # not here: `--skip packages`
     )
     shrunk = Shrunk(Path("small"), 10**8, (2, 32), 1, "float32")
     files = ([Path("a.jsonl")], [])
-    own, lost = rehearsal_config(cfg, shrunk, SimpleNamespace(), 2, 64, files, Path("run"))
-    assert (own.sharding.dp_replicate, own.sharding.dp_shard) == (1, -1)
-    assert (own.model.attn_implementation, own.model.kernels) == (None, "none")
-    assert (own.data.sequence_length, own.data.train_files) == (64, ["a.jsonl"])
-    said = "\n".join(lost)
-    gone = ("flash_attention_2", "liger", "4 x dp_shard 8", "8192", "bfloat16", "torch.compile")
-    for what in (*gone, "between device and host"):
-        assert what in said
-    assert real_world(cfg.sharding, 2) == 32
+    own = rehearsal_config(cfg, shrunk, SimpleNamespace(), 2, 64, files, Path("run"))
+    ranks = real_world(cfg.sharding, 2)
+    assert ranks == 32
+    lacking = not_rehearsed(cfg.sharding, ranks, 2)
+    text = Result(changed=differences(cfg, own), not_rehearsed=lacking).text()
+    for name, there, here in (
+        ("model.attn_implementation", "flash_attention_2", "null"),
+        ("model.kernels", "liger", "none"),
+        ("sharding.dp_replicate", "4", "1"),
+        ("sharding.dp_shard", "8", "-1"),
+        ("sharding.reshard_after_forward", "4", "true"),
+        ("sharding.param_dtype", "bfloat16", "float32"),
+        ("sharding.torch_compile", "auto", "none"),
+        ("data.sequence_length", "8192", "64"),
+        ("metrics.report_to", "dvclive", "none"),
+        ("data.train_files", "[]", '["a.jsonl"]'),
+    ):
+        assert [name, there, here] in [line.split() for line in text.splitlines()]
+    for what in ("32 processes: 2 here", "NCCL", "between device and host"):
+        assert what in text
+    assert "seed" not in text, "it is the run's"
+    assert len(not_rehearsed(ShardingConfig(), 2, 2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -284,14 +302,12 @@ def test_a_schedule_is_cut_to_the_steps_of_a_rehearsal() -> None:
     cfg = PretrainConfig(ModelConfig("real"), optim=optim)
     shrunk = Shrunk(Path("small"), 10**8, (2, 32), 1, "float32")
     files = ([Path("a.jsonl")], [])
-    own, lost = rehearsal_config(cfg, shrunk, SimpleNamespace(), 2, 64, files, Path("run"))
+    own = rehearsal_config(cfg, shrunk, SimpleNamespace(), 2, 64, files, Path("run"))
     check_optimizer(own.optim, own.train.max_steps)
-    assert own.optim.lr_scheduler_kwargs["min_lr_ratio"] == 0.1
-    said = "\n".join(lost)
-    for what in ("warmup_steps 500 of the schedule: 2", "num_decay_steps 1000 of the schedule: 2"):
-        assert what in said
+    assert own.optim.warmup_steps == 2
+    assert own.optim.lr_scheduler_kwargs == {"num_decay_steps": 2, "min_lr_ratio": 0.1}
     share = replace(cfg, optim=OptimConfig(warmup_steps=0.1))
-    own, _ = rehearsal_config(share, shrunk, SimpleNamespace(), 2, 64, files, Path("run"))
+    own = rehearsal_config(share, shrunk, SimpleNamespace(), 2, 64, files, Path("run"))
     assert own.optim == share.optim
 
 

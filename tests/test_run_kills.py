@@ -98,7 +98,7 @@ def checkpoints(run: Path) -> dict[str, dict[str, object]]:
         state = json.loads((folder / "state.json").read_text())
         manifest = json.loads((folder / "manifest.json").read_text())
         found[folder.name] = {
-            "weights": manifest["tensors"],
+            "weights and moments": manifest["row_sums"],
             "position of the data": state["data"],
             "loss": losses[state["step"]],
         } | {file.name: file.read_bytes() for file in (folder / "rng").iterdir()}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import save_byte_tokenizer, save_tiny_model, tiny_config
-from distributed import run_ranks, tensor_digests
+from distributed import run_ranks, tensor_sums
 from sharded import apply_fsdp, evaluate, init_mesh, loss_sum, sharded_of, train_step
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -398,7 +398,7 @@ def digests(rank: int, world: int, folder: str, change: bool = False) -> dict:
         with torch.no_grad():
             local = next(p for p in model.parameters() if p.ndim == 2).detach().to_local()
             local[0, 0] += 1e-3
-    return tensor_digests(model)
+    return tensor_sums(model)
 
 
 def test_what_is_saved_is_sharded_after_a_forward_of_the_caller(folders):

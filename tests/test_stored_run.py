@@ -84,4 +84,4 @@ def test_a_damaged_stored_checkpoint_is_found(stored: Path) -> None:
     (found,) = verify_checkpoint("run").findings
     assert found[0].endswith(f"dcp/{blob.relative_path}")
     assert found[1] == index.fqn
-    assert found[2] == "has other bytes than were written"
+    assert found[2] == "does not hold what was in memory at saving"

@@ -1,13 +1,16 @@
 """A rank that dies, stops or hangs: all end in time and the cause is told; the judge's words."""
 
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rank_faults
@@ -16,6 +19,7 @@ from conftest import BIN, ROOT
 from distributed import run_ranks
 
 from toolkit import ranks
+from toolkit.errors import LaunchError
 from toolkit.training.guards import watchdog, watcher
 
 
@@ -64,45 +68,65 @@ def test_a_launched_run_with_a_stopped_rank_ends_with_one_line(scene, tmp_path) 
     assert ended.returncode == 1
     told = [line for line in ended.stderr.splitlines() if line.startswith("watchdog: ")]
     assert len(told) == 1
-    assert "missing: rank 1 (stopped)" in told[0]
+    assert "missing (no answer, T (stopped)): rank 1" in told[0]
     assert not rank_faults.orphans(str(tmp_path))
     report = next((tmp_path / "run").glob("hang-*.txt")).read_text()
     assert "step.py" in report  # where rank 0 waits
-    assert "no stacks; state of the process: T" in report
+    assert re.search(r"==== rank 1 \(pid \d+ on \S+\)\n", report)
 
 
-def _stuck(rank: int, world: int, folder: str) -> None:
+def _stuck(rank: int, world: int, folder: str, fault: str) -> None:
     """Wait in a unit's all-gather for a rank that never comes."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
     watchdog.begin(1.5, Path(folder), lambda: False)
-    watchdog.name_samples(lambda step: [f"row {step} of rank {rank}"])
-    watchdog.in_step(7)
+    watchdog.doing("step 7")
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model[1])
     fully_shard(model)
-    if rank == 1:
+    if rank == 1 and fault == "sleeps":
         time.sleep(60)
+    if rank == 1 and fault == "holds the lock":
+        re.match("(a+)+$", 60 * "a" + "b")  # for years
     model(torch.ones(1, 8))
 
 
-def test_the_report_names_the_unit_the_missing_rank_and_its_samples(tmp_path, capfd) -> None:
+@pytest.mark.parametrize("fault", ["sleeps", "holds the lock"])
+def test_the_report_says_who_waits_in_what_and_who_is_missing(tmp_path, capfd, fault) -> None:
     with pytest.raises(Exception, match="exited with 70"):
-        run_ranks(_stuck, 2, str(tmp_path))
+        run_ranks(_stuck, 2, str(tmp_path), fault)
     line = next(x for x in capfd.readouterr().err.splitlines() if x.startswith("watchdog: "))
-    assert re.search(r"no rank got on for \d+ s, at: step 7", line)
-    assert re.search(r"waiting in \w+ of unit \S+: rank 0", line)
-    assert re.search(r"missing: rank 1 \(test_watchdog.py:\d+ in _stuck\)", line)
-    assert "samples of rank 1: row 7 of rank 1" in line
+    assert re.search(r"no rank made progress for \d+ s, at: step 7", line)
+    assert re.search(r"waiting in all_gather\w* \(test_watchdog.py:\d+ in _stuck\): rank 0", line)
+    assert re.search(r"missing \(test_watchdog.py:\d+ in _stuck\): rank 1", line)
     (report,) = tmp_path.glob("hang-*.txt")
-    assert "foreach_all_gather" in report.read_text() or "all_gather" in report.read_text()
+    assert re.findall("==== rank (\\d)", report.read_text()) == ["0", "1"]
+    assert "fully_shard" in report.read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("loss.item()", "waiting in loss.item() (script.py:1 in main)"),
+        ("torch.cuda.synchronize()", "waiting in torch.cuda.synchronize() (script.py:1 in main)"),
+        ("work.wait()", "waiting in work.wait() (script.py:1 in main)"),
+        ("time.sleep(1)", "missing (script.py:1 in main)"),
+    ],
+)
+def test_where_a_rank_is(tmp_path, code, expected) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{code}\n")
+    other = 'Thread 0x (most recent call first):\n  File "/lib/python3/q.py", line 3 in get\n'
+    main = f'Current thread 0x (most recent call first):\n  File "{script}", line 1 in main\n'
+    assert watcher.place(other + main) == expected
+    assert watcher.place("") == ""
 
 
 def _patient(rank: int, world: int, folder: str) -> float:
     watchdog.begin(1.0, Path(folder), lambda: False)
-    watchdog.in_step(1)
+    watchdog.doing("step 1")
     with watchdog.patient("a save"):
         time.sleep(4.0)
         dist.barrier()  # where the others are through already, less time is left
@@ -129,90 +153,201 @@ def test_one_process_alone_may_go_on_after_a_failure(tmp_path, capfd) -> None:
     assert "watchdog" not in capfd.readouterr().err
 
 
+def _killed_watcher(rank: int, world: int, folder: str) -> None:
+    watchdog.begin(60.0, Path(folder), lambda: False)
+    time.sleep(1.0)
+    if rank == 1:
+        os.kill(watchdog._watch.watcher.pid, signal.SIGKILL)
+    time.sleep(30.0)
+
+
+@pytest.mark.faults
+def test_a_rank_whose_watcher_is_killed_ends_with_the_others(tmp_path, capfd) -> None:
+    begun = time.monotonic()
+    with pytest.raises(Exception, match="exited with 1"):
+        run_ranks(_killed_watcher, 2, str(tmp_path))
+    assert time.monotonic() - begun < 25.0
+    time.sleep(4.0)  # the judge hears all before it speaks
+    said = capfd.readouterr().err
+    assert re.search(r"watchdog: rank 1 \(.*\) is gone: its host is lost", said), said
+
+
+def _sleeps(rank: int, world: int, folder: str) -> str:
+    watchdog.begin(1.0, Path(folder), lambda: False)
+    watchdog.doing("step 1")
+    both = f"{os.getpid()} {watchdog._watch.watcher.pid}"
+    subprocess.Popen(["sh", "-c", f"kill -STOP {both}; sleep 6; kill -CONT {both}"])
+    begun = time.monotonic()
+    while time.monotonic() - begun < 9.0:
+        watchdog.progress()
+        time.sleep(0.1)
+    watchdog.end(0)
+    return "awake"
+
+
+@pytest.mark.faults
+def test_a_machine_may_sleep(tmp_path) -> None:
+    assert run_ranks(_sleeps, 1, str(tmp_path)) == ["awake"]
+
+
+def _saves(rank: int, world: int, folder: str) -> None:
+    saved = threading.Timer(12.0 + rank, Path(folder, str(rank)).touch)
+    watchdog.begin(60.0, Path(folder), lambda: not saved.finished.is_set())
+    saved.start()
+    if rank == 1:
+        watchdog.end(1, "planted")
+    time.sleep(60.0)
+
+
+@pytest.mark.faults
+def test_a_checkpoint_in_flight_becomes_whole(tmp_path, capfd) -> None:
+    """It takes longer than a rank has to leave that has none."""
+    with pytest.raises(Exception, match="exited with 1"):
+        run_ranks(_saves, 2, str(tmp_path))
+    assert {file.name for file in tmp_path.iterdir()} >= {"0"}
+    assert re.search(r"watchdog: rank 1 \(.*\) ended: planted\n", capfd.readouterr().err)
+
+
+def _two_runs(rank: int, world: int, folder: str) -> list[bool]:
+    found = list[bool]()
+    watchdog.begin(5.0, Path(folder), lambda: True)
+    first = watchdog._watch
+    watchdog.doing("step 7")
+    watchdog.begin(3.0, Path(folder), lambda: False)  # the first was interrupted, and has no end
+    second = watchdog._watch
+    found += [second is not first, second.doing == "start", second.patience == 3.0]
+    found += [first.watcher.wait(10.0) == 0, second.watcher.poll() is None]
+    watchdog.begin(0.0, Path(folder), lambda: False)
+    found += [watchdog._watch is None, second.watcher.wait(10.0) == 0]
+    return found
+
+
+def test_a_second_run_in_a_process_has_none_of_the_first(tmp_path) -> None:
+    assert all(run_ranks(_two_runs, 1, str(tmp_path))[0])
+
+
+def _unreachable(rank: int, world: int, folder: str) -> str:
+    def refuse(*args: Any, **more: Any) -> Any:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    socket.create_connection = refuse
+    try:
+        watchdog.begin(5.0, Path(folder), lambda: False)
+    except LaunchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_reach_rank_0_say_so(tmp_path) -> None:
+    (said,) = run_ranks(_unreachable, 1, str(tmp_path))
+    assert "Connection refused; ranks must reach any port of rank 0's host" in said
+
+
+def _judge(folder: Path) -> tuple[watcher.Judge, Any]:
+    """Return a judge, and a function that says lines to it as one that connects does."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    judge = watcher.Judge(listener, "right", folder)
+
+    def say(*lines: bytes) -> None:
+        with socket.create_connection(listener.getsockname()) as link:
+            link.sendall(b"\n".join(lines))
+            link.shutdown(socket.SHUT_WR)
+            judge.hear(listener.accept()[0])
+
+    return judge, say
+
+
+def state(number: int, code: int = watcher.RUNS, **more: Any) -> dict[str, Any]:
+    known = {"number": number, "name": f"rank {number}", "code": code, "why": "", "gone": ""}
+    return known | {"doing": "start", "idle": 0.0, "patience": 1.0, "stacks": None} | more
+
+
 def test_a_stranger_is_not_heard(tmp_path) -> None:
     """Neither one that says nothing nor one without the secret."""
-    listener = watcher._listen(one_host=True)
-    given = {"secret": "right", "world": 1, "patience": 1.0, "folder": str(tmp_path)}
-    judge = watcher.Judge(listener, given, _rank(tmp_path))
-    for said in (b"GET / HTTP/1.0\r\n\r\n", b'{"hello": 0, "secret": "wrong"}\n', b""):
-        with socket.create_connection(listener.getsockname()) as stranger:
-            stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
-            judge._accept()
-    assert not judge._seen
+    judge, say = _judge(tmp_path)
+    line = json.dumps(state(0)).encode() + b"\n"
+    for said in ((b"GET / HTTP/1.0", b"", b""), (b"wrong", line), (b"", line), (line,), (b"",)):
+        say(*said)
+    assert not judge._states
+    say(b"right", line)  # the control
+    assert [*judge._states] == [0]
 
 
-def _rank(folder: Path) -> watcher.Rank:
-    """Return what watches the process above this one."""
-    beat = os.open(folder / "beat", os.O_RDWR | os.O_CREAT)
-    os.write(beat, watcher.BEAT.pack(1, 300.0, b"a save"))
-    return watcher.Rank(os.getppid(), beat, beat)
+def test_one_that_is_cut_off_in_the_middle_of_a_line_is_gone(tmp_path) -> None:
+    judge, say = _judge(tmp_path)
+    line = json.dumps(state(0)).encode() + b"\n"
+    say(b"right", line + line[:20])
+    assert "its host is lost" in judge._failed[0]["gone"]
+    judge, say = _judge(tmp_path)
+    say(b"right", b"")
+    (found,) = judge._failed.values()
+    assert found["name"] == "a rank"
 
 
-class _Ended:
-    """A rank that has ended."""
+@pytest.mark.parametrize(
+    ("heard", "code", "told"),
+    [
+        ([state(0, 1, why="A"), state(1, 1, gone="killed")], 1, "rank 1 is gone: killed"),
+        ([state(0, 75), state(1, 1, why="A")], 1, "rank 1 ended: A"),
+        ([state(0, 1), state(1, 2, why="A"), state(2, 1, why="B")], 1, "rank 1 ended: A"),
+        ([state(0, 75), state(1, 75)], 75, ""),
+        ([state(0, 1)], 1, ""),
+    ],
+)
+def test_the_first_of_the_deepest_causes_is_told_once(tmp_path, capfd, heard, code, told) -> None:
+    judge, _ = _judge(tmp_path)
+    judge._end_for(heard)
+    assert judge._order["leave"] == code
+    assert judge._order["finish"] == (15.0 if "gone" in told else 300.0)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == bool(told)
+    assert told in "".join(said)
 
-    ends = None
 
-    def alive(self) -> bool:
-        return False
-
-    def beat(self) -> dict[str, str]:
-        return {"doing": "the end"}
-
-    def was_killed_for_memory(self) -> bool:
-        return False
+def _rank(code: int, doing: bytes = b"a save") -> watcher.Rank:
+    """Return a rank that shares this code, and no progress."""
+    rank = object.__new__(watcher.Rank)
+    rank._pid, rank._number, rank._name, rank.stacks = os.getppid(), 0, "rank 0", None
+    rank._progress, rank._idle = (1, 0), 0.0
+    rank._shared = watcher.BEAT.pack(1, 300.0, code, doing, b"")  # type: ignore[assignment]
+    return rank
 
 
-@pytest.mark.parametrize(("share", "works"), [(0.0, False), (0.02, False), (0.5, True)])
-def test_idle_children_are_no_progress(tmp_path, monkeypatch, share, works) -> None:
-    """The workers of a loader wake up every 5 s while their rank hangs in a save."""
-    clock, rank = [0.0], _rank(tmp_path)
-    monkeypatch.setattr(watcher.time, "monotonic", lambda: clock[0])
-    ticks = share * os.sysconf("SC_CLK_TCK")
-    monkeypatch.setattr(watcher, "_work", lambda pid: (int(ticks * clock[0]), 0))
-    found = []
+@pytest.mark.parametrize(
+    ("doing", "kilobytes", "works"),
+    [
+        (b"a save", 0, False),
+        (b"a save", 10, False),
+        (b"a save", 999, True),
+        (b"step 3", 999, False),
+    ],
+)
+def test_bytes_that_flow_are_progress_beside_steps(monkeypatch, doing, kilobytes, works) -> None:
+    """As of workers that tokenize for hours; what threads of a tracker move is none."""
+    rank, seconds = _rank(watcher.RUNS, doing), 0.0
+    monkeypatch.setattr(watcher, "bytes_moved", lambda pid: int(1e3 * kilobytes * seconds))
     for _ in range(20):
-        clock[0] += 5.0
-        found.append(rank.beat()["got_on"])
-    assert any(found[1:]) is all(found[1:]) is works
+        seconds += 2.0
+        found = rank.state(2.0)
+    assert found["idle"] == (0.0 if works else 40.0)
 
 
-def test_what_a_rank_says_last_is_heard() -> None:
+def test_bytes_of_this_process_are_counted(tmp_path) -> None:
+    before = watcher.bytes_moved(os.getpid())
+    (tmp_path / "bytes").write_bytes(bytes(1 << 20))
+    assert watcher.bytes_moved(os.getpid()) - before >= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("said", "alive", "code", "gone"),
+    [(0, False, 0, False), (watcher.RUNS, False, 1, True), (watcher.RUNS, True, -1, False)],
+)
+def test_what_a_rank_says_last_is_heard(monkeypatch, said, alive, code, gone) -> None:
     """It ended well between two looks: it is not gone."""
-    for said, expected in (({"end": 0}, {"end": 0}), (None, {"gone": "the end", "memory": False})):
-        (mine, rank), (there, judge) = socket.socketpair(), socket.socketpair()
-        if said:
-            watcher.Lines(rank).send(**said)
-        watch = watcher.Watcher(_Ended(), watcher.Lines(mine), watcher.Lines(there), 1.0)  # type: ignore[arg-type]
-        watch._hear_last()
-        if not watch._ended:
-            watch.run()
-        assert watcher.Lines(judge).receive() == [expected]
-
-
-def test_the_judge_ends_where_others_never_came(tmp_path) -> None:
-    listener = watcher._listen(one_host=True)
-    given = {"secret": "right", "world": 2, "patience": 1.0, "folder": str(tmp_path)}
-    watcher.Judge(listener, given, _Ended()).run()  # type: ignore[arg-type]
-    waiting = watcher.Judge(listener, given, _rank(tmp_path))
-    assert not waiting._all_left()  # the control: they may come
-
-
-def test_one_stall_does_not_make_it_patient_for_good(monkeypatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
-    watch = object.__new__(watchdog._Watch)
-    watch.patience, watch.count, watch.slowest, watch.began = 300.0, 0, 0.0, 0.0
-    watch.patient, watch.doing, watch.shared = False, "", bytearray(watcher.BEAT.size)
-    monkeypatch.setattr(watchdog, "_watch", watch)
-    longest = list[float]()
-    for step, seconds in enumerate([200.0, *[50.0] * 30], 1):
-        clock[0] += seconds
-        watchdog.in_step(step)
-        longest.append(watch.steady())
-    assert longest[0] == 2000.0
-    assert longest[-1] == 500.0  # ten times what steps take
+    rank = _rank(said)
+    monkeypatch.setattr(watcher.Rank, "alive", lambda _: alive)
+    found = rank.state(1.0)
+    assert (found["code"], bool(found["gone"])) == (code, gone)
 
 
 def test_whose_fault_an_error_of_nccl_is() -> None:
@@ -220,10 +355,6 @@ def test_whose_fault_an_error_of_nccl_is() -> None:
     own = "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO), ncclUnhandledCudaError"
     assert ranks.lost_another(dist.DistBackendError(others))
     assert not ranks.lost_another(dist.DistBackendError(own))
-
-
-def test_spans() -> None:
-    assert watcher._spans([5, 0, 1, 2]) == "0-2, 5"
 
 
 def test_it_is_of_the_standard_library_alone() -> None:

@@ -413,25 +413,20 @@ def _how_to_load(folder: Path) -> Iterator[str]:
     from toolkit.formats import export_manifest, read_config
     from toolkit.models.classes import auto_class
 
-    adapter = export_manifest.read(folder)["origin"].get("adapter")
-    config = adapter["base_config"] if adapter and not _is_whole(folder) else read_config(folder)
+    unmerged = (folder / "adapter_config.json").is_file()
+    adapter = export_manifest.read(folder)["origin"]["adapter"] if unmerged else {}
+    config = adapter["base_config"] if unmerged else read_config(folder)
     code = ", trust_remote_code=True" if "auto_map" in config else ""
-    named = (config.get("architectures") or [""])[0]
-    if adapter and not _is_whole(folder):
-        named = adapter.get("base_class", named)
+    named = adapter["base_class"] if unmerged else (config.get("architectures") or [""])[0]
     load = f"transformers.{auto_class(named)}.from_pretrained({{!r}}{code})"
-    if _is_whole(folder):
+    if not unmerged:
         yield load.format(str(folder))
         return
     settings = parsing.read_json(folder / "adapter_config.json", ExportError)
     yield f"base = {load.format(settings['base_model_name_or_path'])}"
-    if rows := adapter and adapter["base"].get("rows"):
+    if rows := adapter["base"].get("rows"):
         yield f"base.resize_token_embeddings({rows})"
     yield f"peft.PeftModel.from_pretrained(base, {str(folder)!r})"
-
-
-def _is_whole(folder: Path) -> bool:
-    return not (folder / "adapter_config.json").is_file()
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -77,9 +77,7 @@ def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
     try:
         content.decode("utf-8")
     except UnicodeDecodeError:
-        utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))
-        kind = "UTF-16" if utf16 else "another encoding"
-        raise error(f"{file} is text in {kind}, not in UTF-8; save it as UTF-8") from None
+        raise error(f"{file} is not text in UTF-8; save it as UTF-8") from None
     return parse_yaml(content, file, error)
 
 

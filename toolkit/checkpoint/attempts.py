@@ -7,6 +7,7 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 BAD = "BAD"
+SHARD = ".distcp"  # how torch's DCP ends the names of files with tensors
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,6 @@ promise.
 import contextlib
 import difflib
 import errno
-import functools
 import hashlib
 import itertools
 import json
@@ -49,16 +48,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from toolkit.checkpoint import store
-from toolkit.checkpoint.attempts import BAD, CHECKPOINTS, COMMIT, MANIFEST, Attempt, step_name
+from toolkit.checkpoint.attempts import (
+    BAD,
+    CHECKPOINTS,
+    COMMIT,
+    MANIFEST,
+    SHARD,
+    Attempt,
+    step_name,
+)
 from toolkit.checkpoint.local_folder import disk_error, disk_errors
 from toolkit.checkpoint.store import storage_of
 from toolkit.errors import CheckpointError
-from toolkit.formats import METADATA_FILE, hasher, is_inner_path
+from toolkit.formats import METADATA_FILE, is_inner_path
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 EXPORTS = "exports"  # of a run that writes them itself
 STATE = "state.json"
+SUMS = "row_sums"  # of the manifest: tensor, of model and optimizer -> the sum of its rows
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
 SHARDED_SAFETENSORS = "shard-*-model-*-of-*.safetensors"
 ACCELERATE = "pytorch_model_fsdp_"  # folder of the weights in what `save_state` writes
@@ -166,19 +176,18 @@ def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
     manifest = parse_json(content, source, CheckpointError)
     try:
         listed = manifest["files"].items()
-        files = [(name, e["size"], e["sha256"], e.get("blobs", "")) for name, e in listed]
-        tensors = [(e["shape"], e["dtype"], e["digest"]) for e in manifest["tensors"].values()]
+        files = [(name, e["size"], e["sha256"]) for name, e in listed]
+        sums = list(manifest.get(SUMS, {}).values())
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{source} is not a manifest of this toolkit: {error!r}") from error
-    for name, size, *hashes in files:
-        texts = all(isinstance(text, str) for text in hashes)
-        if not is_inner_path(name) or type(size) is not int or not texts:
+    for name, size, sha256 in files:
+        if not is_inner_path(name) or type(size) is not int or not isinstance(sha256, str):
             raise CheckpointError(f"{source} names {name!r}, which is no file of the checkpoint")
     step = manifest.get("step")
     if not isinstance(step, int | None):
         raise CheckpointError(f"{source} is not a manifest of this toolkit: step {step!r:.80}")
-    if not all(isinstance(s, list) and isinstance(d, str) for s, d, _ in tensors):
-        raise CheckpointError(f"{source} is not a manifest of this toolkit: shapes and dtypes")
+    if not all(type(n) is int for n in sums):
+        raise CheckpointError(f"{source} is not a manifest of this toolkit: {SUMS}")
     return manifest
 
 
@@ -210,25 +219,16 @@ def damaged_files(
         return [(n, f) for n, f in zip(names, pool.map(fault, names), strict=True) if f is not None]
 
 
-def verifies(checkpoint: store.Folder, budget: int) -> tuple[bool, int]:
-    """Return whether all files have their sizes, and up to `budget` bytes of them their hashes, the
-    smallest first; and the bytes read.
+def is_sound(checkpoint: store.Folder) -> bool:
+    """Return whether a checkpoint is committed, and its files have their sizes, and all but the
+    shards their hashes.
     """
-    read, hashed = 0, set()
     try:
         files = read_manifest(checkpoint)["files"]
-        for name in sorted(files, key=lambda n: files[n]["size"]):
-            if read + files[name]["size"] <= budget:
-                read += files[name]["size"]
-                hashed.add(name)
-        return not damaged_files(checkpoint, files, hashed=hashed, files=files), read
+        small = {name for name in files if not name.endswith(SHARD)}
+        return not damaged_files(checkpoint, files, hashed=small, files=files)
     except CheckpointError:  # also where it cannot be read just now: it is not known to be whole
-        return False, read
-
-
-def has_all_files(checkpoint: store.Folder) -> bool:
-    """Return whether a checkpoint is committed, and its files have their sizes."""
-    return verifies(checkpoint, 0)[0]
+        return False
 
 
 def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: bool) -> str | None:
@@ -252,9 +252,9 @@ def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: b
 
 
 def hash_of(file: Any, kind: str = "sha256") -> str:
-    """Return the `hasher` of some `kind` over a file or an object, in hexadecimal."""
+    """Return the hash of some `kind` (sha256, xxh3) over a file or an object, in hexadecimal."""
     with file.open("rb") as f:
-        return hashlib.file_digest(f, functools.partial(hasher, kind)).hexdigest()
+        return hashlib.file_digest(f, xxhash.xxh3_128 if kind == "xxh3" else kind).hexdigest()
 
 
 def seal(manifest: bytes) -> str:
@@ -330,34 +330,15 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
     committed before is as it was, and `folder` is there to be removed.
     """
     text = json.dumps(manifest, indent=1, sort_keys=True)
-    if len(text) > MAX_JSON_BYTES:  # which no reader would take: 4 million blobs do it
-        manifest = _without_blobs(manifest)
-        text = json.dumps(manifest, indent=1, sort_keys=True)
     if len(text) > MAX_JSON_BYTES:
         raise CheckpointError(
             f"{MANIFEST} of step {step} has {len(text):,} bytes, more than the {MAX_JSON_BYTES:,} "
             "that are read: not committed"
         )
     with disk_errors(f"checkpoint of step {step} could not be committed"):
-        _check_whole(folder, manifest)
-        return storage_of(folder).commit(step, text, seal(text.encode()), has_all_files)
-
-
-def _without_blobs(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the hashes by which `verify` finds the tensor that damage of a file has hit."""
-    files = {n: {k: v for k, v in e.items() if k != "blobs"} for n, e in manifest["files"].items()}
-    return manifest | {"files": files}
-
-
-def _check_whole(folder: store.Folder, manifest: dict[str, Any]) -> None:
-    """Refuse to commit a folder that holds other files, or of other sizes, than its manifest."""
-    for name, fault in damaged_files(folder, hashed=(), files=manifest["files"]):
-        raise CheckpointError(f"{folder / name} {fault}: not committed")
-
-
-def quarantine(checkpoint: Any) -> Any:
-    """Rename what failed verification to `step-N.bad-*`, or mark it on a store; return the name."""
-    return storage_of(checkpoint).set_aside()
+        for name, fault in damaged_files(folder, hashed=(), files=manifest["files"]):
+            raise CheckpointError(f"{folder / name} {fault}: not committed")
+        return storage_of(folder).commit(step, text, seal(text.encode()), is_sound)
 
 
 def delete(folders: Iterable[Any]) -> None:

@@ -28,7 +28,6 @@ class LocalFolder:
 
     path: Path
     is_disk: ClassVar[bool] = True
-    affordable: ClassVar[int] = 128 * 2**20  # a fraction of a second
 
     def files(self, only: Collection[str] | None = None) -> dict[str, int]:
         folder = self.path

@@ -30,7 +30,6 @@ class RemotePath:
     path: str  # as the driver names it
     fs: Any = field(compare=False, repr=False)
     is_disk: ClassVar[bool] = False
-    affordable: ClassVar[int] = 16 * 2**20
 
     # ---- As a `Path`
 

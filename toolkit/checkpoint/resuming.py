@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
-from toolkit.checkpoint import commit, retention, rng_state
-from toolkit.checkpoint.saving import CHANNEL, DCP, HF, RNG, SUMS
-from toolkit.checkpoint.shards import SHARD, read_tensors, spread
+from toolkit.checkpoint import commit, rng_state
+from toolkit.checkpoint.attempts import SHARD
+from toolkit.checkpoint.saving import CHANNEL, DCP, HF, RNG
+from toolkit.checkpoint.shards import read_tensors, spread
 from toolkit.checkpoint.state import (
     TrainState,
     check_model,
@@ -88,9 +89,9 @@ def find_resumable(
 def newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     """Return the newest checkpoint of a run that verifies, None where there is none. Collective.
 
-    One that fails is named loudly and set aside; of checkpoints nothing is deleted, only what
-    killed deletions have left. Reads and hashes every file, split over the ranks by size; where it
-    is to `verify` "sizes", of the shards their sizes only. Rank 0 says how long that took.
+    One that fails is named loudly and set aside; nothing is deleted. Reads and hashes every file,
+    split over the ranks by size; where it is to `verify` "sizes", of the shards their sizes only.
+    Rank 0 says how long that took.
 
     CheckpointError: one bears another step's name, or cannot be read just now. Neither says that
     it is damaged, and nothing is set aside.
@@ -98,11 +99,10 @@ def newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     background.wait()
     run = ranks.on_all(lambda: where(run_dir))
 
-    def clean() -> list[tuple[str, str]]:
-        retention.sweep(run)
-        return [(str(path), what) for path, what in commit.broken_steps(run).values()]
-
-    for name, what in ranks.on_main(clean):
+    broken = ranks.on_main(
+        lambda: [(str(p), what) for p, what in commit.broken_steps(run).values()]
+    )
+    for name, what in broken:
         quarantine(name, what)
     while saved := ranks.on_main(lambda: [str(p) for p in commit.committed_steps(run).values()]):
         path = where(saved[-1])
@@ -128,7 +128,7 @@ def refuse_lost(run_dir: str | Folder) -> None:
 def quarantine(checkpoint: str | Folder, what: str) -> None:
     """Set a checkpoint aside, loudly: no resume takes it, and nothing is deleted. Collective."""
     checkpoint = where(checkpoint)
-    aside = ranks.on_main(lambda: str(commit.quarantine(checkpoint)))
+    aside = ranks.on_main(lambda: str(storage_of(checkpoint).set_aside()))
     name = checkpoint.name
     ranks.say(f"WARNING: checkpoint {name} is damaged and not used ({what}); it is kept: {aside}")
 
@@ -210,7 +210,7 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
 
     content, moments = ranks.on_all(check)
     tensors |= {f"optimizer.{n}.{k}": t for n, held in moments.items() for k, t in held.items()}
-    requested = read_tensors(checkpoint / DCP, table, tensors)
+    read_tensors(checkpoint / DCP, table, tensors)
 
     def settle() -> None:
         with state_faults(checkpoint):
@@ -226,18 +226,8 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
 
     ranks.on_all(settle)
     _prove(checkpoint, model_tensors(state.model) | optimizer_tensors(state))
-    state.restored = {
-        "own_bytes": sum(local_tensor(t).nbytes for t in tensors.values()),
-        "bytes_requested": requested,
-        "seconds": time.perf_counter() - begun,
-    }
-    if every := ranks.gather_to_main(state.restored):
-        own, read = (sum(r[name] for r in every) for name in ("own_bytes", "bytes_requested"))
-        ranks.say(
-            f"read {checkpoint.name}: {len(every)} rank(s) asked for {size_text(int(read))} to "
-            f"fill {size_text(int(own))} ({read / max(own, 1):.2f} x) in "
-            f"{max(r['seconds'] for r in every):.1f} s"
-        )
+    own = size_text(sum(local_tensor(t).nbytes for t in tensors.values()))
+    ranks.say(f"read {checkpoint.name}: {own} of this rank in {time.perf_counter() - begun:.1f} s")
     return state.step
 
 
@@ -245,17 +235,12 @@ def _prove(checkpoint: Folder, tensors: Tensors) -> None:
     """Compare `tensors`, as they are in memory now, with what was summed when they were saved; see
     [Note: proof of a save]. Collective, 8 bytes a tensor. CheckpointError names those that differ.
     """
-    saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(SUMS))
-    if saved is None:
-        ranks.say(
-            f"NOTE: {checkpoint.name} is of an earlier release: what was loaded is not proven"
-        )
-        return
+    saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(commit.SUMS, {}))
     names = sorted(n for n, tensor in tensors.items() if n in saved and cut_by_rows(tensor))
     if len(names) < len(tensors):
         ranks.say(
-            f"NOTE: {len(tensors) - len(names)} of {len(tensors)} tensors, not cut by rows, "
-            "were loaded without a proof"
+            f"NOTE: {len(tensors) - len(names)} of {len(tensors)} tensors, not cut by rows or "
+            "without a sum in the manifest, were loaded without a proof"
         )
     shares = ranks.on_all(lambda: [int(part_sums(tensors[name])[1]) for name in names])
     found = ranks.totals(shares)

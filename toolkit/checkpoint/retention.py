@@ -8,15 +8,15 @@ from toolkit import ranks
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, STATE, attempts_of, counting
 from toolkit.checkpoint.local_folder import disk_errors
-from toolkit.checkpoint.store import Folder, read_object, storage_of, where
+from toolkit.checkpoint.store import Folder, read_object, where
 from toolkit.config.published import mapping
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
 
 
 def expendable(verified: Mapping[int, Mapping[str, float]], cfg: CheckpointConfig) -> set[int]:
-    """Return the steps that may be deleted of those that verify, given with their metrics; others
-    are no candidates, and do not count as kept either.
+    """Return the steps that may be deleted of those that are sound, given with their metrics; the
+    others are no candidates, and do not count as kept either.
     """
     if cfg.save_total_limit is None:
         return set()
@@ -36,26 +36,20 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
     """Delete the checkpoints that `cfg` does not keep, and leftovers: unfinished, half-deleted
     and superseded folders. Call it after the newest one is committed.
 
-    A checkpoint counts as kept only when it verifies: its files have the sizes of the manifest, and
-    the hashes too as far as 128 MB go (16 on a store), newest checkpoint and smallest files first;
-    `resume` hashes everything. One that does not verify is not deleted, nor are links: somebody
-    else put them there. What cannot be deleted makes a warning.
+    A checkpoint counts as kept only when it `is_sound`; `resume` hashes the shards, too. Others are
+    not deleted, nor are links: somebody else put them there. What resists makes a warning.
     """
     run = where(run)
     with _warns(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
         attempts = attempts_of(run)
         newest = counting(attempts)
-        budget = storage_of(run).affordable
         verified: dict[int, dict[str, float]] = {}
-        for step in sorted(newest, reverse=True):
-            folder = newest[step].folder
-            if not folder.is_symlink():
-                sound, read = commit.verifies(folder, budget)
-                budget -= read
+        for step, attempt in newest.items():
+            folder = attempt.folder
+            if not folder.is_symlink() and commit.is_sound(folder):
                 with contextlib.suppress(CheckpointError):  # its state is damaged: not sound
                     metrics = mapping(read_object(folder / STATE) or {}, "metrics").items()
-                    if sound:
-                        verified[step] = {k: v for k, v in metrics if isinstance(v, int | float)}
+                    verified[step] = {k: v for k, v in metrics if isinstance(v, int | float)}
         gone = [a.folder for a in attempts if a.kind in commit.LEFT_OVER]
         for a in attempts:
             superseded = a.step in verified and a.order < newest[a.step].order
@@ -64,19 +58,6 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
                 gone.append(a.folder)
         gone += [newest[step].folder for step in sorted(expendable(verified, cfg))]
         commit.delete(gone)
-
-
-def sweep(run: str | Folder) -> None:
-    """Delete what a killed deletion left of checkpoints that are older than the newest.
-
-    A start that has nothing to do saves nothing, and so neither `begin` nor `prune` would. Leaves
-    alone what another process may be writing. What cannot be deleted makes a warning.
-    """
-    with _warns(f"leftovers in {where(run) / CHECKPOINTS} could not be deleted"):
-        attempts = attempts_of(run)
-        newest = max(counting(attempts), default=0)
-        gone = [a for a in attempts if a.kind == "trash" or (a.kind == "tmp" and a.step < newest)]
-        commit.delete(a.folder for a in gone)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """The random state of one rank: python's, numpy's, torch's and the device's; no pickle."""
 
-import hashlib
-import json
 import random
 from pathlib import Path
 from typing import cast
@@ -14,8 +12,8 @@ from safetensors.torch import load, save
 from toolkit.checkpoint.store import Folder, storage_of
 from toolkit.errors import CheckpointError
 
-PIECES = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss", "torch")
-"""Names in every rank's file; a device that draws random numbers adds its own."""
+# Names in every rank's file; a device that draws random numbers adds its own.
+_PIECES = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss", "torch")
 
 
 def device_type() -> str:
@@ -48,24 +46,11 @@ def snapshot() -> dict[str, torch.Tensor]:
 
 
 def write(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> str:
-    """Write what `snapshot` returned; return the file's name.
-
-    The header holds the sha256 of each piece: of a damaged file it says which one is lost.
-    """
+    """Write what `snapshot` returned; return the file's name."""
     folder.mkdir(exist_ok=True)
-    hashes = {n: hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for n, t in tensors.items()}
     # Not save_file: it hides the cause of a failed write, and makes a file that only we may read.
-    (folder / _file_name(rank)).write_bytes(_in_order(save(tensors, metadata=hashes)))
+    (folder / _file_name(rank)).write_bytes(save(tensors))
     return _file_name(rank)
-
-
-def _in_order(content: bytes) -> bytes:
-    """Return a safetensors file with its metadata sorted: equal states make equal files."""
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return content[:8] + text.ljust(length) + content[8 + length :]
 
 
 def restore(folder: Folder, rank: int) -> None:
@@ -79,7 +64,7 @@ def restore(folder: Folder, rank: int) -> None:
         raise CheckpointError(
             f"{file} cannot be read ({error}): the random state of rank {rank}"
         ) from error
-    wanted = (*PIECES, *([] if device_type() == "cpu" else [device_type()]))
+    wanted = (*_PIECES, *([] if device_type() == "cpu" else [device_type()]))
     if lacking := [name for name in wanted if name not in saved]:
         raise CheckpointError(f"{file} lacks the random state of {', '.join(lacking)}")
     try:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import formats, ranks
 from toolkit.checkpoint import commit, lock, retention, rng_state
-from toolkit.checkpoint.commit import Files
+from toolkit.checkpoint.commit import SUMS, Files
 from toolkit.checkpoint.local_folder import disk_errors
 from toolkit.checkpoint.shard_plan import write_shards, written_here
 from toolkit.checkpoint.shards import HashingWriter
@@ -44,16 +44,14 @@ from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import StorageError
 from toolkit.formats import Tensors, local_tensor
 from toolkit.formats.bit_sums import part_sums
-from toolkit.formats.device_threads import device_pool
 from toolkit.formats.layout import cut_by_rows
 from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 DCP, HF, RNG = "dcp", "hf", "rng"
-SUMS = "row_sums"  # of the manifest: tensor, of model and optimizer -> the sum of its rows
-CHANNEL, _GATHERED = "checkpoint", "gathered"
+CHANNEL = "checkpoint"
 # Of a machine's free memory: what copies of a state may take by `async_save: auto`.
 _SHARE = 0.5
 _PINNED = 2  # times their bytes, at most: torch takes page-locked memory in powers of two
@@ -213,16 +211,10 @@ class _Snapshot:
         # On a store a folder of this rank's own, for small files.
         self.folder = ranks.on_all(self._scratch)
         try:
-            self.gathered, self.tensors = formats.whole_rows(model), model | optimizer
+            self.tensors = model | optimizer
             self.sums = ranks.on_all(lambda: _sums(self.tensors))
             if behind:
-                # A gathered tensor may be the live one: where one rank holds all of it.
-                live: dict[Any, torch.Tensor] = dict(self.tensors)
-                live |= {(_GATHERED, n): t for n, t in self.gathered.items()}
-                copies = ranks.on_all(lambda: _copied(live, self.saves.room))
-                self.tensors = {n: copies[n] for n in self.tensors}
-                self.gathered = {n: copies[_GATHERED, n] for n in self.gathered}
-            self.model = {n: self.tensors[n] for n in model}
+                self.tensors = ranks.on_all(lambda: _copied(self.tensors, self.saves.room))
             self.rng = rng_state.snapshot()
         except BaseException:
             self.remove()
@@ -233,7 +225,7 @@ class _Snapshot:
             return storage_of(self.target).scratch()
 
     def write(self) -> str:
-        """Write everything, while the digests are made; commit; prune. Collective."""
+        """Write everything, commit, prune. Collective."""
         expected = {n: (nbytes, of_bytes) for n, (nbytes, of_bytes, _) in self.sums.items()}
         writer = HashingWriter(
             self.folder / DCP,
@@ -242,12 +234,10 @@ class _Snapshot:
             expected=expected,
         )
         try:
-            with device_pool(1, "digests") as pool:
-                digests = pool.submit(formats.part_digests, self.model, self.gathered)
-                write_shards(self.tensors, writer, self.failed, self.saves)
-                parts = ranks.gather_results_to_main(
-                    lambda: (self._write_rest(writer.files), digests.result(), self._row_sums())
-                )
+            write_shards(self.tensors, writer, self.failed, self.saves)
+            parts = ranks.gather_results_to_main(
+                lambda: (self._write_rest(writer.files), self._row_sums())
+            )
             path = ranks.on_main(lambda: str(self._commit(parts)))
         finally:
             self.remove()  # still under its temporary name: it failed
@@ -280,14 +270,12 @@ class _Snapshot:
     def _summed(self) -> list[str]:
         return sorted(name for name, tensor in self.tensors.items() if cut_by_rows(tensor))
 
-    def _commit(self, parts: list[tuple[Files, torch.Tensor, torch.Tensor]]) -> Folder:
-        lanes = torch.stack([share for _, share, _ in parts]).sum(0)  # int64 wraps
-        sums = torch.stack([share for _, _, share in parts]).sum(0)
+    def _commit(self, parts: list[tuple[Files, torch.Tensor]]) -> Folder:
+        sums = torch.stack([share for _, share in parts]).sum(0)  # int64 wraps
         manifest = {
             "version": MANIFEST_VERSION,
             "step": self.step,
-            "files": {name: entry for files, *_ in parts for name, entry in files.items()},
-            "tensors": formats.described(self.model, lanes),
+            "files": {name: entry for files, _ in parts for name, entry in files.items()},
             SUMS: dict(zip(self._summed(), sums.tolist(), strict=True)),
             **({} if self.adapter is None else {"adapter": self.adapter}),
         }
@@ -302,22 +290,14 @@ class _Snapshot:
 
 def _sums(tensors: Tensors) -> dict[str, tuple[int, int, int]]:
     """Return of each tensor that this rank writes the bytes of its part, their sum and that of its
-    rows, as the device has them. Waits for the device, once.
+    rows, as the device has them.
     """
-    names = sorted(written_here(tensors))
-    sums = [part_sums(tensors[name]) for name in names]
-    devices: dict[torch.device, list[int]] = {}
-    for i, one in enumerate(sums):
-        devices.setdefault(one.device, []).append(i)
-    found = {}
-    for those in devices.values():
-        for i, values in zip(those, torch.stack([sums[i] for i in those]).tolist(), strict=True):
-            found[names[i]] = (local_tensor(tensors[names[i]]).nbytes, *values)
-    return found
+    parts = {name: tensors[name] for name in written_here(tensors)}
+    return {n: (local_tensor(t).nbytes, *part_sums(t).tolist()) for n, t in parts.items()}
 
 
 @torch.no_grad()
-def _copied(tensors: dict[Any, torch.Tensor], rooms: dict[Any, torch.Tensor]) -> dict[Any, Any]:
+def _copied(tensors: Tensors, rooms: dict[Any, torch.Tensor]) -> Tensors:
     """Return copies of this rank's parts in host memory, laid out like `tensors`, in `rooms`, so
     that they last until the next call. Pinned where they come from a device.
     """

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from toolkit import formats, ranks
+from toolkit import ranks
 from toolkit.checkpoint.local_folder import disk_error
 from toolkit.checkpoint.shards import HashingWriter
 from toolkit.errors import CheckpointError
@@ -109,8 +109,7 @@ def metadata_of(known: Known, every: list[bytes]) -> bytes:
     for name in table.tensors:
         if fault := table.fault(name):
             raise CheckpointError(f"{name} is not whole: {fault}")
-    with formats.collector_paused():
-        return pickle.dumps(table.metadata())
+    return pickle.dumps(table.metadata())
 
 
 def table_of(known: Known, every: list[bytes]) -> ChunkTable:

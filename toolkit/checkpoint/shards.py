@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from toolkit import ranks
+from toolkit.checkpoint.attempts import SHARD
 from toolkit.checkpoint.store import Folder, storage_of
 from toolkit.errors import CheckpointError
-from toolkit.formats import ChunkTable, blob_hash, check_blob, local_slices, local_tensor
+from toolkit.formats import ChunkTable, check_blob, local_slices, local_tensor
 from toolkit.formats.bit_sums import bytes_sum, wrapped
 from toolkit.formats.device_threads import device_pool
-from toolkit.formats.synced_files import preallocate, sync, write_behind
+from toolkit.formats.synced_files import sync, write_behind
 
-SHARD = ".distcp"  # how torch's DCP ends their names
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
 _WORTH_A_FILE = 64 * 2**20
 _READERS = 4
@@ -65,9 +65,9 @@ class HashingWriter(FileSystemWriter):
         count = max(1, min(most, sum(map(_size, plan.items)) // _WORTH_A_FILE))
         write, prefix = super().write_data, plan.storage_data.prefix
         # Not by torch's own threads: what fails in one of those is lost. torch's checksums of blobs
-        # cost as much as sha256 does; `HashingStream` has its own.
+        # cost as much as sha256 does.
         pool = device_pool(_FILES, "shards", _without_checksums if _OF_THREAD else None)
-        try:
+        with pool:
             jobs = []
             for i, items in enumerate(filter(None, spread(plan.items, _size, count))):
                 own = f"{prefix}{i}_" if i else prefix
@@ -75,13 +75,8 @@ class HashingWriter(FileSystemWriter):
                 part = dataclasses.replace(plan, items=items, storage_data=names)
                 jobs.append(pool.submit(write, part, planner))
             results = [result for job in jobs for result in job.result().wait()]
-            self._prove(results)
-            return _done(results)
-        except BaseException:  # of one file, or an interrupt: the others need not go on
-            self._files.stopped = True
-            raise
-        finally:
-            pool.shutdown()
+        self._prove(results)
+        return _done(results)
 
     def _prove(self, results: list[WriteResult]) -> None:
         """Compare what was written with what this rank's memory held."""
@@ -140,7 +135,6 @@ class _Files(FileSystem):
         self.hashed: dict[str, dict[str, Any]] = {}
         # File -> offset of a blob -> length and sum of its tensor's bytes.
         self.payloads: dict[str, dict[int, tuple[int, int]]] = {}
-        self.stopped = False
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -154,11 +148,7 @@ class _Files(FileSystem):
         if isinstance(stream, HashingStream):
             if self.on_disk:
                 sync(path)
-            self.hashed[path.name] = {
-                "size": stream.size,
-                "sha256": stream.sha256.hexdigest(),
-                "blobs": stream.blobs,
-            }
+            self.hashed[path.name] = {"size": stream.size, "sha256": stream.sha256.hexdigest()}
             self.payloads[path.name] = stream.payloads
 
 
@@ -168,17 +158,13 @@ class HashingStream:
     def __init__(self, name: str, file: Any, files: _Files) -> None:
         self.name, self.file, self.files = name, file, files
         self.sha256, self.size, self.given = hashlib.sha256(), 0, 0
-        self.blob, self.blobs, self.begun = blob_hash(), "", 0
+        self.begun = 0
         self.payloads: dict[int, tuple[int, int]] = {}
         self._until_payload = 0  # calls
         self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
 
     def write(self, content: Any) -> int:
-        if self.files.stopped:
-            raise CheckpointError("the checkpoint was given up while it was written")
         view, size = memoryview(content), len(content)
-        if self.files.on_disk:
-            preallocate(self.fileno(), self.size, size)
         # torch.save writes the name of a record, its padding, then its bytes, each in one call.
         is_payload, total = self._until_payload == 1, 0
         self._until_payload = (
@@ -187,7 +173,6 @@ class HashingStream:
         for begin in range(0, size, _BLOCK):
             block = view[begin : begin + _BLOCK]  # written while the processor's cache has it
             self.sha256.update(block)
-            self.blob.update(block)
             if is_payload:
                 total += bytes_sum(block)
             self.file.write(block)
@@ -200,9 +185,7 @@ class HashingStream:
 
     def tell(self) -> int:
         """Return the size; torch asks for it before each blob and behind it."""
-        if self.size > self.begun:
-            self.blobs += self.blob.hexdigest()
-            self.blob, self.begun = blob_hash(), self.size
+        self.begun = self.size
         return self.size
 
 

@@ -9,7 +9,6 @@
 What they say is not trusted: a pickle is read by `formats.read_metadata` only.
 """
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -25,7 +24,6 @@ from toolkit import formats
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.peft_folder import ENTRY, is_adapter_folder
 from toolkit.checkpoint import commit
-from toolkit.checkpoint.saving import MANIFEST_VERSION
 from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelError
 from toolkit.parsing import parse_json
 
@@ -51,19 +49,15 @@ class Source:
     """Name -> the tensor, to be read some rows at a time; reads a few hundred bytes a chunk."""
     fault: Callable[[str], str | None]  # name -> why it is not covered once; None: it is
 
-    def fingerprint(self) -> str:
-        """Return a hash that changes with the weights: of the manifest, else of file stats."""
-        if self.checkpoint is not None:
-            return hashlib.sha256((self.checkpoint / commit.MANIFEST).read_bytes()).hexdigest()
-        stats = ((p.name, p.stat()) for p in sorted(self.folder.iterdir()) if p.is_file())
-        facts = [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats]
-        return hashlib.sha256(repr((str(self.folder.resolve()), facts)).encode()).hexdigest()
+    @property
+    def is_adapter(self) -> bool:
+        """Return whether it is a checkpoint of adapters; `hf` then describes their base."""
+        return self.checkpoint is not None and is_adapter_folder(self.checkpoint / "hf")
 
-    def digests(self) -> dict[str, str]:
-        """Return key -> digest of live memory at saving; empty where there are none as of today."""
+    def sums(self) -> dict[str, int]:
+        """Return key -> `row_sum` of live memory at saving; empty for another tool's."""
         manifest = {} if self.checkpoint is None else commit.read_manifest(self.checkpoint)
-        known = manifest["tensors"] if manifest.get("version") == MANIFEST_VERSION else {}
-        return {key: entry["digest"] for key, entry in known.items()}
+        return manifest.get(commit.SUMS, {})
 
 
 def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> Source:
@@ -74,7 +68,8 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
 
     Args:
         checkpoint: a run (its newest committed checkpoint), a checkpoint, or one of another tool.
-        hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none.
+        hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none
+            (one of adapters has its own).
 
     CheckpointError: there is none (says which path would do), or it is damaged. ExportError: there
     is no config for it.
@@ -105,16 +100,6 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
             ) from error
         raise
     return _own_checkpoint(found, hf_assets)
-
-
-def find_adapter(checkpoint: str | Path) -> Source | None:
-    """Return the weights of a checkpoint of adapters (`find_source`), None where it holds none."""
-    path = Path(checkpoint).expanduser()
-    try:
-        folder = commit.find_checkpoint(path)
-    except CheckpointError:
-        return None  # another tool's, or none: `find_source` says
-    return find_source(folder) if is_adapter_folder(folder / "hf") else None
 
 
 def base_entry(source: Source) -> dict[str, Any]:
@@ -232,7 +217,9 @@ def _own_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
     small = [n for n in of_model if n.startswith("hf/") or n == metadata]
     for name, fault in commit.damaged_files(checkpoint, of_model, hashed=small, files=files):
         raise damaged(checkpoint / name, fault)
-    return _dcp(checkpoint / "dcp", _assets(hf_assets, checkpoint / "hf"), checkpoint)
+    own = checkpoint / "hf"
+    hf = own if is_adapter_folder(own) else _assets(hf_assets, own)
+    return _dcp(checkpoint / "dcp", hf, checkpoint)
 
 
 def damaged(file: Path, what: str) -> CheckpointError:

@@ -25,7 +25,6 @@ class Storage(Protocol):
     """
 
     is_disk: ClassVar[bool]  # files have descriptors and locks, and hosts may share them
-    affordable: ClassVar[int]  # bytes of old checkpoints that `prune` reads again at most
 
     def files(self, only: Collection[str] | None = None) -> dict[str, int]:
         """Return relative name -> size of all files below, or of those in `only` that are there;

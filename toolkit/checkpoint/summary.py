@@ -24,7 +24,7 @@ def summarise(path: str | Path) -> dict[str, Any]:
     (architecture), `parameters` (elements of the floating model tensors; tied ones are stored, and
     counted, once), `bytes` (by section: model, optimizer, ..., and `files`: all that is on the
     disk), `dtypes` (section -> dtype -> elements) and `tensors` (name, section, shape, dtype,
-    bytes, chunks, sharded_dims, sizes).
+    bytes, chunks).
 
     Costs one read of `.metadata` and one stat a file. CheckpointError: nothing of the kind is
     there, or its metadata is damaged.
@@ -126,44 +126,24 @@ def _checkpoints(run: Path) -> list[dict[str, Any]]:
 
 def _tensor(name: str, entry: Any) -> dict[str, Any]:
     shape, dtype = list(entry.size), entry.properties.dtype
-    chunks = [c for c in entry.chunks if math.prod(c.sizes) > 0]
-    dims = [d for d in range(len(shape)) if any(c.sizes[d] != shape[d] for c in chunks)]
-    sizes = sorted((tuple(c.offsets), list(c.sizes)) for c in chunks)
     return {
         "name": name,
         "section": name.partition(".")[0],
         "shape": shape,
         "dtype": str(dtype).removeprefix("torch."),
         "bytes": math.prod(shape) * dtype.itemsize,
-        "chunks": len(chunks),
-        "sharded_dims": dims,
-        "sizes": [size[dims[0]] if len(dims) == 1 else size for _, size in sizes] if dims else [],
+        "chunks": sum(math.prod(chunk.sizes) > 0 for chunk in entry.chunks),
     }
 
 
 def _grouped(tensors: list[dict[str, Any]]) -> list[list[str]]:
-    facts = [(str(t["shape"]), t["dtype"], _sharding(t)) for t in tensors]
+    facts = [(str(t["shape"]), t["dtype"], str(t["chunks"])) for t in tensors]
     rows = []
     for name, indices in fold([t["name"] for t in tensors], facts):
-        shape, dtype, sharding = facts[indices[0]]
+        shape, dtype, chunks = facts[indices[0]]
         size = size_text(sum(tensors[i]["bytes"] for i in indices))
-        rows.append([name, str(len(indices)), shape, dtype, size, sharding])
+        rows.append([name, str(len(indices)), shape, dtype, size, chunks])
     return rows
-
-
-def _sharding(tensor: dict[str, Any]) -> str:
-    """Return such as `2 x 64 rows`, `3: 2+2+1 rows`, or `1` for a tensor that is whole."""
-    dims, sizes = tensor["sharded_dims"], tensor["sizes"]
-    if not dims:
-        return str(tensor["chunks"])
-    if len(dims) > 1:
-        return f"{tensor['chunks']} over dims {', '.join(map(str, dims))}"
-    what = "rows" if dims[0] == 0 else f"of dim {dims[0]}"
-    if len(set(sizes)) == 1:
-        return f"{len(sizes)} x {sizes[0]} {what}"
-    if len(sizes) <= 4:
-        return f"{len(sizes)}: {'+'.join(map(str, sizes))} {what}"
-    return f"{len(sizes)}: {min(sizes)} to {max(sizes)} {what}"
 
 
 def _adapter(entry: dict[str, Any] | None) -> list[tuple[str, str]]:

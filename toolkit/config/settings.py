@@ -353,10 +353,10 @@ class TrainConfig:
     all of them (weights and optimizer stay as they are) and told with its samples; one more ends
     the run before anything is saved. 0: the first one ends it."""
     hang_seconds: NonNegative = 300.0
-    """End the run when no rank makes progress in a step for this many seconds (or for ten times the
-    slowest step so far), with exit code 70 and a report of who waits for whom; at the start, in
-    evaluations, saves and exports 12 times as long. It ends, too, when a rank is gone. 0 (for a
-    debugger): nobody watches."""
+    """End the run when no rank makes progress for this many seconds in a step (a micro-batch is
+    progress), with exit code 70 and a report of who waits for whom; at the start, in evaluations,
+    saves and exports 12 times as long. It ends, too, when a rank is gone. 0 (for a debugger):
+    nobody watches."""
     skip_spikes: Positive | None = None
     """Skip, and count as bad, a step whose loss or gradient norm lies more than so many deviations
     above the median of the 128 steps before; 6 is usual; empty: none."""

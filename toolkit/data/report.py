@@ -1,7 +1,7 @@
 """What will be learned of the data, before anything is: the supervision report."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -44,28 +44,20 @@ def supervision_report(feed: Feed, tokenizer: Tokenizer | None, samples: int = 2
 
 
 def check_supervised(source: EncodedSource, sequence_length: int) -> None:
-    """Raise a `DataError` for a source without a token that the loss covers, with the cause."""
+    """Raise a `DataError` for a source without a token that the loss covers."""
     counts = source.counts
     if counts.supervised:
         return
-    if not counts.rows:
-        cause = "it has no row; give more data, or leave the source out"
-    elif not counts.kept:
-        why = "; ".join(
-            f"{rows:,} for {reason}, such as {counts.places[reason][0]}"
-            for reason, rows in counts.dropped.items()
-        )
-        cause = (
-            f"all {counts.rows:,} rows were left out: {why or 'none of them gives a token'}. Look "
-            "at the data, data.sequence_length and data.supervise"
-        )
-    else:
-        cause = (
-            f"none of its {counts.kept:,} examples ({counts.truncated:,} cut off at "
-            f"data.sequence_length {sequence_length}) has a token that data.supervise covers; look "
-            "at data.supervise, the chat template, and where prompts end"
-        )
-    raise DataError(f"expected tokens to learn in the source {source.name!r}, got none: {cause}")
+    left_out = "".join(
+        f"; left out {rows:,} for {reason}, such as {counts.places[reason][0]}"
+        for reason, rows in counts.dropped.items()
+    )
+    raise DataError(
+        f"expected tokens to learn in the source {source.name!r}, got none: {counts.rows:,} rows "
+        f"gave {counts.kept:,} examples, {counts.truncated:,} cut off at data.sequence_length "
+        f"{sequence_length}{left_out}. Look at the data, data.supervise, the chat template, and "
+        "where prompts end"
+    )
 
 
 def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
@@ -182,13 +174,6 @@ def _titled(source: Mapping[str, Any]) -> str:
     return f"{source['name']} (to evaluate on)" if source["use"] == "eval" else source["name"]
 
 
-def _said_once(places: Sequence[str]) -> Iterator[str]:
-    """Yield the places of rows; what several in a row have in common stands behind the last."""
-    causes = [*(place.partition(": ")[2] for place in places), ""]
-    for place, (cause, following) in zip(places, pairwise(causes), strict=True):
-        yield place.partition(": ")[0] if cause == following else place
-
-
 def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
     if source["weight"] is not None or source["max_repeats"] is not None:
         limit = source["max_repeats"]
@@ -196,7 +181,7 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
         weight = "by its size" if source["weight"] is None else f"weight {source['weight']:g}"
         yield f"mixed     {weight}{repeats}"
     for reason, dropped in source["dropped"].items():
-        first = escaped("; ".join(_said_once(dropped["first"])), keep="")
+        first = escaped("; ".join(dropped["first"]), keep="")
         rows = "1 row" if dropped["rows"] == 1 else f"{dropped['rows']:,} rows"
         yield f"left out  {rows}: {reason}" + (f" ({first})" if first else "")
     if source["cut_off"]:

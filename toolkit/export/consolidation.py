@@ -2,9 +2,9 @@
 
 [Note: what is checked when] Before anything is written: sizes of all shards, hashes of their
 metadata and of the model's config, and that the chunks cover each tensor once. While a tensor is
-read: its digest, against the one taken from live memory when it was saved. Where there is none such
-(a checkpoint without digests) the sha256 of the shard files, at the beginning. A checkpoint of
-another tool has no hashes: only its structure is checked.
+read: the sum of its bits, against the one taken from live memory when it was saved. Where there is
+none such, the sha256 of the shard files, at the beginning. A checkpoint of another tool has no
+hashes: only its structure is checked.
 """
 
 import functools
@@ -14,12 +14,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint.carried import Carried
-from toolkit.checkpoint.commit import CHECKPOINTS, read_manifest
+from toolkit.checkpoint.commit import CHECKPOINTS, MANIFEST, hash_of, read_manifest
 from toolkit.checkpoint.facts import run_facts
 from toolkit.checkpoint.sources import (
     Source,
     base_entry,
-    find_adapter,
     find_base,
     find_source,
     named_base,
@@ -54,10 +53,8 @@ def consolidate(
 
     Key names are those of the source checkpoint, tied weights are written once; config, generation
     config, tokenizer and a manifest of all of it come along. The folder appears under its name only
-    when it is complete and was read back; interrupted, it goes on with the first weight file that
-    was not finished. Costs one read and one write of the weights, one more read of what was
-    written, and blocks of 1 MB of memory; of tensors that transformers converts (fused experts) the
-    memory of the largest group.
+    when it is complete. Costs one read and one write of the weights, and blocks of 1 MB of memory;
+    of tensors that transformers converts (fused experts) the memory of the largest group.
 
     Args:
         checkpoint: a run (its newest committed checkpoint is taken), a checkpoint, or one of
@@ -70,8 +67,8 @@ def consolidate(
         hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none; of
             adapters that of the base, where it is not where the run had it.
         merge: of a checkpoint of adapters: write the base with the adapter merged in (needs the
-            base; memory: see `merge`). Without it such a checkpoint gives a PEFT folder, for which
-            `dtype` auto is the trained one and `max_shard_size` has no meaning.
+            base; memory: see `export.sources`). Without it such a checkpoint gives a PEFT folder,
+            for which `dtype` auto is the trained one and `max_shard_size` has no meaning.
         without_carried: leave out what the source holds and no parameter takes, and do not declare
             it in config.json. Else it is copied from the source, which must still be there.
 
@@ -81,18 +78,16 @@ def consolidate(
             tensor), or there is no space. No folder of that name is left behind.
     """
     override, limit = parse_options(dtype, max_shard_size)
-    adapter = find_adapter(checkpoint)
-    source = adapter or find_source(checkpoint, hf_assets)
-    hf, where = source.hf, str(source.folder)
-    target = _target(source, output, merge and adapter is None)
-    origin, read_group = _origin(source, dtype, hf_assets if adapter else None), None
+    source = find_source(checkpoint, hf_assets)
+    hf, where, target = source.hf, str(source.folder), check_output(output)
+    if merge and not source.is_adapter:
+        raise ExportError(f"{checkpoint} is not an adapter checkpoint: there is nothing to merge")
+    origin, read_group = _origin(source, dtype, hf_assets if source.is_adapter else None), None
     run = origin.get("run")
-    if adapter is None:
+    if not source.is_adapter:
         model = model_of_assets(hf)
-        tensors, assets = (
-            SavedTensors(source, model.state_dict()),
-            _assets(model, source, hf_assets),
-        )
+        tensors = SavedTensors(source, model.state_dict())
+        assets = _assets(model, source, hf_assets)
         carried = Carried.of(model, assets, leave_out=without_carried)
         shapes, prefix = tensors.shapes(), tensors.prefix
         plan = make_plan(
@@ -113,18 +108,8 @@ def consolidate(
     tensors.check()
     for family in tied_families(plan.model).values():
         tensors.check_same([name for name in family if name in tensors.keys])
-    weights = source.fingerprint()
-    write_export(plan, target, weights=weights, read_group=read, origin=origin)
+    write_export(plan, target, read_group=read, origin=origin)
     return str(Path(output).expanduser())
-
-
-def _target(source: Source, output: str | Path, nothing_to_merge: bool) -> Path:
-    """Return the folder to write."""
-    given = source.checkpoint or source.folder
-    target = check_output(output, given)
-    if nothing_to_merge:
-        raise ExportError(f"{given} is not an adapter checkpoint: there is nothing to merge")
-    return target
 
 
 def _assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:
@@ -144,7 +129,7 @@ def _origin(source: Source, dtype: str, base: str | Path | None) -> dict[str, An
     origin: dict[str, Any] = {"dtype": dtype}
     if source.checkpoint is not None:
         step = read_manifest(source.checkpoint).get("step")
-        origin |= {"checkpoint": source.fingerprint(), "step": step}
+        origin |= {"checkpoint": hash_of(source.checkpoint / MANIFEST), "step": step}
         if source.checkpoint.parent.name == CHECKPOINTS:
             origin["run"] = run_facts(source.checkpoint.parent.parent, step) or None
     if base is not None and not is_path(str(base)) and origin.get("run"):

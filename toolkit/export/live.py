@@ -77,7 +77,6 @@ def export_live(
         write_export(
             plan,
             target,
-            weights=os.urandom(16).hex(),  # they go on changing: never taken up again
             read_group=functools.partial(_gather_group, plan, tensors),
             origin={**(origin or {}), **facts, "dtype": dtype},
         )

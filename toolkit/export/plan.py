@@ -4,7 +4,6 @@ A checkpoint on the disk and a model that is still training give the same plan, 
 """
 
 import copy
-import hashlib
 import json
 import math
 import struct
@@ -14,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from toolkit import __version__
 from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, peft_layout, read_config
 from toolkit.checkpoint.carried import Carried, CarriedTensor
 from toolkit.checkpoint.sources import travels
@@ -73,14 +70,6 @@ class ExportPlan:
     """Exported name -> tensor of the source that no parameter takes, which is copied."""
     headers: dict[str, bytes]  # file -> its first bytes: length and JSON of the header
     assets: dict[str, bytes]  # every other file of the folder: name -> content
-
-    def digest(self) -> str:
-        """Return a sha256 over everything that decides the folder's bytes, given the weights."""
-        contents = {**self.headers, **self.assets}.items()
-        hashes = [(name, hashlib.sha256(content).hexdigest()) for name, content in contents]
-        made_by = (__version__, torch.__version__, transformers.__version__)
-        facts = repr((made_by, self.stored, self.groups, hashes))
-        return hashlib.sha256(facts.encode()).hexdigest()
 
     def stored_twice(self) -> list[str]:
         """Return the names under which tied parameters are stored once more, as the source does."""

@@ -27,18 +27,17 @@ from toolkit.errors import CheckpointError, ExportError
 from toolkit.export.plan import CASTABLE, ExportPlan, TensorShapes, make_plan, model_of_assets
 from toolkit.export.weight_file import TensorValues
 from toolkit.formats import (
-    LANES,
     ExportGroup,
     StoredTensor,
     assets_of,
+    block_sum,
     blocks,
     first_difference,
-    hexadecimal,
     read_weights,
-    rows_digest,
     weight_files,
     whole,
 )
+from toolkit.formats.bit_sums import wrapped
 from toolkit.loading import base_reader, load_group, load_groups
 from toolkit.models import tied_families, tied_names
 
@@ -51,19 +50,19 @@ class SavedTensors:
     def __init__(self, source: Source, names: Iterable[str] = ()):
         self.source = source
         self.prefix, self.keys = parameter_names(source, names)
-        self._digests = source.digests()
+        self._sums = source.sums()
 
     def shapes(self) -> TensorShapes:
         """Return parameter name -> dtype and shape."""
         return {name: self.source.tensors[key] for name, key in self.keys.items()}
 
     def check(self) -> None:
-        """Check that each tensor is whole, and the files of those that have no digest."""
+        """Check that each tensor is whole, and the files of those that have no sum."""
         check_whole(self.source, self.keys.values())
         checkpoint = self.source.checkpoint
         if checkpoint is None:
             return  # of another tool: there is nothing to compare with
-        without = [key for key in self.keys.values() if key not in self._digests]
+        without = [key for key in self.keys.values() if key not in self._sums]
         files = {chunk.file for key in without for chunk in self.source.stored(key).chunks}
         names = sorted(str(file.relative_to(checkpoint)) for file in files)
         for name, fault in damaged_files(checkpoint, only=names):
@@ -95,26 +94,22 @@ class SavedTensors:
         """Yield the rows of a tensor in order, some at a time; CheckpointError after the last one
         where they are not what was saved.
         """
-        key = self.keys[name]
-        total, known = torch.zeros(LANES, dtype=torch.int64), key in self._digests
+        total = 0
         for first, rows in blocks(stored):
-            if known:
-                total += rows_digest(key, rows, first)
+            total += block_sum(stored, first, rows)
             yield rows
-        self._compare(key, hexadecimal(total))
+        self._compare(self.keys[name], total)
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor in memory; compares as `blocks` does."""
         key = self.keys[name]
         stored = self.source.stored(key)
-        tensor, total = whole(stored), torch.zeros(LANES, dtype=torch.int64)
-        if tensor.numel() and key in self._digests:
-            total = rows_digest(key, tensor.reshape(stored.rows, -1), 0)
-        self._compare(key, hexadecimal(total))
+        tensor = whole(stored)
+        self._compare(key, block_sum(stored, 0, tensor))
         return tensor
 
-    def _compare(self, key: str, found: str) -> None:
-        if self._digests.get(key) not in (None, found):
+    def _compare(self, key: str, total: int) -> None:
+        if self._sums.get(key) not in (None, wrapped(total)):
             files = sorted({str(chunk.file) for chunk in self.source.stored(key).chunks})
             raise CheckpointError(
                 f"{key} has other bytes in {' or '.join(files[:2])} than were saved; use another "

@@ -1,28 +1,18 @@
-"""Bytes on disk, read without trusting them: Hugging Face folders, safetensors, DCP, digests.
+"""Bytes on disk, read without trusting them: Hugging Face folders, safetensors, DCP, hashes.
 
 Also files that are written so that a power loss keeps them (`synced_files`).
 """
 
 from toolkit.formats import export_manifest
-from toolkit.formats.dcp_metadata import METADATA_FILE, collector_paused, read_metadata
+from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata
 from toolkit.formats.dcp_table import ChunkTable, Known, chunk_table
 from toolkit.formats.dcp_tensors import (
     Chunk,
-    blob_hash,
     boxes_fault,
     check_blob,
     coverage_fault,
-    damaged_blobs,
     tensor_chunks,
 )
-from toolkit.formats.digests import (
-    described,
-    hexadecimal,
-    part_digests,
-    rows_digest,
-    whole_rows,
-)
-from toolkit.formats.hashing import BLOCK, LANES, hasher
 from toolkit.formats.hf_folder import (
     ASSET_FILES,
     INDEX_FILE,
@@ -50,6 +40,7 @@ from toolkit.formats.layout import (
     reshard,
 )
 from toolkit.formats.plain_files import (
+    BLOCK,
     damaged_parts,
     is_cached,
     is_inner_path,
@@ -79,10 +70,11 @@ from toolkit.formats.source_names import (
 )
 from toolkit.formats.stored_tensors import (
     StoredTensor,
+    block_sum,
     blocks,
-    digest,
     first_difference,
     in_one_piece,
+    row_sum,
     same_values,
     whole,
 )

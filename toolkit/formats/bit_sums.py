@@ -1,9 +1,10 @@
 """Sums of a tensor's bits, made where the tensor is: what was written or read is compared with it.
 
 [Note: bit sums] The bytes are taken as integers of 8 bytes and added up, which wraps around: any
-single changed bit changes the sum. The sum over rows gives each row (dim 0) an odd factor of its
-own, so that it sees rows that changed places, too, and is the same for any number of shards: parts
-add up. It guards against accidents: late copies, and bits that a device, memory or a disk changed.
+single changed bit changes the sum. The sum over rows gives each row (dim 0; of a vector each
+element) an odd factor of its own, so that it sees rows that changed places, too, and is the same
+for any number of shards: parts add up. It guards against accidents: late copies, and bits that a
+device, memory or a disk changed; the files' sha256 guards against more.
 """
 
 import numpy
@@ -46,15 +47,22 @@ def part_sums(tensor: torch.Tensor) -> torch.Tensor:
     part = local_tensor(tensor).detach()
     first = local_slices(tensor)[0].start if isinstance(tensor, DTensor) and tensor.ndim else 0
     rows = part if part.ndim > 1 else part.reshape(-1, 1)
-    of_bytes = of_rows = torch.zeros((), dtype=torch.int64, device=part.device)
+    sums = sums_of_rows(rows, first)
+    if len(rows) and part.nbytes // len(rows) % 8:  # a row ends amid an integer
+        sums[0] = _bytes_sum(part)
+    return sums
+
+
+def sums_of_rows(rows: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the sums of the bytes and of the rows of `rows` [n, ...], from index `first` of a
+    tensor on: int64 [2] on their device.
+    """
+    total = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for begin in range(0, len(rows), _ROWS):
         sums = bit_sums(rows[begin : begin + _ROWS])
-        numbers = torch.arange(len(sums), device=part.device) + (first + begin)
-        of_rows = of_rows + (sums * (numbers * _FACTOR | 1)).sum()
-        of_bytes = of_bytes + sums.sum()
-    if len(rows) and part.nbytes // len(rows) % 8:  # a row ends amid an integer
-        of_bytes = _bytes_sum(part)
-    return torch.stack([of_bytes, of_rows])
+        numbers = torch.arange(len(sums), device=rows.device) + (first + begin)
+        total += torch.stack([sums.sum(), (sums * (numbers * _FACTOR | 1)).sum()])
+    return total
 
 
 def _bytes_sum(part: torch.Tensor) -> torch.Tensor:

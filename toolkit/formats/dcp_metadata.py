@@ -1,13 +1,10 @@
 """The `.metadata` of a torch distributed checkpoint (DCP), a pickle, read without trusting it."""
 
-import contextlib
 import dataclasses
-import gc
 import io
 import math
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +42,7 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
         raise CheckpointError(f"{folder} has no {METADATA_FILE}: not a torch DCP checkpoint folder")
     raw = read_bounded(file, _MAX_METADATA, CheckpointError)
     try:
-        with collector_paused():
-            metadata = _build_metadata(_Unpickler(io.BytesIO(raw)).load(), len(raw) // _LEAST_CHUNK)
+        metadata = _build_metadata(_Unpickler(io.BytesIO(raw)).load(), len(raw) // _LEAST_CHUNK)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
     except Exception as error:  # what a damaged pickle raises has no common class
@@ -61,20 +57,6 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
         sizes = {n: plain_file(file.parent, n, CheckpointError).stat().st_size for n in names}
         _check_blobs(file.parent, metadata, sizes)
     return metadata
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Collect no reference cycles: among a million new objects that stay, each search for some
-    takes longer than the one before.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Record:

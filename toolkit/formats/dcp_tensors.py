@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,11 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import CheckpointError, one_line
-from toolkit.formats.plain_files import damaged_parts
-
-blob_hash = xxhash.xxh3_64
-"""Of a blob, to say which of a damaged file's are damaged; `hexdigest` is BLOB_HASH letters."""
-BLOB_HASH = 16
 
 _MAX_RECORD = 2**20  # bytes of a record that is not a tensor's, and of the directory
 
@@ -78,10 +72,9 @@ def _locate(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMetada
     nbytes = math.prod(sizes) * dtype.itemsize
     try:
         with open(file, "rb", buffering=0) as f:
-            frame = _frame(blob := BlobView(f.fileno(), info.offset, info.length))
-            if frame.tensor is None:
-                frame.tensor = blob.load("meta")
-        begin, length, tensor = frame.begin, frame.length, frame.tensor
+            blob = BlobView(f.fileno(), info.offset, info.length)
+            begin, length = payload(blob)
+            tensor = blob.load("meta")
     except Exception as error:  # what a damaged blob raises has no common class
         raise CheckpointError(
             f"{file}: the blob of {fqn} cannot be read: {one_line(error)}"
@@ -135,43 +128,9 @@ def check_blob(file: Path, offset: int, length: int) -> None:
     """Raise CheckpointError for a blob that torch.save does not write, or that would grow."""
     try:
         with open(file, "rb", buffering=0) as f:
-            _frame(BlobView(f.fileno(), offset, length))
+            payload(BlobView(f.fileno(), offset, length))
     except Exception as error:  # what a damaged zip file raises has no common class
         raise CheckpointError(f"{file}: a blob cannot be read: {one_line(error)}") from error
-
-
-@dataclass
-class _Frame:
-    """A blob without its payload: what zipfile and torch.load make of a blob follows from that.
-
-    Equal parts of all layers and ranks have equal frames, where `checkpoint.save` wrote them.
-    """
-
-    begin: int
-    length: int
-    tensor: Any = None  # on meta, once it was asked for; something else where the blob is of none
-
-
-_frames: dict[tuple[int, int, int, bytes], _Frame] = {}  # by length of the blob, place, and bytes
-_places: dict[int, tuple[int, int]] = {}  # length of a blob -> where such ones had their payload
-_MOST_FRAMES = 1024  # that are kept: those with CRCs all differ
-_MAX_FRAME = 2**14  # bytes of one that is kept
-
-
-def _frame(blob: "BlobView") -> _Frame:
-    """Return the frame of a blob; it is parsed, as `payload` does, only if no equal one was."""
-    if place := _places.get(blob.length):
-        frame = _frames.get((blob.length, *place, blob.around(*place)))
-        if frame is not None:
-            return frame
-    frame = _Frame(*payload(blob))
-    if len(_frames) < _MOST_FRAMES and blob.length - frame.length <= _MAX_FRAME:
-        begin, length = _places[blob.length] = frame.begin, frame.length
-        blob.sealed = range(begin, begin + length)
-        payload(blob)  # needs nothing of the payload, or equal frames could mean different things
-        blob.sealed = range(0)
-        _frames[blob.length, begin, length, blob.around(begin, length)] = frame
-    return frame
 
 
 def payload(blob: "BlobView") -> tuple[int, int]:
@@ -209,21 +168,6 @@ def payload(blob: "BlobView") -> tuple[int, int]:
     return place
 
 
-def damaged_blobs(
-    file: Path, places: list[tuple[str, int, int]], hashes: str = ""
-) -> dict[str, str]:
-    """Return tensor -> what is wrong, for the blobs of a shard that are not what was written.
-
-    `places` are (tensor, offset, length) of the blobs, `hashes` their `blob_hash`es in the order of
-    the file; without those, which a very long manifest leaves out, only lost blobs are found.
-    """
-    places = sorted(places, key=lambda place: place[1])
-    known = [hashes[i : i + BLOB_HASH] for i in range(0, len(hashes), BLOB_HASH)]
-    expected = known if len(known) == len(places) else [""] * len(places)
-    parts = [(*place, blob) for place, blob in zip(places, expected, strict=True)]
-    return damaged_parts(file, parts, "xxh3_64")
-
-
 def _check_directory(blob: "BlobView", begin: int) -> None:
     """Refuse a blob whose directory zipfile finds elsewhere than torch, which follows offsets."""
     end = blob.at(max(0, blob.length - 98), 98).rjust(98, b"\0")
@@ -249,17 +193,9 @@ class BlobView(io.RawIOBase):
         self.descriptor, self.offset, self.length, self.position = descriptor, offset, length, 0
         self.most: int | None = None
         """Bytes that may be read at a time."""
-        self.sealed = range(0)
-        """Bytes that may not be read."""
-
-    def around(self, begin: int, length: int) -> bytes:
-        """Return all bytes but `length` from `begin` on."""
-        return self.at(0, begin) + self.at(begin + length, self.length)
 
     def at(self, position: int, count: int) -> bytes:
         count = max(0, min(count, self.length - position))
-        if position < self.sealed.stop and self.sealed.start < position + count:
-            raise CheckpointError("its directory lies in the bytes of its tensor")
         if self.most is not None and count > self.most:
             raise CheckpointError(f"its directory has {count} bytes")
         return os.pread(self.descriptor, count, self.offset + position)

@@ -42,7 +42,7 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
         if file.is_symlink() or not file.is_file():
             raise ExportError(f"{file} is not a plain file; an export holds nothing else")
         size = file.stat().st_size
-        files[name] = {"size": size, "xxh3": hash_of_part(file, 0, size, "xxh3")}
+        files[name] = {"size": size, "xxh3": hash_of_part(file, 0, size)}
         try:
             entries = read_header(file) if file.suffix == ".safetensors" else {}
         except LoadingError as error:
@@ -52,7 +52,7 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
                 raise ExportError(
                     f"{folder}: tensor {key} is in both {tensors[key]['file']} and {name}"
                 )
-            xxh3 = hash_of_part(file, entry.begin, entry.nbytes, "xxh3")
+            xxh3 = hash_of_part(file, entry.begin, entry.nbytes)
             tensors[key] = describe_tensor(entry, xxh3)
     return {"files": files, "tensors": tensors}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils.hub import is_offline_mode
@@ -16,7 +17,7 @@ from toolkit import ranks
 from toolkit.config.paths import check_folder
 from toolkit.errors import LoadingError, ModelError, one_line
 from toolkit.formats.hub_access import say_unreachable, why_unreachable
-from toolkit.formats.named_assets import code_files, vocabulary_files
+from toolkit.formats.named_assets import vocabulary_files
 from toolkit.formats.plain_files import is_plain_name, plain_file
 from toolkit.formats.safetensors_files import DTYPE_NAMES, read_header
 from toolkit.formats.stored_tensors import StoredTensor
@@ -33,7 +34,6 @@ _AGAIN = "copy or download the file again"
 # Bounds of what transformers parses without any: far above what any model has.
 _CONFIG_BYTES = 4 * 2**20
 _LONGEST_NAME = 255  # bytes, of file systems
-_INDEX_BYTES, _MAX_NAMES = 32 * 2**20, 500_000  # of an index: DeepSeek-V3 has 92,000 in 9 MB
 _VOCABULARY_BYTES = 256 * 2**20
 MAX_TEMPLATE_BYTES = 2**18  # of a chat template
 _TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
@@ -220,40 +220,26 @@ def check_config(folder: Path) -> None:
 
 
 def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
-    """Download from a Hub id what an export carries beside the weights, as far as it has it; else
-    only what this process happens to read would be in the cache. Says where the Hub does not
-    answer, and offline takes what the cache has. ModelError: the Hub refuses.
+    """Download from a Hub id what an export carries beside the weights; else only what this process
+    happens to read would be in the cache. Offline, or where the Hub fails, which is said, exports
+    carry what the cache has.
     """
     path = Path(name_or_path).expanduser()
     if path.exists() or _is_beside(path):
         return
     why_unreachable()  # from here on the cache answers, at once
-    names, folder = ["config.json", *ASSET_FILES], None
-    asked = {*names}
-    while names:
-        name = names.pop(0)
-        try:
-            file = cached_file(name_or_path, name, revision=revision, local_files_only=False)
-        except OSError as error:
-            cause = error.__cause__  # of a file that is not there none
-            unreachable = type(cause).__name__ == "LocalEntryNotFoundError"
-            if name == "config.json":  # whether there is such a model, who reads it says
-                return
-            if unreachable and not is_offline_mode():
-                ranks.say(
-                    f"WARNING: the Hub does not say whether {name_or_path} has {name} "
-                    f"({one_line(error)}): exports carry what the cache has"
-                )
-            if unreachable:
-                return
-            if cause is not None:
-                raise ModelError(f"{name_or_path}: {name}: {one_line(error)}") from error
-            file = None
-        if file is not None:  # all of one commit; what was said of a commit is not asked again
-            revision, folder = Path(file).parent.name, Path(file).parent
-        if not names and folder is not None:  # what these name, and what that names in turn
-            more = {*code_files(folder), *vocabulary_files(folder)} - asked
-            names, asked = sorted(more), asked | more
+    wanted = ["config.json", *ASSET_FILES, f"{_TEMPLATES}/*.jinja", "*.py"]
+    try:
+        folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=wanted))
+        more = [name for name in vocabulary_files(folder) if not (folder / name).is_file()]
+        if more:  # of the same commit
+            snapshot_download(name_or_path, revision=folder.name, allow_patterns=more)
+    except (OSError, ValueError) as error:  # whether there is such a model, who reads it says
+        if not is_offline_mode():
+            ranks.say(
+                f"WARNING: files of {name_or_path} were not downloaded ({one_line(error)}): "
+                "exports carry what the cache has"
+            )
 
 
 def asset_files(folder: Path) -> dict[str, bytes]:
@@ -374,10 +360,7 @@ def _obtain(folder: Path, name: str, remote: str | None, revision: str | None) -
 
 def read_index(file: Path) -> dict[str, str]:
     """Return tensor -> file name of a safetensors index; LoadingError if it is none."""
-    raw = read_bounded(file, _INDEX_BYTES, LoadingError)
-    if (count := raw.count(b":")) > _MAX_NAMES:
-        raise LoadingError(f"{file} names {count:,} tensors, more than the {_MAX_NAMES:,} expected")
-    content = parse_json(raw, file, LoadingError, strict=True)
+    content = read_json(file, LoadingError, strict=True)
     index = content.get("weight_map") if isinstance(content, dict) else None
     if not index or not _are_texts(index):
         raise LoadingError(

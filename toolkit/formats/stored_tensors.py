@@ -1,4 +1,4 @@
-"""Stored tensors, of a checkpoint or a file: their rows, read in blocks, digested, compared."""
+"""Stored tensors, of a checkpoint or a file: their rows, read in blocks, summed, compared."""
 
 import math
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from toolkit.errors import CheckpointError
+from toolkit.formats.bit_sums import sums_of_rows, wrapped
 from toolkit.formats.dcp_tensors import Chunk, read_chunk
-from toolkit.formats.digests import hexadecimal, rows_digest
-from toolkit.formats.hashing import BLOCK, LANES
+from toolkit.formats.plain_files import BLOCK
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -84,12 +84,14 @@ def blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch
         yield first, tensor.block(first, min(first + step, tensor.rows))
 
 
-def digest(tensor: StoredTensor, name: str) -> str:
-    """Return the digest of a tensor as a manifest has it."""
-    total = torch.zeros(LANES, dtype=torch.int64)
-    for first, rows in blocks(tensor):
-        total += rows_digest(name, rows, first)
-    return hexadecimal(total)
+def row_sum(tensor: StoredTensor) -> int:
+    """Return the sum of a tensor's rows as a manifest has it; see [Note: bit sums]."""
+    return wrapped(sum(block_sum(tensor, first, rows) for first, rows in blocks(tensor)))
+
+
+def block_sum(tensor: StoredTensor, first: int, rows: torch.Tensor) -> int:
+    """Return the share of `rows`, from index `first` on, in the `row_sum` of a tensor."""
+    return int(sums_of_rows(rows if len(tensor.shape) > 1 else rows.reshape(-1, 1), first)[1])
 
 
 def same_values(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -101,18 +103,14 @@ def same_values(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return same
 
 
-def first_difference(
-    left: StoredTensor, right: StoredTensor, name: str | None = None
-) -> tuple[str | None, str | None]:
+def first_difference(left: StoredTensor, right: StoredTensor) -> tuple[str | None, int]:
     """Compare `left`, cast to the dtype of `right`, with `right`; both have one shape.
 
-    Returns what differs or None, and where `name` is given the digest of `left` as it was read.
+    Returns what differs or None, and the `row_sum` of `left` as it was read.
     """
-    total = torch.zeros(LANES, dtype=torch.int64)
-    wrong, where = 0, None
+    total, wrong, where = 0, 0, None
     for first, rows in blocks(left, right.dtype.itemsize):
-        if name is not None:
-            total += rows_digest(name, rows, first)
+        total += block_sum(left, first, rows)
         came = right.block(first, first + rows.shape[0])
         same = same_values(rows.to(right.dtype), came)
         if not bool(same.all()):
@@ -126,7 +124,7 @@ def first_difference(
                 )
     count = math.prod(left.shape)
     said = None if where is None else f"{wrong} of {count} values are others: {where}"
-    return said, None if name is None else hexadecimal(total)
+    return said, wrapped(total)
 
 
 def _read(chunk: Chunk, sizes: tuple[int, ...], first: int, last: int, place: torch.Tensor) -> None:

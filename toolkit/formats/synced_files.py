@@ -2,17 +2,14 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-_WORTH_RESERVING = 2**20
 _BEHIND = 16 * 2**20  # bytes
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP}
-_NO_RESERVING = {errno.EBADF, errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
 
 
 def sync(path: Path) -> None:
@@ -26,27 +23,6 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def preallocate(descriptor: int, begin: int, size: int) -> None:
-    """Have the file system reserve `size` bytes at once that will be written next, where it can:
-    writing them takes the kernel a third less. The file ends behind them already then.
-
-    OSError: there is no space for them.
-    """
-    if size < _WORTH_RESERVING or not hasattr(os, "posix_fallocate"):
-        return
-    # Where the file system cannot (NFSv3, ext3), glibc writes a byte into each block, which costs
-    # more than it saves; it does not in a file that is open for appending.
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_APPEND)
-    try:
-        os.posix_fallocate(descriptor, begin, size)
-    except OSError as error:
-        if error.errno not in _NO_RESERVING:
-            raise
-    finally:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 def write_behind(descriptor: int, given: int, end: int) -> int:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError, holds_token, one_line
-from toolkit.formats import BLOCK, export_manifest, hasher, plain_file
+from toolkit.formats import BLOCK, export_manifest, plain_file
 from toolkit.formats import read_config as read_model_config
 from toolkit.hub import card as model_card
 from toolkit.parsing import read_json
@@ -101,7 +103,7 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
 
 def _entry(content: Path | bytes) -> dict[str, Any]:
     """Return the size of a file or its content, its sha256, and the XXH3 of the manifest."""
-    hashers = {kind: hasher(kind) for kind in ("sha256", "xxh3")}
+    hashers: dict[str, Any] = {"sha256": hashlib.sha256(), "xxh3": xxhash.xxh3_128()}
     size = 0
     with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as file:
         while block := file.read(BLOCK):

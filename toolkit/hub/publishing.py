@@ -13,8 +13,7 @@ from toolkit.config.published import is_path
 from toolkit.errors import ExportError, HubError
 from toolkit.export import consolidate
 from toolkit.formats import export_manifest
-from toolkit.hub.retries import Say
-from toolkit.hub.upload import check_access, check_name, push
+from toolkit.hub.upload import Say, check_access, check_name, push
 from toolkit.verify import verify_export
 
 

@@ -4,17 +4,19 @@
 
 [Note: never half] A reader of the repository sees the files of its last commit. Large files are
 stored beside the commits first, by their sha256; those that are there are not sent again. One
-commit then names them all, and its parent: where an answer was lost, or somebody else committed in
-between, the Hub refuses it, and the whole attempt is repeated.
+commit then names them all, and its parent: where somebody else committed in between, the Hub
+refuses it. A push begins by comparing, so the same push again goes on where one broke off, and a
+commit whose answer was lost is found, not made twice.
 """
 
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HFValidationError
@@ -26,8 +28,17 @@ from toolkit.errors import ExportError, HubError, scrub
 from toolkit.formats import ASSET_FILES
 from toolkit.formats.export_manifest import FILE as MANIFEST
 from toolkit.hub import card as model_card
-from toolkit.hub import retries
+from toolkit.hub.errors import (
+    ConflictError,
+    NoRepositoryError,
+    NoRevisionError,
+    PassingHubError,
+    translated,
+)
 from toolkit.hub.local import CARD, LocalExport, read_export
+
+T = TypeVar("T")
+Say = Callable[[str], object]
 
 _NO_TOKEN = "no Hugging Face token was found; run `hf auth login`, or set HF_TOKEN"
 # Files that loaders read beside assets: an older one beside the new would be loaded, or break.
@@ -38,6 +49,8 @@ _READ = re.compile(
 _ANSWER = 30.0  # seconds without a byte of an answer that the Hub gives at once
 # huggingface_hub leaves out what the repository's .gitignore names, unless it is given another.
 _IGNORE_NOTHING = "# every file of an export is published\n"
+# Seconds before the next try; the last is as long as the Hub counts requests for its rate limit.
+_WAITS = (5.0, 60.0, 300.0)
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,7 @@ def push(
     *,
     revision: str | None = None,
     private: bool = True,
-    say: retries.Say = print,
+    say: Say = print,
 ) -> str:
     """Publish an export as one commit; return the commit's URL. See [Note: never half].
 
@@ -78,7 +91,7 @@ def push(
     """
     with _repository(repo_id, private, revision, say) as repo:
         export = read_export(Path(folder), repo_id, str(repo.api.token))
-        return retries.retried(f"publishing on {repo_id}", lambda: repo.publish(export), say)
+        return _tried(f"publishing on {repo_id}", lambda: repo.publish(export), say)
 
 
 def preview(
@@ -92,10 +105,10 @@ def preview(
             if token is None:
                 raise HubError(_NO_TOKEN)
             state = repo.read()
-        except retries.NoRevisionError:
+        except NoRevisionError:
             notes.append(f"branch {revision} would be created from main")
             state = repo.read(main=True)
-        except retries.NoRepositoryError:
+        except NoRepositoryError:
             notes.append(f"{repo_id} would be created, {'private' if private else 'public'}")
         except HubError as error:
             notes.append(f"the repository was not read: {error}")
@@ -113,13 +126,16 @@ def preview(
 
 
 def check_access(
-    repo_id: str, *, private: bool = True, say: retries.Say = print, create: bool = True
+    repo_id: str, *, private: bool = True, say: Say = print, create: bool = True
 ) -> None:
     """Refuse now what `push` would be refused for; create the repository when there is none, or
-    with `create` off ask only whether the token's owner may.
+    with `create` off ask once, and only whether the token's owner may.
     """
     with _repository(repo_id, private, None, say) as repo:
-        retries.retried(f"asking for access to {repo_id}", lambda: repo.check_access(create), say)
+        if create:
+            _tried(f"asking for access to {repo_id}", lambda: repo.check_access(create), say)
+        else:
+            repo.check_access(create)
 
 
 def check_name(repo_id: str) -> None:
@@ -130,6 +146,24 @@ def check_name(repo_id: str) -> None:
         raise HubError(f"repo id {repo_id!r} is not one: {error}") from None
     if repo_id.count("/") != 1:
         raise HubError(f"repo id {repo_id!r} is not ORG/NAME: put your user name before it")
+
+
+def _tried(what: str, attempt: Callable[[], T], say: Say) -> T:
+    """Return what `attempt` returns; repeat it after a failure that may pass. The client repeats
+    transfers itself, but not the commit and not what is asked before and after it.
+    """
+    waits = iter(_WAITS)
+    while True:
+        try:
+            return attempt()
+        except PassingHubError as error:
+            if (wait := next(waits, None)) is None:
+                raise HubError(
+                    f"{what} failed {len(_WAITS) + 1} times: {error}. The repository is unchanged "
+                    "or complete; run the same command again to go on"
+                ) from None
+            say(f"{what}: {error}; trying again in {wait:.0f} s")
+            time.sleep(wait)
 
 
 @dataclass(frozen=True)
@@ -171,12 +205,10 @@ class _Repository:
     repo_id: str
     private: bool
     revision: str | None
-    say: retries.Say
-    additions: dict[str, CommitOperationAdd] = field(default_factory=dict)
-    """Kept between tries: they remember what was hashed and sent."""
+    say: Say
 
     def request(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return retries.translated(self.api, self.repo_id, what)
+        return translated(self.api, self.repo_id, what)
 
     def read(self, main: bool = False) -> _Revision:
         """Return the state of the revision (or of main)."""
@@ -196,16 +228,16 @@ class _Repository:
         """Return the state of main; create the repository when missing."""
         try:
             state = self.read(main=True)
-        except retries.NoRepositoryError:
+        except NoRepositoryError:
             # There already: an earlier try arrived and its answer did not, or the name is taken.
             with (
-                contextlib.suppress(retries.ConflictError),
+                contextlib.suppress(ConflictError),
                 self.request(f"creating {self.repo_id}"),
             ):
                 self.api.create_repo(self.repo_id, private=self.private)
             try:
                 state = self.read(main=True)
-            except retries.NoRepositoryError:
+            except NoRepositoryError:
                 raise HubError(
                     f"{self.repo_id} cannot be created: the name is taken, and not by a model that "
                     "this token may read; give another"
@@ -229,7 +261,7 @@ class _Repository:
                 self.open_main()
             else:
                 self.check_visibility(self.read(main=True))
-        except retries.NoRepositoryError:
+        except NoRepositoryError:
             with self.request("asking whose token this is"):
                 owner = self.api.whoami()
             groups = [g["name"] for g in owner.get("orgs", []) if g.get("roleInOrg") != "read"]
@@ -264,15 +296,11 @@ class _Repository:
         sizes = {name: entry["size"] for name, entry in export.entries.items()}
         total = sum(sizes[name] for name in send)
         self.say(f"sending {len(send)} files, {total:,} bytes; deleting {len(delete)}")
-        try:
-            url = self._commit(export, state.head, send, delete)
-        except retries.ConflictError:
-            self.additions.clear()  # what they remember of the repository is old
-            raise
+        url = self._commit(export, state.head, send, delete)
         state = self.read()
         if wrong := [name for names in state.difference(export) for name in names]:
             if not url.endswith(state.head):
-                raise retries.TryAgainError("the Hub does not list the commit yet")
+                raise PassingHubError("the Hub does not list the commit yet")
             raise HubError(
                 f"{url} was made, but the Hub lists other content of {', '.join(wrong[:3])}; push "
                 "again, and look at the history"
@@ -284,12 +312,12 @@ class _Repository:
         return url
 
     def _commit(self, export: LocalExport, parent: str, send: list[str], delete: list[str]) -> str:
-        for name in (n for n in send if n not in self.additions):
-            added = CommitOperationAdd(name, export.contents[name])  # hashes the file
-            if added.upload_info.sha256.hex() != export.entries[name]["sha256"]:
-                raise ExportError(f"{name} changed after it was verified; consolidate again")
-            self.additions[name] = added
-        additions = [self.additions[name] for name in send]
+        additions = [CommitOperationAdd(name, export.contents[name]) for name in send]
+        for added in additions:
+            if added.upload_info.sha256.hex() != export.entries[added.path_in_repo]["sha256"]:
+                raise ExportError(
+                    f"{added.path_in_repo} changed after it was verified; consolidate again"
+                )
         with self.request("sending files"):
             self.api.preupload_lfs_files(
                 self.repo_id,
@@ -315,7 +343,7 @@ def _repository(
     repo_id: str,
     private: bool,
     revision: str | None,
-    say: retries.Say = print,
+    say: Say = print,
     *,
     token: str | bool | None = None,
 ) -> Iterator[_Repository]:

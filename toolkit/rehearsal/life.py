@@ -11,13 +11,12 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit import config, hub
-from toolkit.checkpoint.commit import CHECKPOINTS, committed_steps, read_manifest, step_name
+from toolkit.checkpoint.commit import CHECKPOINTS, SUMS, committed_steps, read_manifest, step_name
 from toolkit.checkpoint.run_folder import export_path
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ToolkitError
@@ -238,19 +237,13 @@ class Life:
         return found[0]
 
 
-def stages(life: Life) -> dict[str, Callable[[], str]]:
-    """Return the stages of a life after `load`, in order."""
-    names = ("train", "save", "kill", "resume", "evaluate", "other ranks")
-    after = ("consolidate", "verify", "reload", "generate", "adapter", "push")
-    return {name: getattr(life, name.replace(" ", "_")) for name in (*names, *after)}
-
-
 def _differences(one: Path, other: Path) -> list[str]:
     """Return what a resume must not change, and has changed, between two checkpoints of a step."""
     found = []
-    mine, theirs = (read_manifest(folder)["tensors"] for folder in (one, other))
+    mine, theirs = (read_manifest(folder)[SUMS] for folder in (one, other))
     if wrong := [name for name in mine if mine[name] != theirs.get(name)]:
-        found.append(f"weights ({wrong[0]}{f' and {len(wrong) - 1} more' if wrong[1:] else ''})")
+        more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
+        found.append(f"weights or optimizer state ({wrong[0]}{more})")
     if _position(one) != _position(other):
         found.append("position in the data")
     for file in sorted((one / "rng").iterdir()):

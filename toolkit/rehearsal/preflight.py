@@ -22,7 +22,7 @@ from toolkit.assembly import build_checked
 from toolkit.checkpoint import disk
 from toolkit.checkpoint.run_folder import claim, root_of
 from toolkit.checkpoint.store import is_url, where
-from toolkit.config.settings import FinetuneConfig, ShardingConfig, TorchCompile
+from toolkit.config.settings import FinetuneConfig, ShardingConfig
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import prepare_data
 from toolkit.data.sources.rows import load_sources
@@ -32,11 +32,11 @@ from toolkit.errors import ConfigError, DataError, ToolkitError
 from toolkit.mesh import DP_REPLICATE, DP_SHARD, View
 from toolkit.models import build_on_meta, check_quantisation, plain_name, vocabulary_size
 from toolkit.planning.fake_ranks import fake_world, sharded
-from toolkit.rehearsal.life import Life, stages
+from toolkit.rehearsal.life import Life
 from toolkit.rehearsal.rows import Head, length_for, read_heads, refuse_long
-from toolkit.rehearsal.settings import affordable_length, notes_on, on_cpu, rehearsal_config
+from toolkit.rehearsal.settings import affordable_length, not_rehearsed, on_cpu, rehearsal_config
 from toolkit.rehearsal.shrunk import shrink
-from toolkit.rehearsal.stages import NotAskedError, Recorder
+from toolkit.rehearsal.stages import STAGES, NotAskedError, Recorder
 from toolkit.sharding.unit_table import unit_rows
 from toolkit.tables import size_text
 
@@ -122,8 +122,9 @@ class Rehearsal:
         if self.life is None:
             return
         with self.life:
-            for name, stage in stages(self.life).items():
-                record(name, stage)
+            names = list(STAGES)
+            for name in names[names.index("load") + 1 :]:
+                record(name, getattr(self.life, name.replace(" ", "_")))
 
     @property
     def ranks(self) -> int:
@@ -137,7 +138,7 @@ class Rehearsal:
         else:
             arguments = ["--config", str(self.file), *self.flags]
             self.cfg = config.parse(recipes.SETTINGS[name], arguments)
-        self.recorder.result.recipe, self.recorder.result.notes = name, notes_on(self.cfg)
+        self.recorder.result.recipe = name
         return f"of the recipe {recipes.script_of(name)}"
 
     def check_packages(self) -> str:
@@ -252,10 +253,9 @@ class Rehearsal:
     def check_sharding(self) -> str:
         """Shard the real model as on the ranks of the run, but on meta."""
         cfg, model = self.cfg, self.model
-        compiled: TorchCompile = cfg.sharding.torch_compile
-        compiled = "none" if compiled == "auto" else compiled
-        on_ranks = on_cpu(cfg), self.ranks
-        with sharded(*on_ranks, model=model, torch_compile=compiled) as (made, sharding):
+        own = on_cpu(cfg)
+        how: Any = {"model": model, "torch_compile": own.sharding.torch_compile}
+        with sharded(own, self.ranks, **how) as (made, sharding):
             rows = unit_rows(made, sharding)
             replicas, shards = made.mesh.axes[DP_REPLICATE], made.mesh.axes[DP_SHARD]
             held = size_text(sum(row.bytes_sharded for row in rows))
@@ -291,10 +291,10 @@ class Rehearsal:
         trusted = cfg.model.trust_remote_code
         built = config.ModelConfig(str(small.folder), init="random", trust_remote_code=trusted)
         model, files, output = build_on_meta(built), (train, evals), self.folder / "run"
-        own, self.recorder.result.not_rehearsed = rehearsal_config(
-            cfg, small, model, self.world_size, length, files, output
-        )
-        self.recorder.result.changed = config.differences(cfg, own)
+        own = rehearsal_config(cfg, small, model, self.world_size, length, files, output)
+        result = self.recorder.result
+        result.changed = config.differences(cfg, own)
+        result.not_rehearsed = not_rehearsed(cfg.sharding, self.ranks, self.world_size)
         return small, own
 
 

@@ -1,5 +1,6 @@
-"""The config of a run as this machine's CPU can rehearse it, and what is lost by that."""
+"""The config of a run as this machine's CPU can rehearse it."""
 
+import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.config.settings import FinetuneConfig, RunConfig
+from toolkit.config import CheckpointConfig, ShardingConfig
+from toolkit.config.settings import FinetuneConfig, OptimConfig, RunConfig
 from toolkit.errors import ModelError
 from toolkit.models.patterns import matching_modules, matching_parameters
 from toolkit.rehearsal.shrunk import Shrunk
@@ -19,12 +21,11 @@ _LEAST = 64  # tokens of a sample
 _ROWS, _REPEATS = 2, 2  # of a micro-batch, and micro-batches of a step, at most
 _SCHEDULED = 2  # steps of warm-up, or decay
 _GPU_ATTENTION = ("flash", "paged", "/")  # in names of kernels
-_ALWAYS = "GPU kernels, NCCL, the real model's memory and speed: `toolkit plan CONFIG`"
 
 
 def on_cpu(cfg: Any) -> Any:
     """Return the config without kernels that only GPUs have, and with `auto` decided: a sample a
-    micro-batch, all layers recomputed.
+    micro-batch, all layers recomputed, none compiled.
     """
     kernel = cfg.model.attn_implementation or ""
     kept = None if any(part in kernel for part in _GPU_ATTENTION) else kernel or None
@@ -34,6 +35,8 @@ def on_cpu(cfg: Any) -> Any:
         train = replace(train, per_device_train_batch_size=1)
     if sharding.activation_checkpointing == "auto":
         sharding = replace(sharding, activation_checkpointing="full")
+    if sharding.torch_compile == "auto":
+        sharding = replace(sharding, torch_compile="none")
     return replace(cfg, model=model, train=train, sharding=sharding)
 
 
@@ -63,78 +66,62 @@ def rehearsal_config(
     length: int,
     files: tuple[list[Path], list[Path]],
     output: Path,
-) -> tuple[RunConfig, list[str]]:
-    """Return the config of the rehearsal, and what is not rehearsed because of it.
+) -> RunConfig:
+    """Return the config of the rehearsal.
 
     `model` is the small one on meta, `files` hold the rows to train on and to evaluate on, one for
     each source.
     """
     own: Any = on_cpu(cfg)
-    lost = [_ALWAYS]
-    for section, name, instead in (
-        ("model", "attn_implementation", "sdpa instead"),
-        ("train", "per_device_train_batch_size", "1 here"),
-        ("sharding", "activation_checkpointing", "full here"),
-        ("model", "kernels", "transformers' own layers instead"),
-    ):
-        asked = getattr(getattr(cfg, section), name)
-        if asked != getattr(getattr(own, section), name):
-            lost.append(f"{section}.{name} {asked}: {instead}")
-    sharding = {**_mesh(cfg, world_size, lost), **_sharding(cfg, shrunk, lost)}
-    if length < cfg.data.sequence_length:
-        lost.append(
-            f"samples of {cfg.data.sequence_length} tokens: {length} in the steps here (the rows "
-            "were judged against the real length)"
-        )
+    sharding = {**_mesh(cfg.sharding, world_size), **_sharding(own.sharding, shrunk)}
     own = replace(
         own,
         model=replace(own.model, name_or_path=str(shrunk.folder), revision=None),
         sharding=replace(own.sharding, **sharding),
         data=replace(own.data, sequence_length=length, **_data(cfg, files, length)),
         train=replace(own.train, **_train(own)),
-        optim=replace(own.optim, **_optim(cfg, lost)),
-        checkpoint=replace(own.checkpoint, **_checkpoint(cfg, lost)),
+        optim=replace(own.optim, **_optim(cfg.optim)),
+        checkpoint=replace(own.checkpoint, **_checkpoint(cfg.checkpoint)),
         metrics=replace(own.metrics, report_to="none"),
         hub=type(own.hub)(),
         output_dir=str(output),
     )
-    if cfg.metrics.trackers():
-        lost.append(f"trackers ({', '.join(cfg.metrics.trackers())}): only that they are installed")
-    return _matching(own, model, lost), lost
+    return _matching(own, model)
 
 
-def _mesh(cfg: RunConfig, world_size: int, lost: list[str]) -> dict[str, Any]:
-    asked = cfg.sharding
+def not_rehearsed(cfg: ShardingConfig, ranks: int, world_size: int) -> list[str]:
+    """Return what no setting of the rehearsal shows: what `ranks` processes on devices have."""
+    lacking = [
+        "GPU kernels, NCCL, what `auto` chooses on GPUs",
+        "the real model's memory and speed, which `toolkit plan CONFIG` estimates",
+    ]
+    if ranks != world_size:
+        lacking.append(
+            f"{ranks} processes: {world_size} here (the stage sharding set up the mesh of {ranks})"
+        )
+    if cfg.cpu_offload or cfg.activation_offload:
+        lacking.append("copies between device and host: on a CPU they are one memory")
+    return lacking
+
+
+def _mesh(asked: ShardingConfig, world_size: int) -> dict[str, Any]:
     if asked.dp_shard == 1:
         return {"dp_replicate": -1, "dp_shard": 1}
     if asked.dp_replicate > 1 and world_size % 4 == 0:
         return {"dp_replicate": 2, "dp_shard": -1}
-    if asked.dp_replicate > 1 or asked.dp_shard > world_size:
-        sizes = f"dp_replicate {asked.dp_replicate} x dp_shard {asked.dp_shard}"
-        how = f"1 x {world_size} here, {sizes} on a process group without processes (sharding)"
-        lost.append(f"the mesh {sizes}: {how}")
     return {"dp_replicate": 1, "dp_shard": -1}
 
 
-def _sharding(cfg: RunConfig, shrunk: Shrunk, lost: list[str]) -> dict[str, Any]:
-    asked = cfg.sharding
-    changed: dict[str, Any] = {"param_dtype": asked.param_dtype}
-    if shrunk.dtype != asked.param_dtype:
-        changed["param_dtype"] = shrunk.dtype
-        lost.append(f"sharding.param_dtype {asked.param_dtype}: this CPU computes in float32")
-    if asked.torch_compile == "auto":
-        lost.append("torch.compile, which `auto` uses on GPUs: set it to layer to rehearse it")
-    elif asked.torch_compile not in (False, "none"):
-        changed |= {"torch_compile_backend": "aot_eager", "torch_compile_mode": None}
-        backend = asked.torch_compile_backend
-        lost.append(f"sharding.torch_compile_backend {backend}: graphs are captured, not compiled")
-    if asked.cpu_offload or asked.activation_offload:
-        lost.append("copies between device and host: on a CPU they are one memory")
-    if isinstance(asked.reshard_after_forward, int) and asked.reshard_after_forward > 1:
-        changed["reshard_after_forward"] = True
-        lost.append(f"reshard_after_forward to {asked.reshard_after_forward} ranks: to all here")
+def _sharding(asked: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
     overrides = asked.reshard_after_forward_overrides.items()
-    changed["reshard_after_forward_overrides"] = {name: bool(v) for name, v in overrides}
+    changed: dict[str, Any] = {
+        "param_dtype": shrunk.dtype,
+        "reshard_after_forward_overrides": {name: bool(v) for name, v in overrides},
+    }
+    if isinstance(asked.reshard_after_forward, int):
+        changed["reshard_after_forward"] = bool(asked.reshard_after_forward)
+    if asked.torch_compile not in (False, "none"):  # graphs are captured, not compiled
+        changed |= {"torch_compile_backend": "aot_eager", "torch_compile_mode": None}
     return changed
 
 
@@ -160,13 +147,12 @@ def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> 
     return changed
 
 
-def _optim(cfg: RunConfig, lost: list[str]) -> dict[str, Any]:
+def _optim(asked: OptimConfig) -> dict[str, Any]:
     """Return the schedule's own numbers of steps, cut to a run of `LAST`."""
-    given = {"warmup_steps": cfg.optim.warmup_steps, **cfg.optim.lr_scheduler_kwargs}
+    given = {"warmup_steps": asked.warmup_steps, **asked.lr_scheduler_kwargs}
     for name, value in given.items():
-        if name.endswith("_steps") and isinstance(value, int) and value > _SCHEDULED:
-            lost.append(f"{name} {value} of the schedule: {_SCHEDULED} here")
-            given[name] = _SCHEDULED
+        if name.endswith("_steps") and isinstance(value, int):
+            given[name] = min(value, _SCHEDULED)
     return {"warmup_steps": given.pop("warmup_steps"), "lr_scheduler_kwargs": given}
 
 
@@ -188,49 +174,27 @@ def _train(cfg: RunConfig) -> dict[str, Any]:
     return changed
 
 
-def _checkpoint(cfg: RunConfig, lost: list[str]) -> dict[str, Any]:
-    asked = cfg.checkpoint
-    if asked.root is not None:
-        lost.append(f"checkpoints in checkpoint.root {asked.root}: on this disk instead")
-    changed: dict[str, Any] = {"save_steps": EVERY, "root": None, "export_at_end": False}
-    changed["export_steps"] = EVERY if asked.export_steps else None
-    return changed
+def _checkpoint(asked: CheckpointConfig) -> dict[str, Any]:
+    exports = EVERY if asked.export_steps else None
+    return {"save_steps": EVERY, "root": None, "export_at_end": False, "export_steps": exports}
 
 
-def _matching(cfg: Any, model: nn.Module, lost: list[str]) -> Any:
+def _matching(cfg: Any, model: nn.Module) -> Any:
     """Return the config without patterns that name what the small model does not have."""
-    by_pattern = ("param_dtype_overrides", "reshard_after_forward_overrides")
     for section, name in (
         ("model", "frozen_parameters"),
         ("sharding", "ignored_parameters"),
-        *(("sharding", name) for name in ("layer_classes", *by_pattern)),
+        ("sharding", "layer_classes"),
+        ("sharding", "param_dtype_overrides"),
+        ("sharding", "reshard_after_forward_overrides"),
     ):
         find = matching_parameters if name.endswith("parameters") else matching_modules
         value = getattr(getattr(cfg, section), name)
         kept: list[str] = []
         for pattern in value:
-            try:
+            with contextlib.suppress(ModelError):  # it names nothing in the small model
                 find(model, [pattern], name)
-            except ModelError:
-                lost.append(f"{section}.{name} {pattern}: it names nothing in the small model")
-            else:
                 kept.append(pattern)
         new = kept if isinstance(value, list) else {pattern: value[pattern] for pattern in kept}
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: new})})
     return cfg
-
-
-def notes_on(cfg: RunConfig) -> list[str]:
-    """Return what a run of `cfg` will do that may not be meant."""
-    steps, notes = cfg.train.max_steps, list[str]()
-    every, evals, warmup = cfg.checkpoint.save_steps, cfg.train.eval_steps, cfg.optim.warmup_steps
-    if steps < 1:
-        return notes
-    if every >= steps:
-        what = f"checkpoint.save_steps {every} of train.max_steps {steps}: the one checkpoint is"
-        notes.append(f"{what} made at the end, and a run that is killed begins anew")
-    if evals is not None and evals > steps:
-        notes.append(f"train.eval_steps {evals} of train.max_steps {steps}: only at the end")
-    if warmup >= 1 and warmup >= steps:
-        notes.append(f"optim.warmup_steps {warmup} of train.max_steps {steps}: below its peak")
-    return notes

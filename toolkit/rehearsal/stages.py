@@ -1,16 +1,17 @@
 """Stages of a rehearsal: what each found, how long it took, and why one failed."""
 
 import contextlib
+import json
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from textwrap import indent, wrap
 from typing import Any
 
 from toolkit.errors import ToolkitError, one_line
+from toolkit.tables import table
 
 STAGES = {
     "settings": "change the config; `toolkit train CONFIG --help` lists the settings",
@@ -41,6 +42,9 @@ STAGES = {
 """Name -> what to do where it fails, in the order in which they run."""
 SKIPPABLE = ("packages", "output", "hub", "disk")
 """Those that ask about this machine, which need not be the run's."""
+
+
+_WIDEST = 40  # letters of a setting's value
 
 
 @dataclass
@@ -79,11 +83,10 @@ class Result:
 
     recipe: str = ""
     stages: list[Stage] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What the run will do that may not be meant."""
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Setting -> its value in the run and in the rehearsal."""
+    """Setting that differs -> its value in the run and in the rehearsal."""
     not_rehearsed: list[str] = field(default_factory=list)
+    """What of the run no setting shows."""
     seconds: float = 0.0
     folder: str | None = None
     """Where everything lies; None where it was removed."""
@@ -107,15 +110,21 @@ class Result:
         for stage in (s for s in self.stages if s.ok is False):
             lines += ["", f"{stage.stage} failed: {stage.said}", f"  what to do: {stage.advice}"]
             lines += [f"  log: {stage.log}"] if stage.log else []
-        for title, entries in (("note", self.notes), ("not rehearsed", self.not_rehearsed)):
-            lines += ["", *_listed(title, entries)] if entries else []
+        if self.not_rehearsed:
+            lines += ["", "not rehearsed:", *(f"    {line}" for line in self.not_rehearsed)]
+        if self.changed:
+            pairs = asdict(self)["changed"].items()
+            rows = [["setting", "run", "rehearsal"], *([n, *map(_shown, p)] for n, p in pairs)]
+            lines += ["", "rehearsed with other settings:"]
+            lines += [f"    {line}" for line in table(rows, set(), margin=4)]
         end = f"{'passed' if self.ok else 'FAILED'} in {self.seconds:.0f} s"
         return "\n".join([*lines, "", end + (f"; kept in {self.folder}" if self.folder else "")])
 
 
-def _listed(title: str, entries: list[str]) -> list[str]:
-    body = [indent("\n".join(wrap(e, 96, break_on_hyphens=False)), "    ") for e in entries]
-    return [f"{title}:", *(f"  - {text[4:]}" for text in body)]
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    half = _WIDEST // 2
+    return text if len(text) <= _WIDEST else f"{text[: half - 1]}…{text[-half:]}"
 
 
 class Recorder:

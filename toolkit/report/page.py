@@ -23,7 +23,8 @@ def render(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
     from jinja2 import Environment, PackageLoader
     from plotly.offline import get_plotlyjs
 
-    figures = [{"id": panel.key, **_figure(panel, runs)} for panel in panels(runs)]
+    shown = panels(runs)
+    figures = [{"id": panel.key, **_figure(panel, runs)} for panel in shown]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.loader = PackageLoader("toolkit.report", ".")
     return environment.get_template("page.html.jinja").render(
@@ -32,7 +33,7 @@ def render(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
         notes=tables.notes(runs),
         overview=tables.overview(runs),
         evaluations=tables.evaluations(runs),
-        panels=panels(runs),
+        panels=shown,
         settings=tables.settings(runs),
         starts=tables.starts(runs),
         openings=[(run.name, tables.openings(run)) for run in runs],

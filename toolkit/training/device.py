@@ -18,7 +18,6 @@ import torch._inductor.config
 from toolkit import GC_BEFORE, GC_RAISED
 from toolkit.errors import LaunchError
 from toolkit.training import launchers, network
-from toolkit.training.guards import watchdog
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _COLLECT_EVERY = 50
@@ -197,10 +196,8 @@ def garbage_as_before() -> Iterator[None]:
 
 def collect_garbage(step: int) -> None:
     """Collect reference cycles after every 50th step only, on all ranks at once: a collection at
-    random holds up the others, and a full one takes a tenth of a second and more. From the first
-    step of a run on accelerators on collectives have the timeout of steady steps, too.
+    random holds up the others, and a full one takes a tenth of a second and more.
     """
-    watchdog.fit_timeouts()
     if gc.isenabled():  # the first step
         gc.collect()
         gc.freeze()  # modules, model and data: they stay

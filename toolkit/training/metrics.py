@@ -117,7 +117,7 @@ class Metrics:
         counted = torch.where(stats.skipped, 0, stats.tokens)
         self._pending.append((stats.loss.masked_fill(stats.skipped, 0), counted, stats.tokens))
         self.guards.take(step, stats)
-        watchdog.in_step(step + 1)
+        watchdog.doing(f"step {step + 1}")
         slowed = self.profiler is not None and self.profiler.slows(step)
         is_due = (
             more or step % self.logging_steps == 0 or step in (self.first_step + 1, self.max_steps)
@@ -326,7 +326,6 @@ def start_metrics(
         **_profiling(cfg, run, folder, state.step, data.max_steps),
     )
     run.at_end.callback(metrics.close_bar)
-    watchdog.name_samples(data.samples_of)
     preemption.enter_loop()
     return metrics
 

@@ -40,9 +40,6 @@ class TrainState:
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the evaluation at this step, by which `keep_best` compares; empty where there was none."""
     extra: dict[str, Any] = field(default_factory=dict)  # any other JSON; `resume` updates it
-    restored: dict[str, float] = field(default_factory=dict)
-    """What `resume` read on this rank: `own_bytes` of its parts, `bytes_requested` to fill them
-    (verification, which reads everything, is not in it), `seconds`; empty before."""
     saves: Saves = field(default_factory=Saves, repr=False)
 
     @property

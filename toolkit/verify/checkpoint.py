@@ -1,20 +1,19 @@
 """Verify a checkpoint: its files, and the tensors that were in live memory."""
 
 import json
+import math
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from toolkit import formats
-from toolkit.checkpoint import commit, rng_state
-from toolkit.checkpoint.commit import COMMIT, MANIFEST, STATE
-from toolkit.checkpoint.saving import MANIFEST_VERSION
+from toolkit.checkpoint import commit
+from toolkit.checkpoint.commit import COMMIT, MANIFEST, STATE, SUMS
 from toolkit.checkpoint.store import read_object, storage_of
-from toolkit.errors import CheckpointError, LoadingError
+from toolkit.errors import CheckpointError
 from toolkit.verify.findings import Findings, is_regular
 
 _METADATA = f"dcp/{formats.METADATA_FILE}"
@@ -27,6 +26,7 @@ class CheckpointCheck:
         self.folder, self.inside, self.findings = folder, inside, findings
         self.files: dict[str, dict[str, Any]] = {}
         self.damaged: dict[str, str] = {}  # file -> what is wrong
+        self.sums: dict[str, int] = {}  # tensor -> sum of its rows in live memory
         self.hit: set[str] = set()  # tensors in which damage was found
 
     def add(self, file: str, tensor: str | None, what: str) -> None:
@@ -42,12 +42,13 @@ class CheckpointCheck:
                 self.add(name, None, f"is a link to {os.readlink(self.folder / name)}")
             elif name not in self.files and name not in (MANIFEST, COMMIT):
                 self.add(name, None, "is not in the manifest")
+        self.sums = manifest.get(SUMS, {})
         self.damaged = self.findings.hash_files(self.folder, self.files)
         metadata = self._metadata()
         for name, what in self.damaged.items():
             self._locate(name, what, metadata)
         if metadata is not None:
-            self._tensors(metadata, manifest)
+            self._tensors(metadata)
         if STATE in self.files and STATE not in self.damaged:
             self._state(manifest.get("step"))
 
@@ -96,74 +97,70 @@ class CheckpointCheck:
         """Add what is wrong with a file, by tensor where its bytes belong to tensors."""
         file = self.folder / name
         found: dict[str, str] = {}
-        places = [
-            (index.fqn, info.offset, info.length)
-            for index, info in (metadata.storage_data if metadata else {}).items()
+        stored = metadata.storage_data.items() if metadata else ()
+        ends = {
+            index.fqn: info.offset + info.length
+            for index, info in stored
             if name == f"dcp/{info.relative_path}"
-        ]
+        }
         if not is_regular(file):
-            found = {tensor: f"is lost: its shard {what}" for tensor, _, _ in places}
+            found = dict.fromkeys(ends, f"is lost: its shard {what}")
             self.add(name, None, what)
-        elif places:
-            hashes = self.files[name].get("blobs", "")
-            found = formats.damaged_blobs(file, places, hashes)
-            if hashes and not found and file.stat().st_size == self.files[name]["size"]:
-                what += "; its tensors are whole: of another checkpoint, or hit between them"
-        elif name.endswith(".safetensors"):
-            try:
-                known = formats.header_metadata(file)
-                held = formats.read_header(file, whole=False).items()
-                parts = [(n, e.begin, e.nbytes, known.get(n, "")) for n, e in held]
-                found = formats.damaged_parts(file, parts, "sha256")
-            except LoadingError:
-                lost = f"is lost with the header of its file, which {what}"
-                found = {n: lost for n in rng_state.PIECES if name.startswith("rng/")}
+        elif metadata is not None and ends:
+            size = file.stat().st_size
+            lost = {
+                tensor: "is lost: its shard is cut off" for tensor in ends if ends[tensor] > size
+            }
+            others = ((tensor, self._fault(tensor, metadata)) for tensor in ends.keys() - lost)
+            found = lost | {tensor: fault for tensor, fault in others if fault}
+            if not found:
+                what += "; its tensors are whole"
         if not found:
             self.add(name, None, what)
         for tensor, damage in found.items():
             self.hit.add(tensor)
             self.add(name, tensor, damage)
 
-    def _tensors(self, metadata: Metadata, manifest: dict[str, Any]) -> None:
-        """Check that every tensor is there once, and holds what was in live memory."""
-        tensors = {
-            key: formats.StoredTensor(entry.properties.dtype, tuple(entry.size), ())
+    def _fault(self, key: str, metadata: Metadata) -> str | None:
+        """Return why a tensor is not what was in live memory, as far as its sum is known."""
+        entry: Any = metadata.state_dict_metadata[key]
+        try:
+            chunks = tuple(formats.tensor_chunks(self.folder / "dcp", metadata, key))
+            stored = formats.StoredTensor(entry.properties.dtype, tuple(entry.size), chunks)
+            same = self.sums.get(key) in (None, formats.row_sum(stored))
+        except (CheckpointError, OSError) as error:
+            return f"cannot be read: {error}"
+        return None if same else "does not hold what was in memory at saving"
+
+    def _tensors(self, metadata: Metadata) -> None:
+        """Check that every tensor is there once, and the model's hold what was in live memory."""
+        sizes = {
+            key: math.prod(entry.size) * entry.properties.dtype.itemsize
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        for key in tensors:
+        self.findings.report.tensors += len(sizes)
+        for key in sizes.keys() - self.hit:
             if fault := formats.coverage_fault(metadata, key):
                 self.add(_METADATA, key, f"is not whole: {fault}")
                 self.hit.add(key)
-        self.findings.report.tensors += len(tensors)
-        known = manifest["tensors"]
-        if not known or manifest.get("version") != MANIFEST_VERSION:
+        for key in self.sums.keys() - sizes.keys():
+            self.add(_METADATA, key, f"is not there, and {MANIFEST} has its sum")
+        models = {key: size for key, size in sizes.items() if key.startswith("model.")}
+        if without := sorted(models.keys() - self.sums.keys()):
             self.findings.note(
-                f"{self.inside}{MANIFEST} has no digests of tensors as version {MANIFEST_VERSION} "
-                "has them: only the files were compared"
+                f"{self.inside}{MANIFEST} has no sum of {without[0]} and {len(without) - 1} more "
+                "tensors: of these only the files were compared"
             )
-            return
-        expected = {key: (entry["shape"], entry["dtype"]) for key, entry in known.items()}
-        held = {k: (list(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in tensors.items()}
-        for key in known.keys() | {k for k in tensors if k.startswith("model.")}:
-            if (actual := held.get(key)) != (wanted := expected.get(key)):
-                where = _METADATA if actual else MANIFEST
-                self.add(where, key, f"is {actual} in {_METADATA}, {wanted} in {MANIFEST}")
-                self.hit.add(key)
-
-        def check(key: str) -> None:
-            try:
-                chunks = tuple(formats.tensor_chunks(self.folder / "dcp", metadata, key))
-                stored = replace(tensors[key], chunks=chunks)
-                if formats.digest(stored, key) != known[key]["digest"]:
-                    files = [f"dcp/{chunk.file.name}" for chunk in chunks] or ["dcp"]
-                    file = next((name for name in files if name in self.damaged), files[0])
-                    self.add(file, key, "does not hold what was in memory at saving")
-            except (CheckpointError, OSError) as error:
-                self.add(_METADATA, key, f"cannot be read: {error}")
-
-        compared = known.keys() & tensors.keys() - self.hit
-        self.findings.each(check, {key: tensors[key].nbytes for key in compared})
+        compared = models.keys() & self.sums.keys() - self.hit
+        found = self.findings.each(
+            lambda key: self._fault(key, metadata), {key: models[key] for key in compared}
+        )
+        places = reversed(metadata.storage_data.items())
+        first = {index.fqn: f"dcp/{info.relative_path}" for index, info in places}
+        for key, fault in found.items():
+            if fault is not None:
+                self.add(first.get(key, _METADATA), key, fault)
 
     def _state(self, step: object) -> None:
         try:

@@ -2,8 +2,7 @@
 
 Names and conversions are taken the way transformers loads them, from the export towards the
 parameters: nothing here knows how an export is written, so that it cannot share a mistake with it.
-Where a tensor kept dtype and shape, the digest that the checkpoint's manifest holds of live memory
-is enough, and the shards are not read.
+What a checkpoint holds is compared, while it is read, with the sums of live memory in its manifest.
 
 Memory: blocks of 1 MB (or one row) a thread; of tensors that transformers converts one group, and
 what is expected of it; of a merge the largest adapted tensor and a few of its size in fp32.
@@ -33,9 +32,9 @@ from toolkit.errors import ExportError, LoadingError
 from toolkit.formats import (
     StoredTensor,
     Tensors,
-    digest,
     first_difference,
     read_weights,
+    row_sum,
     same_values,
     weight_files,
     whole,
@@ -54,8 +53,7 @@ class Expected:
 
     stored: StoredTensor
     what: str  # the tensor and whose it is, for findings
-    key: str = ""  # name that its digest is over
-    digest: str | None = None
+    sum: int | None = None  # of its rows in live memory, when it was saved
 
     def fault(self, actual: Values, dtypes: set[torch.dtype]) -> str | None:
         """Return in what a parameter of an export differs; None: in nothing. `dtypes`: of the
@@ -67,19 +65,14 @@ class Expected:
             count = int(different(whole(self.stored), actual, dtypes).sum())
             values = f"{count} of {actual.numel()} values"
             return self.damage() or (f"differs from {self.what} in {values}" if count else None)
-        unchanged = self.digest and dtypes == {self.stored.dtype}
-        if unchanged and digest(actual, self.key) == self.digest:
-            return None
-        what, held = first_difference(self.stored, actual, self.key if self.digest else None)
-        if held != self.digest:
-            return self.damage()
-        return None if what is None else f"is not {self.what}: {what}"
+        what, held = first_difference(self.stored, actual)
+        return self.damage(held) or (None if what is None else f"is not {self.what}: {what}")
 
-    def damage(self) -> str | None:
-        """Return what is wrong with the stored tensor itself."""
-        if self.digest and digest(self.stored, self.key) != self.digest:
-            return f"cannot be compared: {self.what} does not have its own digest"
-        return None
+    def damage(self, held: int | None = None) -> str | None:
+        """Return what is wrong with the stored tensor itself; `held`: the sum of its rows."""
+        if self.sum is None or self.sum == (row_sum(self.stored) if held is None else held):
+            return None
+        return f"cannot be compared: {self.what} does not have its own sum"
 
 
 @dataclass
@@ -251,9 +244,9 @@ def expected_of(source: Source, names: Iterable[str] = ()) -> dict[str, Expected
     """Return parameter -> its tensor in a checkpoint; ExportError where one is not whole."""
     _, keys = parameter_names(source, names)
     check_whole(source, keys.values())
-    known = source.digests()
+    known = source.sums()
     return {
-        name: Expected(source.stored(key), f"{key} of the checkpoint", key, known.get(key))
+        name: Expected(source.stored(key), f"{key} of the checkpoint", known.get(key))
         for name, key in keys.items()
     }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, is_adapter_folder
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT, MANIFEST
-from toolkit.checkpoint.sources import find_adapter, find_source
+from toolkit.checkpoint.sources import find_source
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.formats import INDEX_FILE, SINGLE_FILE, export_manifest
 from toolkit.verify.adapter import AdapterCheck
@@ -20,7 +20,7 @@ def verify_checkpoint(checkpoint: str | Path) -> Report:
     """Return what is wrong with a checkpoint, or with every checkpoint of a run.
 
     Every byte of every file is compared with the manifest, and the stored bytes of every model
-    tensor with the digest of live memory; of a damaged file the tensors are named. Reads files once
+    tensor with the sum of live memory; of a damaged file the tensors are named. Reads files once
     and the model's tensors once more, on four threads; holds 1 MB (or one row) a thread.
 
     Raises:
@@ -49,8 +49,8 @@ def verify_export(
     that the config describes must agree, each parameter is there once. With a checkpoint: every
     value is that of the checkpoint, cast to the export's dtype, config and tokenizer are those of
     the checkpoint; a PEFT folder is proven in the same way, and a merged model to be its base plus
-    the adapter. Reads the export twice, and of the checkpoint only what has another dtype or is
-    converted. Holds two blocks of 1 MB (or one row) a thread, and two converted groups.
+    the adapter. Reads the export twice and the checkpoint's weights once. Holds two blocks of 1 MB
+    (or one row) a thread, and two converted groups.
 
     Args:
         checkpoint: run, checkpoint, or one of another tool; None: the export by itself.
@@ -64,13 +64,12 @@ def verify_export(
     """
     folder = _export_folder(Path(export).expanduser())
     is_adapter = is_adapter_folder(folder)
-    source = adapter = None if checkpoint is None else find_adapter(checkpoint)
-    if checkpoint is not None and adapter is None:
-        source = find_source(checkpoint, hf_assets)
-        if is_adapter:
-            raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
+    source = None if checkpoint is None else find_source(checkpoint, hf_assets)
+    adapted = source is not None and source.is_adapter
+    if source is not None and is_adapter and not adapted:
+        raise ExportError(f"{folder} holds an adapter, {checkpoint} holds whole weights")
     with Findings(folder, "export") as findings:
-        kind: type[ExportCheck] = ExportCheck if adapter is None else MergedCheck
+        kind: type[ExportCheck] = MergedCheck if adapted else ExportCheck
         check = AdapterCheck if is_adapter else kind
         check(folder, findings, source, hf_assets).run(logits)
     return findings.report

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from toolkit.data.chat.masks import NUMBERS, REASONING, SURELY, Search, with_call, with_content
+from toolkit.data.chat.masks import NUMBERS, SURELY, Search, with_call, with_content
 from toolkit.data.chat.traits import Message
+from toolkit.data.examples.columns import REASONING
 from toolkit.data.sources.row_values import BadRow
 
 EARLIER_REASONING = "earlier answers whose reasoning the chat template does not print"
 NOT_PRINTED = "conversations with a key {!r} of turns that the chat template does not print"
 Changed = Callable[[str], Message]  # the turn with a word in the place of one of its parts
-_MANY = 8  # short contents from which on they are looked at together
 _KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
 _END_OF_THOUGHT = re.compile(r"</[^<>\s]+>|\[/[A-Z_]+\]|◁/\w+▷")
 _TAG = re.compile(r"^\s*(<[^<>\s/]+>|\[[A-Z_]+\]|◁\w+▷)")
@@ -28,10 +28,9 @@ def check_printed(search: Search, learned: Sequence[int], *, has_tools: bool) ->
 
     Costs a rendering for each tool call, each short part, the tools, and unusual keys of turns.
     """
-    done = _short_contents(search)
     for i, message in enumerate(search.messages):
         content = (message.get("content") or "").strip()
-        if i not in done and not _printed(search, i, content, partial(with_content, message)):
+        if not _printed(search, i, content, partial(with_content, message)):
             beside = " beside its tool calls" if message.get("tool_calls") else ""
             raise _not_printed(f"content of {search.named(i)}{beside}", "content")
     for i, message in enumerate(search.messages):
@@ -51,18 +50,8 @@ def _printed(search: Search, i: int, said: str, changed_to: Changed) -> bool:
     if not said or (len(said) >= SURELY and said in search.text):
         return True
     word = [*search.words_like(said), search.words[0]][0]  # as long, since the template may cut
-    text = search.changed({i: changed_to(word)})
+    text = search.changed(i, changed_to(word))
     return said in search.text if text is None else word in text
-
-
-def _short_contents(search: Search) -> set[int]:
-    """Return turns whose contents are short, and printed: of many at once, in one rendering."""
-    contents = {i: (m.get("content") or "").strip() for i, m in enumerate(search.messages)}
-    words = {i: f"{search.words[0]}q{i}q" for i, c in contents.items() if 0 < len(c) < SURELY}
-    if len(words) < _MANY:
-        return set()
-    text = search.changed({i: with_content(search.messages[i], w) for i, w in words.items()})
-    return {i for i, word in words.items() if text is not None and word in text}
 
 
 def _check_call(search: Search, i: int, at: int) -> None:
@@ -70,7 +59,7 @@ def _check_call(search: Search, i: int, at: int) -> None:
     text, mark = search.text, (name := function["name"])
     for where in ("argument", "name"):
         message, changed_to = with_call(search.messages[i], at, where, search.words[0], NUMBERS[0])
-        if (changed := search.changed({i: message})) is not None:
+        if (changed := search.changed(i, message)) is not None:
             text, mark = changed, changed_to
             break
     if mark not in text:
@@ -115,15 +104,11 @@ def _thoughts(search: Search, message: Message) -> Iterator[tuple[str, Changed]]
         before = content[: ends[-1].start()]
         tag = _TAG.match(before)
         said = before[tag.end() if tag else 0 :].strip()
-        yield said, partial(_with_thought, message, said)
+        yield said, lambda word: with_content(message, content.replace(said, word, 1))
 
 
 def _with_key(message: Message, key: str, word: str) -> Message:
     return {**message, key: word}
-
-
-def _with_thought(message: Message, said: str, word: str) -> Message:
-    return with_content(message, message["content"].replace(said, word, 1))
 
 
 def _unused_keys(search: Search) -> Counter[str]:

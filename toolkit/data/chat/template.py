@@ -22,7 +22,6 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from toolkit.data.chat.alike import found_alike
 from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
 from toolkit.data.chat.printed import check_printed
 from toolkit.data.chat.traits import (
@@ -39,12 +38,14 @@ from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow, clean
 from toolkit.errors import DataError
 from toolkit.formats import MAX_TEMPLATE_BYTES
+from toolkit.formats.private import transformers_private
 
 Supervise = Literal["auto", "completion", "assistant", "last_assistant", "all"]
 TODAY = datetime.datetime(2024, 7, 26, 12)  # that Llama's templates print where they have no date
 UNCHECKED = "conversations whose generation markers could not be checked"
 _SWITCHES = tuple((n, v) for v in (True, False) for n in ("thinking", "enable_thinking"))
 _MARKERS = re.compile(r"\{\%[-+]?\s*generation\s*[-+]?\%\}")
+_UTILS = "utils.chat_template_utils"
 _transformers_render: Callable[..., tuple[list[str], list]]
 _transformers_render = chat_template_utils.render_jinja_template  # type: ignore[assignment]
 
@@ -116,9 +117,9 @@ class Template:
         self.text, self.variables, self.specials = text, variables, specials
         self.has_markers = bool(_MARKERS.search(text))
         self._traits: dict[str, TemplateTraits] = {}
-        _check_transformers()
+        transformers_private(_UTILS, "datetime")  # see `_stopped_clock`
         try:
-            chat_template_utils._compile_jinja_template(text)
+            transformers_private(_UTILS, "_compile_jinja_template")(text)
         except TemplateSyntaxError as error:
             raise DataError(
                 f"the chat template cannot be used: line {error.lineno}: {error.message}; give "
@@ -161,10 +162,10 @@ class Template:
         every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         search.notes += check_printed(search, wanted or every, has_tools=bool(tools))
         if not (self.has_markers and wanted):
-            return found_alike(search, wanted) or search.found(wanted)
+            return search.found(wanted)
         found = None
         try:
-            found = found_alike(search, every) or search.found(every)
+            found = search.found(every)
         except NotFound:
             if every != wanted:
                 raise
@@ -311,21 +312,6 @@ def _stopped_clock() -> Iterator[None]:
     finally:
         chat_template_utils.datetime = clock  # type: ignore[misc]
         random.setstate(state)
-
-
-def _check_transformers() -> None:
-    """Refuse a transformers whose private names are others than those used here."""
-    known = all(hasattr(chat_template_utils, n) for n in ("datetime", "_compile_jinja_template"))
-    if known:
-        template = "{{ strftime_now('%Y-%m-%d') }}"
-        with _stopped_clock():
-            texts, _ = _transformers_render(conversations=[[]], chat_template=template)
-        known = texts[0] == TODAY.strftime("%Y-%m-%d")
-    if not known:
-        raise DataError(
-            "this transformers compiles templates, or tells them the date, in a way the toolkit "
-            "does not know, so that tokens would depend on the day; use transformers 5.24"
-        )
 
 
 def learned_turns(conversation: Conversation, supervise: Supervise) -> list[int]:

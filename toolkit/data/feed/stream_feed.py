@@ -16,7 +16,7 @@ from toolkit.data.feed.feed import Batches, Feed, Processes
 from toolkit.data.feed.shares import GroupReader, fewer_lanes
 from toolkit.data.feed.stream import WINDOW, Lane, SourceStream, StreamSample, StreamSource
 from toolkit.data.order.mixture import locate, shares
-from toolkit.data.order.position import DEALING, LANES, Position
+from toolkit.data.order.position import Position
 from toolkit.data.samples.sequences import IGNORED, SampleShape
 from toolkit.data.sources.row_values import escaped
 from toolkit.data.tokens.encode import EncodedSource
@@ -62,8 +62,8 @@ class StreamFeed(Feed):
         reading: dict[str, Any] = {
             "data.packing": shape.packing,
             "data.sequence_length": shape.sequence_length,
-            LANES: self.lanes,
-            DEALING: _DEALING,
+            "data.stream_lanes": self.lanes,
+            "the dealing of rows": _DEALING,
             "the samples of a window": window,
             "the sources": [source.name for source in sources],
         }

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from toolkit.data.order.permutation import derived_seed, permute
-from toolkit.errors import DataError
 
 _SHARES = 1 << 26  # weights become whole parts of about this many: exact division in 64 bits
 _FAR = 1 << 36  # positions beyond this would not be exact; more samples than anyone reads
@@ -73,15 +72,11 @@ class Mixture:
         self.total = self._plan()  # positions there are; None: no end
 
     def draws(self, start: int, count: int) -> DrawnSamples:
-        """Return what is read at the positions from `start` up to before `start + count`; beyond
-        the last sample that all limits allow it is a DataError.
+        """Return what is read at the positions from `start` up to before `start + count`, which
+        `total` bounds.
         """
         stop = start + count
-        if self.total is not None and stop > self.total:
-            raise DataError(
-                f"expected positions below {self.total}, where max_repeats ends all sources, got "
-                f"up to {stop}"
-            )
+        assert self.total is None or stop <= self.total
         positions = np.arange(start, stop, dtype=np.int64)
         sources, turns = np.empty_like(positions), np.empty_like(positions)
         ends = [phase.start for phase in self._phases[1:]] + [stop]

@@ -11,9 +11,6 @@ from toolkit.data.order.mixture import Mixture
 from toolkit.data.samples.sequences import FILLER
 from toolkit.errors import DataError
 
-# What `Position.reading` calls the number of lanes of streams, and how rows are dealt to them.
-LANES, DEALING = "data.stream_lanes", "the dealing of rows"
-
 
 def train_batches(
     order: Mixture | ByLength,
@@ -121,13 +118,6 @@ class Position:
                 f"the checkpoint's position is one in {kinds['stream' in state]}, this run reads "
                 f"{kinds['stream' in here]}; give the same, or start anew in another output_dir"
             )
-        dealt = [s["reading"].get(DEALING) for s in (state, here)]
-        if "stream" in state and dealt[0] != dealt[1]:
-            raise DataError(
-                "the checkpoint's position is one in a stream whose samples came in another "
-                "order; finish the run with the release that began it, or export it and "
-                "start anew from its weights in another output_dir"
-            )
         saved, now = (
             s["reading"]
             | {"the number of training samples": s.get("n_samples"), "the seed": s["seed"]}
@@ -148,31 +138,15 @@ class Position:
 def accumulation_for(global_batch: int, per_device_batch: int, world_size: int) -> int:
     """Return the micro-batches per step and rank that make up `global_batch`.
 
-    One that does not divide is a DataError that names what would.
+    One that does not divide is a DataError that names numbers that would.
     """
     accumulation, rest = divmod(global_batch, per_device_batch * world_size)
     if accumulation and not rest:
         return accumulation
-    each, uneven = divmod(global_batch, world_size)
-    if uneven or not each:
-        cure = f"start it on {_divisors(global_batch // per_device_batch)} processes"
-        if global_batch % per_device_batch:  # no number of processes goes with that batch
-            fewer = max(
-                n for n in range(1, min(world_size, global_batch) + 1) if not global_batch % n
-            )
-            size = max(n for n in range(1, per_device_batch + 1) if not global_batch // fewer % n)
-            batch = f"train.per_device_train_batch_size {size}"
-            cure = f"start it on {fewer} process{'es' * (fewer > 1)} with {batch}"
-    else:
-        fitting = _divisors(each, per_device_batch)
-        cure = f"set train.per_device_train_batch_size to {fitting}"
+    fitting = max(n for n in range(1, min(world_size, global_batch) + 1) if not global_batch % n)
+    size = max(n for n in range(1, per_device_batch + 1) if not global_batch // fitting % n)
     raise DataError(
         f"the global batch of {global_batch} samples does not divide into micro-batches of "
-        f"{per_device_batch} (train.per_device_train_batch_size) on {world_size} processes; {cure}"
+        f"{per_device_batch} (train.per_device_train_batch_size) on {world_size} processes; start "
+        f"it on {fitting} process(es) with train.per_device_train_batch_size {size}"
     )
-
-
-def _divisors(n: int, most: int | None = None) -> str:
-    """Return the divisors of `n`, up to `most`, as text; of many the largest."""
-    found = [str(d) for d in range(1, (most or n) + 1) if n % d == 0]
-    return ("... " if len(found) > 12 else "") + ", ".join(found[-12:])

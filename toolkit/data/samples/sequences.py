@@ -5,13 +5,14 @@ learned, a column `spans`: begin, end, begin, end ... of the tokens that are. A 
 id inside a span and `IGNORED` elsewhere; labels are unshifted, as transformers expects them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,6 @@ class SampleShape:
         to a multiple of 8, but not beyond `sequence_length`, which may be all the positions that a
         model has. Of pairs each side is a row.
         """
-        columns: dict[str, Any]
         pairs: dict[str, Any] = {}
         if self.pairs:
             samples, pairs = self._of_pairs(samples)
@@ -100,14 +100,13 @@ class SampleShape:
             width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
             fill = {"input_ids": self.pad_id, "labels": IGNORED, "attention_mask": 0}
             samples = [s | {"attention_mask": torch.ones_like(s["labels"])} for s in samples]
-            columns = {}
-            for name, value in fill.items():
-                rows = [F.pad(s[name], (0, width - len(s[name])), value=value) for s in samples]
-                columns[name] = torch.stack(rows)
-        else:
-            columns = default_collate(samples)
-            if self.borders:
-                columns |= document_borders(columns)
+            samples = [
+                {n: F.pad(s[n], (0, width - len(s[n])), value=value) for n, value in fill.items()}
+                for s in samples
+            ]
+        columns: dict[str, Any] = default_collate(samples)
+        if self.borders and self.packing != "none":
+            columns |= document_borders(columns)
         made = Batch.of(**columns, count=self.packing != "wrapped")
         if not self.pairs:
             return made
@@ -168,8 +167,8 @@ class EncodedRows:
         self._desirable = self.tokens.data.column("desirable") if pairs else None
         self.reference: np.ndarray | None = None
         """float32 [rows, 2], of pairs: log-probability of both answers by the reference."""
-        self._texts = [chunk.flatten().to_numpy() for chunk in self._ids.chunks]
-        self._text_ends = np.cumsum([len(text) for text in self._texts], dtype=np.int64)
+        chunks = [chunk.flatten() for chunk in self._ids.chunks]
+        self._joined = pa.chunked_array(chunks, self._ids.type.value_type)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EncodedRows, (self.tokens,), {"reference": self.reference}
@@ -180,7 +179,7 @@ class EncodedRows:
     @property
     def total(self) -> int:
         """Tokens of all rows."""
-        return int(self._text_ends[-1]) if len(self._text_ends) else 0
+        return len(self._joined)
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -212,25 +211,20 @@ class EncodedRows:
             return []
         return [self._desirable[row].as_py() for row in rows]
 
+    def rows_of(self, begin: int, count: int) -> tuple[int, int]:
+        """Return the rows of the first and the last of `count` tokens of all rows joined."""
+        first, last = self.ends.searchsorted([begin, begin + count - 1], "right").tolist()
+        return first, last
+
     def joined(self, begin: int, count: int) -> Piece:
         """Return `count` tokens of all rows joined, from `begin` on, and their labels; copies."""
-        ids = _joined(begin, count, self._text_ends, self._texts.__getitem__)
+        ids = self._joined.slice(begin, count).to_numpy().astype(np.int64)
         if self._spans is None:
             return ids, ids.copy()
-        return ids, _joined(begin, count, self.ends, self.labels)
-
-
-def _joined(
-    begin: int, count: int, ends: np.ndarray, part: Callable[[int], np.ndarray]
-) -> np.ndarray:
-    """Return `count` values from `begin` on of all parts joined; `ends` is where each part ends."""
-    found, at = [], int(np.searchsorted(ends, begin, side="right"))
-    while count:
-        values = part(at)
-        first = begin - int(ends[at]) + len(values)
-        found.append(values[first : first + count])
-        begin, count, at = begin + len(found[-1]), count - len(found[-1]), at + 1
-    return np.concatenate(found).astype(np.int64)
+        first, last = self.rows_of(begin, count)
+        labels = np.concatenate([self.labels(row) for row in range(first, last + 1)])
+        begin -= int(self.ends[first - 1]) if first else 0
+        return ids, labels[begin : begin + count]
 
 
 def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -267,10 +261,9 @@ class Pieces:
         """Return the ids and the labels of a piece; copies."""
         return self.rows.joined(*self._place(piece))
 
-    def rows_of(self, piece: int) -> list[int]:
+    def rows_of(self, piece: int) -> tuple[int, int]:
         """Return the first and the last row that a piece holds a part of."""
-        begin, length = self._place(piece)
-        return self.rows.ends.searchsorted([begin, begin + length - 1], "right").tolist()
+        return self.rows.rows_of(*self._place(piece))
 
 
 def windows(rows: EncodedRows, length: int, chosen: Chosen = None) -> Pieces:

@@ -41,8 +41,8 @@ _Rows = Iterator[tuple[int, bytes | BadRow]]  # the number of a row, its bytes o
 def line_tables(
     file: str, bounds: Bounds | None = None, *, kind: Kind, limit: int
 ) -> Iterator[pa.Table]:
-    """Yield a file as tables of `LINES`; holds some megabytes, of a JSON list the whole file.
-    `bounds`: JSON lines that begin at these bytes.
+    """Yield a file as tables of `LINES`; holds some megabytes, of CSV a line, of a JSON list the
+    whole file. `bounds`: JSON lines that begin at these bytes.
     """
     if os.path.getsize(file) == 0:
         return
@@ -184,18 +184,10 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
     """Read a header and rows after RFC 4180, all values text; a row becomes a JSON mapping. Fields
     of .tsv are apart by tabs.
     """
-    last, cut = 0, set()
-
-    def lines() -> Iterator[str]:
-        nonlocal last
-        for last, line in _bounded_lines(stream, limit):
-            if line is None:
-                cut.add(last)
-            yield "\n" if line is None else line.decode("utf-8", "surrogateescape")
-
     csv.field_size_limit(max(csv.field_size_limit(), limit))
+    read = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="\n")
     tabs = ".tsv" in Path(file.lower()).suffixes
-    reader = csv.reader(lines(), strict=True, delimiter="\t" if tabs else ",")
+    reader = csv.reader(read, strict=True, delimiter="\t" if tabs else ",")
     try:
         header = next(reader, [])
     except csv.Error as error:
@@ -208,7 +200,7 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
             f"{named(header)}"
         )
     while True:
-        first = last + 1
+        first = reader.line_num + 1
         try:
             fields = next(reader, None)
         except csv.Error as error:
@@ -216,7 +208,7 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
             continue
         if fields is None:
             return
-        if cut.intersection(range(first, last + 1)) or sum(map(len, fields)) > limit:
+        if sum(map(len, fields)) > limit:
             yield first, _too_long(limit)
         elif len(fields) == len(header):
             row = json.dumps(dict(zip(header, fields, strict=True)), ensure_ascii=False)

@@ -306,9 +306,6 @@ def read_named(
                 f"{where} has no split {split!r}, only {', '.join(rows)}; set its dataset_split"
             )
         rows = rows[split]
-    # A saved selection or shuffle is an index over the rows; what follows reads the rows in order.
-    if isinstance(rows, datasets.Dataset) and rows._indices is not None:
-        rows = rows.flatten_indices()
     if streaming and isinstance(rows, datasets.Dataset):
         rows = rows.to_iterable_dataset()
     names = list(rows.column_names)
@@ -333,8 +330,6 @@ def as_data_error(error: BaseException, where: str) -> DataError:
     if cause is not None:
         return cause
     said = "; ".join(dict.fromkeys(map(one_line, (error, last))))
-    if "corresponds to no data" in said:  # how `datasets` says that a split has no rows
-        return DataError(f"{where}: expected documents, found no row")
     return DataError(f"{where} cannot be read: {said}")
 
 

@@ -18,7 +18,6 @@ from toolkit.data.sources.tables import PLACE, in_tables
 from toolkit.errors import DataError
 
 PIECE_BYTES = 1 << 17  # a longer text is cut: a few megabytes keep every core busy
-LINE_BYTES = 64 << 20  # a longer line is refused before any of it is tokenised
 
 _TEXT, _FLAG = pa.string(), pa.bool_()
 PIECES = pa.schema({"text": _TEXT, "start": _FLAG, "end": _FLAG, PLACE: _TEXT})
@@ -35,16 +34,13 @@ def text_tables(file: str) -> Iterator[pa.Table]:
 
 
 def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
-    """Yield the text of a file in pieces of about `size` bytes; what is not UTF-8, or has a line of
-    more than `LINE_BYTES`, is a DataError that names the offset.
+    """Yield the text of a file in pieces of about `size` bytes; what is not UTF-8 is a DataError
+    that names the offset.
     """
     with open(file, "rb") as stream:
         offset = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
         stream.seek(offset)
-        line_end = offset
         for block in _pieces(stream, size):
-            if offset >= line_end and b"\n" not in block:
-                line_end = _line_end(stream, file, offset)
             try:
                 yield block.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -53,21 +49,6 @@ def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
                     f"{offset + error.start}. Convert it (iconv -f latin1 -t utf-8) or leave it out"
                 ) from error
             offset += len(block)
-
-
-def _line_end(stream: BinaryIO, file: Path, begin: int) -> int:
-    """Return where the line ends that `begin` is in; refuse one that is too long."""
-    here = stream.tell()
-    stream.seek(begin)
-    while (part := stream.readline(1 << 20)) and not part.endswith(b"\n"):
-        if stream.tell() - begin > LINE_BYTES:
-            raise DataError(
-                f"{file}: expected lines of at most {LINE_BYTES:,} bytes, got a longer one at "
-                f"offset {begin}. Is it text? Break it into lines (fold -s) or leave it out"
-            )
-    end = stream.tell()
-    stream.seek(here)
-    return end
 
 
 def parts_of(text: str, size: int = PIECE_BYTES) -> Iterator[str]:

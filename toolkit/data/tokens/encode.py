@@ -30,7 +30,7 @@ from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources import tables
 from toolkit.data.sources.row_values import BadRow, LeftOut, Row, or_bad
 from toolkit.data.sources.rows import DataSource
-from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, TokenSpans, content_of
+from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, content_of
 from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
 from toolkit.formats.synced_files import replacing
@@ -65,9 +65,7 @@ class EncodedExample:
     input_ids: np.ndarray  # int32 [n]; n up to `sequence_length`, of plain text any number
     spans: list[Span]  # (begin, end) of token positions that are learned, in order, disjoint
     cut_off: int = 0  # tokens cut off at its end, which are not among `input_ids`
-    notes: dict[str, int] = field(
-        default_factory=dict
-    )  # to be counted, by kind (such as `masks.NO_STOP`)
+    notes: dict[str, int] = field(default_factory=dict)  # to be counted, by kind
     piece: int | None = None  # tokens of the pieces that packing cuts it into; None: stays whole
     second: int | None = None  # of a pair: where the rejected answer's tokens begin
     desirable: bool | None = None  # of a single answer, whose second is another row's
@@ -175,7 +173,12 @@ class Encoder:
         if texts:
             found = self._texts.encode([t.text for _, t in texts], [t.spans for _, t in texts])
             for (at, text), tokens in zip(texts, found, strict=True):
-                out[at] = self._of_text(examples[at], tokens, text.notes)
+                if isinstance(tokens, BadRow):
+                    out[at] = tokens
+                    continue
+                bare = isinstance(examples[at], Conversation)
+                ids, spans = tokens if bare else self._framed(examples[at], *tokens)
+                out[at] = self._fitted(examples[at], ids, spans, text.notes)
         return out  # type: ignore[return-value]
 
     def _rendered(self, example: Example | BadRow) -> Rendered | EncodedExample | BadRow:
@@ -231,16 +234,6 @@ class Encoder:
         learned = np.concatenate([[0], np.asarray(example.labels) != IGNORED, [0]]).astype(np.int8)
         edges = np.flatnonzero(np.diff(learned)).tolist()
         return self._fitted(example, ids, list(zip(edges[::2], edges[1::2], strict=True)))
-
-    def _of_text(
-        self, example: Example | BadRow, tokens: TokenSpans | BadRow, notes: dict[str, int]
-    ) -> EncodedRow:
-        if isinstance(tokens, BadRow):
-            return tokens
-        ids, spans = tokens
-        if not isinstance(example, Conversation):
-            ids, spans = self._framed(example, ids, spans)
-        return self._fitted(example, ids, spans, notes)
 
     def _pair(self, chosen: EncodedRow, rejected: EncodedRow, desirable: bool | None) -> EncodedRow:
         """Return both sides of a pair as one row, their answers cut to the same length where they

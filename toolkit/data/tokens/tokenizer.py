@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Pre
 from transformers.utils import cached_file
 
 from toolkit import ranks
+from toolkit.config.paths import check_folder
 from toolkit.config.settings import DataConfig, ModelConfig
 from toolkit.data.examples.recognise import Text
 from toolkit.data.sources.row_values import BadRow, or_bad
@@ -52,9 +53,8 @@ def own_tokenizer(model: ModelConfig) -> ModelConfig:
     """Return `model` with its own tokenizer where none is named and it has one. Collective."""
     if model.tokenizer_name_or_path is not None:
         return model
+    check_folder(model.name_or_path)
     path = Path(model.name_or_path).expanduser()
-    if not path.is_dir() and (path.exists() or model.name_or_path.startswith((".", "/", "~"))):
-        raise ModelError(f"model.name_or_path {model.name_or_path} is not a folder")
     options = {"revision": model.revision, "_raise_exceptions_for_missing_entries": False}
     try:
         found = _has_files(path) or (

@@ -141,7 +141,7 @@ def leave_loop(step: int) -> None:
     Collective.
     """
     _settle()
-    watchdog.after_loop()
+    watchdog.doing("after the last step")
     _state.in_loop = False
     _state.stop_timer()  # the checkpoint is whole
     if _state.agreed:
@@ -208,8 +208,8 @@ def _device() -> torch.device:
 def _settle() -> None:
     """Learn what the last `stop_requested` asked of all ranks."""
     if _state.pending is not None:
-        arrived, flag = _state.pending
-        arrived()
+        wait, flag = _state.pending
+        wait()  # so named, the watchdog sees that this rank waits
         _state.pending = None
         if flag.item() and not _state.agreed:
             _state.agreed = True

@@ -1,22 +1,22 @@
-"""The process beside each rank that sees whether the rank lives and gets on.
+"""Watcher: a process beside each rank that reports its state, and ends it when the run is over.
 
-A program of the standard library alone, started by `watchdog`: it answers while its rank holds
-Python's lock, is stopped or is killed. Each reports to the judge, in rank 0's watcher, over a TCP
-connection of its own. The judge ends all ranks where one is gone, ends with an error, or none of
-them gets on; then it says why on one line, after it has asked every rank for its stacks.
+A program of the standard library alone, started by `watchdog`: it works while its rank holds
+Python's lock, is stopped or is killed. Its standard input is a file: the rank shares its state in
+the first bytes (`BEAT`), and its stacks are appended. It prints orders for the rank, JSON, a line
+each.
 
-Messages are JSON, one a line. A watcher sends `hello`, then `beat` every few seconds, `gone` or
-`end`, and `stacks` when asked. The judge sends `beat`, `report` and `leave`.
+The judge is a thread in the watcher of rank 0. Every watcher sends it the rank's state every few
+seconds and gets the order of the hour back, over a TCP connection that fails when the other host is
+lost. When a rank is gone or ends with an error, or when none makes progress, the judge says why on
+one line, and orders all to leave.
 """
 
 import contextlib
 import json
+import linecache
 import mmap
 import os
-import resource
-import secrets
-import select
-import selectors
+import re
 import signal
 import socket
 import struct
@@ -24,426 +24,233 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 
-BEAT = struct.Struct("<Qd112s")
-"""What a rank writes to shared memory: a counter, seconds that may pass without a change of it, and
-what it is doing."""
-IN_STEP = "step "
-"""How the name of what is done begins in steady steps."""
-HANG_CODE = 70
-"""Exit code of ranks that did not get on (EX_SOFTWARE of sysexits.h)."""
+State = dict[str, Any]
+
+# What a rank shares: a count of its progress, the seconds that may pass without, its exit code,
+# what it is doing, and why it ends.
+BEAT = struct.Struct("<Qdi112s400s")
+RUNS = -1  # instead of an exit code
+IN_STEP = "step "  # how the name of what is done begins in steady steps
 PREEMPTED_CODE = 75
-SECRET = "TOOLKIT_WATCHDOG_SECRET"
-"""Variable of a watcher's environment: what tells watchers of this run from others that connect."""
-DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) and signal.SIGRTMIN + 9
-"""Makes a rank write its stacks without taking Python's lock; 0 where there is none (macOS)."""
+HANG_CODE = 70  # EX_SOFTWARE of sysexits.h
+LOST = 15.0  # seconds for a checkpoint in flight that may want a rank which is gone
+SECRET = "TOOLKIT_WATCHDOG_SECRET"  # in the environment of a watcher
+# Makes a rank write its stacks (faulthandler), which does not take Python's lock.
+DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGURG)
 
-_TICK = 0.5
-_SILENT = 20.0  # seconds without a word until a host counts as lost
-_ANSWER = 5.0  # seconds that a rank has to tell its stacks, and then to leave
-_SUSPENDED = 10.0  # a tick that took so long: this machine slept, and others are not to blame
-_IO = 1 << 20  # bytes that count as work
-_BUSY = 0.05  # of a processor, that counts as work: idle workers wake up now and then
-_TICKS = os.sysconf("SC_CLK_TCK")  # of the processor's time, a second
-_LONGEST = 1 << 24  # bytes of a message
-_GRACE = {1: 5.0, PREEMPTED_CODE: 30.0}  # code -> seconds in which ranks may end by themselves
+_LET_FINISH = 300.0  # seconds for other checkpoints in flight
+_GRACE = {1: 5.0, PREEMPTED_CODE: 30.0}  # exit code -> seconds for ranks to end by themselves
+_TICK = 0.25
+_PACE = 2.0  # seconds between two states
+_SILENT = 15  # seconds without a packet until a host counts as lost
+_SLOW = 60.0  # seconds for the judge to answer
+_ANSWER = 5.0  # seconds for a rank to write its stacks, and to leave
 _HEAR_ALL = 1.5  # seconds after the first end in which a deeper cause may be heard
-
-
-class Lines:
-    """A socket that carries JSON, one value a line."""
-
-    def __init__(self, link: socket.socket) -> None:
-        self.link, self._rest, self._lock = link, b"", threading.Lock()
-
-    def fileno(self) -> int:
-        return self.link.fileno()
-
-    def send(self, **message: Any) -> bool:
-        """Send a message; whether the other side took it."""
-        try:
-            with self._lock:
-                self.link.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return False
-        return True
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have come, after waiting for bytes; None at the end."""
-        try:
-            content = self.link.recv(1 << 16)
-        except OSError:
-            return None
-        if not content or len(self._rest) > _LONGEST:
-            return None
-        *whole, self._rest = (self._rest + content).split(b"\n")
-        return [json.loads(line) for line in whole]
+_FLOW = 1 << 20  # bytes between two states that count as progress: threads that log move some
+_WAITS = re.compile(r"\bwait\(|\.item\(|\.tolist\(|\.cpu\(|synchronize\(")
 
 
 class Rank:
     """The rank that this process watches."""
 
-    def __init__(self, pid: int, beat: int, stacks: int) -> None:
-        self.pid, self._stacks = pid, stacks
-        self._map = mmap.mmap(beat, BEAT.size, access=mmap.ACCESS_READ)
-        self._seen: tuple[Any, ...] = ()
-        self._looked = time.monotonic()
-        self._kills = _memory_kills()
-        self.ends: int | None = None  # a descriptor that is readable when it has ended
-        with contextlib.suppress(OSError, AttributeError):  # then that is seen within a tick
-            self.ends = os.pidfd_open(pid)
+    def __init__(self, pid: int, number: int) -> None:
+        self._pid, self._number = pid, number
+        self._name = f"rank {number} (pid {pid} on {socket.gethostname()})"
+        self._shared = mmap.mmap(0, BEAT.size, access=mmap.ACCESS_READ)
+        self._progress, self._idle = (0, 0), 0.0
+        self.stacks: dict[str, str] | None = None
 
     def alive(self) -> bool:
-        readable = self.ends is not None and select.select([self.ends], [], [], 0)[0]
-        return not readable and os.getppid() == self.pid
+        return os.getppid() == self._pid
 
-    def beat(self) -> dict[str, Any]:
-        """Return whether it got on since the last call, its patience and what it does."""
-        count, patience, text = BEAT.unpack(self._map[:])
-        work, now = _work(self.pid), time.monotonic()
-        before, self._seen = self._seen or (count, work), (count, work)
-        ticks = _BUSY * _TICKS * (now - self._looked)
-        self._looked = now
-        moved = any(
-            new - old >= least
-            for new, old, least in zip(work, before[1], (max(1, ticks), _IO), strict=True)
-        )
-        doing = text.rstrip(b"\0").decode(errors="replace")
-        # Beside steady steps, children at work and bytes that flow are progress, too.
-        got_on = count != before[0] or (moved and not doing.startswith(IN_STEP))
-        return {"got_on": got_on, "patience": patience, "doing": doing}
+    def code(self) -> int:
+        """Return its exit code, `RUNS` before it has one."""
+        alive = self.alive()  # first: what a rank says last counts
+        said = BEAT.unpack(self._shared[:])[2]
+        return said if alive or said != RUNS else 1
 
-    def state(self) -> str:
-        """Return the process's state as ps(1) writes it; empty where that is not known."""
-        return "".join(_stat(self.pid)[:1])
+    def state(self, seconds: float) -> State:
+        """Return what the judge is to know, so many seconds after the last time."""
+        code = self.code()
+        count, patience, said, *texts = BEAT.unpack(self._shared[:])
+        doing, why = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+        before, self._progress = self._progress, (count, bytes_moved(self._pid))
+        # Beside steady steps bytes that flow are progress, too.
+        flows = self._progress[1] - before[1] >= _FLOW and not doing.startswith(IN_STEP)
+        self._idle = 0.0 if count != before[0] or flows else self._idle + seconds
+        return {
+            "number": self._number,
+            "name": self._name,
+            "code": code,
+            "why": why,
+            "gone": "killed (as when memory runs out), or crashed" if code != said else "",
+            "doing": doing,
+            "idle": self._idle,
+            "patience": patience,
+            "stacks": self.stacks,
+        }
 
-    def was_killed_for_memory(self) -> bool:
-        return _memory_kills() > self._kills
-
-    def dump(self) -> str:
-        """Return its stacks as the C level of Python writes them; empty where it does not."""
-        if not DUMP_SIGNAL or self.state() in ("T", "t", ""):
-            return ""
-        start = os.fstat(self._stacks).st_size
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, DUMP_SIGNAL)
+    def report(self) -> None:
+        """Let the rank write its stacks, and keep them with where its main thread is."""
+        self._order({"report": True})
+        self._signal(DUMP_SIGNAL)
         time.sleep(1.0)
-        return os.pread(self._stacks, 1 << 18, start).decode(errors="replace")
+        text = os.pread(0, 1 << 18, BEAT.size).decode(errors="replace")
+        text = re.sub("0x[0-9a-f]+", "0x", text)  # equal stacks of ranks are to be equal
+        self.stacks = {"at": place(text) or f"missing (no answer, {self._status()})", "text": text}
 
-    def kill(self) -> None:
-        if self.alive():
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.kill(self.pid, signal.SIGKILL)
+    def leave(self, order: State) -> None:
+        """Let the rank end by itself, with what it has in flight; kill one that cannot."""
+        self._order(order)
+        idle, count = 0.0, 0
+        while self.alive() and idle < _ANSWER:
+            time.sleep(_TICK)
+            before, count = count, BEAT.unpack(self._shared[:])[0]
+            idle = idle + _TICK if count == before else 0.0
+        self._signal(signal.SIGKILL)
 
+    def _status(self) -> str:
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{self._pid}/status").read_text()
+            return status.partition("State:")[2].splitlines()[0].strip()
+        return "state unknown"
 
-class Watcher:
-    """Watches one rank: reports to the judge, and does what that says."""
+    def _order(self, order: State) -> None:
+        with contextlib.suppress(OSError):  # it is gone
+            os.write(1, json.dumps(order).encode() + b"\n")
 
-    def __init__(self, rank: Rank, link: Lines, judge: Lines, pace: float) -> None:
-        self._rank, self._link, self._judge, self._pace = rank, link, judge, pace
-        self._heard = self._sent = time.monotonic()
-        self._asked: float | None = None  # when the judge asked for stacks
-        self._ended = self._left = False
-
-    def run(self) -> None:
-        """Watch until the rank has ended and the judge knows."""
-        ready = selectors.DefaultSelector()
-        for link in (self._link, self._judge):
-            ready.register(link, selectors.EVENT_READ)
-        if self._rank.ends is not None:
-            ready.register(self._rank.ends, selectors.EVENT_READ)
-        while not self._left:
-            begun = time.monotonic()
-            for key, _ in ready.select(_TICK):
-                if not isinstance(key.fileobj, Lines):
-                    continue
-                messages = key.fileobj.receive()
-                if messages is None:
-                    ready.unregister(key.fileobj)
-                for message in messages or []:
-                    self._take(message, from_rank=key.fileobj is self._link)
-                if messages is None and key.fileobj is self._judge:
-                    why = "the watcher of rank 0 is gone, or its host"
-                    self._leave(1, why, lost=True, say=True)
-            if self._left:
-                return
-            if not self._rank.alive():
-                self._hear_last()
-                if not self._ended:
-                    doing = self._rank.beat()["doing"]
-                    self._judge.send(gone=doing, memory=self._rank.was_killed_for_memory())
-                return
-            now = time.monotonic()
-            if now - begun > _SUSPENDED:
-                self._heard = now
-            if now - self._heard > _SILENT:
-                why = f"nothing heard of rank 0's host for {_SILENT:.0f} s"
-                self._leave(1, why, lost=True, say=True)
-            if now - self._sent >= self._pace and not self._ended:
-                self._judge.send(beat=self._rank.beat())
-                self._sent = now
-            if self._asked is not None and now - self._asked > _ANSWER:
-                self._asked = None
-                self._judge.send(stacks={"state": self._rank.state(), "text": self._rank.dump()})
-
-    def _hear_last(self) -> None:
-        """Take what the rank said after the last look, before it ended."""
-        self._link.link.setblocking(False)
-        while (messages := self._link.receive()) is not None:
-            for message in messages:
-                self._take(message, from_rank=True)
-
-    def _take(self, message: dict[str, Any], *, from_rank: bool) -> None:
-        if from_rank and "bye" in message:
-            self._judge.send(end=0)
-            self._left = True
-            return
-        if from_rank:
-            self._ended = self._ended or "end" in message
-            self._asked = None if "stacks" in message else self._asked
-            self._judge.send(**message)
-            return
-        self._heard = time.monotonic()
-        if "report" in message:
-            self._asked = self._heard
-            self._link.send(**message)
-        elif "leave" in message:
-            self._leave(**message)
-
-    def _leave(
-        self, leave: int, why: str, *, grace: float = 0.0, lost: bool = False, say: bool = False
-    ) -> None:
-        """Let the rank end, and end it where it does not; then end. `lost`: a rank is gone."""
-        if say and self._rank.alive() and os.environ.get("LOCAL_RANK", "0") == "0":
-            tell(why)
-        self._link.send(leave=leave, grace=grace, lost=lost)
-        until = time.monotonic() + grace + _ANSWER
-        while self._rank.alive() and time.monotonic() < until:
-            time.sleep(0.05)
-            # A rank that has a checkpoint in flight asks for more.
-            self._link.link.settimeout(0.05)
-            for message in self._link.receive() or []:
-                until = max(until, time.monotonic() + message.get("more", 0.0))
-        self._rank.kill()
-        self._left = True
-
-
-class Seen:
-    """What the judge knows of a rank."""
-
-    def __init__(self, link: Lines, number: int, host: str, pid: int) -> None:
-        self.link, self.number, self.name = link, number, f"rank {number} (pid {pid} on {host})"
-        self.heard = self.got_on = time.monotonic()
-        self.patience, self.doing = 0.0, ""
-        self.ended: int | None = None
-        self.stacks: dict[str, Any] | None = None
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            if self.alive():
+                os.kill(self._pid, number)
 
 
 class Judge:
     """Hears all watchers and decides when the run is over."""
 
-    def __init__(self, listener: socket.socket, settings: dict[str, Any], rank: Rank) -> None:
-        self._rank = rank  # 0: without it no other watcher comes
-        self._listener, self._secret = listener, settings["secret"]
-        self._world, self._patience = settings["world"], settings["patience"]
-        self._folder = Path(settings["folder"])
-        self._seen: dict[int, Seen] = {}
-        self._connected: dict[int, Seen] = {}  # by the link's descriptor
-        self._ready = selectors.DefaultSelector()
-        self._causes = list[tuple[int, Seen, int, str]]()  # depth (0: deepest), rank, code, words
-        self._decide_at: float | None = None
-        self._over = False
+    def __init__(self, listener: socket.socket, secret: str, folder: Path) -> None:
+        self._listener, self._secret, self._folder = listener, secret.encode(), folder
+        self._states = dict[int, State]()  # of each rank the last
+        self._failed = dict[int, State]()  # in the order in which they were heard
+        self._order = State()
 
-    def run(self) -> None:
-        """Judge until every watcher has left."""
-        self._ready.register(self._listener, selectors.EVENT_READ)
-        sent = time.monotonic()
-        while not self._all_left():
-            begun = time.monotonic()
-            for key, _ in self._ready.select(_TICK):
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._read(key.fd)
-            now = time.monotonic()
-            for seen in self._seen.values() if now - begun > _SUSPENDED else ():
-                seen.heard = seen.got_on = now
-            if now - sent >= _SILENT / 6:
-                sent = now
-                for seen in self._connected.values():
-                    seen.link.send(beat=True)
-            if not self._over:
-                self._look(now)
-        if self._causes and not self._over:
-            self._decide()
+    def accept(self) -> None:
+        """Hear whoever connects, each in a thread that lives until that one leaves."""
+        while True:
+            link, _ = self._listener.accept()
+            threading.Thread(target=self.hear, args=(link,), daemon=False).start()
 
-    def _all_left(self) -> bool:
-        whole = len(self._seen) == self._world or not self._rank.alive()
-        return whole and not self._connected
-
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(_ANSWER)
-        link, hello = Lines(connection), list[dict[str, Any]]()
-        with contextlib.suppress(ValueError, AttributeError):  # a stranger's bytes
-            while (more := link.receive()) is not None and not (hello := more):
-                pass
-        said = str(hello[0].get("secret")) if hello and isinstance(hello[0], dict) else ""
-        if not secrets.compare_digest(said.encode(), self._secret.encode()):
-            connection.close()
-            return
-        number = int(hello[0]["hello"])
-        seen = Seen(link, number, hello[0]["host"], hello[0]["pid"])
-        self._seen[number] = self._connected[link.fileno()] = seen
-        for message in hello[1:]:
-            self._hear(seen, message)
-        self._ready.register(link, selectors.EVENT_READ)
-
-    def _read(self, descriptor: int) -> None:
-        seen = self._connected[descriptor]
-        messages = seen.link.receive()
-        seen.heard = time.monotonic()
-        for message in messages or []:
-            self._hear(seen, message)
-        if messages is None:
-            self._ready.unregister(seen.link)
-            del self._connected[descriptor]
-            if seen.ended is None:
-                self._gone(seen, "lost with its watcher")
-
-    def _hear(self, seen: Seen, message: dict[str, Any]) -> None:
-        if "beat" in message:
-            seen.patience, seen.doing = message["beat"]["patience"], message["beat"]["doing"]
-            seen.got_on = seen.heard if message["beat"]["got_on"] else seen.got_on
-        elif "stacks" in message:
-            seen.stacks = message["stacks"]
-        elif "gone" in message:
-            seen.doing = message["gone"]
-            out_of_memory = "killed by the system, which ran out of memory"
-            self._gone(seen, out_of_memory if message["memory"] else "killed, or crashed")
-        elif "end" in message:
-            seen.ended = int(message["end"])
-            if seen.ended:
-                self._end(seen, message["why"])
-            for other in self._seen.values():  # less patience from here on
-                other.got_on = time.monotonic()
-
-    def _gone(self, seen: Seen, how: str) -> None:
-        seen.ended = 1
-        at = f"; it was at: {seen.doing}" * bool(seen.doing)
-        self._causes.append((0, seen, 1, f"{seen.name} is gone: {how}{at}"))
-        self._decide_soon()
-
-    def _end(self, seen: Seen, why: str) -> None:
-        # What a rank has said itself is not said again; a signal may be the launcher's, which sends
-        # it to all when one is gone.
-        code = PREEMPTED_CODE if seen.ended == PREEMPTED_CODE else 1
-        said = f"{seen.name} ended: {why}" if why else ""
-        self._causes.append((3 if code == PREEMPTED_CODE else 1 if why else 2, seen, code, said))
-        self._decide_soon()
-
-    def _decide_soon(self) -> None:
-        if self._decide_at is None:
-            self._decide_at = time.monotonic() + _HEAR_ALL
-
-    def _decide(self) -> None:
-        """End the run for the first of the deepest causes that were heard."""
-        depth, _, code, why = min(self._causes, key=lambda cause: cause[0])
-        self._end_all(code, why, _GRACE[code], lost=depth == 0)
-
-    def _look(self, now: float) -> None:
-        """End the run where a rank is silent, or none gets on."""
-        running = [seen for seen in self._seen.values() if seen.ended is None]
-        if self._decide_at is not None:
-            if now >= self._decide_at or not running:
-                self._decide()
-            return
-        if not running or len(self._seen) < self._world:
-            return
-        for seen in running:
-            if now - seen.heard > _SILENT:
-                self._gone(seen, f"nothing heard of its host for {_SILENT:.0f} s")
+    def hear(self, link: socket.socket) -> None:
+        """Hear a watcher that knows the secret, and answer with what is to be done."""
+        state = State(code=0)
+        with contextlib.suppress(OSError, ValueError), link, link.makefile("rb") as lines:
+            fail_when_lost(link)
+            link.settimeout(_ANSWER)
+            if not compare_digest(lines.readline(100).strip(), self._secret):
                 return
-        waited = now - max(seen.got_on for seen in running)
-        patience = max(seen.patience for seen in running)
-        if len(running) < self._world:  # the others are through
-            patience = min(patience, self._patience)
-        if 0 < patience < waited:
-            self._report(running, waited)
+            link.settimeout(None)
+            state = State(code=RUNS, number=-1, name="a rank", doing="start", why="")
+            for line in lines:
+                state = self._states[state["number"]] = json.loads(line)
+                if state["code"] > 0:
+                    self._failed.setdefault(state["number"], state)
+                send(link, self._order)
+        if state["code"] == RUNS:
+            state |= {"code": 1, "gone": "its host is lost, or its watcher was killed"}
+            self._failed.setdefault(state["number"], state)
 
-    def _report(self, running: list[Seen], waited: float) -> None:
-        """Ask for stacks, write them down and end the run."""
-        for seen in running:
-            seen.link.send(report=True)
-        until = time.monotonic() + 2 * _ANSWER
-        while time.monotonic() < until and any(seen.stacks is None for seen in running):
-            for key, _ in self._ready.select(_TICK):
-                if key.fd in self._connected:
-                    self._read(key.fd)
-            if self._causes:  # one of them ended meanwhile, and was the cause
+    def judge(self) -> None:
+        """Wait until the run is over, and end it."""
+        while True:
+            time.sleep(_TICK)
+            running = [state for state in [*self._states.values()] if state["code"] == RUNS]
+            if self._failed:
+                time.sleep(_HEAR_ALL)
+                self._end_for([*self._failed.values()])
                 return
-        head = [f"no rank got on for {waited:.0f} s, at: {running[0].doing}", *summary(running)]
+            if running and all(state["idle"] > state["patience"] for state in running):
+                self._end_hang(sorted(state["number"] for state in running))
+                return
+
+    def _end_for(self, failed: list[State]) -> None:
+        """End the run for the first of the deepest causes. One rank's end makes others fail: one
+        that is gone could not say so, and a signal may be the launcher's, which sends it to all.
+        """
+        stopped = [state for state in failed if state["code"] == PREEMPTED_CODE]
+        first = min(failed, key=lambda s: (s in stopped, not s["gone"], not s["why"]))
+        code = PREEMPTED_CODE if first in stopped else 1
+        if first["gone"]:
+            tell(f"{first['name']} is gone: {first['gone']}; it was at: {first['doing']}")
+        elif first["why"]:  # else it has said so itself
+            tell(f"{first['name']} ended: {first['why']}")
+        finish = LOST if first["gone"] else _LET_FINISH
+        self._order = {"leave": code, "grace": _GRACE[code], "finish": finish}
+
+    def _end_hang(self, running: list[int]) -> None:
+        """Write down the stacks of the ranks, say who waits for whom, and end the run."""
+        self._order = {"report": True}
+        for _ in range(int(2 * _ANSWER / _TICK)):
+            time.sleep(_TICK)
+            states = [self._states[number] for number in running]
+            if all(state["stacks"] for state in states):
+                break
+        waited = min(state["idle"] for state in states)
+        said = [f"no rank made progress for {waited:.0f} s, at: {states[0]['doing']}"]
+        places = same(states, "at", "number")
+        for at in sorted(places):  # "missing" comes before "waiting"
+            more = " ..." if len(places[at]) > 16 else ""
+            said += [f"{at}: rank {', '.join(places[at][:16])}{more}"]
         file = self._folder / f"hang-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.txt"
-        with contextlib.suppress(OSError):  # then the line below is all there is
+        try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("\n".join([*head, "", *stacks_of(running)]) + "\n", "utf-8")
-        self._end_all(HANG_CODE, "; ".join(head) + f"; stacks of all ranks: {file}", 0.0)
-
-    def _end_all(self, code: int, why: str, grace: float, *, lost: bool = False) -> None:
-        self._over = True
-        if why:
-            tell(why)
-        for seen in self._connected.values():
-            seen.link.send(leave=code, why=why, grace=grace, lost=lost)
-
-
-def summary(ranks: list[Seen]) -> list[str]:
-    """Return who waits where, who is missing, and with which samples."""
-    waiting, missing = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
-    for seen in ranks:
-        told = seen.stacks or {}
-        if where := told.get("waits"):
-            waiting[where].append(seen.number)
-        elif told.get("where"):
-            missing[told["where"]].append(seen.number)
-        else:
-            stopped = told.get("state") in ("T", "t")
-            missing["stopped" if stopped else "does not answer"].append(seen.number)
-    lines = [f"waiting in {where}: rank {_spans(found)}" for where, found in waiting.items()]
-    lines += [f"missing: rank {_spans(found)} ({where})" for where, found in missing.items()]
-    absent = {number for found in missing.values() for number in found}
-    for seen in ranks:
-        samples = (seen.stacks or {}).get("samples") or []
-        if samples and (seen.number in absent or not absent):
-            lines.append(f"samples of rank {seen.number}: {', '.join(samples[:8])}")
-    return lines[:12]
+            stacks = same(states, "text", "name").items()
+            sections = [f"==== {', '.join(names)}\n{text}" for text, names in stacks]
+            file.write_text("\n".join([*said, "", *sections]), "utf-8")
+            said += [f"stacks of all ranks: {file}"]
+        except OSError as error:
+            said += [f"the stacks of all ranks cannot be written: {error}"]
+        tell("; ".join(said))
+        self._order = {"leave": HANG_CODE, "grace": 0.0, "finish": _LET_FINISH}
 
 
-def stacks_of(ranks: list[Seen]) -> Iterator[str]:
-    """Yield the stacks of all ranks, those that are the same once."""
-    same = defaultdict[str, list[Seen]](list)
-    for seen in ranks:
-        told = seen.stacks or {}
-        text = told.get("text") or f"no stacks; state of the process: {told.get('state', '?')}"
-        same[text].append(seen)
-    for text, found in same.items():
-        yield f"==== {', '.join(seen.name for seen in found)}; at: {found[0].doing}"
-        yield text
-        yield ""
+def same(states: list[State], what: str, who: str) -> dict[str, list[str]]:
+    """Return what the stacks of ranks say of `what`, each with the ranks that say it."""
+    found = defaultdict[str, list[str]](list)
+    for state in states:
+        stacks = state["stacks"] or {"at": "missing (no answer)", "text": "no stacks"}
+        found[stacks[what]].append(str(state[who]))
+    return found
 
 
-def _spans(numbers: Iterable[int]) -> str:
-    """Return `0-2, 5` for 0, 1, 2, 5."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+def place(stacks: str) -> str:
+    """Return where the main thread is, in words; empty when there are no stacks. As faulthandler
+    writes them, that thread is the last, and its innermost frame the first.
+    """
+    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', stacks.rpartition("hread 0x")[2])
+    if not frames:
+        return ""
+    file, line, name = frames[0]
+    own = next((frame for frame in frames if "/lib/python" not in frame[0]), frames[0])
+    where = f"({Path(own[0]).name}:{own[1]} in {own[2]})"
+    source = linecache.getline(file, int(line)).strip()
+    if "torch/distributed" in file:
+        return f"waiting in {name} {where}"
+    return f"waiting in {source} {where}" if _WAITS.search(source) else f"missing {where}"
+
+
+def bytes_moved(pid: int) -> int:
+    """Return the bytes that a process and its children have read and written, where Linux tells."""
+    moved = 0
+    with contextlib.suppress(OSError):  # one of them has just ended
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for process in (pid, *children):
+            counts = Path(f"/proc/{process}/io").read_text().splitlines()[:2]
+            moved += sum(int(count.split()[1]) for count in counts)
+    return moved
 
 
 def tell(line: str) -> None:
@@ -451,79 +258,60 @@ def tell(line: str) -> None:
     os.write(2, f"watchdog: {line}\n".encode())
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty where there are none."""
+def send(link: socket.socket, message: State) -> None:
+    link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def fail_when_lost(link: socket.socket) -> None:
+    """Let a connection fail when nothing is heard of the other host's kernel for some seconds."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT // 5)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT // 5)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT)
+
+
+def watch(rank: Rank, link: socket.socket) -> None:
+    """Report to the judge and do what it answers, until the rank has ended or has to leave."""
+    seconds, code = 0.0, RUNS
+    with link, link.makefile() as answers:
+        while code != 0:
+            state = rank.state(seconds)
+            send(link, state)
+            order, code = json.loads(answers.readline()), state["code"]
+            if "leave" in order:
+                rank.leave(order)
+                return
+            seconds = 0.0
+            if "report" in order and rank.stacks is None:
+                rank.report()
+                continue
+            while seconds < _PACE and rank.code() == code:
+                time.sleep(_TICK)  # counted so, time stops while the machine sleeps
+                seconds += _TICK
+
+
+def main(pid: int, number: int, folder: str, to_judge: int, listener: int | None = None) -> None:
+    """Watch a rank, given descriptors of its connection to the judge and, in rank 0's, of the
+    socket at which the judge listens.
+    """
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)  # they are the rank's affair
+    if listener is not None:
+        judge = Judge(socket.socket(fileno=listener), os.environ[SECRET], Path(folder))
+        for role in (judge.accept, judge.judge):
+            threading.Thread(target=role, daemon=True).start()
+    rank, link = Rank(pid, number), socket.socket(fileno=to_judge)
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _work(pid: int) -> tuple[int, int]:
-    """Return processor ticks of a process's children, and the bytes that it read and wrote."""
-    ticks, moved = 0, 0
-    if fields := _stat(pid):
-        ticks = int(fields[13]) + int(fields[14])  # of those that have ended
-    with contextlib.suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for child in children:
-            if int(child) != os.getpid() and (fields := _stat(int(child))):
-                ticks += sum(map(int, fields[11:15]))
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-        moved = sum(int(line.split()[1]) for line in lines[:2])
-    return ticks, moved
-
-
-def _memory_kills() -> int:
-    """Return how many processes of this control group were killed for want of memory."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        group = Path("/proc/self/cgroup").read_text().split("::", 1)[1].strip()
-        text = Path(f"/sys/fs/cgroup{group}/memory.events").read_text()
-        return int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
-    return 0
-
-
-def main(settings: dict[str, Any]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # they are the rank's affair
-    link = Lines(socket.socket(fileno=settings["link"]))
-    rank = Rank(settings["pid"], settings["beat"], settings["stacks"])
-    judging = None
-    if settings["address"] is None:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        listener = _listen(settings["one_host"])
-        port = listener.getsockname()[1]
-        link.send(port=port)
-        judging = threading.Thread(target=Judge(listener, settings, rank).run)
-        judging.start()
-    host, port = settings["address"] or ("127.0.0.1", port)
-    try:
-        connection = socket.create_connection((host, port), 60.0)
-    except OSError as error:
-        link.send(refused=str(error))
-        return
-    connection.settimeout(None)
-    mine = Lines(connection)
-    hello = {name: settings[name] for name in ("secret", "pid", "host")}
-    mine.send(hello=settings["rank"], **hello)
-    link.send(ready=True)
-    Watcher(rank, link, mine, settings["pace"]).run()
-    connection.close()
-    if judging is not None:
-        judging.join()
-
-
-def _listen(one_host: bool) -> socket.socket:
-    """Return a socket that listens: on this host alone, or to all."""
-    if one_host:
-        return socket.create_server(("127.0.0.1", 0), backlog=1024)
-    if socket.has_dualstack_ipv6():
-        v6 = socket.AF_INET6
-        return socket.create_server(("", 0), family=v6, backlog=4096, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=4096)
+        fail_when_lost(link)
+        link.settimeout(_SLOW)
+        watch(rank, link)
+    except (OSError, ValueError):  # no answer, or half of one
+        if rank.alive() and rank.code() != 0:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                tell("the watcher of rank 0 is gone, or its host")
+            rank.leave({"leave": 1, "grace": 0.0, "finish": LOST})
 
 
 if __name__ == "__main__":
-    main({**json.loads(sys.argv[1]), "secret": os.environ[SECRET]})
+    main(*json.loads(sys.argv[1]))
