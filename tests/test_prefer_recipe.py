@@ -1,4 +1,4 @@
-"""Preference tuning as a user does it: runs of the recipe, resumed on other ranks, refused, exported."""
+"""Preference tuning as a user does it: runs, resumed on other ranks, refused, exported."""
 
 import json
 import shutil
