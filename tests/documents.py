@@ -163,7 +163,7 @@ def _program(word: str) -> str:
 
 
 def _toolkit(words: list[str]) -> None:
-    if words[1] in ("train", "finetune"):
+    if words[1] in ("train", "finetune", "prefer"):
         recipe = {"train": "pretrain"}.get(words[1], words[1])
         with (
             mock.patch("toolkit.recipes._launch", side_effect=lambda argv, *_: _launch(argv)),
