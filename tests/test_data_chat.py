@@ -20,12 +20,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
+from toolkit.data.chat.alike import found_alike
 from toolkit.data.chat.masks import Rendered
-from toolkit.data.chat.printed import EARLIER_REASONING, NOT_PRINTED
+from toolkit.data.chat.printed import EARLIER_REASONING, NOT_PRINTED, check_printed
 from toolkit.data.chat.template import Chat, learned_turns
 from toolkit.data.chat.traits import find_traits
 from toolkit.data.examples.recognise import Conversation
-from toolkit.data.sources.row_values import BadRow
+from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import DataError, ModelError
 
@@ -179,6 +180,58 @@ def test_a_turn_costs_a_few_renderings(name, vocabulary):
         found = masks.Search(render, messages, specials, known).found(turns)
         assert [found.text[b:e] for b, e in found.spans] == expected(name, messages), kind
         assert len(tries) <= 10 * len(turns), kind
+
+
+def long_talk(name: str, pairs: int) -> list[dict]:
+    """A long conversation, of short and long contents with space around them."""
+    rng, says = random.Random(name), ["Yes.", "a", "An answer of some length.", "two\n\nlines"]
+    says += [] if name in ("llama3", "gemma", "qwen3") else [" spaced "]
+    turns = [turn for i in range(pairs) for turn in (user(f"{i}?"), assistant(rng.choice(says)))]
+    return [{"role": "system", "content": "Be brief."}, *turns] if TEMPLATES[name].system else turns
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_long_conversation_costs_a_few_renderings_in_all(name, vocabulary):
+    template, tries = TEMPLATES[name], []
+    tokenizer, messages = tokenizer_of(vocabulary, template), long_talk(name, 40)
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    specials = tuple(tokenizer.all_special_tokens)
+    render = plain_render(template, tokenizer, tries)
+    known = find_traits(render, specials, template.bos, template.eos)
+    one_by_one = masks.Search(render, messages, specials, known).found(turns)
+    tries.clear()
+    search = masks.Search(render, messages, specials, known)
+    check_printed(search, turns, has_tools=False)
+    found = found_alike(search, turns)
+    assert found == one_by_one
+    assert said(found) == expected(name, messages)
+    assert len(tries) < 120
+    assert found_alike(search, turns[:10]) is None  # of few each is looked at
+
+
+@pytest.mark.parametrize("name", ["chatml", "zephyr"])
+def test_a_turn_that_is_printed_otherwise_is_found_by_itself(name, vocabulary):
+    """Only turn 35 has another header and stop token, which no turn that is tried tells."""
+    template, messages = TEMPLATES[name], long_talk("zephyr", 40)[1:]
+    for change in (".replace('assistant', 'assistant odd')", " + ' (odd)'"):
+        mark = "message['role']" if change.startswith(".") else "message['content']"
+        odd = template.stock.replace(mark, f"({mark}{change} if loop.index == 36 else {mark})")
+        assert odd != template.stock
+        tokenizer = tokenizer_of(vocabulary, template, odd)
+        chat = Chat(tokenizer)
+        result = chat.render(Conversation(messages))
+        known = chat.templates["default"]._known({})
+        render = lambda m, prompt=False, odd=odd, tokenizer=tokenizer: render_jinja_template(  # noqa: E731
+            [m], chat_template=odd, add_generation_prompt=prompt, **tokenizer.special_tokens_map
+        )[0][0]
+        search = masks.Search(render, messages, tuple(tokenizer.all_special_tokens), known)
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        assert found_alike(search, turns) is None
+        one_by_one = or_bad(search.found, turns)
+        if isinstance(one_by_one, BadRow):
+            assert str(result).startswith(str(one_by_one))
+        else:
+            assert said(result) == said(one_by_one)
 
 
 def awkward(name: str, rng: random.Random) -> list[dict]:

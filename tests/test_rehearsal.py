@@ -20,7 +20,7 @@ from toolkit.config import DataConfig, MetricsConfig, PretrainConfig, ShardingCo
 from toolkit.config.settings import FinetuneConfig, ModelConfig, OptimConfig, TrainConfig
 from toolkit.rehearsal import Result, launches, rehearse
 from toolkit.rehearsal.preflight import real_world
-from toolkit.rehearsal.settings import not_rehearsed, on_other_ranks, rehearsal_config
+from toolkit.rehearsal.settings import not_rehearsed, notes_on, on_other_ranks, rehearsal_config
 from toolkit.rehearsal.shrunk import Shrunk, shrink
 from toolkit.rehearsal.stages import STAGES
 from toolkit.training import check_optimizer
@@ -291,6 +291,17 @@ def test_a_step_of_one_micro_batch_on_one_rank(folder, batch) -> None:
     said = {2: "steps 9 to 12 on 2 rank(s)", 1: "a step of one sample cannot be divided over two"}
     assert stage.ok is (True if batch == 2 else None)
     assert said[batch] in stage.said
+
+
+def test_what_may_not_be_meant_is_noted() -> None:
+    cfg = PretrainConfig(model=ModelConfig("model"), train=TrainConfig(max_steps=10, eval_steps=20))
+    notes = notes_on(replace(cfg, optim=OptimConfig(warmup_steps=10)))
+    assert [note.split()[0] for note in notes] == [
+        *("checkpoint.save_steps", "train.eval_steps", "optim.warmup_steps")
+    ]
+    assert "notes:\n    checkpoint.save_steps 500" in Result(notes=notes).text()
+    few = replace(cfg.checkpoint, save_steps=5)
+    assert not notes_on(replace(cfg, checkpoint=few, train=replace(cfg.train, eval_steps=5)))
 
 
 def test_a_schedule_is_cut_to_the_steps_of_a_rehearsal() -> None:

@@ -35,7 +35,13 @@ from toolkit.models import build_on_meta, check_quantisation, plain_name, vocabu
 from toolkit.planning.fake_ranks import fake_world, sharded
 from toolkit.rehearsal.life import Life
 from toolkit.rehearsal.rows import Head, length_for, read_heads, refuse_long
-from toolkit.rehearsal.settings import affordable_length, not_rehearsed, on_cpu, rehearsal_config
+from toolkit.rehearsal.settings import (
+    affordable_length,
+    not_rehearsed,
+    notes_on,
+    on_cpu,
+    rehearsal_config,
+)
 from toolkit.rehearsal.shrunk import shrink
 from toolkit.rehearsal.stages import STAGES, NotAskedError, Recorder
 from toolkit.sharding.unit_table import unit_rows
@@ -140,7 +146,7 @@ class Rehearsal:
         else:
             arguments = ["--config", str(self.file), *self.flags]
             self.cfg = config.parse(recipes.SETTINGS[name], arguments)
-        self.recorder.result.recipe = name
+        self.recorder.result.recipe, self.recorder.result.notes = name, notes_on(self.cfg)
         return f"of the recipe {recipes.script_of(name)}"
 
     def check_packages(self) -> str:

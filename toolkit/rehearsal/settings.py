@@ -198,3 +198,19 @@ def _matching(cfg: Any, model: nn.Module) -> Any:
         new = kept if isinstance(value, list) else {pattern: value[pattern] for pattern in kept}
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: new})})
     return cfg
+
+
+def notes_on(cfg: RunConfig) -> list[str]:
+    """Return what a run of `cfg` will do that may not be meant."""
+    steps, notes = cfg.train.max_steps, list[str]()
+    every, evals, warmup = cfg.checkpoint.save_steps, cfg.train.eval_steps, cfg.optim.warmup_steps
+    if steps < 1:
+        return notes
+    if every >= steps:
+        what = f"checkpoint.save_steps {every} of train.max_steps {steps}: the one checkpoint is"
+        notes.append(f"{what} made at the end, and a run that is killed begins anew")
+    if evals is not None and evals > steps:
+        notes.append(f"train.eval_steps {evals} of train.max_steps {steps}: only at the end")
+    if warmup >= 1 and warmup >= steps:
+        notes.append(f"optim.warmup_steps {warmup} of train.max_steps {steps}: below its peak")
+    return notes

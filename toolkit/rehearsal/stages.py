@@ -83,6 +83,8 @@ class Result:
 
     recipe: str = ""
     stages: list[Stage] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the run will do that may not be meant."""
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Setting that differs -> its value in the run and in the rehearsal."""
     not_rehearsed: list[str] = field(default_factory=list)
@@ -110,8 +112,8 @@ class Result:
         for stage in (s for s in self.stages if s.ok is False):
             lines += ["", f"{stage.stage} failed: {stage.said}", f"  what to do: {stage.advice}"]
             lines += [f"  log: {stage.log}"] if stage.log else []
-        if self.not_rehearsed:
-            lines += ["", "not rehearsed:", *(f"    {line}" for line in self.not_rehearsed)]
+        for title, entries in (("notes", self.notes), ("not rehearsed", self.not_rehearsed)):
+            lines += ["", f"{title}:", *(f"    {entry}" for entry in entries)] if entries else []
         if self.changed:
             pairs = asdict(self)["changed"].items()
             rows = [["setting", "run", "rehearsal"], *([n, *map(_shown, p)] for n, p in pairs)]

@@ -4,12 +4,16 @@ A key that PEFT does not know is left out without a word, and the base answers i
 name: so every key is compared, and everything is loaded through PEFT.
 """
 
+import contextlib
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.adapters.base import base_digest
@@ -27,6 +31,7 @@ from toolkit.errors import ExportError, ModelError, ToolkitError
 from toolkit.formats import export_manifest, local_folder, whole
 from toolkit.loading import LoadGroup
 from toolkit.models import model_on_meta
+from toolkit.models.peft_model import ADAPTER, layer_parameters
 from toolkit.verify.export import ExportCheck
 from toolkit.verify.logits import load_adapted, load_base, logits_of, noise
 from toolkit.verify.proof import Proof
@@ -177,6 +182,10 @@ class AdapterCheck(ExportCheck):
             plain = logits_of(loaded)
         effect = float((actual - plain).abs().max())
         self.findings.note(f"logits with and without the adapter: largest difference {effect:.3g}")
+        if effect == 0.0:
+            with _amplified(loaded) as has_moved:
+                if has_moved and torch.equal(logits_of(loaded), plain):
+                    self.add("", None, "has no effect: the logits are those of the base")
         if self.source is not None:
             # The checkpoint's tensors, put in without PEFT's loading.
             dtype = getattr(torch, str(self.asked_dtype()), None)
@@ -196,3 +205,22 @@ def _is_described(adapter: Any) -> bool:
     parts = (adapter.get("base_config"), adapter.get("settings"))
     described = all(isinstance(part, dict | None) for part in parts)
     return described and isinstance(base.get("digest"), str | None)
+
+
+@contextlib.contextmanager
+def _amplified(model: nn.Module) -> Iterator[bool]:
+    """Let each adapter add what it learned as if its largest value were 1: a difference after
+    little training then survives rounding, unless the adapter takes no part in the forward. Gives
+    whether any of them is no longer what adds nothing to the base.
+    """
+    has_moved = False
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            own = layer_parameters(module)  # of each pair of factors the one that begins at zero
+            for name in own.keys() & {"lora_B", "lora_embedding_A"}:
+                if most := float(own[name].detach().abs().max()):
+                    scaling: Any = module.scaling
+                    raised = {ADAPTER: scaling[ADAPTER] / most}
+                    stack.enter_context(mock.patch.dict(scaling, raised))
+                    has_moved = True
+        yield has_moved

@@ -113,9 +113,9 @@ class Search:
     def named(self, i: int) -> str:
         return f"turn {i} ({self.messages[i].get('role')})"
 
-    def changed(self, i: int, message: Message) -> str | None:
-        """Return the rendering with turn `i` replaced; None where the template raises."""
-        return self.tried([*self.messages[:i], message, *self.messages[i + 1 :]])
+    def changed(self, changes: dict[int, Message]) -> str | None:
+        """Return the rendering with some turns replaced; None where the template raises."""
+        return self.tried([changes.get(i, message) for i, message in enumerate(self.messages)])
 
     def tried(self, messages: list[Message], **options: Any) -> str | None:
         """Return the rendering, None where the template raises: it may judge what it is given."""
@@ -199,7 +199,7 @@ class Search:
 
     def _between(self, i: int, changes: list[tuple[Message, str]]) -> Span:
         """Return how far all renderings agree, and where what follows the words begins."""
-        tried = (self.changed(i, message) for message, _ in changes)
+        tried = (self.changed({i: message}) for message, _ in changes)
         texts = [text for text in tried if text is not None]
         if len(texts) < len(changes):
             raise NotFound(f"the chat template refuses {self.named(i)} changed")
@@ -231,7 +231,7 @@ class Search:
         if i == len(self.messages) - 1:
             return True
         following = (with_content(self.messages[i + 1], word) for word in self.words)
-        texts = [self.changed(i + 1, message) for message in following]
+        texts = [self.changed({i + 1: message}) for message in following]
         return end <= common_start(self.text, *(text for text in texts if text is not None))
 
     def _check_content(self, i: int, content: str, end: int) -> None:
@@ -241,7 +241,7 @@ class Search:
             return
         # Letters may be escaped: then a word as long is asked for.
         word = (self.words_like(content) or [""])[0]
-        text = self.changed(i, with_content(self.messages[i], word)) if word else None
+        text = self.changed({i: with_content(self.messages[i], word)}) if word else None
         if content.strip() and (text is None or word not in text):
             raise NotFound(f"the chat template prints something else for {self.named(i)}")
 
@@ -262,9 +262,13 @@ class Search:
                     f"{middle[:60]!r} amid a conversation"
                 )
         closing = max(closings, key=len, default="")
-        self.notes[NO_STOP] += not closing.endswith(tuple(filter(None, self.specials)))
+        self.notes[NO_STOP] += not self.ends_turn(closing)
         stop = end + len(closing)
         return stop if call is None or self.known.closings else self._call_end(i, end, stop)
+
+    def ends_turn(self, closing: str) -> bool:
+        """Whether a text ends with a special token."""
+        return closing.endswith(tuple(filter(None, self.specials)))
 
     def _tails(self, i: int, rest: str, call: tuple[Message, str] | None) -> tuple[str, str]:
         """Return what follows the content of turn `i` at the end of a conversation, and amid it."""
@@ -309,7 +313,7 @@ class Search:
             raise NotFound(f"the prompt for {self.named(i)} ends in another turn")
         constant = self.text[len(asked) : low]
         if constant.strip() and (silent := without_reasoning(self.messages[i])):
-            text = self.changed(i, silent)
+            text = self.changed({i: silent})
             if text is not None and text.startswith(asked):  # a reasoning is no header
                 constant = constant[: common_start(self.text, text) - len(asked)]
         bare = asked if not constant.strip() else self.tried(self.messages[:i])

@@ -17,6 +17,7 @@ from toolkit.data.sources.row_values import BadRow
 EARLIER_REASONING = "earlier answers whose reasoning the chat template does not print"
 NOT_PRINTED = "conversations with a key {!r} of turns that the chat template does not print"
 Changed = Callable[[str], Message]  # the turn with a word in the place of one of its parts
+_MANY = 8  # short contents from which on they are looked at together
 _KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
 _END_OF_THOUGHT = re.compile(r"</[^<>\s]+>|\[/[A-Z_]+\]|◁/\w+▷")
 _TAG = re.compile(r"^\s*(<[^<>\s/]+>|\[[A-Z_]+\]|◁\w+▷)")
@@ -28,9 +29,10 @@ def check_printed(search: Search, learned: Sequence[int], *, has_tools: bool) ->
 
     Costs a rendering for each tool call, each short part, the tools, and unusual keys of turns.
     """
+    done = _short_contents(search)
     for i, message in enumerate(search.messages):
         content = (message.get("content") or "").strip()
-        if not _printed(search, i, content, partial(with_content, message)):
+        if i not in done and not _printed(search, i, content, partial(with_content, message)):
             beside = " beside its tool calls" if message.get("tool_calls") else ""
             raise _not_printed(f"content of {search.named(i)}{beside}", "content")
     for i, message in enumerate(search.messages):
@@ -50,8 +52,18 @@ def _printed(search: Search, i: int, said: str, changed_to: Changed) -> bool:
     if not said or (len(said) >= SURELY and said in search.text):
         return True
     word = [*search.words_like(said), search.words[0]][0]  # as long, since the template may cut
-    text = search.changed(i, changed_to(word))
+    text = search.changed({i: changed_to(word)})
     return said in search.text if text is None else word in text
+
+
+def _short_contents(search: Search) -> set[int]:
+    """Return turns whose contents are short, and printed: of many at once, in one rendering."""
+    contents = {i: (m.get("content") or "").strip() for i, m in enumerate(search.messages)}
+    words = {i: f"{search.words[0]}q{i}q" for i, c in contents.items() if 0 < len(c) < SURELY}
+    if len(words) < _MANY:
+        return set()
+    text = search.changed({i: with_content(search.messages[i], w) for i, w in words.items()})
+    return {i for i, word in words.items() if text is not None and word in text}
 
 
 def _check_call(search: Search, i: int, at: int) -> None:
@@ -59,7 +71,7 @@ def _check_call(search: Search, i: int, at: int) -> None:
     text, mark = search.text, (name := function["name"])
     for where in ("argument", "name"):
         message, changed_to = with_call(search.messages[i], at, where, search.words[0], NUMBERS[0])
-        if (changed := search.changed(i, message)) is not None:
+        if (changed := search.changed({i: message})) is not None:
             text, mark = changed, changed_to
             break
     if mark not in text:

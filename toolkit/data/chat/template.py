@@ -22,6 +22,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from toolkit.data.chat.alike import found_alike
 from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
 from toolkit.data.chat.printed import check_printed
 from toolkit.data.chat.traits import (
@@ -162,10 +163,10 @@ class Template:
         every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         search.notes += check_printed(search, wanted or every, has_tools=bool(tools))
         if not (self.has_markers and wanted):
-            return search.found(wanted)
+            return found_alike(search, wanted) or search.found(wanted)
         found = None
         try:
-            found = search.found(every)
+            found = found_alike(search, every) or search.found(every)
         except NotFound:
             if every != wanted:
                 raise
