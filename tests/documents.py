@@ -24,6 +24,7 @@ from markdown_it import MarkdownIt
 
 from toolkit import cli, recipes
 from toolkit.config import flat, parse
+from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig
 from toolkit.errors import ConfigError
 
@@ -338,7 +339,7 @@ def help_of(command: str) -> str:
 @cache
 def settings() -> dict[str, object]:
     """Return name -> default of every setting."""
-    return flat(FinetuneConfig(FinetuneModelConfig("x")))
+    return flat(PreferConfig(FinetuneModelConfig("x")))
 
 
 def check_yaml(block: Block, folder: Path) -> str:
@@ -355,7 +356,8 @@ def check_yaml(block: Block, folder: Path) -> str:
     file = folder / (block.title or "part.yaml")
     file.write_text(block.text, "utf-8")
     try:
-        parse(FinetuneConfig, ["--config", str(file), *model(whole)])
+        kind = PreferConfig if "preference" in content else FinetuneConfig
+        parse(kind, ["--config", str(file), *model(whole)])
     except ConfigError as error:
         raise Wrong(f"{block.page.name}:{block.line}: {error}") from error
     return "settings"

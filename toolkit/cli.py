@@ -471,9 +471,13 @@ def _inspect(args: argparse.Namespace) -> int:
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data
         from toolkit.data.report import render
+        from toolkit.rehearsal.preflight import which_recipe
 
         _quiet()
-        found = inspect_data(config.load(config.FinetuneConfig, args.data, args.settings))
+        name, cfg = which_recipe(Path(args.data), args.settings)
+        if name != "prefer":
+            cfg = config.load(config.FinetuneConfig, args.data, args.settings)
+        found = inspect_data(cfg)
     else:
         from toolkit.checkpoint import local_copy
         from toolkit.checkpoint.summary import render, summarise
@@ -487,7 +491,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
         ranks.show(render(found))
     if args.data is not None and not args.json:
-        print(f"\npacking {found['packing']}: {found['why']} (read as a fine-tuning run's config)")
+        kind = "preference tuning" if name == "prefer" else "fine-tuning"
+        print(f"\npacking {found['packing']}: {found['why']} (read as a config of {kind})")
     return 0
 
 

@@ -96,6 +96,8 @@ class Objective:
     cfg: PreferenceConfig
     among: View
     """The ranks whose batches are one (`Mesh.loss`)."""
+    device_type: str | None = None
+    """Of the device whose way the head takes; None: that of the batch."""
 
     def counts(self, batch: Batch) -> torch.Tensor:
         """Return by how much a micro-batch counts in each mean, int64 [2]: pairs, and tokens of
@@ -110,7 +112,7 @@ class Objective:
 
         A batch without pairs gives exact zeros with gradients of zeros.
         """
-        sums, counts = sequence_logps(model, batch)
+        sums, counts = sequence_logps(model, batch, device_type=self.device_type)
         policy = _Pairs(*(x[at:-1:2] for x in (sums, counts) for at in (0, 1)))
         rewards = policy
         if self.cfg.needs_reference:
