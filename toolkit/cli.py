@@ -107,7 +107,8 @@ def make_parser() -> argparse.ArgumentParser:
         "key that is not carried over, or means something else, is named on stderr.",
     )
     add("file", metavar="FILE", help="YAML, JSON or Python")
-    add("--from", dest="tool", choices=("axolotl", "trl", "trainer"), help="told by the keys")
+    trl = ("trl", *(f"trl-{name}" for name in ("dpo", "orpo", "kto", "cpo", "reward")))
+    add("--from", dest="tool", choices=("axolotl", *trl, "trainer"), help="told by the keys")
     add("--output", metavar="OUT.yaml", help="file to create (default: stdout)")
     _add_plan(command)
     _add_rehearse(command)
@@ -257,7 +258,7 @@ def _convert_config(args: argparse.Namespace) -> int:
         f"next: toolkit inspect --data {args.output}   (what is learned of the data)",
         file=sys.stderr,
     )
-    print(f"then: toolkit finetune {args.output} --accelerate_config one_node", file=sys.stderr)
+    print(f"then: toolkit {out.recipe} {args.output} --accelerate_config one_node", file=sys.stderr)
     return 0
 
 
