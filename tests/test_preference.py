@@ -1,6 +1,7 @@
 """Preference objectives: against figures of TRL, and on several ranks against one process."""
 
 import json
+import sys
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,6 @@ from conftest import ROOT
 from distributed import run_ranks
 from sharded import apply_fsdp, init_mesh
 from torch.distributed.tensor import DTensor
-from trl_figures import OBJECTIVES, SHOWN, models, pairs
 
 from toolkit.config.preference import PreferenceConfig
 from toolkit.config.settings import ShardingConfig
@@ -21,6 +21,9 @@ from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
 from toolkit.training.preference import Objective, sequence_logps
 from toolkit.training.step import Update, evaluate
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: its files have plain names
+from trl_figures import OBJECTIVES, SHOWN, models, pairs
 
 FIGURES = json.loads((ROOT / "tests/data/trl_figures.json").read_text())["figures"]
 PAIRED = [name for name in OBJECTIVES if not name.startswith("kto")]
