@@ -71,7 +71,7 @@ def pairs() -> list[dict[str, list[int]]]:
         (4, 3, 14),
     ):
         parts = [
-            torch.randint(1, CONFIG["vocab_size"], (n,), generator=generator).tolist()
+            torch.randint(1, int(CONFIG["vocab_size"]), (n,), generator=generator).tolist()
             for n in (prompt, chosen, rejected)
         ]
         found.append(dict(zip(("prompt", "chosen", "rejected"), parts, strict=True)))

@@ -46,8 +46,8 @@ COMMANDS = """# Commands
 
 What `toolkit COMMAND --help` prints, collected by `docs/make_reference.py`. Exit codes: 0 done, 1
 failed with one line on stderr, 2 wrong usage or a wrong setting. `toolkit train`,
-`toolkit finetune` and `toolkit prefer` take all [settings](settings.md) as flags; with `TOOLKIT_TRACEBACK=1` in the
-environment they print the traceback of an error.
+`toolkit finetune` and `toolkit prefer` take all [settings](settings.md) as flags; with
+`TOOLKIT_TRACEBACK=1` in the environment they print the traceback of an error.
 """
 CONFIGS = """# Ready configs
 

@@ -185,6 +185,21 @@ def test_an_adapter_learns_and_is_exported(
     capsys.readouterr()
 
 
+@pytest.mark.slow
+def test_a_stream_asks_the_base_and_goes_on_on_other_ranks(here: Path) -> None:
+    flags = ["--lora.r", 4, "--lora.modules_to_save", "[lm_head]", "--data.streaming", True]
+    flags += ["--data.eval_split", 0, "--data.eval_files", "pairs.jsonl"]
+    whole = run(here, 1, "stream-whole", *flags)
+    assert whole.returncode == 0, whole.stderr
+    assert "reference  the base, with adapters off" in whole.stdout
+    assert lines(here, "stream-whole")[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert run(here, 3, "stream", *flags, steps=3).returncode == 0
+    second = run(here, 2, "stream", *flags)
+    assert second.returncode == 0, second.stderr
+    assert not (here / "stream" / FILE).exists()
+    assert_alike(lines(here, "stream"), lines(here, "stream-whole"))
+
+
 def test_the_reference_says_of_what_it_is(here: Path, undisturbed: object) -> None:
     with safe_open(here / "undisturbed" / FILE, "np") as held:
         assert set(held.metadata()) == {"rows", "base"}

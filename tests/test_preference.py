@@ -1,7 +1,8 @@
 """Preference objectives: against figures of TRL, and on several ranks against one process."""
 
 import json
-from typing import Any
+import sys
+from typing import Any, cast
 
 import numpy as np
 import peft
@@ -11,16 +12,18 @@ from conftest import ROOT
 from distributed import run_ranks
 from sharded import apply_fsdp, init_mesh
 from torch.distributed.tensor import DTensor
-from trl_figures import OBJECTIVES, SHOWN, models, pairs
 
 from toolkit.config.preference import PreferenceConfig
 from toolkit.config.settings import ShardingConfig
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import IGNORED, Sample, SampleShape
+from toolkit.data.samples.sequences import IGNORED, Piece, Sample, SampleShape
 from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
 from toolkit.training.preference import Objective, sequence_logps
-from toolkit.training.step import Update
+from toolkit.training.step import Update, evaluate
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: its files have plain names
+from trl_figures import OBJECTIVES, SHOWN, models, pairs
 
 FIGURES = json.loads((ROOT / "tests/data/trl_figures.json").read_text())["figures"]
 PAIRED = [name for name in OBJECTIVES if not name.startswith("kto")]
@@ -29,6 +32,12 @@ LENGTH = 80
 
 def settings(name: str) -> PreferenceConfig:
     return PreferenceConfig(**{"loss_type": name} | OBJECTIVES[name])
+
+
+def piece_of(prompt: list[int], *answers: list[int]) -> Piece:
+    ids = [token for answer in answers for token in (*prompt, *answer)]
+    labels = [token for answer in answers for token in (*[IGNORED] * len(prompt), *answer)]
+    return Piece(np.array(ids), np.array(labels), len(prompt) + len(answers[0]))
 
 
 def samples(shape: SampleShape, numbers: list[int], reference: torch.Tensor | None) -> list[Sample]:
@@ -45,17 +54,11 @@ def samples(shape: SampleShape, numbers: list[int], reference: torch.Tensor | No
 
     for number in numbers:
         pair = pairs()[number]
-        sides = [
-            (
-                np.array(pair["prompt"] + pair[side]),
-                np.array([IGNORED] * len(pair["prompt"]) + pair[side]),
-            )
-            for side in ("chosen", "rejected")
-        ]
-        taken = sum(len(ids) for ids, _ in (*pieces, *sides))
+        piece = piece_of(pair["prompt"], pair["chosen"], pair["rejected"])
+        taken = sum(len(p.ids) for p in (*pieces, piece))
         if pieces and (shape.packing == "none" or taken > shape.sequence_length):
             end()
-        pieces += sides
+        pieces.append(piece)
         rows.append(number)
     end()
     return found
@@ -104,17 +107,18 @@ def assert_gradients(model: Any, wanted: dict[str, Any]) -> None:
         )
 
 
-def answers_of(cfg: PreferenceConfig, packing: Any, values: torch.Tensor | None) -> Batch:
-    """Return all answers as single ones, each beside that of the next or last row."""
+def answers_of(
+    cfg: PreferenceConfig, packing: Any, values: torch.Tensor | None, numbers: Any = None
+) -> Batch:
+    """Return answers (all) as single ones, each beside that of the next or last row."""
     rows = [(p["prompt"], p[side]) for p in pairs() for side in ("chosen", "rejected")]
     shape = SampleShape(packing, 2 * LENGTH, borders=packing == "bfd", pairs=True)
     samples = []
-    for at, (prompt, answer) in enumerate(rows):
-        sides = [
-            (np.array(prompt + own), np.array([IGNORED] * len(prompt) + own))
-            for own in (answer, rows[at ^ 1][1])
-        ]
-        sample = shape.sample(sides) | {"desirable": torch.tensor([at % 2 == 0])}
+    for at in range(len(rows)) if numbers is None else numbers:
+        prompt, answer = rows[at]
+        sample = shape.sample([piece_of(prompt, answer, rows[at ^ 1][1])]) | {
+            "desirable": torch.tensor([at % 2 == 0])
+        }
         if values is not None:
             sample["reference"] = values[at]
         samples.append(sample)
@@ -151,14 +155,7 @@ def of_ranks(rank: int, world: int, packing: str, lora: bool) -> dict[str, Any]:
         cfg, (model, reference) = settings(name), models()
         attend_within_documents(model)
         values = reference_of(cfg, reference)
-        tuned: Any = model
-        if lora:
-            torch.manual_seed(5)
-            own = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
-            tuned = peft.get_peft_model(model, own)
-            for n, p in tuned.named_parameters():
-                if "lora_B" in n:
-                    torch.nn.init.normal_(p, std=0.1)
+        tuned = adapted(model) if lora else model
         mesh = init_mesh("cpu", world, ShardingConfig(param_dtype="float32"))
         sharded = apply_fsdp(tuned, mesh, ShardingConfig(param_dtype="float32"))
         mine = SPLITS[world][rank]
@@ -180,6 +177,17 @@ def of_ranks(rank: int, world: int, packing: str, lora: bool) -> dict[str, Any]:
         stats = update.step(torch.optim.SGD(tuned.parameters(), lr=0.0), max_grad_norm=0.0)
         found[name] = float(stats.loss), sums
     return found
+
+
+def adapted(model: Any, **settings: Any) -> Any:
+    """Put adapters on a model that change what it answers."""
+    torch.manual_seed(5)
+    own = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], **settings)
+    tuned = peft.get_peft_model(model, own)
+    for n, p in tuned.named_parameters():
+        if p.requires_grad and "lora_A" not in n:
+            torch.nn.init.normal_(p, std=0.1)
+    return tuned
 
 
 def empty(cfg: PreferenceConfig, packing: Any, values: Any) -> Batch:
@@ -219,6 +227,72 @@ def test_one_process_on_ranks_is_trls(alone) -> None:
     for name in PAIRED:
         assert alone["none", False][name][0] == pytest.approx(FIGURES[name]["loss"], rel=1e-5)
         assert alone["bfd", False][name][0] == pytest.approx(FIGURES[name]["loss"], rel=1e-5)
+
+
+def kto_of_ranks(rank: int, world: int, packing: str) -> tuple[float, dict[str, Any]]:
+    """Return loss and means of an update whose answers the ranks share unequally."""
+    cfg, (model, reference) = settings("kto"), models()
+    attend_within_documents(model)
+    with torch.no_grad():
+        whole = answers_of(cfg, packing, None)
+        values = sequence_logps(reference, whole)[0][:-1].view(-1, 2)
+    mesh = init_mesh("cpu", world, ShardingConfig(param_dtype="float32"))
+    sharded = apply_fsdp(model, mesh, ShardingConfig(param_dtype="float32"))
+    mine = {1: [range(12)], 2: [range(9), range(9, 12)], 3: [range(1), range(1, 4), range(4, 12)]}
+    batch = answers_of(cfg, packing, values, mine[world][rank])
+    objective = Objective(cfg, mesh.loss)
+    update = Update(sharded, [batch], [objective.counts(batch)])
+    for own in update:
+        update.mean(objective(model, own)).backward()
+    stats = update.step(torch.optim.SGD(model.parameters(), lr=0.0), max_grad_norm=0.0)
+    means = evaluate(sharded, {"": [batch]}, objective)[0].parts
+    shown = {name: float(value) for name, value in means.items()}
+    return float(stats.loss), shown | {"grad_norm": float(stats.grad_norm)}
+
+
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_kto_compares_with_the_answers_of_all_ranks(world: int, packing: str) -> None:
+    wanted = FIGURES["kto"]
+    for loss, means in run_ranks(kto_of_ranks, world, packing):
+        assert loss == pytest.approx(wanted["loss"], rel=1e-5)
+        assert means["kl"] == pytest.approx(wanted["kl"], rel=1e-5)
+        for name, value in run_ranks(kto_of_ranks, 1, packing)[0][1].items():
+            assert means[name] == pytest.approx(value, rel=2e-5), name
+
+
+def with_adapters_off(rank: int, world: int, copied: list[str]) -> list[tuple[float, Any]]:
+    """Return loss and gradients by reference values that were asked before, and by the base."""
+    cfg, found = settings("sigmoid"), []
+    for known in (True, False):
+        model, _ = models()
+        attend_within_documents(model)
+        values = reference_of(cfg, model)
+        tuned = adapted(model, modules_to_save=copied)
+        mesh = init_mesh("cpu", world, ShardingConfig(param_dtype="float32"))
+        sharded = apply_fsdp(tuned, mesh, ShardingConfig(param_dtype="float32"))
+        numbers = SPLITS[world][rank]
+        batches = [batch_of(cfg, "bfd", numbers, values if known else None) for _ in range(2)]
+        objective = Objective(cfg, mesh.loss)
+        update = Update(sharded, batches, [objective.counts(batch) for batch in batches])
+        for batch in update:
+            update.mean(objective(tuned, batch)).backward()
+        trained = [(n, p) for n, p in tuned.named_parameters() if p.requires_grad]
+        grads = {n: cast(DTensor, p.grad).full_tensor().clone() for n, p in trained}
+        stats = update.step(torch.optim.SGD(tuned.parameters(), lr=0.0), max_grad_norm=0.0)
+        found.append((float(stats.loss), grads))
+    return found
+
+
+@pytest.mark.parametrize("copied", [[], ["lm_head"]], ids=["adapters", "head"])
+def test_adapters_turned_off_are_the_reference(copied: list[str]) -> None:
+    for (loss, grads), (other, others) in run_ranks(with_adapters_off, 2, copied):
+        assert other == pytest.approx(loss, rel=1e-6)
+        assert loss != pytest.approx(np.log(2), abs=1e-3)  # adapters change what is answered
+        assert grads.keys() == others.keys()
+        assert any("lm_head" in name for name in grads) == bool(copied)
+        for name, grad in grads.items():
+            torch.testing.assert_close(others[name], grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_the_first_step_of_dpo_is_log_2_and_swapped_sides_lose() -> None:

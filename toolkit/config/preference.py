@@ -100,11 +100,17 @@ class PreferConfig(FinetuneConfig):
                 "train.label_smoothing_factor smooths targets of tokens, which preference tuning "
                 "has none of; preference.label_smoothing is about sides of pairs"
             )
-        if self.data.streaming and self.preference.needs_reference:
+        if self.data.streaming and not self.preference.paired:
+            raise ConfigError(
+                "data.streaming with preference.loss_type kto: an answer is compared with another "
+                "row's, and rows of a stream are not known before; leave streaming out"
+            )
+        if self.data.streaming and self.preference.needs_reference and self.adapters is None:
             raise ConfigError(
                 f"data.streaming with preference.loss_type {self.preference.loss_type}: the "
                 "reference is asked for every row before the first step, and rows of a stream are "
-                "not known then; leave streaming out, or take simpo or orpo"
+                "not known then; leave streaming out, set lora.r (adapters are turned off to ask "
+                "the base), or take simpo or orpo"
             )
         if self.data.packing == "wrapped":
             raise ConfigError(

@@ -21,6 +21,7 @@ over the tokens of its chosen answers, in orpo of their prompts too, as its auth
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,9 @@ from torch import nn
 from toolkit.config.preference import PreferenceConfig
 from toolkit.data.samples.batch import IGNORED, Batch
 from toolkit.errors import TrainingError
+from toolkit.formats import reshard
 from toolkit.mesh import View
+from toolkit.models.peft_model import has_adapters
 from toolkit.training.loss import LossSum, token_logps
 
 PARTS = (
@@ -74,6 +77,19 @@ def sequence_logps(
     return sums, _counts(batch)
 
 
+def _by_base(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the log-probability of each sequence by the model without its adapters, [n_sequences];
+    TrainingError for one without. Costs a forward.
+    """
+    if not has_adapters(model):
+        raise TrainingError("expected reference values in a batch, or a model with adapters")
+    with torch.no_grad(), cast(Any, model).disable_adapter():
+        found = sequence_logps(model, batch)[0][:-1]
+        # PEFT marks what is trained: shards have to be in place when it does, not gathered copies.
+        reshard(model)
+    return found
+
+
 def _owners(batch: Batch) -> torch.Tensor:
     """Return the sequence of each position, `n_sequences` for none, [B * T]; TrainingError for a
     batch without any.
@@ -112,15 +128,13 @@ class Objective:
 
         A batch without pairs gives exact zeros with gradients of zeros.
         """
+        asked = self.cfg.needs_reference and batch.reference is None
+        reference = _by_base(model, batch) if asked else batch.reference
         sums, counts = sequence_logps(model, batch, device_type=self.device_type)
         policy = _Pairs(*(x[at:-1:2] for x in (sums, counts) for at in (0, 1)))
         rewards = policy
-        if self.cfg.needs_reference:
-            if batch.reference is None:
-                raise TrainingError(
-                    f"preference.loss_type {self.cfg.loss_type} needs reference values"
-                )
-            reference = batch.reference.view(-1, 2)
+        if self.cfg.needs_reference and reference is not None:
+            reference = reference.view(-1, 2)
             rewards = replace(
                 policy,
                 chosen=policy.chosen - reference[:, 0],

@@ -4,6 +4,7 @@
 adapters, which change nothing yet. So no second model is held: every pair to train on and to
 evaluate on goes through the sharded model once, without a gradient, about a third of the cost of an
 epoch. The run's folder keeps 8 bytes a row with digests of rows and base; a resume reads them.
+Rows of a stream are not known before: there each batch asks the model with its adapters off.
 """
 
 from collections.abc import Iterator
@@ -44,7 +45,9 @@ def use_reference(sharded: Sharded, data: TrainingData, folder: Path, step: int)
         TrainingError: a resumed run whose file is missing, damaged, or of other rows or another
             base (named).
     """
-    parts = dict(_parts(data))
+    if not isinstance(data.feed, PreparedFeed):
+        return "reference  the base, with adapters off: asked for each batch, one more forward"
+    parts = dict(_parts(data.feed))
     rows, file = {name: part[0].pieces.rows for name, part in parts.items()}, folder / FILE
     found = ranks.on_main(lambda: {"rows": _digest(rows), "base": _base(sharded)})
     kept = ranks.on_main(lambda: _kept(file, found, step))
@@ -60,10 +63,8 @@ def use_reference(sharded: Sharded, data: TrainingData, folder: Path, step: int)
     return f"reference  {count:,} pairs, {how} {file}"
 
 
-def _parts(data: TrainingData) -> Iterator[tuple[str, list[Samples]]]:
+def _parts(feed: PreparedFeed) -> Iterator[tuple[str, list[Samples]]]:
     """Yield name -> the samples that are made of the same rows."""
-    feed = data.feed
-    assert isinstance(feed, PreparedFeed)
     for source, samples in zip(feed.sources, feed.train, strict=True):
         held = feed.eval_sets.get(source.name)
         yield f"train.{source.name}", [samples, *([held] if held is not None else [])]

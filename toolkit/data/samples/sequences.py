@@ -8,7 +8,7 @@ id inside a span and `IGNORED` elsewhere; labels are unshifted, as transformers 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import datasets
 import numpy as np
@@ -33,8 +33,20 @@ _OF_PIECES = (
 )  # columns of a sample of pairs that stay behind
 Packing = Literal["wrapped", "bfd", "none"]
 Sample = dict[str, torch.Tensor]
-Piece = tuple[np.ndarray, np.ndarray]  # token ids and labels of a row, or of a part of one
 Chosen = range | np.ndarray | None  # numbers of the windows or rows that are used; None: all
+
+
+class Piece(NamedTuple):
+    """Token ids and labels of a row, or of a part of one."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+    second: int = 0  # of a pair: where its rejected side begins
+
+    def sides(self) -> tuple["Piece", "Piece"]:
+        """Return both sides of a pair."""
+        (ids, labels, at) = self
+        return Piece(ids[:at], labels[:at]), Piece(ids[at:], labels[at:])
 
 
 @dataclass(frozen=True)
@@ -56,14 +68,17 @@ class SampleShape:
         which transformers keeps them apart where there is no attention mask. What fills a sample up
         is one more piece. Nothing predicts the first token of a piece: its label becomes `IGNORED`.
         """
-        taken = sum(len(ids) for ids, _ in pieces)
+        if self.pairs:
+            pieces = [side for piece in pieces for side in piece.sides()]
+        taken = sum(len(piece.ids) for piece in pieces)
         room = (max(1, taken) if self.packing == "none" else self.sequence_length) - taken
-        pieces = [*pieces, (np.full(room, self.pad_id), np.full(room, IGNORED))]
-        for _, labels in pieces:
-            labels[:1] = IGNORED
-        columns = (np.concatenate(column).astype(np.int64) for column in zip(*pieces, strict=True))
-        sample = dict(zip(("input_ids", "labels"), map(torch.from_numpy, columns), strict=True))
-        lengths = [len(ids) for ids, _ in pieces]
+        pieces = [*pieces, Piece(np.full(room, self.pad_id), np.full(room, IGNORED))]
+        for piece in pieces:
+            piece.labels[:1] = IGNORED
+        columns = ([piece[i] for piece in pieces] for i in range(2))
+        arrays = (np.concatenate(column).astype(np.int64) for column in columns)
+        sample = dict(zip(("input_ids", "labels"), map(torch.from_numpy, arrays), strict=True))
+        lengths = [len(piece.ids) for piece in pieces]
         if self.packing == "bfd":
             positions = np.concatenate([np.arange(length) for length in lengths])
             sample["position_ids"] = torch.from_numpy(positions)
@@ -201,9 +216,9 @@ class EncodedRows:
             return ids.astype(np.int64)
         return labels_of(ids, self._spans[row].values.to_numpy())
 
-    def second(self, row: int) -> int | None:
-        """Return where in a row of a pair the rejected answer's tokens begin; None: it is none."""
-        return None if self._seconds is None else int(self._seconds[row])
+    def second(self, row: int) -> int:
+        """Return where in a row of a pair its rejected side begins; 0: it is none."""
+        return 0 if self._seconds is None else int(self._seconds[row])
 
     def desirable(self, rows: Sequence[int]) -> list[bool]:
         """Return whether the first answer of rows is wanted, empty of pairs, which do not say."""
@@ -220,11 +235,11 @@ class EncodedRows:
         """Return `count` tokens of all rows joined, from `begin` on, and their labels; copies."""
         ids = self._joined.slice(begin, count).to_numpy().astype(np.int64)
         if self._spans is None:
-            return ids, ids.copy()
+            return Piece(ids, ids.copy())
         first, last = self.rows_of(begin, count)
         labels = np.concatenate([self.labels(row) for row in range(first, last + 1)])
         begin -= int(self.ends[first - 1]) if first else 0
-        return ids, labels[begin : begin + count]
+        return Piece(ids, labels[begin : begin + count], self.second(first))
 
 
 def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -313,20 +328,14 @@ class Samples(Dataset):
         if index != FILLER and not 0 <= index < len(self):
             raise IndexError(f"no sample {index} of {len(self)}")
         numbers = [] if index == FILLER else [int(number) for number in self._numbers(index)]
+        sample = self.shape.sample([self.pieces[number] for number in numbers])
         if not self.shape.pairs:
-            return self.shape.sample([self.pieces[number] for number in numbers])
+            return sample
         rows = [self.pieces.rows_of(number)[0] for number in numbers]  # a pair is one piece
-        sides = [side for pair in zip(numbers, rows, strict=True) for side in self._sides(*pair)]
-        sample = self.shape.sample(sides)
         sample["desirable"] = torch.tensor(self.pieces.rows.desirable(rows), dtype=torch.bool)
         if (reference := self.pieces.rows.reference) is not None:
             sample["reference"] = torch.from_numpy(reference[rows].reshape(-1))
         return sample
-
-    def _sides(self, piece: int, row: int) -> list[Piece]:
-        """Return both sides of a pair as pieces."""
-        (ids, labels), second = self.pieces[piece], self.pieces.rows.second(row)
-        return [(ids[:second], labels[:second]), (ids[second:], labels[second:])]
 
     def row_numbers(self, index: int) -> list[int]:
         """Return the first encoded row of each piece of a sample, in order."""
