@@ -20,6 +20,9 @@ TEMPLATE = ROOT / "recipes/configs/chat_template.jinja"
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
+NUMBERS = ("loss", "tokens", "margin", "accuracy", "logps_chosen")
+
+
 def pair(i: int) -> dict[str, Any]:
     prompt = [{"role": "user", "content": f"After {WORDS[i % 10]}?"}]
     answers = WORDS[(i + 1) % 10], WORDS[(i + 4) % 10] * (1 + i % 3)
@@ -79,7 +82,7 @@ def lines(here: Path, output: str) -> list[dict[str, Any]]:
 def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
-        for name in [n for n in other if n in ("loss", "tokens") or n.startswith("eval_")]:
+        for name in [n for n in other if n in NUMBERS or n.startswith("eval_")]:
             assert one[name] == pytest.approx(other[name], rel=2e-5, abs=2e-5), (one["step"], name)
 
 
@@ -94,6 +97,10 @@ def undisturbed(here: Path) -> list[dict[str, Any]]:
 def test_the_first_step_is_log_2_and_margins_grow(undisturbed: list[dict[str, Any]]) -> None:
     assert undisturbed[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert undisturbed[-1]["loss"] < 0.65
+    margins = [line["margin"] for line in undisturbed]
+    assert margins[0] == pytest.approx(0.0, abs=1e-5)
+    assert margins[-1] > 0.05
+    assert undisturbed[-1]["accuracy"] > 0.5
     evaluated = [line for line in undisturbed if "eval_loss" in line]
     assert [line["step"] for line in evaluated] == [3, 6]
     assert evaluated[1]["eval_margin"] > evaluated[0]["eval_margin"]

@@ -229,6 +229,7 @@ class Metrics:
             "step": step,
             "loss": float(stats.loss),
             "grad_norm": float(stats.grad_norm),
+            **{name: float(value) for name, value in stats.parts.items()},
             "learning_rate": learning_rate,
             "tokens": self.tokens,
             "time": time.time(),
@@ -262,7 +263,7 @@ class Metrics:
         speed += f"  mfu {line['mfu']:.1%}" if "mfu" in line else ""
         memory = size_text(line["memory_peak_bytes"])
         head = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
-        text = ""
+        text = "".join(f"  {said}" for said in _measures(line, ""))
         if "eval_loss" in line:
             text += f"  {_evaluated(line)}"
         text += f"  grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}"
@@ -430,9 +431,14 @@ def due(step: int, every: int | None) -> bool:
 
 def _evaluated(line: dict[str, Any]) -> str:
     """Return what is shown of an evaluation: its loss, then what there is of other measures."""
-    ways = {"perplexity": ",.1f", "margin": ".3f", "accuracy": ".1%"}
-    more = [f"{n} {line[f'eval_{n}']:{way}}" for n, way in ways.items() if f"eval_{n}" in line]
+    more = _measures(line, "eval_")
     return f"eval_loss {line['eval_loss']:.4f}" + (f" ({', '.join(more)})" if more else "")
+
+
+def _measures(line: dict[str, Any], prefix: str) -> list[str]:
+    """Return what a line has beside a loss, as it is shown."""
+    ways = {"perplexity": ",.1f", "margin": ".3f", "accuracy": ".1%"}
+    return [f"{n} {line[prefix + n]:{way}}" for n, way in ways.items() if prefix + n in line]
 
 
 def evaluate_metrics(

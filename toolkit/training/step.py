@@ -9,7 +9,7 @@ tokens contributes zero, not the NaN of an empty mean.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -43,6 +43,7 @@ class StepStats:
     skipped: torch.Tensor  # bool: loss or gradient is not finite, or a spike: nothing was changed
     bad_here: torch.Tensor  # bool: this rank's part of the loss is NaN or infinite
     spike: torch.Tensor | None = None  # bool: skipped for being far above the last; None: not asked
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)  # means of what else the loss sums
 
 
 class Update:
@@ -85,6 +86,7 @@ class Update:
         # FSDP averages over the ranks what is to be added up.
         self._scale = self._ranks.size / torch.where(count > 0, count, 1).float()
         self._total = torch.zeros((), device=count.device)
+        self._parts: dict[str, torch.Tensor] = {}
         self._phase = ExitStack()  # of a micro-batch, as profiles show it
 
     def __iter__(self) -> Iterator[Batch]:
@@ -100,6 +102,8 @@ class Update:
         """Return a micro-batch's part of the mean over the global batch, for its backward."""
         part = (loss.total * self._scale).sum()
         self._total += part.detach()
+        for name, value in loss.parts.items():
+            self._parts[name] = self._parts.get(name, 0) + value
         self._phase.close()
         self._phase.enter_context(record_function(BACKWARD))
         return part
@@ -119,7 +123,10 @@ class Update:
         model, total, device = self._sharded.model, self._total, self._total.device
         bad_here = ~torch.isfinite(total)
         _average_replicated(model, self._ranks)
-        mean = self._ranks.sum(total) / self._ranks.size
+        summed = self._ranks.sum(torch.stack([total, *self._parts.values()]))
+        mean, *of_parts = (summed / self._ranks.size).unbind()
+        scale = self._scale.flatten()[0]  # of the first mean
+        parts = {name: x * scale for name, x in zip(self._parts, of_parts, strict=True)}
         with record_function(OPTIMIZER):
             grad_norm = clip_gradients(model, max_grad_norm, device, self._ranks)
             fine, spike = torch.isfinite(total) & torch.isfinite(grad_norm), None
@@ -129,7 +136,7 @@ class Update:
             _step_if(fine, optimizer)
             optimizer.zero_grad()
         self._sharded.accumulation.end(device, len(self._batches))
-        return StepStats(mean, grad_norm, self._tokens, ~fine, bad_here, spike)
+        return StepStats(mean, grad_norm, self._tokens, ~fine, bad_here, spike, parts)
 
 
 def train_step(
