@@ -237,7 +237,7 @@ def in_yaml(value: Any) -> str:
 
 def commands_page() -> str:
     overview = said("--help")
-    names = re.findall(r"^    (\w+)(?: |$)", overview, re.MULTILINE)
+    names = re.findall(r"^    ([\w-]+)(?: |$)", overview, re.MULTILINE)
     lines = [COMMANDS, "```text", overview, "```"]
     for name in names:
         # What follows a recipe's own help is its settings, which have a page of their own.

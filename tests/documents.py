@@ -253,11 +253,12 @@ def _settings(recipe: str, arguments: list[str]) -> None:
 
 
 def _either(file: str) -> None:
-    """Check a config that may be of either recipe."""
+    """Check a config that may be of any recipe."""
     try:
         _settings("pretrain", ["--config", file])
     except ConfigError:
-        _settings("finetune", ["--config", file])
+        of_pairs = Path(file).is_file() and "preference" in yaml.safe_load(Path(file).read_text())
+        _settings("prefer" if of_pairs else "finetune", ["--config", file])
 
 
 def _make(words: list[str]) -> None:

@@ -103,8 +103,9 @@ def make_parser() -> argparse.ArgumentParser:
         _convert_config,
         "turn a config of axolotl, TRL or Trainer into one of this toolkit",
         "Turn a config of axolotl or TRL, or what a training script gives to Trainer (YAML, JSON, "
-        "or the script itself, which is read and not run), into a YAML of `toolkit finetune`. Each "
-        "key that is not carried over, or means something else, is named on stderr.",
+        "or the script itself, which is read and not run), into a YAML of `toolkit finetune` or "
+        "`toolkit prefer`. Each key that is not carried over, or means something else, is named on "
+        "stderr.",
     )
     add("file", metavar="FILE", help="YAML, JSON or Python")
     trl = ("trl", *(f"trl-{name}" for name in ("dpo", "orpo", "kto", "cpo", "reward")))
