@@ -174,7 +174,18 @@ def test_what_means_something_else_is_named(given, named) -> None:
     assert not any(named in note for note in without if "max_length" not in note)  # the control
 
 
+def test_a_limit_that_is_none_is_not_replaced() -> None:
+    out = convert(MODEL | {"loss_type": "ipo", "max_length": None})
+    assert "data.sequence_length" not in out.settings
+    assert any(note.startswith("max_length: no limit there") for note in out.notes)
+    assert convert(MODEL | {"loss_type": "ipo"}).settings["data.sequence_length"] == 2048
+
+
 def test_an_objective_that_is_named_is_not_doubted() -> None:
+    orpo = convert_config(FOREIGN / "trl_zephyr_orpo.yaml", "trl-orpo")
+    assert orpo.settings["preference.loss_type"] == "orpo"
+    assert not [note for note in orpo.notes if "alike" in note]
+    assert [n for n in convert_config(FOREIGN / "trl_zephyr_orpo.yaml").notes if "alike" in n]
     assert not [n for n in convert(MODEL | {"beta": 1.0}, "trl-dpo").notes if "alike" in n]
 
 

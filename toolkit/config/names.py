@@ -130,7 +130,7 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
     if found := leaves_of(cls, leaf):
         return " or ".join(found)
     preferred = _HERE.get(leaf, path)
-    if preferred.startswith("preference.") and preferred in {*_settings(PreferConfig)} - {*known}:
+    if preferred in {"preference", *_settings(PreferConfig)} - {*_settings(FinetuneConfig), *known}:
         return f"{preferred} of preference tuning (toolkit prefer, recipes/prefer.py)"
     finetuning = _settings(FinetuneConfig)
     of_finetuning = [name for name in finetuning if name == path or name.endswith(f".{leaf}")]

@@ -143,6 +143,13 @@ class _Converter(Keys):
         # A script calls PEFT itself, whose defaults are not those of TRL's command line.
         self.lora = UNSAID_OF_LORA[self.tool if computed is None else "trainer"]
         said = {key for key, value in given.items() if value is not None} | {*(computed or ())}
+        if self.tool == "trl" and given.get("max_length", 0) is None:
+            del self.left["max_length"]
+            said.add("max_length")
+            self.note(
+                "max_length",
+                "no limit there; 1,024 tokens here unless you set it (data.sequence_length)",
+            )
         names = {setting_of(key) for key in said - {"use_peft"}} | said
         unsaid = UNSAID[self.tool] | (self.lora if self.adapted else {})
         if rate := UNSAID_RATES[self.tool].get(self.objective):

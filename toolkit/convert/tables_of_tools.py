@@ -115,7 +115,16 @@ MARKS: dict[str, set[str]] = {
     "dpo": {"beta", "precompute_ref_log_probs", "max_prompt_length", "rpo_alpha", "loss_weights"}
     | {"sync_ref_model", "ld_alpha", "f_divergence_type", "reference_free", "use_weighting"}
     | {"sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero", "apo_down", "exo_pair"}
-    | {"nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "aot_pair", "discopop"},
+    | {
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "aot",
+        "aot_unpaired",
+        "aot_pair",
+        "discopop",
+        "kto_pair",
+    },
 }
 ONLINE = {"num_generations", "reward_funcs", "reward_model_path", "use_vllm", "vllm_mode"}
 # Losses of an objective that are here, the default first.
