@@ -220,8 +220,9 @@ def report(
             f"trained; {PAIRS} pairs a step, prompts of {PROMPT} tokens and answers of {low} to "
             f"{high}, padded; 1 thread a rank. {args.rounds} rounds in which the sides take turns, "
             f"{args.steps} timed steps each, reference values known before (TRL on 2 ranks holds a "
-            "second model, since its precomputation fails on a sharded one); medians, ratios taken per round. Memory is the peak "
-            "of rank 0's process, with all that it loads. The losses of all steps are compared.",
+            "second model, since its precomputation fails on a sharded one); medians, ratios taken "
+            "per round. Memory is the peak of rank 0's process, with all that it loads. The losses "
+            "of all steps are compared.",
             "",
             "| ranks | | s a step | toolkit's time against it | peak GB | "
             "toolkit's peak against it | losses differ by |",
