@@ -54,6 +54,7 @@ class _Watch:
     def _start(self, folder: Path) -> None:
         """Start the watcher with a connection to the judge. Collective."""
         rank, one_host = ranks.rank(), len({*ranks.nodes()}) == 1
+        self.judges = rank == 0  # its watcher lives as long as any other
         sockets = list[socket.socket]()  # the watcher's
 
         def listen() -> tuple[int, str]:
@@ -185,6 +186,8 @@ def end(code: int, why: str = "") -> None:
     watch.code, watch.why = (0 if watch.alone else code), why
     watch.progress()
     _watch = None if watch.alone else watch
+    if code == 0 and watch.judges and not watch.alone:
+        watch.watcher.wait()  # for the last rank: one that dies while others end is told, too
 
 
 def verdict() -> int | None:

@@ -169,7 +169,7 @@ class Judge:
             time.sleep(_TICK)
             running = [state for state in [*self._states.values()] if state["code"] == RUNS]
             if self._failed:
-                time.sleep(_HEAR_ALL)
+                time.sleep(_HEAR_ALL if running else 0.0)
                 self._end_for([*self._failed.values()])
                 return
             if running and all(state["idle"] > state["patience"] for state in running):
