@@ -73,6 +73,15 @@ def auto_class(named: str) -> str:
     return "AutoModelForCausalLM"
 
 
+def base_options(auto: str, config: dict[str, Any]) -> str:
+    """Return what a reader of an adapter says more to load its base, whose `config` was trained on:
+    by itself a causal LM's has two labels.
+    """
+    if auto != "AutoModelForSequenceClassification":
+        return ""
+    return f", num_labels=1, pad_token_id={config.get('pad_token_id')!r}"
+
+
 def _names(table: str) -> set[str]:
     values = getattr(modeling_auto, f"{table}_NAMES").values()
     return {name for value in values for name in ([value] if isinstance(value, str) else value)}

@@ -14,7 +14,8 @@ from toolkit.formats import whole
 from toolkit.loading import materialise
 from toolkit.models import model_on_meta, tied_names, trusts_code, vocabulary_size
 from toolkit.models.classes import mapped_class
-from toolkit.models.reward import reward_head
+from toolkit.models.peft_model import copied_modules
+from toolkit.models.reward import HEAD, reward_head
 from toolkit.verify.proof import expected_of
 
 # How far logits of equal weights may be apart: kernels may add in another order.
@@ -100,6 +101,16 @@ def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     return base
 
 
+@torch.no_grad()
+def share_head(model: nn.Module) -> None:
+    """Give the base under the adapters of a reward model their head: a causal LM has none, and was
+    given one at random.
+    """
+    original, trained = copied_modules(model).get(HEAD, (None, None))
+    if original is not None and trained is not None and reward_head(model) is not None:
+        original.load_state_dict(trained.state_dict())
+
+
 def load_adapted(
     folder: Path, like: PreTrainedModel, source: Source, dtype: torch.dtype | None = None
 ) -> Any:
@@ -111,4 +122,5 @@ def load_adapted(
     with torch.no_grad():
         for name, expected in expected_of(source).items():
             tensors[name].copy_(whole(expected.stored).to(dtype))
+    share_head(model)
     return model
