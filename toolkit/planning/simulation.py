@@ -39,14 +39,15 @@ from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.layers import decoder_layers, tied_families
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
+from toolkit.models.reward import reward_head
 from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
 from toolkit.planning.fake_ranks import TRACED, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.fsdp import Sharded
-from toolkit.training.loss import LossSum, causal_lm_loss, take_loss_from
+from toolkit.training.loss import LossSum, causal_lm_loss, sequence_rewards, take_loss_from
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import train_step
+from toolkit.training.step import Loss, train_step
 
 Device = str | torch.device
 _SECTOR = 512  # bytes that CUDA's allocator rounds up to
@@ -197,7 +198,11 @@ def _simulated(
 
 
 def _find_loss(base: Any, model: nn.Module) -> list[str]:
-    """Find by a tiny copy what `model` makes of its logits; return what is to be said of it."""
+    """Find by a tiny copy what `model` makes of its logits; return what is to be said of it.
+    A reward model makes none.
+    """
+    if reward_head(model) is not None:
+        return []
     kinds = layer_kinds(base)
     why = "it has no decoder layers to look at"
     for small in cuts(base.config, kinds, None) if kinds else ():
@@ -271,7 +276,9 @@ def run_step(
     optimizer.register_step_pre_hook(before_step)
     model.train()
     smoothing = getattr(cfg.train, "label_smoothing_factor", 0.0)
-    loss = partial(causal_lm_loss, label_smoothing=smoothing, device_type=device_type)
+    loss: Loss = partial(causal_lm_loss, label_smoothing=smoothing, device_type=device_type)
+    if reward_head(model) is not None:
+        loss = _reward_loss
     accumulated, count = cfg.train.gradient_accumulation_steps, 0
 
     def measured(module: nn.Module, batch: Batch) -> LossSum:
@@ -298,6 +305,15 @@ def run_step(
     if accumulated > 1:
         meter.work["other micro-batches"] *= accumulated - 1
     return State(local_bytes(model.parameters()), gradients, local_bytes(states))
+
+
+def _reward_loss(model: nn.Module, batch: Batch) -> LossSum:
+    """Return a loss of the rewards of rows, each one sequence."""
+    rows, length = batch.targets.shape
+    at = torch.arange(rows, device=batch.targets.device)
+    ends = torch.stack([at, torch.full_like(at, length - 1)], 1)
+    found = sequence_rewards(model, replace(batch, n_sequences=rows, ends=ends))
+    return LossSum(found.sum(), batch.count)
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
