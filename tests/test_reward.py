@@ -388,20 +388,21 @@ def test_an_adapter_and_its_head_are_exported(here: Path, tmp_path: Path, capsys
     found = lines(here, "lora")
     assert found[-1]["loss"] < found[0]["loss"]
     adapter = consolidated(here / "lora", tmp_path / "adapter")
-    said = "from_pretrained('{}', num_labels=1, pad_token_id=0)".format(here / "model")
-    assert said in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"from_pretrained('{here / 'model'}', num_labels=1)\n" in said
+    assert "    base.config.get_text_config().pad_token_id = 0\n" in said
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
-    base = AutoModelForSequenceClassification.from_pretrained(
-        here / "model", num_labels=1, pad_token_id=0
-    )
+    base = AutoModelForSequenceClassification.from_pretrained(here / "model", num_labels=1)
+    base.config.get_text_config().pad_token_id = 0
     adapted = peft.PeftModel.from_pretrained(base, adapter)
     merged = consolidated(here / "lora", tmp_path / "merged", "--merge")
     whole = AutoModelForSequenceClassification.from_pretrained(merged)
     for one, other in zip(rewards_of(adapted, adapter), rewards_of(whole, merged), strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     text = card.render(export_manifest.read(adapter), "me/adapter", "ab" * 32)
-    assert 'dtype="auto", num_labels=1, pad_token_id=0)' in text
+    assert 'dtype="auto", num_labels=1)' in text
+    assert "\nbase.config.get_text_config().pad_token_id = 0\n" in text
 
 
 @pytest.mark.slow

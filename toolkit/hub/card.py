@@ -13,7 +13,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from toolkit.errors import scrub
-from toolkit.models.classes import auto_class, base_options
+from toolkit.models.classes import as_reward_model, auto_class
 
 Facts = dict[str, Any]
 _MARK = re.compile(r"<!-- toolkit card ([0-9a-f]{64}) -->\n?")
@@ -65,7 +65,7 @@ def render(manifest: Facts, repo_id: str, digest: str, config: Facts | None = No
         adapter=adapter,
         unmerged=relation == "adapter",
         auto=auto,
-        base_options=base_options(auto, named),
+        as_reward_model=as_reward_model(auto, named),
         kind="reward" if _TASKS[auto] == "text-classification" else "causal language",
         parameters=sum(math.prod(tensor["shape"]) for tensor in manifest["tensors"].values()),
         dtypes=sorted({tensor["dtype"] for tensor in manifest["tensors"].values()}),

@@ -73,13 +73,15 @@ def auto_class(named: str) -> str:
     return "AutoModelForCausalLM"
 
 
-def base_options(auto: str, config: dict[str, Any]) -> str:
-    """Return what a reader of an adapter says more to load its base, whose `config` was trained on:
-    by itself a causal LM's has two labels.
+def as_reward_model(auto: str, config: dict[str, Any]) -> tuple[str, str]:
+    """Return the argument by which a reader of an adapter loads its base as `config` says that it
+    was trained on, and a line for afterwards; empty where it is no reward model.
     """
     if auto != "AutoModelForSequenceClassification":
-        return ""
-    return f", num_labels=1, pad_token_id={config.get('pad_token_id')!r}"
+        return "", ""
+    text = config.get("text_config")
+    pad = (text if isinstance(text, dict) else config).get("pad_token_id")
+    return ", num_labels=1", f"base.config.get_text_config().pad_token_id = {pad!r}"
 
 
 def _names(table: str) -> set[str]:

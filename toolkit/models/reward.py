@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import ModelError
 from toolkit.formats import HFAssets, conversion_mapping, loaded_as
-from toolkit.models.classes import build, classifier_names, mapped_class, mapped_classifier
+from toolkit.models.classes import build, conditional_class, mapped_class, mapped_classifier
 from toolkit.models.peft_model import base_of, trained_module
 
 HEAD = "score"  # what transformers calls the head behind a causal LM's body
@@ -35,21 +35,16 @@ def reward_class(config: PreTrainedConfig, name_or_path: str) -> type[PreTrained
     """Return the class of a reward model for `config`, and give that one label. ModelError: there
     is none, or the checkpoint is neither a causal LM nor a reward model.
     """
-    found, causal = mapped_classifier(config), mapped_class(config)
+    found = mapped_classifier(config)
     if found is None:
         raise ModelError(
             f"{name_or_path} is of model_type {config.model_type}, for which transformers "
             f"{transformers.__version__} has no class of sequence classification: it cannot be a "
             "reward model. Give another model.name_or_path"
         )
-    if config.get_text_config() is not config:
-        raise ModelError(
-            f"{name_or_path} is of model_type {config.model_type}, which takes more than text: "
-            "reward models are made of text models only. Give another model.name_or_path"
-        )
     named = (config.architectures or [None])[0]
-    known = {None, found.__name__, getattr(causal, "__name__", None)}
-    if named not in known and not str(named).endswith("Model"):
+    known = {getattr(kind, "__name__", None) for kind in (found, _source_class(config))}
+    if named not in {None, *known} and not str(named).endswith("Model"):
         raise ModelError(
             f"{name_or_path} is {named}, neither a causal language model nor {found.__name__}; "
             "give another model.name_or_path"
@@ -89,9 +84,15 @@ def become_reward_model(model: PreTrainedModel, config: PreTrainedConfig, assets
     assets.drawn = [f"{HEAD}.{leaf}" for leaf, _ in head.named_parameters()]
 
 
+def _source_class(config: PreTrainedConfig) -> Any:
+    """Return the class of models that answer with tokens, of which a reward model may be made."""
+    named = next(iter(config.architectures or ()), None)
+    return conditional_class(config, named) or mapped_class(config)
+
+
 def _of_head(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
     """Return the tensors of a causal LM's checkpoint that are its head, tied or not."""
-    causal_class = mapped_class(config)
+    causal_class = _source_class(config)
     if causal_class is None:
         return []
     with torch.device("meta"):
@@ -106,4 +107,5 @@ def _of_head(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
 def pool_at(model: PreTrainedModel, assets: HFAssets, pad: int) -> None:
     """Let a reward model give out the number of the last token that is not `pad`."""
     model.config.get_text_config().pad_token_id = pad
-    assets.config["pad_token_id"] = pad
+    text = assets.config.get("text_config")
+    (text if isinstance(text, dict) else assets.config)["pad_token_id"] = pad

@@ -91,10 +91,11 @@ def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     that were trained with new tokens hold the whole of embedding and head. Under those of a reward
     model a causal LM becomes one.
     """
-    options: dict[str, Any] = {}
-    if reward_head(like) is not None:
-        options = {"num_labels": 1, "pad_token_id": like.config.pad_token_id}
-    base, _ = load_export(folder, like, **options)
+    reward = reward_head(like) is not None
+    base, _ = load_export(folder, like, **({"num_labels": 1} if reward else {}))
+    if reward:
+        pad = like.config.get_text_config().pad_token_id
+        base.config.get_text_config().pad_token_id = pad
     rows = vocabulary_size(like)
     if vocabulary_size(base) != rows:
         base.resize_token_embeddings(rows, mean_resizing=False)
