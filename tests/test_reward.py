@@ -11,6 +11,7 @@ import torch
 import yaml
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks
+from layouts import save_layout
 from sharded import apply_fsdp, init_mesh
 from test_prefer_recipe import assert_alike, lines, pair, run
 from test_preference import FIGURES, LENGTH, SPLITS
@@ -40,6 +41,7 @@ from toolkit.loading import check_fits, load_pretrained
 from toolkit.mesh import View
 from toolkit.models import build_on_meta, model_on_meta
 from toolkit.models.attention import attend_within_documents
+from toolkit.models.reward import pool_at
 from toolkit.training.loss import sequence_rewards
 from toolkit.training.preference import Objective
 from toolkit.training.step import Update
@@ -219,6 +221,28 @@ def test_a_head_that_is_missing_is_an_error_of_a_reward_model(tmp_path: Path) ->
     cfg = RewardModelConfig(str(tmp_path))
     with pytest.raises(Exception, match=r"missing in the checkpoint: score\.weight"):
         check_fits(build_on_meta(cfg), cfg)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3"])
+def test_a_checkpoint_for_more_than_text_becomes_one(tmp_path: Path, kind: str) -> None:
+    save_layout(kind, tmp_path)
+    cfg = RewardModelConfig(str(tmp_path))
+    model = build_on_meta(cfg)
+    check_fits(model, cfg)
+    load_pretrained(model, tmp_path, "cpu", seed=1)
+    frozen = {n.split(".")[1] for n, p in model.named_parameters() if not p.requires_grad}
+    assert {"visual", "vision_tower"} & frozen
+    assert "language_model" not in frozen
+    assert model.score.weight.requires_grad
+    pool_at(model, assets_of(model), 3)
+    assert assets_of(model).config["text_config"]["pad_token_id"] == 3
+    rows = [[9, 10, 11, 12, 13], [9, 20, 21]]
+    shape = SampleShape("none", 16, 3, pairs=True)
+    pieces = [(np.array(ids), np.array([IGNORED, *ids[1:]])) for ids in rows]
+    with torch.no_grad():
+        found = sequence_rewards(model.eval(), shape.batch([shape.sample(pieces)]))
+        expected = [float(model(input_ids=torch.tensor([ids])).logits[0, 0]) for ids in rows]
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def changed(folder: Path, kind: str = "llama", **changes: Any) -> str:
