@@ -214,7 +214,9 @@ def reward_loss(name: str, model: Any) -> tuple[torch.Tensor, dict[str, float]]:
     trainer = SimpleNamespace(
         model=model,
         accelerator=SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x),
-        args=SimpleNamespace(center_rewards_coefficient=REWARDS[name].get("center_rewards_coefficient")),
+        args=SimpleNamespace(
+            center_rewards_coefficient=REWARDS[name].get("center_rewards_coefficient")
+        ),
         _total_train_tokens=0,
         _tp_size=1,
         _metrics=told,

@@ -20,7 +20,15 @@ class PreferenceConfig:
     """What pairs of a chosen and a rejected answer teach."""
 
     loss_type: Literal[
-        "sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero", "simpo", "orpo", "kto",
+        "sigmoid",
+        "sigmoid_norm",
+        "robust",
+        "hinge",
+        "ipo",
+        "apo_zero",
+        "simpo",
+        "orpo",
+        "kto",
         "reward",
     ] = "sigmoid"
     """`sigmoid` is DPO, `sigmoid_norm` the same on means of tokens; `robust`, `hinge`, `ipo` and

@@ -178,11 +178,10 @@ def _batches(rows: int) -> Iterator[Batch]:
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Return the logits of each token; of a reward model what its head says of each."""
+    if (head := reward_head(model)) is None:
+        return model(input_ids=ids, **inputs).logits
     said = list[torch.Tensor]()
-    head = reward_head(model)
-    hook = head and head.register_forward_hook(lambda _, __, output: said.append(output))
-    logits = model(input_ids=ids, **inputs).logits
-    if hook is None:
-        return logits
+    hook = head.register_forward_hook(lambda _, __, output: said.append(output))
+    model(input_ids=ids, **inputs)
     hook.remove()
     return said[0]

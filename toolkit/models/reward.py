@@ -42,7 +42,7 @@ def reward_class(config: PreTrainedConfig, name_or_path: str) -> type[PreTrained
             f"{transformers.__version__} has no class of sequence classification: it cannot be a "
             "reward model. Give another model.name_or_path"
         )
-    named = (config.architectures or [None])[0]
+    named = next(iter(config.architectures or ()), None)
     known = {getattr(kind, "__name__", None) for kind in (found, _source_class(config))}
     if named not in {None, *known} and not str(named).endswith("Model"):
         raise ModelError(

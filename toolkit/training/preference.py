@@ -13,8 +13,8 @@ one; r = S - R, d = r_c - r_w, m = S / n. Sources:
     simpo          Meng et al. 2024, arXiv:2405.14734; without a reference
     orpo           Hong et al. 2024, arXiv:2403.07691; without a reference
     kto            Ethayarajh et al. 2024, arXiv:2402.01306; of single answers
-    reward         Bradley and Terry 1952; margins as Touvron et al. 2023, arXiv:2307.09288, centring
-                   as Eisenstein et al. 2023, arXiv:2312.09244; s, the rewards of both, for r
+    reward         Bradley and Terry 1952, of the rewards s; margins as Touvron et al. 2023,
+                   arXiv:2307.09288, centring as Eisenstein et al. 2023, arXiv:2312.09244
     rpo_alpha      adds the cross entropy of chosen answers, Pang et al. 2024, arXiv:2404.19733
 
 Each is a mean over the pairs of the global batch; the cross entropy in rpo_alpha and orpo is a mean
@@ -110,7 +110,7 @@ class Objective:
         return torch.stack([pairs, counts[:-1:2].sum() + counts[-1]])
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Return the sums of both means' terms, [2] with counts [2] (of reward models [1] each), and
+        """Return the sums of both means' terms, [2] with counts [2], of reward models [1] each, and
         parts of each pair's.
 
         A batch without pairs gives exact zeros with gradients of zeros.

@@ -10,9 +10,9 @@
     labelled   `prompt`, `completion` and `label`, true or false: single answers, for KTO, which
                looks at how likely the answer of the row beside it is, too
 
-Beside them `tools` and `chat_template_kwargs`, as in conversations, and of pairs `margin`, a number:
-by how much a reward model is to tell the answers apart at least. Where `chosen` and `rejected`
-hold the whole conversation and a `prompt` stands beside them (UltraFeedback), they count.
+Beside them `tools` and `chat_template_kwargs`, as in conversations, and of pairs `margin`: by how
+much a reward model is to tell the answers apart. Where `chosen` and `rejected` hold the whole
+conversation and a `prompt` stands beside them (UltraFeedback), they count.
 """
 
 import math

@@ -280,8 +280,8 @@ class Encoder:
         second = len(ids[0])
         if not (spans and spans[0][0] < second and spans[-1][0] >= second):
             return LeftOut("an answer has no token to learn", "empty answer")
-        told = {"second": second, "desirable": pair.desirable, "margin": pair.margin}
-        return EncodedExample(np.concatenate(ids), spans, cut, notes, **told)
+        told: dict[str, Any] = {"desirable": pair.desirable, "margin": pair.margin}
+        return EncodedExample(np.concatenate(ids), spans, cut, notes, second=second, **told)
 
     def _framed(
         self, example: object, ids: np.ndarray, spans: list[Span]
