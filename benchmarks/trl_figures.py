@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from machine import describe
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 CONFIG = {
     "vocab_size": 61,
@@ -47,6 +47,14 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "kto_turned": {"loss_type": "kto", "beta": 0.1},
 }
 """Name -> settings of `preference`, the loss type where it is not the name."""
+REWARDS: dict[str, dict[str, Any]] = {
+    "reward": {},
+    "reward_margin": {"margin": True},
+    "reward_centred": {"center_rewards_coefficient": 0.05},
+}
+"""Name -> settings of `preference` for reward models, and whether pairs have their margins."""
+MARGINS = [0.5, 0.0, 1.5, -0.25, 1.0, 0.125]
+REWARD_SHOWN = (*SHOWN[:2], "score.weight")
 
 
 def models(turned: bool = False) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
@@ -56,6 +64,11 @@ def models(turned: bool = False) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
         torch.manual_seed(seed)
         made.append(LlamaForCausalLM(LlamaConfig(**CONFIG)))
     return (made[1], made[0]) if turned else (made[0], made[1])
+
+
+def reward_model() -> LlamaForSequenceClassification:
+    torch.manual_seed(4)
+    return LlamaForSequenceClassification(LlamaConfig(**CONFIG, num_labels=1, pad_token_id=0))
 
 
 def pairs() -> list[dict[str, list[int]]]:
@@ -193,16 +206,47 @@ def loss_of(name: str, model: Any, reference: Any) -> tuple[torch.Tensor, dict[s
     }
 
 
+def reward_loss(name: str, model: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the loss of a reward model as TRL computes it, and its metrics."""
+    from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer
+
+    told = {"train": Lists(), "eval": Lists()}
+    trainer = SimpleNamespace(
+        model=model,
+        accelerator=SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x),
+        args=SimpleNamespace(
+            center_rewards_coefficient=REWARDS[name].get("center_rewards_coefficient")
+        ),
+        _total_train_tokens=0,
+        _tp_size=1,
+        _metrics=told,
+    )
+    rows: list[dict[str, Any]] = [
+        {f"{side}_ids": pair["prompt"] + pair[side] for side in ("chosen", "rejected")}
+        for pair in pairs()
+    ]
+    if REWARDS[name].get("margin"):
+        rows = [row | {"margin": margin} for row, margin in zip(rows, MARGINS, strict=True)]
+    batch = DataCollatorForPreference(pad_token_id=0)(rows)
+    loss = RewardTrainer.compute_loss(trainer, model, batch)
+    return loss, {name: told["train"][name][0] for name in ("mean_reward", "margin", "accuracy")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("tests/data/trl_figures.json"))
     args = parser.parse_args()
     found: dict[str, Any] = {}
-    for name in OBJECTIVES:
+    for name in (*OBJECTIVES, *REWARDS):
         model, reference = models(turned=name.endswith("turned"))
-        loss, shown = loss_of(name, model, reference)
+        parameters = SHOWN
+        if name in REWARDS:
+            model, parameters = reward_model(), REWARD_SHOWN
+            loss, shown = reward_loss(name, model)
+        else:
+            loss, shown = loss_of(name, model, reference)
         loss.backward()
-        gradients = {n: model.get_parameter(n).grad.double() for n in SHOWN}
+        gradients = {n: model.get_parameter(n).grad.double() for n in parameters}
         found[name] = {
             "loss": float(loss),
             **{n: float(x) for n, x in shown.items()},

@@ -413,14 +413,17 @@ def _consolidate(args: argparse.Namespace) -> int:
 def _how_to_load(folder: Path) -> Iterator[str]:
     """Yield the Python lines that load an export."""
     from toolkit.formats import export_manifest, read_config
-    from toolkit.models.classes import auto_class
+    from toolkit.models.classes import as_reward_model, auto_class
 
     unmerged = (folder / "adapter_config.json").is_file()
     adapter = export_manifest.read(folder)["origin"]["adapter"] if unmerged else {}
     config = adapter["base_config"] if unmerged else read_config(folder)
     code = ", trust_remote_code=True" if "auto_map" in config else ""
     named = adapter["base_class"] if unmerged else (config.get("architectures") or [""])[0]
-    load = f"transformers.{auto_class(named)}.from_pretrained({{!r}}{code})"
+    auto = auto_class(named)
+    more, after = as_reward_model(auto, config) if unmerged else ("", "")
+    code += more
+    load = f"transformers.{auto}.from_pretrained({{!r}}{code})"
     if not unmerged:
         yield load.format(str(folder))
         return
@@ -428,6 +431,8 @@ def _how_to_load(folder: Path) -> Iterator[str]:
     yield f"base = {load.format(settings['base_model_name_or_path'])}"
     if rows := adapter["base"].get("rows"):
         yield f"base.resize_token_embeddings({rows})"
+    if after:
+        yield after
     yield f"peft.PeftModel.from_pretrained(base, {str(folder)!r})"
 
 

@@ -4,8 +4,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from toolkit.config.ranges import Fraction, NonNegative, Positive
-from toolkit.config.settings import FinetuneConfig, Learned, OptimConfig
+from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig, Learned, OptimConfig
 from toolkit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RewardModelConfig(FinetuneModelConfig):
+    """A model whose head answers one number for a sequence, its reward, in place of logits of
+    tokens; see `toolkit.models.reward`. Has no settings of its own.
+    """
 
 
 @dataclass(frozen=True)
@@ -13,11 +20,20 @@ class PreferenceConfig:
     """What pairs of a chosen and a rejected answer teach."""
 
     loss_type: Literal[
-        "sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero", "simpo", "orpo", "kto"
+        "sigmoid",
+        "sigmoid_norm",
+        "robust",
+        "hinge",
+        "ipo",
+        "apo_zero",
+        "simpo",
+        "orpo",
+        "kto",
+        "reward",
     ] = "sigmoid"
     """`sigmoid` is DPO, `sigmoid_norm` the same on means of tokens; `robust`, `hinge`, `ipo` and
     `apo_zero` are its variants. `simpo` and `orpo` need no reference. `kto` learns from single
-    answers with a label. Formulas: docs/preference.md."""
+    answers with a label. `reward` trains a reward model. Formulas: docs/preference.md."""
     beta: Positive = 0.1
     """Strength: how far the model may move from the reference (of orpo the weight of the odds)."""
     label_smoothing: Fraction = 0.0
@@ -31,11 +47,13 @@ class PreferenceConfig:
     """Of kto: weight of answers whose label is true."""
     undesirable_weight: Positive = 1.0
     """Of kto: weight of answers whose label is false."""
+    center_rewards_coefficient: NonNegative = 0.0
+    """Of reward: weight of the square of the sum of both rewards, which keeps their mean at 0."""
 
     @property
     def needs_reference(self) -> bool:
         """Return whether the loss compares with the model that training began with."""
-        return self.loss_type not in ("simpo", "orpo")
+        return self.loss_type not in ("simpo", "orpo", "reward")
 
     @property
     def paired(self) -> bool:
@@ -60,10 +78,15 @@ class PreferenceConfig:
                 "preference.label_smoothing is the share of pairs whose sides are swapped, and "
                 f"must be below 0.5, got {self.label_smoothing}"
             )
-        if self.rpo_alpha and kind in ("orpo", "kto"):
-            raise ConfigError(
-                f"preference.rpo_alpha does nothing with loss_type {kind}; leave it out"
-            )
+        unused = {
+            "rpo_alpha": kind in ("orpo", "kto", "reward"),
+            "center_rewards_coefficient": kind != "reward",
+        }
+        for name in (name for name, is_unused in unused.items() if is_unused):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"preference.{name} does nothing with loss_type {kind}; leave it out"
+                )
 
 
 @dataclass(frozen=True)
@@ -86,6 +109,8 @@ class PreferConfig(FinetuneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.preference.loss_type == "reward":
+            self._be_a_reward_model()
         for name, value, why in (
             ("train.neftune_noise_alpha", self.train.neftune_noise_alpha, "noise"),
             ("lora.lora_dropout", self.lora.lora_dropout, "dropout"),
@@ -121,4 +146,17 @@ class PreferConfig(FinetuneConfig):
             raise ConfigError(
                 "data.supervise does nothing in preference tuning, which learns the answers of "
                 "pairs; leave it out"
+            )
+
+    def _be_a_reward_model(self) -> None:
+        """Make the settings of the model those of a reward model, and refuse what that cannot."""
+        object.__setattr__(self, "model", RewardModelConfig(**vars(self.model)))
+        if self.data.streaming:
+            raise ConfigError(
+                "data.streaming: reward models are not trained on streams yet; leave it out"
+            )
+        if self.train.eval_prompts:
+            raise ConfigError(
+                "train.eval_prompts asks for answers, which a reward model cannot give; leave it "
+                "out"
             )

@@ -17,7 +17,7 @@ from toolkit.config.settings import (
     model_settings,
 )
 from toolkit.data.chat import chat_templates
-from toolkit.data.ends import end_with, learned_ends
+from toolkit.data.ends import end_with, learned_ends, reward_at
 from toolkit.data.feed.feed import Feed, Processes, Readers
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream import StreamSource
@@ -35,6 +35,7 @@ from toolkit.mesh import View
 from toolkit.models import causal_lm as models
 from toolkit.models import packing_probe
 from toolkit.models.attention import attend_within_documents
+from toolkit.models.reward import reward_head
 
 
 def prepare_data(
@@ -67,8 +68,11 @@ def prepare_data(
         attend_within_documents(model)
     feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, view.size))
     if cfg.learned != "documents" and encoder.tokenizer is not None:
-        ends = ranks.on_main(partial(learned_ends, feed, encoder.tokenizer))
-        ranks.say(end_with(model, ends, encoder.tokenizer))
+        if reward_head(model) is not None:
+            ranks.say(reward_at(model, encoder.tokenizer))
+        else:
+            ends = ranks.on_main(partial(learned_ends, feed, encoder.tokenizer))
+            ranks.say(end_with(model, ends, encoder.tokenizer))
     readers = Readers(run.device, view.rank, view.size, run.loader)
     data = TrainingData(cfg, feed, choice, encoder.tokenizer, readers)
     check_data(data, own_metrics)

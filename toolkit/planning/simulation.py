@@ -40,6 +40,7 @@ from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.layers import decoder_layers, tied_families
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
+from toolkit.models.reward import reward_head
 from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
 from toolkit.planning.fake_ranks import TRACED, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
@@ -199,7 +200,11 @@ def _simulated(
 
 
 def _find_loss(base: Any, model: nn.Module) -> list[str]:
-    """Find by a tiny copy what `model` makes of its logits; return what is to be said of it."""
+    """Find by a tiny copy what `model` makes of its logits; return what is to be said of it.
+    A reward model makes none.
+    """
+    if reward_head(model) is not None:
+        return []
     kinds = layer_kinds(base)
     why = "it has no decoder layers to look at"
     for small in cuts(base.config, kinds, None) if kinds else ():
@@ -315,12 +320,14 @@ def _filled_batch(ids: torch.Tensor, *, pairs: bool) -> Batch:
     count, length = ids.shape
     side = torch.arange(2, device=ids.device).repeat_interleave(-(-length // 2))[:length]
     rows = torch.arange(count, device=ids.device)[:, None]
+    side_ends = torch.tensor([-(-length // 2), length], device=ids.device) - 1
     return replace(
         batch,
         sequences=2 * rows + side,
         n_sequences=2 * count,
         reference=ids.new_zeros(2 * count, dtype=torch.float32),
         desirable=ids.new_zeros(count, dtype=torch.bool),
+        ends=torch.stack([rows.expand(-1, 2), side_ends.expand(count, 2)], -1).view(-1, 2),
     )
 
 

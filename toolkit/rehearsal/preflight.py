@@ -298,7 +298,7 @@ class Rehearsal:
             for what, heads in zip(("train", "eval"), self.heads, strict=True)
         )
         trusted = cfg.model.trust_remote_code
-        built = config.ModelConfig(str(small.folder), init="random", trust_remote_code=trusted)
+        built = type(cfg.model)(str(small.folder), init="random", trust_remote_code=trusted)
         model, files, output = build_on_meta(built), (train, evals), self.folder / "run"
         own = rehearsal_config(cfg, small, model, self.world_size, length, files, output)
         result = self.recorder.result

@@ -6,6 +6,7 @@ its head's output is neither itself, a scale nor a soft cap, it comes from the m
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,10 @@ from transformers import PreTrainedModel
 
 from toolkit import ranks
 from toolkit.data.samples.batch import Batch
-from toolkit.errors import one_line
+from toolkit.errors import TrainingError, one_line
 from toolkit.models.modes import forked_rng, replaced_forward
 from toolkit.models.peft_model import base_of, trained_module
+from toolkit.models.reward import reward_head
 from toolkit.training.head_logps import HeadLogps
 from toolkit.training.head_loss import IGNORE_INDEX, HeadLoss, LogitMap
 
@@ -112,6 +114,33 @@ def token_logps(model: nn.Module, batch: Batch, *, device_type: str | None = Non
     return inside.found + answer.sum(dtype=torch.float32)
 
 
+def sequence_rewards(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return what the head of a reward model says of each sequence of a micro-batch, at its last
+    token: [n_sequences] in fp32, from hidden states as the model computes them. The head runs on
+    those tokens alone.
+    """
+    head, ends = reward_head(model), batch.ends
+    if head is None or ends is None or len(ends) != batch.n_sequences:
+        raise TrainingError(
+            f"expected a reward model and a batch of {batch.n_sequences} sequences with their "
+            f"ends, got {type(base_of(model)).__name__} and "
+            f"{'none' if ends is None else len(ends)}"
+        )
+
+    def answer(hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = None if head.bias is None else head.bias.float()
+        found = F.linear(hidden[ends[:, 0], ends[:, 1]].float(), head.weight.float(), bias)
+        return found.squeeze(1), found[:, :0].reshape(*hidden.shape[:-1], 0)
+
+    inside = _InHead(answer, batch.targets)
+    try:
+        with replaced_forward(head, inside.forward):
+            empty = model(**batch.inputs).logits
+        return inside.found + empty.sum(dtype=torch.float32)
+    except _OtherUse as error:
+        raise TrainingError(f"{type(base_of(model)).__name__}: {error}") from error
+
+
 def take_loss_from(copy: PreTrainedModel, model: nn.Module) -> None:
     """Let `model`, whose values cannot be looked at, compute its loss as a tiny `copy` of it does.
     Says in a line where that takes all logits.
@@ -147,7 +176,10 @@ class _InHead:
     """
 
     def __init__(
-        self, task: HeadLoss | HeadLogps, targets: torch.Tensor, n_targets: int | None = None
+        self,
+        task: Callable[[torch.Tensor, torch.Tensor, int | None], tuple[torch.Tensor, torch.Tensor]],
+        targets: torch.Tensor,
+        n_targets: int | None = None,
     ) -> None:
         self._task, self._targets, self._n_targets = task, targets, n_targets
         self._found: torch.Tensor | None = None

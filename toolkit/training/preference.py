@@ -13,6 +13,8 @@ one; r = S - R, d = r_c - r_w, m = S / n. Sources:
     simpo          Meng et al. 2024, arXiv:2405.14734; without a reference
     orpo           Hong et al. 2024, arXiv:2403.07691; without a reference
     kto            Ethayarajh et al. 2024, arXiv:2402.01306; of single answers
+    reward         Bradley and Terry 1952, of the rewards s; margins as Touvron et al. 2023,
+                   arXiv:2307.09288, centring as Eisenstein et al. 2023, arXiv:2312.09244
     rpo_alpha      adds the cross entropy of chosen answers, Pang et al. 2024, arXiv:2404.19733
 
 Each is a mean over the pairs of the global batch; the cross entropy in rpo_alpha and orpo is a mean
@@ -33,7 +35,7 @@ from toolkit.errors import TrainingError
 from toolkit.formats import reshard
 from toolkit.mesh import View
 from toolkit.models.peft_model import has_adapters
-from toolkit.training.loss import LossSum, token_logps
+from toolkit.training.loss import LossSum, sequence_rewards, token_logps
 
 PARTS = (
     *("reward_chosen", "reward_rejected", "margin", "accuracy"),
@@ -117,17 +119,22 @@ class Objective:
 
     def counts(self, batch: Batch) -> torch.Tensor:
         """Return by how much a micro-batch counts in each mean, int64 [2]: pairs, and tokens of
-        the cross entropy.
+        the cross entropy; of reward models [1], pairs.
         """
         counts = _counts(batch)
         pairs = counts.new_tensor(batch.n_sequences // 2)
+        if self.cfg.loss_type == "reward":
+            return pairs[None]
         return torch.stack([pairs, counts[:-1:2].sum() + counts[-1]])
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Return the sums of both means' terms, [2] with counts [2], and parts of each pair's.
+        """Return the sums of both means' terms, [2] with counts [2], of reward models [1] each, and
+        parts of each pair's.
 
         A batch without pairs gives exact zeros with gradients of zeros.
         """
+        if self.cfg.loss_type == "reward":
+            return self._rewarded(model, batch)
         asked = self.cfg.needs_reference and batch.reference is None
         reference = _by_base(model, batch) if asked else batch.reference
         sums, counts = sequence_logps(model, batch, device_type=self.device_type)
@@ -149,12 +156,22 @@ class Objective:
         cross_entropy = -weight * (policy.chosen.sum() + sums[-1])
         return LossSum(torch.stack([terms.sum(), cross_entropy]), self.counts(batch), parts)
 
+    def _rewarded(self, model: nn.Module, batch: Batch) -> LossSum:
+        """Return the terms of a reward model, and their parts."""
+        chosen, rejected = sequence_rewards(model, batch).view(-1, 2).unbind(1)
+        margin = 0.0 if batch.margin is None else batch.margin
+        terms = -F.logsigmoid(chosen - rejected - margin)
+        terms = terms + self.cfg.center_rewards_coefficient * (chosen + rejected) ** 2
+        shown = _shown(chosen.detach(), rejected.detach())
+        parts = dict(zip(PARTS, (v.sum() for v in shown), strict=False))
+        return LossSum(terms.sum()[None], self.counts(batch), parts)
+
     def _parts(self, rewards: _Pairs, policy: _Pairs) -> dict[str, torch.Tensor]:
         """Return the sums over pairs of what `PARTS` name."""
         shown = rewards.means() if self.cfg.loss_type in _BY_TOKEN else rewards
         chosen, rejected = (self.cfg.beta * r.detach() for r in (shown.chosen, shown.rejected))
         values = (
-            *(chosen, rejected, chosen - rejected, (chosen > rejected).float()),
+            *_shown(chosen, rejected),
             *(policy.chosen.detach(), policy.rejected.detach()),
         )
         return dict(zip(PARTS, (v.sum() for v in values), strict=True))
@@ -181,6 +198,11 @@ class Objective:
         parts = {"reward": reward, "kl": point.expand_as(reward), "accuracy": right}
         parts["logps"] = policy.chosen.detach()
         return terms, {name: value.sum() for name, value in parts.items()}
+
+
+def _shown(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the first four of `PARTS` of each pair, by its rewards."""
+    return chosen, rejected, chosen - rejected, (chosen > rejected).float()
 
 
 def _smoothed(cfg: PreferenceConfig, logits: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,12 @@
     labelled   `prompt`, `completion` and `label`, true or false: single answers, for KTO, which
                looks at how likely the answer of the row beside it is, too
 
-Beside them `tools` and `chat_template_kwargs`, as in conversations. Where `chosen` and `rejected`
-hold the whole conversation and a `prompt` stands beside them (UltraFeedback), they count.
+Beside them `tools` and `chat_template_kwargs`, as in conversations, and of pairs `margin`: by how
+much a reward model is to tell the answers apart. Where `chosen` and `rejected` hold the whole
+conversation and a `prompt` stands beside them (UltraFeedback), they count.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +36,8 @@ class Pair:
     rejected: PromptCompletion | Conversation
     desirable: bool | None = None
     """Of KTO, whose second answer is another row's: whether the first is wanted."""
+    margin: float | None = None
+    """By how much the reward of the first is to be above that of the second."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,16 @@ def pair_of(row: Row) -> Pair:
     pair = _of_turns(row, chosen, rejected) if isinstance(chosen, list) else _of_texts(row)
     if pair.chosen == pair.rejected:
         raise LeftOut("both answers are the same", "equal sides")
-    return pair
+    return replace(pair, margin=_margin(row))
+
+
+def _margin(row: Row) -> float | None:
+    if (margin := row.get("margin")) is None:
+        return None
+    number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not (number and math.isfinite(margin)):
+        wrong(margin, "margin", "a number", "wrong margin")
+    return float(margin)
 
 
 def _ranked(row: Row) -> tuple[Any, Any]:

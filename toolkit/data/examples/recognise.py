@@ -61,7 +61,7 @@ _SHAPES: dict[RowShape, _Shape] = {
     "sharegpt": _Shape("conversation", "conversations (ShareGPT)", (*_CHAT, "system")),
     "alpaca": _Shape("conversation", "instructions (Alpaca)", (*_CHAT, *_OF_ALPACA)),
     "tokenised": _Shape("tokenised", "token ids", (*_MASKS, "attention_mask")),
-    "pairs": _Shape("preferences", "pairs of answers", ("prompt", *_CHAT)),
+    "pairs": _Shape("preferences", "pairs of answers", ("prompt", "margin", *_CHAT)),
     "answers": _Shape("preferences", "answers with a label", _CHAT),
 }
 

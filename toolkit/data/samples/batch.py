@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+_OF_SEQUENCES = ("sequences", "reference", "desirable", "ends", "margin")
 IGNORED = -100  # label of a token that the loss leaves out, as in transformers
 
 
@@ -31,6 +32,11 @@ class Batch:
     """float32 [n_sequences]: log-probability of the targets of each by the reference."""
     desirable: torch.Tensor | None = None
     """bool [n_sequences / 2]: whether the first of each two is wanted; empty of pairs."""
+    ends: torch.Tensor | None = None
+    """int64 [n_sequences, 2]: row and position of each one's last token that is no padding token,
+    at which a reward model reads its reward."""
+    margin: torch.Tensor | None = None
+    """float32 [n_sequences / 2]: by how much the first reward is to be above the second."""
 
     @classmethod
     def of(cls, labels: torch.Tensor, *, count: bool = False, **inputs: Any) -> "Batch":
@@ -55,6 +61,6 @@ class Batch:
 
     def _each(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         inputs = {n: fn(x) if isinstance(x, torch.Tensor) else x for n, x in self.inputs.items()}
-        others = {n: getattr(self, n) for n in ("sequences", "reference", "desirable")}
+        others = {n: getattr(self, n) for n in _OF_SEQUENCES}
         moved: dict[str, Any] = {name: fn(x) for name, x in others.items() if x is not None}
         return replace(self, inputs=inputs, targets=fn(self.targets), **moved)

@@ -25,12 +25,8 @@ from toolkit.models.attention import document_borders
 FILLER = -1  # index of the sample without a supervised token that fills up a batch
 MULTIPLE = 8  # padded lengths are multiples of this: fewer different shapes, and aligned ones
 
-_OF_PIECES = (
-    "sequences",
-    "lengths",
-    "reference",
-    "desirable",
-)  # columns of a sample of pairs that stay behind
+# Columns of a sample of pairs that stay behind.
+_OF_PIECES = ("sequences", "ends", "lengths", "reference", "desirable", "margin")
 Packing = Literal["wrapped", "bfd", "none"]
 Sample = dict[str, torch.Tensor]
 Chosen = range | np.ndarray | None  # numbers of the windows or rows that are used; None: all
@@ -86,13 +82,18 @@ class SampleShape:
 
     def _marked(self, sample: Sample, lengths: list[int]) -> Sample:
         """Return a sample of pairs with `sequences` [T], the number of the piece whose answer each
-        position predicts, and the `lengths` of its pieces.
+        position predicts, `ends` [T], where each piece has its last token that fills nothing up, as
+        classifiers of transformers look for it, and the `lengths` of its pieces.
         """
         labels, pieces = sample["labels"], torch.tensor(lengths, dtype=torch.int64)
         number = torch.arange(len(pieces)).repeat_interleave(pieces)
         number = F.pad(number, (0, len(labels) - len(number)), value=FILLER)
         answers = F.pad(labels[1:] != IGNORED, (0, 1))
-        sample |= {"sequences": number.where(answers, FILLER), "lengths": pieces}
+        ends = torch.zeros(len(labels), dtype=torch.bool)
+        for own in torch.arange(sum(lengths)).split(lengths):
+            filled = sample["input_ids"][own] == self.pad_id
+            ends[own[(own - own[0]).where(~filled, 0).argmax()]] = True
+        sample |= {"sequences": number.where(answers, FILLER), "ends": ends, "lengths": pieces}
         if self.prompts:
             chosen = number % 2 == 0
             chosen[F.pad(pieces.cumsum(0), (1, 0))[: len(pieces)]] = False  # their first tokens
@@ -135,7 +136,7 @@ class SampleShape:
         """
         counts = [len(sample["lengths"]) for sample in samples]
         fields: dict[str, Any] = {"n_sequences": sum(counts)}
-        for name in ("reference", "desirable"):
+        for name in ("reference", "desirable", "margin"):
             if all(name in sample for sample in samples):
                 fields[name] = torch.cat([sample[name] for sample in samples])
         before = np.cumsum([0, *counts])
@@ -145,6 +146,7 @@ class SampleShape:
             )
             for sample, first in zip(samples, before, strict=False)
         ]
+        ends = [sample["ends"] for sample in samples]
         columns = [
             {name: x for name, x in sample.items() if name not in _OF_PIECES} for sample in samples
         ]
@@ -157,8 +159,12 @@ class SampleShape:
                     *(x[: sum(lengths)].split(lengths) for x in own.values()), strict=True
                 )
             ]
-            numbers = [x for n, own in zip(numbers, parts, strict=True) for x in n.split(own)]
+            numbers, ends = (
+                [x for n, own in zip(of, parts, strict=True) for x in n.split(own)]
+                for of in (numbers, ends)
+            )
         fields["sequences"] = torch.nn.utils.rnn.pad_sequence(numbers, True, FILLER)
+        fields["ends"] = torch.nn.utils.rnn.pad_sequence(ends, True).nonzero()
         return columns, fields
 
     def __str__(self) -> str:
@@ -180,6 +186,7 @@ class EncodedRows:
         pairs = "second" in self.tokens.column_names
         self._seconds = self.tokens.data.column("second").to_numpy() if pairs else None
         self._desirable = self.tokens.data.column("desirable") if pairs else None
+        self._margins = self.tokens.data.column("margin") if pairs else None
         self.reference: np.ndarray | None = None
         """float32 [rows, 2], of pairs: log-probability of both answers by the reference."""
         chunks = [chunk.flatten() for chunk in self._ids.chunks]
@@ -225,6 +232,11 @@ class EncodedRows:
         if self._desirable is None or not len(self) or self._desirable[0].as_py() is None:
             return []
         return [self._desirable[row].as_py() for row in rows]
+
+    def margins(self, rows: Sequence[int]) -> list[float]:
+        """Return the margins of pairs, 0 where a row has none."""
+        assert self._margins is not None
+        return [self._margins[row].as_py() or 0.0 for row in rows]
 
     def rows_of(self, begin: int, count: int) -> tuple[int, int]:
         """Return the rows of the first and the last of `count` tokens of all rows joined."""
@@ -333,6 +345,7 @@ class Samples(Dataset):
             return sample
         rows = [self.pieces.rows_of(number)[0] for number in numbers]  # a pair is one piece
         sample["desirable"] = torch.tensor(self.pieces.rows.desirable(rows), dtype=torch.bool)
+        sample["margin"] = torch.tensor(self.pieces.rows.margins(rows), dtype=torch.float32)
         if (reference := self.pieces.rows.reference) is not None:
             sample["reference"] = torch.from_numpy(reference[rows].reshape(-1))
         return sample

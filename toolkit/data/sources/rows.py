@@ -134,7 +134,7 @@ def _source(
 ) -> DataSource:
     known = recognise.known_columns()
     if learned in ("pairs", "answers"):
-        known = (*known, *pairs.SIDES, *pairs.COMPARED, "label")
+        known = (*known, *pairs.SIDES, *pairs.COMPARED, "label", "margin")
     renamed = Names.of(source.columns or cfg.columns, known)
     known, there = (*known, *recognise.OF_A_TREE, *renamed.columns.values()), list[str]()
     files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()

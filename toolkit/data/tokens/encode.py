@@ -40,13 +40,15 @@ LATE_COLUMN = "rows with a column {!r}, which the first rows do not have and not
 _CHAT_ROWS, _TEXT_ROWS = 512, 20_000  # that are encoded at a time, at most
 _PLACES = 3
 _ROWS_OF_A_PROCESS = 200  # conversations for which a further process is worth its start
-_VERSION = 6  # part of the cache key: raise it when the same row gives other tokens or counts
+_VERSION = 7  # part of the cache key: raise it when the same row gives other tokens or counts
 _MASKS = 3  # so of conversations: raise it when one gives another mask
 
 _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
-_PAIRS = pa.schema([*_IN_PART, ("second", pa.int32()), ("desirable", pa.bool_())])
+_OF_PAIRS = (("second", pa.int32()), ("desirable", pa.bool_()), ("margin", pa.float32()))
+_PAIRS = pa.schema([*_IN_PART, *_OF_PAIRS])
 OTHER_PROMPT = "pairs whose prompts end in other tokens"
+WITH_MARGIN = "pairs with a margin, which preference.loss_type reward asks for"
 
 _NOTHING = np.zeros(0, np.int32)
 _work: Any = None  # of a worker process
@@ -69,6 +71,7 @@ class EncodedExample:
     piece: int | None = None  # tokens of the pieces that packing cuts it into; None: stays whole
     second: int | None = None  # of a pair: where the rejected answer's tokens begin
     desirable: bool | None = None  # of a single answer, whose second is another row's
+    margin: float | None = None  # of a pair, for a reward model
 
     @property
     def supervised(self) -> int:
@@ -161,7 +164,7 @@ class Encoder:
         ]
         found = iter(self._batch(sides))
         return [
-            self._pair(next(found), next(found), example.desirable)
+            self._pair(example, next(found), next(found))
             if isinstance(example, Pair)
             else next(found)
             for example in examples
@@ -235,7 +238,7 @@ class Encoder:
         edges = np.flatnonzero(np.diff(learned)).tolist()
         return self._fitted(example, ids, list(zip(edges[::2], edges[1::2], strict=True)))
 
-    def _pair(self, chosen: EncodedRow, rejected: EncodedRow, desirable: bool | None) -> EncodedRow:
+    def _pair(self, pair: Pair, chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
         """Return both sides of a pair as one row, their answers cut to the same length where they
         are too long together; see [Note: pairs].
         """
@@ -248,6 +251,8 @@ class Encoder:
         notes = chosen.notes | rejected.notes
         if not np.array_equal(chosen.input_ids[: begins[0]], rejected.input_ids[: begins[1]]):
             notes = notes | {OTHER_PROMPT: 1}
+        if pair.margin is not None:
+            notes = notes | {WITH_MARGIN: 1}
         limit, sides = self.cfg.sequence_length, (chosen, rejected)
         answers = [len(side.input_ids) - at for side, at in zip(sides, begins, strict=True)]
         kept, cut = _most(limit - sum(begins), answers), 0
@@ -270,12 +275,13 @@ class Encoder:
             ids.append(side.input_ids[:end])
             whole = [(b, min(e, end)) for b, e in side.spans if b < end]
             spans += [(max(b, 1) + before, e + before) for b, e in whole if e > max(b, 1)]
-        if desirable is None and np.array_equal(ids[0], ids[1]):
+        if pair.desirable is None and np.array_equal(ids[0], ids[1]):
             return LeftOut("both answers give the same tokens", "equal sides")
         second = len(ids[0])
         if not (spans and spans[0][0] < second and spans[-1][0] >= second):
             return LeftOut("an answer has no token to learn", "empty answer")
-        return EncodedExample(np.concatenate(ids), spans, cut, notes, None, second, desirable)
+        told: dict[str, Any] = {"desirable": pair.desirable, "margin": pair.margin}
+        return EncodedExample(np.concatenate(ids), spans, cut, notes, second=second, **told)
 
     def _framed(
         self, example: object, ids: np.ndarray, spans: list[Span]
@@ -445,6 +451,7 @@ def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa
         if encoder.pairs:
             columns.append(pa.array([r.second for _, r in kept], pa.int32()))
             columns.append(pa.array([r.desirable for _, r in kept], pa.bool_()))
+            columns.append(pa.array([r.margin for _, r in kept], pa.float32()))
         yield pa.table(columns, schema=_PAIRS if encoder.pairs else _IN_PART)
     with replacing(counted) as scratch:
         scratch.write_text(json.dumps(asdict(counts)), "utf-8")
