@@ -193,11 +193,6 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
             "model.attn_implementation flex_attention has no backward on CPUs; leave it out for "
             "sdpa"
         )
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        ranks.say(
-            f"WARNING: {cfg.name_or_path}: output_router_logits asks for the auxiliary loss of its "
-            "router, which is not trained here"
-        )
     # Rotary models take longer sequences without a word.
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < sequence_length:
