@@ -44,6 +44,7 @@ from toolkit.planning.fake_ranks import TRACED, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.fsdp import Sharded
 from toolkit.training.loss import LossSum, causal_lm_loss, take_loss_from
+from toolkit.training.router import watch_router
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
 from toolkit.training.step import train_step
@@ -271,7 +272,8 @@ def run_step(
     optimizer.register_step_pre_hook(before_step)
     model.train()
     smoothing = getattr(cfg.train, "label_smoothing_factor", 0.0)
-    loss = partial(causal_lm_loss, label_smoothing=smoothing, device_type=device_type)
+    own = {"label_smoothing": smoothing, "z_loss": cfg.train.z_loss}
+    loss = partial(causal_lm_loss, **own, device_type=device_type)
     accumulated, count = cfg.train.gradient_accumulation_steps, 0
 
     def measured(module: nn.Module, batch: Batch) -> LossSum:
@@ -293,8 +295,8 @@ def run_step(
             for ids in torch.zeros(min(2, accumulated), *shape, dtype=torch.int64, device=device)
         ]
         meter.claim((t for b in batches for t in (*b.inputs.values(), b.targets)), BUFFERS)
-        norm = cfg.optim.max_grad_norm
-        around(lambda: train_step(sharded, optimizer, batches, max_grad_norm=norm, loss=measured))
+        how = {"max_grad_norm": cfg.optim.max_grad_norm, "router": watch_router(sharded, cfg)}
+        around(lambda: train_step(sharded, optimizer, batches, loss=measured, **how))
     if accumulated > 1:
         meter.work["other micro-batches"] *= accumulated - 1
     return State(local_bytes(model.parameters()), gradients, local_bytes(states))

@@ -238,7 +238,7 @@ def _tried(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -> t
     logit_map = _fitted(probes[0], logits)
     vocabulary = logits.shape[-1]
     inside = _InHead(HeadLoss(head, head.forward, vocabulary, logit_map), targets)
-    with replaced_forward(head, inside.forward):
+    with torch.no_grad(), replaced_forward(head, inside.forward):
         answer = model(**inputs).logits
     if answer.shape != (*targets.shape, 0):
         raise _OtherUse("it does something else with its logits")
