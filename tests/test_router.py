@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +17,13 @@ from safetensors.torch import load_file
 from sharded import apply_fsdp, init_mesh, sharded_of
 from test_loss_head import MAPS, in_one, small_chunks  # noqa: F401
 from test_token_logps import assert_close, gradients
-from tiny_models import rows, tiny_model
+from tiny_models import rows, save, tiny_model
 from torch.distributed.tensor import DTensor
 
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
-    FinetuneConfig,
     FinetuneModelConfig,
+    FinetuneTrainConfig,
     LoraConfig,
     ShardingConfig,
     TrainConfig,
@@ -149,7 +148,9 @@ def cases(rank: int, world: int, kinds: tuple[str, ...]) -> list[tuple[Any, ...]
     found = []
     for kind in kinds:
         ways = [("pooled", "full", 0), ("layer", "selective", 1)]
-        for loss, recompute, split in [*ways, ("pooled", "none", 1)][: 3 if kind == KINDS[0] else 2]:
+        for loss, recompute, split in [*ways, ("pooled", "none", 1)][
+            : 3 if kind == KINDS[0] else 2
+        ]:
             made = step_of(rank, world, lambda kind=kind: mixture(kind), loss, recompute, split)
             found.append(((kind, loss, recompute, split), *made))
     return found
@@ -191,7 +192,8 @@ def test_what_fills_rows_up_counts_nowhere() -> None:
         ids, labels = (one[n][0, : LENGTHS[row]].numpy() for n in ("input_ids", "labels"))
         pieces.append((ids, labels.copy()))
     packed = shape.batch([shape.sample(pieces[:2]), shape.sample(pieces[2:4])])
-    assert packed.real.sum(1).tolist() == [21, 27] and packed.real.shape == (2, length)
+    assert packed.real.sum(1).tolist() == [21, 27]
+    assert packed.real.shape == (2, length)
     found = {}
     for name, batch in (("padded", batch_of([0, 1, 2, 3])), ("packed", packed)):
         model = mixture("qwen3_moe")
@@ -314,6 +316,165 @@ def test_the_bias_evens_loads() -> None:
     assert control > 1.6
 
 
+# ---- Compiled layers and recipes -----------------------------------------------------------------
+
+
+def compiled_case(rank: int, world: int, recompute: str) -> dict[str, Any]:
+    """Return what two steps give with plain and with compiled layers, and why graphs broke."""
+    counters, found = importlib.import_module("torch._dynamo.utils").counters, {}
+    for compiled in ("none", "layer"):
+        model = mixture("qwen3_moe", output_router_logits=False)  # as a run builds it
+        cfg = ShardingConfig(
+            param_dtype="float32",
+            activation_checkpointing=recompute,
+            torch_compile=compiled,
+            torch_compile_backend="aot_eager",
+        )
+        apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
+        router = router_of(model, loss="layer")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [batch_of([0, 1]), batch_of([2, 3])]
+        steps = [train_step(sharded_of(model), optimizer, batches, router=router) for _ in "ab"]
+        found[compiled] = [x for s in steps for x in (float(s.loss), float(s.balance.aux))]
+    return found | {"breaks": dict(counters["graph_break"]), "graphs": dict(counters["stats"])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_compiled_layers_stay_whole(recompute: str) -> None:
+    found = run_ranks(compiled_case, 1, recompute)[0]
+    assert found["graphs"]["unique_graphs"] > 0
+    assert found["breaks"] == {}
+    assert found["layer"] == pytest.approx(found["none"], rel=1e-5)
+
+
+def saved(kind: str, folder: Path, **changes: Any) -> Path:
+    model = tiny_model(kind, vocab_size=260, **changes)
+    return save_byte_tokenizer(save(model, folder, kind))
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with biases, three layers of which two route."""
+    return saved("deepseek_v3", tmp_path_factory.mktemp("router") / "model")
+
+
+def pretrain(model: Path, text: Path, output: Path, world: int, *flags: object) -> str:
+    given = {
+        "model.name_or_path": model,
+        "output_dir": output,
+        "data.train_files": text,
+        "data.sequence_length": 64,
+        "data.eval_split": 0.0,
+        "sharding.param_dtype": "float32",
+        "optim.learning_rate": 1e-3,
+        "optim.lr_scheduler_type": "constant",
+        "optim.warmup_steps": 0,
+        "train.max_steps": 4,
+        "train.logging_steps": 1,
+        "train.global_batch_size": 6,
+        "train.per_device_train_batch_size": 1,
+        "train.router_bias_update_rate": 0.01,
+        "checkpoint.save_steps": 2,
+        "checkpoint.export_at_end": True,
+    }
+    known = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+    done = run_recipe_ranks("pretrain", world, *known, *map(str, flags), cwd=output.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def exported_biases(output: Path) -> dict[str, torch.Tensor]:
+    file = output / "exports/step-00000004/model.safetensors"
+    return {n: x for n, x in load_file(file).items() if n.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_bias_in_checkpoints_resumes_and_exports(
+    deepseek: Path, text_file: Path, tmp_path: Path
+) -> None:
+    said = pretrain(deepseek, text_file, tmp_path / "calm", 3)
+    assert "bias of experts moved by 0.01 after each step" in said
+    half = ("--train.max_steps", 2, "--checkpoint.export_at_end", False)
+    pretrain(deepseek, text_file, tmp_path / "resumed", 1, *half)
+    pretrain(deepseek, text_file, tmp_path / "resumed", 2)
+    calm, resumed = (exported_biases(tmp_path / name) for name in ("calm", "resumed"))
+    assert len(calm) == 2
+    before = load_file(deepseek / "model.safetensors")
+    for name, bias in calm.items():
+        steps = (bias - before[name]) / 0.01
+        assert torch.allclose(steps, steps.round(), atol=1e-3), steps
+        assert 0 < float(steps.abs().max()) < 4.1
+        assert torch.equal(bias, resumed[name])
+    line = read_metrics(tmp_path / "calm")[-1]
+    assert line["router_load"] == max(line["router_load/0"], line["router_load/1"]) > 1
+    assert not {"router_load/2", "router_aux"} & line.keys()
+
+
+@pytest.mark.slow
+def test_a_run_of_a_bias_that_is_a_parameter(text_file: Path, tmp_path: Path) -> None:
+    """The check of bits at rest knows that it moves."""
+    model = saved("ernie4_5_moe", tmp_path / "ernie")
+    pretrain(model, text_file, tmp_path / "run", 2)
+    before = load_file(model / "model.safetensors")
+    for name, bias in exported_biases(tmp_path / "run").items():
+        assert not torch.equal(bias, before[name])
+
+
+@pytest.mark.slow
+def test_recipes_train_the_loss_that_the_config_asks_for(text_file: Path, tmp_path: Path) -> None:
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = saved("mixtral", tmp_path / "mixtral", **asked)
+    still = ("--train.router_bias_update_rate", 0, "--sharding.activation_checkpointing", "full")
+    said = pretrain(model, text_file, tmp_path / "on", 2, *still)
+    assert "router_logits" not in said
+    assert "auxiliary loss pooled over layers, coefficient 0.5 of config.json" in said
+    off = ("--train.router_aux_loss", "none")
+    assert "no auxiliary loss" in pretrain(model, text_file, tmp_path / "off", 2, *still, *off)
+    alone = pretrain(model, text_file, tmp_path / "alone", 1, *still)
+    assert "auxiliary loss pooled" in alone
+    on, one, none = (read_metrics(tmp_path / name) for name in ("on", "alone", "off"))
+    assert on[0]["loss"] == pytest.approx(none[0]["loss"])
+    assert on[-1]["router_aux"] < on[0]["router_aux"]
+    assert "router_aux" not in none[0]
+    assert none[0]["router_load"] > 1
+    for line, other in zip(on, one, strict=True):
+        assert line["router_aux"] == pytest.approx(other["router_aux"], rel=1e-4)
+    config = json.loads((tmp_path / "on/exports/step-00000004/config.json").read_text())
+    assert config["output_router_logits"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["finetune", "prefer"])
+def test_the_other_recipes_balance_too(recipe: str, tmp_path: Path) -> None:
+    model = saved("mixtral", tmp_path / "mixtral", router_aux_loss_coef=0.5)
+    sides = {"chosen": "yes, that is so", "rejected": "no"}
+    answer = {"completion": "yes, that is so"} if recipe == "finetune" else sides
+    made = [{"prompt": f"Is it {i}? ", **answer} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    given = {
+        "model.name_or_path": model,
+        "output_dir": tmp_path / "run",
+        "data.train_files": tmp_path / "rows.jsonl",
+        "data.sequence_length": 64,
+        "data.packing": "bfd",
+        "data.eval_split": 0.0,
+        "lora.r": 4,
+        "train.max_steps": 3,
+        "train.logging_steps": 1,
+        "train.per_device_train_batch_size": 1,
+        "train.gradient_accumulation_steps": 2,
+        "train.router_aux_loss": "layer",
+    }
+    known = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+    done = run_recipe_ranks(recipe, 2, *known, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "auxiliary loss of each layer, coefficient 0.5" in done.stdout
+    found = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in found] == [1, 2, 3]
+    assert all(line["router_aux"] > 1.9 for line in found)
+
+
 # ---- What is said and refused --------------------------------------------------------------------
 
 
@@ -330,7 +491,8 @@ def test_the_line_of_a_start() -> None:
     )
     assert "of each layer" in line("mixtral", {}, router_aux_loss="layer")
     off = line("mixtral", {"router_aux_loss_coef": 0.02})
-    assert "no auxiliary loss" in off and "pooled or layer turn it on" in off and "0.02" in off
+    assert "config.json does not ask for it, pooled or layer turn it on" in off
+    assert off.endswith("its coefficient is 0.02)")
     assert "no auxiliary loss" in line("mixtral", on, router_aux_loss="none")
     assert "no router_aux_loss_coef above 0" in line("mixtral", on | {"router_aux_loss_coef": 0.0})
     assert line("deepseek_v3", {}).endswith(
@@ -348,7 +510,7 @@ def test_the_line_of_a_start() -> None:
 def test_what_cannot_be_balanced_is_refused_by_name() -> None:
     moving = {"router_bias_update_rate": 0.001}
     for kind, train, why in (
-        ("llama", {"router_aux_loss": "pooled"}, "no router logits of LlamaForCausalLM"),
+        ("llama", {"router_aux_loss": "pooled"}, "no logits of the experts of LlamaForCausalLM"),
         ("deepseek_v3", {"router_aux_loss": "layer"}, "no router_aux_loss_coef above 0"),
         ("mixtral", moving, "MixtralForCausalLM has no bias of experts"),
         ("longcat_flash", moving, "steers more than their loads"),
@@ -361,13 +523,12 @@ def test_what_cannot_be_balanced_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="leaves as it is"):
         plan_router(tiny_model("deepseek_v3"), settings(LoraConfig(r=4), **moving))
     with pytest.raises(ConfigError, match=r"train\.z_loss is of a cross entropy"):
-        PreferConfig(model=FinetuneModelConfig("x"), train=replace(
-            FinetuneConfig(model=FinetuneModelConfig("x")).train, z_loss=0.1
-        ))
+        PreferConfig(FinetuneModelConfig("x"), train=FinetuneTrainConfig(z_loss=0.1))
 
 
 def test_gemma_hands_out_probabilities() -> None:
-    model = tiny_model("gemma4_text", enable_moe_block=True, num_experts=4, top_k_experts=2)
+    experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    model = tiny_model("gemma4_text", enable_moe_block=True, **experts)
     with pytest.raises(ModelError, match="hands out probabilities, not logits"):
         plan_router(model, settings(router_aux_loss="pooled"))
 

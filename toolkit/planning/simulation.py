@@ -44,9 +44,9 @@ from toolkit.planning.fake_ranks import TRACED, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.fsdp import Sharded
 from toolkit.training.loss import LossSum, causal_lm_loss, take_loss_from
-from toolkit.training.router import watch_router
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
+from toolkit.training.router import watch_router
 from toolkit.training.step import train_step
 
 Device = str | torch.device

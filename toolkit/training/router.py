@@ -23,6 +23,7 @@ that a recomputation, where it notes nothing, runs the same ones.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -36,14 +37,16 @@ from toolkit.config.settings import RunConfig, TrainConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import ConfigError, ModelError, TrainingError
 from toolkit.formats import local_tensor, nested_items, part_of, reshard
-from toolkit.models.patterns import plain_class_name
+from toolkit.models.causal_lm import asks_for_router_loss
 from toolkit.models.layers import experts_per_token, numbers_of_experts, routed_shares
+from toolkit.models.patterns import plain_class_name
 from toolkit.models.peft_model import base_of
 from toolkit.sharding.fsdp import Sharded
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")  # JetMoe's, DBRX's
 _BIASES = ("e_score_correction_bias", "expert_bias")  # buffers, or parameters that are not trained
 _PROBABILITIES = ("Gemma4TextRouter",)  # hand out those in place of logits
+_OF_KEYS = ("DogeCDMoE",)  # whose logits are of halves of an expert's number
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,13 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
             "train.router_bias_update_rate with lora.r: the bias is of the base, which an adapter "
             "leaves as it is; leave it out"
         )
-    if not routers and not routed_shares(base) and asked in ("auto", "none") and not rate:
+    asks, mixture = asks_for_router_loss(base), routers or routed_shares(base)
+    if not mixture and not asks and asked in ("auto", "none") and not rate:
         return None
     own = base.config.get_text_config().to_dict()
     settings = dict(nested_items(own)) | own
     coefficient = next((settings[n] for n in _COEFFICIENTS if settings.get(n)), 0.0)
-    wanted = settings.get("output_router_logits") is True and coefficient > 0
+    asks = asks and coefficient > 0
     missing = _missing(base, routers)
     if asked in ("pooled", "layer"):
         if not missing and not coefficient > 0:
@@ -106,9 +110,9 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
     if rate:
         _check_biases(base, biases)
     loss: Any = "pooled" if asked == "auto" else asked
-    if asked == "none" or (asked == "auto" and (missing or not wanted)):
+    if asked == "none" or (asked == "auto" and (missing or not asks)):
         loss = None
-    line = "router     " + _loss_text(train, loss, coefficient, wanted, missing)
+    line = "router     " + _loss_text(train, loss, coefficient, asks, missing)
     if biases:
         moved = f"moved by {rate:g} after each step" if rate else "as loaded"
         line += f"; bias of experts {moved} (train.router_bias_update_rate)"
@@ -127,7 +131,7 @@ def _routers(base: PreTrainedModel) -> dict[str, tuple[nn.Module, int]]:
         for spec in specs if isinstance(specs, list) else [specs]:
             kind = getattr(spec, "target_class", spec)
             index = getattr(spec, "index", 1)  # what a bare class stands for
-            if isinstance(kind, type):
+            if isinstance(kind, type) and kind.__name__ not in _OF_KEYS:
                 found |= {n: (m, index) for n, m in named.items() if isinstance(m, kind)}
     return found
 
@@ -135,7 +139,7 @@ def _routers(base: PreTrainedModel) -> dict[str, tuple[nn.Module, int]]:
 def _missing(base: PreTrainedModel, routers: dict[str, tuple[nn.Module, int]]) -> str:
     """Return why there are no logits of routers, empty where there are."""
     if not routers:
-        return f"transformers hands out no router logits of {plain_class_name(base)}"
+        return f"transformers hands out no logits of the experts of {plain_class_name(base)}"
     kinds = {kind.__name__ for router, _ in routers.values() for kind in type(router).__mro__}
     if given := kinds.intersection(_PROBABILITIES):
         return f"{given.pop()} of {plain_class_name(base)} hands out probabilities, not logits"
@@ -143,7 +147,7 @@ def _missing(base: PreTrainedModel, routers: dict[str, tuple[nn.Module, int]]) -
 
 
 def _loss_text(
-    train: TrainConfig, loss: str | None, coefficient: float, wanted: bool, missing: str
+    train: TrainConfig, loss: str | None, coefficient: float, asks: bool, missing: str
 ) -> str:
     asked = f"train.router_aux_loss {train.router_aux_loss}"
     if loss is not None:
@@ -153,7 +157,7 @@ def _loss_text(
         return f"no auxiliary loss ({missing})"
     if not coefficient > 0:
         return f"no auxiliary loss ({asked}; config.json has no {_COEFFICIENTS[0]} above 0)"
-    why = "" if wanted else ": config.json does not ask for it, pooled or layer turn it on"
+    why = "" if asks else ": config.json does not ask for it, pooled or layer turn it on"
     return f"no auxiliary loss ({asked}{why}; its coefficient is {coefficient:g})"
 
 
@@ -178,7 +182,9 @@ def _biases(
 def _check_biases(base: PreTrainedModel, biases: dict[str, torch.Tensor]) -> None:
     what, why = "train.router_bias_update_rate", ""
     if not biases:
-        why = f"{plain_class_name(base)} has no bias of experts ({', '.join(_BIASES)}); leave it out"
+        why = (
+            f"{plain_class_name(base)} has no bias of experts ({', '.join(_BIASES)}); leave it out"
+        )
     for name, bias in biases.items():
         if bias.numel() not in numbers_of_experts(base):
             why = (
@@ -200,6 +206,7 @@ class _Answer:
 
     chosen: torch.Tensor | None
     logits: torch.Tensor | None
+    tokens: int
     experts: int
 
 
@@ -217,7 +224,7 @@ class Router:
         self._seen: list[list[_Answer]] = []  # of each router, in this forward
         self._tokens = torch.ones(())  # of the step
         self._aux, self._loads = list[torch.Tensor](), list[torch.Tensor]()  # of micro-batches
-        self._experts: list[int] = []  # of each router
+        self._experts: dict[str, int] = {}  # of each router that was asked
         for at, (router, index) in enumerate(plan.routers.values()):
             router.register_forward_hook(partial(self._note, at, index))
         # Else a compiled layer that recomputes would break at the hook. What this asks leave for,
@@ -253,31 +260,32 @@ class Router:
             if torch.is_tensor(answer) and answer.dtype == torch.int64 and answer.ndim > 1:
                 chosen = answer
         kept = logits if chosen is None or self.plan.loss is not None else None
-        self._seen[at].append(_Answer(chosen, kept, logits.shape[-1]))
+        *tokens, experts = logits.shape
+        self._seen[at].append(_Answer(chosen, kept, math.prod(tokens), experts))
 
     def part(self) -> torch.Tensor | float:
         """Return this rank's part of the loss of the micro-batch that was watched, with its
         coefficient; parts of ranks and micro-batches add up. Collective where there is a loss.
         """
-        real, seen, self._seen = self._real, self._seen, []
-        if not all(seen):
-            names = [name for name, own in zip(self.plan.routers, seen, strict=True) if not own]
-            raise TrainingError(f"the router {names[0]} was not asked in a forward of the model")
-        self._experts = [own[0].experts for own in seen]
+        real, by_name = self._real, self._asked()
+        seen, self._experts = [*by_name.values()], {n: own[0].experts for n, own in by_name.items()}
+        if not seen:
+            return 0.0
         loads = torch.cat([self._load(own, real) for own in seen])
         if self.plan.loss is None:
             self._loads.append(loads)
             return 0.0
         counts = self._among.sum(torch.cat([loads, real.sum()[None]]))
         self._loads.append(counts[:-1])
-        shares = (counts[:-1] / counts[-1].clamp(min=1)).split(self._experts)
+        sizes = [*self._experts.values()]
+        shares = (counts[:-1] / counts[-1].clamp(min=1)).split(sizes)
         means = [_probabilities(own, real) / self._tokens for own in seen]
         calls = [len(own) for own in seen]  # of a layer that is run several times
         if self.plan.loss == "pooled":
-            if len({*self._experts}) > 1:
+            if len({*sizes}) > 1:
                 raise TrainingError(
-                    f"train.router_aux_loss pooled: layers have {sorted({*self._experts})} "
-                    "experts, which cannot be pooled; set layer"
+                    f"train.router_aux_loss pooled: layers have {sorted({*sizes})} experts, which "
+                    "cannot be pooled; set layer"
                 )
             shares, means = ([torch.stack([*x]).sum(0)] for x in (shares, means))
             calls = [sum(calls)]
@@ -288,6 +296,21 @@ class Router:
         self._aux.append(aux.detach())
         return self.plan.coefficient * aux
 
+    def _asked(self) -> dict[str, list[_Answer]]:
+        """Return what the routers answered that were asked for every token of the micro-batch (one
+        for images is not); TrainingError where something depends on another.
+        """
+        seen, self._seen = zip(self.plan.routers, self._seen, strict=True), []
+        asked = {name: own for name, own in seen if own}
+        found = {n: own for n, own in asked.items() if {a.tokens for a in own} == {len(self._real)}}
+        if self.acts and (not found or found.keys() != asked.keys()):
+            raise TrainingError(
+                f"{len(asked) - len(found)} of {len(asked)} routers that were asked answered for "
+                "other tokens than those of the micro-batch, so that experts cannot be balanced; "
+                "set train.router_aux_loss: none and train.router_bias_update_rate: 0"
+            )
+        return found
+
     def _load(self, answers: list[_Answer], real: torch.Tensor) -> torch.Tensor:
         """Return how many real tokens a layer sent to each expert, int64."""
         load = torch.zeros(answers[0].experts, dtype=torch.int64, device=real.device)
@@ -296,26 +319,24 @@ class Router:
             if chosen is None and answer.logits is not None:
                 chosen = answer.logits.topk(self._per_token, -1).indices
             assert chosen is not None
-            if chosen.shape[:-1].numel() != len(real):
-                raise TrainingError(
-                    f"a router answered for {chosen.shape[:-1].numel()} tokens of a micro-batch "
-                    f"of {len(real)}: train.router_aux_loss and the balance of experts need all"
-                )
             counted = real[:, None].expand(-1, chosen.shape[-1])
             load.scatter_add_(0, chosen.flatten(), counted.flatten().long())
         return load
 
     @torch.no_grad()
-    def step(self, fine: torch.Tensor) -> Balance:
+    def step(self, fine: torch.Tensor) -> Balance | None:
         """Move the biases by the loads of the step where it was `fine`, 0-d bool, and return how
-        even they were. Collective.
+        even they were, None where no router told. Collective.
         """
+        if not self._experts:
+            return None
         total, aux = torch.stack(self._loads).sum(0), None
         if self.plan.loss is None:
             self._among.sum(total)
         else:
             aux = self._among.sum(torch.stack(self._aux).sum())
-        loads = dict(zip(self.plan.routers, total.float().split(self._experts), strict=True))
+        parts = total.float().split([*self._experts.values()])
+        loads = dict(zip(self._experts, parts, strict=True))
         for name, bias in self.plan.biases.items():
             move = self._rate * (loads[name].mean() - loads[name]).sign()
             move = move.where(fine, 0.0).view(bias.shape)
