@@ -426,12 +426,13 @@ def test_recipes_train_the_loss_that_the_config_asks_for(text_file: Path, tmp_pa
     asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model = saved("mixtral", tmp_path / "mixtral", **asked)
     still = ("--train.router_bias_update_rate", 0, "--sharding.activation_checkpointing", "full")
+    still += ("--train.per_device_train_batch_size", 3)  # with accumulation f is another
     said = pretrain(model, text_file, tmp_path / "on", 2, *still)
     assert "router_logits" not in said
     assert "auxiliary loss pooled over layers, coefficient 0.5 of config.json" in said
     off = ("--train.router_aux_loss", "none")
     assert "no auxiliary loss" in pretrain(model, text_file, tmp_path / "off", 2, *still, *off)
-    alone = pretrain(model, text_file, tmp_path / "alone", 1, *still)
+    alone = pretrain(model, text_file, tmp_path / "alone", 1, *still[:-1], 6)
     assert "auxiliary loss pooled" in alone
     on, one, none = (read_metrics(tmp_path / name) for name in ("on", "alone", "off"))
     assert on[0]["loss"] == pytest.approx(none[0]["loss"])
