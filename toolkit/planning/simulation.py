@@ -272,8 +272,10 @@ def run_step(
     optimizer.register_step_pre_hook(before_step)
     model.train()
     smoothing = getattr(cfg.train, "label_smoothing_factor", 0.0)
-    own = {"label_smoothing": smoothing, "z_loss": cfg.train.z_loss}
-    loss = partial(causal_lm_loss, **own, device_type=device_type)
+    z_loss = cfg.train.z_loss
+    loss = partial(
+        causal_lm_loss, label_smoothing=smoothing, z_loss=z_loss, device_type=device_type
+    )
     accumulated, count = cfg.train.gradient_accumulation_steps, 0
 
     def measured(module: nn.Module, batch: Batch) -> LossSum:
@@ -295,8 +297,9 @@ def run_step(
             for ids in torch.zeros(min(2, accumulated), *shape, dtype=torch.int64, device=device)
         ]
         meter.claim((t for b in batches for t in (*b.inputs.values(), b.targets)), BUFFERS)
-        how = {"max_grad_norm": cfg.optim.max_grad_norm, "router": watch_router(sharded, cfg)}
-        around(lambda: train_step(sharded, optimizer, batches, loss=measured, **how))
+        norm, router = cfg.optim.max_grad_norm, watch_router(sharded, cfg)
+        step = partial(train_step, max_grad_norm=norm, loss=measured, router=router)
+        around(lambda: step(sharded, optimizer, batches))
     if accumulated > 1:
         meter.work["other micro-batches"] *= accumulated - 1
     return State(local_bytes(model.parameters()), gradients, local_bytes(states))

@@ -307,7 +307,7 @@ def start_metrics(
         *unit_table(sharded, cfg.sharding).splitlines(),
         f"dtypes     {dtypes}",
         auto_line and f"auto       {auto_line}",
-        router and router.plan.line,
+        None if router is None else router.plan.line,
         *data.lines(),
     ]
     run.say(*opening)

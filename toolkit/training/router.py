@@ -360,4 +360,4 @@ def watch_router(sharded: Sharded, cfg: RunConfig) -> Router | None:
     """Return what watches the routers of a model, before its first step; None of a dense one."""
     reshard(sharded.model)
     plan = plan_router(sharded.model, cfg)
-    return plan and Router(sharded, plan, cfg.train.router_bias_update_rate)
+    return None if plan is None else Router(sharded, plan, cfg.train.router_bias_update_rate)

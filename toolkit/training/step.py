@@ -143,7 +143,7 @@ class Update:
                 fine &= ~spike
             _step_if(fine, optimizer)
             optimizer.zero_grad()
-            balance = self._router and self._router.step(fine)
+            balance = None if self._router is None else self._router.step(fine)
         self._sharded.accumulation.end(device, len(self._batches))
         return StepStats(mean, grad_norm, self._tokens, ~fine, bad_here, spike, balance)
 
