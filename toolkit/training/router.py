@@ -335,11 +335,11 @@ class Router:
             self._among.sum(total)
         else:
             aux = self._among.sum(torch.stack(self._aux).sum())
-        parts = total.float().split([*self._experts.values()])
+        parts = total.double().split([*self._experts.values()])
         loads = dict(zip(self._experts, parts, strict=True))
         for name, bias in self.plan.biases.items():
             move = self._rate * (loads[name].mean() - loads[name]).sign()
-            move = move.where(fine, 0.0).view(bias.shape)
+            move = move.where(fine, 0.0).view(bias.shape).to(bias.dtype)
             own = local_tensor(bias)
             own += part_of(move, bias).to(own.device)
         even = (load.max() / load.mean().clamp(min=1e-9) for load in loads.values())
