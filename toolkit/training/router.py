@@ -46,6 +46,7 @@ from toolkit.sharding.fsdp import Sharded
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")  # JetMoe's, DBRX's
 _BIASES = ("e_score_correction_bias", "expert_bias")  # buffers, or parameters that are not trained
 _PROBABILITIES = ("Gemma4TextRouter",)  # hand out those in place of logits
+_NOTED = "_toolkit_answers"  # of a router, in this forward
 _OF_KEYS = ("DogeCDMoE",)  # whose logits are of halves of an expert's number
 
 
@@ -221,14 +222,15 @@ class Router:
         self.plan, self._rate, self._among = plan, rate, sharded.mesh.loss
         self._per_token = experts_per_token(sharded.model) or 1
         self._noting, self._real = False, torch.empty(0)
-        self._seen: list[list[_Answer]] = []  # of each router, in this forward
         self._tokens = torch.ones(())  # of the step
         self._aux, self._loads = list[torch.Tensor](), list[torch.Tensor]()  # of micro-batches
         self._experts: dict[str, int] = {}  # of each router that was asked
-        for at, (router, index) in enumerate(plan.routers.values()):
-            router.register_forward_hook(partial(self._note, at, index))
-        # Else a compiled layer that recomputes would break at the hook. What this asks leave for,
-        # that a recomputation notes nothing, is what is meant.
+        # One hook for all, and what it notes kept by the module: else each compiled layer would
+        # have a graph of its own. One that recomputes would break at the hook, if it did not get
+        # leave to note nothing then, which is what is meant.
+        hooks = {index: partial(self._note, index) for _, index in plan.routers.values()}
+        for router, index in plan.routers.values():
+            router.register_forward_hook(hooks[index])
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
     @property
@@ -244,14 +246,15 @@ class Router:
     @contextlib.contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
         """Note what routers answer inside, where there is a gradient to be."""
-        self._seen, self._real = [[] for _ in self.plan.routers], batch.real.flatten()
-        self._noting = True
+        self._real, self._noting = batch.real.flatten(), True
+        for router, _ in self.plan.routers.values():
+            vars(router).pop(_NOTED, None)
         try:
             yield
         finally:
             self._noting = False
 
-    def _note(self, at: int, index: int, _: nn.Module, __: Any, output: Any) -> None:
+    def _note(self, index: int, router: nn.Module, _: Any, output: Any) -> None:
         if not self._noting or not torch.is_grad_enabled():  # or the loss tries the model
             return
         answers = output if isinstance(output, tuple) else (output,)
@@ -261,7 +264,9 @@ class Router:
                 chosen = answer
         kept = logits if chosen is None or self.plan.loss is not None else None
         *tokens, experts = logits.shape
-        self._seen[at].append(_Answer(chosen, kept, math.prod(tokens), experts))
+        answer = _Answer(chosen, kept, math.prod(tokens), experts)
+        before = getattr(router, _NOTED, ())  # where a layer is run several times
+        setattr(router, _NOTED, (*before, answer))
 
     def part(self) -> torch.Tensor | float:
         """Return this rank's part of the loss of the micro-batch that was watched, with its
@@ -296,12 +301,12 @@ class Router:
         self._aux.append(aux.detach())
         return self.plan.coefficient * aux
 
-    def _asked(self) -> dict[str, list[_Answer]]:
+    def _asked(self) -> dict[str, tuple[_Answer, ...]]:
         """Return what the routers answered that were asked for every token of the micro-batch (one
         for images is not); TrainingError where something depends on another.
         """
-        seen, self._seen = zip(self.plan.routers, self._seen, strict=True), []
-        asked = {name: own for name, own in seen if own}
+        seen = {n: vars(m).pop(_NOTED, ()) for n, (m, _) in self.plan.routers.items()}
+        asked = {name: own for name, own in seen.items() if own}
         found = {n: own for n, own in asked.items() if {a.tokens for a in own} == {len(self._real)}}
         if self.acts and (not found or found.keys() != asked.keys()):
             raise TrainingError(
@@ -311,7 +316,7 @@ class Router:
             )
         return found
 
-    def _load(self, answers: list[_Answer], real: torch.Tensor) -> torch.Tensor:
+    def _load(self, answers: tuple[_Answer, ...], real: torch.Tensor) -> torch.Tensor:
         """Return how many real tokens a layer sent to each expert, int64."""
         load = torch.zeros(answers[0].experts, dtype=torch.int64, device=real.device)
         for answer in answers:
@@ -346,7 +351,7 @@ class Router:
         return Balance(aux, torch.stack([*even]))
 
 
-def _probabilities(answers: list[_Answer], real: torch.Tensor) -> torch.Tensor:
+def _probabilities(answers: tuple[_Answer, ...], real: torch.Tensor) -> torch.Tensor:
     """Return the sum over real tokens of the probability of each expert, in fp32."""
     found = [
         real.float() @ answer.logits.flatten(0, -2).softmax(-1, dtype=torch.float32)
