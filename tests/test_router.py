@@ -395,7 +395,7 @@ def test_a_run_keeps_the_bias_in_checkpoints_resumes_and_exports(
     deepseek: Path, text_file: Path, tmp_path: Path
 ) -> None:
     said = pretrain(deepseek, text_file, tmp_path / "calm", 3)
-    assert "bias of experts moved by 0.01 after each step" in said
+    assert "bias of experts moves by 0.01 after each step" in said
     half = ("--train.max_steps", 2, "--checkpoint.export_at_end", False)
     pretrain(deepseek, text_file, tmp_path / "resumed", 1, *half)
     pretrain(deepseek, text_file, tmp_path / "resumed", 2)
@@ -498,10 +498,10 @@ def test_the_line_of_a_start() -> None:
     assert "no auxiliary loss" in line("mixtral", on, router_aux_loss="none")
     assert "no router_aux_loss_coef above 0" in line("mixtral", on | {"router_aux_loss_coef": 0.0})
     assert line("deepseek_v3", {}).endswith(
-        "bias of experts as loaded (train.router_bias_update_rate)"
+        "the bias of experts stays as it is (train.router_bias_update_rate)"
     )
     assert line("deepseek_v3", {}, router_bias_update_rate=0.001).endswith(
-        "bias of experts moved by 0.001 after each step (train.router_bias_update_rate)"
+        "the bias of experts moves by 0.001 after each step (train.router_bias_update_rate)"
     )
     jetmoe = {"output_router_logits": True, "aux_loss_coef": 0.03}
     assert "coefficient 0.03" in line("jetmoe", jetmoe)

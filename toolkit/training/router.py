@@ -115,8 +115,8 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
         loss = None
     line = "router     " + _loss_text(train, loss, coefficient, asks, missing)
     if biases:
-        moved = f"moved by {rate:g} after each step" if rate else "as loaded"
-        line += f"; bias of experts {moved} (train.router_bias_update_rate)"
+        moves = f"moves by {rate:g} after each step" if rate else "stays as it is"
+        line += f"; the bias of experts {moves} (train.router_bias_update_rate)"
     return RouterPlan(routers, loss, coefficient, biases if rate else {}, line)
 
 
