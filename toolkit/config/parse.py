@@ -22,8 +22,8 @@ from jsonargparse import (
 )
 
 from toolkit.config.names import GONE, meant, nearest
-from toolkit.config.ranges import WORDS
 from toolkit.config.preference import PreferConfig
+from toolkit.config.ranges import WORDS
 from toolkit.config.settings import FinetuneConfig, RunConfig
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
 from toolkit.parsing import parse_yaml, read_yaml
