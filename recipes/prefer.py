@@ -56,7 +56,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     run.say(stopping.line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
         counts = [objective.counts(batch) for batch in micro_batches]
-        update = training.Update(sharded, micro_batches, counts)  # counts the pairs of all ranks
+        update = training.Update(sharded, micro_batches, counts, metrics.router)  # of all ranks
         for batch in update:
             loss = objective(model, batch)  # a sum over the batch's pairs
             update.mean(loss).backward()  # of the global batch

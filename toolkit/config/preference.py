@@ -125,6 +125,11 @@ class PreferConfig(FinetuneConfig):
                 "train.label_smoothing_factor smooths targets of tokens, which preference tuning "
                 "has none of; preference.label_smoothing is about sides of pairs"
             )
+        if self.train.z_loss:
+            raise ConfigError(
+                "train.z_loss is of a cross entropy, and a preference loss is of sums of "
+                "log-probabilities; leave it out"
+            )
         if self.data.streaming and not self.preference.paired:
             raise ConfigError(
                 "data.streaming with preference.loss_type kto: an answer is compared with another "

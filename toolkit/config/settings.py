@@ -357,6 +357,14 @@ class TrainConfig:
     progress), with exit code 70 and a report of who waits for whom; at the start, in evaluations,
     saves and exports 12 times as long. It ends, too, when a rank is gone. 0 (for a debugger):
     nobody watches."""
+    router_aux_loss: Literal["auto", "pooled", "layer", "none"] = "auto"
+    """Auxiliary loss that evens the loads of experts, over the global batch: `pooled` over layers,
+    as transformers has it, or of each `layer`. `auto`: pooled where config.json asks for it
+    (output_router_logits). Its coefficient is config.json's."""
+    router_bias_update_rate: NonNegative = 0.0
+    """Move DeepSeek's bias of experts so far after each step, towards even loads; 1e-3 is usual."""
+    z_loss: NonNegative = 0.0
+    """Add so much of the mean square of log Z of the logits to the loss; 1e-4 is usual."""
     skip_spikes: Positive | None = None
     """Skip, and count as bad, a step whose loss or gradient norm lies more than so many deviations
     above the median of the 128 steps before; 6 is usual; empty: none."""

@@ -40,7 +40,7 @@ from toolkit.models.text_part import untaught
 from toolkit.models.text_trial import text_fault
 
 _process = {"trusts_code": False}
-_GENERATION = "generation_config.json"
+_GENERATION, _ROUTER = "generation_config.json", "output_router_logits"
 
 
 def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
@@ -93,6 +93,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         ) from error
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False  # of no use in training; the export keeps the pristine config
+        if getattr(section, _ROUTER, False):  # by `training.router`, where it is asked for
+            setattr(section, _ROUTER, False)
     if dtype != torch.float32:
         for tensor in kept_in_fp32(model, buffers=True).values():
             tensor.data = torch.empty_like(tensor, dtype=torch.float32)
@@ -205,11 +207,6 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
         raise ModelError(
             "model.attn_implementation flex_attention has no backward on CPUs; leave it out for "
             "sdpa"
-        )
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        ranks.say(
-            f"WARNING: {cfg.name_or_path}: output_router_logits asks for the auxiliary loss of its "
-            "router, which is not trained here"
         )
     # Rotary models take longer sequences without a word.
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -341,6 +338,13 @@ def kept_in_fp32(model: nn.Module, *, buffers: bool = False) -> dict[str, torch.
     tensors |= model.named_buffers() if buffers else ()
     kept = re.compile("|".join(f"({pattern.replace('*', '.*')})" for pattern in plan) or "$^")
     return {n: t for n, t in tensors.items() if t.is_floating_point() and kept.search(n)}
+
+
+def asks_for_router_loss(model: PreTrainedModel) -> bool:
+    """Return whether the config of a model, as it was read, asks for its routers' loss."""
+    assets = getattr(model, "hf_assets", None)
+    settings = model.config.to_dict() if assets is None else assets.config
+    return any(value is True for name, value in formats.nested_items(settings) if name == _ROUTER)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

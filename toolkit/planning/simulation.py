@@ -49,6 +49,7 @@ from toolkit.training.loss import LossSum, causal_lm_loss, take_loss_from
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
 from toolkit.training.preference import Objective
+from toolkit.training.router import watch_router
 from toolkit.training.step import Loss, train_step
 
 Device = str | torch.device
@@ -281,7 +282,10 @@ def run_step(
         loss: Loss = Objective(cfg.preference, sharded.mesh.loss, device_type)
     else:
         smoothing = getattr(cfg.train, "label_smoothing_factor", 0.0)
-        loss = partial(causal_lm_loss, label_smoothing=smoothing, device_type=device_type)
+        z_loss = cfg.train.z_loss
+        loss = partial(
+            causal_lm_loss, label_smoothing=smoothing, z_loss=z_loss, device_type=device_type
+        )
     accumulated, count = cfg.train.gradient_accumulation_steps, 0
 
     def measured(module: nn.Module, batch: Batch) -> LossSum:
@@ -303,8 +307,9 @@ def run_step(
             for ids in torch.zeros(min(2, accumulated), *shape, dtype=torch.int64, device=device)
         ]
         meter.claim((t for b in batches for t in (*b.inputs.values(), b.targets)), BUFFERS)
-        norm = cfg.optim.max_grad_norm
-        around(lambda: train_step(sharded, optimizer, batches, max_grad_norm=norm, loss=measured))
+        norm, router = cfg.optim.max_grad_norm, watch_router(sharded, cfg)
+        step = partial(train_step, max_grad_norm=norm, loss=measured, router=router)
+        around(lambda: step(sharded, optimizer, batches))
     if accumulated > 1:
         meter.work["other micro-batches"] *= accumulated - 1
     return State(local_bytes(model.parameters()), gradients, local_bytes(states))

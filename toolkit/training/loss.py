@@ -56,6 +56,7 @@ def causal_lm_loss(
     batch: Batch,
     *,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     device_type: str | None = None,
     accuracy: bool = False,
 ) -> LossSum:
@@ -70,6 +71,7 @@ def causal_lm_loss(
         batch: with `n_targets`, positions without a target are left out on GPUs too.
         label_smoothing: share of each target that is spread evenly over the vocabulary, as
             transformers' `LabelSmoother` does (Szegedy et al. 2016, arXiv:1512.00567).
+        z_loss: how much of the square of log Z is added for each token; see `HeadLoss`.
         device_type: of the device whose way it takes; empty: that of the batch.
         accuracy: count the supervised tokens that the model ranks first, as the part `accuracy`.
     """
@@ -87,9 +89,20 @@ def causal_lm_loss(
             reduction="sum",
             label_smoothing=label_smoothing,
         )
+        if z_loss:
+            log_z = logits.float().logsumexp(-1).where(flat != IGNORE_INDEX, 0.0)
+            total = total + z_loss * log_z.square().sum()
         return LossSum(total, batch.count, parts)
     head = _head(model)
-    task = HeadLoss(head, head.forward, *found, label_smoothing, device_type, parts.get("accuracy"))
+    task = HeadLoss(
+        head,
+        head.forward,
+        *found,
+        label_smoothing=label_smoothing,
+        on=device_type,
+        correct=parts.get("accuracy"),
+        z_loss=z_loss,
+    )
     inside = _InHead(task, targets, batch.n_targets)
     with replaced_forward(head, inside.forward):
         answer = model(**inputs).logits
@@ -257,7 +270,7 @@ def _tried(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -> t
     logit_map = _fitted(probes[0], logits)
     vocabulary = logits.shape[-1]
     inside = _InHead(HeadLoss(head, head.forward, vocabulary, logit_map), targets)
-    with replaced_forward(head, inside.forward):
+    with torch.no_grad(), replaced_forward(head, inside.forward):
         answer = model(**inputs).logits
     if answer.shape != (*targets.shape, 0):
         raise _OtherUse("it does something else with its logits")

@@ -41,6 +41,7 @@ from toolkit.training.guards.run_guards import Guards, guards_of
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
+from toolkit.training.router import Router, watch_router
 from toolkit.training.step import EvalSets, Loss, evaluate
 from toolkit.training.trace import PAUSE
 from toolkit.training.trackers import Trackers
@@ -88,6 +89,7 @@ class Metrics:
     snapshot: Path | None = None  # file of GPU memory that is written when that has
     guards: Guards = dataclasses.field(default_factory=Guards)
     """What watches the numbers; without, the first skipped step ends the run."""
+    router: Router | None = None  # of a mixture of experts: each `Update` is given it
 
     def __post_init__(self) -> None:
         self._file, self._main = self.run_dir / METRICS, ranks.rank() == 0
@@ -116,6 +118,11 @@ class Metrics:
         """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""
         counted = torch.where(stats.skipped, 0, stats.tokens)
         self._pending.append((stats.loss.masked_fill(stats.skipped, 0), counted, stats.tokens))
+        if stats.balance is None and self.router is not None and self.router.acts:
+            raise TrainingError(
+                "the experts of this step were not balanced as the settings ask: this recipe must "
+                "give metrics.router to training.Update(..., router=metrics.router)"
+            )
         self.guards.take(step, stats)
         watchdog.doing(f"step {step + 1}")
         slowed = self.profiler is not None and self.profiler.slows(step)
@@ -248,6 +255,8 @@ class Metrics:
             line |= {"tokens_per_second": rate, "step_time": step_time}
             if on_gpu and (peak := peak_flops(torch.cuda.get_device_name(self.device))):
                 line["mfu"] = rate * self.flops_per_token / (peak * ranks.world_size())
+        if stats.balance is not None:
+            line |= stats.balance.line()
         line |= self.guards.line(step, max(1, self._steps))
         self._seconds, self._steps = 0.0, 0
         return line | {"memory_peak_bytes": most}
@@ -285,7 +294,7 @@ def start_metrics(
     """Print the lines that a run opens with; return its metrics from `state` on. From here on a
     signal waits for the loop (`stop_requested`). Collective.
     """
-    model, auto_line = sharded.model, sharded.auto_line
+    model, auto_line, router = sharded.model, sharded.auto_line, watch_router(sharded, cfg)
     total = count_values(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
@@ -299,6 +308,7 @@ def start_metrics(
         *unit_table(sharded, cfg.sharding).splitlines(),
         f"dtypes     {dtypes}",
         auto_line and f"auto       {auto_line}",
+        None if router is None else router.plan.line,
         *data.lines(),
     ]
     run.say(*opening)
@@ -323,7 +333,8 @@ def start_metrics(
         logging_steps=cfg.train.logging_steps,
         epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
         trackers=_trackers(cfg, run, folder, data, state, {"dtypes": dtypes, "parameters": total}),
-        guards=guards_of(cfg, data, state),
+        guards=guards_of(cfg, data, state, () if router is None else router.plan.biases.values()),
+        router=router,
         **_profiling(cfg, run, folder, state.step, data.max_steps),
     )
     run.at_end.callback(metrics.close_bar)

@@ -27,6 +27,7 @@ from toolkit.sharding.fsdp import Sharded
 from toolkit.training.guards import watchdog
 from toolkit.training.guards.spikes import Spikes
 from toolkit.training.loss import LossSum, causal_lm_loss
+from toolkit.training.router import Balance, Router
 from toolkit.training.trace import BACKWARD, FORWARD, OPTIMIZER
 
 EvalSets = Mapping[str, Iterable[Batch]]  # source -> its batches
@@ -44,6 +45,7 @@ class StepStats:
     bad_here: torch.Tensor  # bool: this rank's part of the loss is NaN or infinite
     spike: torch.Tensor | None = None  # bool: skipped for being far above the last; None: not asked
     parts: dict[str, torch.Tensor] = field(default_factory=dict)  # means of what else the loss sums
+    balance: Balance | None = None  # of the experts; None: not watched
 
 
 class Update:
@@ -62,6 +64,7 @@ class Update:
         micro_batches: on the device; every rank has as many.
         counts: by how much each micro-batch counts in the mean, 0-d or, for losses of several
             means, 1-d; on every rank or on none; None: by its targets.
+        router: what balances the experts of a mixture (`Metrics.router`).
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Update:
         sharded: Sharded,
         micro_batches: Sequence[Batch],
         counts: Sequence[torch.Tensor] | None = None,
+        router: Router | None = None,
     ) -> None:
         if not micro_batches:
             raise TrainingError("an update got no micro-batches; every rank needs at least one")
@@ -80,9 +84,14 @@ class Update:
         self._sharded, self._batches, self._ranks = sharded, micro_batches, sharded.mesh.loss
         tokens = torch.stack([batch.count for batch in micro_batches]).sum().double()
         count = tokens if counts is None else torch.stack([*counts]).sum(0).double()
+        self._router, routed = router, tokens
+        if router is not None:
+            routed = torch.stack([batch.real.sum() for batch in micro_batches]).sum().double()
         # In one exchange; a double holds any number of tokens exactly.
-        tokens, *of_means = self._ranks.sum(torch.stack([tokens, *count.flatten()]))
+        tokens, routed, *of_means = self._ranks.sum(torch.stack([tokens, routed, *count.flatten()]))
         self._tokens, count = tokens.long(), torch.stack(of_means).view_as(count)
+        if router is not None:
+            router.begin(routed)
         # FSDP averages over the ranks what is to be added up.
         self._scale = self._ranks.size / torch.where(count > 0, count, 1).float()
         self._total = torch.zeros((), device=count.device)
@@ -96,15 +105,21 @@ class Update:
             self._sharded.accumulation.begin(batch.targets, i, len(self._batches))
             with self._phase:
                 self._phase.enter_context(record_function(FORWARD))
+                if self._router is not None:
+                    self._phase.enter_context(self._router.watching(batch))
                 yield batch
 
     def mean(self, loss: LossSum) -> torch.Tensor:
-        """Return a micro-batch's part of the mean over the global batch, for its backward."""
+        """Return a micro-batch's part of the mean over the global batch, for its backward, and of
+        the loss of routers.
+        """
         part = (loss.total * self._scale).sum()
         self._total += part.detach()
         for name, value in loss.parts.items():
             self._parts[name] = self._parts.get(name, 0) + value
         self._phase.close()
+        if self._router is not None:
+            part = part + self._router.part() * self._ranks.size
         self._phase.enter_context(record_function(BACKWARD))
         return part
 
@@ -135,8 +150,9 @@ class Update:
                 fine &= ~spike
             _step_if(fine, optimizer)
             optimizer.zero_grad()
+            balance = None if self._router is None else self._router.step(fine)
         self._sharded.accumulation.end(device, len(self._batches))
-        return StepStats(mean, grad_norm, self._tokens, ~fine, bad_here, spike, parts)
+        return StepStats(mean, grad_norm, self._tokens, ~fine, bad_here, spike, parts, balance)
 
 
 def train_step(
@@ -147,9 +163,10 @@ def train_step(
     max_grad_norm: float = 1.0,
     loss: Loss = causal_lm_loss,
     spikes: Spikes | None = None,
+    router: Router | None = None,
 ) -> StepStats:
     """Run the `Update` over `micro_batches` that a recipe's loop spells out. Collective."""
-    update = Update(sharded, micro_batches)
+    update = Update(sharded, micro_batches, router=router)
     for batch in update:
         update.mean(loss(sharded.model, batch)).backward()
     return update.step(optimizer, max_grad_norm, spikes)

@@ -24,6 +24,9 @@ class Batch:
     n_targets: int | None = None
     """How many positions have a target, where some others than the last of a row may have none: the
     host knows it before `targets` are on a device."""
+    used: torch.Tensor | None = None
+    """int64 [B]: the tokens of each row before what fills it up; None: those of the attention mask,
+    all where there is none."""
     sequences: torch.Tensor | None = None
     """int64 [B, T]: the sequence of each position, counted through the batch, -1: of none. In
     preference tuning two that follow each other are a pair, the chosen one first."""
@@ -51,6 +54,15 @@ class Batch:
         """The positions with a target, 0-d int64 on the device."""
         return (self.targets != IGNORED).sum()
 
+    @property
+    def real(self) -> torch.Tensor:
+        """Which positions hold tokens of the data, bool [B, T]: not what fills rows up."""
+        if self.used is not None:
+            places = torch.arange(self.targets.shape[-1], device=self.targets.device)
+            return places < self.used[:, None]
+        mask = self.inputs.get("attention_mask")
+        return torch.ones_like(self.targets, dtype=torch.bool) if mask is None else mask.bool()
+
     def to(self, device: torch.device | str, **how: Any) -> "Batch":
         """Return the batch on `device`, as `Tensor.to` moves a tensor."""
         return self._each(lambda tensor: tensor.to(device, **how))
@@ -61,6 +73,6 @@ class Batch:
 
     def _each(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         inputs = {n: fn(x) if isinstance(x, torch.Tensor) else x for n, x in self.inputs.items()}
-        others = {n: getattr(self, n) for n in _OF_SEQUENCES}
+        others = {n: getattr(self, n) for n in ("used", *_OF_SEQUENCES)}
         moved: dict[str, Any] = {name: fn(x) for name, x in others.items() if x is not None}
         return replace(self, inputs=inputs, targets=fn(self.targets), **moved)

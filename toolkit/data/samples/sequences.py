@@ -57,8 +57,9 @@ class SampleShape:
     prompts: bool = False  # of pairs: prompts of chosen answers are targets too, of no sequence
 
     def sample(self, pieces: Sequence[Piece]) -> Sample:
-        """Return pieces as one sample: `{"input_ids": [T], "labels": [T]}`, int64. T is
-        `sequence_length`, where rows are padded (`none`) their own length.
+        """Return pieces as one sample: `{"input_ids": [T], "labels": [T], "used": []}`, int64. T is
+        `sequence_length`, where rows are padded (`none`) their own length; the tokens of the pieces
+        are `used`.
 
         Packed pieces (`bfd`) do not see each other: `position_ids` [T] restart where one begins, by
         which transformers keeps them apart where there is no attention mask. What fills a sample up
@@ -75,6 +76,7 @@ class SampleShape:
         arrays = (np.concatenate(column).astype(np.int64) for column in columns)
         sample = dict(zip(("input_ids", "labels"), map(torch.from_numpy, arrays), strict=True))
         lengths = [len(piece.ids) for piece in pieces]
+        sample["used"] = torch.tensor(taken)
         if self.packing == "bfd":
             positions = np.concatenate([np.arange(length) for length in lengths])
             sample["position_ids"] = torch.from_numpy(positions)
@@ -109,6 +111,8 @@ class SampleShape:
         model has. Of pairs each side is a row.
         """
         pairs: dict[str, Any] = {}
+        used = torch.stack([s["used"] for s in samples]) if self.packing == "bfd" else None
+        samples = [{n: x for n, x in s.items() if n != "used"} for s in samples]
         if self.pairs:
             samples, pairs = self._of_pairs(samples)
         if self.packing == "none":
@@ -123,7 +127,7 @@ class SampleShape:
         columns: dict[str, Any] = default_collate(samples)
         if self.borders and self.packing != "none":
             columns |= document_borders(columns)
-        made = Batch.of(**columns, count=self.packing != "wrapped")
+        made = replace(Batch.of(**columns, count=self.packing != "wrapped"), used=used)
         if not self.pairs:
             return made
         room = made.targets.shape[1] - pairs["sequences"].shape[1]
