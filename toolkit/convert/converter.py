@@ -381,6 +381,12 @@ class _Converter(Keys):
         if more:
             self.settings["optim.lr_scheduler_kwargs"] = more
         self.warmup(self.take("warmup_steps")[1], self.take("warmup_ratio")[1])
+        key, value = self.take("router_aux_loss_coef")
+        if value:
+            what = "it is config.json's; train.router_aux_loss says whether it is added"
+            self.note(key, what, value)
+        elif key:
+            self.settings["train.router_aux_loss"] = "none"
 
     def warmup(self, steps: Any, ratio: Any) -> None:
         warmup = steps if steps or ratio is None else ratio
