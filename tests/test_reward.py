@@ -13,7 +13,7 @@ from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks
 from layouts import save_layout
 from sharded import apply_fsdp, init_mesh
-from test_prefer_recipe import assert_alike, lines, pair, run
+from test_prefer_recipe import TEMPLATE, assert_alike, lines, pair, run
 from test_preference import FIGURES, LENGTH, SPLITS
 from tiny_models import tiny_config
 from torch.distributed.tensor import DTensor
@@ -29,7 +29,7 @@ from trl_figures import MARGINS, REWARD_SHOWN, REWARDS, pairs, reward_model
 from toolkit import cli
 from toolkit.config import PreferConfig, parse
 from toolkit.config.preference import PreferenceConfig, RewardModelConfig
-from toolkit.config.settings import ModelConfig, ShardingConfig
+from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.data.examples.pairs import pair_of
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sequences import IGNORED, SampleShape
@@ -42,7 +42,10 @@ from toolkit.mesh import View
 from toolkit.models import build_on_meta, model_on_meta
 from toolkit.models.attention import attend_within_documents
 from toolkit.models.reward import pool_at
+from toolkit.planning.simulation import simulate
+from toolkit.rehearsal import rehearse
 from toolkit.training.loss import sequence_rewards
+from toolkit.training.optim import build_optimizer
 from toolkit.training.preference import Objective
 from toolkit.training.step import Update
 
@@ -270,6 +273,24 @@ def test_what_cannot_be_a_reward_model_is_named(tmp_path: Path, said: str) -> No
         build_on_meta(RewardModelConfig(changed(tmp_path, **UNFIT[said]), init="random"))
 
 
+def test_its_head_is_no_matrix_of_muons() -> None:
+    model = reward_model()
+    optimizer = build_optimizer(model, OptimConfig(optim="muon"))
+    own = [p for group in optimizer.param_groups if group["own"] for p in group["params"]]
+    assert any(p is model.get_parameter(REWARD_SHOWN[1]) for p in own)
+    assert not any(p is model.score.weight for p in own)
+
+
+@pytest.mark.parametrize("lora", [[], ["--lora.r", "2"]], ids=["full", "lora"])
+def test_a_reward_model_is_planned(tmp_path: Path, lora: list[str]) -> None:
+    save_tiny_model(tmp_path)
+    known = ["--model.name_or_path", str(tmp_path), "--preference.loss_type", "reward"]
+    cfg = parse(PreferConfig, [*known, "--data.sequence_length", "64", *lora])
+    planned = simulate(cfg, 2, device_type="cpu")
+    assert planned.model == "LlamaForSequenceClassification"
+    assert 0 < planned.state.gradients < planned.state.total < planned.peak.nbytes
+
+
 # ---- Settings and rows --------------------------------------------------------------------------
 
 
@@ -445,3 +466,22 @@ def test_a_trained_reward_model_is_trained_further(here: Path, tmp_path: Path) -
         LlamaConfig.from_pretrained(consolidated(here / "random", tmp_path / "random"))
     )
     assert type(model) is LlamaForSequenceClassification
+
+
+@pytest.mark.plans
+def test_a_reward_model_is_rehearsed(here: Path, tmp_path: Path) -> None:
+    settings = {
+        "model": {"name_or_path": str(here / "model")},
+        "data": {"train_files": str(here / "pairs.jsonl"), "sequence_length": 256},
+        "preference": {"loss_type": "reward"},
+        "lora": {"r": 2},
+        "train": {"max_steps": 4},
+        "output_dir": str(tmp_path / "run"),
+    }
+    settings["data"]["chat_template"] = str(TEMPLATE)
+    file = tmp_path / "reward.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    said = list[str]()
+    result = rehearse(file, show=said.append)
+    assert result.ok, said
+    assert any("a reward of" in line for line in said)
