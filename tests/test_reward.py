@@ -32,7 +32,7 @@ from toolkit.config.preference import PreferenceConfig, RewardModelConfig
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.data.examples.pairs import pair_of
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import IGNORED, SampleShape
+from toolkit.data.samples.sequences import IGNORED, Piece, SampleShape
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import assets_of, export_manifest
@@ -57,6 +57,11 @@ def settings(name: str) -> PreferenceConfig:
     return PreferenceConfig(loss_type="reward", **own)
 
 
+def piece_of(chosen: list[int], rejected: list[int]) -> Piece:
+    labels = [label for ids in (chosen, rejected) for label in (IGNORED, *ids[1:])]
+    return Piece(np.array(chosen + rejected), np.array(labels), len(chosen))
+
+
 def batch_of(name: str, packing: Any, numbers: list[int], pad: int = 0) -> Batch:
     """Return the pairs of these numbers as a micro-batch; packed, two to a sample."""
     shape = SampleShape(packing, 2 * LENGTH, pad, borders=packing == "bfd", pairs=True)
@@ -64,8 +69,10 @@ def batch_of(name: str, packing: Any, numbers: list[int], pad: int = 0) -> Batch
     samples = []
     for at in range(0, max(1, len(numbers)), each):
         own = numbers[at : at + each]
-        sides = [pairs()[n]["prompt"] + pairs()[n][s] for n in own for s in ("chosen", "rejected")]
-        sample = shape.sample([(np.array(ids), np.array([IGNORED, *ids[1:]])) for ids in sides])
+        sides = [
+            [pairs()[n]["prompt"] + pairs()[n][s] for s in ("chosen", "rejected")] for n in own
+        ]
+        sample = shape.sample([piece_of(*both) for both in sides])
         if REWARDS[name].get("margin"):
             sample["margin"] = torch.tensor([MARGINS[n] for n in own])
         samples.append(sample)
@@ -169,8 +176,8 @@ def test_rewards_are_what_transformers_reads(packing: str) -> None:
     for pad in (0, 4):
         model.config.pad_token_id = pad
         shape = SampleShape(packing, 32, pad, borders=packing == "bfd", pairs=True)
-        pieces = [(np.array(ids), np.array([IGNORED, *ids[1:]])) for ids in rows]
-        batch = shape.batch([shape.sample(pieces[:2]), shape.sample(pieces[2:])])
+        halves = (rows[:2], rows[2:])
+        batch = shape.batch([shape.sample([piece_of(*half)]) for half in halves])
         with torch.no_grad():
             found = sequence_rewards(model, batch)
             expected = [model(input_ids=torch.tensor([ids])).logits[0, 0] for ids in rows]
@@ -241,9 +248,9 @@ def test_a_checkpoint_for_more_than_text_becomes_one(tmp_path: Path, kind: str) 
     assert assets_of(model).config["text_config"]["pad_token_id"] == 3
     rows = [[9, 10, 11, 12, 13], [9, 20, 21]]
     shape = SampleShape("none", 16, 3, pairs=True)
-    pieces = [(np.array(ids), np.array([IGNORED, *ids[1:]])) for ids in rows]
+    batch = shape.batch([shape.sample([piece_of(*rows)])])
     with torch.no_grad():
-        found = sequence_rewards(model.eval(), shape.batch([shape.sample(pieces)]))
+        found = sequence_rewards(model.eval(), batch)
         expected = [float(model(input_ids=torch.tensor([ids])).logits[0, 0]) for ids in rows]
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
@@ -398,9 +405,9 @@ def test_a_run_is_exported_and_read_by_transformers(
             tokenizer.apply_chat_template(row["prompt"] + row[side])["input_ids"]
             for side in ("chosen", "rejected")
         ]
-        pieces = [(np.array(ids), np.array([IGNORED, *ids[1:]])) for ids in own]
+        batch = shape.batch([shape.sample([piece_of(*own)])])
         with torch.no_grad():
-            found = sequence_rewards(model, shape.batch([shape.sample(pieces)]))
+            found = sequence_rewards(model, batch)
         assert found.tolist() == pytest.approx(expected, abs=1e-5)
     text = card.render(export_manifest.read(folder), "me/reward", "ab" * 32, config)
     assert yaml.safe_load(text.split("---")[1])["pipeline_tag"] == "text-classification"

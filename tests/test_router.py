@@ -29,7 +29,7 @@ from toolkit.config.settings import (
     TrainConfig,
 )
 from toolkit.data.samples.batch import IGNORED, Batch
-from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.samples.sequences import Piece, SampleShape
 from toolkit.errors import ConfigError, ModelError, TrainingError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.models.attention import attend_within_documents
@@ -190,7 +190,7 @@ def test_what_fills_rows_up_counts_nowhere() -> None:
     for row in range(len(LENGTHS)):
         one = padded([row])
         ids, labels = (one[n][0, : LENGTHS[row]].numpy() for n in ("input_ids", "labels"))
-        pieces.append((ids, labels.copy()))
+        pieces.append(Piece(ids, labels.copy()))
     packed = shape.batch([shape.sample(pieces[:2]), shape.sample(pieces[2:4])])
     assert packed.real.sum(1).tolist() == [21, 27]
     assert packed.real.shape == (2, length)
