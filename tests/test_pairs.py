@@ -170,6 +170,7 @@ LEFT_OUT = {
     "equal sides": {"prompt": "q", "chosen": "a", "rejected": "a"},
     "empty answer": {"prompt": "q", "chosen": "a", "rejected": " \n"},
     "no preference": {"prompt": "q", "response_1": "a", "response_2": "b", "preference": 0},
+    "equal once cut": {"prompt": "q", "chosen": "a" * 110, "rejected": "a" * 109 + "b"},
     "prompt too long": {"prompt": "q" * 110, "chosen": "a", "rejected": "b"},
 }
 

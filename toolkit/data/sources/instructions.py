@@ -8,6 +8,7 @@ import ast
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -32,6 +33,7 @@ _EXPLAIN = (
     "Write the first line of the docstring of this Python function.",
     "Describe this Python function in one sentence.",
 )
+_PAIRS = 2_000  # of preferences: a demo asks its reference for all of them first
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -44,10 +46,10 @@ def conversations() -> datasets.Dataset:
 
 
 def preferences() -> datasets.Dataset:
-    """Return as many pairs of answers: the right one, and that to another question of its kind."""
+    """Return two thousand pairs: the right answer, and the same with more than was asked for."""
     files = stdlib_files()
-    key = digest_of(_VERSION, "preferences", stamped(files))
-    tables = in_tables(_preferences(files), _PREFERENCES)
+    key = digest_of(_VERSION, f"longer {_PAIRS}", stamped(files))
+    tables = in_tables(islice(_preferences(files), _PAIRS), _PREFERENCES)
     return cached(f"rows-{key}", tables, _PREFERENCES, "Reading the standard library")
 
 
@@ -61,8 +63,9 @@ def _preferences(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]], 
     last = dict[bool, list[dict[str, str]]]()  # whether it is code -> the answer before
     for (turns,) in _rows(files):
         answer, kind = turns[1:], turns[1]["content"].startswith(" ")
-        if last.get(kind, answer) != answer:
-            yield turns[:1], answer, last[kind]
+        if kind in last:
+            longer = f"{answer[0]['content']}\n\n{last[kind][0]['content']}"
+            yield turns[:1], answer, [answer[0] | {"content": longer}]
         last[kind] = answer
 
 

@@ -276,6 +276,10 @@ class Encoder:
             whole = [(b, min(e, end)) for b, e in side.spans if b < end]
             spans += [(max(b, 1) + before, e + before) for b, e in whole if e > max(b, 1)]
         if pair.desirable is None and np.array_equal(ids[0], ids[1]):
+            if cut:
+                return LeftOut(
+                    f"{said}: cut to {kept} tokens the answers are equal", "equal once cut"
+                )
             return LeftOut("both answers give the same tokens", "equal sides")
         second = len(ids[0])
         if not (spans and spans[0][0] < second and spans[-1][0] >= second):
