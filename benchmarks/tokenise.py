@@ -120,7 +120,7 @@ def measure(kind: str, workers: str, folder: str) -> None:
     start = time.perf_counter()
     if kind == "ours":
         cfg = DataConfig(dataset_name=f"{folder}/text", append_eos=False)
-        (source,) = load_sources(cfg, documents=True)
+        (source,) = load_sources(cfg, learned="documents")
         tokens = encode(source, Encoder(tokenizer, cfg, 32000)).tokens
     else:
         tokens = text.map(

@@ -24,6 +24,7 @@ import yaml
 
 from toolkit import cli
 from toolkit.config.parse import flat, in_words
+from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
     FinetuneConfig,
     FinetuneModelConfig,
@@ -35,18 +36,18 @@ from toolkit.config.settings import (
 HERE = Path(__file__).parent / "reference"
 SETTINGS = """# Settings
 
-Every setting of `toolkit train` (pretrain) and `toolkit finetune`, written by
+Every setting of `toolkit train` (pretrain), `toolkit finetune` and `toolkit prefer`, written by
 `docs/make_reference.py` from the dataclasses in `toolkit/config/`. A setting is given in the YAML
 file of `--config`, by section, or as a flag `--section.setting VALUE`, which wins. `--print_config`
-shows all values of a run. "Empty" is `null` in YAML. Where a default has two parts, the first is
-that of pretraining, the second that of fine-tuning.
+shows all values of a run. "Empty" is `null` in YAML. Where a default has parts, they are those of
+pretraining, fine-tuning and preference tuning, the last that of the rest too.
 """
 COMMANDS = """# Commands
 
 What `toolkit COMMAND --help` prints, collected by `docs/make_reference.py`. Exit codes: 0 done, 1
-failed with one line on stderr, 2 wrong usage or a wrong setting. `toolkit train` and
-`toolkit finetune` take all [settings](settings.md) as flags; with `TOOLKIT_TRACEBACK=1` in the
-environment they print the traceback of an error.
+failed with one line on stderr, 2 wrong usage or a wrong setting. `toolkit train`,
+`toolkit finetune` and `toolkit prefer` take all [settings](settings.md) as flags; with
+`TOOLKIT_TRACEBACK=1` in the environment they print the traceback of an error.
 """
 CONFIGS = """# Ready configs
 
@@ -177,33 +178,39 @@ def what_is_trained(config: dict[str, Any]) -> str:
 
 
 def settings_page() -> str:
-    pretrain = flat(PretrainConfig(model=ModelConfig(REQUIRED)))
-    finetune = flat(FinetuneConfig(model=FinetuneModelConfig(REQUIRED)))
-    hints = typing.get_type_hints(FinetuneConfig)
+    defaults = {
+        "pretrain": flat(PretrainConfig(model=ModelConfig(REQUIRED))),
+        "finetune": flat(FinetuneConfig(model=FinetuneModelConfig(REQUIRED))),
+        "prefer": flat(PreferConfig(model=FinetuneModelConfig(REQUIRED))),
+    }
+    hints = typing.get_type_hints(PreferConfig)
     lines = [SETTINGS]
     for name, cls in hints.items():
         if dataclasses.is_dataclass(cls):
             lines += [f"## {name}\n", f"{in_markdown(cls.__doc__ or '')}\n"]
-            lines += [*table(cls, f"{name}.", pretrain, finetune), ""]
+            lines += [*table(cls, f"{name}.", defaults), ""]
         if name == "data":
             item = flat(SourceConfig(), "data.sources[].")
             lines.append("`data.sources` is a list; each of its entries has these settings:\n")
-            lines += [*table(SourceConfig, "data.sources[].", item, item), ""]
-    lines += ["## Top level\n", *table(FinetuneConfig, "", pretrain, finetune)]
+            lines += [*table(SourceConfig, "data.sources[].", dict.fromkeys(defaults, item)), ""]
+    lines += ["## Top level\n", *table(PreferConfig, "", defaults)]
     return "\n".join(lines) + "\n"
 
 
-def table(cls: type, prefix: str, pretrain: dict, finetune: dict) -> Iterator[str]:
-    """Yield the rows of one section; `pretrain` and `finetune` hold all defaults."""
+def table(cls: type, prefix: str, defaults: dict[str, dict]) -> Iterator[str]:
+    """Yield the rows of one section; `defaults` holds those of each recipe."""
     yield from ("| setting | recipe | value | default | meaning |", "|---|---|---|---|---|")
     meanings = docs(cls)
     for name, kind in typing.get_type_hints(cls).items():
         full = prefix + name
-        if full in finetune:
-            recipe = "both" if full in pretrain else "finetune"
-            shown = [pretrain.get(full, finetune[full]), finetune[full]]
+        shown = {recipe: own[full] for recipe, own in defaults.items() if full in own}
+        if shown:
+            recipe = "all" if len(shown) == len(defaults) else ", ".join(shown)
             cells = [f"`{full}`", recipe, in_words(kind)]
-            cells += [" / ".join(dict.fromkeys(map(in_yaml, shown))), in_markdown(meanings[name])]
+            cells += [
+                " / ".join(dict.fromkeys(map(in_yaml, shown.values()))),
+                in_markdown(meanings[name]),
+            ]
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -230,7 +237,7 @@ def in_yaml(value: Any) -> str:
 
 def commands_page() -> str:
     overview = said("--help")
-    names = re.findall(r"^    (\w+)(?: |$)", overview, re.MULTILINE)
+    names = re.findall(r"^    ([\w-]+)(?: |$)", overview, re.MULTILINE)
     lines = [COMMANDS, "```text", overview, "```"]
     for name in names:
         # What follows a recipe's own help is its settings, which have a page of their own.

@@ -53,9 +53,9 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     model.train()
     run.say(stopping.line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
-        update = training.Update(sharded, micro_batches)  # counts the targets of all ranks
+        update = training.Update(sharded, micro_batches, router=metrics.router)  # of all ranks
         for batch in update:
-            loss = loss_of(model, batch)  # a sum over the batch's targets
+            loss = loss_of(model, batch, z_loss=cfg.train.z_loss)  # a sum over the batch's targets
             update.mean(loss).backward()  # of the global batch
         stats = update.step(optimizer, cfg.optim.max_grad_norm, metrics.guards.spikes)
         learning_rate = float(scheduler.get_last_lr()[0])

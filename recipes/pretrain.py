@@ -47,9 +47,9 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
     for step, micro_batches in data.steps(after=state.step):
-        update = training.Update(sharded, micro_batches)  # counts the targets of all ranks
+        update = training.Update(sharded, micro_batches, router=metrics.router)  # of all ranks
         for batch in update:
-            loss = training.causal_lm_loss(model, batch)  # a sum over the batch's targets
+            loss = training.causal_lm_loss(model, batch, z_loss=cfg.train.z_loss)  # a sum
             update.mean(loss).backward()  # of the global batch
         stats = update.step(optimizer, cfg.optim.max_grad_norm, metrics.guards.spikes)
         learning_rate = float(scheduler.get_last_lr()[0])

@@ -24,6 +24,7 @@ from markdown_it import MarkdownIt
 
 from toolkit import cli, recipes
 from toolkit.config import flat, parse
+from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig
 from toolkit.errors import ConfigError
 
@@ -163,7 +164,7 @@ def _program(word: str) -> str:
 
 
 def _toolkit(words: list[str]) -> None:
-    if words[1] in ("train", "finetune"):
+    if words[1] in ("train", "finetune", "prefer"):
         recipe = {"train": "pretrain"}.get(words[1], words[1])
         with (
             mock.patch("toolkit.recipes._launch", side_effect=lambda argv, *_: _launch(argv)),
@@ -252,11 +253,12 @@ def _settings(recipe: str, arguments: list[str]) -> None:
 
 
 def _either(file: str) -> None:
-    """Check a config that may be of either recipe."""
+    """Check a config that may be of any recipe."""
     try:
         _settings("pretrain", ["--config", file])
     except ConfigError:
-        _settings("finetune", ["--config", file])
+        of_pairs = Path(file).is_file() and "preference" in yaml.safe_load(Path(file).read_text())
+        _settings("prefer" if of_pairs else "finetune", ["--config", file])
 
 
 def _make(words: list[str]) -> None:
@@ -338,7 +340,7 @@ def help_of(command: str) -> str:
 @cache
 def settings() -> dict[str, object]:
     """Return name -> default of every setting."""
-    return flat(FinetuneConfig(FinetuneModelConfig("x")))
+    return flat(PreferConfig(FinetuneModelConfig("x")))
 
 
 def check_yaml(block: Block, folder: Path) -> str:
@@ -355,7 +357,8 @@ def check_yaml(block: Block, folder: Path) -> str:
     file = folder / (block.title or "part.yaml")
     file.write_text(block.text, "utf-8")
     try:
-        parse(FinetuneConfig, ["--config", str(file), *model(whole)])
+        kind = PreferConfig if "preference" in content else FinetuneConfig
+        parse(kind, ["--config", str(file), *model(whole)])
     except ConfigError as error:
         raise Wrong(f"{block.page.name}:{block.line}: {error}") from error
     return "settings"

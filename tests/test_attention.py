@@ -395,6 +395,7 @@ def test_micro_batches_carry_borders(packing):
     if packing == "bfd":
         samples[0]["position_ids"] = torch.tensor([0, 1, 2, 0, 1, 0])
         samples[1]["position_ids"] = torch.tensor([0, 0, 1, 2, 3, 4])
+        samples = [sample | {"used": torch.tensor(6)} for sample in samples]
     batch = SampleShape(packing, 6, borders=True).batch(samples).inputs
     expected, longest = ([0, 3, 5, 6, 7, 12], 5) if packing == "bfd" else ([0, 6, 12], 6)
     assert batch["cu_seq_lens_q"].dtype == torch.int32

@@ -697,7 +697,7 @@ def test_a_run_of_the_other_recipe(start, finished, tmp_path) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({**settings, "lora": {"r": 0}}))
     before = hashes(run)
     done = start(*again(finished), "--output_dir", str(run))
-    refused(done, "holds a fine-tuning run", "Give another output_dir", code=2)
+    refused(done, "holds a run of fine-tuning", "Give another output_dir", code=2)
     assert hashes(run) == before
 
 

@@ -167,7 +167,7 @@ def run(tmp_path, monkeypatch) -> Any:
     save_tiny_model(tmp_path / "model")
     mark = AutoTokenizer.from_pretrained(tmp_path / "model").convert_tokens_to_ids("#")
     text = (ROOT / "recipes" / "finetune.py").read_text("utf-8")
-    loss = "loss = loss_of(model, batch)"
+    loss = "loss = loss_of(model, batch, z_loss=cfg.train.z_loss)"
     assert text.count(loss) == 1
     factor = f"(float('nan') if (batch.inputs['input_ids'] == {mark}).any() else 1.0)"
     edit = f"loss = training.LossSum(loss_of(model, batch).total * {factor}, batch.count)"

@@ -16,6 +16,7 @@ from toolkit.config import (
     DataConfig,
     FinetuneConfig,
     ModelConfig,
+    PreferConfig,
     PretrainConfig,
     ShardingConfig,
     names,
@@ -338,8 +339,20 @@ def test_a_config_of_fine_tuning_is_known_where_pretraining_is_asked_for(tmp_pat
     assert "did you mean lora of fine-tuning (toolkit finetune" in str(caught.value)
 
 
+@pytest.mark.parametrize("cls", [PretrainConfig, FinetuneConfig])
+@pytest.mark.parametrize("given", ["rl_beta", "data.pref_beta", "preference.beta", "preference"])
+def test_a_name_of_preference_tuning_names_its_command(cls: type, given: str, tmp_path) -> None:
+    here = "preference" if given == "preference" else "preference.beta"
+    with pytest.raises(ConfigError) as caught:
+        config.parse(cls, ["--model.name_or_path", "here", f"--{given}", "1"])
+    assert f"did you mean {here} of preference tuning (toolkit prefer" in str(caught.value)
+    if given not in (here, "preference.beta"):
+        with pytest.raises(ConfigError, match=re.escape("did you mean preference.beta?")):
+            config.parse(PreferConfig, ["--model.name_or_path", "here", f"--{given}", "1"])
+
+
 def test_every_name_that_people_bring_leads_to_a_setting() -> None:
-    known, elsewhere = fields(FinetuneConfig), names.ELSEWHERE
+    known, elsewhere = fields(PreferConfig), names.ELSEWHERE
     count = collections.Counter(itertools.chain(*map(str.split, elsewhere.values())))
     assert count.most_common(1)[0][1] == 1
     for here, others in elsewhere.items():
@@ -347,7 +360,7 @@ def test_every_name_that_people_bring_leads_to_a_setting() -> None:
         assert setting in known or " " in setting, setting
         for name in others.split():
             assert not [n for n in known if n.split(".")[-1] == name], f"{name} is a name of ours"
-            said = names.meant(FinetuneConfig, FinetuneConfig, "", name)
+            said = names.meant(PreferConfig, PreferConfig, "", name)
             assert said == here, name
 
 

@@ -1,4 +1,4 @@
-"""`toolkit convert-config` on three published configs each of axolotl, TRL and Trainer.
+"""`toolkit convert-config` on published configs of axolotl, TRL and Trainer.
 
 `foreign_configs/` has their keys and values. What is tested of each key: change its value, and the
 result is another one, or a note names it. Nothing is dropped in silence.
@@ -18,7 +18,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
 from toolkit.cli import main
-from toolkit.config import FinetuneConfig, load
+from toolkit.config import FinetuneConfig, PreferConfig, load
 from toolkit.config.names import ELSEWHERE, leaves_of
 from toolkit.convert.converter import Conversion, convert, convert_config
 from toolkit.convert.tables_of_tools import LEFT
@@ -35,7 +35,7 @@ def name_of(file: Path) -> str:
 def config_of(out: Conversion, tmp_path: Path) -> FinetuneConfig:
     file = tmp_path / "converted.yaml"
     file.write_text(out.text)
-    return load(FinetuneConfig, file)
+    return load(PreferConfig if out.recipe == "prefer" else FinetuneConfig, file)
 
 
 @pytest.mark.parametrize("file", FOREIGN, ids=name_of)
@@ -136,6 +136,8 @@ def test_values_mean_what_they_meant() -> None:
         ("trl", {}, {"optim.learning_rate": 2e-5, "train.num_train_epochs": 3.0}),
         ("trl", {"use_peft": True}, {"lora.r": 16, "lora.lora_alpha": 32}),
         ("trl", {"completion_only_loss": False}, {"data.supervise": "all"}),
+        ("trl", {"router_aux_loss_coef": 0.0}, {"train.router_aux_loss": "none"}),
+        ("trl", {"router_aux_loss_coef": 0.1}, {"train.router_aux_loss": None}),
         ("trainer", {"bf16": False}, {"sharding.param_dtype": "float32"}),
         ("trainer", {"fp16": True}, {"sharding.param_dtype": "bfloat16"}),
         ("trainer", {"warmup_steps": 0, "warmup_ratio": 0.1}, {"optim.warmup_steps": 0.1}),
@@ -225,6 +227,7 @@ def test_values_mean_what_they_meant() -> None:
         ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "constant_with_warmup has one"),
         ({"load_best_model_at_end": True}, "all checkpoints are kept, the best one among them"),
         ({"load_in_8bit": True, "use_peft": True}, "lora.load_in_4bit: true is the nearest"),
+        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef 0.1: it is config.json's"),
         ({"early_stopping_patience": 3}, "needs train.eval_steps"),
         ({"report_to": "all"}, "one of tensorboard"),
         ({"chat_template": "llama3"}, "takes the template or its file"),
@@ -312,22 +315,27 @@ def test_what_cannot_be_read_or_is_no_config_is_one_error(name, text, said, tmp_
     assert not target.exists()
 
 
-def test_the_command_writes_a_file_once_and_notes_to_stderr(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("axolotl_fft_8b_liger_fsdp", "finetune"), ("axolotl_orpo_qlora", "prefer")],
+)
+def test_the_command_writes_a_file_once_and_notes_to_stderr(name, recipe, tmp_path) -> None:
+    file = ROOT / f"tests/foreign_configs/{name}.yaml"
     target = tmp_path / "mine.yaml"
     code = (
         "import sys; from toolkit import cli; cli.main(sys.argv[1:]); print('torch' in sys.modules)"
     )
-    argv = [sys.executable, "-c", code, "convert-config", str(YAMLS[0]), "--output", str(target)]
+    argv = [sys.executable, "-c", code, "convert-config", str(file), "--output", str(target)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(target), "False"]
     assert done.stderr.startswith("note: ")
     assert done.stderr.splitlines()[-2:] == [
         f"next: toolkit inspect --data {target}   (what is learned of the data)",
-        f"then: toolkit finetune {target} --accelerate_config one_node",
+        f"then: toolkit {recipe} {target} --accelerate_config one_node",
     ]
-    cfg = load(FinetuneConfig, target)
-    assert cfg.model.name_or_path == yaml.safe_load(YAMLS[0].read_text())["base_model"]
-    assert main(["convert-config", str(YAMLS[0]), "--output", str(target)]) == 1  # not twice
+    cfg = load(PreferConfig if recipe == "prefer" else FinetuneConfig, target)
+    assert cfg.model.name_or_path == yaml.safe_load(file.read_text())["base_model"]
+    assert main(["convert-config", str(file), "--output", str(target)]) == 1  # not twice
 
 
 def test_docs_name_what_the_tables_name() -> None:

@@ -593,7 +593,7 @@ def _own_cache(tmp_path, monkeypatch):
 def documents(path: Path, policy: str = "error") -> list[list[int]]:
     """Return the token ids of each row, a token a byte, without those of its end."""
     cfg = DataConfig(train_files=str(path), on_bad_row=policy, append_eos=False)
-    (source,) = load_sources(cfg, documents=True)
+    (source,) = load_sources(cfg, learned="documents")
     return encode(source, Encoder(make_tokenizer(), cfg, 300)).tokens["input_ids"][:]
 
 
@@ -664,4 +664,4 @@ def test_a_document_of_any_length_costs_little_memory(tmp_path, monkeypatch):
 def test_documents_of_several_sources(tmp_path):
     missing = [SourceConfig(files=str(tmp_path / "no.jsonl"))]
     with pytest.raises(DataError, match=r"data\.sources\[0\]\.files: .* matches no file"):
-        load_sources(DataConfig(sources=missing), documents=True)
+        load_sources(DataConfig(sources=missing), learned="documents")

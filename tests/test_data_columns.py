@@ -151,7 +151,7 @@ def test_rows_that_have_the_name_already_need_no_other(tmp_path):
 def test_pretraining_reads_a_column_of_another_name(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": Q}) + "\n")
     cfg = DataConfig(train_files=str(tmp_path / "a.jsonl"), columns={"text": "body"})
-    (source,) = load_sources(cfg, documents=True)
+    (source,) = load_sources(cfg, learned="documents")
     assert examples(source) == [Text(Q)]
 
 

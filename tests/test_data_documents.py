@@ -38,7 +38,7 @@ def jsonl(path: Path, rows: list) -> str:
 
 def streamed(cfg: DataConfig, tokenizer) -> list:
     """Return the ids of each row, or what is wrong with it."""
-    (source,) = load_sources(cfg, documents=True)
+    (source,) = load_sources(cfg, learned="documents")
     encode = partial(Encoder(tokenizer, cfg, 300).row, source)
     found = [encode(stored, number) for number, stored in enumerate(source.rows)]
     for example in found:
@@ -48,7 +48,7 @@ def streamed(cfg: DataConfig, tokenizer) -> list:
 
 
 def prepared(cfg: DataConfig, tokenizer) -> list:
-    (source,) = load_sources(cfg, documents=True)
+    (source,) = load_sources(cfg, learned="documents")
     return encode(source, Encoder(tokenizer, cfg, 300)).tokens["input_ids"][:]
 
 

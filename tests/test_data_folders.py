@@ -114,7 +114,9 @@ def test_json_lines_are_not_read_as_text(tmp_path, capsys, name, documents):
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
     def load():
-        return load_sources(cfg(train_files=[str(file)]), documents=documents)
+        return load_sources(
+            cfg(train_files=[str(file)]), learned="documents" if documents else "examples"
+        )
 
     file.write_text("\n" + json.dumps({"messages": chat}) + "\n")
     with pytest.raises(DataError, match=r"got JSON lines \(conversations .*name end in \.jsonl"):

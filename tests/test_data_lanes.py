@@ -154,7 +154,7 @@ def test_the_samples_of_a_lane_are_its_rows_once_a_pass():
             epoch = stream._place.at.epoch
             if epoch == 2:
                 break
-            tokens[epoch].update(int(t) for ids, _ in item.pieces for t in ids)
+            tokens[epoch].update(int(t) for piece in item.pieces for t in piece.ids)
     every = [row["input_ids"] for row in rows_of(400)]
     usable = Counter(t for ids in every if ids and ids[0] % 7 for t in ids)
     assert tokens == [usable, usable]
@@ -288,7 +288,7 @@ def test_rows_with_a_period_fall_on_all_lanes(lengths):
     ]
     tokens, seen = sum(lengths) * count // len(lengths), set()
     for sample in (stream.next() for stream in cycle(streams)):
-        seen |= {int(ids[0]) for ids, _ in sample.pieces}
+        seen |= {int(ids[0]) for ids, *_ in sample.pieces}
         if (tokens := tokens - sample.length) <= 0:
             break
     # Some 4 % of the rows are not reached; dealt in turn, it was 17 to 23 % of the first two.

@@ -109,7 +109,8 @@ def test_a_packed_sample():
     packed = samples(datasets.Dataset.from_dict(table, features=features), "bfd", 10, pad=9)
     assert len(packed) == 1
     sample = packed[0]
-    assert set(sample) == {"input_ids", "labels", "position_ids"}
+    assert set(sample) == {"input_ids", "labels", "position_ids", "used"}
+    assert sample["used"] == 8
     assert all(value.dtype == torch.int64 for value in sample.values())
     assert sample["input_ids"].tolist() == [11, 12, 13, 21, 22, 23, 24, 31, 9, 9]
     # 21 is in a span, but it is the first token of its row: nothing predicts it.

@@ -42,7 +42,7 @@ def write(path: Path, content: str | bytes | list[dict]) -> str:
 
 def load(*files: str, **settings) -> DataSource:
     cfg = DataConfig(train_files=list(files), **settings)
-    (source,) = load_sources(cfg, documents=True)
+    (source,) = load_sources(cfg, learned="documents")
     return source
 
 

@@ -236,7 +236,7 @@ def test_a_big_file_in_pieces_gives_the_tokens_of_the_whole(tmp_path, tokenizer)
     text = "".join(TEXTS) * 6
     assert len(text) > 3 << 17
     (tmp_path / "a.py").write_text(text)
-    (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.py")), documents=True)
+    (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.py")), learned="documents")
     assert len(source.rows) > 3
     got = encode(source, Encoder(tokenizer, CFG, 600)).tokens["input_ids"]
     assert [i for ids in got for i in ids] == [*tokenizer(text)["input_ids"], 0]
@@ -304,7 +304,7 @@ def test_tokenised_data_is_taken_as_it_is(dtype):
 def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
     (tmp_path / "a.txt").write_text(TEXTS[0])
     cache = Path(datasets.config.HF_DATASETS_CACHE)
-    (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.txt")), documents=True)
+    (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.txt")), learned="documents")
     encode(source, Encoder(tokenizer, CFG, 600))
 
     def state() -> dict[str, int]:
@@ -321,7 +321,7 @@ def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
         "Encoder.rows = None  # not needed again\n"
         "tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])\n"
         "cfg = DataConfig(train_files=sys.argv[1])\n"
-        "(source,) = load_sources(cfg, documents=True)\n"
+        "(source,) = load_sources(cfg, learned='documents')\n"
         "print(len(encode(source, Encoder(tokenizer, cfg, 700)).tokens))\n"
     )
     done = subprocess.run(

@@ -747,6 +747,7 @@ def test_facts_of_a_fine_tuning(tmp_path):
         },
         "train": {"eval_prompts": [f"what is in {private}?"], "max_steps": 3},
         "lora": {"r": 4},
+        "preference": {"loss_type": "ipo"},
     }
 
     def facts() -> dict:
@@ -756,6 +757,7 @@ def test_facts_of_a_fine_tuning(tmp_path):
     found = facts()
     assert "private" not in json.dumps(found)
     assert found["hyperparameters"]["train.max_steps"] == 3
+    assert found["hyperparameters"]["preference.loss_type"] == "ipo"
     manifest = {"toolkit": "0", "origin": {"run": found}, "tensors": {}, "files": {}}
     card = model_card.render(manifest, NAME, "ab" * 32)
     line = "Data: `a.jsonl`, `b.jsonl` (weight 0.7); `c.jsonl`; `org/chats`, `train` (weight 0.3)."

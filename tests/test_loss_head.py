@@ -132,7 +132,7 @@ def chunk(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_kernel_that_does_not_compile_or_is_wrong_is_said_and_not_taken(monkeypatch, capsys):
     logits, targets = chunk()
-    expected = loss_kernel.loss_and_gradient(logits, targets, (1.0, None, 0.0))
+    expected = loss_kernel.loss_and_gradient(logits, targets, (1.0, None, 0.0, 0.0))
     monkeypatch.setattr(loss_kernel, "_refused", set())
 
     def fails(*_):

@@ -28,12 +28,12 @@ from toolkit.planning.preflight import choose_candidate, in_subprocess, least_by
 from toolkit.planning.simulation import simulate, state_of
 
 PLANTED = """
-def causal_lm_loss(model, batch):
+def causal_lm_loss(model, batch, **how):
     import torch
 
     if torch.distributed.get_rank() == 1:
         torch.empty(10**15)
-    return training.causal_lm_loss(model, batch)
+    return training.causal_lm_loss(model, batch, **how)
 
 """
 

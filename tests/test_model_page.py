@@ -1,25 +1,28 @@
-"""The how-to on a model for text and images: its commands are run, and print what it shows.
+"""How-tos from the data to the Hub: their commands are run, and print what the pages show.
 
-The model has the published layout of Qwen3.5 and random weights; what varies from machine to
-machine (times, sizes, losses) is not compared, whole numbers are.
+Models have random weights, that for text and images the published layout of Qwen3.5; what varies
+from machine to machine (times, sizes, losses) is not compared, whole numbers are.
 """
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import layouts
 import pytest
+import torch
 from chat_templates import CHATML
 from conftest import ROOT, save_byte_tokenizer
 from distributed import run_toolkit
 from documents import blocks
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 PAGE = ROOT / "docs" / "howto" / "qwen3_5_from_plan_to_hub.md"
 ROWS = [
@@ -32,8 +35,10 @@ ROWS = [
     ("Name three colours.", "", "Red, green and blue."),
     ("How many days has a leap year?", "", "366 days."),
 ]
-# Decimals, amounts, and what follows from the machine.
-_VARIES = re.compile(r"\d[\d,]*\.\d+(e[+-]?\d+)?|[\d,.]+ ([kMGT]?B|bytes|tok/s|s)\b|\d\d:\d\d")
+# Decimals, amounts, the step of the rehearsal's kill, and what else follows from the machine.
+_VARIES = re.compile(
+    r"\d[\d,]*\.\d+(e[+-]?\d+)?|[\d,.]+ ([kMGT]?B|bytes|tok/s|s)\b|\d\d:\d\d|step \d+;"
+)
 
 
 def save_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +47,10 @@ def save_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = dataclasses.replace(layouts.LAYOUTS["qwen3_5"], settings=larger)
     monkeypatch.setitem(layouts.LAYOUTS, "qwen3_5", layout)
     layouts.save_layout("qwen3_5", folder)
+    save_chat_tokenizer(folder)
+
+
+def save_chat_tokenizer(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(save_byte_tokenizer(folder))
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
     tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
@@ -51,7 +60,7 @@ def save_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(line: str, folder: Path) -> str:
     words = shlex.split(line)[1:]
-    if words[0] not in ("finetune", "rehearse"):
+    if words[0] not in ("finetune", "prefer", "rehearse"):
         done = run_toolkit(*words, cwd=folder)
     else:
         env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -91,18 +100,74 @@ def test_the_page_on_qwen3_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     names = ("instruction", "context", "response", "category")
     rows = [dict(zip(names, (*row, "closed_qa"), strict=True)) for row in ROWS * 3]
     (tmp_path / "dolly.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    shown, ran, wrong = list(blocks(PAGE)), 0, []
+    assert check_page(PAGE, tmp_path) == 8
+
+
+def check_page(page: Path, folder: Path) -> int:
+    """Run the commands of a page in a folder and compare what it shows; return how many ran."""
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    shown, ran, wrong = list(blocks(page)), 0, []
     for block, following in zip(shown, [*shown[1:], None], strict=True):
         if block.title:
-            (tmp_path / block.title).write_text(block.text, "utf-8")
+            (folder / block.title).write_text(block.text, "utf-8")
         said = ""
         for line in block.lines():
             # A ready config takes minutes to plan; test_published.py holds its figure.
             if line.startswith("toolkit") and "recipes/configs" not in line:
-                said += run(line, tmp_path)
+                said += run(line, folder)
                 ran += 1
         if said and following is not None and following.language == "text":
             wrong += [f"{block.line}: {line}" for line in missing(following.text, said)]
-    assert ran == 8
     assert not wrong, "\n".join(wrong)
+    return ran
+
+
+ANSWERS = {
+    "Name a colour.": "Blue.",
+    "What is 2 + 3?": "5.",
+    "When did Virgin Australia start operating?": "31 August 2000.",
+    "How many days has a leap year?": "366 days.",
+    "Which is a species of fish, tope or rope?": "Tope.",
+    "Name a fruit.": "An apple.",
+    "What is the capital of Peru?": "Lima.",
+    "Is ice lighter than water?": "Yes.",
+}
+HELD_OUT = {
+    "Name an animal.": "A horse.",
+    "What is 4 + 4?": "8.",
+    "When did the French Revolution begin?": "In 1789.",
+    "Is the sun a planet?": "No.",
+}
+
+
+def pair_of(question: str, answer: str) -> dict[str, Any]:
+    empty = f"That is a good question, and {len(question)} people ask it."
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "chosen": [{"role": "assistant", "content": answer}],
+        "rejected": [{"role": "assistant", "content": empty}],
+    }
+
+
+@pytest.mark.slow
+def test_the_page_on_preferences(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=320, **shape, **heads))
+    base.save_pretrained(tmp_path / "tiny-chat")
+    save_chat_tokenizer(tmp_path / "tiny-chat")
+    rows = [pair_of(*both) for both in ANSWERS.items()] * 3
+    rows.append(rows[0] | {"rejected": rows[0]["chosen"]})
+    held_out = [pair_of(*both) for both in HELD_OUT.items()]
+    for name, found in (("pairs", rows), ("held_out", held_out)):
+        text = "".join(f"{json.dumps(row)}\n" for row in found)
+        (tmp_path / f"{name}.jsonl").write_text(text, "utf-8")
+    page = ROOT / "docs" / "howto" / "preferences_from_data_to_hub.md"
+    assert json.dumps(rows[0]) in page.read_text("utf-8")
+    assert check_page(page, tmp_path) == 8
+    logged = (tmp_path / "runs/preferred/metrics.jsonl").read_text("utf-8").splitlines()
+    first, *_, last = map(json.loads, logged)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert last["eval_accuracy"] == 1
+    assert last["eval_loss"] < 0.3

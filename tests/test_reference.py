@@ -8,9 +8,10 @@ import runpy
 import pytest
 from conftest import ROOT
 
+from toolkit import recipes
 from toolkit.config import flat
+from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
-    FinetuneConfig,
     FinetuneModelConfig,
     ModelConfig,
     PretrainConfig,
@@ -27,8 +28,8 @@ def unlisted(page: str) -> set[str]:
     rows = set(
         re.findall(r"^\| `([\w.\[\]]+)` (?:\| [^|]+ ){3}\| [\w`][^|]* \|$", page, re.MULTILINE)
     )
-    both = PretrainConfig(ModelConfig("x")), FinetuneConfig(FinetuneModelConfig("x"))
-    settings = {name for cfg in both for name in flat(cfg)}
+    every = PretrainConfig(ModelConfig("x")), PreferConfig(FinetuneModelConfig("x"))
+    settings = {name for cfg in every for name in flat(cfg)}
     return (settings | {f"data.sources[].{name}" for name in flat(SourceConfig())}) - rows
 
 
@@ -62,7 +63,7 @@ def test_every_ready_config_is_in_the_table() -> None:
         r"^\| [\w./-]+ \| [\w ,-]+ \| \d+ \| [\d.]+ GB of \d+ GB \| `([\w.]+)` \|$", page, re.M
     )
     files = {file.name for file in (ROOT / "recipes/configs").glob("*.yaml")}
-    assert set(named) == files - {"pretrain_tiny.yaml", "finetune_tiny.yaml"}
+    assert set(named) == files - {f"{recipe}_tiny.yaml" for recipe in recipes.SETTINGS}
 
 
 def undescribed(page: str) -> set[str]:

@@ -15,6 +15,7 @@ from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, mode
 from toolkit.data.prepare import TrainingData
 from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
 from toolkit.training.launch import Run
+from toolkit.training.router import plan_router
 
 
 def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel, ModelConfig]:
@@ -26,7 +27,7 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
     hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.adapters else None)
 
     def with_tokenizer(model: ModelConfig) -> ModelConfig:
-        if cfg.learns_documents:
+        if cfg.learned == "documents":
             return prepare_tokenizer(model, cfg.data, folder.tokenizer, keep=folder.holds_work)
         return own_tokenizer(model)
 
@@ -55,8 +56,10 @@ def check_before_loading(
     cfg: RunConfig, model: nn.Module, data: TrainingData, folder: RunFolder
 ) -> None:
     """Refuse what a run whose data is known would fail at after its weights are read: prompts that
-    cannot be asked, a disk that is too small. Says what the run will write. Collective.
+    cannot be asked, experts that cannot be balanced as asked, a disk that is too small. Says what
+    the run will write. Collective.
     """
+    plan_router(model, cfg)
     if isinstance(cfg, FinetuneConfig):
         training.check_prompts(model, data.tokenizer, cfg.train)
     folder.check_disk(model, data.max_steps)

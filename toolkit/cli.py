@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from toolkit import __version__, parsing, recipes
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ConfigError, ExportError, ToolkitError
 
-_RECIPES = ("train", "finetune")  # commands
+_RECIPES = ("train", "finetune", "prefer")  # commands
 _CONFIGURED = ("plan", "rehearse", "inspect")  # commands that read a config, and take settings
 _SETTINGS = "; settings may follow, as --section.field VALUE"
 _TOP = ("--output_dir", "--seed")  # settings outside of a section
@@ -90,22 +91,25 @@ def make_parser() -> argparse.ArgumentParser:
 
     command(_train, "pretrain: check a config, then launch recipes/pretrain.py on it", "")
     command(_finetune, "check a config, then launch recipes/finetune.py on it", "")
+    command(_prefer, "check a config, then launch recipes/prefer.py on it", "")
     add = command(
         _recipes,
         "list the recipes, or copy one into this folder to edit it",
         "List the recipes and the Accelerate YAMLs, or copy a recipe, the configs and the YAMLs "
         "into the current folder, to be edited.",
     )
-    add("--copy", metavar="NAME", help="pretrain or finetune")
+    add("--copy", metavar="NAME", help="pretrain, finetune or prefer")
     add = command(
         _convert_config,
         "turn a config of axolotl, TRL or Trainer into one of this toolkit",
         "Turn a config of axolotl or TRL, or what a training script gives to Trainer (YAML, JSON, "
-        "or the script itself, which is read and not run), into a YAML of `toolkit finetune`. Each "
-        "key that is not carried over, or means something else, is named on stderr.",
+        "or the script itself, which is read and not run), into a YAML of `toolkit finetune` or "
+        "`toolkit prefer`. Each key that is not carried over, or means something else, is named on "
+        "stderr.",
     )
     add("file", metavar="FILE", help="YAML, JSON or Python")
-    add("--from", dest="tool", choices=("axolotl", "trl", "trainer"), help="told by the keys")
+    trl = ("trl", *(f"trl-{name}" for name in ("dpo", "orpo", "kto", "cpo", "reward")))
+    add("--from", dest="tool", choices=("axolotl", *trl, "trainer"), help="told by the keys")
     add("--output", metavar="OUT.yaml", help="file to create (default: stdout)")
     _add_plan(command)
     _add_rehearse(command)
@@ -226,6 +230,10 @@ def _finetune(args: argparse.Namespace) -> int:
     return recipes.start("finetune", args.arguments)
 
 
+def _prefer(args: argparse.Namespace) -> int:
+    return recipes.start("prefer", args.arguments)
+
+
 def _recipes(args: argparse.Namespace) -> int:
     lines = recipes.describe()
     if args.copy is not None:
@@ -251,7 +259,7 @@ def _convert_config(args: argparse.Namespace) -> int:
         f"next: toolkit inspect --data {args.output}   (what is learned of the data)",
         file=sys.stderr,
     )
-    print(f"then: toolkit finetune {args.output} --accelerate_config one_node", file=sys.stderr)
+    print(f"then: toolkit {out.recipe} {args.output} --accelerate_config one_node", file=sys.stderr)
     return 0
 
 
@@ -330,7 +338,11 @@ def _add_rehearse(command: Callable) -> None:
     add("config", metavar="CONFIG", nargs="?", help=f"config of a recipe (YAML){_SETTINGS}")
     add("--config", dest="file", metavar="FILE", help="the same")
     add("--world_size", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
-    add("--recipe", metavar="NAME", help="pretrain or finetune (default: as the config shows)")
+    add(
+        "--recipe",
+        metavar="NAME",
+        help="pretrain, finetune or prefer (default: as the config shows)",
+    )
     skip_help = "leave out packages, output, hub or disk, where this machine is not the run's"
     add("--skip", action="append", default=[], metavar="STAGE", help=skip_help)
     share = "of the rows may be longer than data.sequence_length (default: %(default)s)"
@@ -361,13 +373,13 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 
 def _load_either(file: str, settings: Sequence[str] = ()) -> Any:
-    """Read the config of either recipe: what both know means the same to them."""
+    """Read the config of any recipe: what several know means the same to them."""
     from toolkit import config
 
-    try:
-        return config.load(config.PretrainConfig, file, settings)
-    except ConfigError:
-        return config.load(config.FinetuneConfig, file, settings)
+    for kind in (config.PretrainConfig, config.FinetuneConfig):
+        with suppress(ConfigError):
+            return config.load(kind, file, settings)
+    return config.load(config.PreferConfig, file, settings)
 
 
 def _known_shape(cfg: Any) -> Any:
@@ -401,14 +413,17 @@ def _consolidate(args: argparse.Namespace) -> int:
 def _how_to_load(folder: Path) -> Iterator[str]:
     """Yield the Python lines that load an export."""
     from toolkit.formats import export_manifest, read_config
-    from toolkit.models.classes import auto_class
+    from toolkit.models.classes import as_reward_model, auto_class
 
     unmerged = (folder / "adapter_config.json").is_file()
     adapter = export_manifest.read(folder)["origin"]["adapter"] if unmerged else {}
     config = adapter["base_config"] if unmerged else read_config(folder)
     code = ", trust_remote_code=True" if "auto_map" in config else ""
     named = adapter["base_class"] if unmerged else (config.get("architectures") or [""])[0]
-    load = f"transformers.{auto_class(named)}.from_pretrained({{!r}}{code})"
+    auto = auto_class(named)
+    more, after = as_reward_model(auto, config) if unmerged else ("", "")
+    code += more
+    load = f"transformers.{auto}.from_pretrained({{!r}}{code})"
     if not unmerged:
         yield load.format(str(folder))
         return
@@ -416,6 +431,8 @@ def _how_to_load(folder: Path) -> Iterator[str]:
     yield f"base = {load.format(settings['base_model_name_or_path'])}"
     if rows := adapter["base"].get("rows"):
         yield f"base.resize_token_embeddings({rows})"
+    if after:
+        yield after
     yield f"peft.PeftModel.from_pretrained(base, {str(folder)!r})"
 
 
@@ -461,9 +478,13 @@ def _inspect(args: argparse.Namespace) -> int:
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data
         from toolkit.data.report import render
+        from toolkit.rehearsal.preflight import which_recipe
 
         _quiet()
-        found = inspect_data(config.load(config.FinetuneConfig, args.data, args.settings))
+        name, cfg = which_recipe(Path(args.data), args.settings)
+        if name != "prefer":
+            cfg = config.load(config.FinetuneConfig, args.data, args.settings)
+        found = inspect_data(cfg)
     else:
         from toolkit.checkpoint import local_copy
         from toolkit.checkpoint.summary import render, summarise
@@ -477,7 +498,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
         ranks.show(render(found))
     if args.data is not None and not args.json:
-        print(f"\npacking {found['packing']}: {found['why']} (read as a fine-tuning run's config)")
+        kind = "preference tuning" if name == "prefer" else "fine-tuning"
+        print(f"\npacking {found['packing']}: {found['why']} (read as a config of {kind})")
     return 0
 
 

@@ -22,7 +22,13 @@ from typing import Any
 
 import psutil
 
-from toolkit.config import CheckpointConfig, FinetuneConfig, PretrainConfig, parse
+from toolkit.config import (
+    CheckpointConfig,
+    FinetuneConfig,
+    PreferConfig,
+    PretrainConfig,
+    parse,
+)
 from toolkit.config.paths import check_folder
 from toolkit.data.sources.files import configured, find_files, kind_of
 from toolkit.errors import (
@@ -35,7 +41,11 @@ from toolkit.errors import (
 )
 from toolkit.parsing import read_yaml
 
-SETTINGS: dict[str, type] = {"pretrain": PretrainConfig, "finetune": FinetuneConfig}
+SETTINGS: dict[str, type] = {
+    "pretrain": PretrainConfig,
+    "finetune": FinetuneConfig,
+    "prefer": PreferConfig,
+}
 """Recipe -> the class of its settings."""
 _LAUNCHERS = "accelerate_configs"
 _PORT = 29500  # where Accelerate lets processes meet unless told otherwise

@@ -76,7 +76,7 @@ def _tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
     without kernels, which are the device's affair.
     """
     model = replace(own_tokenizer(model), kernels="none")
-    if not cfg.learns_documents or model.train_tokenizer or _is_remote(cfg):
+    if cfg.learned != "documents" or model.train_tokenizer or _is_remote(cfg):
         return model
     return prepare_tokenizer(model, replace(cfg.data, streaming=True), Path(cfg.output_dir))
 
@@ -94,7 +94,7 @@ def _check_rows(cfg: RunConfig, model: PreTrainedModel, model_cfg: Any) -> None:
         return
     encoder = encoder_for(cfg, model_cfg, model)
     data = replace(cfg.data, streaming=True)
-    for source in load_sources(data, documents=cfg.learns_documents):
+    for source in load_sources(data, learned=cfg.learned):
         for stored in source.rows:
             encoder.row(source, stored, 0)
             break

@@ -11,6 +11,7 @@ from toolkit.formats import local_tensor
 from toolkit.models import peft_model
 from toolkit.models.layers import numbers_of_experts
 from toolkit.models.patterns import numbered
+from toolkit.models.reward import reward_head
 from toolkit.models.text_part import untaught
 from toolkit.tables import fold, table
 
@@ -39,7 +40,7 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
     copied = {f"{name}.{leaf}": p for name, (_, m) in saved for leaf, p in m.named_parameters()}
     rows = []
     with peft_model.unwrapped_base(model) as base:
-        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        ends = (base.get_input_embeddings(), base.get_output_embeddings(), reward_head(base))
         outside = {id(p) for end in ends if end is not None for p in end.parameters()}
         experts, beside = numbers_of_experts(base), untaught(base)
         for name, parameter in base.named_parameters():

@@ -30,6 +30,7 @@ from toolkit.models.causal_lm import kept_in_fp32
 from toolkit.models.classes import plain_name
 from toolkit.models.peft_model import ADAPTER, copies, has_adapters
 from toolkit.models.quantise import quantise_on_meta
+from toolkit.models.reward import HEAD
 
 # PEFT is imported where adapters are made: it imports bitsandbytes, which starts CUDA on the first
 # device, whichever is this rank's.
@@ -71,6 +72,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
         if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in kept:
             parameter.data = torch.empty_like(parameter, dtype=torch.float32)
     settled: Any = adapted.peft_config[ADAPTER]
+    settled.modules_to_save = sorted(targets.saved) or None  # PEFT adds to those of classifiers
     assets = assets_of(adapted)
     settled.base_model_name_or_path, settled.revision = assets.name_or_path, assets.revision
     return adapted
@@ -116,7 +118,7 @@ def _peft_config(targets: Targets) -> "PeftConfig":
     cfg = targets.cfg
     alpha, named = cfg.lora_alpha, cfg.target_modules
     return PeftConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if HEAD in targets.saved else "CAUSAL_LM",
         r=cfg.r,
         lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type]
         lora_dropout=cfg.lora_dropout,

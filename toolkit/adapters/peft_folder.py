@@ -4,6 +4,7 @@ Key names are asked of PEFT; nothing here spells one by hand.
 """
 
 import contextlib
+import copy
 import re
 import warnings
 from collections.abc import Iterator
@@ -102,7 +103,8 @@ def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
     try:
         # PEFT draws first values for every adapter.
         with warnings.catch_warnings(action="ignore"), forked_rng(), where:
-            peft_config = LoraConfig.from_peft_type(**LoraConfig.check_kwargs(**config))
+            own = copy.deepcopy(config)  # whose lists PEFT adds to
+            peft_config = LoraConfig.from_peft_type(**LoraConfig.check_kwargs(**own))
             return get_peft_model(base, peft_config, ADAPTER)
     except Exception as error:  # a config from outside: PEFT may raise anything
         raise ExportError(

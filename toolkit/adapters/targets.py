@@ -17,6 +17,7 @@ from toolkit.formats import assets_of
 from toolkit.models.classes import plain_name
 from toolkit.models.patterns import no_match, numbered
 from toolkit.models.peft_model import ADAPTER, adapted_modules, adapted_parameters, copied_modules
+from toolkit.models.reward import HEAD, reward_head
 from toolkit.models.text_part import beside_text
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     """
     named = {name: module for name, module in model.named_modules() if name}
     saved = _modules_to_save(named, cfg)
+    if reward_head(model) is not None:  # new, or made for one sum: no small change of what it was
+        saved.add(HEAD)
     towers = set(beside_text(model))
     beside = _inside(named, towers)
     excluded = _named("lora.exclude_modules", cfg.exclude_modules, named) | beside

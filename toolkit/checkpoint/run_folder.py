@@ -41,6 +41,17 @@ _ACCUMULATION = "train.gradient_accumulation_steps"
 _SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps", "train.hang_seconds")
 _TOKEN = ".toolkit-token-"
 _PATIENCE = 5.0
+# Settings -> the section by which a config is theirs, the most special first.
+_SECTIONS: dict[type, str] = {
+    config.PreferConfig: "preference",
+    config.FinetuneConfig: "lora",
+    config.PretrainConfig: "",
+}
+_WORDS: dict[type, str] = {
+    config.PreferConfig: "preference tuning",
+    config.FinetuneConfig: "fine-tuning",
+    config.PretrainConfig: "pretraining",
+}
 
 
 class RunFolder:
@@ -306,16 +317,18 @@ def save_config(cfg: Any) -> None:
 
 def _read(file: Folder, cls: type) -> Any:
     """Return the config that `save_config` wrote for the same recipe."""
-    tuned = cls is config.FinetuneConfig
     try:
         with storage_of(file).local() as local:
             content = plain_config(local.parent)
-            if not content or ("lora" in content) == tuned:
+            kind = next(kind for kind, section in _SECTIONS.items() if section in (*content, ""))
+            if not content or kind is cls:
                 return config.load(cls, local)
     except (ConfigError, OSError) as error:
         raise ConfigError(f"the config of the run in {file.parent} is damaged: {error}") from error
-    kinds = "a pretraining run; this is fine-tuning", "a fine-tuning run; this is pretraining"
-    raise ConfigError(f"{file.parent} holds {kinds[not tuned]}. Give another output_dir")
+    raise ConfigError(
+        f"{file.parent} holds a run of {_WORDS[kind]}; this is {_WORDS.get(cls, 'another')}. Give "
+        "another output_dir"
+    )
 
 
 def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None:

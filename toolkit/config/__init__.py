@@ -2,6 +2,7 @@
 
 from toolkit.config.outputs import MAX_SHARD_SIZE, CheckpointConfig, HubConfig, MetricsConfig
 from toolkit.config.parse import differences, dump, flat, load, parse
+from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
     DataConfig,
     FinetuneConfig,

@@ -5,6 +5,7 @@ import difflib
 import functools
 import typing
 
+from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, RunConfig
 
 # The setting here, with its value where it is another -> its names elsewhere.
@@ -67,6 +68,12 @@ ELSEWHERE = {
     "lora.modules_to_save": "lora_modules_to_save additional_target",
     "lora.load_in_4bit: true": "qlora quantization quantization_bit quantize_base",
     "lora.use_dora": "peft_use_dora lora_use_dora",
+    "preference.loss_type": "rl pref_loss dpo_loss_type",
+    "preference.beta": "rl_beta dpo_beta pref_beta orpo_alpha orpo_beta",
+    "preference.label_smoothing": "dpo_label_smoothing",
+    "preference.rpo_alpha": "cpo_alpha pref_ftx",
+    "preference.desirable_weight": "kto_desirable_weight kto_chosen_weight",
+    "preference.undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
     "metrics.report_to": "use_wandb logger log_with tracker",
     "metrics.project": "wandb_project project_name trackio_project",
     "metrics.run_name": "wandb_run_name wandb_name run_id experiment_name",
@@ -122,6 +129,9 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
     known = _settings(cls)  # type: ignore[arg-type]
     if found := leaves_of(cls, leaf):
         return " or ".join(found)
+    preferred = _HERE.get(leaf, path)
+    if preferred in {"preference", *_settings(PreferConfig)} - {*_settings(FinetuneConfig), *known}:
+        return f"{preferred} of preference tuning (toolkit prefer, recipes/prefer.py)"
     finetuning = _settings(FinetuneConfig)
     of_finetuning = [name for name in finetuning if name == path or name.endswith(f".{leaf}")]
     if path in {field.name for field in dataclasses.fields(FinetuneConfig)}:

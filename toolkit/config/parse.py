@@ -22,6 +22,7 @@ from jsonargparse import (
 )
 
 from toolkit.config.names import GONE, meant, nearest
+from toolkit.config.preference import PreferConfig
 from toolkit.config.ranges import WORDS
 from toolkit.config.settings import FinetuneConfig, RunConfig
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
@@ -188,7 +189,8 @@ class _Unknown:
         whole = [name + error.said for name, error in zip(names, self._found, strict=True)]
         places = ", ".join(dict.fromkeys(error.place for error in self._found))
         count = f"{len(names)} unknown settings" if len(names) > 1 else "unknown setting"
-        command = "finetune" if issubclass(self._cls, FinetuneConfig) else "train"
+        commands = {PreferConfig: "prefer", FinetuneConfig: "finetune", RunConfig: "train"}
+        command = next((c for kind, c in commands.items() if issubclass(self._cls, kind)), "train")
         page = f"; all settings: docs/reference/settings.md, or `toolkit {command} --help`"
         page = page * issubclass(self._cls, RunConfig)
         if len(names) == 1:

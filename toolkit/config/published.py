@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.errors import ConfigError, is_secret_name, scrub
 from toolkit.parsing import parse_yaml
 
-_SECTIONS = ("model", "sharding", "data", "optim", "train", "lora", "seed")
+_SECTIONS = ("model", "sharding", "data", "optim", "train", "lora", "preference", "seed")
 # Settings that may hold a path, or words of the user's own.
 _PATHS = (
     *("name_or_path", "tokenizer_name_or_path", "train_files", "eval_files", "dataset_name"),

@@ -24,6 +24,7 @@ from toolkit.errors import ConfigError
 from toolkit.parsing import parse_size
 
 Dtype = Literal["float32", "bfloat16"]
+Learned = Literal["documents", "examples", "pairs", "answers"]
 TorchCompile = bool | Literal["auto", "none", "layer", "model"]
 Schedule = Literal[
     "linear",
@@ -356,6 +357,14 @@ class TrainConfig:
     progress), with exit code 70 and a report of who waits for whom; at the start, in evaluations,
     saves and exports 12 times as long. It ends, too, when a rank is gone. 0 (for a debugger):
     nobody watches."""
+    router_aux_loss: Literal["auto", "pooled", "layer", "none"] = "auto"
+    """Auxiliary loss that evens the loads of experts, over the global batch: `pooled` over layers,
+    as transformers has it, or of each `layer`. `auto`: pooled where config.json asks for it
+    (output_router_logits). Its coefficient is config.json's."""
+    router_bias_update_rate: NonNegative = 0.0
+    """Move DeepSeek's bias of experts so far after each step, towards even loads; 1e-3 is usual."""
+    z_loss: NonNegative = 0.0
+    """Add so much of the mean square of log Z of the logits to the loss; 1e-4 is usual."""
     skip_spikes: Positive | None = None
     """Skip, and count as bad, a step whose loss or gradient norm lies more than so many deviations
     above the median of the 128 steps before; 6 is usual; empty: none."""
@@ -480,11 +489,16 @@ class RunConfig:
         return None
 
     @property
-    def learns_documents(self) -> bool:
-        """Return whether all of a text is learned, in samples that are cut out of it; else some
-        tokens of examples are.
+    def learned(self) -> Learned:
+        """Return what is learned: all of documents, in samples that are cut out of them, some
+        tokens of examples, pairs of answers, or single answers with a label.
         """
-        return True
+        return "documents"
+
+    @property
+    def learns_prompts(self) -> bool:
+        """Return whether prompts of chosen answers are targets too, of pairs."""
+        return False
 
     def __post_init__(self) -> None:
         paths = ("model.name_or_path", "output_dir", "checkpoint.root")
@@ -547,9 +561,9 @@ class FinetuneConfig(RunConfig):
         return self.lora if self.lora.r else None
 
     @property
-    def learns_documents(self) -> bool:
-        """False: examples are learned, of which some tokens count."""
-        return False
+    def learned(self) -> Learned:
+        """Return what is learned: some tokens of examples."""
+        return "examples"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""`toolkit convert-config`: a config of axolotl, TRL or Trainer as one of `recipes/finetune.py`.
+"""`toolkit convert-config`: a config of axolotl, TRL or Trainer as one of a recipe's.
 
 Every key is carried, or named in a note. Names, and what a tool does where a key is missing, are
 those of `names`; here is what values mean. Scripts are read as syntax, never run (`scripts`).
@@ -8,7 +8,7 @@ import dataclasses
 import re
 import tempfile
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ from toolkit.config.accelerate_yaml import translate
 from toolkit.config.names import setting_of
 from toolkit.config.outputs import Tracker
 from toolkit.config.parse import parse
+from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, Schedule
-from toolkit.convert.row_names import columns_of
+from toolkit.convert.keys import Keys
+from toolkit.convert.preferences import objective_of, objective_of_script, take_preference
 from toolkit.convert.scripts import read_script
-from toolkit.convert.tables_of_tools import UNSAID, UNSAID_OF_LORA, why_left
-from toolkit.errors import ConfigError, LaunchError, is_secret_name, looks_secret
+from toolkit.convert.sources import take_sources
+from toolkit.convert.tables_of_tools import UNSAID, UNSAID_OF_LORA, UNSAID_RATES, why_left
+from toolkit.errors import ConfigError, LaunchError, is_secret_name
 from toolkit.parsing import read_json, read_yaml
 
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -49,10 +52,6 @@ _LIGER = (
     *("use_liger_kernel", "use_liger", "liger_kernel", "liger_rope", "liger_rms_norm"),
     *("liger_swiglu", "liger_glu_activation", "liger_layer_norm"),
 )
-_OF_A_SOURCE = {"name": "dataset_config_name", "config": "dataset_config_name"} | {
-    "split": "dataset_split"
-}
-_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
 
 @dataclass
@@ -64,6 +63,8 @@ class Conversion:
     """Dotted setting -> value."""
     notes: list[str] = field(default_factory=list)
     """A line for each key that is not carried, or means something else here."""
+    recipe: str = "finetune"
+    """The recipe that it is for: finetune or prefer."""
     text: str = ""
     """The YAML."""
 
@@ -73,7 +74,8 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
 
     Args:
         file: YAML or JSON, or a Python script, which is not run.
-        tool: axolotl, trl or trainer; None: told by the keys.
+        tool: axolotl, trl or trainer; None: told by the keys. With TRL's command where the keys do
+            not tell it: trl-dpo, trl-orpo, trl-kto, trl-cpo, trl-reward.
 
     Raises:
         ConfigError: the file cannot be read, or the result is no config (its settings contradict
@@ -81,8 +83,11 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
     """
     computed: dict[str, str] | None = None
     if file.suffix == ".py":
-        content, computed = read_script(file)
-        tool = tool or ("trl" if "SFTConfig" in file.read_text("utf-8") else "trainer")
+        content, computed, trainers = read_script(file)
+        objective, text = objective_of_script(trainers), file.read_text("utf-8")
+        configs = (f"{name}Config" for name in ("SFT", *trainers))
+        tool = tool or ("trl" if any(name in text for name in configs) else "trainer")
+        tool = f"{tool}-{objective}" if objective and "-" not in tool else tool
     else:
         content = (read_json if file.suffix == ".json" else read_yaml)(file, ConfigError)
     if not isinstance(content, dict) or not (content or computed):
@@ -92,14 +97,15 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
     for name, value in out.settings.items():
         section, _, leaf = name.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[leaf] = value
-    order = [f.name for f in dataclasses.fields(FinetuneConfig) if f.name in nested]
+    kind = PreferConfig if out.recipe == "prefer" else FinetuneConfig
+    order = [f.name for f in dataclasses.fields(kind) if f.name in nested]
     body = yaml.safe_dump({n: nested[n] for n in order}, sort_keys=False, allow_unicode=True)
-    out.text = f"# From {file.name} ({out.tool}), for recipes/finetune.py.\n{body}"
+    out.text = f"# From {file.name} ({out.tool}), for recipes/{out.recipe}.py.\n{body}"
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "converted.yaml")
         written.write_text(out.text, encoding="utf-8")
         try:
-            parse(FinetuneConfig, ["--config", str(written)])
+            parse(kind, ["--config", str(written)])
         except ConfigError as error:
             raise ConfigError(f"{file} cannot be converted: {error}") from error
     return out
@@ -121,23 +127,34 @@ def convert(
     return _Converter(given, tool, computed).run()
 
 
-class _Converter:
+class _Converter(Keys):
     """Takes key after key out of `left`; what nothing takes is named at the end."""
 
     def __init__(
         self, given: dict[str, Any], tool: str, computed: Mapping[str, str] | None
     ) -> None:
-        self.out = Conversion(tool, notes=list((computed or {}).values()))
-        self.tool, self.settings = tool, self.out.settings
         # `2e-5` is a text to PyYAML.
         numbers = {k: float(v) for k, v in given.items() if _FLOAT.fullmatch(str(v))}
-        self.left = given | numbers
+        super().__init__(given | numbers, (computed or {}).values())
+        self.tool, _, self.objective = tool.partition("-")
+        self.told = bool(self.objective) or self.tool == "axolotl"
+        self.objective = self.objective or objective_of(given, self.tool)
         self.adapted = any(given.get(key) for key in ("adapter", "use_peft", "r"))
         # A script calls PEFT itself, whose defaults are not those of TRL's command line.
-        self.lora = UNSAID_OF_LORA[tool if computed is None else "trainer"]
+        self.lora = UNSAID_OF_LORA[self.tool if computed is None else "trainer"]
         said = {key for key, value in given.items() if value is not None} | {*(computed or ())}
+        if self.tool == "trl" and given.get("max_length", 0) is None:
+            del self.left["max_length"]
+            said.add("max_length")
+            self.note(
+                "max_length",
+                "no limit there; 1,024 tokens here unless you set it (data.sequence_length)",
+            )
         names = {setting_of(key) for key in said - {"use_peft"}} | said
-        for key, value in (UNSAID[tool] | (self.lora if self.adapted else {})).items():
+        unsaid = UNSAID[self.tool] | (self.lora if self.adapted else {})
+        if rate := UNSAID_RATES[self.tool].get(self.objective):
+            unsaid["learning_rate"] = rate
+        for key, value in unsaid.items():
             if setting_of(key) not in names and not (key == "bf16" and given.get("fp16")):
                 self.left[key] = value
 
@@ -147,6 +164,8 @@ class _Converter:
         empty = [k for k, v in self.left.items() if v in nothing and k != "save_total_limit"]
         if self.popped(empty):
             self.note(", ".join(empty), "empty there, so left out")
+        if self.objective:
+            take_preference(self, self.objective, told=self.told)
         self.model()
         self.memory()
         self.sharding()
@@ -160,25 +179,8 @@ class _Converter:
         if "model.name_or_path" not in self.settings:
             self.settings["model.name_or_path"] = "MODEL"
             self.note("model", "none is named there; set model.name_or_path")
-        return self.out
-
-    # ---- Steps that all share
-
-    def note(self, key: str, why: str, value: Any = None) -> None:
-        secret = is_secret_name(key) or looks_secret(str(value))
-        shown = "" if value is None or secret else f" {str(value)[:60]}"
-        self.out.notes.append(f"{key}{shown}: {why}")
-
-    def take(self, *names: str) -> tuple[str, Any]:
-        """Return the first of the keys that is there, with its value, which counts as carried; an
-        empty key and None where none is.
-        """
-        name = next((name for name in names if name in self.left), "")
-        return name, self.left.pop(name, None)
-
-    def popped(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return those of the keys that are there, which count as carried."""
-        return {name: self.left.pop(name) for name in names if name in self.left}
+        recipe = "prefer" if self.objective else "finetune"
+        return Conversion(self.tool, self.settings, self.notes, recipe)
 
     def rest(self, key: str, value: Any) -> None:
         """Carry a key by the table of names, or say why not."""
@@ -295,7 +297,7 @@ class _Converter:
             raise ConfigError(f"fsdp_config: {error}") from error
         del settings["sharding.param_dtype"]  # bf16 and fp16 say it
         self.settings |= settings
-        self.out.notes += [f"fsdp_config: {note}" for note in notes]
+        self.notes += [f"fsdp_config: {note}" for note in notes]
         if same:
             self.note(f"fsdp_config: {', '.join(same)}", "changes nothing under FSDP2")
 
@@ -312,7 +314,8 @@ class _Converter:
         key, value = self.take("excess_length_strategy")
         if key:
             self.settings["data.too_long"] = "error" if value == "raise" else value
-        self.supervision()
+        if not self.objective:
+            self.supervision()
         jinja = self.take("chat_template_jinja")[1]
         key, value = self.take("chat_template", "chat_template_path")
         if value in (None, "jinja") and jinja:
@@ -322,7 +325,7 @@ class _Converter:
         elif value not in (None, "tokenizer_default"):
             what = "a name there; data.chat_template takes the template or its file"
             self.note(key, f"{what} (empty: the tokenizer's own)", value)
-        self.sources()
+        take_sources(self, self.objective)
         key, value = self.take("val_set_size", "test_split_size")
         if isinstance(value, int | float) and 0 <= value < 1:
             self.settings["data.eval_split"] = float(value)
@@ -345,72 +348,6 @@ class _Converter:
             self.settings["data.supervise"] = "assistant"
         elif key:
             self.note(key, "only the assistant's turns can be chosen", roles)
-
-    def sources(self) -> None:
-        where, entries = self.take("dataset_mixture", "dataset_mixer", "datasets")
-        if isinstance(entries, dict) and "datasets" in entries:
-            more = {k: v for k, v in entries.items() if k != "datasets" and v is not None}
-            if "test_split_size" in more:
-                self.left["test_split_size"] = more.pop("test_split_size")
-            for key, value in more.items():
-                self.note(f"{where}.{key}", "no equivalent", value)
-            entries = entries["datasets"]
-        elif isinstance(entries, dict):  # name -> share
-            entries = [{"path": name, "weight": share} for name, share in entries.items()]
-        if where and not isinstance(entries, list):
-            raise ConfigError(f"{where}: expected a list of data sets, got {entries!r}")
-        entries = entries or []
-        found = [self.source(entry, i) for i, entry in enumerate(entries)]
-        if len(found) > 1:
-            self.settings["data.sources"] = found
-        elif found:
-            names = {"files": "train_files"}
-            self.settings |= {f"data.{names.get(k, k)}": v for k, v in found[0].items()}
-        for setting, *others in (
-            ("dataset_name", "dataset_id_or_path", "dataset_path"),
-            ("dataset_config_name", "dataset_config"),
-            ("dataset_split", "dataset_train_split"),
-        ):
-            key, value = self.take(*others, setting)
-            if key:
-                self.settings[f"data.{setting}"] = value
-        key, value = self.take("dataset_text_field", "text_field", "text_key", "text_column")
-        if key and value != "text":
-            self.settings.setdefault("data.columns", {})["text"] = value
-        name = self.settings.get("data.dataset_name")
-        if isinstance(name, str) and _is_file(name):
-            self.settings["data.train_files"] = self.settings.pop("data.dataset_name")
-
-    def source(self, entry: Any, index: int) -> dict[str, Any]:
-        """Return one data set as a mapping of `data.sources`; names what of it is not carried."""
-        entry = dict(entry) if isinstance(entry, dict) else {"path": entry}
-        entry = {key: value for key, value in entry.items() if value is not None}
-        path = entry.pop("path", None) or entry.pop("id", None)
-        files = entry.pop("data_files", None)
-        out: dict[str, Any] = {"dataset_name": path}
-        if files or _is_file(str(path)):
-            out = {"files": files or path}
-            entry.pop("ds_type", None)
-            if files and not _is_file(str(path)) and path not in ("json", "csv", "parquet", "text"):
-                what = "its data_files are read from this machine"
-                self.note(f"datasets[{index}].path", what, path)
-        out |= {name: entry.pop(key) for key, name in _OF_A_SOURCE.items() if key in entry}
-        if columns := columns_of(entry):
-            out["columns"] = columns
-        for key, value in entry.items():
-            why: str | None = why_left(key) or "no equivalent"
-            kind = str(value).partition(".")[0]
-            if key == "type" and kind == "alpaca":
-                why = "rendered by the chat template, not in Alpaca's own words"
-            elif key == "type":
-                usual = kind in ("completion", "chat_template", "sharegpt")  # texts: learned whole
-                why = None if usual else "rows are recognised by their columns (docs/finetuning.md)"
-            elif key == "columns" and isinstance(value, list | dict):
-                known = {"messages", "text", "chat_template_kwargs"}
-                why = None if {*map(str, value)} <= known else why
-            if why:
-                self.note(f"datasets[{index}].{key}", why, value)
-        return out
 
     # ---- Optimiser and schedule
 
@@ -444,6 +381,12 @@ class _Converter:
         if more:
             self.settings["optim.lr_scheduler_kwargs"] = more
         self.warmup(self.take("warmup_steps")[1], self.take("warmup_ratio")[1])
+        key, value = self.take("router_aux_loss_coef")
+        if value:
+            what = "it is config.json's; train.router_aux_loss says whether it is added"
+            self.note(key, what, value)
+        elif key:
+            self.settings["train.router_aux_loss"] = "none"
 
     def warmup(self, steps: Any, ratio: Any) -> None:
         warmup = steps if steps or ratio is None else ratio
@@ -469,7 +412,7 @@ class _Converter:
             if "eval_steps" in self.left:
                 self.note("eval_steps", "eval_strategy is no", self.left.pop("eval_steps"))
             self.settings.setdefault("data.eval_split", 0.0)
-        elif how == "epoch":
+        elif how not in (None, "steps"):
             self.note(key, "train.eval_steps counts steps; evaluated at the end", how)
         elif how == "steps" and "eval_steps" not in self.left:
             self.settings["train.eval_steps"] = self.left.get("logging_steps", 500)
@@ -542,6 +485,7 @@ class _Converter:
             ("bias", "none", "none is what there is"),
             ("lora_bias", "none", "none is what there is"),
             ("task_type", "CAUSAL_LM", "CAUSAL_LM is what there is"),
+            ("lora_task_type", "CAUSAL_LM", "CAUSAL_LM is what there is"),
         ):
             if (value := self.take(key)[1]) not in (None, usual):
                 self.note(key, what, value)
@@ -582,7 +526,3 @@ class _Converter:
             self.settings["hub.hub_model_id"] = str(value)
             if "/" not in str(value):
                 self.note(key, "without an owner; ORG/NAME is expected", str(value))
-
-
-def _is_file(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.endswith(_FILES)

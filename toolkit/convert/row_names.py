@@ -12,8 +12,26 @@ _NAMES_OF_ROWS: dict[str, tuple[str, ...]] = {
     "field_instruction": ("instruction",),
     "field_input": ("input",),
     "field_output": ("output",),
+    "field_prompt": ("prompt",),
+    "field_chosen": ("chosen",),
+    "field_rejected": ("rejected",),
+    "field_completion": ("completion",),
+    "field_label": ("label",),
     "message_field_role": ("role", "from"),
     "message_field_content": ("content", "value"),
+}
+# The function in axolotl's `type` of pairs or labelled answers, such as `chatml.intel` -> columns
+# that it reads under other names, and whether prompt and answers are texts.
+_PREFERRED: dict[str, tuple[dict[str, str], bool]] = {
+    "argilla": (
+        {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
+        True,
+    ),
+    "icr": ({"prompt": "input"}, True),
+    "intel": ({"prompt": "question"}, True),
+    "prompt_pairs": ({}, True),
+    "ultra": ({}, False),
+    "argilla_chat": ({}, False),
 }
 
 
@@ -36,3 +54,38 @@ def columns_of(entry: dict[str, Any]) -> dict[str, str]:
         del entry["roles"]
         found |= {name: role for role, names in roles.items() for name in names if name != role}
     return found
+
+
+def preferred_columns(entry: dict[str, Any], objective: str) -> tuple[dict[str, str], str | None]:
+    """Take the type out of an axolotl data set of pairs, or of answers with a label; return
+    `data.columns` for it, and what is not carried.
+    """
+    given = entry.pop("type", None)
+    if isinstance(given, dict):  # user_defined
+        entry |= {k: v for k, v in given.items() if k.startswith("field_") and k != "field_system"}
+        rest = [key for key in given if key not in entry]
+        what = "texts are learned as they stand, turns as the chat template renders them"
+        return {}, f"{', '.join(rest)}: {what}" if rest else None
+    style, _, function = str(given).partition(".")
+    if given is None:
+        return {}, None
+    if style == "chat_template" and function in ("", "default"):
+        turns = entry.pop("field_messages", "messages")
+        what = "a side is a text or a list of turns here; one turn alone is not read"
+        return {} if turns == "prompt" else {"prompt": turns}, what
+    columns, texts = _PREFERRED.get(function, ({}, False))
+    if style == "bradley_terry":
+        columns, texts = {"prompt": "input"}, True
+    elif style in ("chat_template", "orpo"):  # `prompt` and conversations
+        return {}, None
+    elif function not in _PREFERRED:
+        return {}, "not known; pairs are prompt, chosen and rejected (docs/preference.md)"
+    if objective == "kto":
+        columns = {ours: theirs for ours, theirs in columns.items() if ours == "prompt"}
+        texts = function != "argilla_chat"
+    if texts:
+        return columns, (
+            f"texts are learned as they stand, without the turns that {style} puts around them and "
+            "without the column `system`; make lists of turns of them (docs/preference.md)"
+        )
+    return columns, f"rendered by the chat template, not as {style} there"

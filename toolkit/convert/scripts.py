@@ -5,14 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.convert.tables_of_tools import NOT_HERE, TRAINERS
 from toolkit.errors import ConfigError
 from toolkit.parsing import read_bounded
 
 _MOST = 2_000_000  # bytes of a script
-_CONFIGS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "LoraConfig"} | {
-    "BitsAndBytesConfig",
-    "SFTTrainer",
+_OF_TRL = {
+    f"{name}{what}": name for name in (*TRAINERS, *NOT_HERE) for what in ("Config", "Trainer")
+}
+_CONFIGS = {"TrainingArguments", "Seq2SeqTrainingArguments", "LoraConfig", "BitsAndBytesConfig"} | {
     "Trainer",
+    *_OF_TRL,
 }
 # Objects, which the settings of other calls describe.
 _OBJECTS = {"model", "args", "train_dataset", "eval_dataset", "tokenizer", "processing_class"} | {
@@ -23,17 +26,16 @@ _OBJECTS = {"model", "args", "train_dataset", "eval_dataset", "tokenizer", "proc
 _FIRST = {
     "TrainingArguments": "output_dir",
     "Seq2SeqTrainingArguments": "output_dir",
-    "SFTConfig": "output_dir",
-    "SFTTrainer": "model",
     "Trainer": "model",
     "from_pretrained": "model_name_or_path",
-}
+} | {name: "output_dir" if name.endswith("Config") else "model" for name in _OF_TRL}
 _COMPUTED = object()  # a value that only the script's run knows
 _BUILDERS = ("json", "csv", "text", "parquet")
 
 
-def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the literal settings in the calls of a script, and for each other one a note.
+def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str], set[str]]:
+    """Return the literal settings in the calls of a script, for each other one a note, and what
+    comes before `Trainer` or `Config` in the names of TRL's classes that it calls.
 
     Calls are those of `_CONFIGS`, `from_pretrained` and `load_dataset`. A name that is bound once,
     to a literal, is that literal; `torch.bfloat16` is its name. ConfigError: it is no Python.
@@ -45,24 +47,30 @@ def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     bound = _bound(tree)
     found: dict[str, Any] = {}
     computed: dict[str, str] = {}
+    trainers = set[str]()
     for call in sorted(_calls(tree), key=lambda c: c.lineno):
         name = _last(call.func)
+        trainers |= {_OF_TRL[name]} if name in _OF_TRL else set()
         if name == "LoraConfig":
             found["use_peft"] = True
         for key, node in _arguments(call, name, bound):
             value = _value(node, bound)
             if key in _OBJECTS and not (key == "model" and isinstance(value, str)):
                 continue
+            if key == "ref_model" and value is None:
+                continue
             key = "model_name_or_path" if key == "model" else key
             where = f"{key} ({name}, line {call.lineno})"
             if value is _COMPUTED:
                 what = "computed by the script; set it yourself"
+                if key == "ref_model":
+                    what = "the reference is the model that training begins with, no other one"
                 computed[key] = f"{where} {ast.unparse(node)[:60]}: {what}"
             elif key in found and found[key] != value:
                 computed[f"{key} again"] = f"{where}: given before, and otherwise; left out"
             else:
                 found[key] = value
-    return found, computed
+    return found, computed, trainers
 
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
@@ -84,7 +92,9 @@ def _is_model(func: ast.expr) -> bool:
 def _arguments(
     call: ast.Call, name: str, bound: dict[str, ast.expr]
 ) -> Iterator[tuple[str, ast.expr]]:
-    positional = [_FIRST.get(name)]
+    positional: list[str | None] = [_FIRST.get(name)]
+    if name in ("DPOTrainer", "KTOTrainer"):
+        positional.append("ref_model")
     if name == "load_dataset":
         first = call.args[0] if call.args else None
         builder = isinstance(first, ast.Constant) and first.value in _BUILDERS
@@ -93,7 +103,7 @@ def _arguments(
         key = positional[i] if i < len(positional) else None
         if key not in ("builder", None):
             yield key, node
-        elif key is None and name not in ("SFTTrainer", "Trainer"):  # which takes objects
+        elif key is None and not name.endswith("Trainer"):  # which takes objects
             yield f"argument {i + 1} of {name}", node
     names = {"split": "dataset_split", "data_files": "train_files", "name": "dataset_config_name"}
     for keyword in call.keywords:

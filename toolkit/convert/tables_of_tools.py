@@ -21,12 +21,14 @@ LEFT = {
         dataset_processes shuffle_merged_datasets dataset_keep_in_memory skip_prepare_dataset
         dataset_kwargs dataset_exact_deduplication""",
     "a batch is padded to its longest row; packing fills samples": """pad_to_sequence_len
-        group_by_length length_column_name padding_free""",
+        group_by_length length_column_name padding_free
+        dpo_padding_free""",
     "evaluation rows are packed as training rows are": "eval_sample_packing eval_packing",
     "rows are recognised by their columns (docs/finetuning.md)": """
         remove_unused_columns label_names message_property_mappings
         field_thinking template_thinking_key dataset_batch_size roles default_system_message
         message_field_training train_on_eos train_on_eot conversation shards""",
+    "set data.dataset_split, the split to train on": "dataset_splits",
     "data.eval_files, or data.eval_split of the training data": """dataset_test_split test_split
         do_eval eval_on_start eval_dataset""",
     "there is one seed; it orders the samples too": "data_seed shuffle_seed",
@@ -44,7 +46,10 @@ LEFT = {
     "the tracker's own environment variables (WANDB_ENTITY, WANDB_WATCH, ...)": """wandb_entity
         wandb_watch wandb_log_model wandb_mode wandb_run_id logging_dir trackio_space_id
         eval_table_size""",
-    "the command is `toolkit finetune`, which trains": "do_train do_predict strict debug",
+    "the command is that of the recipe, which trains": "do_train do_predict strict debug",
+    "train.skip_spikes skips a step whose loss jumps": """loss_watchdog_threshold
+        loss_watchdog_patience""",
+    "an answer to train.eval_prompts has 64 tokens at most": "eval_max_new_tokens",
     "one line a logged step": """log_level log_level_replica logging_first_step
         logging_nan_inf_filter include_tokens_per_second include_num_input_tokens_seen""",
     "fp32 products keep PyTorch's default; with bfloat16 hardly any remain": "tf32",
@@ -65,10 +70,82 @@ LEFT = {
         loraplus_lr_ratio loraplus_lr_embedding""",
     "settings of the optimizer have names of their own (adam_beta1, adam_epsilon, ...)": """
         optim_args optim_target_modules""",
-    "this trains on a next-token loss: supervised or plain text": """rl dpo_beta beta
-        reward_model process_reward_model""",
+    "of preference tuning, which the other keys do not ask for": "rl dpo_beta beta reward_model",
+    "the reference is asked once, before the first step, and kept in the run's folder": """
+        precompute_ref_log_probs precompute_ref_batch_size precompute_ref_eval_batch_size
+        use_logits_to_keep dpo_use_logits_to_keep""",
+    "the reference is the model that training begins with": """ref_model_init_kwargs
+        rl_adapter_ref_model force_use_ref_model ref_model_mixup_alpha ref_model_sync_steps""",
+    "a pair that is too long keeps its prompt, and both answers lose their end": """
+        max_prompt_length max_prompt_len max_completion_length max_target_length
+        truncation_mode""",
+    "dropout is always off in preference tuning": "disable_dropout",
+    "train.eval_prompts are answered at evaluations": """generate_during_eval
+        dpo_generate_during_eval""",
+    "decided by the tokenizer and the model": """label_pad_token_id padding_value
+        is_encoder_decoder pad_to_multiple_of""",
+    "of losses that are not here": "discopop_tau f_alpha_divergence_coef",
+    "samples are drawn anew each epoch": "train_sampling_strategy",
     "use `toolkit train` for pretraining": "pretraining_dataset pretrain_multipack_attn",
     "not needed": "env report_url",
+}
+# Classes of TRL, `...Config` and `...Trainer` -> the objectives that they train.
+TRAINERS = {"SFT": "", "DPO": "dpo", "ORPO": "orpo", "KTO": "kto", "CPO": "cpo", "Reward": "reward"}
+NOT_HERE = {
+    "GRPO",
+    "RLOO",
+    "PPO",
+    "PPOv2",
+    "OnlineDPO",
+    "XPO",
+    "NashMD",
+    "GKD",
+    "BCO",
+    "PRM",
+    "TPO",
+}
+# axolotl's `rl` -> the objective.
+AXOLOTLS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}
+AXOLOTLS["reward"] = "reward"  # its `reward_model`
+# Keys of a config of TRL that tell its objective, with losses that do, the first that fits counts.
+MARKS: dict[str, set[str]] = {
+    "cpo": {"cpo_alpha", "simpo_gamma", "simpo", "alphapo"},
+    "kto": {"desirable_weight", "undesirable_weight", "kto", "apo_zero_unpaired"},
+    "reward": {"center_rewards_coefficient", "SEQ_CLS"},
+    "dpo": {"beta", "precompute_ref_log_probs", "max_prompt_length", "rpo_alpha", "loss_weights"}
+    | {"sync_ref_model", "ld_alpha", "f_divergence_type", "reference_free", "use_weighting"}
+    | {"sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero", "apo_down", "exo_pair"}
+    | {
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "aot",
+        "aot_unpaired",
+        "aot_pair",
+        "discopop",
+        "kto_pair",
+    },
+}
+ONLINE = {"num_generations", "reward_funcs", "reward_model_path", "use_vllm", "vllm_mode"}
+# Losses of an objective that are here, the default first.
+LOSSES = {"dpo": ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero")} | {
+    "orpo": ("orpo",),
+    "kto": ("kto",),
+    "cpo": ("simpo",),
+    "reward": ("reward",),
+}
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "simpo")
+# Keys that make another objective of it -> values that do not, and why others are refused.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "sync_ref_model": ((False,), "the reference does not follow the model here"),
+    "ref_model": ((), "the reference is the model that training begins with, no other one"),
+    "ref_adapter_name": ((), "the reference is the model that training begins with"),
+    "reference_free": ((False,), "preference.loss_type simpo and orpo need no reference"),
+    "f_divergence_type": (("reverse_kl",), "reverse_kl is what there is"),
+    "ld_alpha": ((1.0,), "all tokens of an answer weigh alike here"),
+    "use_weighting": ((False,), "pairs weigh alike here"),
+    "dpo_use_weighting": ((False,), "pairs weigh alike here"),
+    "dpo_norm_loss": ((False,), "preference.loss_type sigmoid_norm takes means of tokens"),
 }
 # The default of a tool where a key is missing, read in its sources: axolotl's schema and
 # `core/builders/base.py`, TRL's `SFTConfig` and `ModelConfig`, transformers' `TrainingArguments`.
@@ -81,6 +158,11 @@ UNSAID: dict[str, dict[str, Any]] = {
     | {"save_total_limit": None},
     "trainer": {"num_train_epochs": 3.0, "bf16": False, "packing": False, "eval_strategy": "no"}
     | {"save_total_limit": None},
+}
+# The learning rate of an objective where none is given.
+UNSAID_RATES = {"trl": {"reward": 1e-4} | dict.fromkeys(("dpo", "orpo", "kto", "cpo"), 1e-6)} | {
+    "trainer": dict.fromkeys(LOSSES, 5e-5),
+    "axolotl": {},
 }
 # Of adapters; `trainer` has what PEFT and bitsandbytes do when a script calls them.
 UNSAID_OF_LORA: dict[str, dict[str, Any]] = {

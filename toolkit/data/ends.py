@@ -1,4 +1,6 @@
-"""Which tokens end a learned answer: what generates with the model has to stop at them."""
+"""Which tokens end a learned answer: what generates with the model has to stop at them, and a
+reward model reads its reward there.
+"""
 
 import json
 from collections import Counter
@@ -8,8 +10,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.prepared import PreparedFeed
+from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import ModelError
 from toolkit.formats import assets_of
+from toolkit.models.reward import pool_at
 from toolkit.parsing import parse_json
 
 _FILE = "generation_config.json"
@@ -51,3 +55,16 @@ def end_with(model: PreTrainedModel, ends: list[int], tokenizer: Tokenizer) -> s
         model.generation_config.eos_token_id = before + new
     names = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in new)
     return f"ends       {names} ends a learned answer: added to eos_token_id of {_FILE}"
+
+
+def reward_at(model: PreTrainedModel, tokenizer: Tokenizer) -> str:
+    """Let a reward model and its exports read rewards before what fills up; return the line that
+    says so.
+    """
+    pad = pad_id(tokenizer)
+    pool_at(model, assets_of(model), pad)
+    also = " (which ends texts, too: it is passed over)" if pad == tokenizer.eos_token_id else ""
+    return (
+        f"reward     read at the last token that is not {tokenizer.convert_ids_to_tokens(pad)}"
+        f"{also}: pad_token_id {pad} of config.json"
+    )

@@ -17,7 +17,7 @@ from toolkit.config.settings import (
     model_settings,
 )
 from toolkit.data.chat import chat_templates
-from toolkit.data.ends import end_with, learned_ends
+from toolkit.data.ends import end_with, learned_ends, reward_at
 from toolkit.data.feed.feed import Feed, Processes, Readers
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream import StreamSource
@@ -35,6 +35,7 @@ from toolkit.mesh import View
 from toolkit.models import causal_lm as models
 from toolkit.models import packing_probe
 from toolkit.models.attention import attend_within_documents
+from toolkit.models.reward import reward_head
 
 
 def prepare_data(
@@ -66,9 +67,12 @@ def prepare_data(
     if choice.mask is None:
         attend_within_documents(model)
     feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, view.size))
-    if not cfg.learns_documents and encoder.tokenizer is not None:
-        ends = ranks.on_main(partial(learned_ends, feed, encoder.tokenizer))
-        ranks.say(end_with(model, ends, encoder.tokenizer))
+    if cfg.learned != "documents" and encoder.tokenizer is not None:
+        if reward_head(model) is not None:
+            ranks.say(reward_at(model, encoder.tokenizer))
+        else:
+            ends = ranks.on_main(partial(learned_ends, feed, encoder.tokenizer))
+            ranks.say(end_with(model, ends, encoder.tokenizer))
     readers = Readers(run.device, view.rank, view.size, run.loader)
     data = TrainingData(cfg, feed, choice, encoder.tokenizer, readers)
     check_data(data, own_metrics)
@@ -104,7 +108,8 @@ def encoder_for(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) 
             f"train.eval_prompts needs a tokenizer, and {cfg.model.name_or_path} comes with none; "
             "set model.tokenizer_name_or_path"
         )
-    encoder = Encoder(tokenizer, cfg.data, models.vocabulary_size(model))
+    pairs = cfg.learned in ("pairs", "answers")
+    encoder = Encoder(tokenizer, cfg.data, models.vocabulary_size(model), pairs=pairs)
     given = cfg.data.chat_template if isinstance(cfg, FinetuneConfig) else None
     if given is not None and tokenizer is not None:
         tokenizer.chat_template = chat_templates(tokenizer, given)["default"]
@@ -118,13 +123,13 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
 
     def encoded(source: DataSource) -> EncodedSource:
         made = encode(source, encoder)
-        if not cfg.learns_documents:
+        if cfg.learned != "documents":
             check_supervised(made, data.sequence_length)
         return made
 
-    sources = load_sources(data, documents=cfg.learns_documents)
+    sources = load_sources(data, learned=cfg.learned)
     # Read before the training data is encoded, which may take an hour.
-    others = load_sources(data, what="eval", documents=cfg.learns_documents)
+    others = load_sources(data, what="eval", learned=cfg.learned)
     trained, evaluated = (
         {os.path.realpath(f) for source in some for f in source.files} for some in (sources, others)
     )
@@ -142,7 +147,8 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
         "max_eval_samples": data.max_eval_samples,
     }
     pad = pad_id(encoder.tokenizer)
-    shape = SampleShape(choice.packing, data.sequence_length, pad, borders=choice.mask is None)
+    marks = {"borders": choice.mask is None, "pairs": encoder.pairs, "prompts": cfg.learns_prompts}
+    shape = SampleShape(choice.packing, data.sequence_length, pad, **marks)
     if not data.streaming:
         prepared = [encoded(source) for source in sources]
         return PreparedFeed(prepared, shape, eval_split=data.eval_split, **settings)
@@ -361,6 +367,6 @@ class TrainingData:
     def report(self) -> str:
         """Return the supervision report of fine-tuning; empty where the run encodes its rows."""
         encoded = isinstance(self.feed, PreparedFeed) or self.feed.eval_sources
-        if not encoded or self.cfg.learns_documents:
+        if not encoded or self.cfg.learned == "documents":
             return ""
         return render(supervision_report(self.feed, self.tokenizer, samples=1))

@@ -95,6 +95,7 @@ def _entry(
     places = counts.pop("places")
     shown = source.tokens[: min(samples, len(source.tokens))]
     columns = (shown[name] for name in ("row", "input_ids", "spans"))
+    seconds = shown.get("second", [None] * len(shown["row"]))
     return {
         "name": source.name,
         "use": "eval" if part is None else "train",
@@ -118,8 +119,8 @@ def _entry(
         },
         "packed": None if part is None else asdict(part),
         "first": [
-            {"row": row, "tokens": len(ids), "parts": _parts(ids, spans, tokenizer)}
-            for row, ids, spans in zip(*columns, strict=True)
+            {"row": row, "tokens": len(ids), "parts": _parts(ids, spans, tokenizer, second)}
+            for row, ids, spans, second in zip(*columns, seconds, strict=True)
         ],
     }
 
@@ -132,8 +133,21 @@ def _histogram(lengths: np.ndarray) -> list[list[int]]:
     return [[1 << p >> 1, (1 << p) - 1, int(counts[p])] for p in range(first, last + 1)]
 
 
-def _parts(ids: list[int], spans: list[int], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """Return an example as (text, supervised), cut where what is learned begins and ends."""
+def _parts(
+    ids: list[int], spans: list[int], tokenizer: Tokenizer | None, second: int | None = None
+) -> list[dict[str, Any]]:
+    """Return an example as (text, supervised), cut where what is learned begins and ends; of a
+    pair both sides, each after a part that names it. `second`: where the other side begins.
+    """
+    if second is not None:
+        at = sum(edge < second for edge in spans[::2]) * 2
+        other = _parts(ids[second:], [edge - second for edge in spans[at:]], tokenizer)
+        return [
+            {"text": "chosen: ", "supervised": False},
+            *_parts(ids[:second], spans[:at], tokenizer),
+            {"text": "\nrejected: ", "supervised": False},
+            *other,
+        ]
     # The first token has nothing before it to be predicted from, whatever the span says.
     edges = [min(max(edge, 1), len(ids)) for edge in spans]
     return [

@@ -80,6 +80,10 @@ class HFAssets:
     name_or_path: str | None = None  # the source: a Hub id, or a folder's whole path
     revision: str | None = None
     folder: Path | None = None  # where the source's files are
+    head_left_out: list[str] = field(default_factory=list)
+    """Keys of a causal LM's head, in whose place a reward model has its own; not in `source`."""
+    drawn: list[str] = field(default_factory=list)
+    """Parameters that the source does not have: they begin at random."""
     kernels: str = "none"  # whose the layers compute with (`model.kernels`)
     not_in_4_bits: dict[str, list[str]] = field(default_factory=dict)
     """Why -> names of matrices that quantising left alone."""

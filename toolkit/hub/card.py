@@ -13,13 +13,14 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from toolkit.errors import scrub
-from toolkit.models.classes import auto_class
+from toolkit.models.classes import as_reward_model, auto_class
 
 Facts = dict[str, Any]
 _MARK = re.compile(r"<!-- toolkit card ([0-9a-f]{64}) -->\n?")
 # Settings in the first table; the others are folded away below it.
 _MAIN_SETTINGS = (
     *("model.init", "data.sequence_length", "train.per_device_train_batch_size"),
+    *("preference.loss_type", "preference.beta"),
     *("train.gradient_accumulation_steps", "optim.learning_rate", "optim.lr_scheduler_type"),
     *("optim.warmup_steps", "optim.weight_decay", "optim.adam_beta1", "optim.adam_beta2"),
     *("optim.max_grad_norm", "model.dtype", "sharding.param_dtype", "lora.r", "lora.lora_alpha"),
@@ -30,6 +31,7 @@ _TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForMultimodalLM": "any-to-any",
+    "AutoModelForSequenceClassification": "text-classification",
 }
 _NO_RESULTS = (
     *("tokens_per_second", "step_time", "memory_peak_bytes", "mfu", "learning_rate"),
@@ -64,6 +66,8 @@ def render(manifest: Facts, repo_id: str, digest: str, config: Facts | None = No
         adapter=adapter,
         unmerged=relation == "adapter",
         auto=auto,
+        as_reward_model=as_reward_model(auto, named),
+        kind="reward" if _TASKS[auto] == "text-classification" else "causal language",
         parameters=sum(math.prod(tensor["shape"]) for tensor in manifest["tensors"].values()),
         dtypes=sorted({tensor["dtype"] for tensor in manifest["tensors"].values()}),
         data_line=_data_line(data) if settings or data else "",
@@ -104,7 +108,7 @@ def _front(
     eval_files = ", ".join(map(str, listed[:3])) if isinstance(listed, list) else ""
     results = [
         EvalResult(
-            task_type="text-generation",
+            task_type=task if task == "text-classification" else "text-generation",
             dataset_type=of_hub[0]["dataset_name"] if of_hub else "text",
             dataset_name=eval_files or "held-out part of the training data",
             metric_type=metric.removeprefix("eval_"),

@@ -151,7 +151,7 @@ def settle_keys(model: PreTrainedModel, info: Any) -> None:
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     transformers_private("modeling_utils", adjust)(model, info)
     info.unexpected_keys = set(info.unexpected_keys) - carried_keys(model, info.unexpected_keys)
-    info.missing_keys -= set(assets_of(model).tied)
+    info.missing_keys -= {*assets_of(model).tied, *assets_of(model).drawn}
 
 
 def carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[str]:

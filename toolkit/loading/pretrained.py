@@ -94,7 +94,8 @@ def load_pretrained(
     Args:
         model: from `build_on_meta` or `add_adapters`, sharded or not.
         path: folder or Hub id of the checkpoint (safetensors).
-        seed: of the adapters' first values, the same for any number of ranks.
+        seed: of what the checkpoint lacks: the head of a new reward model, and the adapters' first
+            values; the same for any number of ranks.
         home: where parameters live, if not on `device` (`Sharded.home`).
 
     Raises:
@@ -110,7 +111,7 @@ def load_pretrained(
         # are left uninitialised (falcon_h1's buffers, for one).
         with mock.patch.object(base, "is_custom_code", plain_class(base).is_custom_code):
             info, counts = _stream(base, folder, str(path), target, home or target)
-            _settle(base, target, home or target, folder, info, frozen)
+            _settle(base, target, home or target, folder, info, frozen, seed)
     if has_adapters(model):
         digest = ranks.on_main(lambda: base_digest(folder, str(path)))
         record_base(model, str(path), folder, digest)
@@ -128,11 +129,21 @@ def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
     if cfg.init == "random":
         return
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
-    entries = formats.read_weights(formats.weight_files(folder, cfg.name_or_path, cfg.revision))
+    files = formats.weight_files(folder, cfg.name_or_path, cfg.revision)
     with unwrapped_base(model) as base:
+        entries = _entries(base, files)
         _check_shapes(base, entries)
         _refuse(base, folder, misfits(base, entries))
         _note_carried(base, folder, cfg, entries)
+
+
+def _entries(model: PreTrainedModel, files: list[Path]) -> dict[str, formats.StoredTensor]:
+    """Return the tensors in `files`, without the head of a causal LM that a reward model is made
+    of.
+    """
+    assets = formats.assets_of(model)
+    left = {part for key in assets.head_left_out for part in assets.stored.get(key, (key,))}
+    return {key: e for key, e in formats.read_weights(files).items() if key not in left}
 
 
 def _note_carried(
@@ -143,6 +154,13 @@ def _note_carried(
 ) -> None:
     """Say what of the checkpoint is not loaded, and note from where exports copy it."""
     assets = formats.assets_of(model)
+    if assets.drawn:
+        names = ", ".join(assets.head_left_out)
+        left = f"; {names} of {cfg.name_or_path} is left out" if names else ""
+        ranks.say(
+            f"head       {', '.join(assets.drawn)} of {plain_name(model)} is new, drawn from the "
+            f"run's seed{left}"
+        )
     if assets.whole is not None:
         whole = assets.whole[0].__name__
         ranks.say(
@@ -198,7 +216,7 @@ def _stream(
     model: PreTrainedModel, folder: Path, path: str, device: torch.device, home: torch.device
 ) -> tuple[Any, tuple[int, int, int]]:
     """Read this rank's slices; return the account of keys and (tensors, bytes, bytes requested)."""
-    entries = formats.read_weights(formats.weight_files(folder, path))
+    entries = _entries(model, formats.weight_files(folder, path))
     _check_shapes(model, entries)
     packed = packed_weights(model)
     # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
@@ -229,6 +247,7 @@ def _settle(
     folder: Path,
     info: Any,
     frozen: set[str],
+    seed: int,
 ) -> None:
     """Tie, compute what no checkpoint holds, and refuse what does not fit or stayed on meta."""
     convert.settle_keys(model, info)
@@ -238,7 +257,7 @@ def _settle(
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = [n for n, b in model.named_buffers() if b.is_meta or n not in persistent]
     parameters = [n for n, p in model.named_parameters() if formats.local_tensor(p).is_meta]
-    fill_missing(model, home, parameters, buffers, seed=0)
+    fill_missing(model, home, parameters, buffers, seed)
     settle(model, device)
 
 

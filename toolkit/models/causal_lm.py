@@ -20,18 +20,27 @@ from transformers import (
 from transformers.utils import cached_file
 
 from toolkit import formats, ranks
+from toolkit.config.preference import RewardModelConfig
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError, one_line
-from toolkit.models.classes import build, causal_names, conditional_class, mapped_class, plain_name
+from toolkit.models.classes import (
+    build,
+    causal_names,
+    classifier_names,
+    conditional_class,
+    mapped_class,
+    plain_name,
+)
 from toolkit.models.kernels import check_kernels, use_kernels
 from toolkit.models.layers import tied_names
 from toolkit.models.patterns import matching_parameters
+from toolkit.models.reward import become_reward_model, reward_class
 from toolkit.models.stored import QUANTISED, as_read, reader_of, stored_parts
 from toolkit.models.text_part import untaught
 from toolkit.models.text_trial import text_fault
 
 _process = {"trusts_code": False}
-_GENERATION = "generation_config.json"
+_GENERATION, _ROUTER = "generation_config.json", "output_router_logits"
 
 
 def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
@@ -44,8 +53,9 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         trust_code()
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
-    model_class = _causal_lm_class(config, cfg, folder)
-    whole = conditional_class(config, next(iter(config.architectures or ()), None))
+    model_class = _model_class(config, cfg, folder)
+    named = next(iter(config.architectures or ()), None)
+    whole = None if _is_reward(cfg) else conditional_class(config, named)
     if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
         raise ModelError(
             f"{cfg.name_or_path} is {model_class.__name__}, a drafter that works on the keys and "
@@ -83,10 +93,14 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         ) from error
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False  # of no use in training; the export keeps the pristine config
+        if getattr(section, _ROUTER, False):  # by `training.router`, where it is asked for
+            setattr(section, _ROUTER, False)
     if dtype != torch.float32:
         for tensor in kept_in_fp32(model, buffers=True).values():
             tensor.data = torch.empty_like(tensor, dtype=torch.float32)
     assets, tokenizer_folder = _assets(cfg, folder, reader, composite)
+    if _is_reward(cfg):
+        become_reward_model(model, config, assets)
     for name in untaught(model):
         model.get_parameter(name).requires_grad_(False)
     if cfg.resize_embeddings:
@@ -145,8 +159,9 @@ def model_on_meta(
     """Return the model that the config in a folder describes, on meta, for its names and shapes;
     `pretrained`: with what its weights are, too.
     """
-    cfg = ModelConfig(name_or_path=str(folder), init=init, trust_remote_code=trusts_code())
-    return build_on_meta(cfg)
+    named = formats.read_config(folder).get("architectures") or [None]
+    kind = RewardModelConfig if named[0] in classifier_names() else ModelConfig
+    return build_on_meta(kind(str(folder), init=init, trust_remote_code=trusts_code()))
 
 
 def trust_code() -> None:
@@ -181,7 +196,7 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
         )
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
-    _causal_lm_class(config, cfg, folder)
+    _model_class(config, cfg, folder)
     if cfg.init == "pretrained" and (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"{folder} holds an adapter (adapter_config.json) beside its weights: transformers "
@@ -192,11 +207,6 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
         raise ModelError(
             "model.attn_implementation flex_attention has no backward on CPUs; leave it out for "
             "sdpa"
-        )
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        ranks.say(
-            f"WARNING: {cfg.name_or_path}: output_router_logits asks for the auxiliary loss of its "
-            "router, which is not trained here"
         )
     # Rotary models take longer sequences without a word.
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -262,8 +272,16 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _causal_lm_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrainedModel]:
-    """Return the causal LM class for `config`; ModelError for an encoder, a classifier, ..."""
+def _is_reward(cfg: ModelConfig) -> bool:
+    return isinstance(cfg, RewardModelConfig)
+
+
+def _model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrainedModel]:
+    """Return the class for `config`: of a causal LM, or of a reward model where `cfg` is one's;
+    ModelError for an encoder, a classifier, ...
+    """
+    if _is_reward(cfg):
+        return reward_class(config, cfg.name_or_path)
     custom = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if cfg.trust_remote_code and custom:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -320,6 +338,13 @@ def kept_in_fp32(model: nn.Module, *, buffers: bool = False) -> dict[str, torch.
     tensors |= model.named_buffers() if buffers else ()
     kept = re.compile("|".join(f"({pattern.replace('*', '.*')})" for pattern in plan) or "$^")
     return {n: t for n, t in tensors.items() if t.is_floating_point() and kept.search(n)}
+
+
+def asks_for_router_loss(model: PreTrainedModel) -> bool:
+    """Return whether the config of a model, as it was read, asks for its routers' loss."""
+    assets = getattr(model, "hf_assets", None)
+    settings = model.config.to_dict() if assets is None else assets.config
+    return any(value is True for name, value in formats.nested_items(settings) if name == _ROUTER)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

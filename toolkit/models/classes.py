@@ -12,6 +12,7 @@ from toolkit.formats import assets_of
 
 # Classes that take text with images or sound, by the names of transformers' tables of them.
 _CONDITIONAL = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
+_CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
 
 
 def build(model_class: Any, config: Any, dtype: Any, **options: Any) -> Any:
@@ -39,6 +40,16 @@ def mapped_class(config: PreTrainedConfig) -> Any:
     return _mapped("MODEL_FOR_CAUSAL_LM_MAPPING", config)
 
 
+def classifier_names() -> set[str]:
+    """Return the names of the sequence classification classes of transformers."""
+    return _names(_CLASSIFIERS)
+
+
+def mapped_classifier(config: PreTrainedConfig) -> Any:
+    """Return the sequence classification class for a kind of config; None: there is none."""
+    return _mapped(_CLASSIFIERS, config)
+
+
 def conditional_class(config: PreTrainedConfig, named: str | None) -> type[PreTrainedModel] | None:
     """Return the class for text with images or sound that is `named`; of a config that names none
     the one that transformers has for it. None: there is none.
@@ -57,7 +68,20 @@ def auto_class(named: str) -> str:
     for table, auto in zip(_CONDITIONAL, ("ImageTextToText", "MultimodalLM"), strict=True):
         if named in _names(table) - causal_names():
             return f"AutoModelFor{auto}"
+    if named in classifier_names():
+        return "AutoModelForSequenceClassification"
     return "AutoModelForCausalLM"
+
+
+def as_reward_model(auto: str, config: dict[str, Any]) -> tuple[str, str]:
+    """Return the argument by which a reader of an adapter loads its base as `config` says that it
+    was trained on, and a line for afterwards; empty where it is no reward model.
+    """
+    if auto != "AutoModelForSequenceClassification":
+        return "", ""
+    text = config.get("text_config")
+    pad = (text if isinstance(text, dict) else config).get("pad_token_id")
+    return ", num_labels=1", f"base.config.get_text_config().pad_token_id = {pad!r}"
 
 
 def _names(table: str) -> set[str]:

@@ -88,16 +88,21 @@ def numbers_of_experts(model: PreTrainedModel) -> set[int]:
     return {n for name, n in settings if type(n) is int and n > 1 and _EXPERTS.search(str(name))}
 
 
+def experts_per_token(model: nn.Module) -> int | None:
+    """Return to how many routed experts of a layer a token is sent, by the config."""
+    settings = nested_items(base_of(model).config.get_text_config().to_dict())
+    chosen = (n for name, n in settings if type(n) is int and _CHOSEN.fullmatch(str(name)))
+    return next(chosen, None)
+
+
 def routed_shares(model: nn.Module) -> dict[str, float]:
     """Return, for every parameter of routed experts, the share of it that a token meets: experts
     that it is sent to, by the config, of those that are there. Empty: no mixture of experts.
     """
-    base = base_of(model)
-    settings = nested_items(base.config.get_text_config().to_dict())
-    chosen = [n for name, n in settings if type(n) is int and _CHOSEN.fullmatch(str(name))]
-    if not chosen or not (counts := numbers_of_experts(base)):
+    chosen = experts_per_token(model)
+    if not chosen or not (counts := numbers_of_experts(base_of(model))):
         return {}
-    share = min(1.0, chosen[0] / max(counts))
+    share = min(1.0, chosen / max(counts))
     return {
         name: share
         for name, p in model.named_parameters()

@@ -17,6 +17,7 @@ from toolkit.errors import one_line
 from toolkit.models.attention import attend_within_documents, check_kernel, document_borders
 from toolkit.models.classes import mapped_class
 from toolkit.models.modes import forked_rng
+from toolkit.models.reward import reward_head
 from toolkit.models.tiny_copy import (
     SPECIAL,
     VOCABULARY,
@@ -176,4 +177,11 @@ def _batches(rows: int) -> Iterator[Batch]:
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    return model(input_ids=ids, **inputs).logits
+    """Return the logits of each token; of a reward model what its head says of each."""
+    if (head := reward_head(model)) is None:
+        return model(input_ids=ids, **inputs).logits
+    said = list[torch.Tensor]()
+    hook = head.register_forward_hook(lambda _, __, output: said.append(output))
+    model(input_ids=ids, **inputs)
+    hook.remove()
+    return said[0]

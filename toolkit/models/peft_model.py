@@ -61,9 +61,13 @@ def _unwrapped(module: nn.Module | None) -> nn.Module | None:
 
 
 def trained_module(module: nn.Module | None) -> nn.Module | None:
-    """Return the copy that is trained in full instead of `module`; itself where there is none."""
-    copies: Any = getattr(module, "modules_to_save", None)
-    return module if copies is None else copies[ADAPTER]
+    """Return the copy that is trained in full instead of `module`, while adapters are off the
+    original; itself where there is none.
+    """
+    wrapper: Any = module
+    if not hasattr(module, "modules_to_save"):
+        return module
+    return wrapper.original_module if wrapper.disable_adapters else wrapper.modules_to_save[ADAPTER]
 
 
 def copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.models.peft_model import base_of
+from toolkit.models.reward import HEAD
 
 
 def beside_text(model: nn.Module) -> list[str]:
@@ -65,7 +66,7 @@ def _text_modules(base: nn.Module) -> list[nn.Module]:
     decoder = base.get_decoder()
     if decoder is None or decoder is base:
         return []
-    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    ends = (base.get_input_embeddings(), base.get_output_embeddings(), getattr(base, HEAD, None))
     return [decoder, *(end for end in ends if end is not None)]
 
 

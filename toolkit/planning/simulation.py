@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils
 
 from toolkit.checkpoint.disk import checkpoint_bytes, export_bytes
+from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import RunConfig, ShardingConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import ToolkitError, one_line
@@ -39,6 +40,7 @@ from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.layers import decoder_layers, tied_families
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
+from toolkit.models.reward import reward_head
 from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
 from toolkit.planning.fake_ranks import TRACED, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
@@ -46,7 +48,9 @@ from toolkit.sharding.fsdp import Sharded
 from toolkit.training.loss import LossSum, causal_lm_loss, take_loss_from
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
-from toolkit.training.step import train_step
+from toolkit.training.preference import Objective
+from toolkit.training.router import watch_router
+from toolkit.training.step import Loss, train_step
 
 Device = str | torch.device
 _SECTOR = 512  # bytes that CUDA's allocator rounds up to
@@ -197,7 +201,11 @@ def _simulated(
 
 
 def _find_loss(base: Any, model: nn.Module) -> list[str]:
-    """Find by a tiny copy what `model` makes of its logits; return what is to be said of it."""
+    """Find by a tiny copy what `model` makes of its logits; return what is to be said of it.
+    A reward model makes none.
+    """
+    if reward_head(model) is not None:
+        return []
     kinds = layer_kinds(base)
     why = "it has no decoder layers to look at"
     for small in cuts(base.config, kinds, None) if kinds else ():
@@ -270,8 +278,14 @@ def run_step(
 
     optimizer.register_step_pre_hook(before_step)
     model.train()
-    smoothing = getattr(cfg.train, "label_smoothing_factor", 0.0)
-    loss = partial(causal_lm_loss, label_smoothing=smoothing, device_type=device_type)
+    if isinstance(cfg, PreferConfig):
+        loss: Loss = Objective(cfg.preference, sharded.mesh.loss, device_type)
+    else:
+        smoothing = getattr(cfg.train, "label_smoothing_factor", 0.0)
+        z_loss = cfg.train.z_loss
+        loss = partial(
+            causal_lm_loss, label_smoothing=smoothing, z_loss=z_loss, device_type=device_type
+        )
     accumulated, count = cfg.train.gradient_accumulation_steps, 0
 
     def measured(module: nn.Module, batch: Batch) -> LossSum:
@@ -289,15 +303,37 @@ def run_step(
         meter.claim(model.buffers(), BUFFERS)
         meter.claim(states, STATE)
         batches = [
-            Batch({"input_ids": ids}, ids.clone())
+            _filled_batch(ids, pairs=isinstance(cfg, PreferConfig))
             for ids in torch.zeros(min(2, accumulated), *shape, dtype=torch.int64, device=device)
         ]
         meter.claim((t for b in batches for t in (*b.inputs.values(), b.targets)), BUFFERS)
-        norm = cfg.optim.max_grad_norm
-        around(lambda: train_step(sharded, optimizer, batches, max_grad_norm=norm, loss=measured))
+        norm, router = cfg.optim.max_grad_norm, watch_router(sharded, cfg)
+        step = partial(train_step, max_grad_norm=norm, loss=measured, router=router)
+        around(lambda: step(sharded, optimizer, batches))
     if accumulated > 1:
         meter.work["other micro-batches"] *= accumulated - 1
     return State(local_bytes(model.parameters()), gradients, local_bytes(states))
+
+
+def _filled_batch(ids: torch.Tensor, *, pairs: bool) -> Batch:
+    """Return the batch of rows `ids` [B, T] in which every token is learned; of `pairs` each row is
+    one, its sides of the same length.
+    """
+    batch = Batch({"input_ids": ids}, ids.clone())
+    if not pairs:
+        return batch
+    count, length = ids.shape
+    side = torch.arange(2, device=ids.device).repeat_interleave(-(-length // 2))[:length]
+    rows = torch.arange(count, device=ids.device)[:, None]
+    side_ends = torch.tensor([-(-length // 2), length], device=ids.device) - 1
+    return replace(
+        batch,
+        sequences=2 * rows + side,
+        n_sequences=2 * count,
+        reference=ids.new_zeros(2 * count, dtype=torch.float32),
+        desirable=ids.new_zeros(count, dtype=torch.bool),
+        ends=torch.stack([rows.expand(-1, 2), side_ends.expand(count, 2)], -1).view(-1, 2),
+    )
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:

@@ -22,9 +22,10 @@ from toolkit.assembly import build_checked
 from toolkit.checkpoint import disk
 from toolkit.checkpoint.run_folder import claim, root_of
 from toolkit.checkpoint.store import is_url, where
-from toolkit.config.settings import FinetuneConfig, ShardingConfig
+from toolkit.config.settings import DataConfig, FinetuneConfig, Learned, ShardingConfig
 from toolkit.data.order.position import accumulation_for
-from toolkit.data.prepare import prepare_data
+from toolkit.data.prepare import encoder_for, prepare_data
+from toolkit.data.sources.files import configured
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
 from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer
@@ -45,6 +46,7 @@ from toolkit.rehearsal.shrunk import shrink
 from toolkit.rehearsal.stages import STAGES, NotAskedError, Recorder
 from toolkit.sharding.unit_table import unit_rows
 from toolkit.tables import size_text
+from toolkit.training.preference import METRICS
 
 # Attention kernels -> packages of which one must be there; transformers takes kernels of the Hub
 # through the last.
@@ -57,7 +59,7 @@ _ATTENTION = {
 
 def which_recipe(file: Path, flags: Sequence[str]) -> tuple[str, Any]:
     """Return the recipe that a config is of, and its settings: that whose settings it has; where
-    both have them, `finetune` where the rows are examples and no documents. ConfigError: neither.
+    several have them, the one that the rows are for. ConfigError: none.
     `flags` win over the file.
     """
     found: dict[str, Any] = {}
@@ -69,20 +71,20 @@ def which_recipe(file: Path, flags: Sequence[str]) -> tuple[str, Any]:
             errors.append(error)
     if not found:
         raise errors[-1] if "finetune" in file.stem else errors[0]
-    if len(found) > 1 and _are_examples(found["finetune"]):
-        return "finetune", found["finetune"]
-    return next(iter(found.items()))
+    name = _recipe_of(found["finetune"].data) if len(found) > 1 else next(iter(found))
+    name = name if name in found else next(iter(found))
+    return name, found[name]
 
 
-def _are_examples(cfg: FinetuneConfig) -> bool:
-    data = replace(cfg.data, streaming=True)
-    if not (data.train_files or data.dataset_name or data.sources):
-        return False
-    for documents in (True, False):
-        with contextlib.suppress(ToolkitError):  # of neither kind: the stage `data` says why
-            load_sources(data, documents=documents)
-            return not documents
-    return False
+def _recipe_of(data: DataConfig) -> str:
+    """Return the recipe that rows are for."""
+    data = replace(data, streaming=True)
+    kinds: dict[Learned, str] = {"documents": "pretrain", "pairs": "prefer", "examples": "finetune"}
+    for learned, name in kinds.items() if configured(data, "train") else ():
+        with contextlib.suppress(ToolkitError):  # of no kind: the stage `data` says why
+            load_sources(data, learned=learned)
+            return name
+    return "pretrain"
 
 
 def real_world(cfg: ShardingConfig, world_size: int) -> int:
@@ -237,7 +239,7 @@ class Rehearsal:
         cfg, model = self.cfg, self.model
         tokenizer = load_tokenizer(self.model_cfg)
         untrained = tokenizer is None and cfg.model.train_tokenizer
-        encoder = None if untrained else Encoder(tokenizer, cfg.data, vocabulary_size(model))
+        encoder = None if untrained else encoder_for(cfg, self.model_cfg, model)
         self.heads = heads, evals = read_heads(cfg, encoder), read_heads(cfg, encoder, "eval")
         refuse_long([*heads, *evals], cfg.data.sequence_length, self.most_too_long)
         formats = {head.source.layout.format for head in heads}
@@ -253,7 +255,8 @@ class Rehearsal:
         if whole and not cfg.data.streaming:  # little enough to be prepared as the run will
             own: Any = SimpleNamespace(device=torch.device("cpu"), loader=None)
             with fake_world(self.ranks):
-                prepare_data(on_cpu(cfg), model, self.model_cfg, own, View(0, self.ranks))
+                view = View(0, self.ranks)
+                prepare_data(on_cpu(cfg), model, self.model_cfg, own, view, METRICS)
         return _seen(heads, evals, untrained)
 
     def check_sharding(self) -> str:
@@ -295,7 +298,7 @@ class Rehearsal:
             for what, heads in zip(("train", "eval"), self.heads, strict=True)
         )
         trusted = cfg.model.trust_remote_code
-        built = config.ModelConfig(str(small.folder), init="random", trust_remote_code=trusted)
+        built = type(cfg.model)(str(small.folder), init="random", trust_remote_code=trusted)
         model, files, output = build_on_meta(built), (train, evals), self.folder / "run"
         own = rehearsal_config(cfg, small, model, self.world_size, length, files, output)
         result = self.recorder.result

@@ -72,6 +72,9 @@ def generate(model: Any, tokenizer: Any) -> None:
         logits = model(input_ids=ids).logits
         if not torch.isfinite(logits).all():
             raise ValueError("the logits of the reloaded model are not finite")
+        if logits.ndim == 2:  # of a reward model, which generates nothing
+            tell("generate", f"a reward of {float(logits):.3f} for {ids.shape[1]} tokens")
+            return
         out = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=_NEW_TOKENS
         )

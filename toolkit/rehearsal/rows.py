@@ -82,7 +82,7 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") ->
     an `encoder` of None, as the tokenizer would be trained on them. Raises what the run would.
     """
     data, heads = replace(cfg.data, streaming=True), []
-    for source in load_sources(data, what=what, documents=cfg.learns_documents):
+    for source in load_sources(data, what=what, learned=cfg.learned):
         rows = source.rows
         if isinstance(rows, datasets.Dataset):
             source = replace(source, rows=rows.select(range(min(len(rows), LOOK_ROWS + 1))))
@@ -92,7 +92,7 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") ->
             if encoder is not None:
                 results = encoder.rows(source, stored, first)
             _add(head, stored, results)
-        if encoder is not None and not cfg.learns_documents:
+        if encoder is not None and cfg.learned != "documents":
             encoded = EncodedSource(source.name, datasets.Dataset.from_dict({}), head.counts)
             check_supervised(encoded, cfg.data.sequence_length)
         elif encoder is not None:

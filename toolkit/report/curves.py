@@ -43,6 +43,7 @@ _PANELS = (
     ("learning_rate", "Learning rate", ".3~g", ""),
     ("grad_norm", "Gradient norm, before clipping", ".3~g", ""),
     ("tokens_per_second", "Throughput, tokens/s", ".3~s", ""),
+    ("router_load", "Largest load of an expert, over the mean", ".3~g", ""),
     ("mfu", "Model FLOPs utilisation", ".1%", ""),
     ("memory_peak_bytes", "Peak memory of rank 0", ".3~s", "B"),
 )

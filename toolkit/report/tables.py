@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from toolkit.config import FinetuneConfig, PretrainConfig, flat
+from toolkit.config import FinetuneConfig, PreferConfig, PretrainConfig, flat
 from toolkit.config.settings import FinetuneModelConfig, ModelConfig
 from toolkit.report.runs import RunRecord, evaluation_key, number
 from toolkit.tables import size_text
@@ -156,10 +156,10 @@ def _trained_for(run: RunRecord) -> str:
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:
-    finetuned = "lora" in config
-    cfg: Any = (
-        FinetuneConfig(FinetuneModelConfig("-")) if finetuned else PretrainConfig(ModelConfig("-"))
-    )
+    cfg: Any = PretrainConfig(ModelConfig("-"))
+    if "lora" in config:
+        kind = PreferConfig if "preference" in config else FinetuneConfig
+        cfg = kind(FinetuneModelConfig("-"))
     return flat(cfg) | {"model.name_or_path": None}
 
 

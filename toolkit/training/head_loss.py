@@ -64,6 +64,9 @@ class HeadLoss:
     correct: torch.Tensor | None = None
     """0-d integer, to which the tokens are added whose label has the largest logit. Costs a pass
     over the logits."""
+    z_loss: float = 0.0
+    """How much of the square of log Z, the logarithm of the sum of exponentials of the logits, is
+    added for each token (PaLM, Chowdhery et al. 2022, section 5)."""
 
     def __call__(
         self, hidden: torch.Tensor, targets: torch.Tensor, n_targets: int | None = None
@@ -117,10 +120,10 @@ class HeadLoss:
         )
 
         def rule(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            scale, cap, smoothing = self.logit_map.scale, self.logit_map.cap, self.label_smoothing
+            made, smoothing, z = self.logit_map, self.label_smoothing, self.z_loss
             if in_one:
-                return cross_entropy(logits, targets, scale, cap, smoothing)
-            return _cross_entropy(logits, targets, self.logit_map, smoothing, wanted, self.correct)
+                return cross_entropy(logits, targets, made.scale, made.cap, smoothing, z)
+            return _cross_entropy(logits, targets, made, smoothing, wanted, self.correct, z)
 
         if self.linear:
             loss, grad = rule(F.linear(hidden, *parameters))
@@ -232,6 +235,7 @@ def _cross_entropy(
     label_smoothing: float,
     with_gradient: bool,
     correct: torch.Tensor | None,
+    z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the summed loss of a chunk of the head's `logits` [rows, V], and their gradient in
     their dtype; count in `correct`. Nothing of their size is held twice in fp32, but where there is
@@ -243,19 +247,24 @@ def _cross_entropy(
     if correct is not None:
         correct += (mapped.argmax(-1) == targets).sum()
     log_p = torch.log_softmax(mapped, -1, dtype=torch.float32)
-    slope = None
+    valid = targets != IGNORE_INDEX
+    at = torch.where(valid, targets, 0)[:, None]
+    losses, slope = log_p.gather(1, at).squeeze(1), None
+    log_z = mapped.gather(1, at).squeeze(1) - losses if z_loss else None
+    losses = losses * (label_smoothing - 1.0)
     if with_gradient and logit_map.cap is not None:  # d tanh = 1 - tanh^2
         slope = mapped.div_(logit_map.cap).square_().neg_().add_(1.0)
     del mapped
-    valid = targets != IGNORE_INDEX
-    at = torch.where(valid, targets, 0)[:, None]
-    losses = log_p.gather(1, at).squeeze(1) * (label_smoothing - 1.0)
     if label_smoothing:
         losses -= log_p.mean(-1) * label_smoothing
+    if log_z is not None:
+        losses += z_loss * log_z.square()
     loss = torch.where(valid, losses, 0.0).sum()
     if not with_gradient:
         return loss, None
     grad = log_p.exp_()
+    if log_z is not None:
+        grad *= 1.0 + 2.0 * z_loss * log_z[:, None]
     if label_smoothing:
         grad -= label_smoothing / vocabulary
     grad.scatter_(1, at, grad.gather(1, at) - (1.0 - label_smoothing))

@@ -6,6 +6,7 @@ its head's output is neither itself, a scale nor a soft cap, it comes from the m
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,10 @@ from transformers import PreTrainedModel
 
 from toolkit import ranks
 from toolkit.data.samples.batch import Batch
-from toolkit.errors import one_line
+from toolkit.errors import TrainingError, one_line
 from toolkit.models.modes import forked_rng, replaced_forward
 from toolkit.models.peft_model import base_of, trained_module
+from toolkit.models.reward import reward_head
 from toolkit.training.head_logps import HeadLogps
 from toolkit.training.head_loss import IGNORE_INDEX, HeadLoss, LogitMap
 
@@ -37,11 +39,16 @@ class LossSum:
     """What a loss makes of a micro-batch: a sum, which the caller divides."""
 
     total: torch.Tensor
-    """0-d: what is minimised, summed."""
+    """0-d: what is minimised, summed; or 1-d, of several means that are added up."""
     count: torch.Tensor
-    """0-d: of how many."""
+    """0-d: of how many; or 1-d, of how many each."""
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name -> another sum over as many, 0-d, without a gradient: an evaluation reports its mean."""
+    """Name -> another sum over as many as the (first) count, 0-d, without a gradient: an evaluation
+    reports its mean."""
+
+    def sums(self) -> list[torch.Tensor]:
+        """Return everything that ranks add up: total, parts, count."""
+        return [self.total, *self.parts.values(), self.count]
 
 
 def causal_lm_loss(
@@ -49,6 +56,7 @@ def causal_lm_loss(
     batch: Batch,
     *,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     device_type: str | None = None,
     accuracy: bool = False,
 ) -> LossSum:
@@ -63,6 +71,7 @@ def causal_lm_loss(
         batch: with `n_targets`, positions without a target are left out on GPUs too.
         label_smoothing: share of each target that is spread evenly over the vocabulary, as
             transformers' `LabelSmoother` does (Szegedy et al. 2016, arXiv:1512.00567).
+        z_loss: how much of the square of log Z is added for each token; see `HeadLoss`.
         device_type: of the device whose way it takes; empty: that of the batch.
         accuracy: count the supervised tokens that the model ranks first, as the part `accuracy`.
     """
@@ -80,9 +89,20 @@ def causal_lm_loss(
             reduction="sum",
             label_smoothing=label_smoothing,
         )
+        if z_loss:
+            log_z = logits.float().logsumexp(-1).where(flat != IGNORE_INDEX, 0.0)
+            total = total + z_loss * log_z.square().sum()
         return LossSum(total, batch.count, parts)
     head = _head(model)
-    task = HeadLoss(head, head.forward, *found, label_smoothing, device_type, parts.get("accuracy"))
+    task = HeadLoss(
+        head,
+        head.forward,
+        *found,
+        label_smoothing=label_smoothing,
+        on=device_type,
+        correct=parts.get("accuracy"),
+        z_loss=z_loss,
+    )
     inside = _InHead(task, targets, batch.n_targets)
     with replaced_forward(head, inside.forward):
         answer = model(**inputs).logits
@@ -105,6 +125,33 @@ def token_logps(model: nn.Module, batch: Batch, *, device_type: str | None = Non
     with replaced_forward(head, inside.forward):
         answer = model(**batch.inputs).logits
     return inside.found + answer.sum(dtype=torch.float32)
+
+
+def sequence_rewards(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return what the head of a reward model says of each sequence of a micro-batch, at its last
+    token: [n_sequences] in fp32, from hidden states as the model computes them. The head runs on
+    those tokens alone.
+    """
+    head, ends = reward_head(model), batch.ends
+    if head is None or ends is None or len(ends) != batch.n_sequences:
+        raise TrainingError(
+            f"expected a reward model and a batch of {batch.n_sequences} sequences with their "
+            f"ends, got {type(base_of(model)).__name__} and "
+            f"{'none' if ends is None else len(ends)}"
+        )
+
+    def answer(hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = None if head.bias is None else head.bias.float()
+        found = F.linear(hidden[ends[:, 0], ends[:, 1]].float(), head.weight.float(), bias)
+        return found.squeeze(1), found[:, :0].reshape(*hidden.shape[:-1], 0)
+
+    inside = _InHead(answer, batch.targets)
+    try:
+        with replaced_forward(head, inside.forward):
+            empty = model(**batch.inputs).logits
+        return inside.found + empty.sum(dtype=torch.float32)
+    except _OtherUse as error:
+        raise TrainingError(f"{type(base_of(model)).__name__}: {error}") from error
 
 
 def take_loss_from(copy: PreTrainedModel, model: nn.Module) -> None:
@@ -142,7 +189,10 @@ class _InHead:
     """
 
     def __init__(
-        self, task: HeadLoss | HeadLogps, targets: torch.Tensor, n_targets: int | None = None
+        self,
+        task: Callable[[torch.Tensor, torch.Tensor, int | None], tuple[torch.Tensor, torch.Tensor]],
+        targets: torch.Tensor,
+        n_targets: int | None = None,
     ) -> None:
         self._task, self._targets, self._n_targets = task, targets, n_targets
         self._found: torch.Tensor | None = None
@@ -220,7 +270,7 @@ def _tried(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -> t
     logit_map = _fitted(probes[0], logits)
     vocabulary = logits.shape[-1]
     inside = _InHead(HeadLoss(head, head.forward, vocabulary, logit_map), targets)
-    with replaced_forward(head, inside.forward):
+    with torch.no_grad(), replaced_forward(head, inside.forward):
         answer = model(**inputs).logits
     if answer.shape != (*targets.shape, 0):
         raise _OtherUse("it does something else with its logits")

@@ -14,7 +14,7 @@ from toolkit import ranks
 from toolkit.errors import one_line
 
 IGNORE_INDEX = -100
-_Rule = tuple[float, float | None, float]  # scale, soft cap, label smoothing
+_Rule = tuple[float, float | None, float, float]  # scale, soft cap, label smoothing, z-loss
 _Found = tuple[torch.Tensor, torch.Tensor]
 _TRIED = 4  # rows
 _refused: set[torch.device] = set()  # which take the plain operations
@@ -27,6 +27,7 @@ def cross_entropy(
     scale: float,
     cap: float | None,
     label_smoothing: float,
+    z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed cross entropy, 0-d fp32, and its gradient, like `logits`.
 
@@ -35,7 +36,7 @@ def cross_entropy(
             `cap * tanh(scale * z / cap)`.
         targets: int64 [rows]; `IGNORE_INDEX` has no loss.
     """
-    rule = (scale, cap, label_smoothing)
+    rule = (scale, cap, label_smoothing, z_loss)
     if logits.device in _refused:
         return loss_and_gradient(logits, targets, rule)
     for tensor in (logits, targets):  # one kernel for any number of rows
@@ -50,6 +51,7 @@ def _(
     scale: float,
     cap: float | None,
     label_smoothing: float,
+    z_loss: float = 0.0,
 ) -> _Found:
     return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
@@ -93,7 +95,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) -> _Found:
     """Return what `cross_entropy` returns, by plain operations that fuse into one kernel."""
-    scale, cap, label_smoothing = rule
+    scale, cap, label_smoothing, z_loss = rule
     z = logits.float() * scale
     bent = None if cap is None else torch.tanh(z / cap)
     mapped = z if cap is None or bent is None else bent * cap
@@ -101,9 +103,13 @@ def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) 
     shares = torch.exp(mapped - most)
     total = shares.sum(-1, keepdim=True)
     target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    losses = (most + total.log()).squeeze(-1)
+    log_z = most + total.log()
+    losses = log_z.squeeze(-1)
     losses = losses - torch.where(target, mapped, 0.0).sum(-1) * (1.0 - label_smoothing)
     grad = shares / total - torch.where(target, 1.0 - label_smoothing, 0.0)
+    if z_loss:
+        losses = losses + z_loss * log_z.squeeze(-1).square()
+        grad = grad + 2.0 * z_loss * log_z * (shares / total)
     if label_smoothing:
         losses = losses - mapped.mean(-1) * label_smoothing
         grad = grad - label_smoothing / logits.shape[-1]

@@ -41,6 +41,7 @@ from toolkit.training.guards.run_guards import Guards, guards_of
 from toolkit.training.launch import Run
 from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
+from toolkit.training.router import Router, watch_router
 from toolkit.training.step import EvalSets, Loss, evaluate
 from toolkit.training.trace import PAUSE
 from toolkit.training.trackers import Trackers
@@ -88,6 +89,7 @@ class Metrics:
     snapshot: Path | None = None  # file of GPU memory that is written when that has
     guards: Guards = dataclasses.field(default_factory=Guards)
     """What watches the numbers; without, the first skipped step ends the run."""
+    router: Router | None = None  # of a mixture of experts: each `Update` is given it
 
     def __post_init__(self) -> None:
         self._file, self._main = self.run_dir / METRICS, ranks.rank() == 0
@@ -116,6 +118,11 @@ class Metrics:
         """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""
         counted = torch.where(stats.skipped, 0, stats.tokens)
         self._pending.append((stats.loss.masked_fill(stats.skipped, 0), counted, stats.tokens))
+        if stats.balance is None and self.router is not None and self.router.acts:
+            raise TrainingError(
+                "the experts of this step were not balanced as the settings ask: this recipe must "
+                "give metrics.router to training.Update(..., router=metrics.router)"
+            )
         self.guards.take(step, stats)
         watchdog.doing(f"step {step + 1}")
         slowed = self.profiler is not None and self.profiler.slows(step)
@@ -216,7 +223,9 @@ class Metrics:
         last, seconds = self._last_line, time.perf_counter() - self._began
         if not last:
             return ""
-        more = f", eval perplexity {last['eval_perplexity']:.1f}" if "eval_loss" in last else ""
+        more = f", {_evaluated(last)}" if "eval_loss" in last else ""
+        if "eval_perplexity" in last:
+            more = f", eval perplexity {last['eval_perplexity']:.1f}"
         return (
             f"\ndone: step {self.first_step + 1} to {last['step']} in {seconds:.0f} s, "
             f"loss {self._first_loss:.4f} -> {last['loss']:.4f}{more}"
@@ -227,6 +236,7 @@ class Metrics:
             "step": step,
             "loss": float(stats.loss),
             "grad_norm": float(stats.grad_norm),
+            **{name: float(value) for name, value in stats.parts.items()},
             "learning_rate": learning_rate,
             "tokens": self.tokens,
             "time": time.time(),
@@ -245,6 +255,8 @@ class Metrics:
             line |= {"tokens_per_second": rate, "step_time": step_time}
             if on_gpu and (peak := peak_flops(torch.cuda.get_device_name(self.device))):
                 line["mfu"] = rate * self.flops_per_token / (peak * ranks.world_size())
+        if stats.balance is not None:
+            line |= stats.balance.line()
         line |= self.guards.line(step, max(1, self._steps))
         self._seconds, self._steps = 0.0, 0
         return line | {"memory_peak_bytes": most}
@@ -260,10 +272,9 @@ class Metrics:
         speed += f"  mfu {line['mfu']:.1%}" if "mfu" in line else ""
         memory = size_text(line["memory_peak_bytes"])
         head = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
-        text = ""
+        text = "".join(f"  {said}" for said in _measures(line, ""))
         if "eval_loss" in line:
-            text += f"  eval_loss {line['eval_loss']:.4f} (perplexity "
-            text += f"{line['eval_perplexity']:,.1f}, accuracy {line['eval_accuracy']:.1%})"
+            text += f"  {_evaluated(line)}"
         text += f"  grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}"
         whole = f"{head}  {shown}  {speed}{text}  {memory}"
         # In a narrow terminal what the bar has, and metrics.jsonl, is left out.
@@ -283,7 +294,7 @@ def start_metrics(
     """Print the lines that a run opens with; return its metrics from `state` on. From here on a
     signal waits for the loop (`stop_requested`). Collective.
     """
-    model, auto_line = sharded.model, sharded.auto_line
+    model, auto_line, router = sharded.model, sharded.auto_line, watch_router(sharded, cfg)
     total = count_values(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
@@ -297,6 +308,7 @@ def start_metrics(
         *unit_table(sharded, cfg.sharding).splitlines(),
         f"dtypes     {dtypes}",
         auto_line and f"auto       {auto_line}",
+        None if router is None else router.plan.line,
         *data.lines(),
     ]
     run.say(*opening)
@@ -321,7 +333,8 @@ def start_metrics(
         logging_steps=cfg.train.logging_steps,
         epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
         trackers=_trackers(cfg, run, folder, data, state, {"dtypes": dtypes, "parameters": total}),
-        guards=guards_of(cfg, data, state),
+        guards=guards_of(cfg, data, state, () if router is None else router.plan.biases.values()),
+        router=router,
         **_profiling(cfg, run, folder, state.step, data.max_steps),
     )
     run.at_end.callback(metrics.close_bar)
@@ -427,12 +440,24 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0 and not preemption.stopping()
 
 
+def _evaluated(line: dict[str, Any]) -> str:
+    """Return what is shown of an evaluation: its loss, then what there is of other measures."""
+    more = _measures(line, "eval_")
+    return f"eval_loss {line['eval_loss']:.4f}" + (f" ({', '.join(more)})" if more else "")
+
+
+def _measures(line: dict[str, Any], prefix: str) -> list[str]:
+    """Return what a line has beside a loss, as it is shown."""
+    ways = {"perplexity": ",.1f", "margin": ".3f", "accuracy": ".1%"}
+    return [f"{n} {line[prefix + n]:{way}}" for n, way in ways.items() if prefix + n in line]
+
+
 def evaluate_metrics(
-    sharded: Sharded, sources: EvalSets, loss: Loss | None = None
+    sharded: Sharded, sources: EvalSets, loss: Loss | None = None, *, perplexity: bool = True
 ) -> dict[str, float]:
-    """Return what `evaluate` finds as a metrics line holds it: `eval_loss`, `eval_perplexity`,
-    `eval_accuracy` (a mean of each part of its loss), and where there are several sources
-    `eval_NAME_loss` and so on of each.
+    """Return what `evaluate` finds as a metrics line holds it: `eval_loss`, `eval_perplexity`
+    (where the loss is a cross entropy), `eval_accuracy` (a mean of each part of its loss), and
+    where there are several sources `eval_NAME_loss` and so on of each.
     Nothing where a signal ended it. Collective; waits for the device.
     """
     if preemption.stopping():
@@ -446,7 +471,11 @@ def evaluate_metrics(
         named |= {f"eval_{name}": one for name, one in found.items()}
     losses = {f"{name}_loss": float(one.loss) for name, one in named.items()}
     # In double, since a loss above 88 is infinite in float32; above 709 it is there too.
-    exp = {f"{name}_perplexity": float(one.loss.double().exp()) for name, one in named.items()}
+    exp = {
+        f"{name}_perplexity": float(one.loss.double().exp())
+        for name, one in named.items()
+        if perplexity
+    }
     parts = ((name, one.parts) for name, one in named.items())
     return losses | exp | {f"{n}_{part}": float(x) for n, own in parts for part, x in own.items()}
 

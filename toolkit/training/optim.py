@@ -21,6 +21,7 @@ from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import reshard
 from toolkit.models.packed_linear import bitsandbytes
 from toolkit.models.peft_model import base_of, trained_module
+from toolkit.models.reward import reward_head
 from toolkit.training.sharded_optimizers import BLOCK, Adafactor, AdamW8bit, Muon, orthogonal
 
 _SMALL = 4096  # values: below it 8 bits save nothing, as bitsandbytes has it
@@ -132,8 +133,8 @@ def _embeddings(model: nn.Module) -> tuple[set[int], set[int]]:
     base = base_of(model)
     if not isinstance(base, PreTrainedModel):
         return inner, set()
-    both = (base.get_input_embeddings(), base.get_output_embeddings())
-    modules = [m for m in map(trained_module, both) if m is not None]
+    ends = (base.get_input_embeddings(), base.get_output_embeddings(), reward_head(base))
+    modules = [m for m in map(trained_module, ends) if m is not None]
     return inner, {id(p) for module in modules for p in module.parameters()}
 
 

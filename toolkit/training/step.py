@@ -9,7 +9,7 @@ tokens contributes zero, not the NaN of an empty mean.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ from toolkit.sharding.fsdp import Sharded
 from toolkit.training.guards import watchdog
 from toolkit.training.guards.spikes import Spikes
 from toolkit.training.loss import LossSum, causal_lm_loss
+from toolkit.training.router import Balance, Router
 from toolkit.training.trace import BACKWARD, FORWARD, OPTIMIZER
 
 EvalSets = Mapping[str, Iterable[Batch]]  # source -> its batches
@@ -43,6 +44,8 @@ class StepStats:
     skipped: torch.Tensor  # bool: loss or gradient is not finite, or a spike: nothing was changed
     bad_here: torch.Tensor  # bool: this rank's part of the loss is NaN or infinite
     spike: torch.Tensor | None = None  # bool: skipped for being far above the last; None: not asked
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)  # means of what else the loss sums
+    balance: Balance | None = None  # of the experts; None: not watched
 
 
 class Update:
@@ -59,8 +62,9 @@ class Update:
     Args:
         sharded: what `apply_fsdp` returned, its model in training mode.
         micro_batches: on the device; every rank has as many.
-        counts: 0-d, by how much each micro-batch counts in the mean, on every rank or on none;
-            None: by its targets.
+        counts: by how much each micro-batch counts in the mean, 0-d or, for losses of several
+            means, 1-d; on every rank or on none; None: by its targets.
+        router: what balances the experts of a mixture (`Metrics.router`).
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Update:
         sharded: Sharded,
         micro_batches: Sequence[Batch],
         counts: Sequence[torch.Tensor] | None = None,
+        router: Router | None = None,
     ) -> None:
         if not micro_batches:
             raise TrainingError("an update got no micro-batches; every rank needs at least one")
@@ -78,13 +83,19 @@ class Update:
             )
         self._sharded, self._batches, self._ranks = sharded, micro_batches, sharded.mesh.loss
         tokens = torch.stack([batch.count for batch in micro_batches]).sum().double()
-        count = tokens if counts is None else torch.stack([*counts]).sum().double()
+        count = tokens if counts is None else torch.stack([*counts]).sum(0).double()
+        self._router, routed = router, tokens
+        if router is not None:
+            routed = torch.stack([batch.real.sum() for batch in micro_batches]).sum().double()
         # In one exchange; a double holds any number of tokens exactly.
-        tokens, count = self._ranks.sum(torch.stack([tokens, count]))
-        self._tokens = tokens.long()
+        tokens, routed, *of_means = self._ranks.sum(torch.stack([tokens, routed, *count.flatten()]))
+        self._tokens, count = tokens.long(), torch.stack(of_means).view_as(count)
+        if router is not None:
+            router.begin(routed)
         # FSDP averages over the ranks what is to be added up.
         self._scale = self._ranks.size / torch.where(count > 0, count, 1).float()
         self._total = torch.zeros((), device=count.device)
+        self._parts: dict[str, torch.Tensor] = {}
         self._phase = ExitStack()  # of a micro-batch, as profiles show it
 
     def __iter__(self) -> Iterator[Batch]:
@@ -94,13 +105,21 @@ class Update:
             self._sharded.accumulation.begin(batch.targets, i, len(self._batches))
             with self._phase:
                 self._phase.enter_context(record_function(FORWARD))
+                if self._router is not None:
+                    self._phase.enter_context(self._router.watching(batch))
                 yield batch
 
     def mean(self, loss: LossSum) -> torch.Tensor:
-        """Return a micro-batch's part of the mean over the global batch, for its backward."""
-        part = loss.total * self._scale
+        """Return a micro-batch's part of the mean over the global batch, for its backward, and of
+        the loss of routers.
+        """
+        part = (loss.total * self._scale).sum()
         self._total += part.detach()
+        for name, value in loss.parts.items():
+            self._parts[name] = self._parts.get(name, 0) + value
         self._phase.close()
+        if self._router is not None:
+            part = part + self._router.part() * self._ranks.size
         self._phase.enter_context(record_function(BACKWARD))
         return part
 
@@ -119,7 +138,10 @@ class Update:
         model, total, device = self._sharded.model, self._total, self._total.device
         bad_here = ~torch.isfinite(total)
         _average_replicated(model, self._ranks)
-        mean = self._ranks.sum(total) / self._ranks.size
+        summed = self._ranks.sum(torch.stack([total, *self._parts.values()]))
+        mean, *of_parts = (summed / self._ranks.size).unbind()
+        scale = self._scale.flatten()[0]  # of the first mean
+        parts = {name: x * scale for name, x in zip(self._parts, of_parts, strict=True)}
         with record_function(OPTIMIZER):
             grad_norm = clip_gradients(model, max_grad_norm, device, self._ranks)
             fine, spike = torch.isfinite(total) & torch.isfinite(grad_norm), None
@@ -128,8 +150,9 @@ class Update:
                 fine &= ~spike
             _step_if(fine, optimizer)
             optimizer.zero_grad()
+            balance = None if self._router is None else self._router.step(fine)
         self._sharded.accumulation.end(device, len(self._batches))
-        return StepStats(mean, grad_norm, self._tokens, ~fine, bad_here, spike)
+        return StepStats(mean, grad_norm, self._tokens, ~fine, bad_here, spike, parts, balance)
 
 
 def train_step(
@@ -140,9 +163,10 @@ def train_step(
     max_grad_norm: float = 1.0,
     loss: Loss = causal_lm_loss,
     spikes: Spikes | None = None,
+    router: Router | None = None,
 ) -> StepStats:
     """Run the `Update` over `micro_batches` that a recipe's loop spells out. Collective."""
-    update = Update(sharded, micro_batches)
+    update = Update(sharded, micro_batches, router=router)
     for batch in update:
         update.mean(loss(sharded.model, batch)).backward()
     return update.step(optimizer, max_grad_norm, spikes)
@@ -239,20 +263,22 @@ def evaluate(
     names: list[str] = []
     try:
         for name, batches in sources.items():
-            losses = [(loss or with_accuracy)(model, batch) for batch in batches]
-            if not losses:
+            sums = [(loss or with_accuracy)(model, batch) for batch in batches]
+            if not sums:
                 raise TrainingError("evaluate got no batches" + f" of source {name}" * bool(name))
-            names = [*losses[0].parts]
-            rows = ([one.total, *one.parts.values(), one.count] for one in losses)
+            names, terms = [*sums[0].parts], sums[0].count.numel()
+            rows = (torch.cat([x.double().flatten() for x in one.sums()]) for one in sums)
             # A double holds any count exactly.
-            found.append(torch.stack([torch.stack([x.double() for x in r]) for r in rows]).sum(0))
+            found.append(torch.stack([*rows]).sum(0))
     finally:
         model.train(was_training)
         reshard(model)
-    each = sharded.mesh.loss.sum(torch.stack(found))  # [sources, loss, parts, count]
-    means = torch.cat([each.sum(0)[None], each])
-    means = (means[:, :-1] / means[:, -1:]).float()
+    each = sharded.mesh.loss.sum(torch.stack(found))  # [sources, losses, parts, counts]
+    rows_of = torch.cat([each.sum(0)[None], each])
+    losses, parts, counts = rows_of[:, :terms], rows_of[:, terms:-terms], rows_of[:, -terms:]
+    means = ((losses / counts).sum(1).float(), (parts / counts[:, :1]).float())
     total, *stats = [
-        EvalStats(row[0], dict(zip(names, row[1:].unbind(), strict=True))) for row in means
+        EvalStats(loss, dict(zip(names, row.unbind(), strict=True)))
+        for loss, row in zip(*means, strict=True)
     ]
     return total, dict(zip(sources, stats, strict=True))

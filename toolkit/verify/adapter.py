@@ -33,7 +33,7 @@ from toolkit.loading import LoadGroup
 from toolkit.models import model_on_meta
 from toolkit.models.peft_model import ADAPTER, layer_parameters
 from toolkit.verify.export import ExportCheck
-from toolkit.verify.logits import load_adapted, load_base, logits_of, noise
+from toolkit.verify.logits import load_adapted, load_base, logits_of, noise, share_head
 from toolkit.verify.proof import Proof
 
 _PREFIX = "base_model.model."
@@ -178,6 +178,7 @@ class AdapterCheck(ExportCheck):
         return self._load(load_base(self.base, like))
 
     def judge(self, loaded: Any, actual: torch.Tensor) -> None:
+        share_head(loaded)
         with loaded.disable_adapter():
             plain = logits_of(loaded)
         effect = float((actual - plain).abs().max())

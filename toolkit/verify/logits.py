@@ -14,6 +14,8 @@ from toolkit.formats import whole
 from toolkit.loading import materialise
 from toolkit.models import model_on_meta, tied_names, trusts_code, vocabulary_size
 from toolkit.models.classes import mapped_class
+from toolkit.models.peft_model import copied_modules
+from toolkit.models.reward import HEAD, reward_head
 from toolkit.verify.proof import expected_of
 
 # How far logits of equal weights may be apart: kernels may add in another order.
@@ -38,14 +40,19 @@ def noise(model: nn.Module, logits: torch.Tensor) -> float:
     return share * max(1.0, float(logits.abs().max()))
 
 
-def load_export(folder: Path, like: PreTrainedModel) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load an export as its readers do; return it and transformers' account of the keys."""
-    from transformers import AutoModelForCausalLM
+def load_export(
+    folder: Path, like: PreTrainedModel, **config: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load an export as its readers do; return it and transformers' account of the keys. `config`:
+    what they say of its config.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     mapped = mapped_class(like.config) is type(like) or trusts_code()
     loader: Any = AutoModelForCausalLM if mapped else type(like)
+    loader = loader if reward_head(like) is None else AutoModelForSequenceClassification
     here: Any = {"local_files_only": True, "trust_remote_code": trusts_code()}
-    return loader.from_pretrained(folder, output_loading_info=True, **here)
+    return loader.from_pretrained(folder, output_loading_info=True, **here, **config)
 
 
 def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
@@ -81,13 +88,28 @@ def set_buffers(model: PreTrainedModel, like: PreTrainedModel) -> list[str]:
 
 def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     """Return the base in `folder` as a reader loads it, with as many rows as `like` has: adapters
-    that were trained with new tokens hold the whole of embedding and head.
+    that were trained with new tokens hold the whole of embedding and head. Under those of a reward
+    model a causal LM becomes one.
     """
-    base, _ = load_export(folder, like)
+    reward = reward_head(like) is not None
+    base, _ = load_export(folder, like, **({"num_labels": 1} if reward else {}))
+    if reward:
+        pad = like.config.get_text_config().pad_token_id
+        base.config.get_text_config().pad_token_id = pad
     rows = vocabulary_size(like)
     if vocabulary_size(base) != rows:
         base.resize_token_embeddings(rows, mean_resizing=False)
     return base
+
+
+@torch.no_grad()
+def share_head(model: nn.Module) -> None:
+    """Give the base under the adapters of a reward model their head: a causal LM has none, and was
+    given one at random.
+    """
+    original, trained = copied_modules(model).get(HEAD, (None, None))
+    if original is not None and trained is not None and reward_head(model) is not None:
+        original.load_state_dict(trained.state_dict())
 
 
 def load_adapted(
@@ -101,4 +123,5 @@ def load_adapted(
     with torch.no_grad():
         for name, expected in expected_of(source).items():
             tensors[name].copy_(whole(expected.stored).to(dtype))
+    share_head(model)
     return model

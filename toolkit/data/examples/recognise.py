@@ -35,9 +35,10 @@ from toolkit.data.sources.row_values import (
     wrong,
 )
 
-Format = Literal["text", "prompt_completion", "conversation", "tokenised"]
+Format = Literal["text", "prompt_completion", "conversation", "tokenised", "preferences"]
 ChatShape = Literal["turn_lists", "messages", "sharegpt", "alpaca"]
-RowShape = ChatShape | Literal["text", "pieces", "prompt_completion", "tokenised"]
+Preferred = Literal["pairs", "answers"]  # see `pairs`
+RowShape = ChatShape | Preferred | Literal["text", "pieces", "prompt_completion", "tokenised"]
 
 
 class _Shape(NamedTuple):
@@ -60,6 +61,8 @@ _SHAPES: dict[RowShape, _Shape] = {
     "sharegpt": _Shape("conversation", "conversations (ShareGPT)", (*_CHAT, "system")),
     "alpaca": _Shape("conversation", "instructions (Alpaca)", (*_CHAT, *_OF_ALPACA)),
     "tokenised": _Shape("tokenised", "token ids", (*_MASKS, "attention_mask")),
+    "pairs": _Shape("preferences", "pairs of answers", ("prompt", "margin", *_CHAT)),
+    "answers": _Shape("preferences", "answers with a label", _CHAT),
 }
 
 
@@ -249,6 +252,7 @@ def _example(row: Row, layout: Layout) -> Example:
             return _conversation(row, turns.from_sharegpt(row, column))
         case "alpaca":
             return _conversation(row, turns.from_alpaca(row))
+    raise AssertionError(layout.shape)
 
 
 def _conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Conversation:

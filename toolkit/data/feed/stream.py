@@ -240,12 +240,12 @@ class SourceStream:
                 if not at.count(place, example) or not isinstance(example, EncodedExample):
                     continue
                 piece = _piece_of(example)
-            taken = len(piece[0])
+            taken = len(piece.ids)
             if wrapped and taken > room:
-                taken, (ids, labels) = room, piece
+                taken = room
                 at.at, at.cut = place, used + taken
-                piece, self._rest = (ids[:taken], labels[:taken]), (ids[taken:], labels[taken:])
-            pieces += [piece] if wrapped else _cut(*piece, self.shape.sequence_length)
+                piece, self._rest = piece._replace(second=taken).sides()
+            pieces += [piece] if wrapped else _cut(piece, self.shape.sequence_length)
             room -= taken
         at.window += 1
         return pieces, at, False
@@ -256,8 +256,7 @@ class SourceStream:
         example = found and self.source.encode(found[1], found[0].row)
         if not isinstance(example, EncodedExample) or len(example.input_ids) <= at.cut:
             raise self._other_rows(f"a row of more than {at.cut} tokens at")
-        ids, labels = _piece_of(example)
-        return ids[at.cut :], labels[at.cut :]
+        return _piece_of(example)._replace(second=at.cut).sides()[1]
 
     def _other_rows(self, what: str) -> DataError:
         return DataError(
@@ -269,14 +268,14 @@ class SourceStream:
     def _samples(self, pieces: list[Piece]) -> list[StreamSample]:
         groups = [[piece] for piece in pieces]
         if self.shape.packing == "bfd":
-            lengths = np.array([len(ids) for ids, _ in pieces], np.int64)
+            lengths = np.array([len(piece.ids) for piece in pieces], np.int64)
             plan = best_fit(lengths, self.shape.sequence_length)
             groups = [[pieces[i] for i in plan.bin(b)] for b in range(len(plan))]
         elif self.shape.packing == "wrapped" and pieces:
-            ids, labels = (np.concatenate(column) for column in zip(*pieces, strict=True))
-            groups = [[piece] for piece in _cut(ids, labels, self.shape.sequence_length)]
+            ids, labels = (np.concatenate([piece[i] for piece in pieces]) for i in range(2))
+            groups = [[piece] for piece in _cut(Piece(ids, labels), self.shape.sequence_length)]
         samples = [
-            StreamSample(group, sum(len(ids) for ids, _ in group))
+            StreamSample(group, sum(len(piece.ids) for piece in group))
             for group in self._permuted(groups, "samples")
         ]
         return self._alike(samples) if self.shape.packing == "none" else samples
@@ -299,8 +298,11 @@ class SourceStream:
 def _piece_of(example: EncodedExample) -> Piece:
     ids = example.input_ids.astype(np.int32, copy=False)
     labels = labels_of(ids, [edge for span in example.spans for edge in span])
-    return ids, labels.astype(np.int32)
+    return Piece(ids, labels.astype(np.int32), example.second or 0)
 
 
-def _cut(ids: np.ndarray, labels: np.ndarray, limit: int) -> list[Piece]:
-    return [(ids[i : i + limit], labels[i : i + limit]) for i in range(0, len(ids), limit)]
+def _cut(piece: Piece, limit: int) -> list[Piece]:
+    ids, labels, second = piece  # a pair is as long as a sample at most
+    return [
+        Piece(ids[i : i + limit], labels[i : i + limit], second) for i in range(0, len(ids), limit)
+    ]

@@ -100,7 +100,7 @@ class StreamFeed(Feed):
     def check_enough(self, world_size: int) -> None:
         # However few samples there are is enough: a stream that is read through begins anew.
         for stream in self.first_windows:
-            labels = [labels[1:] for item in stream.items for _, labels in item.pieces]
+            labels = [labels[1:] for item in stream.items for _, labels, _ in item.pieces]
             if all((part == IGNORED).all() for part in labels):
                 seen = stream.read()
                 raise DataError(

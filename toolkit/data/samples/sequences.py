@@ -6,9 +6,9 @@ id inside a span and `IGNORED` elsewhere; labels are unshifted, as transformers 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import datasets
 import numpy as np
@@ -25,10 +25,24 @@ from toolkit.models.attention import document_borders
 FILLER = -1  # index of the sample without a supervised token that fills up a batch
 MULTIPLE = 8  # padded lengths are multiples of this: fewer different shapes, and aligned ones
 
+# Columns of a sample of pairs that stay behind.
+_OF_PIECES = ("sequences", "ends", "lengths", "reference", "desirable", "margin")
 Packing = Literal["wrapped", "bfd", "none"]
 Sample = dict[str, torch.Tensor]
-Piece = tuple[np.ndarray, np.ndarray]  # token ids and labels of a row, or of a part of one
 Chosen = range | np.ndarray | None  # numbers of the windows or rows that are used; None: all
+
+
+class Piece(NamedTuple):
+    """Token ids and labels of a row, or of a part of one."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+    second: int = 0  # of a pair: where its rejected side begins
+
+    def sides(self) -> tuple["Piece", "Piece"]:
+        """Return both sides of a pair."""
+        (ids, labels, at) = self
+        return Piece(ids[:at], labels[:at]), Piece(ids[at:], labels[at:])
 
 
 @dataclass(frozen=True)
@@ -39,25 +53,53 @@ class SampleShape:
     sequence_length: int  # tokens of a sample at most
     pad_id: int = 0
     borders: bool = False  # micro-batches carry where documents begin (`document_borders`)
+    pairs: bool = False  # rows are pairs of answers, each side a piece; batches tell them apart
+    prompts: bool = False  # of pairs: prompts of chosen answers are targets too, of no sequence
 
     def sample(self, pieces: Sequence[Piece]) -> Sample:
-        """Return pieces as one sample: `{"input_ids": [T], "labels": [T]}`, int64. T is
-        `sequence_length`, where rows are padded (`none`) their own length.
+        """Return pieces as one sample: `{"input_ids": [T], "labels": [T], "used": []}`, int64. T is
+        `sequence_length`, where rows are padded (`none`) their own length; the tokens of the pieces
+        are `used`.
 
         Packed pieces (`bfd`) do not see each other: `position_ids` [T] restart where one begins, by
         which transformers keeps them apart where there is no attention mask. What fills a sample up
         is one more piece. Nothing predicts the first token of a piece: its label becomes `IGNORED`.
         """
-        taken = sum(len(ids) for ids, _ in pieces)
+        if self.pairs:
+            pieces = [side for piece in pieces for side in piece.sides()]
+        taken = sum(len(piece.ids) for piece in pieces)
         room = (max(1, taken) if self.packing == "none" else self.sequence_length) - taken
-        pieces = [*pieces, (np.full(room, self.pad_id), np.full(room, IGNORED))]
-        for _, labels in pieces:
-            labels[:1] = IGNORED
-        columns = (np.concatenate(column).astype(np.int64) for column in zip(*pieces, strict=True))
-        sample = dict(zip(("input_ids", "labels"), map(torch.from_numpy, columns), strict=True))
+        pieces = [*pieces, Piece(np.full(room, self.pad_id), np.full(room, IGNORED))]
+        for piece in pieces:
+            piece.labels[:1] = IGNORED
+        columns = ([piece[i] for piece in pieces] for i in range(2))
+        arrays = (np.concatenate(column).astype(np.int64) for column in columns)
+        sample = dict(zip(("input_ids", "labels"), map(torch.from_numpy, arrays), strict=True))
+        lengths = [len(piece.ids) for piece in pieces]
+        sample["used"] = torch.tensor(taken)
         if self.packing == "bfd":
-            positions = np.concatenate([np.arange(len(ids)) for ids, _ in pieces])
+            positions = np.concatenate([np.arange(length) for length in lengths])
             sample["position_ids"] = torch.from_numpy(positions)
+        return self._marked(sample, lengths[:-1]) if self.pairs else sample
+
+    def _marked(self, sample: Sample, lengths: list[int]) -> Sample:
+        """Return a sample of pairs with `sequences` [T], the number of the piece whose answer each
+        position predicts, `ends` [T], where each piece has its last token that fills nothing up, as
+        classifiers of transformers look for it, and the `lengths` of its pieces.
+        """
+        labels, pieces = sample["labels"], torch.tensor(lengths, dtype=torch.int64)
+        number = torch.arange(len(pieces)).repeat_interleave(pieces)
+        number = F.pad(number, (0, len(labels) - len(number)), value=FILLER)
+        answers = F.pad(labels[1:] != IGNORED, (0, 1))
+        ends = torch.zeros(len(labels), dtype=torch.bool)
+        for own in torch.arange(sum(lengths)).split(lengths):
+            filled = sample["input_ids"][own] == self.pad_id
+            ends[own[(own - own[0]).where(~filled, 0).argmax()]] = True
+        sample |= {"sequences": number.where(answers, FILLER), "ends": ends, "lengths": pieces}
+        if self.prompts:
+            chosen = number % 2 == 0
+            chosen[F.pad(pieces.cumsum(0), (1, 0))[: len(pieces)]] = False  # their first tokens
+            sample["labels"] = sample["input_ids"].where(chosen & (number != FILLER), labels)
         return sample
 
     def batch(self, samples: list[Sample]) -> Batch:
@@ -66,8 +108,13 @@ class SampleShape:
 
         Rows are padded on the right, with an `attention_mask`: T is the longest length rounded up
         to a multiple of 8, but not beyond `sequence_length`, which may be all the positions that a
-        model has.
+        model has. Of pairs each side is a row.
         """
+        pairs: dict[str, Any] = {}
+        used = torch.stack([s["used"] for s in samples]) if self.packing == "bfd" else None
+        samples = [{n: x for n, x in s.items() if n != "used"} for s in samples]
+        if self.pairs:
+            samples, pairs = self._of_pairs(samples)
         if self.packing == "none":
             longest = max(len(s["input_ids"]) for s in samples)
             width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
@@ -80,7 +127,49 @@ class SampleShape:
         columns: dict[str, Any] = default_collate(samples)
         if self.borders and self.packing != "none":
             columns |= document_borders(columns)
-        return Batch.of(**columns, count=self.packing != "wrapped")
+        made = replace(Batch.of(**columns, count=self.packing != "wrapped"), used=used)
+        if not self.pairs:
+            return made
+        room = made.targets.shape[1] - pairs["sequences"].shape[1]
+        pairs["sequences"] = F.pad(pairs["sequences"], (0, room), value=FILLER)
+        return replace(made, **pairs)
+
+    def _of_pairs(self, samples: list[Sample]) -> tuple[list[Sample], dict[str, Any]]:
+        """Return samples as those of other rows, padded ones (`none`) one for each piece, and what
+        tells pieces apart as fields of a batch; `sequences` are padded to the longest.
+        """
+        counts = [len(sample["lengths"]) for sample in samples]
+        fields: dict[str, Any] = {"n_sequences": sum(counts)}
+        for name in ("reference", "desirable", "margin"):
+            if all(name in sample for sample in samples):
+                fields[name] = torch.cat([sample[name] for sample in samples])
+        before = np.cumsum([0, *counts])
+        numbers = [
+            sample["sequences"].where(
+                sample["sequences"] == FILLER, sample["sequences"] + int(first)
+            )
+            for sample, first in zip(samples, before, strict=False)
+        ]
+        ends = [sample["ends"] for sample in samples]
+        columns = [
+            {name: x for name, x in sample.items() if name not in _OF_PIECES} for sample in samples
+        ]
+        if self.packing == "none":
+            parts = [sample["lengths"].tolist() or [1] for sample in samples]
+            columns = [
+                dict(zip(own, pieces, strict=True))
+                for own, lengths in zip(columns, parts, strict=True)
+                for pieces in zip(
+                    *(x[: sum(lengths)].split(lengths) for x in own.values()), strict=True
+                )
+            ]
+            numbers, ends = (
+                [x for n, own in zip(of, parts, strict=True) for x in n.split(own)]
+                for of in (numbers, ends)
+            )
+        fields["sequences"] = torch.nn.utils.rnn.pad_sequence(numbers, True, FILLER)
+        fields["ends"] = torch.nn.utils.rnn.pad_sequence(ends, True).nonzero()
+        return columns, fields
 
     def __str__(self) -> str:
         if self.packing == "wrapped":
@@ -98,11 +187,17 @@ class EncodedRows:
         self._ids = self.tokens.data.column("input_ids")
         spans = "spans" in self.tokens.column_names  # else every token counts
         self._spans = self.tokens.data.column("spans") if spans else None
+        pairs = "second" in self.tokens.column_names
+        self._seconds = self.tokens.data.column("second").to_numpy() if pairs else None
+        self._desirable = self.tokens.data.column("desirable") if pairs else None
+        self._margins = self.tokens.data.column("margin") if pairs else None
+        self.reference: np.ndarray | None = None
+        """float32 [rows, 2], of pairs: log-probability of both answers by the reference."""
         chunks = [chunk.flatten() for chunk in self._ids.chunks]
         self._joined = pa.chunked_array(chunks, self._ids.type.value_type)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EncodedRows, (self.tokens,)
+        return EncodedRows, (self.tokens,), {"reference": self.reference}
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -132,6 +227,21 @@ class EncodedRows:
             return ids.astype(np.int64)
         return labels_of(ids, self._spans[row].values.to_numpy())
 
+    def second(self, row: int) -> int:
+        """Return where in a row of a pair its rejected side begins; 0: it is none."""
+        return 0 if self._seconds is None else int(self._seconds[row])
+
+    def desirable(self, rows: Sequence[int]) -> list[bool]:
+        """Return whether the first answer of rows is wanted, empty of pairs, which do not say."""
+        if self._desirable is None or not len(self) or self._desirable[0].as_py() is None:
+            return []
+        return [self._desirable[row].as_py() for row in rows]
+
+    def margins(self, rows: Sequence[int]) -> list[float]:
+        """Return the margins of pairs, 0 where a row has none."""
+        assert self._margins is not None
+        return [self._margins[row].as_py() or 0.0 for row in rows]
+
     def rows_of(self, begin: int, count: int) -> tuple[int, int]:
         """Return the rows of the first and the last of `count` tokens of all rows joined."""
         first, last = self.ends.searchsorted([begin, begin + count - 1], "right").tolist()
@@ -141,11 +251,11 @@ class EncodedRows:
         """Return `count` tokens of all rows joined, from `begin` on, and their labels; copies."""
         ids = self._joined.slice(begin, count).to_numpy().astype(np.int64)
         if self._spans is None:
-            return ids, ids.copy()
+            return Piece(ids, ids.copy())
         first, last = self.rows_of(begin, count)
         labels = np.concatenate([self.labels(row) for row in range(first, last + 1)])
         begin -= int(self.ends[first - 1]) if first else 0
-        return ids, labels[begin : begin + count]
+        return Piece(ids, labels[begin : begin + count], self.second(first))
 
 
 def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -231,11 +341,22 @@ class Samples(Dataset):
         return len(self.pieces if self.plan is None else self.plan)
 
     def __getitem__(self, index: int) -> Sample:
-        if index == FILLER:
-            return self.shape.sample([])
-        if not 0 <= index < len(self):
+        if index != FILLER and not 0 <= index < len(self):
             raise IndexError(f"no sample {index} of {len(self)}")
-        return self.shape.sample([self.pieces[int(number)] for number in self._numbers(index)])
+        numbers = [] if index == FILLER else [int(number) for number in self._numbers(index)]
+        sample = self.shape.sample([self.pieces[number] for number in numbers])
+        if not self.shape.pairs:
+            return sample
+        rows = [self.pieces.rows_of(number)[0] for number in numbers]  # a pair is one piece
+        sample["desirable"] = torch.tensor(self.pieces.rows.desirable(rows), dtype=torch.bool)
+        sample["margin"] = torch.tensor(self.pieces.rows.margins(rows), dtype=torch.float32)
+        if (reference := self.pieces.rows.reference) is not None:
+            sample["reference"] = torch.from_numpy(reference[rows].reshape(-1))
+        return sample
+
+    def row_numbers(self, index: int) -> list[int]:
+        """Return the first encoded row of each piece of a sample, in order."""
+        return [self.pieces.rows_of(int(number))[0] for number in self._numbers(index)]
 
     def rows(self, index: int) -> str:
         """Return the encoded rows that a sample holds a part of, counted from 0, in words."""

@@ -8,6 +8,7 @@ import ast
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -21,6 +22,7 @@ DOCSTRING_CHARACTERS = 400  # a longer one is cut after a paragraph
 _VERSION = 2  # part of the cache key: raise it when the same files give other pairs
 _TURN = pa.struct({"role": pa.string(), "content": pa.string()})
 _ROWS = pa.schema({"messages": pa.list_(_TURN)})
+_PREFERENCES = pa.schema({name: pa.list_(_TURN) for name in ("prompt", "chosen", "rejected")})
 _WRITE = (
     "Write the body of this Python function.",
     "Complete this Python function.",
@@ -31,10 +33,11 @@ _EXPLAIN = (
     "Write the first line of the docstring of this Python function.",
     "Describe this Python function in one sentence.",
 )
+_PAIRS = 2_000  # of preferences: a demo asks its reference for all of them first
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def pairs() -> datasets.Dataset:
+def conversations() -> datasets.Dataset:
     """Return several thousand conversations of two turns: made in a few seconds, and cached."""
     files = stdlib_files()
     key = digest_of(_VERSION, stamped(files))
@@ -42,10 +45,28 @@ def pairs() -> datasets.Dataset:
     return cached(f"rows-{key}", tables, _ROWS, "Reading the standard library")
 
 
+def preferences() -> datasets.Dataset:
+    """Return two thousand pairs: the right answer, and the same with more than was asked for."""
+    files = stdlib_files()
+    key = digest_of(_VERSION, f"longer {_PAIRS}", stamped(files))
+    tables = in_tables(islice(_preferences(files), _PAIRS), _PREFERENCES)
+    return cached(f"rows-{key}", tables, _PREFERENCES, "Reading the standard library")
+
+
 def _rows(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]]]]:
     for question, answer in dict.fromkeys(pair for file in files for pair in _pairs_of(file)):
         turns = (("user", question), ("assistant", answer))
         yield ([{"role": role, "content": text} for role, text in turns],)
+
+
+def _preferences(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]], ...]]:
+    last = dict[bool, list[dict[str, str]]]()  # whether it is code -> the answer before
+    for (turns,) in _rows(files):
+        answer, kind = turns[1:], turns[1]["content"].startswith(" ")
+        if kind in last:
+            longer = f"{answer[0]['content']}\n\n{last[kind][0]['content']}"
+            yield turns[:1], answer, [answer[0] | {"content": longer}]
+        last[kind] = answer
 
 
 def _pairs_of(file: Path) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,10 @@ class BadRow(Exception):
         return str(self.args[0])
 
 
+class LeftOut(BadRow):
+    """A row that is left out and counted, whatever `on_bad_row` says."""
+
+
 def or_bad(fn: Callable[[Any], T], value: Any) -> T | BadRow:
     """Return what `fn` makes of a value, or the BadRow that it raises."""
     try:

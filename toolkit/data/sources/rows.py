@@ -10,8 +10,8 @@ from typing import Any
 import datasets
 
 from toolkit import ranks
-from toolkit.config.settings import DataConfig, SourceConfig
-from toolkit.data.examples import recognise
+from toolkit.config.settings import DataConfig, Learned, SourceConfig
+from toolkit.data.examples import pairs, recognise
 from toolkit.data.examples.columns import Names
 from toolkit.data.sources import instructions, lines, tables
 from toolkit.data.sources.files import (
@@ -67,13 +67,16 @@ class DataSource:
         """Return the columns of a stored row; raise BadRow where it cannot be read."""
         return self.names.renamed(self.read(stored))
 
-    def example(self, stored: dict[str, Any]) -> recognise.Example:
+    def example(self, stored: dict[str, Any]) -> recognise.Example | pairs.Pair | pairs.Answer:
         """Return what is to be learned of a stored row; raise BadRow where it cannot be used."""
         return self.example_of(self.read(stored))
 
-    def example_of(self, row: dict[str, Any]) -> recognise.Example:
+    def example_of(self, row: dict[str, Any]) -> recognise.Example | pairs.Pair | pairs.Answer:
         """Return what is to be learned of what `read` gave; raise BadRow as `example` does."""
-        return recognise.example_of(self.names.renamed(row), self.layout)
+        row = self.names.renamed(row)
+        if self.layout.shape in ("pairs", "answers"):
+            return (pairs.pair_of if self.layout.shape == "pairs" else pairs.answer_of)(row)
+        return recognise.example_of(row, self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
         """Return where the `number`-th row of the source, or of a shard of a stream, stands."""
@@ -91,11 +94,11 @@ class DataSource:
 
 
 def load_sources(
-    cfg: DataConfig, *, what: What = "train", documents: bool = False
+    cfg: DataConfig, *, what: What = "train", learned: Learned = "examples"
 ) -> list[DataSource]:
     """Return the sources that `cfg` names to train on or to evaluate on, not yet tokenised.
 
-    With `documents` rows are text or token ids, whatever else they have, learned whole:
+    What is `learned` of `documents` is text or token ids, whatever else rows have, whole:
     pretraining. Where nothing is named to train on, documents are the files of Python's standard
     library, other rows the instructions made of them.
 
@@ -110,21 +113,28 @@ def load_sources(
     streaming = cfg.streaming and what == "train"
     configs = configured(cfg, what)
     if not configs and what == "train":
-        if not documents:
-            pairs = instructions.pairs()
-            rows = pairs.to_iterable_dataset() if streaming else pairs
+        if learned == "answers":
+            raise DataError("expected answers with a label: set data.train_files or dataset_name")
+        if learned != "documents":
+            pairs_asked = learned == "pairs"
+            made = instructions.preferences() if pairs_asked else instructions.conversations()
+            rows = made.to_iterable_dataset() if streaming else made
             where = "the built-in instructions (Python's standard library)"
             layout = recognise.Layout("messages", ("messages",))
+            if pairs_asked:
+                layout = recognise.Layout("pairs", pairs.SIDES)
             return [DataSource("stdlib-instructions", where, rows, layout)]
         source = SourceConfig(files=[str(f) for f in stdlib_files()], name="stdlib")
         configs = [("the built-in text", source)]
-    return [_source(source, setting, cfg, streaming, documents) for setting, source in configs]
+    return [_source(source, setting, cfg, streaming, learned) for setting, source in configs]
 
 
 def _source(
-    source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, documents: bool
+    source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, learned: Learned
 ) -> DataSource:
     known = recognise.known_columns()
+    if learned in ("pairs", "answers"):
+        known = (*known, *pairs.SIDES, *pairs.COMPARED, "label", "margin")
     renamed = Names.of(source.columns or cfg.columns, known)
     known, there = (*known, *recognise.OF_A_TREE, *renamed.columns.values()), list[str]()
     files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()
@@ -153,11 +163,18 @@ def _source(
         shards = tables.file_shards(files, cuts.get(kind) if streaming else None)
         rows = tables.read_files(reader, shards, where, schema, streaming=streaming)
     made = DataSource(
-        *(str(source.name), where, rows, replace(recognise.PIECE_LAYOUT, whole=documents)),
+        *(
+            str(source.name),
+            where,
+            rows,
+            replace(recognise.PIECE_LAYOUT, whole=learned == "documents"),
+        ),
         *(source.weight, source.max_repeats, tuple(map(str, files))),
         *(tuple(shard.size for shard in shards) or None, renamed),
     )
-    return made if kind == "text" else _recognised(made, documents, there)
+    if kind == "text" and learned in ("pairs", "answers"):
+        raise DataError(f"{where}: expected preferences, got text files; give rows (.jsonl)")
+    return made if kind == "text" else _recognised(made, learned, there)
 
 
 def _say_splits(patterns: str | list[str], setting: str) -> None:
@@ -186,7 +203,7 @@ def _check_text(files: list[Path], where: str) -> None:
         ranks.say(f"WARNING: {file} looks like JSON lines and is read as plain text; {advice}")
 
 
-def _recognised(source: DataSource, documents: bool, there: list[str]) -> DataSource:
+def _recognised(source: DataSource, learned: Learned, there: list[str]) -> DataSource:
     """Return `source` with the layout that its first rows have, and what it leaves of them and of
     the columns that are `there`.
     """
@@ -202,7 +219,12 @@ def _recognised(source: DataSource, documents: bool, there: list[str]) -> DataSo
             f"{source.place(first[0][0], 0)}: {first[0][1]}, and none of the first {len(first)} "
             "rows can be read. Is this the right file?"
         )
-    layout_of = recognise.document_layout if documents else recognise.recognise
+    layout_of = {
+        "documents": recognise.document_layout,
+        "examples": recognise.recognise,
+        "pairs": pairs.pair_layout,
+        "answers": pairs.answer_layout,
+    }[learned]
     names, rows = source.names, [row for _, row in readable]
     names.check([dict.fromkeys(there), *rows], source.where)
     taken = {*names.columns.values(), *names.left_out}
@@ -218,6 +240,6 @@ def _recognised(source: DataSource, documents: bool, there: list[str]) -> DataSo
     unused = tuple(name for name in left if name not in {*used, *names.left_out})
     wanted = dict.fromkeys((*used, lines.RAW, lines.FAULT, *_OF_FILES))
     columns = [name for name in wanted if name in source.rows.column_names]
-    layout = replace(layout, unused=() if documents else unused)
+    layout = replace(layout, unused=() if learned == "documents" else unused)
     seen = frozenset((*used, *left, *names.left_out))
     return replace(source, layout=layout, rows=source.rows.select_columns(columns), seen=seen)

@@ -24,10 +24,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig
 from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
+from toolkit.data.examples.pairs import Answer, Pair
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources import tables
-from toolkit.data.sources.row_values import BadRow, Row, or_bad
+from toolkit.data.sources.row_values import BadRow, LeftOut, Row, or_bad
 from toolkit.data.sources.rows import DataSource
 from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, content_of
 from toolkit.data.tokens.tokenizer import check_vocabulary
@@ -39,20 +40,20 @@ LATE_COLUMN = "rows with a column {!r}, which the first rows do not have and not
 _CHAT_ROWS, _TEXT_ROWS = 512, 20_000  # that are encoded at a time, at most
 _PLACES = 3
 _ROWS_OF_A_PROCESS = 200  # conversations for which a further process is worth its start
-_VERSION = 6  # part of the cache key: raise it when the same row gives other tokens or counts
+_VERSION = 7  # part of the cache key: raise it when the same row gives other tokens or counts
 _MASKS = 3  # so of conversations: raise it when one gives another mask
 
 _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
+_OF_PAIRS = (("second", pa.int32()), ("desirable", pa.bool_()), ("margin", pa.float32()))
+_PAIRS = pa.schema([*_IN_PART, *_OF_PAIRS])
+OTHER_PROMPT = "pairs whose prompts end in other tokens"
+WITH_MARGIN = "pairs with a margin, which preference.loss_type reward asks for"
 
 _NOTHING = np.zeros(0, np.int32)
 _work: Any = None  # of a worker process
 
 log = logging.getLogger(__name__)
-
-
-class LeftOut(BadRow):
-    """A row that the settings leave out, whatever `on_bad_row` says."""
 
 
 class EndsRun(BadRow):
@@ -68,10 +69,15 @@ class EncodedExample:
     cut_off: int = 0  # tokens cut off at its end, which are not among `input_ids`
     notes: dict[str, int] = field(default_factory=dict)  # to be counted, by kind
     piece: int | None = None  # tokens of the pieces that packing cuts it into; None: stays whole
+    second: int | None = None  # of a pair: where the rejected answer's tokens begin
+    desirable: bool | None = None  # of a single answer, whose second is another row's
+    margin: float | None = None  # of a pair, for a reward model
 
     @property
     def supervised(self) -> int:
         """Tokens that the loss covers: nothing predicts the first of all, or of each piece."""
+        if self.second is not None:  # nothing predicts the first token of either
+            return sum(end - begin for begin, end in self.spans)
         piece = self.piece or max(1, len(self.input_ids))
         firsts = [-(-end // piece) - -(-begin // piece) for begin, end in self.spans]
         return sum(end - begin for begin, end in self.spans) - sum(firsts)
@@ -92,11 +98,14 @@ class Encoder:
     `vocab_size` (rows of the model's embedding) or more is a DataError.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, cfg: DataConfig, vocab_size: int) -> None:
-        self.tokenizer, self.cfg, self.vocab_size = tokenizer, cfg, vocab_size
+    def __init__(
+        self, tokenizer: Tokenizer | None, cfg: DataConfig, vocab_size: int, *, pairs: bool = False
+    ) -> None:
+        self.tokenizer, self.cfg, self.vocab_size, self.pairs = tokenizer, cfg, vocab_size, pairs
         self.finetune = cfg if isinstance(cfg, FinetuneDataConfig) else None
         self.supervise = "all" if self.finetune is None else self.finetune.supervise
-        bounded = self.finetune is not None and cfg.packing != "wrapped"
+        # Sides of pairs are fitted together.
+        bounded = self.finetune is not None and cfg.packing != "wrapped" and not pairs
         self.limit = cfg.sequence_length if bounded else None
         if tokenizer is None:
             return
@@ -122,7 +131,9 @@ class Encoder:
         """
         read = [or_bad(source.read, row) for row in stored]
         results = self.batch(
-            [row if isinstance(row, BadRow) else or_bad(source.example_of, row) for row in read]
+            _beside_each_other(
+                [row if isinstance(row, BadRow) else or_bad(source.example_of, row) for row in read]
+            )
         )
         for at, (row, values, result) in enumerate(zip(stored, read, results, strict=True)):
             if isinstance(values, dict) and not isinstance(result, BadRow):
@@ -138,12 +149,28 @@ class Encoder:
             results[at] = BadRow(said, result.reason)
         return results
 
-    def batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:
+    def batch(self, examples: Sequence[Example | Pair | BadRow]) -> list[EncodedRow]:
         """Return each example as token ids, or what is wrong with it, in order.
 
         A DataError where there is no tokenizer or chat template, or `supervise` does not go with
         the examples.
         """
+        sides = [
+            side
+            for example in examples
+            for side in (
+                (example.chosen, example.rejected) if isinstance(example, Pair) else [example]
+            )
+        ]
+        found = iter(self._batch(sides))
+        return [
+            self._pair(example, next(found), next(found))
+            if isinstance(example, Pair)
+            else next(found)
+            for example in examples
+        ]
+
+    def _batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:
         out = [self._rendered(example) for example in examples]
         texts = [(at, text) for at, text in enumerate(out) if isinstance(text, Rendered)]
         if texts:
@@ -211,6 +238,55 @@ class Encoder:
         edges = np.flatnonzero(np.diff(learned)).tolist()
         return self._fitted(example, ids, list(zip(edges[::2], edges[1::2], strict=True)))
 
+    def _pair(self, pair: Pair, chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
+        """Return both sides of a pair as one row, their answers cut to the same length where they
+        are too long together; see [Note: pairs].
+        """
+        for side in (chosen, rejected):
+            if isinstance(side, BadRow):
+                return side
+        assert isinstance(chosen, EncodedExample)
+        assert isinstance(rejected, EncodedExample)
+        begins = [side.spans[0][0] for side in (chosen, rejected)]
+        notes = chosen.notes | rejected.notes
+        if not np.array_equal(chosen.input_ids[: begins[0]], rejected.input_ids[: begins[1]]):
+            notes = notes | {OTHER_PROMPT: 1}
+        if pair.margin is not None:
+            notes = notes | {WITH_MARGIN: 1}
+        limit, sides = self.cfg.sequence_length, (chosen, rejected)
+        answers = [len(side.input_ids) - at for side, at in zip(sides, begins, strict=True)]
+        kept, cut = _most(limit - sum(begins), answers), 0
+        if kept < max(answers):
+            said = (
+                f"expected at most {limit} tokens of both sides (data.sequence_length), got "
+                f"{sum(len(side.input_ids) for side in sides)}"
+            )
+            too_long = self.finetune and self.finetune.too_long
+            if too_long == "error":
+                return EndsRun(f"{said}; set data.too_long to truncate or drop", "too long")
+            if too_long == "drop":
+                return LeftOut(said, "too long")
+            if kept < 1:
+                return LeftOut(f"{said}: the prompt leaves no room for answers", "prompt too long")
+            cut = sum(max(0, answer - kept) for answer in answers)
+        ids, spans = list[np.ndarray](), list[Span]()
+        for side, at in zip(sides, begins, strict=True):
+            end, before = at + kept, sum(len(own) for own in ids)
+            ids.append(side.input_ids[:end])
+            whole = [(b, min(e, end)) for b, e in side.spans if b < end]
+            spans += [(max(b, 1) + before, e + before) for b, e in whole if e > max(b, 1)]
+        if pair.desirable is None and np.array_equal(ids[0], ids[1]):
+            if cut:
+                return LeftOut(
+                    f"{said}: cut to {kept} tokens the answers are equal", "equal once cut"
+                )
+            return LeftOut("both answers give the same tokens", "equal sides")
+        second = len(ids[0])
+        if not (spans and spans[0][0] < second and spans[-1][0] >= second):
+            return LeftOut("an answer has no token to learn", "empty answer")
+        told: dict[str, Any] = {"desirable": pair.desirable, "margin": pair.margin}
+        return EncodedExample(np.concatenate(ids), spans, cut, notes, second=second, **told)
+
     def _framed(
         self, example: object, ids: np.ndarray, spans: list[Span]
     ) -> tuple[np.ndarray, list[Span]]:
@@ -261,6 +337,27 @@ class Encoder:
                 "no supervised token within sequence_length",
             )
         return BadRow("expected a token to learn, got none", "no supervised token")
+
+
+def _beside_each_other(examples: list[Any]) -> list[Any]:
+    """Return examples, single answers with the answer of the row beside each."""
+    if not any(isinstance(example, Answer) for example in examples):
+        return examples
+    found = []
+    for at, example in enumerate(examples):
+        if isinstance(example, Answer):
+            beside = examples[at ^ 1] if at ^ 1 < len(examples) else examples[at - 1]
+            example = example.beside(beside if isinstance(beside, Answer) else None)
+        found.append(example)
+    return found
+
+
+def _most(room: int, answers: Sequence[int]) -> int:
+    """Return the most tokens of each of two answers that fit into `room` together."""
+    shorter, longer = sorted(answers)
+    if shorter + longer <= room:
+        return longer
+    return max(room // 2, room - shorter) if room > 0 else 0
 
 
 @dataclass
@@ -323,7 +420,7 @@ def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
     counted = tables.cache_folder() / f"{name}.json"
     if not counted.is_file():  # it is written before the tokens get their name
         counted.with_suffix(".arrow").unlink(missing_ok=True)
-    schema = _WHOLE if source.layout.whole else _IN_PART
+    schema = _WHOLE if source.layout.whole else _PAIRS if encoder.pairs else _IN_PART
     parts, title = _encoded(source, encoder, counted), f"Encoding {source.name}"
     tokens = tables.cached(name, parts, schema, title, len(source.rows))
     counts = Counts(**json.loads(counted.read_text("utf-8")))
@@ -342,6 +439,7 @@ def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa
         processes = min(len(ranks.cores()), 1 + total // _ROWS_OF_A_PROCESS, total)
         most = min(_CHAT_ROWS, -(-total // processes))
     step = max(1, min(most, BATCH_BYTES * total // max(1, source.rows.data.nbytes)))
+    step += step % 2  # rows beside each other stay together
     starts = range(0, total, step)
     for first, results in zip(starts, _each(source, encoder, starts, processes), strict=True):
         for result in results:
@@ -353,7 +451,12 @@ def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa
         kept = [(at, r) for at, r in enumerate(results, first) if isinstance(r, EncodedExample)]
         ids = _lists([r.input_ids for _, r in kept])
         spans = _lists([np.array(r.spans, np.int32).ravel() for _, r in kept])
-        yield pa.table([ids, spans, pa.array([at for at, _ in kept], pa.int64())], schema=_IN_PART)
+        columns = [ids, spans, pa.array([at for at, _ in kept], pa.int64())]
+        if encoder.pairs:
+            columns.append(pa.array([r.second for _, r in kept], pa.int32()))
+            columns.append(pa.array([r.desirable for _, r in kept], pa.bool_()))
+            columns.append(pa.array([r.margin for _, r in kept], pa.float32()))
+        yield pa.table(columns, schema=_PAIRS if encoder.pairs else _IN_PART)
     with replacing(counted) as scratch:
         scratch.write_text(json.dumps(asdict(counts)), "utf-8")
 

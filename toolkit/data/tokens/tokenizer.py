@@ -76,7 +76,7 @@ def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> 
     with_trained = replace(model, tokenizer_name_or_path=str(folder))
     if trained and keep:
         return with_trained
-    sources = load_sources(data, documents=True)
+    sources = load_sources(data, learned="documents")
     formats = {source.layout.format for source in sources}
     if formats == {"tokenised"}:
         return model

@@ -15,7 +15,7 @@ import hashlib
 import json
 import socket
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,10 +48,14 @@ class Integrity:
     Args:
         state: a `TrainState` with model and optimizer, before the first step of this start.
         every: steps from one check at rest to the next.
+        moved: parameters that something else than the optimizer changes.
     """
 
-    def __init__(self, state: TrainState, every: int = 1) -> None:
+    def __init__(
+        self, state: TrainState, every: int = 1, moved: Iterable[torch.Tensor] = ()
+    ) -> None:
         reshard(state.model)
+        self._moved = {id(p) for p in moved}
         self._state, self._parameters = state, dict(state.model.named_parameters())
         self._buffers = persistent_buffers(state.model)
         for prefix, module in state.model.named_modules():
@@ -173,8 +177,8 @@ class Integrity:
         return found
 
     def _frozen(self) -> dict[str, torch.Tensor]:
-        """Return the other parameters, by name."""
-        held = self._held()
+        """Return the other parameters, by name, without those that are moved."""
+        held = self._held() | self._moved
         return {n: p for n, p in self._parameters.items() if id(p) not in held}
 
     def _held(self) -> set[int]:

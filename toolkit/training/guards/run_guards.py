@@ -1,9 +1,11 @@
 """Guards of a run's numbers: bad steps, changed bits, and how long ranks wait for data."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from toolkit import ranks
 from toolkit.config.settings import RunConfig
@@ -68,8 +70,10 @@ class Guards:
             self.state.extra[SPIKES] = self.spikes.state_dict()
 
 
-def guards_of(cfg: RunConfig, data: TrainingData, state: TrainState) -> Guards:
-    """Return what watches a run from `state` on."""
+def guards_of(
+    cfg: RunConfig, data: TrainingData, state: TrainState, moved: Iterable[torch.Tensor] = ()
+) -> Guards:
+    """Return what watches a run from `state` on; `moved`: what changes without an optimizer."""
     train, feed, spikes = cfg.train, data.feed, None
     if train.skip_spikes is None:
         state.extra.pop(SPIKES, None)  # of a start that had them; they grow stale
@@ -77,6 +81,6 @@ def guards_of(cfg: RunConfig, data: TrainingData, state: TrainState) -> Guards:
         kept, device = state.extra.get(SPIKES, {}), data.run.device
         spikes = Spikes(train.skip_spikes, device, kept)
     every = train.logging_steps if train.check_steps is None else train.check_steps
-    integrity = Integrity(state, every) if every else None
+    integrity = Integrity(state, every, moved) if every else None
     bad_steps = BadSteps(train.max_bad_steps, data.samples_of, state)
     return Guards(bad_steps, integrity, lambda: feed.waited, state, spikes)

@@ -1,0 +1,105 @@
+"""Teach a causal language model by preferences: pairs of a chosen and a rejected answer (DPO).
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml \\
+        recipes/prefer.py --config recipes/configs/prefer_tiny.yaml
+
+Also under `torchrun` and plain `python`. Without a config and a model it runs the demo's. The same
+command on the same output_dir resumes.
+
+Every call below is made by every rank; those that can fail on one rank fail on all of them.
+"""
+
+from pathlib import Path
+
+from toolkit import adapters, assembly, checkpoint, export, hub, loading, planning, training
+from toolkit.checkpoint import RunFolder, TrainState
+from toolkit.config import PreferConfig
+from toolkit.data.prepare import prepare_data
+from toolkit.mesh import init_mesh
+from toolkit.sharding import apply_fsdp
+from toolkit.training import Run, preference
+from toolkit.training.reference import use_reference
+
+DEMO = Path(__file__).parent / "configs" / "prefer_tiny.yaml"
+
+
+def prefer(cfg: PreferConfig, run: Run) -> None:
+    # ---- What can be refused is refused before anything is loaded --------------------------------
+    folder = RunFolder(cfg, run)  # keeps other starts out
+    base, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
+    cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
+    mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
+    data = prepare_data(cfg, base, model_cfg, run, mesh.data, preference.METRICS)
+    model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
+    assembly.check_before_loading(cfg, model, data, folder)
+    sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
+
+    # ---- The state: a new one, or where an earlier start left off --------------------------------
+    # The newest checkpoint that verifies; the data's position is moved to it.
+    saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
+    loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=saved is not None)
+    training.seed_everything(cfg.seed, run.rank)
+    preference.disable_dropout(model)  # it must be the same function as its reference
+    optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
+    scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
+    state = TrainState(model, optimizer, scheduler, data.position)
+    checkpoint.restore(state, saved)
+    stopping = training.early_stopping(cfg.train, cfg.checkpoint, state.extra)
+    folder.save_config(state, data, done=stopping.stop)
+    if cfg.preference.needs_reference:
+        run.say(use_reference(sharded, data, folder.path, state.step))
+    metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
+
+    # ---- The loop --------------------------------------------------------------------------------
+    objective = preference.Objective(cfg.preference, mesh.loss)
+    model.train()
+    run.say(stopping.line(state.step))
+    for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
+        counts = [objective.counts(batch) for batch in micro_batches]
+        update = training.Update(sharded, micro_batches, counts, metrics.router)  # of all ranks
+        for batch in update:
+            loss = objective(model, batch)  # a sum over the batch's pairs
+            update.mean(loss).backward()  # of the global batch
+        stats = update.step(optimizer, cfg.optim.max_grad_norm, metrics.guards.spikes)
+        learning_rate = float(scheduler.get_last_lr()[0])
+        scheduler.step()
+        data.position.advance()
+        training.collect_garbage(step)
+        last = step == data.max_steps or training.stop_requested()
+        evaluated = {}
+        if data.evals and (last or training.due(step, cfg.train.eval_steps)):
+            with metrics.pause():
+                evaluated = training.evaluate_metrics(
+                    sharded, data.evals, objective, perplexity=False
+                )
+                training.answer_prompts(model, data.tokenizer, cfg.train, folder.samples, step)
+            last = stopping.update(evaluated) or last
+            run.say(stopping.line(step))
+        metrics.step(step, stats, learning_rate, **evaluated)
+        if step == metrics.first_step + 5:  # not at the first, whose learning rate may be zero
+            run.say(*adapters.idle_adapter_lines(model))
+        if last or training.due(step, cfg.checkpoint.save_steps):
+            metrics.check_finite(step)
+            state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
+            with metrics.pause():
+                path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
+                run.say(checkpoint.saved_line(path))
+                run.say(*data.reading_lines(), export.prove_adapter(state, path))
+        if training.due(step, cfg.checkpoint.export_steps):
+            metrics.check_finite(step)
+            with metrics.pause():
+                run.say(export.export_step(model, folder.path, step, may_fail=not last))
+        if last:
+            break
+
+    # ---- What was done, and what comes next ------------------------------------------------------
+    checkpoint.wait()
+    training.leave_loop(state.step)
+    if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):
+        run.say(export.export_step(model, folder.path, state.step))
+    run.say(metrics.close(), *folder.next_lines(state.step, adapted=cfg.adapters is not None))
+    hub.publish(folder.path, cfg.hub, run.say)
+
+
+if __name__ == "__main__":
+    training.main(prefer, PreferConfig, demo=DEMO)
