@@ -202,7 +202,7 @@ def test_an_objective_that_is_named_is_not_doubted() -> None:
         ("ipo", "chatml.icr", {"prompt": "input"}, "without the column `system`"),
         ("dpo", "chatml.ultra", None, "rendered by the chat template, not as chatml there"),
         ("simpo", "chatml.argilla_chat", None, "rendered by the chat template"),
-        ("dpo", "chat_template.default", {"prompt": "messages"}, "one turn alone is not read"),
+        ("dpo", "chat_template.default", {"prompt": "messages"}, None),
         ("orpo", "chat_template.argilla", None, None),
         ("dpo", "zephyr.nectar", None, "zephyr.nectar: not known; pairs are prompt, chosen"),
         ("kto", "llama3.argilla", {"prompt": "instruction"}, "texts are learned as they stand"),

@@ -100,6 +100,20 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, str | None], Any]] = {
         {},
         CHAT,
     ),
+    "a turn alone (axolotl)": (
+        {"messages": [user("q")], "chosen": assistant("yes"), "rejected": assistant("no")},
+        {"prompt": "messages"},
+        CHAT,
+    ),
+    "ranking (LLaMA-Factory)": (
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "yes"},
+            "rejected": {"from": "gpt", "value": "no"},
+        },
+        {"prompt": "conversations"},
+        CHAT,
+    ),
     "texts": ({"prompt": "q: ", "chosen": "yes", "rejected": "no"}, {}, TEXT),
     "texts, the prompt within": ({"chosen": "q: yes", "rejected": "q: no"}, {}, TEXT),
     "other names": (

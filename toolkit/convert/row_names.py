@@ -71,8 +71,7 @@ def preferred_columns(entry: dict[str, Any], objective: str) -> tuple[dict[str, 
         return {}, None
     if style == "chat_template" and function in ("", "default"):
         turns = entry.pop("field_messages", "messages")
-        what = "a side is a text or a list of turns here; one turn alone is not read"
-        return {} if turns == "prompt" else {"prompt": turns}, what
+        return {} if turns == "prompt" else {"prompt": turns}, None
     columns, texts = _PREFERRED.get(function, ({}, False))
     if style == "bradley_terry":
         columns, texts = {"prompt": "input"}, True

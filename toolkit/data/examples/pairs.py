@@ -110,7 +110,9 @@ def _ranked(row: Row) -> tuple[Any, Any]:
 
 
 def _value(value: Any, name: str) -> Any:
-    """Return a text, or a list that may be JSON text."""
+    """Return a text, or a list of turns, which may be JSON text, or one turn alone."""
+    if isinstance(value, dict):
+        return [value]
     if isinstance(value, str) and value[:1] == "[":
         try:
             found = json_value(value)
@@ -120,11 +122,18 @@ def _value(value: Any, name: str) -> Any:
     return value
 
 
+def _messages(value: Any, name: str) -> list[Row]:
+    """Return turns, which ShareGPT calls `from` and `value`, as messages."""
+    if any(isinstance(turn, dict) and "from" in turn for turn in value):
+        return turns.from_sharegpt({name: value}, name)
+    return turns.from_messages(value, name)
+
+
 def _of_texts(row: Row) -> Pair:
     chosen, rejected = (string(row[name], name) for name in SIDES)
     prompt = row.get("prompt")
     if isinstance(prompt, list):
-        messages = turns.from_messages(prompt, "prompt")
+        messages = _messages(prompt, "prompt")
         return _conversations(row, messages, *([_answer(x)] for x in (chosen, rejected)))
     if prompt is None:
         prompt = _common(chosen, rejected)
@@ -150,11 +159,11 @@ def _common(one: str, other: str) -> str:
 
 
 def _of_turns(row: Row, chosen: Any, rejected: Any) -> Pair:
-    sides = [turns.from_messages(x, n) for x, n in zip((chosen, rejected), SIDES, strict=True)]
+    sides = [_messages(x, n) for x, n in zip((chosen, rejected), SIDES, strict=True)]
     prompt = row.get("prompt")
     before: list[Row] = []
     if isinstance(prompt, list):
-        before = turns.from_messages(prompt, "prompt")
+        before = _messages(prompt, "prompt")
         if all(side[: len(before)] == before for side in sides):  # they hold it already
             before = []
     elif isinstance(prompt, str) and not any(t["role"] == "user" for side in sides for t in side):
@@ -210,9 +219,9 @@ def answer_of(row: Row) -> Answer:
     if isinstance(prompt, list) or isinstance(completion, list):
         if not isinstance(prompt, list):
             prompt = [{"role": "user", "content": string(prompt, "prompt")}]
-        before = turns.from_messages(prompt, "prompt")
+        before = _messages(prompt, "prompt")
         if isinstance(completion, list):
-            after = turns.from_messages(completion, "completion")
+            after = _messages(completion, "completion")
         else:
             after = [_answer(string(completion, "completion"))]
         _check_answer(after[-1], "completion")
