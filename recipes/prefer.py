@@ -47,7 +47,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     stopping = training.early_stopping(cfg.train, cfg.checkpoint, state.extra)
     folder.save_config(state, data, done=stopping.stop)
     if cfg.preference.needs_reference:
-        run.say(use_reference(sharded, data, folder.path, state.step))
+        run.say(use_reference(sharded, data, folder.root, state.step))
     metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
 
     # ---- The loop --------------------------------------------------------------------------------

@@ -3,18 +3,22 @@
 [Note: reference] Before the first step the model is the reference, under full tuning and with new
 adapters, which change nothing yet. So no second model is held: every pair to train on and to
 evaluate on goes through the sharded model once, without a gradient, about a third of the cost of an
-epoch. The run's folder keeps 8 bytes a row with digests of rows and base; a resume reads them.
+epoch. Beside the checkpoints 8 bytes a row are kept with digests of rows and base; a resume reads
+them.
 Rows of a stream are not known before: there each batch asks the model with its adapters off.
 """
 
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from toolkit import ranks
 from toolkit.adapters.base import base_digest
@@ -30,15 +34,16 @@ from toolkit.training.guards import watchdog
 from toolkit.training.preference import sequence_logps
 
 FILE = "reference.safetensors"
+_PACE = 30.0  # seconds between two lines on how far it is
 
 
-def use_reference(sharded: Sharded, data: TrainingData, folder: Path, step: int) -> str:
+def use_reference(sharded: Sharded, data: TrainingData, folder: Any, step: int) -> str:
     """Give every pair of `data` the log-probabilities of its answers by the reference; return the
     line for the log. Collective. See [Note: reference].
 
     Args:
         sharded: before its first step; after a resume the file is read instead.
-        folder: of the run, in which `FILE` lies.
+        folder: that of the run's checkpoints (`RunFolder.root`), in which `FILE` lies.
         step: that are done.
 
     Raises:
@@ -50,11 +55,11 @@ def use_reference(sharded: Sharded, data: TrainingData, folder: Path, step: int)
     parts = dict(_parts(data.feed))
     rows, file = {name: part[0].pieces.rows for name, part in parts.items()}, folder / FILE
     found = ranks.on_main(lambda: {"rows": _digest(rows), "base": _base(sharded)})
-    kept = ranks.on_main(lambda: _kept(file, found, step))
-    if not kept:
+    values = ranks.on_main(lambda: _kept(file, found, step))  # hosts may have no disk in common
+    kept = values is not None
+    if values is None:
         values = {name: _asked(sharded, data, samples) for name, samples in parts.items()}
         ranks.on_main(lambda: _write(file, values, found))
-    values = safetensors.numpy.load_file(file)
     for name, own in parts.items():
         for samples in own:
             samples.pieces.rows.reference = values[name]
@@ -94,21 +99,22 @@ def _base(sharded: Sharded) -> str:
     return base_digest(assets.folder, assets.name_or_path, assets.revision)
 
 
-def _kept(file: Path, found: dict[str, str], step: int) -> bool:
-    """Return whether the file holds what is asked for; TrainingError where a run needs it and it
-    does not.
+def _kept(file: Any, found: dict[str, str], step: int) -> dict[str, np.ndarray] | None:
+    """Return what the file holds where it is of these rows and this base, else None; TrainingError
+    where a run needs it.
     """
     try:
-        with safe_open(file, "np") as held:
-            told = held.metadata() or {}
-    except (OSError, SafetensorError) as error:
+        content = file.read_bytes()
+        values = safetensors.numpy.load(content)
+        told = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    except (OSError, SafetensorError, KeyError) as error:
         if step:
             raise TrainingError(
                 f"{file} cannot be read ({error}), and a run that goes on after step {step} needs "
                 "it: the model is not the reference any more. Put the file back, or start anew in "
                 "another output_dir"
             ) from error
-        return False
+        return None
     others = [name for name in found if told.get(name) != found[name]]
     if others and step:
         what = " and ".join({"rows": "other rows", "base": "another base"}[name] for name in others)
@@ -116,12 +122,16 @@ def _kept(file: Path, found: dict[str, str], step: int) -> bool:
             f"{file} is of {what} than this run has, which goes on after step {step}: give those "
             "that it began with, or start anew in another output_dir"
         )
-    return not others
+    return None if others else values
 
 
-def _write(file: Path, values: dict[str, np.ndarray], found: dict[str, str]) -> None:
+def _write(file: Any, values: dict[str, np.ndarray], found: dict[str, str]) -> None:
+    content = safetensors.numpy.save(values, metadata=found)
+    if not isinstance(file, Path):  # of a store, which has the whole of it or nothing
+        file.write_bytes(content)
+        return
     with replacing(file) as scratch:
-        scratch.write_bytes(safetensors.numpy.save(values, metadata=found))
+        scratch.write_bytes(content)
 
 
 @torch.no_grad()
@@ -129,7 +139,7 @@ def _asked(sharded: Sharded, data: TrainingData, parts: list[Samples]) -> np.nda
     """Return the log-probabilities of both answers of the rows in `parts`, float32 [rows, 2]; NaN
     of rows in none of them. Collective.
     """
-    model, run = sharded.model, data.run
+    model, run, told = sharded.model, data.run, time.monotonic()
     size = data.cfg.train.per_device_eval_batch_size or data.cfg.train.micro_batch
     values = torch.zeros(len(parts[0].pieces.rows), 2, dtype=torch.float64, device=run.device)
     seen = torch.zeros(len(values), 1, dtype=torch.float64, device=run.device)
@@ -139,8 +149,11 @@ def _asked(sharded: Sharded, data: TrainingData, parts: list[Samples]) -> np.nda
         for samples in parts:
             order = eval_batches(range(len(samples)), size, run.rank, run.world_size)
             batches = run.loader(samples, order, collate_fn=samples.shape.batch)
-            for indices, batch in zip(order, batches, strict=True):
+            for at, (indices, batch) in enumerate(zip(order, batches, strict=True)):
                 watchdog.progress()
+                if time.monotonic() - told > _PACE:
+                    ranks.say(f"reference  batch {at:,} of {len(order):,}")
+                    told = time.monotonic()
                 sums = sequence_logps(model, batch)[0][:-1]
                 rows = [row for i in indices if i != FILLER for row in samples.row_numbers(i)]
                 values[rows], seen[rows] = sums.double().view(-1, 2), 1.0
