@@ -304,3 +304,17 @@ def test_a_pair_is_read_by_itself() -> None:
     )  # type: ignore[union-attr]
     with pytest.raises(BadRow, match="a number"):
         pair_of({"response_1": "a", "response_2": "b", "preference": "first"})
+
+
+def test_rows_for_another_recipe_name_it(tmp_path: Path) -> None:
+    pairs = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    answers = {"prompt": "q", "completion": "a", "label": True}
+    for row, learned, said in (
+        (pairs, "examples", "`toolkit prefer` learns from both"),
+        (pairs, "answers", "pairs are for another preference.loss_type than kto"),
+        (answers, "pairs", "single answers with a label are for preference.loss_type kto"),
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        cfg = FinetuneDataConfig(train_files=str(tmp_path / "rows.jsonl"))
+        with pytest.raises(DataError, match=said):
+            load_sources(cfg, learned=learned)

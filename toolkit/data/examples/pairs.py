@@ -67,7 +67,7 @@ def pair_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
     raise BadRow(
         f"expected pairs of answers ('chosen' and 'rejected', or 'response_1', 'response_2' and "
         f"'preference'), got {named(rows[0])}. Set data.columns, such as {{chosen: better, "
-        "rejected: worse}",
+        "rejected: worse}; single answers with a label are for preference.loss_type kto",
         "unknown format",
     )
 
@@ -202,7 +202,8 @@ def answer_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
         return Layout("answers", columns)
     raise BadRow(
         f"expected answers with a label ('prompt', 'completion' and 'label'), got {named(rows[0])}."
-        " Set data.columns, such as {completion: answer, label: good}",
+        " Set data.columns, such as {completion: answer, label: good}; pairs are for another "
+        "preference.loss_type than kto",
         "unknown format",
     )
 

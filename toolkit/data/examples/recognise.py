@@ -148,6 +148,12 @@ def recognise(rows: Sequence[Row], *, text: bool = False) -> Layout:
     found = Counter(layout for row in rows if (layout := _layout_of(row, text)) is not None)
     if found:
         return found.most_common(1)[0][0]
+    if all(name in row for row in rows for name in ("chosen", "rejected")):
+        raise BadRow(
+            f"expected examples, got pairs of answers ({named(rows[0])}). `toolkit prefer` learns "
+            "from both; data.columns {completion: chosen} learns the chosen ones alone",
+            "pairs of answers",
+        )
     raise BadRow(
         f"expected the columns of a format, got {named(rows[0])}. Known are: text ('text'); "
         "prompts and completions ('prompt' and 'completion'); conversations ('messages' or "
