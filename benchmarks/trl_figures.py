@@ -68,7 +68,7 @@ def models(turned: bool = False) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
 
 def reward_model() -> LlamaForSequenceClassification:
     torch.manual_seed(4)
-    return LlamaForSequenceClassification(LlamaConfig(**CONFIG, num_labels=1, pad_token_id=0))
+    return LlamaForSequenceClassification(LlamaConfig(**CONFIG, num_labels=1, pad_token_id=0))  # type: ignore[call-arg]
 
 
 def pairs() -> list[dict[str, list[int]]]:
