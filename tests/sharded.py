@@ -6,9 +6,11 @@ A dict is a batch as transformers has it: `labels` at their own tokens, beside w
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from toolkit.config.settings import ShardingConfig
 from toolkit.data.samples.batch import IGNORED, Batch
@@ -20,7 +22,7 @@ from toolkit.sharding.units import UnitPlan
 from toolkit.training import step
 from toolkit.training.loss import LossSum, causal_lm_loss
 
-__all__ = ["apply_fsdp", "init_mesh", "sharded_of"]
+__all__ = ["apply_fsdp", "assert_same_steps", "init_mesh", "sharded_of", "sums_of_gradients"]
 COUNT = "num_items_in_batch"  # of a dict: as `Batch.n_targets`
 
 
@@ -108,3 +110,29 @@ def evaluate(
 def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
     """Return how many tokens of unshifted labels are predicted."""
     return Batch.of(labels).count
+
+
+Steps = dict[str, tuple[float, dict[str, tuple[float, float]]]]
+"""Objective -> its loss, and the gradient of each parameter as `sums_of_gradients` has it."""
+
+
+def sums_of_gradients(model: nn.Module) -> dict[str, tuple[float, float]]:
+    """Return sum and sum of squares of the whole gradient of each trained parameter. Collective."""
+    found = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.grad is not None:
+            whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            found[name] = (whole.double().sum().item(), whole.double().square().sum().item())
+    return found
+
+
+def assert_same_steps(found: Steps, expected: Steps) -> None:
+    """Compare losses and gradients of ranks with those of one process."""
+    for name, (loss, sums) in expected.items():
+        assert found[name][0] == pytest.approx(loss, rel=1e-5), name
+        assert found[name][1].keys() == sums.keys()
+        largest = max(abs(total) for total, _ in sums.values())
+        for parameter, (total, square) in sums.items():
+            other = found[name][1][parameter]
+            assert other[0] == pytest.approx(total, rel=1e-4, abs=1e-5 * largest), parameter
+            assert other[1] == pytest.approx(square, rel=1e-4, abs=1e-9), parameter

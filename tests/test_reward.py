@@ -12,11 +12,10 @@ import yaml
 from conftest import save_byte_tokenizer, save_tiny_model
 from distributed import run_ranks
 from layouts import save_layout
-from sharded import apply_fsdp, init_mesh
+from sharded import apply_fsdp, assert_same_steps, init_mesh, sums_of_gradients
 from test_prefer_recipe import TEMPLATE, assert_alike, lines, pair, run
 from test_preference import FIGURES, LENGTH, SPLITS
 from tiny_models import tiny_config
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -127,12 +126,7 @@ def of_ranks(rank: int, world: int, packing: str, lora: bool) -> dict[str, Any]:
         update = Update(sharded, batches, [objective.counts(batch) for batch in batches])
         for batch in update:
             update.mean(objective(tuned, batch)).backward()
-        sums = {
-            n: (g.double().sum().item(), g.double().square().sum().item())
-            for n, p in tuned.named_parameters()
-            if p.requires_grad
-            and (g := p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) is not None
-        }
+        sums = sums_of_gradients(tuned)
         stats = update.step(torch.optim.SGD(tuned.parameters(), lr=0.0), max_grad_norm=0.0)
         found[name] = float(stats.loss), sums
     return found
@@ -149,13 +143,7 @@ def alone() -> dict[tuple[str, bool], dict[str, Any]]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_unequal_ranks_are_one_process(alone, world: int, packing: str, lora: bool) -> None:
     for found in run_ranks(of_ranks, world, packing, lora):
-        for name, (loss, sums) in alone[packing, lora].items():
-            assert found[name][0] == pytest.approx(loss, rel=1e-5)
-            largest = max(abs(total) for total, _ in sums.values())
-            for parameter, (total, square) in sums.items():
-                other = found[name][1][parameter]
-                assert other[0] == pytest.approx(total, rel=1e-4, abs=1e-5 * largest), parameter
-                assert other[1] == pytest.approx(square, rel=1e-4, abs=1e-9), parameter
+        assert_same_steps(found, alone[packing, lora])
 
 
 def test_one_process_on_ranks_is_trls_and_its_adapters_train_the_head(alone) -> None:
