@@ -37,7 +37,8 @@ from tiny_models import float64_throughout, rows
 
 from toolkit import checkpoint, ranks
 from toolkit.adapters.lora import add_adapters
-from toolkit.config.settings import CheckpointConfig, LoraConfig, ModelConfig, ShardingConfig
+from toolkit.config.lora import LoraConfig
+from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ToolkitError
 from toolkit.export import consolidate
 from toolkit.export.live import export_live

@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor
 from toolkit import checkpoint, cli
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.lora import add_adapters
+from toolkit.config.lora import LoraConfig
 from toolkit.config.published import base_model
 from toolkit.config.settings import (
     CheckpointConfig,
     HubConfig,
-    LoraConfig,
     ModelConfig,
     ShardingConfig,
 )

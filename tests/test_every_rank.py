@@ -63,7 +63,8 @@ def build(folder: str, world: int, sharding: dict[str, Any], r: int) -> Any:
 
     from toolkit import checkpoint, loading
     from toolkit.adapters import prepare_adapters
-    from toolkit.config.settings import LoraConfig, ModelConfig, OptimConfig, ShardingConfig
+    from toolkit.config.lora import LoraConfig
+    from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
     from toolkit.models.causal_lm import prepare
     from toolkit.training.optim import build_optimizer
 

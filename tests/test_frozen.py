@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import checkpoint, loading
 from toolkit.adapters import prepare_adapters
+from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import (
     CheckpointConfig,
-    LoraConfig,
     ModelConfig,
     OptimConfig,
     ShardingConfig,

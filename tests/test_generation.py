@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.adapters.lora import add_adapters
-from toolkit.config.settings import LoraConfig, ModelConfig, ShardingConfig
+from toolkit.config.lora import LoraConfig
+from toolkit.config.settings import ModelConfig, ShardingConfig
 from toolkit.errors import TrainingError
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta

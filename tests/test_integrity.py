@@ -18,7 +18,8 @@ from toolkit import ranks
 from toolkit.adapters.lora import add_adapters
 from toolkit.checkpoint import TrainState
 from toolkit.checkpoint.commit import committed_steps
-from toolkit.config.settings import LoraConfig, ModelConfig, OptimConfig, ShardingConfig
+from toolkit.config.lora import LoraConfig
+from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.data.order.position import Position
 from toolkit.errors import TrainingError
 from toolkit.formats.bit_sums import bit_sums

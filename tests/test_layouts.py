@@ -25,7 +25,8 @@ from toolkit import checkpoint
 from toolkit.adapters.coverage import coverage, covered_share
 from toolkit.adapters.lora import add_adapters
 from toolkit.checkpoint.carried import carried_tensors
-from toolkit.config.settings import CheckpointConfig, LoraConfig, ModelConfig, ShardingConfig
+from toolkit.config.lora import LoraConfig
+from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError, LoadingError, ModelError
 from toolkit.export import consolidate
 from toolkit.formats import StoredTensor, assets_of, export_manifest

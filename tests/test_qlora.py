@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from toolkit import checkpoint
 from toolkit.adapters.lora import add_adapters
 from toolkit.checkpoint import resuming
+from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import (
     CheckpointConfig,
-    LoraConfig,
     ModelConfig,
     OptimConfig,
     ShardingConfig,

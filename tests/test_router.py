@@ -20,11 +20,11 @@ from test_token_logps import assert_close, gradients
 from tiny_models import rows, save, tiny_model
 from torch.distributed.tensor import DTensor
 
+from toolkit.config.lora import LoraConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
     FinetuneModelConfig,
     FinetuneTrainConfig,
-    LoraConfig,
     ShardingConfig,
     TrainConfig,
 )

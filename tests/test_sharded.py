@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 from toolkit import checkpoint, loading, models, ranks
 from toolkit.adapters.lora import add_adapters
 from toolkit.checkpoint import commit
+from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import (
     CheckpointConfig,
-    LoraConfig,
     ModelConfig,
     OptimConfig,
     ShardingConfig,

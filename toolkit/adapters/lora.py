@@ -23,7 +23,7 @@ from toolkit.adapters.targets import (
     targets_of,
     unfit_modules,
 )
-from toolkit.config.settings import LoraConfig
+from toolkit.config.lora import LoraConfig
 from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
 from toolkit.models.causal_lm import kept_in_fp32

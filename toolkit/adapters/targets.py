@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from toolkit import ranks
-from toolkit.config.settings import LoraConfig
+from toolkit.config.lora import LoraConfig
 from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
 from toolkit.models.classes import plain_name

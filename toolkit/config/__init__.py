@@ -1,12 +1,12 @@
 """Settings of a run, their defaults and their reader. Imports no torch."""
 
+from toolkit.config.lora import LoraConfig
 from toolkit.config.outputs import MAX_SHARD_SIZE, CheckpointConfig, HubConfig, MetricsConfig
 from toolkit.config.parse import differences, dump, flat, load, parse
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
     DataConfig,
     FinetuneConfig,
-    LoraConfig,
     ModelConfig,
     OptimConfig,
     PretrainConfig,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.config.settings import LoraConfig
+from toolkit.config.lora import LoraConfig
 from toolkit.errors import ConfigError, one_line
 
 BLOCK = 64  # values that share a scale

@@ -19,7 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.config.settings import LoraConfig, ModelConfig, ShardingConfig
+from toolkit.config.lora import LoraConfig
+from toolkit.config.settings import ModelConfig, ShardingConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import assets_of
 from toolkit.models import packed_linear
