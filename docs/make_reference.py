@@ -23,15 +23,10 @@ import docstring_parser
 import yaml
 
 from toolkit import cli
+from toolkit.config.kinds import KINDS
 from toolkit.config.parse import flat, in_words
 from toolkit.config.preference import PreferConfig
-from toolkit.config.settings import (
-    FinetuneConfig,
-    FinetuneModelConfig,
-    ModelConfig,
-    PretrainConfig,
-    SourceConfig,
-)
+from toolkit.config.settings import SourceConfig
 
 HERE = Path(__file__).parent / "reference"
 SETTINGS = """# Settings
@@ -179,10 +174,11 @@ def what_is_trained(config: dict[str, Any]) -> str:
 
 def settings_page() -> str:
     defaults = {
-        "pretrain": flat(PretrainConfig(model=ModelConfig(REQUIRED))),
-        "finetune": flat(FinetuneConfig(model=FinetuneModelConfig(REQUIRED))),
-        "prefer": flat(PreferConfig(model=FinetuneModelConfig(REQUIRED))),
+        kind.name: flat(kind.config(typing.get_type_hints(kind.config)["model"](REQUIRED)))
+        for kind in KINDS
     }
+    for settings in defaults.values():
+        settings["kind"] = ""  # each fills in its own
     hints = typing.get_type_hints(PreferConfig)
     lines = [SETTINGS]
     for name, cls in hints.items():

@@ -29,7 +29,7 @@ from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig
 from toolkit.errors import ConfigError
 
 PLACEHOLDERS = {"N": "1", "ADDRESS": "10.0.0.1", "SECONDS": "5", "SIZE": "80GB", "COMMAND": "plan"}
-CONFIGS = {name: f"recipes/configs/{name}_tiny.yaml" for name in recipes.SETTINGS}
+CONFIGS = {name: f"recipes/configs/{name}_tiny.yaml" for name in recipes.NAMES}
 OTHERS = {
     "transformers": "a command of transformers; the chat needs a person",
     "vllm": "another tool, for GPUs",
@@ -220,7 +220,7 @@ def _srun(words: list[str]) -> None:
 
 
 def _python(words: list[str]) -> None:
-    if Path(words[1]).parent.name == "recipes" and Path(words[1]).stem in recipes.SETTINGS:
+    if Path(words[1]).parent.name == "recipes" and Path(words[1]).stem in recipes.NAMES:
         _recipe(words[1], words[2:])
     else:
         _script(words[1:])
@@ -249,16 +249,13 @@ def _settings(recipe: str, arguments: list[str]) -> None:
     given = arguments or ["--config", "CONFIG"]  # a recipe alone takes its demo's
     named = [CONFIGS[recipe] if word == "CONFIG" else word for word in given]
     there = [w if not (ROOT / w).is_file() else str(ROOT / w) for w in named]
-    parse(recipes.SETTINGS[recipe], there)
+    parse(recipes.find_kind(recipe).config, there)
 
 
 def _either(file: str) -> None:
     """Check a config that may be of any recipe."""
-    try:
-        _settings("pretrain", ["--config", file])
-    except ConfigError:
-        of_pairs = Path(file).is_file() and "preference" in yaml.safe_load(Path(file).read_text())
-        _settings("prefer" if of_pairs else "finetune", ["--config", file])
+    name = CONFIGS["pretrain"] if file == "CONFIG" else file
+    recipes.load_config(ROOT / name if (ROOT / name).is_file() else name)
 
 
 def _make(words: list[str]) -> None:

@@ -694,7 +694,7 @@ def test_a_run_whose_config_is_damaged(start, finished, tmp_path) -> None:
 def test_a_run_of_the_other_recipe(start, finished, tmp_path) -> None:
     run = copied(finished / "run", tmp_path / "copy")
     settings = yaml.safe_load((run / "config.yaml").read_text())
-    (run / "config.yaml").write_text(yaml.safe_dump({**settings, "lora": {"r": 0}}))
+    (run / "config.yaml").write_text(yaml.safe_dump({**settings, "kind": "finetune"}))
     before = hashes(run)
     done = start(*again(finished), "--output_dir", str(run))
     refused(done, "holds a run of fine-tuning", "Give another output_dir", code=2)

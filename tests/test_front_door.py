@@ -16,6 +16,7 @@ from toolkit import recipes
 from toolkit.errors import ConfigError, ToolkitError
 
 CONFIG = str(ROOT / "recipes/configs/pretrain_tiny.yaml")
+FINETUNE = str(ROOT / "recipes/configs/finetune_tiny.yaml")
 TYPO = "unknown setting 'train.max_step' (command line), did you mean train.max_steps?"
 
 
@@ -32,7 +33,7 @@ def toolkit(*arguments: str, cwd: Path, path: Path = ROOT) -> subprocess.Complet
     ("arguments", "said"),
     [
         (["train", CONFIG, "--train.max_step", "1"], TYPO),
-        (["finetune", CONFIG, "--bf16", "true"], "did you mean sharding.param_dtype: bfloat16?"),
+        (["finetune", FINETUNE, "--bf16", "true"], "did you mean sharding.param_dtype: bfloat16?"),
         (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
         (["train", "recipes/configs/x.yaml"], "`toolkit recipes --copy finetune` puts the ready"),
         (["train"], "expected `toolkit train CONFIG`"),

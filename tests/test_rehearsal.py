@@ -18,6 +18,7 @@ from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from toolkit import cli
 from toolkit.config import DataConfig, MetricsConfig, PretrainConfig, ShardingConfig, differences
 from toolkit.config.settings import FinetuneConfig, ModelConfig, OptimConfig, TrainConfig
+from toolkit.recipes import load_config
 from toolkit.rehearsal import Result, launches, rehearse
 from toolkit.rehearsal.preflight import real_world
 from toolkit.rehearsal.settings import not_rehearsed, notes_on, on_other_ranks, rehearsal_config
@@ -399,8 +400,9 @@ def test_8_an_export_that_transformers_cannot_load(folder) -> None:
 
 def test_finetune_is_recognised_by_its_rows(folder) -> None:
     """A config that both recipes would take; documents are for pretraining."""
-    from toolkit.rehearsal.preflight import which_recipe
-
-    name, cfg = which_recipe(config(data={"train_files": "rows.jsonl"}), [])
-    assert (name, type(cfg)) == ("finetune", FinetuneConfig)
-    assert which_recipe(config(), ["--seed", "3"])[0] == "pretrain"
+    kind, cfg, note = load_config(config(data={"train_files": "rows.jsonl"}))
+    assert (kind.name, type(cfg)) == ("finetune", FinetuneConfig)
+    assert "fine-tuning, since its rows" in note
+    kind, _, note = load_config(config(), ["--seed", "3"])
+    assert kind.name == "pretrain"
+    assert "add `kind: pretrain` to" in note

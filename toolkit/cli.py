@@ -9,16 +9,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit import __version__, parsing, recipes
-from toolkit.config import MAX_SHARD_SIZE
+from toolkit.config import KINDS, MAX_SHARD_SIZE
 from toolkit.errors import ConfigError, ExportError, ToolkitError
 
-_RECIPES = ("train", "finetune", "prefer")  # commands
+_RECIPES = tuple(kind.command for kind in KINDS)
 _CONFIGURED = ("plan", "rehearse", "inspect")  # commands that read a config, and take settings
 _SETTINGS = "; settings may follow, as --section.field VALUE"
 _TOP = ("--output_dir", "--seed")  # settings outside of a section
@@ -89,16 +88,17 @@ def make_parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub.add_argument
 
-    command(_train, "pretrain: check a config, then launch recipes/pretrain.py on it", "")
-    command(_finetune, "check a config, then launch recipes/finetune.py on it", "")
-    command(_prefer, "check a config, then launch recipes/prefer.py on it", "")
+    for kind in KINDS:
+        help_text = f"{kind.title}: check a config, then launch recipes/{kind.name}.py on it"
+        sub = commands.add_parser(kind.command, allow_abbrev=False, help=help_text)
+        sub.set_defaults(run=partial(_start, kind.name))
     add = command(
         _recipes,
         "list the recipes, or copy one into this folder to edit it",
         "List the recipes and the Accelerate YAMLs, or copy a recipe, the configs and the YAMLs "
         "into the current folder, to be edited.",
     )
-    add("--copy", metavar="NAME", help="pretrain, finetune or prefer")
+    add("--copy", metavar="NAME", help=" or ".join(recipes.NAMES))
     add = command(
         _convert_config,
         "turn a config of axolotl, TRL or Trainer into one of this toolkit",
@@ -222,16 +222,8 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _train(args: argparse.Namespace) -> int:
-    return recipes.start("pretrain", args.arguments)
-
-
-def _finetune(args: argparse.Namespace) -> int:
-    return recipes.start("finetune", args.arguments)
-
-
-def _prefer(args: argparse.Namespace) -> int:
-    return recipes.start("prefer", args.arguments)
+def _start(recipe: str, args: argparse.Namespace) -> int:
+    return recipes.start(recipe, args.arguments)
 
 
 def _recipes(args: argparse.Namespace) -> int:
@@ -306,7 +298,7 @@ def _plan(args: argparse.Namespace) -> int:
     memory = None if args.device_memory is None else parse_size(args.device_memory)
     if args.device_memory is not None and memory is None:
         return _fail(f"--device_memory {args.device_memory} is not a size; write 80GB", code=2)
-    cfg = _known_shape(_load_either(args.config or args.file, args.settings))
+    cfg = _known_shape(_load_config(args.config or args.file, args.settings))
     from toolkit.planning import calibrate_by_run, calibrate_here, device_of, plan_run
     from toolkit.planning.fake_ranks import planned_ranks
 
@@ -316,7 +308,7 @@ def _plan(args: argparse.Namespace) -> int:
         device = calibrate_here(cfg, world, args.device)
     elif args.calibrate is not None:
         run = Path(args.calibrate)
-        device = calibrate_by_run(run, _load_either(str(run / "config.yaml")), args.device)
+        device = calibrate_by_run(run, _load_config(str(run / "config.yaml")), args.device)
     else:
         device = device_of(args.device or "h100")
     if memory is None and args.device is not None:
@@ -341,7 +333,7 @@ def _add_rehearse(command: Callable) -> None:
     add(
         "--recipe",
         metavar="NAME",
-        help="pretrain, finetune or prefer (default: as the config shows)",
+        help=f"{', '.join(recipes.NAMES)}, or one of your own (default: as the config shows)",
     )
     skip_help = "leave out packages, output, hub or disk, where this machine is not the run's"
     add("--skip", action="append", default=[], metavar="STAGE", help=skip_help)
@@ -372,14 +364,12 @@ def _rehearse(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load_either(file: str, settings: Sequence[str] = ()) -> Any:
-    """Read the config of any recipe: what several know means the same to them."""
-    from toolkit import config
-
-    for kind in (config.PretrainConfig, config.FinetuneConfig):
-        with suppress(ConfigError):
-            return config.load(kind, file, settings)
-    return config.load(config.PreferConfig, file, settings)
+def _load_config(file: str, settings: Sequence[str] = ()) -> Any:
+    """Read the config of a run of any kind; print how the kind was chosen."""
+    _, cfg, note = recipes.load_config(file, settings)
+    if note:
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    return cfg
 
 
 def _known_shape(cfg: Any) -> Any:
@@ -473,17 +463,18 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.plan is not None:
         from toolkit.planning.unit_summary import plan_summary, render_plan
 
-        found = plan_summary(_known_shape(_load_either(args.plan, args.settings)), args.world_size)
+        cfg = _known_shape(_load_config(args.plan, args.settings))
+        found = plan_summary(cfg, args.world_size)
         render = render_plan
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data
         from toolkit.data.report import render
-        from toolkit.rehearsal.preflight import which_recipe
 
         _quiet()
-        name, cfg = which_recipe(Path(args.data), args.settings)
-        if name != "prefer":
-            cfg = config.load(config.FinetuneConfig, args.data, args.settings)
+        kind, cfg, _ = recipes.load_config(args.data, args.settings, remote=True)
+        if kind.name == "pretrain":  # as fine-tuning would read its rows
+            kind = recipes.find_kind("finetune")
+            cfg = config.load(kind.config, args.data, args.settings)
         found = inspect_data(cfg)
     else:
         from toolkit.checkpoint import local_copy
@@ -498,8 +489,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
         ranks.show(render(found))
     if args.data is not None and not args.json:
-        kind = "preference tuning" if name == "prefer" else "fine-tuning"
-        print(f"\npacking {found['packing']}: {found['why']} (read as a config of {kind})")
+        title = f"read as a config of {kind.title}"
+        print(f"\npacking {found['packing']}: {found['why']} ({title})")
     return 0
 
 

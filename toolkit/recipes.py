@@ -6,7 +6,9 @@ inside of the package (setup.py).
 
 import argparse
 import ast
+import dataclasses
 import difflib
+import importlib.util
 import os
 import re
 import shlex
@@ -18,19 +20,26 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
 
+from toolkit import config
 from toolkit.config import (
+    KINDS,
     CheckpointConfig,
-    FinetuneConfig,
-    PreferConfig,
-    PretrainConfig,
+    Kind,
+    kind_named,
+    kind_of,
+    load,
     parse,
+    saved_kind_name,
 )
 from toolkit.config.paths import check_folder
-from toolkit.data.sources.files import configured, find_files, kind_of
+from toolkit.config.settings import RunConfig
+from toolkit.data.sources.files import configured, find_files
+from toolkit.data.sources.files import kind_of as kind_of_files
 from toolkit.errors import (
     EXIT_CODE_PREEMPTED,
     NOT_FSDP,
@@ -41,12 +50,8 @@ from toolkit.errors import (
 )
 from toolkit.parsing import read_yaml
 
-SETTINGS: dict[str, type] = {
-    "pretrain": PretrainConfig,
-    "finetune": FinetuneConfig,
-    "prefer": PreferConfig,
-}
-"""Recipe -> the class of its settings."""
+NAMES = tuple(kind.name for kind in KINDS)
+"""The recipes that come with the toolkit."""
 _LAUNCHERS = "accelerate_configs"
 _PORT = 29500  # where Accelerate lets processes meet unless told otherwise
 _REFUSED = 2  # exit code of ranks that find a setting wrong
@@ -64,7 +69,7 @@ def root() -> Path:
     """Return the folder that holds `recipes` and `accelerate_configs`."""
     package = Path(__file__).parent
     for folder in (package / "shipped", package.parent):
-        if all((folder / "recipes" / f"{name}.py").is_file() for name in SETTINGS):
+        if all((folder / "recipes" / f"{name}.py").is_file() for name in NAMES):
             return folder
     raise ToolkitError(f"{package} was installed without its recipes; install the wheel, or clone")
 
@@ -89,7 +94,7 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & {*given}:
         print(parser.format_help())
         sys.argv[0] = parser.prog  # by which its usage begins
-        parse(SETTINGS[recipe], ["--help"])
+        parse(find_kind(recipe).config, ["--help"])
     config = [] if given[:1] and given[0].startswith("-") else given[:1]
     flags = given[len(config) :]
     if not config and not any(a.startswith(("--config", "--model")) for a in flags):
@@ -98,7 +103,7 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
             f"`toolkit recipes --copy {recipe}` puts one into this folder"
         )
     settings = [*(["--config", *config] if config else []), *flags]
-    cfg = parse(SETTINGS[recipe], settings)
+    cfg = parse(find_kind(recipe).config, settings)
     cfg.metrics.trackers()  # which are installed
     if options.max_restarts < 0:
         raise ConfigError(f"--max_restarts {options.max_restarts}: expected 0 or more")
@@ -140,7 +145,7 @@ def _check_paths(cfg: Any) -> None:
     for what in ("train", "eval"):
         for setting, source in configured(cfg.data, what):  # type: ignore[arg-type]
             if not source.dataset_name:
-                kind_of(find_files(source.files, setting), setting)
+                kind_of_files(find_files(source.files, setting), setting)
 
 
 def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:
@@ -262,6 +267,133 @@ def _exit_code(ended: dict[int, int]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def find_kind(name: str) -> Kind:
+    """Return the kind of run of this name.
+
+    A recipe in the current folder (`recipes/NAME.py`), be it an edited copy or the user's own, is
+    imported to find the class of its settings.
+
+    Raises:
+        ConfigError: there is no such kind, or the recipe's settings cannot be told.
+    """
+    script, shipped = Path("recipes", f"{name}.py"), kind_named(name)
+    if not script.is_file():
+        if shipped is None:
+            raise ConfigError(
+                f"there is no kind of run {name!r}: expected one of {', '.join(NAMES)}, or a "
+                f"recipe of your own in {script}"
+            )
+        return shipped
+    if shipped is not None and script.read_bytes() == (root() / script).read_bytes():
+        return shipped
+    return kind_of(_settings_class(script))
+
+
+def _settings_class(script: Path) -> type[RunConfig]:
+    """Return the class of settings that a recipe gives to `training.main`.
+
+    A script with a class of its own, or of another module, is imported; one with a class of
+    `toolkit.config` is only parsed.
+    """
+    nodes = list(ast.walk(ast.parse(script.read_text("utf-8"), str(script))))
+    calls = (node for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1)
+    main = next((call for call in calls if ast.unparse(call.func) == "training.main"), None)
+    name = "" if main is None else ast.unparse(main.args[1])
+    imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "toolkit.config"]
+    if any(alias.name == name and not alias.asname for n in imports for alias in n.names):
+        settings = getattr(config, name, None)
+    else:
+        settings = getattr(_import_script(script), name, None) if name else None
+    if not (isinstance(settings, type) and issubclass(settings, RunConfig)):
+        raise ConfigError(
+            f"expected {script} to end with `training.main(RECIPE, SETTINGS, demo=FILE)`, SETTINGS "
+            "being a class of toolkit.config or one that extends it"
+        )
+    return settings
+
+
+def _import_script(script: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"recipe_{script.stem}", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where the types of its settings are looked up
+    sys.path.insert(0, str(script.parent.absolute()))  # as when the recipe is started
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{script} cannot be imported to read its settings: {error}; install the package, or "
+            "correct the import"
+        ) from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def load_config(
+    file: str | Path, settings: Sequence[str] = (), name: str | None = None, *, remote: bool = False
+) -> tuple[Kind, Any, str | None]:
+    """Read the config of a run of any kind.
+
+    The kind is the one named, else the one that the file names (`kind`), else the only one that has
+    the file's settings. If several have them, the rows of the training data decide; without rows it
+    is pretraining.
+
+    Args:
+        settings: `--section.field VALUE`, which win over the file.
+        name: of the kind.
+        remote: read rows from the Hub, too.
+
+    Returns:
+        The kind, its settings, and a line that says how the kind was chosen where neither the file
+        nor `name` says it.
+
+    Raises:
+        ConfigError: no kind has the file's settings, or the kind is unknown.
+    """
+    content = read_yaml(Path(file), ConfigError) if Path(file).is_file() else None
+    content = content if isinstance(content, dict) else {}
+    if name is None and content.get("kind"):
+        name = str(content["kind"])
+    if name is not None:
+        kind = find_kind(name)
+        return kind, load(kind.config, file, settings), None
+    configs, errors = dict[str, Any](), dict[str, ConfigError]()
+    kinds = {kind.name: kind for kind in map(find_kind, NAMES)}
+    for name, kind in kinds.items():
+        try:
+            configs[name] = load(kind.config, file, settings)
+        except ConfigError as error:
+            errors[name] = error
+    if not configs:
+        raise errors[saved_kind_name(content)]
+    if len(configs) == 1:
+        return kinds[name := next(iter(configs))], configs[name], None
+    name = _kind_of_rows(configs["finetune"].data, remote) if "finetune" in configs else ""
+    reason = ", since its rows are of that kind" if name in configs else ""
+    name = name if name in configs else next(iter(configs))
+    title = kinds[name].title
+    note = f"read as a config of {title}{reason}; add `kind: {name}` to {file} to choose it"
+    return kinds[name], configs[name], note
+
+
+def _kind_of_rows(data: Any, remote: bool) -> str:
+    """Return the name of the kind that rows are for; empty if there are none to look at."""
+    from toolkit.data.sources.rows import load_sources
+
+    purposes: dict[Any, str] = {"documents": "pretrain", "pairs": "prefer", "examples": "finetune"}
+    with suppress(ToolkitError):  # files that are on another machine
+        sources = [source for _, source in configured(data, "train")]
+        if any(source.dataset_name for source in sources) and not remote:
+            return ""
+        for purpose, name in purposes.items() if sources else ():
+            with suppress(ToolkitError):  # rows of another kind
+                load_sources(dataclasses.replace(data, streaming=True), learned=purpose)
+                return name
+    return ""
+
+
 def script_of(recipe: str) -> Path:
     """Return the file of a recipe: the current folder's copy, or the toolkit's own."""
     script = Path("recipes", f"{recipe}.py")
@@ -269,7 +401,7 @@ def script_of(recipe: str) -> Path:
 
 
 def _parser(recipe: str) -> argparse.ArgumentParser:
-    command = {"pretrain": "train"}.get(recipe, recipe)
+    command = find_kind(recipe).command
     parser = argparse.ArgumentParser(
         prog=f"toolkit {command}",
         usage=f"toolkit {command} CONFIG [--accelerate_config FILE] [--section.field VALUE ...]",
@@ -304,7 +436,7 @@ def _launch_file(given: str) -> Path:
 def describe() -> list[str]:
     """Return a line on each recipe, each Accelerate YAML and each ready config."""
     lines = []
-    for name in SETTINGS:
+    for name in NAMES:
         text = (root() / "recipes" / f"{name}.py").read_text("utf-8")
         doc = ast.get_docstring(ast.parse(text)) or ""
         lines.append(f"{name:<12}{doc.splitlines()[0]}")
@@ -327,8 +459,8 @@ def copy(name: str, target: Path) -> list[Path]:
     documentation's commands have; return the files. One that is there already and differs is a
     ToolkitError, before anything is written.
     """
-    if name not in SETTINGS:
-        raise ConfigError(f"there is no recipe {name!r}; there are {', '.join(SETTINGS)}")
+    if name not in NAMES:
+        raise ConfigError(f"there is no recipe {name!r}; there are {', '.join(NAMES)}")
     source = root()
     found = [source / "recipes" / f"{name}.py"]
     for folder in ("recipes/configs", _LAUNCHERS):

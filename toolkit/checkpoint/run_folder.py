@@ -41,17 +41,6 @@ _ACCUMULATION = "train.gradient_accumulation_steps"
 _SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps", "train.hang_seconds")
 _TOKEN = ".toolkit-token-"
 _PATIENCE = 5.0
-# Settings -> the section by which a config is theirs, the most special first.
-_SECTIONS: dict[type, str] = {
-    config.PreferConfig: "preference",
-    config.FinetuneConfig: "lora",
-    config.PretrainConfig: "",
-}
-_WORDS: dict[type, str] = {
-    config.PreferConfig: "preference tuning",
-    config.FinetuneConfig: "fine-tuning",
-    config.PretrainConfig: "pretraining",
-}
 
 
 class RunFolder:
@@ -315,19 +304,20 @@ def save_config(cfg: Any) -> None:
             storage_of(root / CONFIG).replace(text)
 
 
-def _read(file: Folder, cls: type) -> Any:
+def _read(file: Folder, cls: type[RunConfig]) -> Any:
     """Return the config that `save_config` wrote for the same recipe."""
     try:
         with storage_of(file).local() as local:
             content = plain_config(local.parent)
-            kind = next(kind for kind, section in _SECTIONS.items() if section in (*content, ""))
-            if not content or kind is cls:
+            name = config.saved_kind_name(content)
+            if not content or name == cls.kind_name():
                 return config.load(cls, local)
     except (ConfigError, OSError) as error:
         raise ConfigError(f"the config of the run in {file.parent} is damaged: {error}") from error
+    kind = config.kind_named(name)
     raise ConfigError(
-        f"{file.parent} holds a run of {_WORDS[kind]}; this is {_WORDS.get(cls, 'another')}. Give "
-        "another output_dir"
+        f"{file.parent} holds a run of {kind.title if kind else name}; this is "
+        f"{config.kind_of(cls).title}. Give another output_dir"
     )
 
 

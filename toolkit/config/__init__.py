@@ -1,5 +1,6 @@
 """Settings of a run, their defaults and their reader. Imports no torch."""
 
+from toolkit.config.kinds import KINDS, Kind, kind_named, kind_of, saved_kind_name
 from toolkit.config.lora import LoraConfig
 from toolkit.config.outputs import MAX_SHARD_SIZE, CheckpointConfig, HubConfig, MetricsConfig
 from toolkit.config.parse import differences, dump, flat, load, parse

@@ -21,10 +21,10 @@ from jsonargparse import (
     set_parsing_settings,
 )
 
+from toolkit.config.kinds import check_kind, kind_of
 from toolkit.config.names import GONE, meant, nearest
-from toolkit.config.preference import PreferConfig
 from toolkit.config.ranges import WORDS
-from toolkit.config.settings import FinetuneConfig, RunConfig
+from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
 from toolkit.parsing import parse_yaml, read_yaml
 
@@ -63,7 +63,10 @@ def parse(
         args = ["--config", str(default_file), *args]
     unknown = _Unknown(cls)
     for file in _config_files(args):
-        _check_keys(cls, _read(file), str(file), unknown)
+        content = _read(file)
+        if issubclass(cls, RunConfig):
+            check_kind(cls, content, str(file))
+        _check_keys(cls, content, str(file), unknown)
     _check_flags(cls, args, unknown)
     unknown.refuse()
     try:
@@ -189,10 +192,11 @@ class _Unknown:
         whole = [name + error.said for name, error in zip(names, self._found, strict=True)]
         places = ", ".join(dict.fromkeys(error.place for error in self._found))
         count = f"{len(names)} unknown settings" if len(names) > 1 else "unknown setting"
-        commands = {PreferConfig: "prefer", FinetuneConfig: "finetune", RunConfig: "train"}
-        command = next((c for kind, c in commands.items() if issubclass(self._cls, kind)), "train")
-        page = f"; all settings: docs/reference/settings.md, or `toolkit {command} --help`"
-        page = page * issubclass(self._cls, RunConfig)
+        page = ""
+        if issubclass(self._cls, RunConfig):
+            kind = kind_of(self._cls)
+            shown = f"toolkit {kind.command}" if kind.command else f"python recipes/{kind.name}.py"
+            page = f"; all settings: docs/reference/settings.md, or `{shown} --help`"
         if len(names) == 1:
             raise ConfigError(f"{self._found[0]}{page}")
         room = _LONGEST - len(f"{count} ({places}): {page}")

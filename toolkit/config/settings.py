@@ -433,7 +433,7 @@ class FinetuneTrainConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Settings of both recipes."""
+    """Settings of a run of any kind."""
 
     model: ModelConfig
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -447,6 +447,16 @@ class RunConfig:
     """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
     seed: int = 42
     """Seeds the random weights and adapters, the sample order and dropout."""
+    kind: str = ""
+    """Kind of the run: `pretrain`, `finetune`, `prefer`, or the name of your own recipe. Empty: the
+    kind of the recipe that is started. A recipe refuses a config of another kind."""
+
+    @classmethod
+    def kind_name(cls) -> str:
+        """Return the name of the kind of run that this class configures: `DistillConfig` is
+        `distill`.
+        """
+        return cls.__name__.removesuffix("Config").lower()
 
     @property
     def adapters(self) -> LoraConfig | None:
@@ -466,6 +476,10 @@ class RunConfig:
         return False
 
     def __post_init__(self) -> None:
+        name = self.kind_name()
+        if self.kind not in ("", name):
+            raise ConfigError(f"kind must be {name} or empty for this recipe, got {self.kind}")
+        object.__setattr__(self, "kind", name)
         paths = ("model.name_or_path", "output_dir", "checkpoint.root")
         for name in (*paths, "data.train_files", "data.eval_files"):
             value = operator.attrgetter(name)(self)

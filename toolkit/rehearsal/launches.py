@@ -115,7 +115,7 @@ def cause_in(log: str) -> tuple[str | None, str | None]:
     """Return the stage that a launch failed in, where its log shows that, and the clear line."""
     said, raised = _ERROR.search(log), _RAISED.search(log)
     cause = said[1] if said else raised[1].partition("errors.")[2] or raised[1] if raised else None
-    files = {"assembly.py", *(f"{name}.py" for name in recipes.SETTINGS)}
+    files = {"assembly.py", *(f"{name}.py" for name in recipes.NAMES)}
     statements = [text for file, text in _STATEMENT.findall(log) if file in files]
     for statement in reversed(statements):  # the innermost first
         for pattern, stage in _CALLS.items():

@@ -4,13 +4,12 @@ The same pass makes the small run that then lives (`life`).
 """
 
 import ast
-import contextlib
 import importlib.util
 import math
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +21,12 @@ from toolkit.assembly import build_checked
 from toolkit.checkpoint import disk
 from toolkit.checkpoint.run_folder import claim, root_of
 from toolkit.checkpoint.store import is_url, where
-from toolkit.config.settings import DataConfig, FinetuneConfig, Learned, ShardingConfig
+from toolkit.config.settings import FinetuneConfig, ShardingConfig
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import encoder_for, prepare_data
-from toolkit.data.sources.files import configured
-from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
 from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer
-from toolkit.errors import ConfigError, DataError, ToolkitError
+from toolkit.errors import ConfigError, DataError
 from toolkit.mesh import DP_REPLICATE, DP_SHARD, View
 from toolkit.models import build_on_meta, check_quantisation, plain_name, vocabulary_size
 from toolkit.planning.fake_ranks import fake_world, sharded
@@ -55,36 +52,6 @@ _ATTENTION = {
     "flash_attention_3": ("flash_attn_interface", "flash_attn_3", "kernels"),
     "flash_attention_4": ("flash_attn_4", "flash_attn", "kernels"),
 }
-
-
-def which_recipe(file: Path, flags: Sequence[str]) -> tuple[str, Any]:
-    """Return the recipe that a config is of, and its settings: that whose settings it has; where
-    several have them, the one that the rows are for. ConfigError: none.
-    `flags` win over the file.
-    """
-    found: dict[str, Any] = {}
-    errors = []
-    for name, cls in recipes.SETTINGS.items():
-        try:
-            found[name] = config.parse(cls, ["--config", str(file), *flags])
-        except ConfigError as error:
-            errors.append(error)
-    if not found:
-        raise errors[-1] if "finetune" in file.stem else errors[0]
-    name = _recipe_of(found["finetune"].data) if len(found) > 1 else next(iter(found))
-    name = name if name in found else next(iter(found))
-    return name, found[name]
-
-
-def _recipe_of(data: DataConfig) -> str:
-    """Return the recipe that rows are for."""
-    data = replace(data, streaming=True)
-    kinds: dict[Learned, str] = {"documents": "pretrain", "pairs": "prefer", "examples": "finetune"}
-    for learned, name in kinds.items() if configured(data, "train") else ():
-        with contextlib.suppress(ToolkitError):  # of no kind: the stage `data` says why
-            load_sources(data, learned=learned)
-            return name
-    return "pretrain"
 
 
 def real_world(cfg: ShardingConfig, world_size: int) -> int:
@@ -140,14 +107,9 @@ class Rehearsal:
         return real_world(self.cfg.sharding, self.world_size)
 
     def read_settings(self) -> str:
-        name = self.recipe
-        if name is None:
-            name, self.cfg = which_recipe(self.file, self.flags)
-        else:
-            arguments = ["--config", str(self.file), *self.flags]
-            self.cfg = config.parse(recipes.SETTINGS[name], arguments)
-        self.recorder.result.recipe, self.recorder.result.notes = name, notes_on(self.cfg)
-        return f"of the recipe {recipes.script_of(name)}"
+        kind, self.cfg, note = recipes.load_config(self.file, self.flags, self.recipe, remote=True)
+        self.recorder.result.recipe, self.recorder.result.notes = kind.name, notes_on(self.cfg)
+        return f"of the recipe {recipes.script_of(kind.name)}" + (f" ({note})" if note else "")
 
     def check_packages(self) -> str:
         """Refuse packages that the settings, the recipe or the model's own code need, and lack."""

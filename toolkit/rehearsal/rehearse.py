@@ -34,7 +34,7 @@ def rehearse(
 
     Args:
         settings: `--section.field value`, which win over the file.
-        recipe: pretrain or finetune; None: the one whose settings the config has.
+        recipe: name of a kind of run; None: as the config shows (`recipes.load_config`).
         skip: stages that ask about this machine and are left out: packages, output, hub, disk.
         most_too_long: share of a source's rows that may be longer than data.sequence_length.
         show: gets a line for each stage as it ends.
@@ -49,8 +49,8 @@ def rehearse(
         raise ConfigError(f"--world_size must be at least 1, got {world_size}")
     if unknown := [name for name in skip if name not in SKIPPABLE]:
         raise ConfigError(f"--skip {unknown[0]} is none of {', '.join(SKIPPABLE)}")
-    if recipe not in (None, *recipes.SETTINGS):
-        raise ConfigError(f"--recipe {recipe} is none of {', '.join(recipes.SETTINGS)}")
+    if recipe is not None:
+        recipes.find_kind(recipe)
     begun = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="toolkit-rehearsal-"))
     logs = folder / "logs"

@@ -1,12 +1,12 @@
 """What stands beside the curves, as tables of texts: settings, starts, answers to prompts."""
 
 import time
+import typing
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from toolkit.config import FinetuneConfig, PreferConfig, PretrainConfig, flat
-from toolkit.config.settings import FinetuneModelConfig, ModelConfig
+from toolkit.config import KINDS, flat, kind_named, saved_kind_name
 from toolkit.report.runs import RunRecord, evaluation_key, number
 from toolkit.tables import size_text
 
@@ -156,11 +156,10 @@ def _trained_for(run: RunRecord) -> str:
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:
-    cfg: Any = PretrainConfig(ModelConfig("-"))
-    if "lora" in config:
-        kind = PreferConfig if "preference" in config else FinetuneConfig
-        cfg = kind(FinetuneModelConfig("-"))
-    return flat(cfg) | {"model.name_or_path": None}
+    # Of a kind that is the user's own the common settings are known.
+    kind = kind_named(saved_kind_name(config)) or KINDS["lora" in config]
+    model = typing.get_type_hints(kind.config)["model"]
+    return flat(kind.config(model("-"))) | {"model.name_or_path": None}
 
 
 def _flattened(config: dict[str, Any], known: dict[str, Any], prefix: str = "") -> dict[str, Any]:
