@@ -4,6 +4,7 @@ themselves, weights of turns, older names of calls, and what is not used.
 
 import json
 import re
+from dataclasses import replace
 
 import datasets
 import pyarrow as pa
@@ -140,12 +141,53 @@ def test_a_source_has_names_of_its_own(tmp_path):
     assert [e for source in sources for e in examples(source)] == [PromptCompletion(Q, A), Text(Q)]
 
 
-def test_rows_that_have_the_name_already_need_no_other(tmp_path):
-    """As files to evaluate on may have it."""
-    for columns in ({"prompt": "q", "completion": "a"}, {"messages": "talk", "content": "says"}):
-        row = {"prompt": Q, "completion": A} if "prompt" in columns else {"messages": ASKED}
-        expected = PromptCompletion(Q, A) if "prompt" in columns else Conversation(ASKED)
-        assert examples(source_of(tmp_path, [row], columns=columns)) == [expected]
+@pytest.mark.parametrize(
+    ("row", "columns", "near"),
+    [
+        ({"prompt": Q, "completion": A}, {"prompt": "promt"}, "prompt"),
+        ({"prompt": Q, "completion": A}, {"completion": "completions"}, "completion"),
+        ({"messages": ASKED}, {"messages": "mesages"}, "messages"),
+        ({"messages": ASKED}, {"content": "contnt"}, "content"),
+        ({"messages": ASKED, "source": "x"}, {"sources": None}, "source"),
+    ],
+    ids=str,
+)
+def test_a_misspelt_name_is_refused_also_next_to_a_standard_column(tmp_path, row, columns, near):
+    assert examples(source_of(tmp_path, [row]))
+    with pytest.raises(DataError, match=rf"data\.columns .*did you mean '{near}'\?"):
+        source_of(tmp_path, [row], columns=columns)
+    named = {near: near} if None not in columns.values() else {near: None}
+    assert examples(source_of(tmp_path, [row], columns=named))
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "learned"),
+    [
+        ({"prompt": Q, "completion": A, "sys": "x"}, {"instruction": "sys"}, "examples"),
+        ({"messages": ASKED, "answer": A}, {"output": "answer"}, "examples"),
+        ({"text": Q, "other": A}, {"prompt": "other"}, "documents"),
+        ({"prompt": Q, "chosen": A, "rejected": Q, "ask": Q}, {"instruction": "ask"}, "pairs"),
+        ({"prompt": Q, "completion": A, "label": 1, "m": 2}, {"margin": "m"}, "answers"),
+    ],
+    ids=str,
+)
+def test_a_mapping_that_nothing_uses_is_refused(tmp_path, row, columns, learned):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    cfg = FinetuneDataConfig(train_files=str(tmp_path / "a.jsonl"))
+    load_sources(cfg, learned=learned)
+    ((name, other),) = columns.items()
+    with pytest.raises(DataError, match=f"maps '{name}' to '{other}', and nothing uses '{name}'"):
+        load_sources(replace(cfg, columns=columns), learned=learned)
+
+
+def test_a_name_that_no_first_row_has_is_reported(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr("toolkit.ranks.say", lines.append)
+    source_of(tmp_path, [{"messages": ASKED}], columns={"bard": "assistant", "mood": None})
+    assert [line.partition("has ")[2] for line in lines] == [
+        "'mood' (data.columns)",
+        "'bard' (data.columns)",
+    ]
 
 
 def test_pretraining_reads_a_column_of_another_name(tmp_path):

@@ -1,0 +1,402 @@
+"""Recognise which columns of preference rows hold the prompt, the answers and the label.
+
+[Note: preference columns] Tools name the same columns differently. Recognition happens once for a
+source, from its first rows, and gives each column its standard name:
+
+    chosen, rejected    also `chosen_response`, `chosen_conversations`, `chosen_messages` and
+                        `preferred_output` with their counterparts; `response` and
+                        `rejected_response`; a conversation in `messages` next to
+                        `rejected_response` or `rejected_messages` ends with the chosen answer
+    response_1, ...     also `response1`, `response2` and `overall_preference`
+    completions         ranked answers: mappings of `rank` and `completion`
+    completion, label   also `output`, `response` or a conversation in `messages`, and `kto_tag`
+    prompt              the conversation up to the answer, if the answers do not hold it: `prompt`;
+                        a list of turns in `messages`, `conversations`, `context` or `history`
+    instruction, input  a question as Alpaca has it; also `question`, `query` or `input` alone
+    system              also `system_prompt`
+
+`prompt` next to answers that are texts is plain text. An `instruction` (or `question`, ...) is the
+user's turn, and so is `prompt` next to a text in `system`, because only a chat template knows
+system texts. Texts that begin with "Human:" are dialogues, as HH-RLHF has them.
+
+A pair without a prompt next to a text that nothing uses is refused: the text may be the prompt.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.data.examples.columns import Names
+from toolkit.data.examples.recognise import Layout, has_text, system_column
+from toolkit.data.examples.suggestions import (
+    shown_mapping,
+    suggest_answer_columns,
+    suggest_pair_columns,
+)
+from toolkit.data.examples.turns import TURN_COLUMNS, holds_prompt
+from toolkit.data.sources.row_values import BadRow, Row, named
+
+SIDES = ("chosen", "rejected")
+COMPARED = ("response_1", "response_2", "preference")
+RANKED = "completions"
+PROMPT_COLUMNS = ("prompt", "instruction", "input", "history")
+
+_SIDES = (
+    SIDES,
+    ("chosen_response", "rejected_response"),
+    ("chosen_conversations", "rejected_conversations"),
+    ("chosen_messages", "rejected_messages"),
+    ("preferred_output", "non_preferred_output"),
+    ("response", "rejected_response"),
+)
+_REJECTED_ALONE = ("rejected", "rejected_response", "rejected_messages")
+_COMPARED = (
+    COMPARED,
+    ("response_1", "response_2", "preference_strength"),
+    ("response1", "response2", "overall_preference"),
+)
+_ANSWERS = ("completion", "output", "response")
+_LABELS = ("label", "kto_tag", "preference")
+_PROMPT_TURNS = (*TURN_COLUMNS, "context", "history", "input")
+_QUESTIONS = ("question", "query", "input")
+# Text columns with such a word in their names are no prompts.
+_NO_PROMPT = re.compile(
+    r"(^|_)(ids?|uuid|hash|sources?|dataset|models?|policy|split|subset|categor(y|ies)|lang(uage)?"
+    r"|urls?|date|timestamp|licen[cs]e|chosen|rejected|preferred)(_|$|\d)",
+    re.IGNORECASE,
+)
+_IDENTIFIER = re.compile(r"[\w./:+-]*\d[\w./:+-]*")  # such as 8.0, a hash or a path
+_HUMAN = re.compile(r"\s*Human:")
+_DIALOGUE = "dialogues of 'Human:' and 'Assistant:', read as turns"
+
+
+def read_columns() -> tuple[str, ...]:
+    """Return the columns that recognition looks at, under any name that it knows."""
+    groups = (*_SIDES, *_COMPARED, _REJECTED_ALONE, _ANSWERS, _LABELS, _PROMPT_TURNS, _QUESTIONS)
+    names = (*(name for group in groups for name in group), *PROMPT_COLUMNS, RANKED)
+    return tuple(dict.fromkeys(names))
+
+
+@dataclass
+class _Recognition:
+    """The columns of a source as far as they are recognised."""
+
+    rows: Sequence[Row]
+    names: Names
+    fields: dict[str, str] = field(default_factory=dict)  # standard name -> column
+    json_turns: list[str] = field(default_factory=list)  # standard names
+    remarks: list[str] = field(default_factory=list)
+    prompt: list[str] = field(default_factory=list)  # standard names
+    chat: bool = False
+    dialogue: bool = False
+
+    def values(self, column: str) -> list[Any]:
+        """Return the values of a column that are not null."""
+        return [value for row in self.rows if (value := row.get(column)) is not None]
+
+    def has(self, column: str) -> bool:
+        return bool(self.values(column))
+
+    def holds(self, column: str, test: Callable[[Any], bool]) -> bool:
+        """Whether most values of a column pass a test."""
+        values = self.values(column)
+        return bool(values) and 2 * sum(map(test, values)) > len(values)
+
+    def layout(self, shape: Any, columns: tuple[str, ...]) -> Layout:
+        return Layout(
+            shape,
+            columns,
+            prompt=tuple(self.prompt),
+            renamed=tuple((n, c) for n, c in self.fields.items() if n != c),
+            json_turns=tuple(self.json_turns),
+            dialogue=self.dialogue,
+            chat=self.chat,
+            remarks=tuple(self.remarks),
+        )
+
+
+def pair_layout(rows: Sequence[Row], names: Names) -> Layout:
+    """Return the layout of a source of pairs by its first rows, which have standard names.
+
+    Raises:
+        BadRow: the rows are no pairs, or their prompt cannot be told from other columns.
+    """
+    found = _Recognition(rows, names)
+    columns = _take_sides(found)
+    if columns is None:
+        raise BadRow(
+            f"expected pairs of answers ('chosen' and 'rejected', or 'response_1', 'response_2' "
+            f"and 'preference'), got {named(rows[0])}. {suggest_pair_columns([*rows[0]])}; single "
+            "answers with a label are for preference.loss_type kto",
+            "unknown format",
+        )
+    answers = columns[:2] if columns[0] not in TURN_COLUMNS else columns[1:2]
+    if columns[0] in TURN_COLUMNS:
+        found.remarks.append(f"the prompt and the chosen answer in {found.fields[columns[0]]!r}")
+        _take_system(found, chat=True)
+    elif columns == (RANKED,):
+        _take_prompt(found, (), within=False, texts=False)
+    else:
+        _take_json_turns(found, answers)
+        values = [value for name in answers for value in found.values(found.fields[name])]
+        texts = 2 * sum(isinstance(value, str) for value in values) > len(values)
+        if found.json_turns:
+            texts = False
+        within = bool(found.json_turns) and "prompt" not in found.json_turns
+        within = within or all(
+            found.holds(found.fields[name], lambda v: holds_prompt(v)) for name in answers
+        )
+        if texts and not within and not _has_prompt(found) and _are_dialogues(values):
+            found.dialogue = within = True
+            found.remarks.append(_DIALOGUE)
+        _take_prompt(found, answers, within=within, texts=texts)
+    return found.layout("pairs", columns)
+
+
+def answer_layout(rows: Sequence[Row], names: Names) -> Layout:
+    """Return the layout of a source of labelled answers by its first rows, which have standard
+    names.
+
+    Raises:
+        BadRow: the rows are no labelled answers, or their prompt cannot be told from other columns.
+    """
+    found = _Recognition(rows, names)
+    label = next((name for name in _LABELS if found.has(name)), None)
+    answer = next((name for name in _ANSWERS if found.has(name)), None)
+    chat = next((name for name in TURN_COLUMNS if found.has(name)), None)
+    if label is None or (answer is None and chat is None):
+        raise BadRow(
+            f"expected answers with a label ('prompt', 'completion' and 'label'), got "
+            f"{named(rows[0])}. {suggest_answer_columns([*rows[0]])}; pairs are for another "
+            "preference.loss_type than kto",
+            "unknown format",
+        )
+    found.fields["label"] = label
+    if answer is None:
+        assert chat is not None
+        found.fields[chat] = chat
+        found.remarks.append(f"the prompt and the answer in {chat!r}")
+        _take_system(found, chat=True)
+        return found.layout("answers", (chat, "label"))
+    found.fields["completion"] = answer
+    _take_json_turns(found, ("completion",))
+    texts = found.holds(answer, lambda v: isinstance(v, str)) and not found.json_turns
+    within = bool(found.json_turns) and "prompt" not in found.json_turns
+    within = within or found.holds(answer, holds_prompt)
+    _take_prompt(found, ("completion",), within=within, texts=texts)
+    return found.layout("answers", ("completion", "label"))
+
+
+def _take_sides(found: _Recognition) -> tuple[str, ...] | None:
+    """Find the columns of the two answers; return their standard names, None if there are none."""
+
+    def together(names: Sequence[str]) -> bool:
+        return any(all(row.get(name) is not None for name in names) for row in found.rows)
+
+    for sides in _SIDES:
+        if together(sides):
+            found.fields |= dict(zip(SIDES, sides, strict=True))
+            return SIDES
+    for compared in _COMPARED:
+        if together(compared):
+            found.fields |= dict(zip(COMPARED, compared, strict=True))
+            return COMPARED
+    for chat in TURN_COLUMNS:
+        for rejected in _REJECTED_ALONE:
+            if together((chat, rejected)):
+                found.fields |= {chat: chat, "rejected": rejected}
+                return chat, "rejected"
+    if found.holds(RANKED, lambda v: isinstance(v, list) and all(map(_is_ranked, v))):
+        found.fields[RANKED] = RANKED
+        return (RANKED,)
+    return None
+
+
+def _is_ranked(value: Any) -> bool:
+    return isinstance(value, dict) and {"rank", "completion"} <= {*value}
+
+
+def _take_json_turns(found: _Recognition, answers: Sequence[str]) -> None:
+    """Decide once for the source whether texts of answers are JSON text of turns.
+
+    They are only if all first rows say so and the turns hold their prompt or have it in `prompt`;
+    else an answer that happens to be JSON is a text.
+    """
+    turns = [found.names.json_turns_in(found.rows, found.fields[name]) for name in answers]
+    if any(column is None for column in turns):
+        return
+    sides = [side for column in turns if column for side in column]
+    if any(_role(side[-1]) not in ("assistant", "gpt") for side in sides):
+        return
+    prompts = found.values("prompt")
+    if not prompts and all(map(holds_prompt, sides)):
+        found.json_turns = [*answers]
+    elif found.names.json_turns_in(found.rows, "prompt") is not None:
+        found.json_turns = ["prompt", *answers]
+    elif len(prompts) == len(found.rows) and all(
+        isinstance(prompt, str)
+        and holds_prompt(side)
+        and any(prompt.strip() == str(t.get("content", t.get("value"))).strip() for t in side)
+        for column in turns
+        for prompt, side in zip(prompts, column or [], strict=True)
+    ):
+        found.json_turns = [*answers]
+    else:
+        return
+    columns = [found.fields.get(name, name) for name in found.json_turns]
+    found.remarks.append(f"{' and '.join(map(repr, columns))} are JSON text of turns")
+
+
+def _role(turn: Row) -> str:
+    return str(turn.get("role", turn.get("from"))).lower()
+
+
+def _has_prompt(found: _Recognition) -> bool:
+    names = ("prompt", "instruction", *_PROMPT_TURNS, *_QUESTIONS)
+    return any(found.has(name) for name in names)
+
+
+def _are_dialogues(values: Sequence[Any]) -> bool:
+    return all(
+        isinstance(value, str) and _HUMAN.match(value) and "\n\nAssistant:" in value
+        for value in values
+    )
+
+
+def _take_prompt(found: _Recognition, answers: Sequence[str], *, within: bool, texts: bool) -> None:
+    """Find the columns of the prompt.
+
+    Args:
+        within: the answers are conversations that begin with the prompt.
+        texts: the answers are texts.
+    """
+    chat = not texts
+    if within:
+        if found.has("prompt") and not found.dialogue:
+            found.prompt.append("prompt")
+    elif found.has("prompt"):
+        found.prompt.append("prompt")
+        if "prompt" not in found.json_turns and found.names.columns.get("prompt") in TURN_COLUMNS:
+            found.json_turns.append("prompt")
+            chat = True
+        chat = chat or found.holds("prompt", lambda value: not isinstance(value, str))
+        found.remarks.append("the prompt in 'prompt'")
+    elif (column := _column_of_turns(found)) is not None:
+        found.fields["prompt"] = column
+        found.prompt.append("prompt")
+        if column in TURN_COLUMNS:
+            found.json_turns.append("prompt")
+        chat = True
+        found.remarks.append(f"the prompt in {column!r}")
+    elif (column := _column_of_question(found)) is not None:
+        found.fields["instruction"] = column
+        more = [name for name in ("input", "history") if name != column and found.has(name)]
+        found.prompt += ["instruction", *more]
+        chat = True
+        columns = " and ".join(map(repr, (column, *more)))
+        found.remarks.append(f"the prompt in {columns}, the user's turn")
+    else:
+        _refuse_possible_prompt(found, texts)
+        implicit = "what both answers begin with" if texts and len(answers) == 2 else "none"
+        found.remarks.append(f"the prompt: {implicit}")
+        if texts and system_column(found.rows):
+            raise BadRow(
+                f"expected a prompt next to {system_column(found.rows)!r}, got texts that hold "
+                "theirs. Name its column in data.columns (prompt or instruction), or set "
+                "{system: null} to learn without the system texts",
+                "no prompt",
+            )
+    _take_system(found, chat=chat)
+    found.chat = not found.dialogue and (chat or system_column(found.rows) is not None)
+    if texts and not chat and found.chat:
+        found.remarks.append("texts are turns, since only a chat template knows system texts")
+
+
+def _take_system(found: _Recognition, *, chat: bool) -> None:
+    if (column := system_column(found.rows)) is not None:
+        found.fields["system"] = column
+        found.remarks.append(f"system texts in {column!r}")
+    found.chat = chat
+
+
+def _column_of_turns(found: _Recognition) -> str | None:
+    """Return the column that holds the conversation up to the answers."""
+    for name in _PROMPT_TURNS:
+        if name in TURN_COLUMNS and found.has(name):
+            return name
+        if found.holds(name, _is_conversation):
+            return name
+    return None
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether a value is turns, or a mapping that has them in `messages`."""
+    if isinstance(value, dict):
+        value = value.get("messages")
+    keys = {"role", "from"}
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and keys & {*turn} for turn in value)
+    )
+
+
+def _column_of_question(found: _Recognition) -> str | None:
+    """Return the column of the user's question.
+
+    Raises:
+        BadRow: several columns may be it.
+    """
+    if found.holds("instruction", lambda value: isinstance(value, str)):
+        return "instruction"
+    columns = [name for name in _QUESTIONS if any(has_text(row, name) for row in found.rows)]
+    if len(columns) > 1:
+        one, other = columns[:2]
+        raise BadRow(
+            f"expected one prompt, got {named(columns)}. Set data.columns: "
+            f"{shown_mapping({'instruction': one, 'input': other})} to use both, or "
+            f"{{instruction: {one}, {other}: null}}",
+            "several prompts",
+        )
+    return columns[0] if columns else None
+
+
+def _refuse_possible_prompt(found: _Recognition, texts: bool) -> None:
+    """Refuse answers without a prompt next to a column that may be it."""
+    possible = possible_prompts(found.rows, found.fields.values())
+    if not possible:
+        return
+    name = possible[0]
+    turns = found.holds(name, _is_conversation)
+    mapping = f"{{prompt: {name}}}"
+    if not turns:
+        mapping = f"{{instruction: {name}}} (the user's turn)"
+        mapping += f" or {{prompt: {name}}} (plain text)" if texts else ""
+    raise BadRow(
+        f"expected a prompt, got answers without one next to {named(possible)}, which nothing "
+        f"uses. Set data.columns: {mapping}, or {{{name}: null}} if it is no prompt",
+        "no prompt",
+    )
+
+
+def possible_prompts(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
+    """Return the columns apart from `used` that may hold a prompt, by their names and values."""
+    taken = {*used, "system", "tools", "functions", "label", "margin"}
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [
+        name
+        for name in columns
+        if name not in taken
+        and not _NO_PROMPT.search(name)
+        and _may_be_prompt([row.get(name) for row in rows])
+    ]
+
+
+def _may_be_prompt(values: Sequence[Any]) -> bool:
+    """Whether some values are texts or turns, and not numbers, hashes or other identifiers."""
+    return any(
+        _is_conversation(value)
+        or (isinstance(value, str) and value.strip() and not _IDENTIFIER.fullmatch(value))
+        for value in values
+    )
