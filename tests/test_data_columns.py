@@ -131,6 +131,51 @@ def test_the_documented_names_are_those_that_were_tried():
     assert shown == [columns for name, (_, columns, _) in PUBLIC.items() if name != "text"]
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_refusal_offers_a_mapping_that_works(tmp_path, name, ending):
+    row, columns, expected = PUBLIC[name]
+    with pytest.raises(DataError) as refusal:
+        source_of(tmp_path, [row], ending)
+    offered = [yaml.safe_load(text) for text in re.findall(r"\{.*?\}", str(refusal.value))]
+    roles = {name: role for name, role in columns.items() if role in ("user", "assistant")}
+    assert any(
+        mapping | roles == columns
+        and examples(source_of(tmp_path, [row], ending, columns=mapping | roles)) == [expected]
+        for mapping in offered
+    ), refusal.value
+
+
+def test_sources_to_evaluate_on_have_names_of_their_own(tmp_path):
+    rows = {"a": {"q": Q, "a": A}, "b": {"prompt": Q, "completion": A}, "c": {"ask": Q, "say": A}}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    a, b, c = (str(tmp_path / f"{name}.jsonl") for name in "abc")
+    columns = {"prompt": "q", "completion": "a"}
+    cfg = FinetuneDataConfig(train_files=a, eval_files=[b], columns=columns)
+    with pytest.raises(DataError, match=r"names 'q', the rows have .*data.eval_sources"):
+        load_sources(cfg, what="eval")
+    same = SourceConfig(files=b, columns={"prompt": "prompt"})
+    other = SourceConfig(files=c, name="mine", columns={"prompt": "ask", "completion": "say"})
+    cfg = replace(cfg, eval_files=[a], eval_sources=[same, other])
+    sources = load_sources(cfg, what="eval")
+    assert [source.name for source in sources] == ["a", "b", "mine"]
+    assert [examples(source) for source in sources] == [[PromptCompletion(Q, A)]] * 3
+    assert load_sources(replace(cfg, eval_files=[], eval_sources=[]), what="eval") == []
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ({"files": "a", "weight": 1.0}, "weight and max_repeats have no effect on evaluations"),
+        ({"name": "x"}, "must name either files or a dataset_name"),
+    ],
+)
+def test_wrong_sources_to_evaluate_on(source, error):
+    with pytest.raises(ConfigError, match=rf"data.eval_sources\[0\]:? {error}"):
+        FinetuneDataConfig(eval_sources=[SourceConfig(**source)])
+
+
 def test_a_source_has_names_of_its_own(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"q": Q, "a": A}) + "\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"body": Q}) + "\n")

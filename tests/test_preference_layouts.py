@@ -4,7 +4,6 @@ is refused with the mapping that makes it work.
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +14,9 @@ import pytest
 import yaml
 
 from toolkit.config.settings import FinetuneDataConfig, Learned
-from toolkit.data.examples.pairs import Answer, Pair
+from toolkit.data.examples.pairs import Answer, Pair, answer_of, pair_of
 from toolkit.data.examples.recognise import Conversation, PromptCompletion
+from toolkit.data.sources.row_values import BadRow, LeftOut, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.errors import DataError
 
@@ -371,3 +371,259 @@ def test_each_layout_is_read_completely(tmp_path: Path, name: str, ending: str) 
 
 def test_the_table_is_long() -> None:
     assert len(LAYOUTS) > 45
+
+
+# ---- A text is a text
+
+
+JSON_DIALOGUE = json.dumps(ASK + YES)
+TEXTS = ("[1, 2, 3]", '{"a": 1}', JSON_DIALOGUE, json.dumps(YES), "[", "null", "true")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_that_are_json_stay_texts(tmp_path: Path, text: str) -> None:
+    pair = {"prompt": "Give me a list: ", "chosen": text, "rejected": "[3]"}
+    answer = {"prompt": text, "completion": text, "label": True}
+    (found,) = examples(sources_of(tmp_path, [pair], "pairs"))
+    assert found == Pair(*(PromptCompletion("Give me a list: ", t) for t in (text, "[3]")))
+    (found,) = examples(sources_of(tmp_path, [answer], "answers"))
+    assert found == Answer(PromptCompletion(text, text), True)
+    (found,) = examples(sources_of(tmp_path, [answer], "examples"))
+    assert found == PromptCompletion(text, text)
+
+
+@pytest.mark.parametrize("other", [JSON_DIALOGUE.replace("four", "six"), "[3]"])
+def test_json_dialogues_next_to_their_prompt_are_texts(tmp_path: Path, other: str) -> None:
+    rows = [{"prompt": "Write a chat as JSON: ", "chosen": JSON_DIALOGUE, "rejected": other}] * 3
+    source = sources_of(tmp_path, rows, "pairs")
+    sides = (PromptCompletion("Write a chat as JSON: ", text) for text in (JSON_DIALOGUE, other))
+    assert examples(source) == [Pair(*sides)] * 3
+
+
+AS_JSON = {
+    "the prompt within": {"chosen": ASK + YES, "rejected": ASK + NO},
+    "the prompt next to it": {"prompt": ASK, "chosen": YES, "rejected": NO},
+    "a text within": {"prompt": Q, "chosen": ASK + YES, "rejected": ASK + NO},
+}
+
+
+@pytest.mark.parametrize("name", AS_JSON)
+def test_turns_as_json_text_are_recognised_for_the_whole_source(tmp_path: Path, name: str) -> None:
+    row = {k: v if isinstance(v, str) else json.dumps(v) for k, v in AS_JSON[name].items()}
+    source = sources_of(tmp_path, [row] * 3, "pairs")
+    assert "are JSON text of turns" in str(source.layout)
+    messages = [ASK + YES, ASK + NO]
+    assert examples(source) == [Pair(*(Conversation(m, supervised_from=1) for m in messages))] * 3
+    # One row that is not decides for texts, and a later one is refused.
+    mixed = [row, row | {"chosen": "[1]"}]
+    assert "JSON" not in str(sources_of(tmp_path, mixed, "pairs", on_bad_row="skip").layout)
+    source = sources_of(tmp_path, [row] * 100 + [row | {"chosen": "[1]"}], "pairs")
+    *good, last = source.rows
+    assert len([source.example(stored) for stored in good]) == 100
+    with pytest.raises(BadRow, match="expected turns as in the first rows in 'chosen'"):
+        source.example(last)
+
+
+# ---- Prompts
+
+
+def test_a_row_without_the_prompt_of_the_others_is_refused(tmp_path: Path) -> None:
+    good = {"question": Q, "chosen": GOOD, "rejected": BAD}
+    for row, message in (
+        ({"chosen": GOOD, "rejected": BAD}, "expected a column 'instruction'"),
+        (good | {"question": None}, "expected a column 'instruction'|expected text"),
+    ):
+        source = sources_of(tmp_path, [good, good, row], "pairs")
+        with pytest.raises(BadRow, match=message):
+            source.example(list(source.rows)[2])
+    good = {"prompt": Q, "chosen": GOOD, "rejected": BAD}
+    for row, message in (
+        (good | {"prompt": None}, "expected a prompt in 'prompt'"),
+        ({"ask": Q, "chosen": GOOD, "rejected": BAD}, "without one next to 'ask'"),
+    ):
+        source = sources_of(tmp_path, [good, good, row], "pairs")
+        with pytest.raises(BadRow, match=message):
+            source.example(list(source.rows)[2])
+
+
+def test_a_prompt_that_is_not_in_the_conversation_is_refused(tmp_path: Path) -> None:
+    row = {"prompt": "Something else?", "chosen": ASK + YES, "rejected": ASK + NO}
+    source = sources_of(tmp_path, [row], "pairs")
+    with pytest.raises(BadRow, match=r"in the turns of the conversation.*\{prompt: null\}"):
+        examples(source)
+    (pair,) = examples(sources_of(tmp_path, [row], "pairs", columns={"prompt": None}))
+    assert pair.chosen.messages == ASK + YES
+    for prompt in (f" {Q}\n", f"USER: {Q} ASSISTANT:", ASK, SYSTEM + ASK):
+        (pair,) = examples(sources_of(tmp_path, [row | {"prompt": prompt}], "pairs"))
+        assert pair.chosen.messages[-2:] == ASK + YES
+        assert [m["role"] for m in pair.chosen.messages].count("user") == 1
+        assert len(pair.chosen.messages) == (3 if prompt == SYSTEM + ASK else 2)
+
+
+def test_a_prompt_does_not_end_with_an_answer(tmp_path: Path) -> None:
+    row = {"messages": ASK + YES, "chosen": GOOD, "rejected": BAD}
+    (pair,) = examples(sources_of(tmp_path, [row], "pairs"))
+    assert pair.chosen.messages == ASK + YES
+    source = sources_of(tmp_path, [row | {"messages": ASK + turns(("assistant", "4"))}], "pairs")
+    with pytest.raises(BadRow, match="expected a prompt that ends before the answer"):
+        examples(source)
+
+
+@pytest.mark.parametrize("name", ["source", "prompt_id", "chosen_model", "dataset", "language"])
+def test_columns_that_describe_a_row_are_no_prompts(tmp_path: Path, name: str) -> None:
+    row = {"chosen": f"{Q} yes", "rejected": f"{Q} no", name: "some words"}
+    source = sources_of(tmp_path, [row], "pairs")
+    assert str(source.layout).endswith(f"not used: {name!r}")
+    with pytest.raises(DataError, match=r"next to 'topic', which nothing uses.*\{topic: null\}"):
+        sources_of(tmp_path, [row | {"topic": "some words"}], "pairs")
+    assert examples(
+        sources_of(tmp_path, [row | {"topic": "some words"}], "pairs", columns={"topic": None})
+    ) == examples(source)
+
+
+def test_two_possible_prompts_are_refused(tmp_path: Path) -> None:
+    row = {"question": Q, "input": "more", "chosen": GOOD, "rejected": BAD}
+    with pytest.raises(DataError, match="expected one prompt, got 'question', 'input'"):
+        sources_of(tmp_path, [row], "pairs")
+    for columns, content in (
+        ({"instruction": "question", "input": "input"}, f"{Q}\n\nmore"),
+        ({"instruction": "question", "input": None}, Q),
+    ):
+        (pair,) = examples(sources_of(tmp_path, [row], "pairs", columns=columns))
+        assert pair.chosen.messages[0]["content"] == content
+
+
+def test_a_part_of_a_prompt_that_is_not_used_is_reported(tmp_path: Path, monkeypatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("toolkit.ranks.say", lines.append)
+    row = {"prompt": Q, "context": "Two is 2.", "chosen": GOOD, "rejected": BAD}
+    sources_of(tmp_path, [row], "pairs")
+    assert "the column 'context' is not used" in lines[0]
+    sources_of(tmp_path, [row], "pairs", columns={"context": None})
+    assert len(lines) == 1
+
+
+# ---- System texts
+
+
+def test_system_texts_are_used_in_all_formats(tmp_path: Path) -> None:
+    rows: list[tuple[Learned, dict[str, Any]]] = [
+        ("pairs", {"prompt": Q, "chosen": GOOD, "rejected": BAD}),
+        ("pairs", {"chosen": ASK + YES, "rejected": ASK + NO}),
+        ("pairs", {"chosen": f"\n\nHuman: {Q}\n\nAssistant: {GOOD}"}),
+        ("answers", {"prompt": Q, "completion": GOOD, "label": True}),
+        ("answers", {"messages": ASK + YES, "label": True}),
+        ("examples", {"prompt": Q, "completion": GOOD}),
+        ("examples", {"prompt": ASK, "completion": YES}),
+        ("examples", {"messages": ASK + YES}),
+        ("examples", {"conversations": sharegpt(("human", Q), ("gpt", GOOD))}),
+        ("examples", {"instruction": Q, "output": GOOD}),
+    ]
+    rows[2][1]["rejected"] = f"\n\nHuman: {Q}\n\nAssistant: {BAD}"
+    for learned, row in rows:
+        for name, columns in (("system", {}), ("system_prompt", {}), ("who", {"system": "who"})):
+            source = sources_of(tmp_path, [row | {name: S}], learned, columns=columns)
+            (found,) = examples(source)
+            found = getattr(found, "chosen", getattr(found, "example", found))
+            assert found.messages == SYSTEM + ASK + YES, (row, name)
+            assert f"system texts in {name!r}" in str(source.layout)
+            assert "not used" not in str(source.layout)
+        # Without the column, or with it set to null, nothing is added.
+        (found,) = examples(
+            sources_of(tmp_path, [row | {"system": S}], learned, columns={"system": None})
+        )
+        assert S not in str(found)
+        # A row of the same source without a text has none.
+        found = examples(sources_of(tmp_path, [row | {"system": S}, row | {"system": ""}], learned))
+        assert S not in str(found[1])
+        assert type(found[1]) is type(found[0])
+
+
+def test_a_system_text_is_not_doubled(tmp_path: Path) -> None:
+    row = {"messages": SYSTEM + ASK + YES, "system": S}
+    (found,) = examples(sources_of(tmp_path, [row], "examples"))
+    assert found.messages == SYSTEM + ASK + YES
+    with pytest.raises(BadRow, match=r"expected one system text.*\{system: null\}"):
+        examples(sources_of(tmp_path, [row | {"system": "Another."}], "examples"))
+
+
+# ---- Dialogues in texts, as HH-RLHF has them
+
+
+def dialogue(*said: tuple[str, str]) -> str:
+    return "".join(f"\n\n{name}: {text}" for name, text in said)
+
+
+H, R = "Human", "Assistant"
+DIALOGUES = [  # both sides, and the reason for which a row is dropped
+    ([(H, "a?"), (R, "the answer is yes")], [(H, "a?"), (R, "the answer is no")], None),
+    (
+        [(H, "a?"), (R, "b"), (H, " c\nd"), (R, "e\n\nf")],
+        [(H, "a?"), (R, "b"), (H, " c\nd"), (R, "g")],
+        None,
+    ),
+    ([(H, "a?"), (H, "b?"), (R, "Human: c ")], [(H, "a?"), (H, "b?"), (R, "d")], None),
+    ([(H, "a?"), (R, "")], [(H, "a?"), (R, "b")], "empty answer"),
+    ([(H, "a?"), (R, "b")], [(H, "a?"), (R, "c"), (H, "d"), (R, "e")], "prompts that differ"),
+    ([(H, "a?"), (R, "b")], [(H, "a?"), (R, "b")], "equal sides"),
+]
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_dialogues_are_read_completely(tmp_path: Path, has_template: bool) -> None:
+    rows = [{"chosen": dialogue(*a), "rejected": dialogue(*b)} for a, b, _ in DIALOGUES]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = FinetuneDataConfig(train_files=str(file))
+    (source,) = load_sources(cfg, learned="pairs", has_template=has_template)
+    assert ("read as turns" if has_template else "read as texts") in str(source.layout)
+    for stored, row, (_, _, reason) in zip(source.rows, rows, DIALOGUES, strict=True):
+        found = or_bad(source.example, stored)
+        if reason is not None:
+            assert isinstance(found, LeftOut)
+            assert found.reason == reason
+            continue
+        for text, side in ((row["chosen"], found.chosen), (row["rejected"], found.rejected)):
+            answer = text[text.rindex("\n\nAssistant:") + len("\n\nAssistant:") :]
+            if not has_template:
+                assert side.prompt + side.completion == text
+                assert side.completion == answer
+                continue
+            names = {"user": H, "assistant": R}
+            assert dialogue(*((names[m["role"]], m["content"]) for m in side.messages)) == text
+            assert side.messages[-1]["content"] == answer[1:]
+            assert side.supervised_from == len(side.messages) - 1
+    # A source of which one row is no dialogue is read as texts.
+    file.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"chosen": "a b", "rejected": "a c"}])
+    )
+    (source,) = load_sources(cfg, learned="pairs")
+    assert "dialogues" not in str(source.layout)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "prompt"),
+    [
+        ("q: the answer is yes", "q: the answer is no", "q: the answer is"),
+        ("q: yes", "q: yesterday", "q:"),
+        ("q\nyes", "q\nno", "q\n"),
+        ("q:  yes", "q:  no", "q: "),
+        ("q:yes", "q:no", "q:"),
+        ("yes", "no", ""),
+        ("12:30", "12:45", "12:"),
+    ],
+)
+def test_an_implicit_prompt_ends_before_the_blank(one: str, other: str, prompt: str) -> None:
+    pair = pair_of({"chosen": one, "rejected": other})
+    assert pair.chosen == PromptCompletion(prompt, one[len(prompt) :])
+    assert pair.rejected == PromptCompletion(prompt, other[len(prompt) :])
+
+
+@pytest.mark.parametrize("label", [True, 1, 1.0, "true", "True", "1", "chosen"])
+def test_labels_of_a_csv_file_are_texts(label: Any) -> None:
+    row = {"prompt": Q, "completion": GOOD, "label": label}
+    opposite = {"true": "false", "True": "False", "1": "0", "chosen": "rejected"}
+    assert answer_of(row).desirable
+    assert not answer_of(row | {"label": opposite.get(label, type(label)(0))}).desirable
+    with pytest.raises(BadRow, match="expected true or false in 'label'"):
+        answer_of(row | {"label": "perhaps"})

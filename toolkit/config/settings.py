@@ -233,8 +233,8 @@ class DataConfig:
     or folders (of a data set as the Hub has it the split train); empty, and no dataset_name and no
     sources: built-in data made of Python's own standard library."""
     eval_files: str | list[str] = field(default_factory=list)
-    """Files or globs to evaluate on, each a source; empty, and no eval_sources: the eval_split of the
-    training data."""
+    """Files or globs to evaluate on, each a source; empty, and no eval_sources: the eval_split of
+    the training data."""
     eval_sources: list[SourceConfig] = field(default_factory=list)
     """Further sources to evaluate on, with the keys of data.sources except weight and max_repeats:
     for data sets by name, and for files with other columns than the training data."""

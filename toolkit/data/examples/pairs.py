@@ -11,8 +11,8 @@
 
 Columns have standard names here; [Note: preference columns] in `preferences.py` lists which others
 are recognised. Optional columns: `system`, `tools`, `chat_template_kwargs` and, for pairs,
-`margin`: by how much a reward model is to tell the answers apart. If answers are complete conversations, a
-`prompt` next to them has to be in them (UltraFeedback).
+`margin`: by how much a reward model is to tell the answers apart. If answers are complete
+conversations, a `prompt` next to them has to be in them (UltraFeedback).
 """
 
 import math
@@ -153,7 +153,7 @@ def _answer_value(value: Any, name: str, layout: Layout) -> str | list[Row]:
     if isinstance(value, list):
         return turns.read_turns(value, name)
     if name in layout.json_turns:
-        wrong(value, name, "turns, as the first rows have them", "no turns")
+        wrong(value, name, "turns as in the first rows", "no turns")
     return string(value, name)
 
 
@@ -176,7 +176,7 @@ def _prompt_of(
         return turns.read_turns(value, "prompt") if value else None
     if value is not None:
         if "prompt" in layout.json_turns:
-            wrong(value, "prompt", "turns, as the first rows have them", "no turns")
+            wrong(value, "prompt", "turns as in the first rows", "no turns")
         return string(value, "prompt")
     if not layout.dialogue and not all(map(turns.holds_prompt, answers)):
         used = (*layout.columns, *layout.optional, *SIDES)
@@ -192,7 +192,12 @@ def _prompt_of(
 def _pair_of_texts(
     row: Row, layout: Layout, prompt: str | list[Row] | None, chosen: str, rejected: str
 ) -> Pair:
-    if layout.dialogue:
+    if layout.dialogue and not layout.chat:
+        prompt, chosen = _split_dialogue(chosen, "chosen")
+        other, rejected = _split_dialogue(rejected, "rejected")
+        if prompt != other:
+            raise LeftOut("the prompts of both sides are not the same", _OTHER_PROMPT)
+    elif layout.dialogue:
         sides = [
             _dialogue(text, name) for text, name in zip((chosen, rejected), SIDES, strict=True)
         ]
@@ -229,6 +234,14 @@ def _dialogue(text: str, name: str) -> list[Row]:
         {"role": roles[speaker], "content": content.removeprefix(" ")}
         for speaker, content in zip(parts[::2], parts[1::2], strict=True)
     ]
+
+
+def _split_dialogue(text: str, name: str) -> tuple[str, str]:
+    """Return a dialogue up to its last "Assistant:", and the answer with the blank before it."""
+    prompt, mark, answer = text.rpartition("\n\nAssistant:")
+    if not mark or _dialogue(text, name)[-1]["role"] != "assistant":
+        wrong(text, name, "a dialogue that ends with a turn of 'Assistant:'", "no dialogue")
+    return prompt + mark, answer
 
 
 def _common_prompt(text: str, other: str) -> str:

@@ -24,11 +24,17 @@ A pair without a prompt next to a text that nothing uses is refused: the text ma
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from toolkit.data.examples.columns import Names
-from toolkit.data.examples.recognise import Layout, has_text, system_column
+from toolkit.data.examples.recognise import (
+    SYSTEM_REMARK,
+    Layout,
+    Remark,
+    has_text,
+    system_column,
+)
 from toolkit.data.examples.suggestions import (
     shown_mapping,
     suggest_answer_columns,
@@ -68,7 +74,10 @@ _NO_PROMPT = re.compile(
 )
 _IDENTIFIER = re.compile(r"[\w./:+-]*\d[\w./:+-]*")  # such as 8.0, a hash or a path
 _HUMAN = re.compile(r"\s*Human:")
-_DIALOGUE = "dialogues of 'Human:' and 'Assistant:', read as turns"
+_DIALOGUE = Remark("dialogues of 'Human:' and 'Assistant:', read as turns")
+_DIALOGUE_TEXTS = Remark(
+    "dialogues of 'Human:' and 'Assistant:', read as texts, since there is no chat template"
+)
 
 
 def read_columns() -> tuple[str, ...]:
@@ -86,7 +95,7 @@ class _Recognition:
     names: Names
     fields: dict[str, str] = field(default_factory=dict)  # standard name -> column
     json_turns: list[str] = field(default_factory=list)  # standard names
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)
     prompt: list[str] = field(default_factory=list)  # standard names
     chat: bool = False
     dialogue: bool = False
@@ -111,6 +120,7 @@ class _Recognition:
             renamed=tuple((n, c) for n, c in self.fields.items() if n != c),
             json_turns=tuple(self.json_turns),
             dialogue=self.dialogue,
+            system="system" in self.fields,
             chat=self.chat,
             remarks=tuple(self.remarks),
         )
@@ -133,7 +143,7 @@ def pair_layout(rows: Sequence[Row], names: Names) -> Layout:
         )
     answers = columns[:2] if columns[0] not in TURN_COLUMNS else columns[1:2]
     if columns[0] in TURN_COLUMNS:
-        found.remarks.append(f"the prompt and the chosen answer in {found.fields[columns[0]]!r}")
+        found.remarks.append(Remark("the prompt and the chosen answer in {}", columns[:1]))
         _take_system(found, chat=True)
     elif columns == (RANKED,):
         _take_prompt(found, (), within=False, texts=False)
@@ -152,6 +162,14 @@ def pair_layout(rows: Sequence[Row], names: Names) -> Layout:
             found.remarks.append(_DIALOGUE)
         _take_prompt(found, answers, within=within, texts=texts)
     return found.layout("pairs", columns)
+
+
+def without_chat_template(layout: Layout) -> Layout:
+    """Return the layout for a tokenizer without a chat template, which leaves dialogues texts."""
+    if not layout.dialogue or layout.system:
+        return layout
+    remarks = (_DIALOGUE_TEXTS if remark == _DIALOGUE else remark for remark in layout.remarks)
+    return replace(layout, chat=False, remarks=tuple(remarks))
 
 
 def answer_layout(rows: Sequence[Row], names: Names) -> Layout:
@@ -176,7 +194,7 @@ def answer_layout(rows: Sequence[Row], names: Names) -> Layout:
     if answer is None:
         assert chat is not None
         found.fields[chat] = chat
-        found.remarks.append(f"the prompt and the answer in {chat!r}")
+        found.remarks.append(Remark("the prompt and the answer in {}", (chat,)))
         _take_system(found, chat=True)
         return found.layout("answers", (chat, "label"))
     found.fields["completion"] = answer
@@ -232,7 +250,7 @@ def _take_json_turns(found: _Recognition, answers: Sequence[str]) -> None:
     prompts = found.values("prompt")
     if not prompts and all(map(holds_prompt, sides)):
         found.json_turns = [*answers]
-    elif found.names.json_turns_in(found.rows, "prompt") is not None:
+    elif _are_json_prompts(found):
         found.json_turns = ["prompt", *answers]
     elif len(prompts) == len(found.rows) and all(
         isinstance(prompt, str)
@@ -244,8 +262,12 @@ def _take_json_turns(found: _Recognition, answers: Sequence[str]) -> None:
         found.json_turns = [*answers]
     else:
         return
-    columns = [found.fields.get(name, name) for name in found.json_turns]
-    found.remarks.append(f"{' and '.join(map(repr, columns))} are JSON text of turns")
+    found.remarks.append(Remark("{} are JSON text of turns", tuple(found.json_turns)))
+
+
+def _are_json_prompts(found: _Recognition) -> bool:
+    prompts = found.names.json_turns_in(found.rows, "prompt")
+    return prompts is not None and all(_role(p[-1]) not in ("assistant", "gpt") for p in prompts)
 
 
 def _role(turn: Row) -> str:
@@ -281,25 +303,24 @@ def _take_prompt(found: _Recognition, answers: Sequence[str], *, within: bool, t
             found.json_turns.append("prompt")
             chat = True
         chat = chat or found.holds("prompt", lambda value: not isinstance(value, str))
-        found.remarks.append("the prompt in 'prompt'")
+        found.remarks.append(Remark("the prompt in {}", ("prompt",)))
     elif (column := _column_of_turns(found)) is not None:
         found.fields["prompt"] = column
         found.prompt.append("prompt")
         if column in TURN_COLUMNS:
             found.json_turns.append("prompt")
         chat = True
-        found.remarks.append(f"the prompt in {column!r}")
+        found.remarks.append(Remark("the prompt in {}", ("prompt",)))
     elif (column := _column_of_question(found)) is not None:
         found.fields["instruction"] = column
         more = [name for name in ("input", "history") if name != column and found.has(name)]
         found.prompt += ["instruction", *more]
         chat = True
-        columns = " and ".join(map(repr, (column, *more)))
-        found.remarks.append(f"the prompt in {columns}, the user's turn")
+        found.remarks.append(Remark("the prompt in {}, the user's turn", tuple(found.prompt)))
     else:
         _refuse_possible_prompt(found, texts)
         implicit = "what both answers begin with" if texts and len(answers) == 2 else "none"
-        found.remarks.append(f"the prompt: {implicit}")
+        found.remarks.append(Remark(f"the prompt: {implicit}"))
         if texts and system_column(found.rows):
             raise BadRow(
                 f"expected a prompt next to {system_column(found.rows)!r}, got texts that hold "
@@ -308,15 +329,16 @@ def _take_prompt(found: _Recognition, answers: Sequence[str], *, within: bool, t
                 "no prompt",
             )
     _take_system(found, chat=chat)
-    found.chat = not found.dialogue and (chat or system_column(found.rows) is not None)
-    if texts and not chat and found.chat:
-        found.remarks.append("texts are turns, since only a chat template knows system texts")
+    found.chat = found.dialogue or chat or system_column(found.rows) is not None
+    if texts and not chat and found.chat and not found.dialogue:
+        text = "texts are turns, since only a chat template knows system texts"
+        found.remarks.append(Remark(text))
 
 
 def _take_system(found: _Recognition, *, chat: bool) -> None:
     if (column := system_column(found.rows)) is not None:
         found.fields["system"] = column
-        found.remarks.append(f"system texts in {column!r}")
+        found.remarks.append(SYSTEM_REMARK)
     found.chat = chat
 
 

@@ -113,6 +113,13 @@ class Tokens:
 Example = Text | PromptCompletion | Conversation | Tokens
 
 
+class Remark(NamedTuple):
+    """A decision on columns in words; `{}` in the text stands for their names."""
+
+    text: str
+    columns: tuple[str, ...] = ()  # standard names
+
+
 @dataclass(frozen=True)
 class Layout:
     """The format of a source, and the columns that it is read from. See [Note: formats].
@@ -128,8 +135,9 @@ class Layout:
     renamed: tuple[tuple[str, str], ...] = ()  # (standard name, name in the rows) that differ
     json_turns: tuple[str, ...] = ()  # columns whose JSON text is turns in all of the first rows
     dialogue: bool = False  # whether texts are turns after "Human:" and "Assistant:"
+    system: bool = False  # whether a column has system texts; of preferences
     chat: bool = False  # whether prompt and answers of preferences that are texts become turns
-    remarks: tuple[str, ...] = ()  # decisions, for the report
+    remarks: tuple["Remark", ...] = ()  # decisions, for the report
 
     @property
     def format(self) -> Format:
@@ -145,11 +153,13 @@ class Layout:
         return () if self.whole else (*self.prompt, *_SHAPES[self.shape].extras)
 
     def __str__(self) -> str:
-        names = dict(self.renamed)
-        columns = " and ".join(repr(names.get(name, name)) for name in self.columns)
-        remarks = "".join(f"; {remark}" for remark in self.remarks)
+        def join(names: Sequence[str]) -> str:
+            return " and ".join(repr(renamed.get(name, name)) for name in names)
+
+        renamed = dict(self.renamed)
+        remarks = "".join(f"; {text.format(join(names))}" for text, names in self.remarks)
         unused = f"; not used: {named(self.unused)}" if self.unused else ""
-        return f"{self.title}, in {columns}{remarks}{unused}"
+        return f"{self.title}, in {join(self.columns)}{remarks}{unused}"
 
 
 PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))  # of text files
@@ -186,6 +196,9 @@ def recognise(rows: Sequence[Row], *, text: bool = False) -> Layout:
     )
 
 
+SYSTEM_REMARK = Remark("system texts in {}", ("system",))
+
+
 def _with_system(layout: Layout, rows: Sequence[Row]) -> Layout:
     """Return the layout with the column of system texts, and what follows from it."""
     name = system_column(rows)
@@ -196,7 +209,7 @@ def _with_system(layout: Layout, rows: Sequence[Row]) -> Layout:
     if layout.format != "conversation":
         return layout
     renamed = () if name == "system" else (("system", name),)
-    return replace(layout, renamed=renamed, remarks=(f"system texts in {name!r}",))
+    return replace(layout, renamed=renamed, remarks=(SYSTEM_REMARK,))
 
 
 def system_column(rows: Sequence[Row]) -> str | None:

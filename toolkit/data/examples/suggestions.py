@@ -15,6 +15,8 @@ _RESPONSES = (
 _CONTEXTS = ("input", "context", "passage")
 _TEXTS = ("body", "content", "document", "article", "passage", "story", "code", "raw_content")
 _TURNS = ("dialog", "dialogue", "chat", "turns", "conversation_history")
+_ROLE_KEYS = ("speaker", "who", "sender", "author", "name")
+_CONTENT_KEYS = ("text", "says", "utterance", "message", "body")
 _SIDES = (
     ("response_j", "response_k"),
     ("response_w", "response_l"),
@@ -38,11 +40,17 @@ def suggest_example_columns(rows: Sequence[Row]) -> str:
     names = {name for row in rows for name in row}
     prompt, response = _first(_PROMPTS, names), _first(_RESPONSES, names)
     if turns := next((n for n in _TURNS if any(_holds_turns(row.get(n)) for row in rows)), None):
-        return f"Set data.columns: {shown_mapping({'messages': turns})}"
+        keys = {key for row in rows for turn in row.get(turns) or () for key in turn}
+        mapping = {"messages": turns}
+        for name, others in (("role", _ROLE_KEYS), ("content", _CONTENT_KEYS)):
+            if name not in keys and (other := _first(others, keys)) is not None:
+                mapping[name] = other
+        return f"Set data.columns: {shown_mapping(mapping)}"
     if prompt and response:
-        mapping = {"instruction": prompt, "output": response}
-        if response == "answers" and "tools" in names:
+        if response == "answers" and "tools" in names:  # calls of functions, as xLAM has them
             mapping = {"instruction": prompt, "tool_calls": response}
+            return f"Set data.columns: {shown_mapping(mapping)}"
+        mapping = {"instruction": prompt, "output": response}
         if (context := _first(_CONTEXTS, names - {prompt, response})) is not None:
             mapping["input"] = context
         if "system_prompt" in names and "system" not in names:

@@ -37,8 +37,9 @@ _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__py
 
 
 def configured(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceConfig]]:
-    """Return what `cfg` names as (setting, source); each entry of `eval_files` is a source, followed
-    by those of `eval_sources`.
+    """Return the sources that `cfg` names as (setting, source).
+
+    Each entry of `eval_files` is a source; those of `eval_sources` follow.
 
     A source without a name gets that of its first file or data set; repeated names are numbered.
     """

@@ -29,6 +29,8 @@ from toolkit.errors import DataError
 
 _OF_FILES = (tables.FILE, tables.PLACE)
 
+_PROMPT_NAMES = ("instruction", "question", "query", "input", "context", "passage", "history")
+
 LOOK_AT = 100  # first rows of a source that its format is recognised by
 
 
@@ -105,7 +107,11 @@ class DataSource:
 
 
 def load_sources(
-    cfg: DataConfig, *, what: What = "train", learned: Learned = "examples"
+    cfg: DataConfig,
+    *,
+    what: What = "train",
+    learned: Learned = "examples",
+    has_template: bool = True,
 ) -> list[DataSource]:
     """Return the sources that `cfg` names to train on or to evaluate on, not yet tokenised.
 
@@ -117,6 +123,8 @@ def load_sources(
     document). Of a folder as the Hub has them only the split to train on, or to evaluate on, is
     read; a data set is a folder of `save_to_disk`, or an id on the Hub. With `cfg.streaming`
     the rows to train on are streams, others are read once and cached.
+
+    Without a chat template (`has_template`) dialogues in texts stay texts.
 
     A DataError where a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
     row, or the first rows have no known format.
@@ -137,7 +145,10 @@ def load_sources(
             return [DataSource("stdlib-instructions", where, rows, layout)]
         source = SourceConfig(files=[str(f) for f in stdlib_files()], name="stdlib")
         configs = [("the built-in text", source)]
-    return [_source(source, setting, cfg, streaming, learned) for setting, source in configs]
+    sources = [_source(source, setting, cfg, streaming, learned) for setting, source in configs]
+    if has_template:
+        return sources
+    return [replace(s, layout=preferences.without_chat_template(s.layout)) for s in sources]
 
 
 def _source(
@@ -214,6 +225,17 @@ def _check_text(files: list[Path], where: str) -> None:
         ranks.say(f"WARNING: {file} looks like JSON lines and is read as plain text; {advice}")
 
 
+def _warn_of_unused_prompts(where: str, unused: tuple[str, ...], rows: list[Row]) -> None:
+    """Log the columns that usually belong to a prompt and that the layout does not use."""
+    for name in unused:
+        if name in _PROMPT_NAMES and any(recognise.has_text(row, name) for row in rows):
+            ranks.say(
+                f"WARNING: {where}: the column {name!r} is not used, and its name is that of a "
+                f"part of a prompt. Map it in data.columns, or set {{{name}: null}} if the prompt "
+                "is complete without it"
+            )
+
+
 def _recognised(source: DataSource, learned: Learned, others: list[Row]) -> DataSource:
     """Return `source` with the layout of its rows, restricted to the columns that it uses.
 
@@ -253,6 +275,8 @@ def _recognised(source: DataSource, learned: Learned, others: list[Row]) -> Data
     used = tuple(names.columns.get(name, name) for name in used)
     existing = dict.fromkeys(name for row in rows for name in row)
     unused = tuple(name for name in existing if name not in {*used, *names.left_out})
+    if learned != "documents":
+        _warn_of_unused_prompts(source.where, unused, rows)
     layout = replace(
         layout,
         renamed=tuple((name, names.columns[name]) for name in names.columns),
