@@ -340,7 +340,7 @@ def _prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], int]:
         return [*before, *answer], len(before)
     if not isinstance(prompt, list):
         wrong(prompt, "prompt", "text or a list of turns")
-    messages = turns.read_turns(prompt, "prompt") if prompt else []
+    messages = turns.read_turns(prompt, "prompt")
     return [*turns.split_prompt(messages, answer), *answer], len(messages)
 
 
