@@ -539,6 +539,32 @@ def test_system_texts_are_used_in_all_formats(tmp_path: Path) -> None:
         assert type(found[1]) is type(found[0])
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("learned", ["pairs", "answers", "examples"])
+def test_a_system_text_that_only_later_rows_have_is_not_lost(
+    tmp_path: Path, learned: Learned, ending: str
+) -> None:
+    row = {"prompt": Q, "chosen": GOOD, "rejected": BAD, "completion": GOOD, "label": True}
+    if learned == "examples":
+        del row["chosen"], row["rejected"]
+    for name in ("system", "system_prompt"):
+        rows = [row | {name: None}] * 100 + [row | {name: S}]
+        *good, last = (source := sources_of(tmp_path, rows, learned, ending)).rows
+        assert "PromptCompletion" in str(source.example(good[0]))
+        with pytest.raises(BadRow, match="expected no text in 'system'"):
+            source.example(last)
+        chat = row | {"prompt": ASK}  # of turns it is used
+        rows = [chat | {name: None}] * 100 + [chat | {name: S}]
+        *_, last = (source := sources_of(tmp_path, rows, learned, ending)).rows
+        assert S in str(source.example(last))
+
+
+def test_an_answer_without_a_prompt_is_refused(tmp_path: Path) -> None:
+    for completion in (GOOD, YES):
+        with pytest.raises(DataError, match="expected a prompt next to the answer"):
+            sources_of(tmp_path, [{"completion": completion, "label": True}], "answers")
+
+
 def test_a_system_text_is_not_doubled(tmp_path: Path) -> None:
     row = {"messages": SYSTEM + ASK + YES, "system": S}
     (found,) = examples(sources_of(tmp_path, [row], "examples"))

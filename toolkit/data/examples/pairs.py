@@ -31,7 +31,12 @@ from toolkit.data.examples.preferences import (
     pair_layout,
     possible_prompts,
 )
-from toolkit.data.examples.recognise import Conversation, Layout, PromptCompletion
+from toolkit.data.examples.recognise import (
+    Conversation,
+    Layout,
+    PromptCompletion,
+    refuse_system_text,
+)
 from toolkit.data.sources.row_values import BadRow, LeftOut, Row, listed, named, string, wrong
 
 _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
@@ -209,6 +214,7 @@ def _pair_of_texts(
             raise LeftOut(str(bad), bad.reason) from bad  # some rows of HH-RLHF are like this
     if layout.chat or isinstance(prompt, list):
         return _pair_of_turns(row, prompt, [[_assistant(text)] for text in (chosen, rejected)])
+    refuse_system_text(row)
     if prompt is None:
         prompt = _common_prompt(chosen, rejected)
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -319,6 +325,7 @@ def answer_of(row: Row, layout: Layout | None = None) -> Answer:
     answer = _answer_value(row[column], column, layout)
     prompt = _prompt_of(row, layout, [answer])
     if isinstance(answer, str) and not (layout.chat or isinstance(prompt, list)):
+        refuse_system_text(row)
         if not answer.strip():
             raise LeftOut("the answer is empty", "empty answer")
         return Answer(PromptCompletion(prompt or "", answer), desirable)

@@ -97,6 +97,7 @@ class _Recognition:
     json_turns: list[str] = field(default_factory=list)  # standard names
     remarks: list[Remark] = field(default_factory=list)
     prompt: list[str] = field(default_factory=list)  # standard names
+    system: bool = False
     chat: bool = False
     dialogue: bool = False
 
@@ -120,7 +121,7 @@ class _Recognition:
             renamed=tuple((n, c) for n, c in self.fields.items() if n != c),
             json_turns=tuple(self.json_turns),
             dialogue=self.dialogue,
-            system="system" in self.fields,
+            system=self.system,
             chat=self.chat,
             remarks=tuple(self.remarks),
         )
@@ -319,25 +320,34 @@ def _take_prompt(found: _Recognition, answers: Sequence[str], *, within: bool, t
         found.remarks.append(Remark("the prompt in {}, the user's turn", tuple(found.prompt)))
     else:
         _refuse_possible_prompt(found, texts)
+        if len(answers) == 1:
+            raise BadRow(
+                f"expected a prompt next to the answer, got {named(found.rows[0])}. Set "
+                "data.columns, such as {prompt: question}",
+                "no prompt",
+            )
+        system, some = system_column(found.rows)
         implicit = "what both answers begin with" if texts and len(answers) == 2 else "none"
         found.remarks.append(Remark(f"the prompt: {implicit}"))
-        if texts and system_column(found.rows):
+        if texts and some:
             raise BadRow(
-                f"expected a prompt next to {system_column(found.rows)!r}, got texts that hold "
+                f"expected a prompt next to {system!r}, got texts that hold "
                 "theirs. Name its column in data.columns (prompt or instruction), or set "
                 "{system: null} to learn without the system texts",
                 "no prompt",
             )
     _take_system(found, chat=chat)
-    found.chat = found.dialogue or chat or system_column(found.rows) is not None
+    found.chat = found.dialogue or chat or found.system
     if texts and not chat and found.chat and not found.dialogue:
         text = "texts are turns, since only a chat template knows system texts"
         found.remarks.append(Remark(text))
 
 
 def _take_system(found: _Recognition, *, chat: bool) -> None:
-    if (column := system_column(found.rows)) is not None:
+    column, found.system = system_column(found.rows)
+    if column is not None:
         found.fields["system"] = column
+    if found.system:
         found.remarks.append(SYSTEM_REMARK)
     found.chat = chat
 

@@ -60,7 +60,7 @@ OF_A_TREE = ("parent_id", "role")  # columns of a message that answers another r
 _SHAPES: dict[RowShape, _Shape] = {
     "text": _Shape("text", "text"),
     "pieces": _Shape("text", "text files"),
-    "prompt_completion": _Shape("prompt_completion", "prompts and completions"),
+    "prompt_completion": _Shape("prompt_completion", "prompts and completions", ("system",)),
     "turn_lists": _Shape("conversation", "prompts and completions as lists of turns", CHAT_COLUMNS),
     "turn_texts": _Shape("conversation", "prompts and completions as turns", CHAT_COLUMNS),
     "messages": _Shape("conversation", "conversations (turns with role and content)", CHAT_COLUMNS),
@@ -201,20 +201,36 @@ SYSTEM_REMARK = Remark("system texts in {}", ("system",))
 
 def _with_system(layout: Layout, rows: Sequence[Row]) -> Layout:
     """Return the layout with the column of system texts, and what follows from it."""
-    name = system_column(rows)
-    if name is None:
+    name, some = system_column(rows)
+    if name is None or layout.format not in ("conversation", "prompt_completion"):
         return layout
-    if layout.shape == "prompt_completion":
+    if layout.shape == "prompt_completion" and some:
         layout = replace(layout, shape="turn_texts")
-    if layout.format != "conversation":
-        return layout
     renamed = () if name == "system" else (("system", name),)
-    return replace(layout, renamed=renamed, remarks=(SYSTEM_REMARK,))
+    return replace(layout, renamed=renamed, remarks=(SYSTEM_REMARK,) if some else ())
 
 
-def system_column(rows: Sequence[Row]) -> str | None:
-    """Return the column that holds system texts; None if no row has one."""
-    return next((name for name in _SYSTEM_NAMES if any(has_text(row, name) for row in rows)), None)
+def system_column(rows: Sequence[Row]) -> tuple[str | None, bool]:
+    """Return the column of system texts, None if there is none, and whether a row has a text."""
+    for name in _SYSTEM_NAMES:
+        if any(has_text(row, name) for row in rows):
+            return name, True
+    return next((name for name in _SYSTEM_NAMES if any(name in row for row in rows)), None), False
+
+
+def refuse_system_text(row: Row) -> None:
+    """Refuse a system text in a source that is read as plain text, since its first rows have none.
+
+    Raises:
+        BadRow: the row has a system text.
+    """
+    if has_text(row, "system"):
+        raise BadRow(
+            "expected no text in 'system', since the first rows have none and are read as plain "
+            "text, got one. Put a row with a system text first, so that all rows become turns, or "
+            "set data.columns {system: null}",
+            "system text that the first rows do not have",
+        )
 
 
 def has_text(row: Row, name: str) -> bool:
@@ -308,6 +324,7 @@ def _example(row: Row, layout: Layout) -> Example:
         case "tokenised":
             return Tokens(*_ids_and_labels(row))
         case "prompt_completion":
+            refuse_system_text(row)
             prompt, completion = (string(row[name], name) for name in layout.columns)
             if not completion.strip():
                 wrong(completion, "completion", "text", "empty completion")
