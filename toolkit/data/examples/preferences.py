@@ -88,8 +88,8 @@ def read_columns() -> tuple[str, ...]:
 
 
 @dataclass
-class _Recognition:
-    """The columns of a source as far as they are recognised."""
+class _FirstRows:
+    """The first rows of a source, and what is recognised of their columns so far."""
 
     rows: Sequence[Row]
     names: Names
@@ -133,8 +133,8 @@ def pair_layout(rows: Sequence[Row], names: Names) -> Layout:
     Raises:
         BadRow: the rows are no pairs, or their prompt cannot be told from other columns.
     """
-    found = _Recognition(rows, names)
-    columns = _take_sides(found)
+    first = _FirstRows(rows, names)
+    columns = _take_sides(first)
     if columns is None:
         raise BadRow(
             f"expected pairs of answers ('chosen' and 'rejected', or 'response_1', 'response_2' "
@@ -144,25 +144,25 @@ def pair_layout(rows: Sequence[Row], names: Names) -> Layout:
         )
     answers = columns[:2] if columns[0] not in TURN_COLUMNS else columns[1:2]
     if columns[0] in TURN_COLUMNS:
-        found.remarks.append(Remark("the prompt and the chosen answer in {}", columns[:1]))
-        _take_system(found, chat=True)
+        first.remarks.append(Remark("the prompt and the chosen answer in {}", columns[:1]))
+        _take_system(first, chat=True)
     elif columns == (RANKED,):
-        _take_prompt(found, (), within=False, texts=False)
+        _take_prompt(first, (), within=False, texts=False)
     else:
-        _take_json_turns(found, answers)
-        values = [value for name in answers for value in found.values(found.fields[name])]
+        _take_json_turns(first, answers)
+        values = [value for name in answers for value in first.values(first.fields[name])]
         texts = 2 * sum(isinstance(value, str) for value in values) > len(values)
-        if found.json_turns:
+        if first.json_turns:
             texts = False
-        within = bool(found.json_turns) and "prompt" not in found.json_turns
+        within = bool(first.json_turns) and "prompt" not in first.json_turns
         within = within or all(
-            found.holds(found.fields[name], lambda v: holds_prompt(v)) for name in answers
+            first.holds(first.fields[name], lambda v: holds_prompt(v)) for name in answers
         )
-        if texts and not within and not _has_prompt(found) and _are_dialogues(values):
-            found.dialogue = within = True
-            found.remarks.append(_DIALOGUE)
-        _take_prompt(found, answers, within=within, texts=texts)
-    return found.layout("pairs", columns)
+        if texts and not within and not _has_prompt(first) and _are_dialogues(values):
+            first.dialogue = within = True
+            first.remarks.append(_DIALOGUE)
+        _take_prompt(first, answers, within=within, texts=texts)
+    return first.layout("pairs", columns)
 
 
 def without_chat_template(layout: Layout) -> Layout:
@@ -180,10 +180,10 @@ def answer_layout(rows: Sequence[Row], names: Names) -> Layout:
     Raises:
         BadRow: the rows are no labelled answers, or their prompt cannot be told from other columns.
     """
-    found = _Recognition(rows, names)
-    label = next((name for name in _LABELS if found.has(name)), None)
-    answer = next((name for name in _ANSWERS if found.has(name)), None)
-    chat = next((name for name in TURN_COLUMNS if found.has(name)), None)
+    first = _FirstRows(rows, names)
+    label = next((name for name in _LABELS if first.has(name)), None)
+    answer = next((name for name in _ANSWERS if first.has(name)), None)
+    chat = next((name for name in TURN_COLUMNS if first.has(name)), None)
     if label is None or (answer is None and chat is None):
         raise BadRow(
             f"expected answers with a label ('prompt', 'completion' and 'label'), got "
@@ -191,43 +191,43 @@ def answer_layout(rows: Sequence[Row], names: Names) -> Layout:
             "preference.loss_type than kto",
             "unknown format",
         )
-    found.fields["label"] = label
+    first.fields["label"] = label
     if answer is None:
         assert chat is not None
-        found.fields[chat] = chat
-        found.remarks.append(Remark("the prompt and the answer in {}", (chat,)))
-        _take_system(found, chat=True)
-        return found.layout("answers", (chat, "label"))
-    found.fields["completion"] = answer
-    _take_json_turns(found, ("completion",))
-    texts = found.holds(answer, lambda v: isinstance(v, str)) and not found.json_turns
-    within = bool(found.json_turns) and "prompt" not in found.json_turns
-    within = within or found.holds(answer, holds_prompt)
-    _take_prompt(found, ("completion",), within=within, texts=texts)
-    return found.layout("answers", ("completion", "label"))
+        first.fields[chat] = chat
+        first.remarks.append(Remark("the prompt and the answer in {}", (chat,)))
+        _take_system(first, chat=True)
+        return first.layout("answers", (chat, "label"))
+    first.fields["completion"] = answer
+    _take_json_turns(first, ("completion",))
+    texts = first.holds(answer, lambda v: isinstance(v, str)) and not first.json_turns
+    within = bool(first.json_turns) and "prompt" not in first.json_turns
+    within = within or first.holds(answer, holds_prompt)
+    _take_prompt(first, ("completion",), within=within, texts=texts)
+    return first.layout("answers", ("completion", "label"))
 
 
-def _take_sides(found: _Recognition) -> tuple[str, ...] | None:
+def _take_sides(first: _FirstRows) -> tuple[str, ...] | None:
     """Find the columns of the two answers; return their standard names, None if there are none."""
 
     def together(names: Sequence[str]) -> bool:
-        return any(all(row.get(name) is not None for name in names) for row in found.rows)
+        return any(all(row.get(name) is not None for name in names) for row in first.rows)
 
     for sides in _SIDES:
         if together(sides):
-            found.fields |= dict(zip(SIDES, sides, strict=True))
+            first.fields |= dict(zip(SIDES, sides, strict=True))
             return SIDES
     for compared in _COMPARED:
         if together(compared):
-            found.fields |= dict(zip(COMPARED, compared, strict=True))
+            first.fields |= dict(zip(COMPARED, compared, strict=True))
             return COMPARED
     for chat in TURN_COLUMNS:
         for rejected in _REJECTED_ALONE:
             if together((chat, rejected)):
-                found.fields |= {chat: chat, "rejected": rejected}
+                first.fields |= {chat: chat, "rejected": rejected}
                 return chat, "rejected"
-    if found.holds(RANKED, lambda v: isinstance(v, list) and all(map(_is_ranked, v))):
-        found.fields[RANKED] = RANKED
+    if first.holds(RANKED, lambda v: isinstance(v, list) and all(map(_is_ranked, v))):
+        first.fields[RANKED] = RANKED
         return (RANKED,)
     return None
 
@@ -236,38 +236,38 @@ def _is_ranked(value: Any) -> bool:
     return isinstance(value, dict) and {"rank", "completion"} <= {*value}
 
 
-def _take_json_turns(found: _Recognition, answers: Sequence[str]) -> None:
+def _take_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
     """Decide once for the source whether texts of answers are JSON text of turns.
 
     They are only if all first rows say so and the turns hold their prompt or have it in `prompt`;
     else an answer that happens to be JSON is a text.
     """
-    turns = [found.names.json_turns_in(found.rows, found.fields[name]) for name in answers]
+    turns = [first.names.json_turns_in(first.rows, first.fields[name]) for name in answers]
     if any(column is None for column in turns):
         return
     sides = [side for column in turns if column for side in column]
     if any(_role(side[-1]) not in ("assistant", "gpt") for side in sides):
         return
-    prompts = found.values("prompt")
+    prompts = first.values("prompt")
     if not prompts and all(map(holds_prompt, sides)):
-        found.json_turns = [*answers]
-    elif _are_json_prompts(found):
-        found.json_turns = ["prompt", *answers]
-    elif len(prompts) == len(found.rows) and all(
+        first.json_turns = [*answers]
+    elif _are_json_prompts(first):
+        first.json_turns = ["prompt", *answers]
+    elif len(prompts) == len(first.rows) and all(
         isinstance(prompt, str)
         and holds_prompt(side)
         and any(prompt.strip() == str(t.get("content", t.get("value"))).strip() for t in side)
         for column in turns
         for prompt, side in zip(prompts, column or [], strict=True)
     ):
-        found.json_turns = [*answers]
+        first.json_turns = [*answers]
     else:
         return
-    found.remarks.append(Remark("{} are JSON text of turns", tuple(found.json_turns)))
+    first.remarks.append(Remark("{} are JSON text of turns", tuple(first.json_turns)))
 
 
-def _are_json_prompts(found: _Recognition) -> bool:
-    prompts = found.names.json_turns_in(found.rows, "prompt")
+def _are_json_prompts(first: _FirstRows) -> bool:
+    prompts = first.names.json_turns_in(first.rows, "prompt")
     return prompts is not None and all(_role(p[-1]) not in ("assistant", "gpt") for p in prompts)
 
 
@@ -275,9 +275,9 @@ def _role(turn: Row) -> str:
     return str(turn.get("role", turn.get("from"))).lower()
 
 
-def _has_prompt(found: _Recognition) -> bool:
+def _has_prompt(first: _FirstRows) -> bool:
     names = ("prompt", "instruction", *_PROMPT_TURNS, *_QUESTIONS)
-    return any(found.has(name) for name in names)
+    return any(first.has(name) for name in names)
 
 
 def _are_dialogues(values: Sequence[Any]) -> bool:
@@ -287,7 +287,7 @@ def _are_dialogues(values: Sequence[Any]) -> bool:
     )
 
 
-def _take_prompt(found: _Recognition, answers: Sequence[str], *, within: bool, texts: bool) -> None:
+def _take_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, texts: bool) -> None:
     """Find the columns of the prompt.
 
     Args:
@@ -296,39 +296,39 @@ def _take_prompt(found: _Recognition, answers: Sequence[str], *, within: bool, t
     """
     chat = not texts
     if within:
-        if found.has("prompt") and not found.dialogue:
-            found.prompt.append("prompt")
-    elif found.has("prompt"):
-        found.prompt.append("prompt")
-        if "prompt" not in found.json_turns and found.names.columns.get("prompt") in TURN_COLUMNS:
-            found.json_turns.append("prompt")
+        if first.has("prompt") and not first.dialogue:
+            first.prompt.append("prompt")
+    elif first.has("prompt"):
+        first.prompt.append("prompt")
+        if "prompt" not in first.json_turns and first.names.columns.get("prompt") in TURN_COLUMNS:
+            first.json_turns.append("prompt")
             chat = True
-        chat = chat or found.holds("prompt", lambda value: not isinstance(value, str))
-        found.remarks.append(Remark("the prompt in {}", ("prompt",)))
-    elif (column := _column_of_turns(found)) is not None:
-        found.fields["prompt"] = column
-        found.prompt.append("prompt")
+        chat = chat or first.holds("prompt", lambda value: not isinstance(value, str))
+        first.remarks.append(Remark("the prompt in {}", ("prompt",)))
+    elif (column := _column_of_turns(first)) is not None:
+        first.fields["prompt"] = column
+        first.prompt.append("prompt")
         if column in TURN_COLUMNS:
-            found.json_turns.append("prompt")
+            first.json_turns.append("prompt")
         chat = True
-        found.remarks.append(Remark("the prompt in {}", ("prompt",)))
-    elif (column := _column_of_question(found)) is not None:
-        found.fields["instruction"] = column
-        more = [name for name in ("input", "history") if name != column and found.has(name)]
-        found.prompt += ["instruction", *more]
+        first.remarks.append(Remark("the prompt in {}", ("prompt",)))
+    elif (column := _column_of_question(first)) is not None:
+        first.fields["instruction"] = column
+        more = [name for name in ("input", "history") if name != column and first.has(name)]
+        first.prompt += ["instruction", *more]
         chat = True
-        found.remarks.append(Remark("the prompt in {}, the user's turn", tuple(found.prompt)))
+        first.remarks.append(Remark("the prompt in {}, the user's turn", tuple(first.prompt)))
     else:
-        _refuse_possible_prompt(found, texts)
+        _refuse_possible_prompt(first, texts)
         if len(answers) == 1:
             raise BadRow(
-                f"expected a prompt next to the answer, got {named(found.rows[0])}. Set "
+                f"expected a prompt next to the answer, got {named(first.rows[0])}. Set "
                 "data.columns, such as {prompt: question}",
                 "no prompt",
             )
-        system, some = system_column(found.rows)
+        system, some = system_column(first.rows)
         implicit = "what both answers begin with" if texts and len(answers) == 2 else "none"
-        found.remarks.append(Remark(f"the prompt: {implicit}"))
+        first.remarks.append(Remark(f"the prompt: {implicit}"))
         if texts and some:
             raise BadRow(
                 f"expected a prompt next to {system!r}, got texts that hold "
@@ -336,28 +336,28 @@ def _take_prompt(found: _Recognition, answers: Sequence[str], *, within: bool, t
                 "{system: null} to learn without the system texts",
                 "no prompt",
             )
-    _take_system(found, chat=chat)
-    found.chat = found.dialogue or chat or found.system
-    if texts and not chat and found.chat and not found.dialogue:
+    _take_system(first, chat=chat)
+    first.chat = first.dialogue or chat or first.system
+    if texts and not chat and first.chat and not first.dialogue:
         text = "texts are turns, since only a chat template knows system texts"
-        found.remarks.append(Remark(text))
+        first.remarks.append(Remark(text))
 
 
-def _take_system(found: _Recognition, *, chat: bool) -> None:
-    column, found.system = system_column(found.rows)
+def _take_system(first: _FirstRows, *, chat: bool) -> None:
+    column, first.system = system_column(first.rows)
     if column is not None:
-        found.fields["system"] = column
-    if found.system:
-        found.remarks.append(SYSTEM_REMARK)
-    found.chat = chat
+        first.fields["system"] = column
+    if first.system:
+        first.remarks.append(SYSTEM_REMARK)
+    first.chat = chat
 
 
-def _column_of_turns(found: _Recognition) -> str | None:
+def _column_of_turns(first: _FirstRows) -> str | None:
     """Return the column that holds the conversation up to the answers."""
     for name in _PROMPT_TURNS:
-        if name in TURN_COLUMNS and found.has(name):
+        if name in TURN_COLUMNS and first.has(name):
             return name
-        if found.holds(name, _is_conversation):
+        if first.holds(name, _is_conversation):
             return name
     return None
 
@@ -374,33 +374,33 @@ def _is_conversation(value: Any) -> bool:
     )
 
 
-def _column_of_question(found: _Recognition) -> str | None:
+def _column_of_question(first: _FirstRows) -> str | None:
     """Return the column of the user's question.
 
     Raises:
         BadRow: several columns may be it.
     """
-    if found.holds("instruction", lambda value: isinstance(value, str)):
+    if first.holds("instruction", lambda value: isinstance(value, str)):
         return "instruction"
-    columns = [name for name in _QUESTIONS if any(has_text(row, name) for row in found.rows)]
+    columns = [name for name in _QUESTIONS if any(has_text(row, name) for row in first.rows)]
     if len(columns) > 1:
-        one, other = columns[:2]
+        question, other = columns[:2]
         raise BadRow(
             f"expected one prompt, got {named(columns)}. Set data.columns: "
-            f"{shown_mapping({'instruction': one, 'input': other})} to use both, or "
-            f"{{instruction: {one}, {other}: null}}",
+            f"{shown_mapping({'instruction': question, 'input': other})} to use both, or "
+            f"{{instruction: {question}, {other}: null}}",
             "several prompts",
         )
     return columns[0] if columns else None
 
 
-def _refuse_possible_prompt(found: _Recognition, texts: bool) -> None:
+def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
     """Refuse answers without a prompt next to a column that may be it."""
-    possible = possible_prompts(found.rows, found.fields.values())
+    possible = possible_prompts(first.rows, first.fields.values())
     if not possible:
         return
     name = possible[0]
-    turns = found.holds(name, _is_conversation)
+    turns = first.holds(name, _is_conversation)
     mapping = f"{{prompt: {name}}}"
     if not turns:
         mapping = f"{{instruction: {name}}} (the user's turn)"
@@ -414,12 +414,12 @@ def _refuse_possible_prompt(found: _Recognition, texts: bool) -> None:
 
 def possible_prompts(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
     """Return the columns apart from `used` that may hold a prompt, by their names and values."""
-    taken = {*used, "system", "tools", "functions", "label", "margin"}
+    skipped = {*used, "system", "tools", "functions", "label", "margin"}
     columns = dict.fromkeys(name for row in rows for name in row)
     return [
         name
         for name in columns
-        if name not in taken
+        if name not in skipped
         and not _NO_PROMPT.search(name)
         and _may_be_prompt([row.get(name) for row in rows])
     ]

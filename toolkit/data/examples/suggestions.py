@@ -42,8 +42,8 @@ def suggest_example_columns(rows: Sequence[Row]) -> str:
     if turns := next((n for n in _TURNS if any(_holds_turns(row.get(n)) for row in rows)), None):
         keys = {key for row in rows for turn in row.get(turns) or () for key in turn}
         mapping = {"messages": turns}
-        for name, others in (("role", _ROLE_KEYS), ("content", _CONTENT_KEYS)):
-            if name not in keys and (other := _first(others, keys)) is not None:
+        for name, spellings in (("role", _ROLE_KEYS), ("content", _CONTENT_KEYS)):
+            if name not in keys and (other := _first(spellings, keys)) is not None:
                 mapping[name] = other
         return f"Set data.columns: {shown_mapping(mapping)}"
     if prompt and response:
@@ -67,10 +67,10 @@ def suggest_example_columns(rows: Sequence[Row]) -> str:
 
 def suggest_pair_columns(names: Sequence[str]) -> str:
     """Return the sentence that tells how to map the columns of rows that are no pairs."""
-    found = next((sides for sides in _SIDES if {*sides} <= {*names}), None)
-    if found is None:
+    pair = next((sides for sides in _SIDES if {*sides} <= {*names}), None)
+    if pair is None:
         return "Set data.columns, such as {chosen: better, rejected: worse}"
-    mapping = dict(zip(("chosen", "rejected"), found, strict=True))
+    mapping = dict(zip(("chosen", "rejected"), pair, strict=True))
     if not {"prompt", "instruction"} & {*names} and (ask := _first(QUESTIONS, {*names})):
         mapping["instruction"] = ask
     return f"Set data.columns: {shown_mapping(mapping)}"

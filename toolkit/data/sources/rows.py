@@ -159,10 +159,10 @@ def _source(
     columns = (*row_format.columns, *row_format.candidates, *renamed.columns.values())
     columns = tuple(dict.fromkeys(columns))
     files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()
-    others = list[Row]()  # columns that are not read: their first values
+    unread = list[Row]()  # first values of columns that are not read
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
-        rows, others = tables.read_named(source, where, columns, streaming=streaming)
+        rows, unread = tables.read_named(source, where, columns, streaming=streaming)
     else:
         files = find_files(source.files, setting)
         kind = kind_of(files, setting)
@@ -180,7 +180,7 @@ def _source(
             schema = lines.LINES
         else:
             reader = partial(tables.arrow_tables, kind=kind, columns=columns)
-            others = tables.first_values(str(files[0]), kind, columns)
+            unread = tables.first_values(str(files[0]), kind, columns)
         cuts: dict[str, tables.Cut] = {"json": lines.cut_lines, "parquet": tables.cut_parquet}
         shards = tables.file_shards(files, cuts.get(kind) if streaming else None)
         rows = tables.read_files(reader, shards, where, schema, streaming=streaming)
@@ -196,7 +196,7 @@ def _source(
     )
     if kind == "text" and learned in ("pairs", "answers"):
         raise DataError(f"{where}: expected preferences, got text files; give rows (.jsonl)")
-    return made if kind == "text" else _recognised(made, learned, others)
+    return made if kind == "text" else _recognised(made, learned, unread)
 
 
 def _say_splits(patterns: str | list[str], setting: str) -> None:
@@ -236,11 +236,11 @@ def _warn_of_unused_prompts(where: str, unused: tuple[str, ...], rows: list[Row]
             )
 
 
-def _recognised(source: DataSource, learned: Learned, others: list[Row]) -> DataSource:
+def _recognised(source: DataSource, learned: Learned, unread: list[Row]) -> DataSource:
     """Return `source` with the layout of its rows, restricted to the columns that it uses.
 
     Args:
-        others: the first values of columns that the rows of `source` lack.
+        unread: first values of columns that the rows of `source` do not have.
 
     Raises:
         DataError: no row can be read, the rows have no known layout, or data.columns does not fit.
@@ -258,8 +258,8 @@ def _recognised(source: DataSource, learned: Learned, others: list[Row]) -> Data
             "rows can be read. Is this the right file?"
         )
     names = source.names
-    no_values = dict.fromkeys(others[0]) if others else {}
-    padded = chain(others, repeat(no_values))
+    no_values = dict.fromkeys(unread[0]) if unread else {}
+    padded = chain(unread, repeat(no_values))
     rows = [{**more, **row} for more, (_, row) in zip(padded, readable, strict=False)]
     for name in names.check_exist(rows, source.where):
         ranks.say(f"data       {source.where}: no row of the first has {name!r} (data.columns)")

@@ -264,14 +264,14 @@ def first_values(file: str, kind: Kind, columns: Sequence[str]) -> list[dict[str
         schema = _schema(file, kind)
         if not any(name in columns for name in schema.names):  # all columns are read
             return []
-        others = [name for name in schema.names if name not in columns]
-        texts = [name for name in others if _holds_text(schema.field(name).type)]
+        unread = [name for name in schema.names if name not in columns]
+        texts = [name for name in unread if _holds_text(schema.field(name).type)]
         first = next(_batches(file, None, kind, texts, _FIRST_VALUES), None) if texts else None
         rows = [] if first is None else first[1].slice(0, _FIRST_VALUES).to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError):
         return []
-    empty = dict.fromkeys(others)
-    return [empty | row for row in rows] or ([empty] if others else [])
+    empty = dict.fromkeys(unread)
+    return [empty | row for row in rows] or ([empty] if unread else [])
 
 
 def _schema(file: str, kind: Kind) -> pa.Schema:
@@ -340,21 +340,21 @@ def read_named(
         rows = rows.to_iterable_dataset()
     rows = rows.with_format(None)
     names = list(rows.column_names)
-    others = _other_values(rows, [name for name in names if name not in _kept(names, columns)])
+    unread = _unread_values(rows, [name for name in names if name not in _kept(names, columns)])
     rows = rows.select_columns(_kept(names, columns))
     binary = datasets.Features(_binary(rows.features))
     if isinstance(rows, datasets.IterableDataset):
-        return rows.cast(binary), others
+        return rows.cast(binary), unread
     made = datasets.Dataset(
         rows.data.cast(binary.arrow_schema),
         info=datasets.DatasetInfo(features=binary),
         split=rows.split,
         fingerprint=f"{rows._fingerprint}-bytes",
     )
-    return made, others
+    return made, unread
 
 
-def _other_values(rows: RowDataset, names: list[str]) -> list[dict[str, Any]]:
+def _unread_values(rows: RowDataset, names: list[str]) -> list[dict[str, Any]]:
     """Return the first values of columns of a data set, as `first_values` does of a file."""
     schema = datasets.Features(rows.features or {}).arrow_schema
     texts = [name for name in names if name in schema.names]
