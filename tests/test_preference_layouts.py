@@ -427,6 +427,14 @@ def test_turns_as_json_text_are_recognised_for_the_whole_source(tmp_path: Path, 
 # ---- Prompts
 
 
+@pytest.mark.parametrize("name", ["prompt", "input"])
+def test_tools_within_a_prompt_are_used(tmp_path: Path, name: str) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    row = {name: {"messages": ASK, "tools": tools}, "chosen": YES, "rejected": NO}
+    (pair,) = examples(sources_of(tmp_path, [row], "pairs"))
+    assert pair.chosen == Conversation(ASK + YES, tools, supervised_from=1)
+
+
 def test_a_row_without_the_prompt_of_the_others_is_refused(tmp_path: Path) -> None:
     good = {"question": Q, "chosen": GOOD, "rejected": BAD}
     for row, message in (

@@ -85,9 +85,9 @@ def pair_of(row: Row, layout: Layout | None = None) -> Pair:
         BadRow: anything else is wrong with the row.
     """
     layout = layout or pair_layout([row], Names({}, {}, {}, ()))
-    row = _with_sides(row, layout)
-    if missing := [name for name in SIDES if row.get(name) is None]:
+    if missing := [name for name in layout.columns if row.get(name) is None]:
         raise BadRow(f"expected a column {missing[0]!r}, got {named(row)}", "missing column")
+    row = _with_sides(_with_plain_prompt(row), layout)
     chosen, rejected = (_answer_value(row[name], name, layout) for name in SIDES)
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise BadRow("expected two texts or two lists of turns, got one of each", "mixed sides")
@@ -101,16 +101,27 @@ def pair_of(row: Row, layout: Layout | None = None) -> Pair:
     return replace(pair, margin=_margin(row))
 
 
+def _with_plain_prompt(row: Row) -> Row:
+    """Return the row with the turns and tools of a prompt that is a mapping of `messages`, as the
+    requests of OpenAI are.
+    """
+    prompt = row.get("prompt")
+    if not isinstance(prompt, dict) or "messages" not in prompt:
+        return row
+    tools = row.get("tools") or prompt.get("tools")
+    return row | {"prompt": prompt["messages"], "tools": tools}
+
+
 def _with_sides(row: Row, layout: Layout) -> Row:
     """Return the row with the columns `chosen` and `rejected`, whatever its layout calls them."""
-    if layout.columns == COMPARED and all(row.get(name) is not None for name in COMPARED):
+    if layout.columns == COMPARED:
         return row | dict(zip(SIDES, _compared(row), strict=True))
-    if layout.columns == (RANKED,) and row.get(RANKED) is not None:
+    if layout.columns == (RANKED,):
         return row | dict(zip(SIDES, _ranked(row[RANKED]), strict=True))
     chat = layout.columns[0]
-    if chat in turns.TURN_COLUMNS and row.get(chat) and row.get("rejected") is not None:
-        messages, rejected = turns.read_turns(row[chat], chat), row["rejected"]
-        answers = _answer_value(rejected, "rejected", layout)
+    if chat in turns.TURN_COLUMNS:
+        messages = turns.read_turns(row[chat], chat)
+        answers = _answer_value(row["rejected"], "rejected", layout)
         if isinstance(answers, str):
             answers = [_assistant(answers)]
         if not turns.holds_prompt(answers):
@@ -175,8 +186,6 @@ def _prompt_of(
             raise BadRow(f"expected a column 'instruction', got {named(row)}", "missing column")
         return turns.instruction_turns(row)
     value = row.get("prompt") if "prompt" in layout.prompt else None
-    if isinstance(value, dict):
-        value = value.get("messages")
     if isinstance(value, list):
         return turns.read_turns(value, "prompt") if value else None
     if value is not None:
@@ -320,7 +329,7 @@ def answer_of(row: Row, layout: Layout | None = None) -> Answer:
     layout = layout or answer_layout([row], Names({}, {}, {}, ()))
     if missing := [name for name in layout.columns if row.get(name) is None]:
         raise BadRow(f"expected a column {missing[0]!r}, got {named(row)}", "missing column")
-    desirable = _label(row["label"])
+    row, desirable = _with_plain_prompt(row), _label(row["label"])
     column = layout.columns[0]
     answer = _answer_value(row[column], column, layout)
     prompt = _prompt_of(row, layout, [answer])

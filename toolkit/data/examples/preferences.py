@@ -40,7 +40,7 @@ from toolkit.data.examples.suggestions import (
     suggest_answer_columns,
     suggest_pair_columns,
 )
-from toolkit.data.examples.turns import TURN_COLUMNS, holds_prompt
+from toolkit.data.examples.turns import SPELLINGS, TURN_COLUMNS, holds_prompt
 from toolkit.data.sources.row_values import BadRow, Row, named
 
 SIDES = ("chosen", "rejected")
@@ -246,7 +246,7 @@ def _take_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
     if any(column is None for column in turns):
         return
     sides = [side for column in turns if column for side in column]
-    if any(_role(side[-1]) not in ("assistant", "gpt") for side in sides):
+    if not all(_is_answer(side[-1]) for side in sides):
         return
     prompts = first.values("prompt")
     if not prompts and all(map(holds_prompt, sides)):
@@ -268,11 +268,11 @@ def _take_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
 
 def _are_json_prompts(first: _FirstRows) -> bool:
     prompts = first.names.json_turns_in(first.rows, "prompt")
-    return prompts is not None and all(_role(p[-1]) not in ("assistant", "gpt") for p in prompts)
+    return prompts is not None and not any(_is_answer(p[-1]) for p in prompts)
 
 
-def _role(turn: Row) -> str:
-    return str(turn.get("role", turn.get("from"))).lower()
+def _is_answer(turn: Row) -> bool:
+    return SPELLINGS.get(str(turn.get("role", turn.get("from"))).lower()) == "assistant"
 
 
 def _has_prompt(first: _FirstRows) -> bool:
