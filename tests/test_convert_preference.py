@@ -192,20 +192,17 @@ def test_an_objective_that_is_named_is_not_doubted() -> None:
 @pytest.mark.parametrize(
     ("rl", "kind", "columns", "named"),
     [
-        ("dpo", "chatml.intel", {"prompt": "question"}, "texts are learned as they stand"),
-        (
-            "dpo",
-            "llama3.argilla",
-            {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
-            "without the turns that llama3 puts around them",
-        ),
-        ("ipo", "chatml.icr", {"prompt": "input"}, "without the column `system`"),
+        ("dpo", "chatml.intel", None, "rendered by the chat template, not as chatml there"),
+        ("dpo", "llama3.argilla", None, "rendered by the chat template, not as llama3 there"),
+        ("ipo", "chatml.icr", None, "rendered by the chat template"),
+        ("dpo", "chatml.prompt_pairs", None, "unless the rows have a column `system`"),
         ("dpo", "chatml.ultra", None, "rendered by the chat template, not as chatml there"),
         ("simpo", "chatml.argilla_chat", None, "rendered by the chat template"),
         ("dpo", "chat_template.default", {"prompt": "messages"}, None),
         ("orpo", "chat_template.argilla", None, None),
         ("dpo", "zephyr.nectar", None, "zephyr.nectar: not known; pairs are prompt, chosen"),
-        ("kto", "llama3.argilla", {"prompt": "instruction"}, "texts are learned as they stand"),
+        ("kto", "llama3.argilla", None, "rendered by the chat template, not as llama3 there"),
+        ("kto", "chatml.ultra", None, "texts are learned as they stand"),
         (
             "dpo",
             {"field_prompt": "q", "field_chosen": "chosen", "prompt_format": "{prompt}"},
@@ -304,6 +301,6 @@ def test_reward_models_are_converted(tmp_path) -> None:
     )
     out = convert_config(tmp_path / "b.yaml")
     assert out.settings["preference.loss_type"] == "reward"
-    assert out.settings["data.columns"] == {"prompt": "input"}
+    assert "data.columns" not in out.settings  # `input` is recognised
     out = script(tmp_path, "RewardTrainer('m', args=RewardConfig('o', max_length=64))\n")
     assert out.settings["preference.loss_type"] == "reward"

@@ -170,7 +170,7 @@ BAD: dict[str, dict[str, tuple[Any, str]]] = {
         "completion_of_user": ({"prompt": [ASK], "completion": [ASK]}, "of the assistant to learn"),
         "answer_in_prompt": ({"prompt": [ASK, ANSWER], "completion": [ASK]}, "in the completion"),
         "empty_prompt": ({"prompt": [], "completion": [ANSWER]}, "turns in 'prompt', got an empty"),
-        "text_prompt": ({"prompt": "a", "completion": [ANSWER]}, "JSON text in 'prompt'"),
+        "number_as_prompt": ({"prompt": 1, "completion": [ANSWER]}, "list of turns in 'prompt'"),
     },
     "alpaca": {
         "empty_instruction": (

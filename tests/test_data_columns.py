@@ -4,6 +4,7 @@ themselves, weights of turns, older names of calls, and what is not used.
 
 import json
 import re
+from dataclasses import replace
 
 import datasets
 import pyarrow as pa
@@ -130,6 +131,51 @@ def test_the_documented_names_are_those_that_were_tried():
     assert shown == [columns for name, (_, columns, _) in PUBLIC.items() if name != "text"]
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_refusal_offers_a_mapping_that_works(tmp_path, name, ending):
+    row, columns, expected = PUBLIC[name]
+    with pytest.raises(DataError) as refusal:
+        source_of(tmp_path, [row], ending)
+    offered = [yaml.safe_load(text) for text in re.findall(r"\{.*?\}", str(refusal.value))]
+    roles = {name: role for name, role in columns.items() if role in ("user", "assistant")}
+    assert any(
+        mapping | roles == columns
+        and examples(source_of(tmp_path, [row], ending, columns=mapping | roles)) == [expected]
+        for mapping in offered
+    ), refusal.value
+
+
+def test_sources_to_evaluate_on_have_names_of_their_own(tmp_path):
+    rows = {"a": {"q": Q, "a": A}, "b": {"prompt": Q, "completion": A}, "c": {"ask": Q, "say": A}}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    a, b, c = (str(tmp_path / f"{name}.jsonl") for name in "abc")
+    columns = {"prompt": "q", "completion": "a"}
+    cfg = FinetuneDataConfig(train_files=a, eval_files=[b], columns=columns)
+    with pytest.raises(DataError, match=r"names 'q', the rows have .*data.eval_sources"):
+        load_sources(cfg, what="eval")
+    same = SourceConfig(files=b, columns={"prompt": "prompt"})
+    other = SourceConfig(files=c, name="mine", columns={"prompt": "ask", "completion": "say"})
+    cfg = replace(cfg, eval_files=[a], eval_sources=[same, other])
+    sources = load_sources(cfg, what="eval")
+    assert [source.name for source in sources] == ["a", "b", "mine"]
+    assert [examples(source) for source in sources] == [[PromptCompletion(Q, A)]] * 3
+    assert load_sources(replace(cfg, eval_files=[], eval_sources=[]), what="eval") == []
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ({"files": "a", "weight": 1.0}, "weight and max_repeats have no effect on evaluations"),
+        ({"name": "x"}, "must name either files or a dataset_name"),
+    ],
+)
+def test_wrong_sources_to_evaluate_on(source, error):
+    with pytest.raises(ConfigError, match=rf"data.eval_sources\[0\]:? {error}"):
+        FinetuneDataConfig(eval_sources=[SourceConfig(**source)])
+
+
 def test_a_source_has_names_of_its_own(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"q": Q, "a": A}) + "\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"body": Q}) + "\n")
@@ -140,12 +186,53 @@ def test_a_source_has_names_of_its_own(tmp_path):
     assert [e for source in sources for e in examples(source)] == [PromptCompletion(Q, A), Text(Q)]
 
 
-def test_rows_that_have_the_name_already_need_no_other(tmp_path):
-    """As files to evaluate on may have it."""
-    for columns in ({"prompt": "q", "completion": "a"}, {"messages": "talk", "content": "says"}):
-        row = {"prompt": Q, "completion": A} if "prompt" in columns else {"messages": ASKED}
-        expected = PromptCompletion(Q, A) if "prompt" in columns else Conversation(ASKED)
-        assert examples(source_of(tmp_path, [row], columns=columns)) == [expected]
+@pytest.mark.parametrize(
+    ("row", "columns", "near"),
+    [
+        ({"prompt": Q, "completion": A}, {"prompt": "promt"}, "prompt"),
+        ({"prompt": Q, "completion": A}, {"completion": "completions"}, "completion"),
+        ({"messages": ASKED}, {"messages": "mesages"}, "messages"),
+        ({"messages": ASKED}, {"content": "contnt"}, "content"),
+        ({"messages": ASKED, "source": "x"}, {"sources": None}, "source"),
+    ],
+    ids=str,
+)
+def test_a_misspelt_name_is_refused_also_next_to_a_standard_column(tmp_path, row, columns, near):
+    assert examples(source_of(tmp_path, [row]))
+    with pytest.raises(DataError, match=rf"data\.columns .*did you mean '{near}'\?"):
+        source_of(tmp_path, [row], columns=columns)
+    named = {near: near} if None not in columns.values() else {near: None}
+    assert examples(source_of(tmp_path, [row], columns=named))
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "learned"),
+    [
+        ({"prompt": Q, "completion": A, "sys": "x"}, {"instruction": "sys"}, "examples"),
+        ({"messages": ASKED, "answer": A}, {"output": "answer"}, "examples"),
+        ({"text": Q, "other": A}, {"prompt": "other"}, "documents"),
+        ({"prompt": Q, "chosen": A, "rejected": Q, "ask": Q}, {"instruction": "ask"}, "pairs"),
+        ({"prompt": Q, "completion": A, "label": 1, "m": 2}, {"margin": "m"}, "answers"),
+    ],
+    ids=str,
+)
+def test_a_mapping_that_nothing_uses_is_refused(tmp_path, row, columns, learned):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    cfg = FinetuneDataConfig(train_files=str(tmp_path / "a.jsonl"))
+    load_sources(cfg, learned=learned)
+    ((name, other),) = columns.items()
+    with pytest.raises(DataError, match=f"maps '{name}' to '{other}', and nothing uses '{name}'"):
+        load_sources(replace(cfg, columns=columns), learned=learned)
+
+
+def test_a_name_that_no_first_row_has_is_reported(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr("toolkit.ranks.say", lines.append)
+    source_of(tmp_path, [{"messages": ASKED}], columns={"bard": "assistant", "mood": None})
+    assert [line.partition("has ")[2] for line in lines] == [
+        "'mood' (data.columns)",
+        "'bard' (data.columns)",
+    ]
 
 
 def test_pretraining_reads_a_column_of_another_name(tmp_path):

@@ -115,7 +115,11 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, str | None], Any]] = {
         CHAT,
     ),
     "texts": ({"prompt": "q: ", "chosen": "yes", "rejected": "no"}, {}, TEXT),
-    "texts, the prompt within": ({"chosen": "q: yes", "rejected": "q: no"}, {}, TEXT),
+    "texts, the prompt within": (
+        {"chosen": "q: yes", "rejected": "q: no"},
+        {},
+        (TEXT[0], [f" yes{END}", f" no{END}"]),  # the blank belongs to the answer
+    ),
     "other names": (
         {"question": "q: ", "better": "yes", "worse": "no"},
         {"prompt": "question", "chosen": "better", "rejected": "worse"},
@@ -298,9 +302,9 @@ def test_hostile_rows_are_left_out_or_right(tmp_path: Path, tokenizer: Any, pack
 def test_a_pair_is_read_by_itself() -> None:
     pair = pair_of({"chosen": "q: good", "rejected": "q: goods"})
     assert (pair.chosen.prompt, pair.chosen.completion, pair.rejected.completion) == (
-        "q: ",
-        "good",
-        "goods",
+        "q:",
+        " good",
+        " goods",
     )  # type: ignore[union-attr]
     with pytest.raises(BadRow, match="a number"):
         pair_of({"response_1": "a", "response_2": "b", "preference": "first"})

@@ -94,7 +94,8 @@ def _check_rows(cfg: RunConfig, model: PreTrainedModel, model_cfg: Any) -> None:
         return
     encoder = encoder_for(cfg, model_cfg, model)
     data = replace(cfg.data, streaming=True)
-    for source in load_sources(data, learned=cfg.learned):
+    has_template = encoder.has_chat_template
+    for source in load_sources(data, learned=cfg.learned, has_template=has_template):
         for stored in source.rows:
             encoder.row(source, stored, 0)
             break

@@ -15,7 +15,7 @@ _SECTIONS = ("model", "sharding", "data", "optim", "train", "lora", "preference"
 # Settings that may hold a path, or words of the user's own.
 _PATHS = (
     *("name_or_path", "tokenizer_name_or_path", "train_files", "eval_files", "dataset_name"),
-    *("sources", "chat_template", "eval_prompts"),
+    *("sources", "eval_sources", "chat_template", "eval_prompts"),
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -93,11 +93,14 @@ def _data(data: dict[str, Any], run: Path, *, finetuned: bool) -> dict[str, Any]
         "eval_files": _names(data.get("eval_files")),
         "sequence_length": data.get("sequence_length"),
     }
+    if evaluated := data.get("eval_sources"):
+        found["eval_sources"] = [
+            {"files": _names(s.get("files")), **_dataset(s, run)} for s in _mappings(evaluated)
+        ]
     if sources := data.get("sources"):
         found["sources"] = [
             {"files": _names(s.get("files")), **_dataset(s, run), "weight": s.get("weight")}
-            for s in (sources if isinstance(sources, list) else [])
-            if isinstance(s, dict)
+            for s in _mappings(sources)
         ]
     elif not found["train_files"] and "dataset_name" not in found:
         found["built_in"] = (
@@ -106,6 +109,10 @@ def _data(data: dict[str, Any], run: Path, *, finetuned: bool) -> dict[str, Any]
             else "the source of Python's standard library"
         )
     return found
+
+
+def _mappings(value: Any) -> list[dict[str, Any]]:
+    return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
 
 
 def _names(files: Any) -> list[str]:

@@ -218,7 +218,8 @@ class SourceConfig:
     """Its share of the samples, relative to the other weights; empty (for all sources or none): in
     proportion to its size, which is one pass over everything."""
     columns: dict[str, str | None] = field(default_factory=dict)
-    """Other names in its rows, as data.columns, which it takes the place of."""
+    """Other names in its rows, instead of data.columns. `{prompt: prompt}` keeps a name if
+    data.columns is set for the other sources."""
     max_repeats: Positive | None = None
     """Passes over it at most; what it would give beyond comes from the others. Empty: no limit."""
 
@@ -232,7 +233,11 @@ class DataConfig:
     or folders (of a data set as the Hub has it the split train); empty, and no dataset_name and no
     sources: built-in data made of Python's own standard library."""
     eval_files: str | list[str] = field(default_factory=list)
-    """Files or globs to evaluate on; empty: the eval_split of the training data."""
+    """Files or globs to evaluate on, each a source; empty, and no eval_sources: the eval_split of
+    the training data."""
+    eval_sources: list[SourceConfig] = field(default_factory=list)
+    """Further sources to evaluate on, with the keys of data.sources except weight and max_repeats:
+    for data sets by name, and for files with other columns than the training data."""
     dataset_name: str | None = None
     """A data set on the Hub (or a local data set folder) instead of train_files."""
     dataset_config_name: str | None = None
@@ -276,6 +281,15 @@ class DataConfig:
         for i, source in enumerate(self.sources):
             if bool(source.files) == bool(source.dataset_name):
                 raise ConfigError(f"data.sources[{i}] must name either files or a dataset_name")
+        for i, source in enumerate(self.eval_sources):
+            where = f"data.eval_sources[{i}]"
+            if bool(source.files) == bool(source.dataset_name):
+                raise ConfigError(f"{where} must name either files or a dataset_name")
+            if source.weight is not None or source.max_repeats is not None:
+                raise ConfigError(
+                    f"{where}: weight and max_repeats have no effect on evaluations, which read "
+                    "each source once; remove them"
+                )
         if len({s.weight is None for s in self.sources}) > 1:
             raise ConfigError("data.sources: give every source a weight, or none")
 

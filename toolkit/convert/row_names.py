@@ -20,18 +20,11 @@ _NAMES_OF_ROWS: dict[str, tuple[str, ...]] = {
     "message_field_role": ("role", "from"),
     "message_field_content": ("content", "value"),
 }
-# The function in axolotl's `type` of pairs or labelled answers, such as `chatml.intel` -> columns
-# that it reads under other names, and whether prompt and answers are texts.
-_PREFERRED: dict[str, tuple[dict[str, str], bool]] = {
-    "argilla": (
-        {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
-        True,
-    ),
-    "icr": ({"prompt": "input"}, True),
-    "intel": ({"prompt": "question"}, True),
-    "prompt_pairs": ({}, True),
-    "ultra": ({}, False),
-    "argilla_chat": ({}, False),
+# The function in axolotl's `type` of pairs or labelled answers, such as `chatml.intel` -> whether
+# prompt and answers are plain texts here. Their columns are recognised by their names.
+_PREFERRED = {
+    **dict.fromkeys(("argilla", "icr", "intel", "ultra", "argilla_chat"), False),
+    "prompt_pairs": True,
 }
 
 
@@ -72,19 +65,17 @@ def preferred_columns(entry: dict[str, Any], objective: str) -> tuple[dict[str, 
     if style == "chat_template" and function in ("", "default"):
         turns = entry.pop("field_messages", "messages")
         return {} if turns == "prompt" else {"prompt": turns}, None
-    columns, texts = _PREFERRED.get(function, ({}, False))
-    if style == "bradley_terry":
-        columns, texts = {"prompt": "input"}, True
-    elif style in ("chat_template", "orpo"):  # `prompt` and conversations
+    if style in ("chat_template", "orpo"):  # `prompt` and conversations
         return {}, None
-    elif function not in _PREFERRED:
+    if style != "bradley_terry" and function not in _PREFERRED:
         return {}, "not known; pairs are prompt, chosen and rejected (docs/preference.md)"
-    if objective == "kto":
-        columns = {ours: theirs for ours, theirs in columns.items() if ours == "prompt"}
-        texts = function != "argilla_chat"
+    texts = _PREFERRED.get(function, False)
+    if objective == "kto":  # `prompt` and a completion of text
+        texts = function in ("prompt_pairs", "ultra")
     if texts:
-        return columns, (
-            f"texts are learned as they stand, without the turns that {style} puts around them and "
-            "without the column `system`; make lists of turns of them (docs/preference.md)"
+        return {}, (
+            f"texts are learned as they stand, without the turns that {style} puts around them, "
+            "unless the rows have a column `system`; make lists of turns of them "
+            "(docs/preference.md)"
         )
-    return columns, f"rendered by the chat template, not as {style} there"
+    return {}, f"rendered by the chat template, not as {style} there"

@@ -127,9 +127,10 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
             check_supervised(made, data.sequence_length)
         return made
 
-    sources = load_sources(data, learned=cfg.learned)
+    has_template = encoder.has_chat_template
+    sources = load_sources(data, learned=cfg.learned, has_template=has_template)
     # Read before the training data is encoded, which may take an hour.
-    others = load_sources(data, what="eval", learned=cfg.learned)
+    others = load_sources(data, what="eval", learned=cfg.learned, has_template=has_template)
     trained, evaluated = (
         {os.path.realpath(f) for source in some for f in source.files} for some in (sources, others)
     )

@@ -105,7 +105,10 @@ def _front(
     if of_hub:
         front["datasets"] = list(dict.fromkeys(d["dataset_name"] for d in of_hub))
     listed = data.get("eval_files")
-    eval_files = ", ".join(map(str, listed[:3])) if isinstance(listed, list) else ""
+    names = [*listed] if isinstance(listed, list) else []
+    for source in data.get("eval_sources") or []:
+        names += [source["dataset_name"]] if "dataset_name" in source else source.get("files") or []
+    eval_files = ", ".join(map(str, names[:3]))
     results = [
         EvalResult(
             task_type=task if task == "text-classification" else "text-generation",

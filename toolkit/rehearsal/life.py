@@ -123,7 +123,7 @@ class Life:
         found = {k: v for k, v in last.items() if k.startswith("eval_") and k.endswith("loss")}
         if not found:
             data = self.real.data
-            if data.eval_files or (data.eval_split and not data.streaming):
+            if data.eval_files or data.eval_sources or (data.eval_split and not data.streaming):
                 raise StageError("the last step has no evaluation in metrics.jsonl")
             raise NotAskedError("no data.eval_files, and no data.eval_split of rows at hand")
         if not all(math.isfinite(v) for v in found.values()):

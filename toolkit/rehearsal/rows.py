@@ -82,7 +82,8 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") ->
     an `encoder` of None, as the tokenizer would be trained on them. Raises what the run would.
     """
     data, heads = replace(cfg.data, streaming=True), []
-    for source in load_sources(data, what=what, learned=cfg.learned):
+    has_template = encoder is None or encoder.has_chat_template
+    for source in load_sources(data, what=what, learned=cfg.learned, has_template=has_template):
         rows = source.rows
         if isinstance(rows, datasets.Dataset):
             source = replace(source, rows=rows.select(range(min(len(rows), LOOK_ROWS + 1))))

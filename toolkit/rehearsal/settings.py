@@ -127,8 +127,11 @@ def _sharding(asked: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
 
 def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> dict[str, Any]:
     train, evals = ([str(file) for file in some] for some in files)
+    # The rows have their standard names now.
+    changed_source: dict[str, Any] = {"dataset_name": None, "dataset_config_name": None}
+    changed_source |= {"max_repeats": None, "columns": {}}
     sources = [
-        replace(s, files=file, dataset_name=None, dataset_config_name=None, max_repeats=None)
+        replace(s, files=file, **changed_source)
         for s, file in zip(cfg.data.sources, train, strict=False)
     ]
     split = cfg.data.eval_split
@@ -138,6 +141,8 @@ def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> 
         "dataset_name": None,
         "dataset_config_name": None,
         "eval_files": evals,
+        "eval_sources": [],
+        "columns": {},
         "eval_split": max(split, 0.1) if split else 0.0,
         "max_eval_samples": min(cfg.data.max_eval_samples or 8, 8),
         "num_workers": min(cfg.data.num_workers, 1),

@@ -1,13 +1,14 @@
 """Read columns, keys of turns and roles that have other names (`data.columns`).
 
 [Note: data.columns] `prompt: question` reads a column, `content: value` a key of turns, `human:
-user` says which role a name stands for; `source: null` leaves a column or a key out.
-`reasoning_content: null` leaves out all reasoning, that between <think> and </think> too.
+user` says which role a name stands for; `source: null` skips a column or a key.
+`reasoning_content: null` skips all reasoning, that between <think> and </think> too.
 """
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.data.examples.turns import ROLES, SPELLINGS, TURN_COLUMNS
@@ -16,81 +17,168 @@ from toolkit.errors import ConfigError, DataError
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _KEYS = ("role", "content", "tool_calls", *REASONING)
-_LISTS = (*TURN_COLUMNS, "prompt", "completion")  # that may hold turns
+_MAY_HOLD_TURNS = (
+    *(*TURN_COLUMNS, "prompt", "completion", "chosen", "rejected"),
+    *("response_1", "response_2"),
+)
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+_ELSEWHERE = (
+    "A source with other columns needs a mapping: `columns` of its entry in data.sources or "
+    "data.eval_sources ({{{0}: {0}}} keeps the name)"
+)
 
 
 @dataclass(frozen=True)
 class Names:
-    """What `data.columns` says; raises ConfigError for what it cannot say."""
+    """Other names in the rows of a source, as `data.columns` maps them."""
 
-    columns: Mapping[str, str]  # ours -> theirs
-    keys: Mapping[str, str]  # of turns, theirs -> ours
-    roles: Mapping[str, str]  # theirs -> ours
-    left_out: tuple[str, ...]
+    columns: Mapping[str, str]  # standard name -> name in the rows
+    keys: Mapping[str, str]  # of turns: name in the rows -> standard name
+    roles: Mapping[str, str]  # name in the rows -> role
+    left_out: tuple[str, ...]  # names that are skipped
 
     @classmethod
-    def of(cls, given: Mapping[str, str | None], known: Sequence[str]) -> "Names":
-        """Return what a setting says; `known`: columns that are of use."""
+    def of(cls, mapping: Mapping[str, str | None], standard: Collection[str]) -> "Names":
+        """Return the names that a setting maps; `standard` are columns that some format uses.
+
+        Raises:
+            ConfigError: a name is neither a column, nor a key of turns, nor a role.
+        """
         columns, keys, roles = dict[str, str](), dict[str, str](), dict[str, str]()
-        for ours, theirs in given.items():
-            if theirs is None:
+        for name, other in mapping.items():
+            if other is None:
                 continue
-            if ours in known:
-                columns[ours] = theirs
-            elif theirs in ROLES:
-                roles[ours] = theirs
-            elif ours not in _KEYS:
+            if name in standard:
+                columns[name] = other
+            elif other in ROLES:
+                roles[name] = other
+            elif name not in _KEYS:
+                near = _nearest(name, [*standard, *_KEYS])
                 raise ConfigError(
-                    f"data.columns: {ours!r} is neither a column ({', '.join(known)}) nor a key of "
-                    f"turns ({', '.join(_KEYS)}), and {theirs!r} no role ({', '.join(ROLES)})"
+                    f"data.columns: {name!r} is neither a column ({', '.join(standard)}) nor a key "
+                    f"of turns ({', '.join(_KEYS)}), and {other!r} no role ({', '.join(ROLES)})"
+                    f"{near}"
                 )
-            if ours in _KEYS:
-                keys[theirs] = ours
-        left_out = tuple(sorted(ours for ours, theirs in given.items() if theirs is None))
-        return cls(columns, keys, roles, left_out)
+            if name in _KEYS:
+                keys[other] = name
+        skipped = tuple(sorted(name for name, other in mapping.items() if other is None))
+        return cls(columns, keys, roles, skipped)
 
-    def check(self, rows: Sequence[Row], where: str) -> None:
-        """Raise DataError for a name that none of the first rows has, nor the toolkit's for it."""
-        seen = dict.fromkeys(name for row in rows for name in row)
-        turns = [turn for row in rows for name in seen for turn in _turns(row.get(name))]
-        inner = dict.fromkeys(key for turn in turns for key in turn)
-        pairs = [(theirs, ours, seen) for ours, theirs in self.columns.items()]
-        pairs += [(theirs, ours, {**seen, **inner}) for theirs, ours in self.keys.items()]
-        for theirs, ours, there in pairs:
-            if theirs not in there and ours not in there:
-                of_turns = f"; turns have {named(inner)}" if inner else ""
+    def with_columns(self, columns: Mapping[str, str]) -> "Names":
+        """Return the names with further columns, which recognition found."""
+        return replace(self, columns={**columns, **self.columns})
+
+    def check_exist(self, rows: Sequence[Row], where: str) -> list[str]:
+        """Refuse a mapping from a column or key that none of the first rows has.
+
+        Returns:
+            Names that are skipped or stand for a role, and that these rows do not have.
+
+        Raises:
+            DataError: it names the nearest column or key.
+        """
+        columns = dict.fromkeys(name for row in rows for name in row)
+        turns = [turn for row in rows for name in columns for turn in _turns(row.get(name))]
+        keys = dict.fromkeys(key for turn in turns for key in turn)
+        everything = {**columns, **keys}
+        expected = [(other, name, columns) for name, other in self.columns.items()]
+        expected += [
+            (other, name, everything)
+            for other, name in self.keys.items()
+            if name not in self.columns
+        ]
+        for other, name, existing in expected:
+            if other not in existing and not (name in self.keys.values() and other in keys):
+                of_turns = f"; turns have {named(keys)}" if keys else ""
                 raise DataError(
-                    f"{where}: data.columns names {theirs!r}, the rows have {named(seen)}{of_turns}"
+                    f"{where}: data.columns names {other!r}, the rows have {named(columns)}"
+                    f"{of_turns}{_nearest(other, existing)}. {_ELSEWHERE.format(name)}"
+                )
+        absent = [name for name in self.left_out if name not in everything]
+        for name in absent:
+            if name not in REASONING and (near := _nearest(name, everything)):
+                raise DataError(
+                    f"{where}: data.columns skips {name!r}, the rows have {named(everything)}{near}"
+                )
+        roles = {str(turn.get(key)) for turn in turns for key in ("role", "from", *self.keys)}
+        return [*(n for n in absent if n not in REASONING), *sorted({*self.roles} - roles)]
+
+    def check_used(self, used: Collection[str], rows: Sequence[Row], where: str, by: str) -> None:
+        """Refuse a mapped column that the format of the rows does not use.
+
+        Args:
+            used: standard names of the columns that the format uses.
+            rows: the first rows, renamed.
+            by: the format in words.
+
+        Raises:
+            DataError: a mapped column is not used.
+        """
+        turns = [turn for row in rows for name in row for turn in _turns(row.get(name))]
+        keys = {key for turn in turns for key in turn}
+        for name, other in self.columns.items():
+            if name not in used and not (name in self.keys.values() and name in keys):
+                raise DataError(
+                    f"{where}: data.columns maps {name!r} to {other!r}, and nothing uses {name!r}: "
+                    f"these rows are {by}, which use {named(used)}. Correct the mapping or remove "
+                    f"it. {_ELSEWHERE.format(name)}"
                 )
 
-    def renamed(self, row: Row) -> Row:
-        """Return a row with the toolkit's names, without what is left out."""
+    def renamed(self, row: Row, json_turns: Collection[str] = ()) -> Row:
+        """Return a row with the standard names, without what is skipped.
+
+        Args:
+            json_turns: columns whose JSON text is turns, in addition to those that hold turns by
+                their name.
+        """
         taken = {*self.columns.values(), *self.left_out}
         row = {name: value for name, value in row.items() if name not in taken} | {
-            ours: row[theirs] for ours, theirs in self.columns.items() if theirs in row
+            name: row[other] for name, other in self.columns.items() if other in row
         }
-        if not (self.keys or self.roles or self.left_out):
+        if not (self.keys or self.roles or self.left_out or json_turns):
             return row
-        return {
-            name: [self._turn(turn) for turn in turns]
-            if name in _LISTS and (turns := _turns(value))
-            else value
-            for name, value in row.items()
-        }
+        return {name: self._value(name, value, json_turns) for name, value in row.items()}
+
+    def _value(self, name: str, value: Any, json_turns: Collection[str]) -> Any:
+        if name not in _MAY_HOLD_TURNS:
+            return value
+        if isinstance(value, dict) and {"role", "from", *self.keys} & {*value}:
+            return self._turn(value)
+        if isinstance(value, str) and name not in TURN_COLUMNS and name not in json_turns:
+            return value
+        turns = _turns(value)
+        return [self._turn(turn) for turn in turns] if turns else value
 
     def _turn(self, turn: Row) -> Row:
         silent = REASONING[0] in self.left_out
-        left_out = {*self.left_out, *(REASONING if silent else ())}
-        turn = {self.keys.get(k, k): v for k, v in turn.items() if k not in left_out}
+        skipped = {*self.left_out, *(REASONING if silent else ())}
+        turn = {self.keys.get(k, k): v for k, v in turn.items() if k not in skipped}
         for key in ("role", "from"):
             if isinstance(name := turn.get(key), str):
                 turn[key] = self.roles.get(name, name)
         role = SPELLINGS.get(str(turn.get("role", turn.get("from"))).lower())
         for key in ("content", "value"):
-            if silent and role == "assistant" and isinstance(said := turn.get(key), str):
-                turn[key] = _THOUGHT.sub("", said, count=1)
+            if silent and role == "assistant" and isinstance(text := turn.get(key), str):
+                turn[key] = _THOUGHT.sub("", text, count=1)
         return turn
+
+    def json_turns_in(self, rows: Sequence[Row], name: str) -> list[list[Row]] | None:
+        """Return the turns that column `name` holds as JSON text, renamed; None unless each of
+        `rows` holds some.
+        """
+        column = []
+        for row in rows:
+            value = row.get(name)
+            turns = _turns(value) if isinstance(value, str) else []
+            if not turns or not all({"role", "from", *self.keys} & {*turn} for turn in turns):
+                return None
+            column.append([self._turn(turn) for turn in turns])
+        return column or None
+
+
+def _nearest(name: str, names: Collection[Any]) -> str:
+    near = difflib.get_close_matches(name, [*map(str, names)], 1, 0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _turns(value: Any) -> list[Row]:
@@ -99,5 +187,7 @@ def _turns(value: Any) -> list[Row]:
         value = json_value(value) if isinstance(value, str) and value[:1] == "[" else value
     except (ValueError, RecursionError):
         return []  # judged with the row
-    whole = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
-    return value if whole else []
+    if isinstance(value, dict):  # one turn alone
+        return [value]
+    all_turns = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
+    return value if all_turns else []

@@ -1,31 +1,46 @@
 """Rows of two answers to one prompt, of which one is preferred, as examples.
 
-[Note: pairs] What is learned of a pair is its answers, the rest is the prompt of both:
+[Note: pairs] The loss covers the answers of a pair. The rest is the prompt of both:
 
-    explicit   `prompt`, `chosen` and `rejected`: texts, or lists of turns
+    explicit   a prompt in columns next to `chosen` and `rejected`: texts, or lists of turns
     implicit   `chosen` and `rejected`, each with the prompt in it: what both begin with
     compared   `prompt`, `response_1`, `response_2` and `preference`, a number: below 0 the first is
                better, above it the second (HelpSteer)
+    labelled   a prompt, `completion` and `label`, true or false: single answers, for KTO, which
+               compares them with the answer of another row
 
-    labelled   `prompt`, `completion` and `label`, true or false: single answers, for KTO, which
-               looks at how likely the answer of the row beside it is, too
-
-Beside them `tools` and `chat_template_kwargs`, as in conversations, and of pairs `margin`: by how
-much a reward model is to tell the answers apart. Where `chosen` and `rejected` hold the whole
-conversation and a `prompt` stands beside them (UltraFeedback), they count.
+Columns have standard names here; [Note: preference columns] in `preferences.py` lists which others
+are recognised. Optional columns: `system`, `tools`, `chat_template_kwargs` and, for pairs,
+`margin`: by how much a reward model is to tell the answers apart. If answers are complete
+conversations, a `prompt` next to them has to be in them (UltraFeedback).
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.data.examples import turns
-from toolkit.data.examples.recognise import Conversation, Layout, PromptCompletion
-from toolkit.data.sources.row_values import BadRow, LeftOut, Row, json_value, named, string, wrong
+from toolkit.data.examples.columns import Names
+from toolkit.data.examples.preferences import (
+    COMPARED,
+    RANKED,
+    SIDES,
+    answer_layout,
+    pair_layout,
+    possible_prompts,
+)
+from toolkit.data.examples.recognise import (
+    Conversation,
+    Layout,
+    PromptCompletion,
+    refuse_system_text,
+)
+from toolkit.data.sources.row_values import BadRow, LeftOut, Row, listed, named, string, wrong
 
-SIDES = ("chosen", "rejected")
-COMPARED = ("response_1", "response_2", "preference")
+_SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_OTHER_PROMPT = "prompts that differ"
 
 
 @dataclass(frozen=True)
@@ -59,34 +74,60 @@ class Answer:
         return LeftOut("the row beside it has no answer to compare with", "no answer beside it")
 
 
-def pair_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
-    """Return the layout of the first rows of a source of pairs; of none it is a BadRow."""
-    for columns in (SIDES, COMPARED):
-        if any(all(name in row for name in columns) for row in rows):
-            return Layout("pairs", columns)
-    raise BadRow(
-        f"expected pairs of answers ('chosen' and 'rejected', or 'response_1', 'response_2' and "
-        f"'preference'), got {named(rows[0])}. Set data.columns, such as {{chosen: better, "
-        "rejected: worse}; single answers with a label are for preference.loss_type kto",
-        "unknown format",
-    )
+def pair_of(row: Row, layout: Layout | None = None) -> Pair:
+    """Return the pair in a row.
 
+    Args:
+        layout: of the row's source; None: that of the row alone.
 
-def pair_of(row: Row) -> Pair:
-    """Return the pair in a row; raise BadRow for the first thing that is wrong, LeftOut where
-    neither answer is preferred.
+    Raises:
+        LeftOut: the pair teaches nothing, for example because both answers are the same.
+        BadRow: anything else is wrong with the row.
     """
-    if all(name in row for name in COMPARED):
-        row = row | dict(zip(SIDES, _ranked(row), strict=True))
-    if missing := [name for name in SIDES if name not in row]:
+    layout = layout or pair_layout([row], Names({}, {}, {}, ()))
+    if missing := [name for name in layout.columns if row.get(name) is None]:
         raise BadRow(f"expected a column {missing[0]!r}, got {named(row)}", "missing column")
-    chosen, rejected = (_value(row[name], name) for name in SIDES)
+    row = _with_sides(_with_plain_prompt(row), layout)
+    chosen, rejected = (_answer_value(row[name], name, layout) for name in SIDES)
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise BadRow("expected two texts or two lists of turns, got one of each", "mixed sides")
-    pair = _of_turns(row, chosen, rejected) if isinstance(chosen, list) else _of_texts(row)
+    prompt = _prompt_of(row, layout, [chosen, rejected])
+    if isinstance(chosen, str):
+        pair = _pair_of_texts(row, layout, prompt, chosen, rejected)
+    else:
+        pair = _pair_of_turns(row, prompt, [chosen, rejected])
     if pair.chosen == pair.rejected:
         raise LeftOut("both answers are the same", "equal sides")
     return replace(pair, margin=_margin(row))
+
+
+def _with_plain_prompt(row: Row) -> Row:
+    """Return the row with the turns and tools of a prompt that is a mapping of `messages`, as the
+    requests of OpenAI are.
+    """
+    prompt = row.get("prompt")
+    if not isinstance(prompt, dict) or "messages" not in prompt:
+        return row
+    tools = row.get("tools") or prompt.get("tools")
+    return row | {"prompt": prompt["messages"], "tools": tools}
+
+
+def _with_sides(row: Row, layout: Layout) -> Row:
+    """Return the row with the columns `chosen` and `rejected`, whatever its layout calls them."""
+    if layout.columns == COMPARED:
+        return row | dict(zip(SIDES, _compared(row), strict=True))
+    if layout.columns == (RANKED,):
+        return row | dict(zip(SIDES, _ranked(row[RANKED]), strict=True))
+    chat = layout.columns[0]
+    if chat in turns.TURN_COLUMNS:
+        messages = turns.read_turns(row[chat], chat)
+        answers = _answer_value(row["rejected"], "rejected", layout)
+        if isinstance(answers, str):
+            answers = [_assistant(answers)]
+        if not turns.holds_prompt(answers):
+            answers = [*messages[:-1], *answers]
+        return row | {"chosen": messages, "rejected": answers}
+    return row
 
 
 def _margin(row: Row) -> float | None:
@@ -98,7 +139,7 @@ def _margin(row: Row) -> float | None:
     return float(margin)
 
 
-def _ranked(row: Row) -> tuple[Any, Any]:
+def _compared(row: Row) -> tuple[Any, Any]:
     """Return the better and the worse of two answers."""
     preference = row["preference"]
     if isinstance(preference, bool) or not isinstance(preference, int | float):
@@ -109,129 +150,208 @@ def _ranked(row: Row) -> tuple[Any, Any]:
     return answers if preference < 0 else (answers[1], answers[0])
 
 
-def _value(value: Any, name: str) -> Any:
-    """Return a text, or a list of turns, which may be JSON text, or one turn alone."""
+def _ranked(completions: Any) -> tuple[Any, Any]:
+    """Return the better and the worse of two answers that have a rank, the best of which is 0."""
+    answers = listed(completions, RANKED)
+    mappings = all(isinstance(a, dict) and {"rank", "completion"} <= {*a} for a in answers)
+    if len(answers) != 2 or not mappings:
+        wrong(completions, RANKED, "two mappings of 'rank' and 'completion'", "not two answers")
+    better, worse = sorted(answers, key=lambda answer: answer["rank"])
+    if better["rank"] == worse["rank"]:
+        raise LeftOut("both ranks are the same: neither answer is better", "no preference")
+    return better["completion"], worse["completion"]
+
+
+def _answer_value(value: Any, name: str, layout: Layout) -> str | list[Row]:
+    """Return an answer as text or as messages; one turn alone is a list of it."""
     if isinstance(value, dict):
-        return [value]
-    if isinstance(value, str) and value[:1] == "[":
+        value = [value]
+    if isinstance(value, list):
+        return turns.read_turns(value, name)
+    if name in layout.json_turns:
+        wrong(value, name, "turns as in the first rows", "no turns")
+    return string(value, name)
+
+
+def _prompt_of(
+    row: Row, layout: Layout, answers: Sequence[str | list[Row]]
+) -> str | list[Row] | None:
+    """Return the prompt that a row has in columns next to its answers: text or messages.
+
+    Raises:
+        BadRow: the source has a column of prompts, and it is null in this row or has another name.
+    """
+    if "instruction" in layout.prompt:
+        if row.get("instruction") is None:
+            raise BadRow(f"expected a column 'instruction', got {named(row)}", "missing column")
+        return turns.instruction_turns(row)
+    value = row.get("prompt") if "prompt" in layout.prompt else None
+    if isinstance(value, list):
+        return turns.read_turns(value, "prompt") if value else None
+    if value is not None:
+        if "prompt" in layout.json_turns:
+            wrong(value, "prompt", "turns as in the first rows", "no turns")
+        return string(value, "prompt")
+    if not layout.dialogue and not all(map(turns.holds_prompt, answers)):
+        used = (*layout.columns, *layout.optional, *SIDES)
+        null = "prompt" in layout.prompt and "prompt" in row
+        if others := ["prompt"] if null else possible_prompts([row], used):
+            message = f"expected a prompt in 'prompt', got {named(row)}"
+            if not null:
+                message = f"expected a prompt, got an answer without one next to {named(others)}"
+            raise BadRow(message, "no prompt")
+    return None
+
+
+def _pair_of_texts(
+    row: Row, layout: Layout, prompt: str | list[Row] | None, chosen: str, rejected: str
+) -> Pair:
+    if layout.dialogue and not layout.chat:
+        prompt, chosen = _split_dialogue(chosen, "chosen")
+        other, rejected = _split_dialogue(rejected, "rejected")
+        if prompt != other:
+            raise LeftOut("the prompts of both sides are not the same", _OTHER_PROMPT)
+    elif layout.dialogue:
+        sides = [
+            _dialogue(text, name) for text, name in zip((chosen, rejected), SIDES, strict=True)
+        ]
         try:
-            found = json_value(value)
-        except (ValueError, RecursionError):
-            return value
-        return found if isinstance(found, list) else value
-    return value
-
-
-def _messages(value: Any, name: str) -> list[Row]:
-    """Return turns, which ShareGPT calls `from` and `value`, as messages."""
-    if any(isinstance(turn, dict) and "from" in turn for turn in value):
-        return turns.from_sharegpt({name: value}, name)
-    return turns.from_messages(value, name)
-
-
-def _of_texts(row: Row) -> Pair:
-    chosen, rejected = (string(row[name], name) for name in SIDES)
-    prompt = row.get("prompt")
-    if isinstance(prompt, list):
-        messages = _messages(prompt, "prompt")
-        return _conversations(row, messages, *([_answer(x)] for x in (chosen, rejected)))
+            return _pair_of_turns(row, None, sides)
+        except BadRow as bad:
+            if bad.reason != _OTHER_PROMPT:
+                raise
+            raise LeftOut(str(bad), bad.reason) from bad  # some rows of HH-RLHF are like this
+    if layout.chat or isinstance(prompt, list):
+        return _pair_of_turns(row, prompt, [[_assistant(text)] for text in (chosen, rejected)])
+    refuse_system_text(row)
     if prompt is None:
-        prompt = _common(chosen, rejected)
+        prompt = _common_prompt(chosen, rejected)
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    prompt = string(prompt, "prompt")
     for text, name in zip((chosen, rejected), SIDES, strict=True):
         if not text.strip():
             raise LeftOut(f"the {name} answer is empty", "empty answer")
     return Pair(PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected))
 
 
-def _answer(text: str) -> Row:
+def _assistant(text: str) -> Row:
     return {"role": "assistant", "content": text}
 
 
-def _common(one: str, other: str) -> str:
-    """Return what two texts begin with, up to the end of a word."""
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    at = min(len(one), len(other)) if at is None else at
-    while at and not (one[at - 1].isspace() or one[at - 1] in ":\n"):
+def _dialogue(text: str, name: str) -> list[Row]:
+    """Return the turns of a text in which "Human:" and "Assistant:" begin them, each content
+    without the blank after the colon.
+    """
+    before, *parts = _SPEAKER.split(text)
+    if before.strip() or not parts:
+        wrong(text, name, "a dialogue that begins with 'Human:'", "no dialogue")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [
+        {"role": roles[speaker], "content": content.removeprefix(" ")}
+        for speaker, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def _split_dialogue(text: str, name: str) -> tuple[str, str]:
+    """Return a dialogue up to its last "Assistant:", and the answer with the blank before it."""
+    prompt, mark, answer = text.rpartition("\n\nAssistant:")
+    if not mark or _dialogue(text, name)[-1]["role"] != "assistant":
+        wrong(text, name, "a dialogue that ends with a turn of 'Assistant:'", "no dialogue")
+    return prompt + mark, answer
+
+
+def _common_prompt(text: str, other: str) -> str:
+    """Return the text that both begin with, up to the end of a word and without a blank at its end.
+
+    The blank belongs to the answer: tokenizers join it to the word that follows.
+    """
+    pairs = enumerate(zip(text, other, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+    while at and not (text[at - 1].isspace() or text[at - 1] == ":"):
         at -= 1
-    return one[:at]
+    if at and text[at - 1] == " ":
+        at -= 1
+    return text[:at]
 
 
-def _of_turns(row: Row, chosen: Any, rejected: Any) -> Pair:
-    sides = [_messages(x, n) for x, n in zip((chosen, rejected), SIDES, strict=True)]
-    prompt = row.get("prompt")
-    before: list[Row] = []
-    if isinstance(prompt, list):
-        before = _messages(prompt, "prompt")
-        if all(side[: len(before)] == before for side in sides):  # they hold it already
-            before = []
-    elif isinstance(prompt, str) and not any(t["role"] == "user" for side in sides for t in side):
-        before = [{"role": "user", "content": string(prompt, "prompt")}]
-    sides = [[*before, *side] for side in sides]
+def _pair_of_turns(row: Row, prompt: str | list[Row] | None, sides: Sequence[Any]) -> Pair:
+    messages = [_join(prompt, side, sides[0]) for side in sides]
+    messages = [turns.add_system(row, side) for side in messages]
     common = 0
-    for one, other in zip(*sides, strict=False):
-        if one != other:
+    for turn, other in zip(*messages, strict=False):
+        if turn != other:
             break
         common += 1
-    if common == min(map(len, sides)):  # one goes on where the other ends
+    if common == min(map(len, messages)):  # one continues after the other's end
         common = max(0, common - 1)
-    return _conversations(row, sides[0][:common], *(side[common:] for side in sides))
-
-
-def _conversations(row: Row, prompt: list[Row], chosen: list[Row], rejected: list[Row]) -> Pair:
-    tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
-    made = list[Conversation]()
+    chosen, rejected = (side[common:] for side in messages)
     for name, answer in zip(SIDES, (chosen, rejected), strict=True):
         _check_answer(answer[-1], name)
-        messages = [{k: v for k, v in turn.items() if k != "weight"} for turn in (*prompt, *answer)]
-        made.append(Conversation(messages, tools, kwargs, len(messages) - 1))
     if len(chosen) != len(rejected) or chosen[:-1] != rejected[:-1]:
         raise BadRow(
             "expected sides that differ in their last turn, the answer; these differ before it: "
             "prompts are not the same",
-            "prompts that differ",
+            _OTHER_PROMPT,
         )
-    return Pair(made[0], made[1])
+    return Pair(*(_conversation(row, side) for side in messages))
 
 
-def answer_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
-    """Return the layout of the first rows of a source of answers; of none it is a BadRow."""
-    columns = ("prompt", "completion", "label")
-    if any(all(name in row for name in columns) for row in rows):
-        return Layout("answers", columns)
-    raise BadRow(
-        f"expected answers with a label ('prompt', 'completion' and 'label'), got {named(rows[0])}."
-        " Set data.columns, such as {completion: answer, label: good}; pairs are for another "
-        "preference.loss_type than kto",
-        "unknown format",
-    )
+def _join(prompt: str | list[Row] | None, answer: list[Row], chosen: list[Row]) -> list[Row]:
+    """Return the turns of a prompt and an answer, without the chosen answer at the prompt's end."""
+    before = turns.split_prompt(prompt, answer)
+    if before and before[-1]["role"] == "assistant" and answer[0]["role"] == "assistant":
+        if before[-1]["content"] != chosen[-1].get("content"):
+            raise BadRow(
+                "expected a prompt that ends before the answer, got one that ends with a turn of "
+                "the assistant",
+                "prompt that ends with an answer",
+            )
+        before = before[:-1]
+    return [*before, *answer]
 
 
-def answer_of(row: Row) -> Answer:
-    """Return the answer in a row; raise BadRow for the first thing that is wrong."""
-    if missing := [name for name in ("prompt", "completion", "label") if name not in row]:
-        raise BadRow(f"expected a column {missing[0]!r}, got {named(row)}", "missing column")
-    label = row["label"]
-    if not isinstance(label, bool | int) or label not in (0, 1):
-        wrong(label, "label", "true or false", "wrong label")
-    prompt, completion = (_value(row[name], name) for name in ("prompt", "completion"))
+def _conversation(row: Row, messages: list[Row]) -> Conversation:
+    """Return messages as a conversation of which the last turn is learned."""
+    messages = [{k: v for k, v in turn.items() if k != "weight"} for turn in messages]
     tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
-    if isinstance(prompt, list) or isinstance(completion, list):
-        if not isinstance(prompt, list):
-            prompt = [{"role": "user", "content": string(prompt, "prompt")}]
-        before = _messages(prompt, "prompt")
-        if isinstance(completion, list):
-            after = _messages(completion, "completion")
-        else:
-            after = [_answer(string(completion, "completion"))]
-        _check_answer(after[-1], "completion")
-        messages = [{k: v for k, v in turn.items() if k != "weight"} for turn in (*before, *after)]
-        return Answer(Conversation(messages, tools, kwargs, len(messages) - 1), bool(label))
-    text = string(completion, "completion")
-    if not text.strip():
-        raise LeftOut("the answer is empty", "empty answer")
-    return Answer(PromptCompletion(string(prompt, "prompt"), text), bool(label))
+    return Conversation(messages, tools, kwargs, len(messages) - 1)
+
+
+def answer_of(row: Row, layout: Layout | None = None) -> Answer:
+    """Return the labelled answer in a row.
+
+    Args:
+        layout: of the row's source; None: that of the row alone.
+
+    Raises:
+        LeftOut: the answer is empty.
+        BadRow: anything else is wrong with the row.
+    """
+    layout = layout or answer_layout([row], Names({}, {}, {}, ()))
+    if missing := [name for name in layout.columns if row.get(name) is None]:
+        raise BadRow(f"expected a column {missing[0]!r}, got {named(row)}", "missing column")
+    row, desirable = _with_plain_prompt(row), _label(row["label"])
+    column = layout.columns[0]
+    answer = _answer_value(row[column], column, layout)
+    prompt = _prompt_of(row, layout, [answer])
+    if isinstance(answer, str) and not (layout.chat or isinstance(prompt, list)):
+        refuse_system_text(row)
+        if not answer.strip():
+            raise LeftOut("the answer is empty", "empty answer")
+        return Answer(PromptCompletion(prompt or "", answer), desirable)
+    messages = [_assistant(answer)] if isinstance(answer, str) else answer
+    messages = turns.add_system(row, _join(prompt, messages, messages))
+    _check_answer(messages[-1], column)
+    return Answer(_conversation(row, messages), desirable)
+
+
+def _label(value: Any) -> bool:
+    """Return a label, which is true or false as a value or, as in CSV files, as text."""
+    text = str(value).strip().lower()
+    if text in ("true", "1", "1.0", "chosen"):
+        return True
+    if text not in ("false", "0", "0.0", "rejected"):
+        wrong(value, "label", "true or false", "wrong label")
+    return False
 
 
 def _check_answer(turn: Row, where: str) -> None:

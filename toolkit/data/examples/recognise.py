@@ -2,13 +2,16 @@
 
 [Note: formats]
     text               a column of text
-    prompt/completion  `prompt` and `completion`: two texts, or two lists of turns
+    prompt/completion  `prompt` and `completion`: texts, or lists of turns. Two texts next to a
+                       text in `system` are turns too: only a chat template knows system texts
     conversation       `messages`, `conversations` or `conversation`: a list of turns, each with
                        `role` and `content` (and `tool_calls`) or, after ShareGPT, `from` and
                        `value`; or Alpaca's `instruction`, `input`, and `output` or `tool_calls`. A
-                       list may be JSON text, as in a CSV file. Beside it: `tools` or the older
-                       `functions`, `chat_template_kwargs`, and for ShareGPT and Alpaca `system`
+                       list may be JSON text, as in a CSV file. Optional columns: `system`, `tools`
+                       or the older `functions`, `chat_template_kwargs`
     already tokenised  `input_ids`, with `labels`, `completion_mask` or `assistant_masks`
+
+Apart from columns that hold lists by their name, a text is a text, also if it is JSON.
 
 A content in parts of text becomes one text, arguments of a tool call in JSON text a mapping, a
 `function_call` one of `tool_calls`, other names of a role that role, as templates expect them. A
@@ -18,10 +21,11 @@ came. Other names than these: see [Note: data.columns] in `columns.py`.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from toolkit.data.examples import turns
+from toolkit.data.examples.suggestions import suggest_example_columns
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources.row_values import (
     BadRow,
@@ -36,7 +40,7 @@ from toolkit.data.sources.row_values import (
 )
 
 Format = Literal["text", "prompt_completion", "conversation", "tokenised", "preferences"]
-ChatShape = Literal["turn_lists", "messages", "sharegpt", "alpaca"]
+ChatShape = Literal["turn_lists", "turn_texts", "messages", "sharegpt", "alpaca"]
 Preferred = Literal["pairs", "answers"]  # see `pairs`
 RowShape = ChatShape | Preferred | Literal["text", "pieces", "prompt_completion", "tokenised"]
 
@@ -48,21 +52,23 @@ class _Shape(NamedTuple):
 
 
 _MASKS = ("labels", "completion_mask", "assistant_masks")  # columns that say what is learned
-_CHAT = ("tools", "functions", "chat_template_kwargs")
-_OF_ALPACA = ("input", "history", "system", "tool_calls")
+CHAT_COLUMNS = ("system", "tools", "functions", "chat_template_kwargs")
+_OF_ALPACA = ("input", "history", "tool_calls")
 _ANSWERS = ("output", "tool_calls")
+_SYSTEM_NAMES = ("system", "system_prompt", "system_message")  # the first that has a text is read
 OF_A_TREE = ("parent_id", "role")  # columns of a message that answers another row's
 _SHAPES: dict[RowShape, _Shape] = {
     "text": _Shape("text", "text"),
     "pieces": _Shape("text", "text files"),
-    "prompt_completion": _Shape("prompt_completion", "prompts and completions"),
-    "turn_lists": _Shape("conversation", "prompts and completions as lists of turns", _CHAT),
-    "messages": _Shape("conversation", "conversations (turns with role and content)", _CHAT),
-    "sharegpt": _Shape("conversation", "conversations (ShareGPT)", (*_CHAT, "system")),
-    "alpaca": _Shape("conversation", "instructions (Alpaca)", (*_CHAT, *_OF_ALPACA)),
+    "prompt_completion": _Shape("prompt_completion", "prompts and completions", ("system",)),
+    "turn_lists": _Shape("conversation", "prompts and completions as lists of turns", CHAT_COLUMNS),
+    "turn_texts": _Shape("conversation", "prompts and completions as turns", CHAT_COLUMNS),
+    "messages": _Shape("conversation", "conversations (turns with role and content)", CHAT_COLUMNS),
+    "sharegpt": _Shape("conversation", "conversations (ShareGPT)", CHAT_COLUMNS),
+    "alpaca": _Shape("conversation", "instructions (Alpaca)", (*CHAT_COLUMNS, *_OF_ALPACA)),
     "tokenised": _Shape("tokenised", "token ids", (*_MASKS, "attention_mask")),
-    "pairs": _Shape("preferences", "pairs of answers", ("prompt", "margin", *_CHAT)),
-    "answers": _Shape("preferences", "answers with a label", _CHAT),
+    "pairs": _Shape("preferences", "pairs of answers", ("margin", *CHAT_COLUMNS)),
+    "answers": _Shape("preferences", "answers with a label", CHAT_COLUMNS),
 }
 
 
@@ -107,26 +113,53 @@ class Tokens:
 Example = Text | PromptCompletion | Conversation | Tokens
 
 
+class Remark(NamedTuple):
+    """A decision on columns in words; `{}` in the text stands for their names."""
+
+    text: str
+    columns: tuple[str, ...] = ()  # standard names
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Which columns of a source hold what. See [Note: formats]."""
+    """The format of a source, and the columns that it is read from. See [Note: formats].
+
+    Recognised once, from the first rows; the run, its report and `toolkit inspect --data` use it.
+    """
 
     shape: RowShape
-    columns: tuple[str, ...]  # those that every row must have, the main one first
+    columns: tuple[str, ...]  # standard names that every row must have, the main one first
     whole: bool = False  # whether rows are documents to pretrain on, also empty ones
     unused: tuple[str, ...] = ()  # other columns that the first rows have
+    prompt: tuple[str, ...] = ()  # of preferences: standard names of the columns of the prompt
+    renamed: tuple[tuple[str, str], ...] = ()  # (standard name, name in the rows) that differ
+    json_turns: tuple[str, ...] = ()  # columns whose JSON text is turns in all of the first rows
+    dialogue: bool = False  # whether texts are turns after "Human:" and "Assistant:"
+    system: bool = False  # whether a column has system texts; of preferences
+    chat: bool = False  # whether prompt and answers of preferences that are texts become turns
+    remarks: tuple["Remark", ...] = ()  # decisions, for the report
 
     @property
     def format(self) -> Format:
         return _SHAPES[self.shape].format
 
     @property
-    def optional(self) -> tuple[str, ...]:  # columns that are read where they are there
-        return () if self.whole else _SHAPES[self.shape].extras
+    def title(self) -> str:
+        return _SHAPES[self.shape].stated
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Standard names of further columns that are read if a row has them."""
+        return () if self.whole else (*self.prompt, *_SHAPES[self.shape].extras)
 
     def __str__(self) -> str:
+        def join(names: Sequence[str]) -> str:
+            return " and ".join(repr(renamed.get(name, name)) for name in names)
+
+        renamed = dict(self.renamed)
+        remarks = "".join(f"; {text.format(join(names))}" for text, names in self.remarks)
         unused = f"; not used: {named(self.unused)}" if self.unused else ""
-        return f"{_SHAPES[self.shape].stated}, in {' and '.join(map(repr, self.columns))}{unused}"
+        return f"{self.title}, in {join(self.columns)}{remarks}{unused}"
 
 
 PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))  # of text files
@@ -145,9 +178,9 @@ def recognise(rows: Sequence[Row], *, text: bool = False) -> Layout:
             "parent_id out (data.columns) to learn each 'text'",
             "tree of messages",
         )
-    found = Counter(layout for row in rows if (layout := _layout_of(row, text)) is not None)
-    if found:
-        return found.most_common(1)[0][0]
+    layouts = Counter(layout for row in rows if (layout := _layout_of(row, text)) is not None)
+    if layouts:
+        return _with_system(layouts.most_common(1)[0][0], rows)
     if all(name in row for row in rows for name in ("chosen", "rejected")):
         raise BadRow(
             f"expected examples, got pairs of answers ({named(rows[0])}). `toolkit prefer` learns "
@@ -158,10 +191,51 @@ def recognise(rows: Sequence[Row], *, text: bool = False) -> Layout:
         f"expected the columns of a format, got {named(rows[0])}. Known are: text ('text'); "
         "prompts and completions ('prompt' and 'completion'); conversations ('messages' or "
         "'conversations', or Alpaca's 'instruction' and 'output'); token ids ('input_ids', with "
-        "'labels', 'completion_mask' or 'assistant_masks'). Set data.columns, such as "
-        "{prompt: question, completion: answer} or {text: body}",
+        f"'labels', 'completion_mask' or 'assistant_masks'). {suggest_example_columns(rows)}",
         "unknown format",
     )
+
+
+SYSTEM_REMARK = Remark("system texts in {}", ("system",))
+
+
+def _with_system(layout: Layout, rows: Sequence[Row]) -> Layout:
+    """Return the layout with the column of system texts, and what follows from it."""
+    name, some = system_column(rows)
+    if name is None or layout.format not in ("conversation", "prompt_completion"):
+        return layout
+    if layout.shape == "prompt_completion" and some:
+        layout = replace(layout, shape="turn_texts")
+    renamed = () if name == "system" else (("system", name),)
+    return replace(layout, renamed=renamed, remarks=(SYSTEM_REMARK,) if some else ())
+
+
+def system_column(rows: Sequence[Row]) -> tuple[str | None, bool]:
+    """Return the column of system texts, None if there is none, and whether a row has a text."""
+    for name in _SYSTEM_NAMES:
+        if any(has_text(row, name) for row in rows):
+            return name, True
+    return next((name for name in _SYSTEM_NAMES if any(name in row for row in rows)), None), False
+
+
+def refuse_system_text(row: Row) -> None:
+    """Refuse a system text in a source that is read as plain text, since its first rows have none.
+
+    Raises:
+        BadRow: the row has a system text.
+    """
+    if has_text(row, "system"):
+        raise BadRow(
+            "expected no text in 'system', since the first rows have none and are read as plain "
+            "text, got one. Put a row with a system text first, so that all rows become turns, or "
+            "set data.columns {system: null}",
+            "system text that the first rows do not have",
+        )
+
+
+def has_text(row: Row, name: str) -> bool:
+    """Whether a column is text that is not blank."""
+    return isinstance(value := row.get(name), str) and bool(value.strip())
 
 
 def document_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
@@ -179,11 +253,16 @@ def document_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
     )
 
 
-def known_columns() -> tuple[str, ...]:
-    """Return the columns that are of use in any format."""
-    extras = (name for shape in _SHAPES.values() for name in shape.extras)
+def standard_columns() -> tuple[str, ...]:
+    """Return the columns that documents and examples use under these names."""
+    extras = (name for shape in _SHAPES.values() for name in shape.extras if name != "margin")
     needed = ("input_ids", *turns.TURN_COLUMNS, "prompt", "completion", "instruction", "output")
     return tuple(dict.fromkeys(("text", *needed, *extras)))
+
+
+def read_columns() -> tuple[str, ...]:
+    """Return the columns that recognition looks at, under any name that it knows."""
+    return (*standard_columns(), *OF_A_TREE, *_SYSTEM_NAMES)
 
 
 def _layout_of(row: Row, text: bool) -> Layout | None:
@@ -195,7 +274,7 @@ def _layout_of(row: Row, text: bool) -> Layout | None:
     if column := next((c for c in turns.TURN_COLUMNS if c in row), None):
         return Layout(_turn_style(row[column], column), (column,))
     if "prompt" in row and "completion" in row:
-        lists = isinstance(row["completion"], list)
+        lists = any(isinstance(row[name], list) for name in ("prompt", "completion"))
         return Layout("turn_lists" if lists else "prompt_completion", ("prompt", "completion"))
     if "instruction" in row and (answer := next((n for n in _ANSWERS if n in row), None)):
         return Layout("alpaca", ("instruction", answer))
@@ -245,23 +324,48 @@ def _example(row: Row, layout: Layout) -> Example:
         case "tokenised":
             return Tokens(*_ids_and_labels(row))
         case "prompt_completion":
+            refuse_system_text(row)
             prompt, completion = (string(row[name], name) for name in layout.columns)
             if not completion.strip():
                 wrong(completion, "completion", "text", "empty completion")
             return PromptCompletion(prompt, completion)
-        case "turn_lists":
-            before, after = (turns.from_messages(row[name], name) for name in layout.columns)
-            return _conversation(row, [*before, *after], supervised_from=len(before))
+        case "turn_lists" | "turn_texts":
+            prompt, completion = (row[name] for name in layout.columns)
+            return _conversation(row, *_prompt_and_answer(prompt, completion))
         case "messages":
             return _conversation(row, turns.from_messages(row[column], column))
         case "sharegpt":
-            return _conversation(row, turns.from_sharegpt(row, column))
+            return _conversation(row, turns.from_sharegpt(row[column], column))
         case "alpaca":
             return _conversation(row, turns.from_alpaca(row))
     raise AssertionError(layout.shape)
 
 
+def _prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], int]:
+    """Return the turns of a prompt and its completion, and how many of them are the prompt."""
+    if isinstance(completion, str):
+        text = string(completion, "completion")
+        if not text.strip():
+            wrong(completion, "completion", "text", "empty completion")
+        answer = [{"role": "assistant", "content": text}]
+    elif isinstance(completion, list):
+        answer = turns.read_turns(completion, "completion")
+    else:
+        wrong(completion, "completion", "text or a list of turns")
+    if isinstance(prompt, str):
+        before = turns.split_prompt(string(prompt, "prompt"), answer)
+        return [*before, *answer], len(before)
+    if not isinstance(prompt, list):
+        wrong(prompt, "prompt", "text or a list of turns")
+    messages = turns.read_turns(prompt, "prompt")
+    return [*turns.split_prompt(messages, answer), *answer], len(messages)
+
+
 def _conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Conversation:
+    turns_before = len(messages)
+    messages = turns.add_system(row, messages)
+    if supervised_from:
+        supervised_from += len(messages) - turns_before
     for i, turn in enumerate(messages):
         said = turn.get("tool_calls") or (turn.get("content") or "").strip()
         if turn["role"] == "assistant" and not said:

@@ -37,43 +37,117 @@ def from_messages(value: Any, where: str) -> list[Row]:
     return [_message(turn, at) for turn, at in _turns(value, where, ("role",), "content")]
 
 
-def from_sharegpt(row: Row, column: str) -> list[Row]:
-    """Return ShareGPT's turns of `from` and `value` as messages, after `system`."""
-    turns = _turns(row[column], column, ("from", "value"))
-    return _with_system(row, [_sharegpt(turn, at) for turn, at in turns])
+def from_sharegpt(value: Any, where: str) -> list[Row]:
+    """Return ShareGPT's turns of `from` and `value` as messages."""
+    return [_sharegpt(turn, at) for turn, at in _turns(value, where, ("from", "value"))]
 
 
-def from_alpaca(row: Row) -> list[Row]:
-    """Return Alpaca's instruction, input and output as messages, after `system` and `history`."""
-    said: list[str] = []
+def read_turns(value: Any, where: str) -> list[Row]:
+    """Return a list of turns as messages, whether they have `role` and `content` or ShareGPT's
+    `from` and `value`.
+    """
+    turns = listed(value, where)
+    if any(isinstance(turn, dict) and "from" in turn for turn in turns):
+        return from_sharegpt(turns, where)
+    return from_messages(turns, where)
+
+
+def instruction_turns(row: Row) -> list[Row]:
+    """Return Alpaca's `history`, `instruction` and `input` as messages that end with the user."""
+    texts: list[str] = []
     for i, pair in enumerate(listed(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
             wrong(pair, f"history[{i}]", "an instruction and its answer")
-        said += [string(text, f"history[{i}][{at}]") for at, text in enumerate(pair)]
+        texts += [string(text, f"history[{i}][{at}]") for at, text in enumerate(pair)]
     instruction = string(row["instruction"], "instruction")
     parts = (instruction, optional_string(row, "input"))
-    asked = "\n\n".join(part for part in parts if part.strip())
-    if not asked:
+    question = "\n\n".join(part for part in parts if part.strip())
+    if not question:
         raise BadRow("expected text in 'instruction', got none", "empty instruction")
-    calls = row.get("tool_calls")
-    said += [asked, *([string(row["output"], "output")] if calls is None else [])]
     roles = cycle(("user", "assistant"))
-    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
-    if calls is not None:
-        content = {"content": row["output"]} if row.get("output") else {}
-        answer = {"role": "assistant", **content, "tool_calls": calls}
-        messages.append(_message(answer, "the answer"))
-    return _with_system(row, messages)
+    return [
+        {"role": role, "content": text}
+        for role, text in zip(roles, [*texts, question], strict=False)
+    ]
 
 
-def _with_system(row: Row, messages: list[Row]) -> list[Row]:
+def from_alpaca(row: Row) -> list[Row]:
+    """Return Alpaca's instruction, input and output as messages, after `history`."""
+    messages, calls = instruction_turns(row), row.get("tool_calls")
+    if calls is None:
+        return [*messages, {"role": "assistant", "content": string(row["output"], "output")}]
+    content = {"content": row["output"]} if row.get("output") else {}
+    answer = {"role": "assistant", **content, "tool_calls": calls}
+    return [*messages, _message(answer, "the answer")]
+
+
+def add_system(row: Row, messages: list[Row]) -> list[Row]:
+    """Return the messages after the text of the column `system`, if the row has one.
+
+    Raises:
+        BadRow: the conversation begins with another system text.
+    """
     system = optional_string(row, "system")
     if not system.strip():
         return messages
-    if messages[0]["role"] == "system":
-        said = "expected one system text, got a column 'system' and a turn"
-        raise BadRow(said, "two system texts")
+    if messages[0]["role"] in ("system", "developer"):
+        if (messages[0].get("content") or "").strip() == system.strip():
+            return messages
+        message = "expected one system text, got a column 'system' and another in the first turn"
+        raise BadRow(f"{message}; data.columns {{system: null}} keeps the turn", "two system texts")
     return [{"role": "system", "content": system}, *messages]
+
+
+def holds_prompt(messages: Any) -> bool:
+    """Whether the first turn after system texts is the user's, so that a conversation is complete.
+
+    Takes turns as they stand in a row, checked or not.
+    """
+    if not isinstance(messages, list):
+        return False
+    for turn in messages:
+        name = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+        role = SPELLINGS.get(str(name).lower())
+        if role not in ("system", "developer"):
+            return role == "user"
+    return False
+
+
+def split_prompt(prompt: list[Row] | str | None, answer: list[Row]) -> list[Row]:
+    """Return the turns of `prompt` that an answer does not repeat.
+
+    An answer may be a complete conversation: then the text of a prompt has to be in it, and turns
+    of a prompt may be the first ones of it.
+
+    Raises:
+        BadRow: the answer is a conversation that does not hold the text of the prompt.
+    """
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        return []
+    if isinstance(prompt, str):
+        if not holds_prompt(answer):
+            return [{"role": "user", "content": prompt}]
+        texts = [_squeezed(turn.get("content")) for turn in answer if turn["role"] != "assistant"]
+        if _squeezed(prompt) not in "".join(texts) and texts[-1] not in _squeezed(prompt):
+            raise BadRow(
+                "expected the text of 'prompt' in the turns of the conversation, got another; "
+                "data.columns {prompt: null} learns the conversation as it stands",
+                "another prompt than in the conversation",
+            )
+        return []
+    for count in range(min(len(prompt), len(answer)), 0, -1):
+        if [*map(_essence, prompt[-count:])] == [*map(_essence, answer[:count])]:
+            return prompt[:-count]
+    return prompt
+
+
+def _essence(turn: Row) -> tuple[Any, ...]:
+    """Return what two copies of a turn have in common, whatever white space is around them."""
+    return turn["role"], (turn.get("content") or "").strip(), str(turn.get("tool_calls"))
+
+
+def _squeezed(text: Any) -> str:
+    return "".join(str(text or "").split())
 
 
 def tools_of(row: Row) -> list[dict[str, Any]] | None:

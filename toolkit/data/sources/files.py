@@ -37,7 +37,9 @@ _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__py
 
 
 def configured(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceConfig]]:
-    """Return what `cfg` names as (setting, source); each entry of `eval_files` is a source.
+    """Return the sources that `cfg` names as (setting, source).
+
+    Each entry of `eval_files` is a source; those of `eval_sources` follow.
 
     A source without a name gets that of its first file or data set; repeated names are numbered.
     """
@@ -45,6 +47,7 @@ def configured(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceC
     if what == "eval":
         files = [cfg.eval_files] if isinstance(cfg.eval_files, str) else cfg.eval_files
         found = [("data.eval_files", SourceConfig(files=entry)) for entry in files]
+        found += [(f"data.eval_sources[{i}].files", s) for i, s in enumerate(cfg.eval_sources)]
     elif cfg.sources:
         found = [(f"data.sources[{i}].files", source) for i, source in enumerate(cfg.sources)]
     elif cfg.train_files or cfg.dataset_name:
@@ -153,7 +156,7 @@ def split_of(folder: Path, what: str) -> Split | None:
         said = f"{what}: the data set in {folder} cannot be used ({one_line(error)}); {advice}"
         raise DataError(said) from error
     files = {str(name): [Path(file) for file in some] for name, some in found.items()}
-    wanted = _SPLITS["eval" if what == "data.eval_files" else "train"]
+    wanted = _SPLITS["eval" if what.startswith("data.eval_") else "train"]
     name = next((name for name in wanted if files.get(name)), None)
     if name is None:
         has = ", ".join(files) or "none"

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import datasets
 
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, Learned, SourceConfig
-from toolkit.data.examples import pairs, recognise
+from toolkit.data.examples import preferences, recognise
 from toolkit.data.examples.columns import Names
+from toolkit.data.examples.formats import FORMATS, Parsed, format_of
 from toolkit.data.sources import instructions, lines, tables
 from toolkit.data.sources.files import (
     What,
@@ -22,11 +23,13 @@ from toolkit.data.sources.files import (
     split_of,
     stdlib_files,
 )
-from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.row_values import BadRow, Row, or_bad
 from toolkit.data.sources.text_files import PIECES, text_tables
 from toolkit.errors import DataError
 
 _OF_FILES = (tables.FILE, tables.PLACE)
+
+_PROMPT_NAMES = ("instruction", "question", "query", "input", "context", "passage", "history")
 
 LOOK_AT = 100  # first rows of a source that its format is recognised by
 
@@ -64,19 +67,29 @@ class DataSource:
         return {name: tables.plain(stored[name], name, of.get(name)) for name in names}
 
     def row(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns of a stored row; raise BadRow where it cannot be read."""
-        return self.names.renamed(self.read(stored))
+        """Return the columns of a stored row by their standard names.
 
-    def example(self, stored: dict[str, Any]) -> recognise.Example | pairs.Pair | pairs.Answer:
-        """Return what is to be learned of a stored row; raise BadRow where it cannot be used."""
+        Raises:
+            BadRow: the row cannot be read.
+        """
+        return self.names.renamed(self.read(stored), self.layout.json_turns)
+
+    def example(self, stored: dict[str, Any]) -> Parsed:
+        """Return the example, pair or answer in a stored row.
+
+        Raises:
+            BadRow: the row cannot be used.
+        """
         return self.example_of(self.read(stored))
 
-    def example_of(self, row: dict[str, Any]) -> recognise.Example | pairs.Pair | pairs.Answer:
-        """Return what is to be learned of what `read` gave; raise BadRow as `example` does."""
-        row = self.names.renamed(row)
-        if self.layout.shape in ("pairs", "answers"):
-            return (pairs.pair_of if self.layout.shape == "pairs" else pairs.answer_of)(row)
-        return recognise.example_of(row, self.layout)
+    def example_of(self, row: dict[str, Any]) -> Parsed:
+        """Return the example, pair or answer in a row that `read` returned.
+
+        Raises:
+            BadRow: the row cannot be used.
+        """
+        row = self.names.renamed(row, self.layout.json_turns)
+        return format_of(self.layout).parse(row, self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
         """Return where the `number`-th row of the source, or of a shard of a stream, stands."""
@@ -94,7 +107,11 @@ class DataSource:
 
 
 def load_sources(
-    cfg: DataConfig, *, what: What = "train", learned: Learned = "examples"
+    cfg: DataConfig,
+    *,
+    what: What = "train",
+    learned: Learned = "examples",
+    has_template: bool = True,
 ) -> list[DataSource]:
     """Return the sources that `cfg` names to train on or to evaluate on, not yet tokenised.
 
@@ -106,6 +123,8 @@ def load_sources(
     document). Of a folder as the Hub has them only the split to train on, or to evaluate on, is
     read; a data set is a folder of `save_to_disk`, or an id on the Hub. With `cfg.streaming`
     the rows to train on are streams, others are read once and cached.
+
+    Without a chat template (`has_template`) dialogues in texts stay texts.
 
     A DataError where a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
     row, or the first rows have no known format.
@@ -122,25 +141,28 @@ def load_sources(
             where = "the built-in instructions (Python's standard library)"
             layout = recognise.Layout("messages", ("messages",))
             if pairs_asked:
-                layout = recognise.Layout("pairs", pairs.SIDES)
+                layout = recognise.Layout("pairs", preferences.SIDES, prompt=("prompt",))
             return [DataSource("stdlib-instructions", where, rows, layout)]
         source = SourceConfig(files=[str(f) for f in stdlib_files()], name="stdlib")
         configs = [("the built-in text", source)]
-    return [_source(source, setting, cfg, streaming, learned) for setting, source in configs]
+    sources = [_source(source, setting, cfg, streaming, learned) for setting, source in configs]
+    if has_template:
+        return sources
+    return [replace(s, layout=preferences.without_chat_template(s.layout)) for s in sources]
 
 
 def _source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, learned: Learned
 ) -> DataSource:
-    known = recognise.known_columns()
-    if learned in ("pairs", "answers"):
-        known = (*known, *pairs.SIDES, *pairs.COMPARED, "label", "margin")
-    renamed = Names.of(source.columns or cfg.columns, known)
-    known, there = (*known, *recognise.OF_A_TREE, *renamed.columns.values()), list[str]()
+    row_format = FORMATS[learned]
+    renamed = Names.of(source.columns or cfg.columns, row_format.columns)
+    columns = (*row_format.columns, *row_format.candidates, *renamed.columns.values())
+    columns = tuple(dict.fromkeys(columns))
     files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()
+    unread = list[Row]()  # first values of columns that are not read
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
-        rows, there = tables.read_named(source, where, known, streaming=streaming)
+        rows, unread = tables.read_named(source, where, columns, streaming=streaming)
     else:
         files = find_files(source.files, setting)
         kind = kind_of(files, setting)
@@ -150,15 +172,15 @@ def _source(
         if not any(f.stat().st_size for f in files):
             raise DataError(f"{where}: expected text or rows, but every file is empty")
         if kind == "text":
-            renamed.check([{"text": ""}], where)
+            renamed.check_exist([{"text": ""}], where)
             _check_text(files, where)
             reader, schema = partial(text_tables), PIECES
         elif kind in ("json", "csv"):
             reader = partial(lines.line_tables, kind=kind, limit=lines.ROW_BYTES)
             schema = lines.LINES
         else:
-            reader = partial(tables.arrow_tables, kind=kind, columns=known)
-            there = tables.column_names(str(files[0]), kind)
+            reader = partial(tables.arrow_tables, kind=kind, columns=columns)
+            unread = tables.first_values(str(files[0]), kind, columns)
         cuts: dict[str, tables.Cut] = {"json": lines.cut_lines, "parquet": tables.cut_parquet}
         shards = tables.file_shards(files, cuts.get(kind) if streaming else None)
         rows = tables.read_files(reader, shards, where, schema, streaming=streaming)
@@ -174,7 +196,7 @@ def _source(
     )
     if kind == "text" and learned in ("pairs", "answers"):
         raise DataError(f"{where}: expected preferences, got text files; give rows (.jsonl)")
-    return made if kind == "text" else _recognised(made, learned, there)
+    return made if kind == "text" else _recognised(made, learned, unread)
 
 
 def _say_splits(patterns: str | list[str], setting: str) -> None:
@@ -203,9 +225,25 @@ def _check_text(files: list[Path], where: str) -> None:
         ranks.say(f"WARNING: {file} looks like JSON lines and is read as plain text; {advice}")
 
 
-def _recognised(source: DataSource, learned: Learned, there: list[str]) -> DataSource:
-    """Return `source` with the layout that its first rows have, and what it leaves of them and of
-    the columns that are `there`.
+def _warn_of_unused_prompts(where: str, unused: tuple[str, ...], rows: list[Row]) -> None:
+    """Log the columns that usually belong to a prompt and that the layout does not use."""
+    for name in unused:
+        if name in _PROMPT_NAMES and any(recognise.has_text(row, name) for row in rows):
+            ranks.say(
+                f"WARNING: {where}: the column {name!r} is not used, and its name is that of a "
+                f"part of a prompt. Map it in data.columns, or set {{{name}: null}} if the prompt "
+                "is complete without it"
+            )
+
+
+def _recognised(source: DataSource, learned: Learned, unread: list[Row]) -> DataSource:
+    """Return `source` with the layout of its rows, restricted to the columns that it uses.
+
+    Args:
+        unread: first values of columns that the rows of `source` do not have.
+
+    Raises:
+        DataError: no row can be read, the rows have no known layout, or data.columns does not fit.
     """
     try:
         first = [(stored, or_bad(source.read, stored)) for stored in islice(source.rows, LOOK_AT)]
@@ -219,27 +257,37 @@ def _recognised(source: DataSource, learned: Learned, there: list[str]) -> DataS
             f"{source.place(first[0][0], 0)}: {first[0][1]}, and none of the first {len(first)} "
             "rows can be read. Is this the right file?"
         )
-    layout_of = {
-        "documents": recognise.document_layout,
-        "examples": recognise.recognise,
-        "pairs": pairs.pair_layout,
-        "answers": pairs.answer_layout,
-    }[learned]
-    names, rows = source.names, [row for _, row in readable]
-    names.check([dict.fromkeys(there), *rows], source.where)
-    taken = {*names.columns.values(), *names.left_out}
-    unread = {name: None for name in there if name not in taken}  # to be named in a refusal
+    names = source.names
+    no_values = dict.fromkeys(unread[0]) if unread else {}
+    padded = chain(unread, repeat(no_values))
+    rows = [{**more, **row} for more, (_, row) in zip(padded, readable, strict=False)]
+    for name in names.check_exist(rows, source.where):
+        ranks.say(f"data       {source.where}: no row of the first has {name!r} (data.columns)")
     try:
-        renamed = [{**unread, **names.renamed(row)} for row in rows]
-        layout = layout_of(renamed, text="text" in names.columns)
+        renamed = [names.renamed(row) for row in rows]
+        layout = FORMATS[learned].recognise(renamed, names)
     except BadRow as bad:
         number = readable[0][0]
         raise DataError(f"{source.place(first[number][0], number)}: {bad}") from bad
-    used = [names.columns.get(name, name) for name in (*layout.columns, *layout.optional)]
-    left = dict.fromkeys([*there, *(name for row in rows for name in row)])
-    unused = tuple(name for name in left if name not in {*used, *names.left_out})
-    wanted = dict.fromkeys((*used, lines.RAW, lines.FAULT, *_OF_FILES))
-    columns = [name for name in wanted if name in source.rows.column_names]
-    layout = replace(layout, unused=() if learned == "documents" else unused)
-    seen = frozenset((*used, *left, *names.left_out))
-    return replace(source, layout=layout, rows=source.rows.select_columns(columns), seen=seen)
+    used = (*layout.columns, *layout.optional)
+    names.check_used(used, renamed, source.where, layout.title)
+    names = names.with_columns(dict(layout.renamed))
+    used = tuple(names.columns.get(name, name) for name in used)
+    existing = dict.fromkeys(name for row in rows for name in row)
+    unused = tuple(name for name in existing if name not in {*used, *names.left_out})
+    if learned != "documents":
+        _warn_of_unused_prompts(source.where, unused, rows)
+    layout = replace(
+        layout,
+        renamed=tuple((name, names.columns[name]) for name in names.columns),
+        unused=() if learned == "documents" else unused,
+    )
+    stored_columns = dict.fromkeys((*used, lines.RAW, lines.FAULT, *_OF_FILES))
+    columns = [name for name in stored_columns if name in source.rows.column_names]
+    return replace(
+        source,
+        names=names,
+        layout=layout,
+        rows=source.rows.select_columns(columns),
+        seen=frozenset((*used, *existing, *names.left_out)),
+    )

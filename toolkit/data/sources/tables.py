@@ -39,6 +39,7 @@ FILE, PLACE = "_file", "_place"  # columns: the index of the file, where in it a
 
 _VERSION = 2  # part of the cache key: raise it when the same files give other rows
 _TABLE_ROWS, _TABLE_BYTES = 1000, 8 << 20
+_FIRST_VALUES = 20  # rows of columns that are not read, to see what they hold
 # Shards of a stream, so that a rank reads little but its own: so many in all, of at least so much.
 _SHARDS, _SHARD_BYTES = 256, 1 << 20
 
@@ -224,7 +225,11 @@ def arrow_tables(
 
 
 def _batches(
-    file: str, bounds: Bounds | None, kind: Kind, columns: Sequence[str]
+    file: str,
+    bounds: Bounds | None,
+    kind: Kind,
+    columns: Sequence[str],
+    size: int = _TABLE_ROWS,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yield (the number of its first row in the file, batch)."""
     if kind == "parquet":
@@ -232,7 +237,7 @@ def _batches(
             kept = _kept(opened.schema_arrow.names, columns)
             first, end = bounds or (0, opened.num_row_groups)
             row = sum(opened.metadata.row_group(i).num_rows for i in range(first))
-            for batch in opened.iter_batches(_TABLE_ROWS, range(first, end), kept):
+            for batch in opened.iter_batches(size, range(first, end), kept):
                 yield row, batch
                 row += len(batch)
         return
@@ -249,18 +254,43 @@ def _batches(
             row += len(batch)
 
 
-def column_names(file: str, kind: Kind) -> list[str]:
-    """Return the names of all columns of a Parquet or Arrow file that can be read."""
+def first_values(file: str, kind: Kind, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the first rows of the columns of a Parquet or Arrow file that are not among `columns`.
+
+    Only texts and lists of them are read; None stands for other values. A file that cannot be read
+    has no such columns: the reader of its rows reports the reason.
+    """
     try:
-        if kind == "parquet":
-            return pq.read_schema(file).names
-        with pa.memory_map(file) as stream:
-            try:
-                return pa.ipc.open_stream(stream).schema.names
-            except pa.ArrowInvalid:
-                return pa.ipc.open_file(stream).schema.names
-    except (pa.ArrowException, OSError):  # its reader names what is wrong
+        schema = _schema(file, kind)
+        if not any(name in columns for name in schema.names):  # all columns are read
+            return []
+        unread = [name for name in schema.names if name not in columns]
+        texts = [name for name in unread if _holds_text(schema.field(name).type)]
+        first = next(_batches(file, None, kind, texts, _FIRST_VALUES), None) if texts else None
+        rows = [] if first is None else first[1].slice(0, _FIRST_VALUES).to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError):
         return []
+    empty = dict.fromkeys(unread)
+    return [empty | row for row in rows] or ([empty] if unread else [])
+
+
+def _schema(file: str, kind: Kind) -> pa.Schema:
+    if kind == "parquet":
+        return pq.read_schema(file)
+    with pa.memory_map(file) as stream:
+        try:
+            return pa.ipc.open_stream(stream).schema
+        except pa.ArrowInvalid:
+            return pa.ipc.open_file(stream).schema
+
+
+def _holds_text(kind: pa.DataType) -> bool:
+    """Whether a type is text, or made of text alone."""
+    if pa.types.is_struct(kind):
+        return all(_holds_text(kind.field(i).type) for i in range(kind.num_fields))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _holds_text(kind.value_type)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def cut_parquet(file: str, count: int) -> list[tuple[Bounds, int]]:
@@ -281,9 +311,9 @@ def _kept(names: Sequence[str], columns: Sequence[str]) -> list[str]:
 
 def read_named(
     source: SourceConfig, where: str, columns: Sequence[str], *, streaming: bool
-) -> tuple[RowDataset, list[str]]:
-    """Return those of `columns` that a data set has, or all if none, text as bytes; and the names
-    of all that it has.
+) -> tuple[RowDataset, list[dict[str, Any]]]:
+    """Return those of `columns` that a data set has, or all if none, text as bytes; and the first
+    rows of its other columns.
     """
     name, split = str(source.dataset_name), source.dataset_split
     folder = Path(name).expanduser()
@@ -308,18 +338,35 @@ def read_named(
         rows = rows[split]
     if streaming and isinstance(rows, datasets.Dataset):
         rows = rows.to_iterable_dataset()
+    rows = rows.with_format(None)
     names = list(rows.column_names)
-    rows = rows.with_format(None).select_columns(_kept(names, columns))
+    unread = _unread_values(rows, [name for name in names if name not in _kept(names, columns)])
+    rows = rows.select_columns(_kept(names, columns))
     binary = datasets.Features(_binary(rows.features))
     if isinstance(rows, datasets.IterableDataset):
-        return rows.cast(binary), names
+        return rows.cast(binary), unread
     made = datasets.Dataset(
         rows.data.cast(binary.arrow_schema),
         info=datasets.DatasetInfo(features=binary),
         split=rows.split,
         fingerprint=f"{rows._fingerprint}-bytes",
     )
-    return made, names
+    return made, unread
+
+
+def _unread_values(rows: RowDataset, names: list[str]) -> list[dict[str, Any]]:
+    """Return the first values of columns of a data set, as `first_values` does of a file."""
+    schema = datasets.Features(rows.features or {}).arrow_schema
+    texts = [name for name in names if name in schema.names]
+    texts = [name for name in texts if _holds_text(schema.field(name).type)]
+    first: list[dict[str, Any]] = []
+    if texts:
+        try:
+            first = list(itertools.islice(iter(rows.select_columns(texts)), _FIRST_VALUES))
+        except (pa.ArrowException, UnicodeDecodeError):  # the reader of the rows reports it
+            first = []
+    empty = dict.fromkeys(names)
+    return [empty | row for row in first] or ([empty] if names else [])
 
 
 def as_data_error(error: BaseException, where: str) -> DataError:

@@ -121,6 +121,12 @@ class Encoder:
                 tokenizer.name_or_path,
             )
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer or data.chat_template has a template for conversations."""
+        template = self.finetune and self.finetune.chat_template
+        return bool(template or getattr(self.tokenizer, "chat_template", None))
+
     def row(self, source: DataSource, stored: Row, number: int) -> EncodedRow:
         """Return the example of the `number`-th row of a source; see `rows`."""
         return self.rows(source, [stored], number)[0]

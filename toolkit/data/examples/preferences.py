@@ -1,0 +1,434 @@
+"""Recognise which columns of preference rows hold the prompt, the answers and the label.
+
+[Note: preference columns] Tools name the same columns differently. Recognition happens once for a
+source, from its first rows, and gives each column its standard name:
+
+    chosen, rejected    also `chosen_response`, `chosen_conversations`, `chosen_messages` and
+                        `preferred_output` with their counterparts; `response` and
+                        `rejected_response`; a conversation in `messages` next to
+                        `rejected_response` or `rejected_messages` ends with the chosen answer
+    response_1, ...     also `response1`, `response2` and `overall_preference`
+    completions         ranked answers: mappings of `rank` and `completion`
+    completion, label   also `output`, `response` or a conversation in `messages`, and `kto_tag`
+    prompt              the conversation up to the answer, if the answers do not hold it: `prompt`;
+                        a list of turns in `messages`, `conversations`, `context` or `history`
+    instruction, input  a question as Alpaca has it; also `question`, `query` or `input` alone
+    system              also `system_prompt`
+
+`prompt` next to answers that are texts is plain text. An `instruction` (or `question`, ...) is the
+user's turn, and so is `prompt` next to a text in `system`, because only a chat template knows
+system texts. Texts that begin with "Human:" are dialogues, as HH-RLHF has them.
+
+A pair without a prompt next to a text that nothing uses is refused: the text may be the prompt.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from toolkit.data.examples.columns import Names
+from toolkit.data.examples.recognise import (
+    SYSTEM_REMARK,
+    Layout,
+    Remark,
+    has_text,
+    system_column,
+)
+from toolkit.data.examples.suggestions import (
+    shown_mapping,
+    suggest_answer_columns,
+    suggest_pair_columns,
+)
+from toolkit.data.examples.turns import SPELLINGS, TURN_COLUMNS, holds_prompt
+from toolkit.data.sources.row_values import BadRow, Row, named
+
+SIDES = ("chosen", "rejected")
+COMPARED = ("response_1", "response_2", "preference")
+RANKED = "completions"
+PROMPT_COLUMNS = ("prompt", "instruction", "input", "history")
+
+_SIDES = (
+    SIDES,
+    ("chosen_response", "rejected_response"),
+    ("chosen_conversations", "rejected_conversations"),
+    ("chosen_messages", "rejected_messages"),
+    ("preferred_output", "non_preferred_output"),
+    ("response", "rejected_response"),
+)
+_REJECTED_ALONE = ("rejected", "rejected_response", "rejected_messages")
+_COMPARED = (
+    COMPARED,
+    ("response_1", "response_2", "preference_strength"),
+    ("response1", "response2", "overall_preference"),
+)
+_ANSWERS = ("completion", "output", "response")
+_LABELS = ("label", "kto_tag", "preference")
+_PROMPT_TURNS = (*TURN_COLUMNS, "context", "history", "input")
+_QUESTIONS = ("question", "query", "input")
+# Text columns with such a word in their names are no prompts.
+_NO_PROMPT = re.compile(
+    r"(^|_)(ids?|uuid|hash|sources?|dataset|models?|policy|split|subset|categor(y|ies)|lang(uage)?"
+    r"|urls?|date|timestamp|licen[cs]e|chosen|rejected|preferred)(_|$|\d)",
+    re.IGNORECASE,
+)
+_IDENTIFIER = re.compile(r"[\w./:+-]*\d[\w./:+-]*")  # such as 8.0, a hash or a path
+_HUMAN = re.compile(r"\s*Human:")
+_DIALOGUE = Remark("dialogues of 'Human:' and 'Assistant:', read as turns")
+_DIALOGUE_TEXTS = Remark(
+    "dialogues of 'Human:' and 'Assistant:', read as texts, since there is no chat template"
+)
+
+
+def read_columns() -> tuple[str, ...]:
+    """Return the columns that recognition looks at, under any name that it knows."""
+    groups = (*_SIDES, *_COMPARED, _REJECTED_ALONE, _ANSWERS, _LABELS, _PROMPT_TURNS, _QUESTIONS)
+    names = (*(name for group in groups for name in group), *PROMPT_COLUMNS, RANKED)
+    return tuple(dict.fromkeys(names))
+
+
+@dataclass
+class _FirstRows:
+    """The first rows of a source, and what is recognised of their columns so far."""
+
+    rows: Sequence[Row]
+    names: Names
+    fields: dict[str, str] = field(default_factory=dict)  # standard name -> column
+    json_turns: list[str] = field(default_factory=list)  # standard names
+    remarks: list[Remark] = field(default_factory=list)
+    prompt: list[str] = field(default_factory=list)  # standard names
+    system: bool = False
+    chat: bool = False
+    dialogue: bool = False
+
+    def values(self, column: str) -> list[Any]:
+        """Return the values of a column that are not null."""
+        return [value for row in self.rows if (value := row.get(column)) is not None]
+
+    def has(self, column: str) -> bool:
+        return bool(self.values(column))
+
+    def holds(self, column: str, test: Callable[[Any], bool]) -> bool:
+        """Whether most values of a column pass a test."""
+        values = self.values(column)
+        return bool(values) and 2 * sum(map(test, values)) > len(values)
+
+    def layout(self, shape: Any, columns: tuple[str, ...]) -> Layout:
+        return Layout(
+            shape,
+            columns,
+            prompt=tuple(self.prompt),
+            renamed=tuple((n, c) for n, c in self.fields.items() if n != c),
+            json_turns=tuple(self.json_turns),
+            dialogue=self.dialogue,
+            system=self.system,
+            chat=self.chat,
+            remarks=tuple(self.remarks),
+        )
+
+
+def pair_layout(rows: Sequence[Row], names: Names) -> Layout:
+    """Return the layout of a source of pairs by its first rows, which have standard names.
+
+    Raises:
+        BadRow: the rows are no pairs, or their prompt cannot be told from other columns.
+    """
+    first = _FirstRows(rows, names)
+    columns = _take_sides(first)
+    if columns is None:
+        raise BadRow(
+            f"expected pairs of answers ('chosen' and 'rejected', or 'response_1', 'response_2' "
+            f"and 'preference'), got {named(rows[0])}. {suggest_pair_columns([*rows[0]])}; single "
+            "answers with a label are for preference.loss_type kto",
+            "unknown format",
+        )
+    answers = columns[:2] if columns[0] not in TURN_COLUMNS else columns[1:2]
+    if columns[0] in TURN_COLUMNS:
+        first.remarks.append(Remark("the prompt and the chosen answer in {}", columns[:1]))
+        _take_system(first, chat=True)
+    elif columns == (RANKED,):
+        _take_prompt(first, (), within=False, texts=False)
+    else:
+        _take_json_turns(first, answers)
+        values = [value for name in answers for value in first.values(first.fields[name])]
+        texts = 2 * sum(isinstance(value, str) for value in values) > len(values)
+        if first.json_turns:
+            texts = False
+        within = bool(first.json_turns) and "prompt" not in first.json_turns
+        within = within or all(
+            first.holds(first.fields[name], lambda v: holds_prompt(v)) for name in answers
+        )
+        if texts and not within and not _has_prompt(first) and _are_dialogues(values):
+            first.dialogue = within = True
+            first.remarks.append(_DIALOGUE)
+        _take_prompt(first, answers, within=within, texts=texts)
+    return first.layout("pairs", columns)
+
+
+def without_chat_template(layout: Layout) -> Layout:
+    """Return the layout for a tokenizer without a chat template, which leaves dialogues texts."""
+    if not layout.dialogue or layout.system:
+        return layout
+    remarks = (_DIALOGUE_TEXTS if remark == _DIALOGUE else remark for remark in layout.remarks)
+    return replace(layout, chat=False, remarks=tuple(remarks))
+
+
+def answer_layout(rows: Sequence[Row], names: Names) -> Layout:
+    """Return the layout of a source of labelled answers by its first rows, which have standard
+    names.
+
+    Raises:
+        BadRow: the rows are no labelled answers, or their prompt cannot be told from other columns.
+    """
+    first = _FirstRows(rows, names)
+    label = next((name for name in _LABELS if first.has(name)), None)
+    answer = next((name for name in _ANSWERS if first.has(name)), None)
+    chat = next((name for name in TURN_COLUMNS if first.has(name)), None)
+    if label is None or (answer is None and chat is None):
+        raise BadRow(
+            f"expected answers with a label ('prompt', 'completion' and 'label'), got "
+            f"{named(rows[0])}. {suggest_answer_columns([*rows[0]])}; pairs are for another "
+            "preference.loss_type than kto",
+            "unknown format",
+        )
+    first.fields["label"] = label
+    if answer is None:
+        assert chat is not None
+        first.fields[chat] = chat
+        first.remarks.append(Remark("the prompt and the answer in {}", (chat,)))
+        _take_system(first, chat=True)
+        return first.layout("answers", (chat, "label"))
+    first.fields["completion"] = answer
+    _take_json_turns(first, ("completion",))
+    texts = first.holds(answer, lambda v: isinstance(v, str)) and not first.json_turns
+    within = bool(first.json_turns) and "prompt" not in first.json_turns
+    within = within or first.holds(answer, holds_prompt)
+    _take_prompt(first, ("completion",), within=within, texts=texts)
+    return first.layout("answers", ("completion", "label"))
+
+
+def _take_sides(first: _FirstRows) -> tuple[str, ...] | None:
+    """Find the columns of the two answers; return their standard names, None if there are none."""
+
+    def together(names: Sequence[str]) -> bool:
+        return any(all(row.get(name) is not None for name in names) for row in first.rows)
+
+    for sides in _SIDES:
+        if together(sides):
+            first.fields |= dict(zip(SIDES, sides, strict=True))
+            return SIDES
+    for compared in _COMPARED:
+        if together(compared):
+            first.fields |= dict(zip(COMPARED, compared, strict=True))
+            return COMPARED
+    for chat in TURN_COLUMNS:
+        for rejected in _REJECTED_ALONE:
+            if together((chat, rejected)):
+                first.fields |= {chat: chat, "rejected": rejected}
+                return chat, "rejected"
+    if first.holds(RANKED, lambda v: isinstance(v, list) and all(map(_is_ranked, v))):
+        first.fields[RANKED] = RANKED
+        return (RANKED,)
+    return None
+
+
+def _is_ranked(value: Any) -> bool:
+    return isinstance(value, dict) and {"rank", "completion"} <= {*value}
+
+
+def _take_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
+    """Decide once for the source whether texts of answers are JSON text of turns.
+
+    They are only if all first rows say so and the turns hold their prompt or have it in `prompt`;
+    else an answer that happens to be JSON is a text.
+    """
+    turns = [first.names.json_turns_in(first.rows, first.fields[name]) for name in answers]
+    if any(column is None for column in turns):
+        return
+    sides = [side for column in turns if column for side in column]
+    if not all(_is_answer(side[-1]) for side in sides):
+        return
+    prompts = first.values("prompt")
+    if not prompts and all(map(holds_prompt, sides)):
+        first.json_turns = [*answers]
+    elif _are_json_prompts(first):
+        first.json_turns = ["prompt", *answers]
+    elif len(prompts) == len(first.rows) and all(
+        isinstance(prompt, str)
+        and holds_prompt(side)
+        and any(prompt.strip() == str(t.get("content", t.get("value"))).strip() for t in side)
+        for column in turns
+        for prompt, side in zip(prompts, column or [], strict=True)
+    ):
+        first.json_turns = [*answers]
+    else:
+        return
+    first.remarks.append(Remark("{} are JSON text of turns", tuple(first.json_turns)))
+
+
+def _are_json_prompts(first: _FirstRows) -> bool:
+    prompts = first.names.json_turns_in(first.rows, "prompt")
+    return prompts is not None and not any(_is_answer(p[-1]) for p in prompts)
+
+
+def _is_answer(turn: Row) -> bool:
+    return SPELLINGS.get(str(turn.get("role", turn.get("from"))).lower()) == "assistant"
+
+
+def _has_prompt(first: _FirstRows) -> bool:
+    names = ("prompt", "instruction", *_PROMPT_TURNS, *_QUESTIONS)
+    return any(first.has(name) for name in names)
+
+
+def _are_dialogues(values: Sequence[Any]) -> bool:
+    return all(
+        isinstance(value, str) and _HUMAN.match(value) and "\n\nAssistant:" in value
+        for value in values
+    )
+
+
+def _take_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, texts: bool) -> None:
+    """Find the columns of the prompt.
+
+    Args:
+        within: the answers are conversations that begin with the prompt.
+        texts: the answers are texts.
+    """
+    chat = not texts
+    if within:
+        if first.has("prompt") and not first.dialogue:
+            first.prompt.append("prompt")
+    elif first.has("prompt"):
+        first.prompt.append("prompt")
+        if "prompt" not in first.json_turns and first.names.columns.get("prompt") in TURN_COLUMNS:
+            first.json_turns.append("prompt")
+            chat = True
+        chat = chat or first.holds("prompt", lambda value: not isinstance(value, str))
+        first.remarks.append(Remark("the prompt in {}", ("prompt",)))
+    elif (column := _column_of_turns(first)) is not None:
+        first.fields["prompt"] = column
+        first.prompt.append("prompt")
+        if column in TURN_COLUMNS:
+            first.json_turns.append("prompt")
+        chat = True
+        first.remarks.append(Remark("the prompt in {}", ("prompt",)))
+    elif (column := _column_of_question(first)) is not None:
+        first.fields["instruction"] = column
+        more = [name for name in ("input", "history") if name != column and first.has(name)]
+        first.prompt += ["instruction", *more]
+        chat = True
+        first.remarks.append(Remark("the prompt in {}, the user's turn", tuple(first.prompt)))
+    else:
+        _refuse_possible_prompt(first, texts)
+        if len(answers) == 1:
+            raise BadRow(
+                f"expected a prompt next to the answer, got {named(first.rows[0])}. Set "
+                "data.columns, such as {prompt: question}",
+                "no prompt",
+            )
+        system, some = system_column(first.rows)
+        implicit = "what both answers begin with" if texts and len(answers) == 2 else "none"
+        first.remarks.append(Remark(f"the prompt: {implicit}"))
+        if texts and some:
+            raise BadRow(
+                f"expected a prompt next to {system!r}, got texts that hold "
+                "theirs. Name its column in data.columns (prompt or instruction), or set "
+                "{system: null} to learn without the system texts",
+                "no prompt",
+            )
+    _take_system(first, chat=chat)
+    first.chat = first.dialogue or chat or first.system
+    if texts and not chat and first.chat and not first.dialogue:
+        text = "texts are turns, since only a chat template knows system texts"
+        first.remarks.append(Remark(text))
+
+
+def _take_system(first: _FirstRows, *, chat: bool) -> None:
+    column, first.system = system_column(first.rows)
+    if column is not None:
+        first.fields["system"] = column
+    if first.system:
+        first.remarks.append(SYSTEM_REMARK)
+    first.chat = chat
+
+
+def _column_of_turns(first: _FirstRows) -> str | None:
+    """Return the column that holds the conversation up to the answers."""
+    for name in _PROMPT_TURNS:
+        if name in TURN_COLUMNS and first.has(name):
+            return name
+        if first.holds(name, _is_conversation):
+            return name
+    return None
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether a value is turns, or a mapping that has them in `messages`."""
+    if isinstance(value, dict):
+        value = value.get("messages")
+    keys = {"role", "from"}
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and keys & {*turn} for turn in value)
+    )
+
+
+def _column_of_question(first: _FirstRows) -> str | None:
+    """Return the column of the user's question.
+
+    Raises:
+        BadRow: several columns may be it.
+    """
+    if first.holds("instruction", lambda value: isinstance(value, str)):
+        return "instruction"
+    columns = [name for name in _QUESTIONS if any(has_text(row, name) for row in first.rows)]
+    if len(columns) > 1:
+        question, other = columns[:2]
+        raise BadRow(
+            f"expected one prompt, got {named(columns)}. Set data.columns: "
+            f"{shown_mapping({'instruction': question, 'input': other})} to use both, or "
+            f"{{instruction: {question}, {other}: null}}",
+            "several prompts",
+        )
+    return columns[0] if columns else None
+
+
+def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
+    """Refuse answers without a prompt next to a column that may be it."""
+    possible = possible_prompts(first.rows, first.fields.values())
+    if not possible:
+        return
+    name = possible[0]
+    turns = first.holds(name, _is_conversation)
+    mapping = f"{{prompt: {name}}}"
+    if not turns:
+        mapping = f"{{instruction: {name}}} (the user's turn)"
+        mapping += f" or {{prompt: {name}}} (plain text)" if texts else ""
+    raise BadRow(
+        f"expected a prompt, got answers without one next to {named(possible)}, which nothing "
+        f"uses. Set data.columns: {mapping}, or {{{name}: null}} if it is no prompt",
+        "no prompt",
+    )
+
+
+def possible_prompts(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
+    """Return the columns apart from `used` that may hold a prompt, by their names and values."""
+    skipped = {*used, "system", "tools", "functions", "label", "margin"}
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [
+        name
+        for name in columns
+        if name not in skipped
+        and not _NO_PROMPT.search(name)
+        and _may_be_prompt([row.get(name) for row in rows])
+    ]
+
+
+def _may_be_prompt(values: Sequence[Any]) -> bool:
+    """Whether some values are texts or turns, and not numbers, hashes or other identifiers."""
+    return any(
+        _is_conversation(value)
+        or (isinstance(value, str) and value.strip() and not _IDENTIFIER.fullmatch(value))
+        for value in values
+    )
