@@ -8,7 +8,7 @@
                better, above it the second (HelpSteer)
 
     labelled   `prompt`, `completion` and `label`, true or false: single answers, for KTO, which
-               looks at how likely the answer of the row beside it is, too
+               also evaluates the answer of a row with another prompt
 
 Beside them `tools` and `chat_template_kwargs`, as in conversations, and of pairs `margin`: by how
 much a reward model is to tell the answers apart. Where `chosen` and `rejected` hold the whole
@@ -36,6 +36,8 @@ class Pair:
     rejected: PromptCompletion | Conversation
     desirable: bool | None = None
     """Of KTO, whose second answer is another row's: whether the first is wanted."""
+    same_prompt: bool = False
+    """Of KTO: whether the second answer, too, was given to this prompt."""
     margin: float | None = None
     """By how much the reward of the first is to be above that of the second."""
 
@@ -47,8 +49,8 @@ class Answer:
     example: PromptCompletion | Conversation
     desirable: bool
 
-    def beside(self, other: "Answer | None") -> Pair | BadRow:
-        """Return it with the answer of another row to its own prompt; see [Note: pairs]."""
+    def with_partner(self, other: "Answer | None") -> Pair | BadRow:
+        """Return this answer paired with the answer `other`, put after this answer's prompt."""
         mine, theirs = self.example, other and other.example
         if isinstance(mine, Conversation) and isinstance(theirs, Conversation):
             messages = [*mine.messages[:-1], theirs.messages[-1]]
@@ -56,7 +58,7 @@ class Answer:
         if isinstance(mine, PromptCompletion) and isinstance(theirs, PromptCompletion):
             mixed = PromptCompletion(mine.prompt, theirs.completion)
             return Pair(mine, mixed, self.desirable)
-        return LeftOut("the row beside it has no answer to compare with", "no answer beside it")
+        return LeftOut("no other row has an answer to compare with", "no answer to compare with")
 
 
 def pair_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
