@@ -82,6 +82,7 @@ class Search:
         self.render, self.messages, self.specials, self.known = render, messages, specials, known
         self.notes: Counter[str] = Counter()
         self.asked = ""  # the prompt for the turn that is looked at
+        self.lows: dict[int, int] = {}  # turn -> where the first thing that it says is printed
         try:
             self.text = render(messages)
         except TEMPLATE_ERRORS as error:
@@ -96,6 +97,7 @@ class Search:
         spans, before = [], 0
         for i in wanted:
             low, end, call = self.content(i)
+            self.lows[i] = low
             stop = self.stop(i, end, call)
             begin, exactly = self.start(i, low, end, before)
             self.check(i, begin, stop, before, exactly)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
+from toolkit.config.template_kwargs import RESERVED_ARGUMENTS
 from toolkit.data.sources.row_values import (
     BadRow,
     Row,
@@ -29,7 +30,6 @@ SPELLINGS = {  # of roles, in small letters
     **dict.fromkeys(("function", "observation", "function_response", "ipython"), "tool"),
 }
 _WEIGHTS = ("weight", "train", "training", "loss")  # keys that say whether a turn is learned
-_RESERVED = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt"}
 
 
 def from_messages(value: Any, where: str) -> list[Row]:
@@ -99,7 +99,7 @@ def template_kwargs_of(row: Row) -> dict[str, Any]:
     if not isinstance(value, dict):
         wrong(value, name, "a mapping")
     clean(value, name)
-    if taken := _RESERVED.intersection(value):
+    if taken := RESERVED_ARGUMENTS.intersection(value):
         raise BadRow(
             f"expected further arguments of the template in {name!r}, got {named(sorted(taken))}, "
             "which the toolkit sets",

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig
-from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
+from toolkit.data.chat import BLOCK_NOTES, TODAY, Chat, Rendered, chat_templates
 from toolkit.data.examples.pairs import Answer, Pair
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
@@ -48,7 +48,7 @@ _CHAT_ROWS, _TEXT_ROWS = 512, 20_000  # that are encoded at a time, at most
 _PLACES = 3
 _ROWS_OF_A_PROCESS = 200  # conversations for which a further process is worth its start
 _VERSION = 8  # part of the cache key: raise it when the same row gives other tokens or counts
-_MASKS = 3  # so of conversations: raise it when one gives another mask
+_MASKS = 4  # so of conversations: raise it when one gives another mask
 
 _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
@@ -62,7 +62,8 @@ SAME_PROMPT = (
     "one prompt; add rows with other prompts"
 )
 
-WARNINGS = (SAME_PROMPT,)
+WARNINGS = (SAME_PROMPT, *BLOCK_NOTES)
+"""Beginnings of the notes that the report shows as warnings."""
 
 _NOTHING = np.zeros(0, np.int32)
 _work: Any = None  # of a worker process
@@ -239,7 +240,13 @@ class Encoder:
     def _chat(self) -> Chat:
         assert self.tokenizer is not None
         template = self.finetune.chat_template if self.finetune else None
-        return Chat(self.tokenizer, supervise=self.supervise, chat_template=template)
+        kwargs = self.finetune.chat_template_kwargs if self.finetune else None
+        return Chat(
+            self.tokenizer,
+            supervise=self.supervise,
+            chat_template=template,
+            template_kwargs=kwargs,
+        )
 
     def _check_mode(self, what: str, *modes: str) -> None:
         if self.supervise not in modes:
@@ -449,7 +456,7 @@ def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
     one rank first. Memory: a few hundred megabytes for each process. A row that the settings do not
     leave out is a DataError that names it; so are documents without any text.
     """
-    templates = source.layout.format == "conversation" and encoder.tokenizer is not None
+    templates = _may_use_template(source, encoder.tokenizer, encoder.cfg)
     by = (transformers.__version__, TODAY, _MASKS) if templates else ""
     key = tables.digest_of(source.rows._fingerprint, encoding_digest(source, encoder), by)
     name = f"encoded-{key}"
@@ -559,6 +566,14 @@ def _lists(values: list[np.ndarray]) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, pa.array(flat, pa.int32()))
 
 
+def _may_use_template(source: DataSource, tokenizer: Tokenizer | None, cfg: DataConfig) -> bool:
+    """Return whether rows of `source` may be rendered by a chat template that there is."""
+    if tokenizer is None or source.layout.format not in ("conversation", "preferences"):
+        return False
+    given = isinstance(cfg, FinetuneDataConfig) and cfg.chat_template is not None
+    return source.layout.format == "conversation" or given or bool(tokenizer.chat_template)
+
+
 def encoding_digest(source: DataSource, encoder: Encoder) -> str:
     """Return a digest of the settings that decide what a row of `source` becomes."""
     tokenizer, cfg = encoder.tokenizer, encoder.cfg
@@ -566,8 +581,9 @@ def encoding_digest(source: DataSource, encoder: Encoder) -> str:
     names = ["on_bad_row", "append_eos"]
     if isinstance(cfg, FinetuneDataConfig):
         names += ["supervise", "too_long", "sequence_length", "packing"]
-        if source.layout.format == "conversation" and tokenizer is not None:
+        if _may_use_template(source, tokenizer, cfg):
             templates = chat_templates(tokenizer, cfg.chat_template)
+            names += ["chat_template_kwargs"]
     return tables.digest_of(
         _VERSION,
         source.layout,
