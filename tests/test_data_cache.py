@@ -89,7 +89,7 @@ def test_another_template_for_pairs_is_seen(tmp_path: Path, tokenizer: Any) -> N
     file.write_text(json.dumps(row) + "\n")
     other = "Now: " + TEMPLATE.read_text()
     texts = [encoded(file, tokenizer, "pairs", chat_template=t) for t in (str(TEMPLATE), other)]
-    assert texts[1][0].startswith("Now: " + texts[0][0][:10])
+    assert [text[0].startswith("Now:") for text in texts] == [False, True]
     switch = "{{ mood or 'calm' }}" + TEMPLATE.read_text()
     texts = [
         encoded(file, tokenizer, "pairs", chat_template=switch, chat_template_kwargs=kwargs)

@@ -244,5 +244,11 @@ def _check_answer(turn: Row, where: str) -> None:
             f"{turn['role']}",
             "no answer",
         )
+    if turn.get("weight") == 0:
+        raise BadRow(
+            f"expected an answer to learn from at the end of {where!r}, got a turn that is marked "
+            "as not to be learned (weight: 0, masked: true or the like)",
+            "weight of 0",
+        )
     if not (turn.get("tool_calls") or (turn.get("content") or "").strip()):
         raise LeftOut(f"the {where} answer is empty", "empty answer")

@@ -29,7 +29,10 @@ SPELLINGS = {  # of roles, in small letters
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "ipython"), "tool"),
 }
-_WEIGHTS = ("weight", "train", "training", "loss")  # keys that say whether a turn is learned
+_WEIGHTS = ("weight", "loss_weight", "loss_scale")  # keys of a turn: 0 or 1, its weight in the loss
+_SUPERVISED = ("train", "training", "trainable", "loss")  # keys: true if the loss covers the turn
+_MASKED = ("masked", "mask")  # keys: true if the loss does not cover the turn
+_OF_PARTS = ("train_detail", "training_detail")  # keys that say it of parts of a turn
 
 
 def from_messages(value: Any, where: str) -> list[Row]:
@@ -161,18 +164,40 @@ def _role(name: Any, where: str) -> str:
 
 
 def _weighed(turn: Row, where: str) -> Row:
-    """Return a copy of a turn that has of `_WEIGHTS` only a `weight` of 0 where it is context."""
+    """Return a copy of a turn whose only sign of supervision is a `weight` of 0 if it is context.
+
+    Tools call that sign by many names, all of which are understood. Texts under the same names are
+    something else, and are kept.
+    """
     message, learned = dict(turn), True
-    for name in _WEIGHTS:
-        value = str(turn.get(name, "")).strip().lower()
-        if value in ("0", "0.0", "false"):
-            learned = False
-        elif value not in ("", "none", "1", "1.0", "true"):
-            if name == "weight":
-                wrong(turn[name], f"{where}.{name}", "0 or 1", "weight of a turn")
-            continue  # something else of this name
-        message.pop(name, None)
+    for name in (*_WEIGHTS, *_SUPERVISED, *_MASKED):
+        value = _flag(turn.get(name), name, where)
+        if value is None:
+            if turn.get(name) in (None, ""):
+                message.pop(name, None)
+            continue
+        learned = learned and value != (name in _MASKED)
+        message.pop(name)
+    for name in _OF_PARTS:
+        if message.pop(name, None):
+            raise BadRow(
+                f"expected a turn that is supervised as a whole, got {where}.{name}, which marks "
+                "parts of it; split the turn, or leave the key out (data.columns)",
+                "supervision of parts of a turn",
+            )
     return message if learned else {**message, "weight": 0}
+
+
+def _flag(value: Any, name: str, where: str) -> bool | None:
+    """Return a sign of supervision as a boolean; None for a value that is something else."""
+    text = str("" if value is None else value).strip().lower()
+    if text in ("0", "0.0", "false"):
+        return False
+    if text in ("1", "1.0", "true"):
+        return True
+    if text not in ("", "none") and (name in _WEIGHTS or isinstance(value, int | float)):
+        wrong(value, f"{where}.{name}", "0 or 1", "weight of a turn")
+    return None
 
 
 def _content(value: Any, where: str) -> str:
@@ -183,6 +208,12 @@ def _content(value: Any, where: str) -> str:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
             wrong(kind, f"{where}[{i}]", "a part of type text")
+        if _weighed(part, f"{where}[{i}]").get("weight") == 0:
+            raise BadRow(
+                f"expected a turn that is supervised as a whole, got a part {where}[{i}] that the "
+                "loss is not to cover; split the turn",
+                "supervision of parts of a turn",
+            )
     return "".join(string(p.get("text"), f"{where}[{i}].text") for i, p in enumerate(value))
 
 

@@ -137,9 +137,9 @@ def read_files(
 
     A `Dataset` is read once, and cached until the content of a file changes. A stream reads while
     it is iterated; skipping reads tables without making rows of them. A `schema` of None is one
-    that holds the first table of each file: where a file has null, or fewer keys, others may have more. A file
-    that cannot be read or does not fit the schema is a DataError that names the row; of a stream
-    while it is iterated.
+    that holds the first table of each file: where a file has null, or fewer keys, others may have
+    more. A file that cannot be read or does not fit the schema is a DataError that names the row;
+    of a stream while it is iterated.
     """
     if schema is None:
         schema = _common(shards, reader)
