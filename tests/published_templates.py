@@ -165,7 +165,7 @@ def tried(text: str, kind: str) -> dict[str, tuple[str, str]]:
     marks = dict.fromkeys([*_MARK.findall(text)])
     tokenizer = tokenizer_of(kind, text, tuple(m for m in marks if m not in ("<s>", "</s>")))
     encoder, out = Encoder(tokenizer, FinetuneDataConfig(sequence_length=4096), 1 << 20), {}
-    chat = Chat(tokenizer)
+    chat, ends = Chat(tokenizer), dict[str, str]()
     for name in CONVERSATIONS:
         conversation = example(name)
         (made,) = encoder.batch([conversation])
@@ -183,6 +183,13 @@ def tried(text: str, kind: str) -> dict[str, tuple[str, str]]:
                 if texts != [*map(plain, learned)]:
                     wrong.append("tokens say another text than the spans")
             wrong += faults(name, conversation, learned, rendered.text, rendered.notes)
+            ends[name] = plain(learned[0])[-12:].rpartition("}")[2]
+            if name == "no_arguments" and ends[name] != ends.get("call", ends[name]):
+                wrong.append(f"a call without arguments ends with {ends[name]!r}")
+            before = plain(rendered.text[: rendered.spans[0][0]])
+            marks_before = _MARK.findall(before)[-1:]
+            if name == "two_answers" and ends[name].endswith(tuple(marks_before)):
+                wrong.append(f"the header {marks_before[0]!r} of the second answer is learned")
         begin = made.spans[0][0]
         alone = tokenizer(rendered.text[: rendered.spans[0][0]], add_special_tokens=False)
         if ids[:begin] != alone["input_ids"]:

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from toolkit import config
 from toolkit.config.settings import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text
+from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import LATE_COLUMN, Encoder, encode
 from toolkit.errors import ConfigError, DataError
@@ -326,7 +327,12 @@ def test_an_unknown_role(tmp_path):
 @pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
 @pytest.mark.parametrize(
     "weight",
-    [{"weight": 0}, {"weight": "0"}, {"weight": 0.0}, {"train": False}, {"loss": False}],
+    [
+        *({"weight": 0}, {"weight": "0"}, {"weight": 0.0}, {"train": False}, {"loss": False}),
+        *({"loss_weight": 0}, {"loss_scale": 0.0}, {"trainable": False}, {"training": 0}),
+        *({"masked": True}, {"mask": 1}, {"masked": "true", "trainable": None}),
+        {"weight": 1, "trainable": False},
+    ],
     ids=str,
 )
 def test_a_turn_of_weight_0_is_context(tmp_path, keys, weight):
@@ -339,6 +345,35 @@ def test_a_turn_of_weight_0_is_context(tmp_path, keys, weight):
     source = source_of(tmp_path, [{"conversations": [row[0], row[1] | weight]}])
     with pytest.raises(Exception, match=r"a weight of 0 for turns \[1\]"):
         examples(source)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"masked": False}, {"trainable": True}, {"loss_weight": 1.0}, {"mask": "", "loss": "x"}],
+)
+def test_a_turn_that_is_not_masked_is_learned(tmp_path, keys):
+    row = [{"role": "user", "content": Q}, {"role": "assistant", "content": A} | keys]
+    source = source_of(tmp_path, [{"messages": row}])
+    example = source.example(next(iter(source.rows)))
+    assert not example.context
+    assert [*example.messages[1]] == ["role", "content", *(["loss"] if "loss" in keys else [])]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"loss_weight": 0.3}, "expected 0 or 1 in 'messages.1..loss_weight'"),
+        ({"loss_scale": 2.0}, "expected 0 or 1 in 'messages.1..loss_scale'"),
+        ({"trainable": 0.5}, "expected 0 or 1 in 'messages.1..trainable'"),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "train_detail"),
+        ({"content": [{"type": "text", "text": "a", "weight": 0}]}, "a part messages.1..content.0"),
+    ],
+)
+def test_supervision_that_is_not_supported_is_refused(tmp_path, keys, said):
+    row = [{"role": "user", "content": Q}, {"role": "assistant", "content": A} | keys]
+    source = source_of(tmp_path, [{"messages": row}])
+    with pytest.raises(BadRow, match=said):
+        source.example(next(iter(source.rows)))
 
 
 def test_other_weights(tmp_path):

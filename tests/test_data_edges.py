@@ -12,6 +12,7 @@ from toolkit.config.settings import FinetuneDataConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encode import Encoder
+from toolkit.data.tokens.text_ids import TextTokenizer
 
 WORDS = ["Label:", "True", "return", "argument", "the", "un", "believable", "é", "🤖", "12", "."]
 SPACES = [" ", "  ", "\n", "\n\n", " \n", "\t", ""]
@@ -124,3 +125,31 @@ def test_all_of_each_turn_is_learned(kind, template, strips):
         assert ids[: made.spans[0][0]] == prompt
         right += 1
     assert right > 40
+
+
+@pytest.mark.parametrize("kind", ["unigram", "wordpiece", "llama2"])
+def test_unknown_characters_do_not_split_a_text(kind):
+    """`<unk>` is an added token of many tokenizers, and also the token of what they do not know."""
+    tokenizer, draw = tokenizer_of(kind, specials=tuple(TURNS)), random.Random(3)
+    texts = TextTokenizer(tokenizer)
+    known = [word for word in WORDS if word not in ("é", "🤖")]
+    for _ in range(200):
+        parts = [draw.choice([*known, "日本", "🤖 ok", "x 世", "<unk>"]) for _ in range(6)]
+        prompt, answer = " ".join(parts[:3]), " ".join(parts[3:])
+        text = f"<|user|>{prompt}<|end|><|bot|>{answer}<|end|>"
+        begin = text.index("<|bot|>") + len("<|bot|>")
+        (made,) = texts.encode([text], [[(begin, len(text))]])
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert made.ids.tolist() == expected, text
+        ((first, last),) = made.spans
+        assert (expected[first - 1], last) == (
+            tokenizer.convert_tokens_to_ids("<|bot|>"),
+            len(expected),
+        )
+        text = f"{prompt} {answer}"  # the prompt ends with a word, and the answer with its space
+        edge = len(prompt)
+        alone = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        (made,) = texts.encode([text], [[(edge, len(text))]])
+        if not isinstance(made, BadRow) and whole[: len(alone)] == alone:
+            assert made.ids.tolist() == whole, (prompt, answer)

@@ -165,6 +165,10 @@ REFUSED = {
     "missing column": ({"prompt": "q", "chosen": "a"}, "'rejected'"),
     "mixed sides": ({"chosen": "a", "rejected": [assistant("b")]}, "one of each"),
     "no answer": ({"chosen": [user("q")], "rejected": [user("p")]}, "a turn of user"),
+    "weight of 0": (
+        {"chosen": [user("q"), assistant("a") | {"masked": True}], "rejected": [user("q")]},
+        "marked as not to be learned",
+    ),
     "prompts that differ": (
         {"chosen": [user("q "), assistant("a")], "rejected": [user("q"), assistant("b")]},
         "prompts are not the same",

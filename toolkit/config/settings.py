@@ -21,6 +21,7 @@ from toolkit.config.ranges import (
     NotNegative,
     Positive,
 )
+from toolkit.config.template_kwargs import check_template_kwargs
 from toolkit.errors import ConfigError
 from toolkit.parsing import parse_size
 
@@ -304,10 +305,17 @@ class FinetuneDataConfig(DataConfig):
     everything. `auto`: everything of texts, completions of prompts, turns of the assistant."""
     chat_template: str | None = None
     """Jinja template of conversations, or a file that holds one; empty: the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template for all conversations and eval_prompts, such as
+    `{enable_thinking: false}`. A row's own column `chat_template_kwargs` wins, name by name."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """An example of more than sequence_length tokens loses its end (`truncate`), is left out, or
     ends the run. Both are counted. Plain text is cut into samples instead, and none of
     it is lost."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_template_kwargs(self.chat_template_kwargs)
 
 
 @dataclass(frozen=True)

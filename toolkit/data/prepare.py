@@ -12,11 +12,13 @@ from toolkit import ranks
 from toolkit.config.settings import (
     DataConfig,
     FinetuneConfig,
+    FinetuneDataConfig,
     ModelConfig,
     RunConfig,
     model_settings,
 )
 from toolkit.data.chat import chat_templates
+from toolkit.data.chat.variables import with_defaults
 from toolkit.data.ends import end_with, learned_ends, reward_at
 from toolkit.data.feed.feed import Feed, Processes, Readers
 from toolkit.data.feed.prepared import PreparedFeed
@@ -99,8 +101,9 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
 
 
 def encoder_for(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) -> Encoder:
-    """Return the encoder of the run's rows, its tokenizer with `data.chat_template` where it is
-    set: that becomes part of `model.hf_assets`, so that the export answers as it was trained.
+    """Return the encoder of the run's rows, its tokenizer with `data.chat_template` and the
+    defaults of `data.chat_template_kwargs`: they become part of `model.hf_assets`, so that the
+    export answers as it was trained.
     """
     tokenizer = load_tokenizer(model_cfg)
     if isinstance(cfg, FinetuneConfig) and cfg.train.eval_prompts and tokenizer is None:
@@ -110,11 +113,28 @@ def encoder_for(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) 
         )
     pairs = cfg.learned in ("pairs", "answers")
     encoder = Encoder(tokenizer, cfg.data, models.vocabulary_size(model), pairs=pairs)
-    given = cfg.data.chat_template if isinstance(cfg, FinetuneConfig) else None
-    if given is not None and tokenizer is not None:
-        tokenizer.chat_template = chat_templates(tokenizer, given)["default"]
-        assets_of(model).files["chat_template.jinja"] = tokenizer.chat_template.encode()
+    if isinstance(cfg, FinetuneConfig) and tokenizer is not None:
+        _use_chat_template(cfg.data, tokenizer, model)
     return encoder
+
+
+def _use_chat_template(
+    data: FinetuneDataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> None:
+    """Let the tokenizer and the exports of `model` have the chat template that the run renders.
+
+    Raises:
+        ConfigError: the template has no variable of `data.chat_template_kwargs`.
+        DataError: there is no template.
+    """
+    given, values = data.chat_template, data.chat_template_kwargs
+    if given is None and not values:
+        return
+    templates = with_defaults(chat_templates(tokenizer, given), values)
+    named = given is None and isinstance(tokenizer.chat_template, dict)
+    tokenizer.chat_template = templates if named else templates["default"]
+    if "default" in templates:
+        assets_of(model).files["chat_template.jinja"] = templates["default"].encode()
 
 
 def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size: int) -> Feed:

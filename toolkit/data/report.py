@@ -13,7 +13,7 @@ from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.prepared import PreparedFeed, SourceSamples
 from toolkit.data.samples.sequences import EncodedRows
 from toolkit.data.sources.row_values import escaped
-from toolkit.data.tokens.encode import EncodedSource
+from toolkit.data.tokens.encode import LABELS, WARNINGS, EncodedSource
 from toolkit.errors import DataError
 from toolkit.tables import table
 
@@ -32,6 +32,7 @@ def supervision_report(feed: Feed, tokenizer: Tokenizer | None, samples: int = 2
 
     Keys: `sequence_length`; `sources` with an entry of each (see `_entry`); `total` with the sums
     over what is trained on. Of each source so many `samples` are shown, as ids without a tokenizer.
+    Entries of single answers with a label have `labels`: how many have each.
     """
     found = []
     if isinstance(feed, PreparedFeed):
@@ -39,8 +40,27 @@ def supervision_report(feed: Feed, tokenizer: Tokenizer | None, samples: int = 2
         found = [_entry(*pair, tokenizer, samples) for pair in pairs]
     total = {name: sum(entry[name] for entry in found) for name in (*_NUMBERS, "cut_off")}
     total["supervised_share"] = total["supervised"] / max(total["tokens"], 1)
+    trained = len(found)
     found += [_entry(source, None, tokenizer, samples) for source in feed.eval_sources]
+    _warn_of_labels(found[:trained])
+    for entry in found[trained:]:
+        _warn_of_labels([entry])
     return {"sequence_length": feed.shape.sequence_length, "sources": found, "total": total}
+
+
+def _warn_of_labels(entries: list[dict[str, Any]]) -> None:
+    """Add a warning to sources of labelled answers of which none has one of the two labels, in
+    place. Sources that are trained on together may complete each other.
+    """
+    labelled = [entry for entry in entries if "labels" in entry]
+    for label, other in (("true", "false"), ("false", "true")):
+        if labelled and not any(entry["labels"][label] for entry in labelled):
+            for entry in labelled:
+                entry["warnings"].append(
+                    f"all {entry['labels'][other]:,} answers have the label {other}: expected some "
+                    f"with the label {label}, since KTO learns from both. Check the column 'label' "
+                    "(data.columns), or add such rows"
+                )
 
 
 def check_supervised(source: EncodedSource, sequence_length: int) -> None:
@@ -92,10 +112,13 @@ def _entry(
 ) -> dict[str, Any]:
     """Return the facts on a source, which became the samples `part`; None: it is evaluated on."""
     lengths, counts = EncodedRows(source.tokens).lengths(), asdict(source.counts)
-    places = counts.pop("places")
+    places, notes = counts.pop("places"), counts.pop("notes")
+    warnings = [f"{notes.pop(note):,} {note}" for note in [*notes] if note.startswith(WARNINGS)]
+    labels = {str(label).lower(): notes.pop(note, 0) for label, note in LABELS.items()}
     shown = source.tokens[: min(samples, len(source.tokens))]
     columns = (shown[name] for name in ("row", "input_ids", "spans"))
-    seconds = shown.get("second", [None] * len(shown["row"]))
+    nothing = [None] * len(shown["row"])
+    pairs = (shown.get(name, nothing) for name in ("second", "desirable"))
     return {
         "name": source.name,
         "use": "eval" if part is None else "train",
@@ -104,6 +127,9 @@ def _entry(
         "max_repeats": source.max_repeats,
         "examples": counts.pop("kept"),
         **counts,
+        "notes": notes,
+        "warnings": warnings,
+        **({"labels": labels} if any(labels.values()) else {}),
         "supervised_share": counts["supervised"] / max(counts["tokens"], 1),
         "left_out": sum(counts["dropped"].values()),
         "dropped": {
@@ -119,8 +145,12 @@ def _entry(
         },
         "packed": None if part is None else asdict(part),
         "first": [
-            {"row": row, "tokens": len(ids), "parts": _parts(ids, spans, tokenizer, second)}
-            for row, ids, spans, second in zip(*columns, seconds, strict=True)
+            {
+                "row": row,
+                "tokens": len(ids) if desirable is None else second,
+                "parts": _sides(ids, spans, tokenizer, second, desirable),
+            }
+            for row, ids, spans, second, desirable in zip(*columns, *pairs, strict=True)
         ],
     }
 
@@ -133,21 +163,37 @@ def _histogram(lengths: np.ndarray) -> list[list[int]]:
     return [[1 << p >> 1, (1 << p) - 1, int(counts[p])] for p in range(first, last + 1)]
 
 
-def _parts(
-    ids: list[int], spans: list[int], tokenizer: Tokenizer | None, second: int | None = None
+def _sides(
+    ids: list[int],
+    spans: list[int],
+    tokenizer: Tokenizer | None,
+    second: int | None,
+    desirable: bool | None,
 ) -> list[dict[str, Any]]:
-    """Return an example as (text, supervised), cut where what is learned begins and ends; of a
-    pair both sides, each after a part that names it. `second`: where the other side begins.
+    """Return an example as parts (text, supervised): of a pair both sides, each after a part that
+    names it; of an answer with a label the answer alone, after its label.
+
+    Args:
+        second: where the other side of a pair begins; None: it is no pair.
+        desirable: the label of a single answer; None: it has none.
     """
-    if second is not None:
-        at = sum(edge < second for edge in spans[::2]) * 2
-        other = _parts(ids[second:], [edge - second for edge in spans[at:]], tokenizer)
-        return [
-            {"text": "chosen: ", "supervised": False},
-            *_parts(ids[:second], spans[:at], tokenizer),
-            {"text": "\nrejected: ", "supervised": False},
-            *other,
-        ]
+    if second is None:
+        return _parts(ids, spans, tokenizer)
+    at = sum(edge < second for edge in spans[::2]) * 2
+    first = _parts(ids[:second], spans[:at], tokenizer)
+    if desirable is not None:
+        label = "desired (label true): " if desirable else "not desired (label false): "
+        return [{"text": label, "supervised": False}, *first]
+    return [
+        {"text": "chosen: ", "supervised": False},
+        *first,
+        {"text": "\nrejected: ", "supervised": False},
+        *_parts(ids[second:], [edge - second for edge in spans[at:]], tokenizer),
+    ]
+
+
+def _parts(ids: list[int], spans: list[int], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    """Return tokens as parts (text, supervised), cut where the supervision begins and ends."""
     # The first token has nothing before it to be predicted from, whatever the span says.
     edges = [min(max(edge, 1), len(ids)) for edge in spans]
     return [
@@ -188,6 +234,14 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
         yield (
             f"cut off   {source['cut_off']:,} tokens of {source['truncated']:,} examples, which "
             "are not learned (data.sequence_length, data.too_long)"
+        )
+    for warning in source["warnings"]:
+        yield f"WARNING   {warning}"
+    if labels := source.get("labels"):
+        yield (
+            f"labels    {labels['true']:,} desired (true), {labels['false']:,} not desired (false)."
+            " `tokens` include for each the answer to another prompt that sets the KL reference "
+            "point; it has no gradient"
         )
     for note, count in source["notes"].items():
         yield f"note      {count:,} {note}"

@@ -43,6 +43,7 @@ from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
 from toolkit.training.router import Router, watch_router
 from toolkit.training.step import EvalSets, Loss, evaluate
+from toolkit.training.token_rows import untrained_token_lines
 from toolkit.training.trace import PAUSE
 from toolkit.training.trackers import Trackers
 from toolkit.training.train_state import TrainState
@@ -311,7 +312,7 @@ def start_metrics(
         None if router is None else router.plan.line,
         *data.lines(),
     ]
-    run.say(*opening)
+    run.say(*opening, *untrained_token_lines(model, data.feed, data.tokenizer))
     asked = cfg.sharding.torch_compile not in (False, "none", "auto")
     if asked or "torch_compile layer" in auto_line:
         run.say("compiling  in the first step, which takes up to some minutes")

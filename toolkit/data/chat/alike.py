@@ -30,6 +30,7 @@ def found_alike(search: Search, wanted: Sequence[int]) -> Rendered | None:
     for k in some:
         before = places[k - 1][1] if k else 0
         low, end, _ = search.content(wanted[k])
+        search.lows[wanted[k]] = low
         stop = search.stop(wanted[k], end, None)
         begin, exactly = search.start(wanted[k], low, end, before)
         if not exactly:

@@ -82,6 +82,7 @@ class Search:
         self.render, self.messages, self.specials, self.known = render, messages, specials, known
         self.notes: Counter[str] = Counter()
         self.asked = ""  # the prompt for the turn that is looked at
+        self.lows: dict[int, int] = {}  # turn -> where the first thing that it says is printed
         try:
             self.text = render(messages)
         except TEMPLATE_ERRORS as error:
@@ -96,6 +97,7 @@ class Search:
         spans, before = [], 0
         for i in wanted:
             low, end, call = self.content(i)
+            self.lows[i] = low
             stop = self.stop(i, end, call)
             begin, exactly = self.start(i, low, end, before)
             self.check(i, begin, stop, before, exactly)
@@ -158,7 +160,7 @@ class Search:
                 continue
             if not calls:
                 self._check_content(i, content, end)
-            elif not self._before_next(i, end):
+            elif not self._before_next(i, low, end):
                 continue
             elif not self.known.closings:
                 end = self._call_end(i, self._arguments_end(i, end), end)
@@ -168,14 +170,16 @@ class Search:
         tried = [self.tried([*before, m, *rest]) for m in plain for rest in (after, [])]
         low = common_start(self.text, *(text for text in tried if text is not None))
         changes = self._changed_calls(i)
-        inner, end = self._between(i, changes)
-        if self._before_next(i, end):
-            return min(low, inner), end, changes[0]
+        inner, end = self._between(i, changes, new_argument=self._is_bare_call(i))
+        low = min(low, inner)
+        if self._before_next(i, low, end):
+            return low, end, changes[0]
         raise NotFound(f"cannot tell where {self.named(i)} ends in the rendering")
 
     def _arguments_end(self, i: int, end: int) -> int:
         try:
-            return self._between(i, self._changed_calls(i))[1]
+            bare = self._is_bare_call(i)
+            return self._between(i, self._changed_calls(i), new_argument=bare)[1]
         except NotFound:
             return end  # a call without arguments may be printed otherwise than one with them
 
@@ -197,8 +201,14 @@ class Search:
         pairs = zip(self.words, NUMBERS, strict=True)
         return [with_call(self.messages[i], -1, "argument", *pair) for pair in pairs]
 
-    def _between(self, i: int, changes: list[tuple[Message, str]]) -> Span:
-        """Return how far all renderings agree, and where what follows the words begins."""
+    def _between(
+        self, i: int, changes: list[tuple[Message, str]], *, new_argument: bool = False
+    ) -> Span:
+        """Return how far all renderings agree, and where the text after the words begins.
+
+        With `new_argument` the words are in an argument that the true rendering does not have. What
+        ends the argument is new, too, so the end is where all renderings begin to agree again.
+        """
         tried = (self.changed({i: message}) for message, _ in changes)
         texts = [text for text in tried if text is not None]
         if len(texts) < len(changes):
@@ -215,24 +225,34 @@ class Search:
                 raise NotFound(f"the chat template does not print {self.named(i)}")
             tails.append(text.rpartition(word)[2])
         follows = len(tails[0])
-        if not self.text.endswith(tails[0]) and self._bare_call(i):  # what ends an argument is new
-            follows = common_start(self.text[::-1], tails[0][::-1])
+        if not self.text.endswith(tails[0]) and new_argument:
+            follows = common_start(self.text[::-1], *(text[::-1] for text in texts))
         elif tails[0] != tails[1] or not self.text.endswith(tails[0]):
             raise NotFound(f"cannot tell where {self.named(i)} ends: what follows varies")
         return common_start(self.text, *texts), len(self.text) - follows
 
-    def _bare_call(self, i: int) -> bool:
-        """Whether turn `i` ends with a call without arguments."""
+    def _is_bare_call(self, i: int) -> bool:
+        """Return whether turn `i` ends with a call without arguments."""
         calls = self.messages[i].get("tool_calls") or []
         return bool(calls) and calls[-1]["function"]["arguments"] in ({}, "{}")
 
-    def _before_next(self, i: int, end: int) -> bool:
-        """Whether the turn after turn `i` is printed after `end`, no result of a call within."""
+    def _before_next(self, i: int, low: int, end: int) -> bool:
+        """Return whether the turn after turn `i` is printed after `end`, with its header.
+
+        Positions tell it: where the text changes if the next turn says something else, and where it
+        changes if a user turn takes its place. The latter counts only if turn `i`, from `low` on,
+        is printed alike before both.
+        """
         if i == len(self.messages) - 1:
             return True
         following = (with_content(self.messages[i + 1], word) for word in self.words)
         texts = [self.changed({i + 1: message}) for message in following]
-        return end <= common_start(self.text, *(text for text in texts if text is not None))
+        if end > common_start(self.text, *(text for text in texts if text is not None)):
+            return False
+        user = {"role": "user", "content": self.words[0]}
+        asked = self.tried([*self.messages[: i + 1], user])
+        agreed = len(self.text) if asked is None else common_start(self.text, asked)
+        return end <= agreed or agreed <= low
 
     def _check_content(self, i: int, content: str, end: int) -> None:
         """Refuse a turn in whose place the template prints something else, such as a stub."""

@@ -14,7 +14,10 @@ from toolkit.data.chat.traits import Message
 from toolkit.data.examples.columns import REASONING
 from toolkit.data.sources.row_values import BadRow
 
-EARLIER_REASONING = "earlier answers whose reasoning the chat template does not print"
+EARLIER_REASONING = (
+    "earlier answers whose reasoning the chat template does not print, so that they are learned "
+    "without it; data.supervise: last_assistant learns the last answers alone"
+)
 NOT_PRINTED = "conversations with a key {!r} of turns that the chat template does not print"
 Changed = Callable[[str], Message]  # the turn with a word in the place of one of its parts
 _MANY = 8  # short contents from which on they are looked at together

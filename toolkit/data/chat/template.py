@@ -11,7 +11,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -23,9 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from toolkit.data.chat.alike import found_alike
+from toolkit.data.chat.beginnings import align_beginnings
 from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
 from toolkit.data.chat.printed import check_printed
 from toolkit.data.chat.traits import (
+    TEMPLATE_ERRORS,
     Marks,
     Message,
     Span,
@@ -56,7 +58,8 @@ logger = logging.getLogger(__name__)
 class Chat:
     """Conversations to text: `chat.render(conversation)`.
 
-    `supervise`: see `learned_turns`; `chat_template`, and what it raises: `chat_templates`.
+    `supervise`: see `learned_turns`; `chat_template`, and what it raises: `chat_templates`;
+    `template_kwargs`: further arguments of the template, over which those of a row win.
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class Chat:
         *,
         supervise: Supervise = "auto",
         chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self.supervise = supervise
+        self.supervise, self.template_kwargs = supervise, template_kwargs or {}
         self.bos = tokenizer.bos_token
         added = tokenizer.added_tokens_decoder.values()
         marks = {*tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
@@ -90,6 +94,8 @@ class Chat:
                 "choose one with data.chat_template"
             )
         try:
+            kwargs = {**self.template_kwargs, **conversation.template_kwargs}
+            conversation = replace(conversation, template_kwargs=kwargs)
             wanted = learned_turns(conversation, self.supervise)
             rendered = self.templates[name].mark(conversation, wanted)
             if isinstance(rendered, BadRow):
@@ -118,6 +124,7 @@ class Template:
         self.text, self.variables, self.specials = text, variables, specials
         self.has_markers = bool(_MARKERS.search(text))
         self._traits: dict[str, TemplateTraits] = {}
+        self._advice: dict[tuple[str, str], str] = {}
         transformers_private(_UTILS, "datetime")  # see `_stopped_clock`
         try:
             transformers_private(_UTILS, "_compile_jinja_template")(text)
@@ -139,8 +146,9 @@ class Template:
             if name in self.text and name not in given:
                 switched = replace(conversation, template_kwargs={**given, name: value})
                 if isinstance(self._of_spellings(switched, wanted), Rendered):
-                    way = f"A column chat_template_kwargs with {json.dumps({name: value})}"
-                    return BadRow(f"{found}. {way} makes it one that can be used", found.reason)
+                    way = f"data.chat_template_kwargs: {_yaml_mapping({name: value})}"
+                    said = f"{found}. {way}, or such a column, makes it one that can be used"
+                    return BadRow(said, found.reason)
         return found
 
     def _of_spellings(self, conversation: Conversation, wanted: list[int]) -> Rendered | BadRow:
@@ -162,8 +170,10 @@ class Template:
         search = Search(render, messages, self.specials, known)
         every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         search.notes += check_printed(search, wanted or every, has_tools=bool(tools))
+        advice_for = partial(self._advice_for, conversation)
         if not (self.has_markers and wanted):
-            return found_alike(search, wanted) or search.found(wanted)
+            found = found_alike(search, wanted) or search.found(wanted)
+            return align_beginnings(search, found, wanted, advice_for)
         found = None
         try:
             found = found_alike(search, every) or search.found(every)
@@ -181,7 +191,27 @@ class Template:
         turns = dict(zip(every, found.spans, strict=True))
         around = (*self.specials, known.prompt, known.header)
         spans = _by_markers(found.text, turns, markers, wanted, around)
-        return Rendered(found.text, spans, found.notes)
+        found = Rendered(found.text, spans, found.notes)
+        return align_beginnings(search, found, wanted, advice_for)
+
+    def _advice_for(self, conversation: Conversation, inserted: str, turn: int) -> str:
+        """Return the sentence that tells how the prompt for a turn comes to end with `inserted`."""
+        given = conversation.template_kwargs
+        key = inserted, json.dumps(given, sort_keys=True, default=repr)
+        if key not in self._advice:
+            self._advice[key] = "No switch of the template puts it into the prompt"
+            before = conversation.messages[:turn]
+            for name, value in reversed(_SWITCHES):
+                if name not in self.text or name in given:
+                    continue
+                render = partial(self._text, tools=conversation.tools, kwargs=given | {name: value})
+                with suppress(*TEMPLATE_ERRORS):
+                    if render(before, prompt=True).rstrip().endswith(inserted.strip()):
+                        self._advice[key] = (
+                            "To put it into the prompt, as a server does with the same setting, "
+                            f"set data.chat_template_kwargs: {_yaml_mapping({name: value})}"
+                        )
+        return self._advice[key]
 
     def _inner(self, text: str, span: Span, prompts: list[int], known: TemplateTraits) -> Span:
         """Return what markers enclose, without the prompt, and white space after a stop token."""
@@ -221,6 +251,12 @@ class Template:
                 **{**self.variables, **kwargs},
             )
         return texts[0], [tuple(span) for span in (markers or [[]])[0]]
+
+
+def _yaml_mapping(values: dict[str, bool]) -> str:
+    """Return a mapping as one writes it in a config: `{enable_thinking: false}`."""
+    inner = ", ".join(f"{name}: {json.dumps(value)}" for name, value in values.items())
+    return f"{{{inner}}}"
 
 
 def _by_markers(

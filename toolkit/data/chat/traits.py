@@ -80,13 +80,19 @@ def find_traits(
         return TemplateTraits()
     marks = [match.group() for match in pattern_of(specials).finditer(bare.partition(_USER)[0])]
     begins = [special for special in marks if special != bos][:1]
-    openers = tuple({*marks[:1], *begins, *marks[-1:]} - {eos})
     ends = last.rpartition(_ANSWER)[2]
     before_next = middle.partition(_ANSWER)[2].partition(_NEXT)[0]
+    between = last.partition(_USER)[2].partition(_ANSWER)[0]
+    header = {
+        *marks[:1],
+        *begins,
+        *marks[-1:],
+        *_answer_opener(between, ends, before_next, specials),
+    }
+    openers = tuple(header - {eos})
     closings = closings_of(ends, before_next, specials, openers, only_amid=True)
     prompt = asked[uncut(asked, common_start(asked, bare), specials) :]
     if prompt.strip():
-        between = last.partition(_USER)[2].partition(_ANSWER)[0]
         shared = (k for k in range(len(prompt), 0, -1) if between.endswith(prompt[:k]))
         return TemplateTraits(prompt, prompt[: next(shared, 0)], False, closings, openers)
     try:
@@ -101,6 +107,17 @@ def find_traits(
     same = _shape(bare.partition(_USER)[0]).endswith(_shape(prompt))
     built = other.startswith(bare) and last.startswith(bare) and same
     return TemplateTraits(prompt if built else "", "", False, closings, openers)
+
+
+def _answer_opener(between: str, ends: str, before_next: str, specials: Marks) -> list[str]:
+    """Return the special token that ends the header of an answer, in a list, or an empty list.
+
+    It is the last one `between` a question and its answer. If it also follows an answer, at the end
+    (`ends`) or before the next turn (`before_next`), it is a stop token and no header has one.
+    """
+    pattern = pattern_of(specials)
+    stops = {match.group() for text in (ends, before_next) if (match := pattern.search(text))}
+    return [m.group() for m in pattern.finditer(between) if m.group() not in stops][-1:]
 
 
 def closings_of(

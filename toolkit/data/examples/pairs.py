@@ -7,7 +7,7 @@
     compared   `prompt`, `response_1`, `response_2` and `preference`, a number: below 0 the first is
                better, above it the second (HelpSteer)
     labelled   a prompt, `completion` and `label`, true or false: single answers, for KTO, which
-               compares them with the answer of another row
+               also evaluates the answer of a row with another prompt
 
 Columns have standard names here; [Note: preference columns] in `preferences.py` lists which others
 are recognised. Optional columns: `system`, `tools`, `chat_template_kwargs` and, for pairs,
@@ -51,6 +51,8 @@ class Pair:
     rejected: PromptCompletion | Conversation
     desirable: bool | None = None
     """Of KTO, whose second answer is another row's: whether the first is wanted."""
+    same_prompt: bool = False
+    """Of KTO: whether the second answer, too, was given to this prompt."""
     margin: float | None = None
     """By how much the reward of the first is to be above that of the second."""
 
@@ -62,8 +64,8 @@ class Answer:
     example: PromptCompletion | Conversation
     desirable: bool
 
-    def beside(self, other: "Answer | None") -> Pair | BadRow:
-        """Return it with the answer of another row to its own prompt; see [Note: pairs]."""
+    def with_partner(self, other: "Answer | None") -> Pair | BadRow:
+        """Return this answer paired with the answer `other`, put after this answer's prompt."""
         mine, theirs = self.example, other and other.example
         if isinstance(mine, Conversation) and isinstance(theirs, Conversation):
             messages = [*mine.messages[:-1], theirs.messages[-1]]
@@ -71,7 +73,7 @@ class Answer:
         if isinstance(mine, PromptCompletion) and isinstance(theirs, PromptCompletion):
             mixed = PromptCompletion(mine.prompt, theirs.completion)
             return Pair(mine, mixed, self.desirable)
-        return LeftOut("the row beside it has no answer to compare with", "no answer beside it")
+        return LeftOut("no other row has an answer to compare with", "no answer to compare with")
 
 
 def pair_of(row: Row, layout: Layout | None = None) -> Pair:
@@ -361,6 +363,12 @@ def _check_answer(turn: Row, where: str) -> None:
             f"expected an answer of the assistant at the end of {where!r}, got a turn of "
             f"{turn['role']}",
             "no answer",
+        )
+    if turn.get("weight") == 0:
+        raise BadRow(
+            f"expected an answer to learn from at the end of {where!r}, got a turn that is marked "
+            "as not to be learned (weight: 0, masked: true or the like)",
+            "weight of 0",
         )
     if not (turn.get("tool_calls") or (turn.get("content") or "").strip()):
         raise LeftOut(f"the {where} answer is empty", "empty answer")

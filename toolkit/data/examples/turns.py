@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
+from toolkit.config.template_kwargs import RESERVED_ARGUMENTS
 from toolkit.data.sources.row_values import (
     BadRow,
     Row,
@@ -28,8 +29,10 @@ SPELLINGS = {  # of roles, in small letters
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "ipython"), "tool"),
 }
-_WEIGHTS = ("weight", "train", "training", "loss")  # keys that say whether a turn is learned
-_RESERVED = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt"}
+_WEIGHTS = ("weight", "loss_weight", "loss_scale")  # keys of a turn: 0 or 1, its weight in the loss
+_SUPERVISED = ("train", "training", "trainable", "loss")  # keys: true if the loss covers the turn
+_MASKED = ("masked", "mask")  # keys: true if the loss does not cover the turn
+_OF_PARTS = ("train_detail", "training_detail")  # keys that say it of parts of a turn
 
 
 def from_messages(value: Any, where: str) -> list[Row]:
@@ -173,7 +176,7 @@ def template_kwargs_of(row: Row) -> dict[str, Any]:
     if not isinstance(value, dict):
         wrong(value, name, "a mapping")
     clean(value, name)
-    if taken := _RESERVED.intersection(value):
+    if taken := RESERVED_ARGUMENTS.intersection(value):
         raise BadRow(
             f"expected further arguments of the template in {name!r}, got {named(sorted(taken))}, "
             "which the toolkit sets",
@@ -235,18 +238,40 @@ def _role(name: Any, where: str) -> str:
 
 
 def _weighed(turn: Row, where: str) -> Row:
-    """Return a copy of a turn that has of `_WEIGHTS` only a `weight` of 0 where it is context."""
+    """Return a copy of a turn whose only sign of supervision is a `weight` of 0 if it is context.
+
+    Tools call that sign by many names, all of which are understood. Texts under the same names are
+    something else, and are kept.
+    """
     message, learned = dict(turn), True
-    for name in _WEIGHTS:
-        value = str(turn.get(name, "")).strip().lower()
-        if value in ("0", "0.0", "false"):
-            learned = False
-        elif value not in ("", "none", "1", "1.0", "true"):
-            if name == "weight":
-                wrong(turn[name], f"{where}.{name}", "0 or 1", "weight of a turn")
-            continue  # something else of this name
-        message.pop(name, None)
+    for name in (*_WEIGHTS, *_SUPERVISED, *_MASKED):
+        value = _flag(turn.get(name), name, where)
+        if value is None:
+            if turn.get(name) in (None, ""):
+                message.pop(name, None)
+            continue
+        learned = learned and value != (name in _MASKED)
+        message.pop(name)
+    for name in _OF_PARTS:
+        if message.pop(name, None):
+            raise BadRow(
+                f"expected a turn that is supervised as a whole, got {where}.{name}, which marks "
+                "parts of it; split the turn, or leave the key out (data.columns)",
+                "supervision of parts of a turn",
+            )
     return message if learned else {**message, "weight": 0}
+
+
+def _flag(value: Any, name: str, where: str) -> bool | None:
+    """Return a sign of supervision as a boolean; None for a value that is something else."""
+    text = str("" if value is None else value).strip().lower()
+    if text in ("0", "0.0", "false"):
+        return False
+    if text in ("1", "1.0", "true"):
+        return True
+    if text not in ("", "none") and (name in _WEIGHTS or isinstance(value, int | float)):
+        wrong(value, f"{where}.{name}", "0 or 1", "weight of a turn")
+    return None
 
 
 def _content(value: Any, where: str) -> str:
@@ -257,6 +282,12 @@ def _content(value: Any, where: str) -> str:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
             wrong(kind, f"{where}[{i}]", "a part of type text")
+        if _weighed(part, f"{where}[{i}]").get("weight") == 0:
+            raise BadRow(
+                f"expected a turn that is supervised as a whole, got a part {where}[{i}] that the "
+                "loss is not to cover; split the turn",
+                "supervision of parts of a turn",
+            )
     return "".join(string(p.get("text"), f"{where}[{i}].text") for i, p in enumerate(value))
 
 

@@ -76,15 +76,17 @@ class PreparedFeed(Feed):
 
     def lines(self) -> list[str]:
         lines = []
+        extra = sorted(set(self.eval_sets) - {part.name for part in self.parts})
         for part in self.parts:
             evals = len(self.eval_sets.get(part.name, ()))
-            line = f"{part.samples:,} {self.shape}, to train on, {evals:,} to evaluate"
+            line = f"{part.samples:,} {self.shape}, to train on"
+            if evals or not extra:  # else the lines of the evaluation sources follow
+                line += f", {evals:,} to evaluate"
             if self.shape.packing == "bfd":
                 line += f"; {part.density:.1%} of the positions are tokens"
             dropped = [f"{n:,} {what}" for what, n in part.dropped.items() if n]
             line += f"; left over: {', '.join(dropped)}" if dropped else ""
             lines.append(f"{part.name}: {line}" if len(self.parts) > 1 else line)
-        extra = sorted(set(self.eval_sets) - {part.name for part in self.parts})
         return lines + [f"{name}: {len(self.eval_sets[name]):,} to evaluate" for name in extra]
 
     def steps_for(self, epochs: float) -> int:

@@ -14,11 +14,13 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 
+from toolkit.data.sources.content import digest_contents
 from toolkit.data.sources.files import stdlib_files
-from toolkit.data.sources.tables import cached, digest_of, in_tables, stamped
+from toolkit.data.sources.tables import cached, digest_of, in_tables
 
 BODY_LINES, BODY_CHARACTERS = 30, 1200  # a function whose body has more is left out
 DOCSTRING_CHARACTERS = 400  # a longer one is cut after a paragraph
+_WHERE = "the standard library"
 _VERSION = 2  # part of the cache key: raise it when the same files give other pairs
 _TURN = pa.struct({"role": pa.string(), "content": pa.string()})
 _ROWS = pa.schema({"messages": pa.list_(_TURN)})
@@ -40,7 +42,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 def conversations() -> datasets.Dataset:
     """Return several thousand conversations of two turns: made in a few seconds, and cached."""
     files = stdlib_files()
-    key = digest_of(_VERSION, stamped(files))
+    key = digest_of(_VERSION, digest_contents(files, _WHERE))
     tables = in_tables(_rows(files), _ROWS)
     return cached(f"rows-{key}", tables, _ROWS, "Reading the standard library")
 
@@ -48,7 +50,7 @@ def conversations() -> datasets.Dataset:
 def preferences() -> datasets.Dataset:
     """Return two thousand pairs: the right answer, and the same with more than was asked for."""
     files = stdlib_files()
-    key = digest_of(_VERSION, f"longer {_PAIRS}", stamped(files))
+    key = digest_of(_VERSION, f"longer {_PAIRS}", digest_contents(files, _WHERE))
     tables = in_tables(islice(_preferences(files), _PAIRS), _PREFERENCES)
     return cached(f"rows-{key}", tables, _PREFERENCES, "Reading the standard library")
 

@@ -22,6 +22,7 @@ from datasets.table import MemoryMappedTable, table_cast
 from datasets.utils import tqdm
 
 from toolkit.config.settings import SourceConfig
+from toolkit.data.sources.content import digest_contents
 from toolkit.data.sources.files import Kind, is_data_set
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError, one_line
@@ -37,7 +38,7 @@ many; none where it stays whole."""
 
 FILE, PLACE = "_file", "_place"  # columns: the index of the file, where in it a row stands in words
 
-_VERSION = 2  # part of the cache key: raise it when the same files give other rows
+_VERSION = 3  # part of the cache key: raise it when the same files give other rows
 _TABLE_ROWS, _TABLE_BYTES = 1000, 8 << 20
 _FIRST_VALUES = 20  # rows of columns that are not read, to see what they hold
 # Shards of a stream, so that a rank reads little but its own: so many in all, of at least so much.
@@ -80,11 +81,6 @@ def digest_of(*parts: Any) -> str:
         data = part if isinstance(part, bytes) else repr(part).encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
-
-
-def stamped(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return (path, bytes, time) of each file: what a cached result of reading them depends on."""
-    return [(str(f), s.st_size, s.st_mtime_ns) for f in files for s in [f.stat()]]
 
 
 def cached(
@@ -140,11 +136,11 @@ def read_files(
 ) -> RowDataset:
     """Return the rows of `shards`, in order, with `FILE` and `PLACE`.
 
-    A `Dataset` is read once and cached until a file changes. A stream reads while it is iterated;
-    skipping reads tables without making rows of them. A `schema` of None is one that holds the
-    first table of each file: where a file has null, or fewer keys, others may have more. A file
-    that cannot be read or does not fit the schema is a DataError that names the row; of a stream
-    while it is iterated.
+    A `Dataset` is read once, and cached until the content of a file changes. A stream reads while
+    it is iterated; skipping reads tables without making rows of them. A `schema` of None is one
+    that holds the first table of each file: where a file has null, or fewer keys, others may have
+    more. A file that cannot be read or does not fit the schema is a DataError that names the row;
+    of a stream while it is iterated.
     """
     if schema is None:
         schema = _common(shards, reader)
@@ -153,7 +149,7 @@ def read_files(
     else:
         schema = schema.append(pa.field(FILE, pa.int32()))
     if not streaming:
-        files = stamped([Path(shard.file) for shard in shards])
+        files = digest_contents([Path(shard.file) for shard in shards], where)
         key = digest_of(_VERSION, reader.func.__qualname__, files, reader.keywords)
         tables = (table for _, table in _tables(shards, reader, schema))
         return cached(f"rows-{key}", tables, schema, f"Reading {where}")

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,20 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from toolkit import ranks
 from toolkit.config.settings import DataConfig, FinetuneDataConfig
-from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
+from toolkit.data.chat import BLOCK_NOTES, TODAY, Chat, Rendered, chat_templates
 from toolkit.data.examples.pairs import Answer, Pair
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources import tables
 from toolkit.data.sources.row_values import BadRow, LeftOut, Row, or_bad
 from toolkit.data.sources.rows import DataSource
+from toolkit.data.tokens.partners import (
+    NO_PARTNER,
+    choose_partners,
+    have_same_prompt,
+    partners_among,
+    stored_rows,
+)
 from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, content_of
 from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
@@ -40,8 +47,8 @@ LATE_COLUMN = "rows with a column {!r}, which the first rows do not have and not
 _CHAT_ROWS, _TEXT_ROWS = 512, 20_000  # that are encoded at a time, at most
 _PLACES = 3
 _ROWS_OF_A_PROCESS = 200  # conversations for which a further process is worth its start
-_VERSION = 7  # part of the cache key: raise it when the same row gives other tokens or counts
-_MASKS = 3  # so of conversations: raise it when one gives another mask
+_VERSION = 8  # part of the cache key: raise it when the same row gives other tokens or counts
+_MASKS = 4  # so of conversations: raise it when one gives another mask
 
 _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
@@ -49,6 +56,14 @@ _OF_PAIRS = (("second", pa.int32()), ("desirable", pa.bool_()), ("margin", pa.fl
 _PAIRS = pa.schema([*_IN_PART, *_OF_PAIRS])
 OTHER_PROMPT = "pairs whose prompts end in other tokens"
 WITH_MARGIN = "pairs with a margin, which preference.loss_type reward asks for"
+LABELS = {True: "answers with the label true", False: "answers with the label false"}
+SAME_PROMPT = (
+    "answers whose KL reference point is another answer to the same prompt, because all rows have "
+    "one prompt; add rows with other prompts"
+)
+
+WARNINGS = (SAME_PROMPT, *BLOCK_NOTES)
+"""Beginnings of the notes that the report shows as warnings."""
 
 _NOTHING = np.zeros(0, np.int32)
 _work: Any = None  # of a worker process
@@ -70,14 +85,16 @@ class EncodedExample:
     notes: dict[str, int] = field(default_factory=dict)  # to be counted, by kind
     piece: int | None = None  # tokens of the pieces that packing cuts it into; None: stays whole
     second: int | None = None  # of a pair: where the rejected answer's tokens begin
-    desirable: bool | None = None  # of a single answer, whose second is another row's
+    desirable: bool | None = None  # label of a single answer, whose second is another row's
     margin: float | None = None  # of a pair, for a reward model
 
     @property
     def supervised(self) -> int:
         """Tokens that the loss covers: nothing predicts the first of all, or of each piece."""
         if self.second is not None:  # nothing predicts the first token of either
-            return sum(end - begin for begin, end in self.spans)
+            labelled = self.desirable is not None  # its second answer has no gradient
+            spans = [s for s in self.spans if not labelled or s[0] < self.second]
+            return sum(end - begin for begin, end in spans)
         piece = self.piece or max(1, len(self.input_ids))
         firsts = [-(-end // piece) - -(-begin // piece) for begin, end in self.spans]
         return sum(end - begin for begin, end in self.spans) - sum(firsts)
@@ -131,16 +148,31 @@ class Encoder:
         """Return the example of the `number`-th row of a source; see `rows`."""
         return self.rows(source, [stored], number)[0]
 
-    def rows(self, source: DataSource, stored: Sequence[Row], first: int) -> list[EncodedRow]:
+    def rows(
+        self,
+        source: DataSource,
+        stored: Sequence[Row],
+        first: int,
+        partners: Sequence[Row | None] | None = None,
+    ) -> list[EncodedRow]:
         """Return the example of each stored row, or where it stands and why it is left out; with
         `on_bad_row` `error` a bad row is a DataError.
+
+        `partners` are the stored rows whose answers KTO compares with; None: they are chosen among
+        `stored`. See [Note: KL partners] in `partners.py`.
         """
         read = [or_bad(source.read, row) for row in stored]
-        results = self.batch(
-            _beside_each_other(
-                [row if isinstance(row, BadRow) else or_bad(source.example_of, row) for row in read]
+        examples: list[Any] = [
+            row if isinstance(row, BadRow) else or_bad(source.example_of, row) for row in read
+        ]
+        if source.layout.shape == "answers":
+            others: Sequence[Any] = (
+                partners_among(examples)
+                if partners is None
+                else [row and or_bad(source.example, row) for row in partners]
             )
-        )
+            examples = [*map(_with_partner, examples, others)]
+        results = self.batch(examples)
         for at, (row, values, result) in enumerate(zip(stored, read, results, strict=True)):
             if isinstance(values, dict) and not isinstance(result, BadRow):
                 for name in values.keys() - source.seen if source.seen else ():
@@ -214,7 +246,13 @@ class Encoder:
     def _chat(self) -> Chat:
         assert self.tokenizer is not None
         template = self.finetune.chat_template if self.finetune else None
-        return Chat(self.tokenizer, supervise=self.supervise, chat_template=template)
+        kwargs = self.finetune.chat_template_kwargs if self.finetune else None
+        return Chat(
+            self.tokenizer,
+            supervise=self.supervise,
+            chat_template=template,
+            template_kwargs=kwargs,
+        )
 
     def _check_mode(self, what: str, *modes: str) -> None:
         if self.supervise not in modes:
@@ -257,8 +295,7 @@ class Encoder:
         notes = chosen.notes | rejected.notes
         if not np.array_equal(chosen.input_ids[: begins[0]], rejected.input_ids[: begins[1]]):
             notes = notes | {OTHER_PROMPT: 1}
-        if pair.margin is not None:
-            notes = notes | {WITH_MARGIN: 1}
+        notes = notes | _notes_on(pair)
         limit, sides = self.cfg.sequence_length, (chosen, rejected)
         answers = [len(side.input_ids) - at for side, at in zip(sides, begins, strict=True)]
         kept, cut = _most(limit - sum(begins), answers), 0
@@ -345,17 +382,23 @@ class Encoder:
         return BadRow("expected a token to learn, got none", "no supervised token")
 
 
-def _beside_each_other(examples: list[Any]) -> list[Any]:
-    """Return examples, single answers with the answer of the row beside each."""
-    if not any(isinstance(example, Answer) for example in examples):
-        return examples
-    found = []
-    for at, example in enumerate(examples):
-        if isinstance(example, Answer):
-            beside = examples[at ^ 1] if at ^ 1 < len(examples) else examples[at - 1]
-            example = example.beside(beside if isinstance(beside, Answer) else None)
-        found.append(example)
-    return found
+def _with_partner(example: Any, other: Any) -> Any:
+    """Return an answer as a pair with the answer `other` to its prompt; anything else as it is."""
+    if not isinstance(example, Answer):
+        return example
+    partner = other if isinstance(other, Answer) else None
+    pair = example.with_partner(partner)
+    if isinstance(pair, Pair) and partner is not None and have_same_prompt(example, partner):
+        return replace(pair, same_prompt=True)
+    return pair
+
+
+def _notes_on(pair: Pair) -> dict[str, int]:
+    """Return what is counted of a pair, by kind."""
+    kinds = [WITH_MARGIN] if pair.margin is not None else []
+    kinds += [] if pair.desirable is None else [LABELS[pair.desirable]]
+    kinds += [SAME_PROMPT] if pair.same_prompt else []
+    return dict.fromkeys(kinds, 1)
 
 
 def _most(room: int, answers: Sequence[int]) -> int:
@@ -419,7 +462,7 @@ def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
     one rank first. Memory: a few hundred megabytes for each process. A row that the settings do not
     leave out is a DataError that names it; so are documents without any text.
     """
-    templates = source.layout.format == "conversation" and encoder.tokenizer is not None
+    templates = _may_use_template(source, encoder.tokenizer, encoder.cfg)
     by = (transformers.__version__, TODAY, _MASKS) if templates else ""
     key = tables.digest_of(source.rows._fingerprint, encoding_digest(source, encoder), by)
     name = f"encoded-{key}"
@@ -441,13 +484,15 @@ def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa
     counts = Counts()
     total, whole = len(source.rows), source.layout.whole
     most, processes = _TEXT_ROWS, 1
-    if source.layout.format == "conversation":
+    if source.layout.format in ("conversation", "preferences"):
         processes = min(len(ranks.cores()), 1 + total // _ROWS_OF_A_PROCESS, total)
         most = min(_CHAT_ROWS, -(-total // processes))
     step = max(1, min(most, BATCH_BYTES * total // max(1, source.rows.data.nbytes)))
-    step += step % 2  # rows beside each other stay together
     starts = range(0, total, step)
-    for first, results in zip(starts, _each(source, encoder, starts, processes), strict=True):
+    partners = choose_partners(source) if source.layout.shape == "answers" else None
+    encoded_from = partial(_encoded_from, source, encoder, partners, step)
+    batches = _each(encoded_from, starts, processes, source.where)
+    for first, results in zip(starts, batches, strict=True):
         for result in results:
             counts.add(result)
         if whole:  # a row that is left out is an empty document
@@ -468,10 +513,9 @@ def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa
 
 
 def _each(
-    source: DataSource, encoder: Encoder, starts: range, processes: int
+    encoded_from: Callable[[int], list[EncodedRow]], starts: range, processes: int, where: str
 ) -> Iterator[list[EncodedRow]]:
-    """Yield what becomes of the rows from each start to the next."""
-    encoded_from = partial(_encoded_from, source, encoder, starts.step)
+    """Yield the encoded rows from each start to the next, in order."""
     if processes == 1:
         yield from map(encoded_from, starts)
         return
@@ -480,15 +524,23 @@ def _each(
             yield from pool.map(_work_here, starts)
     except BrokenProcessPool as error:
         raise DataError(
-            f"{source.where}: one of {processes} processes that encode it was killed, perhaps for "
-            "its memory; give it fewer cores (taskset)"
+            f"{where}: one of {processes} processes that encode it was killed, perhaps for its "
+            "memory; give it fewer cores (taskset)"
         ) from error
 
 
-def _encoded_from(source: DataSource, encoder: Encoder, count: int, first: int) -> list[EncodedRow]:
-    columns = source.rows[first : first + count]
-    values = zip(*columns.values(), strict=True)
-    return encoder.rows(source, [dict(zip(columns, row, strict=True)) for row in values], first)
+def _encoded_from(
+    source: DataSource, encoder: Encoder, partners: np.ndarray | None, count: int, first: int
+) -> list[EncodedRow]:
+    """Return `count` encoded rows from the row `first` on."""
+    numbers = range(first, min(first + count, len(source.rows)))
+    stored = stored_rows(source, numbers)
+    if partners is None:
+        return encoder.rows(source, stored, first)
+    chosen = partners[numbers.start : numbers.stop].tolist()
+    needed = iter(stored_rows(source, [number for number in chosen if number != NO_PARTNER]))
+    others = [None if number == NO_PARTNER else next(needed) for number in chosen]
+    return encoder.rows(source, stored, first, others)
 
 
 def _set_work(encoded_from: Callable[[int], list[EncodedRow]]) -> None:
@@ -520,6 +572,14 @@ def _lists(values: list[np.ndarray]) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, pa.array(flat, pa.int32()))
 
 
+def _may_use_template(source: DataSource, tokenizer: Tokenizer | None, cfg: DataConfig) -> bool:
+    """Return whether rows of `source` may be rendered by a chat template that there is."""
+    if tokenizer is None or source.layout.format not in ("conversation", "preferences"):
+        return False
+    given = isinstance(cfg, FinetuneDataConfig) and cfg.chat_template is not None
+    return source.layout.format == "conversation" or given or bool(tokenizer.chat_template)
+
+
 def encoding_digest(source: DataSource, encoder: Encoder) -> str:
     """Return a digest of the settings that decide what a row of `source` becomes."""
     tokenizer, cfg = encoder.tokenizer, encoder.cfg
@@ -527,8 +587,9 @@ def encoding_digest(source: DataSource, encoder: Encoder) -> str:
     names = ["on_bad_row", "append_eos"]
     if isinstance(cfg, FinetuneDataConfig):
         names += ["supervise", "too_long", "sequence_length", "packing"]
-        if source.layout.format == "conversation" and tokenizer is not None:
+        if _may_use_template(source, tokenizer, cfg):
             templates = chat_templates(tokenizer, cfg.chat_template)
+            names += ["chat_template_kwargs"]
     return tables.digest_of(
         _VERSION,
         source.layout,

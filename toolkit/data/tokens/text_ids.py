@@ -173,12 +173,25 @@ class TextTokenizer:
 
     def _encoded(self, text: str, encoded: Encoding) -> "_Encoded":
         assert self.backend is not None
-        return _Encoded(text, encoded, self.backend.id_to_token, self._added)
+        return _Encoded(text, encoded, self.backend.id_to_token, self._added, self._unknown)
 
     @cached_property
     def _added(self) -> np.ndarray:
         assert self.backend is not None
         return np.array([*self.backend.get_added_tokens_decoder()], np.int32)
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        """The token for what the vocabulary does not hold; None if there is none.
+
+        It is often an added token, too, which splits a text only where the text spells it out.
+        """
+        assert self.backend is not None
+        model = json.loads(self.backend.to_str())["model"]
+        if isinstance(model.get("unk_id"), int):
+            return int(model["unk_id"])
+        name = model.get("unk_token") or self.tokenizer.unk_token
+        return None if name is None else self.backend.token_to_id(name)
 
     @cached_property
     def _going_on(self) -> tuple[Tokenizer, Tokenizer, bool]:
@@ -244,10 +257,15 @@ class _Encoded:
     """A text, its tokens, and the characters of each."""
 
     def __init__(
-        self, text: str, encoded: Encoding, named: Callable[[int], str | None], added: np.ndarray
+        self,
+        text: str,
+        encoded: Encoding,
+        named: Callable[[int], str | None],
+        added: np.ndarray,
+        unknown: int | None,
     ) -> None:
         self.text, self.ids = text, np.array(encoded.ids, np.int32)
-        self._encoded, self._named, self._added = encoded, named, added
+        self._encoded, self._named, self._added, self._unknown = encoded, named, added, unknown
 
     def marked(self, spans: Sequence[Span]) -> TokenSpans:
         found = [(self.at(begin), self.at(end)) for begin, end in spans]
@@ -274,7 +292,15 @@ class _Encoded:
         return self.text[begin:edge], self.ids[first or 0 : at].tolist()
 
     def _of_added(self, end: int) -> list[int]:
-        return np.flatnonzero(np.isin(self.ids[:end], self._added)).tolist()
+        """Return the positions of added tokens before the token `end`, without those that the model
+        gives for unknown characters.
+        """
+        places = np.flatnonzero(np.isin(self.ids[:end], self._added)).tolist()
+        return [at for at in places if self.ids[at] != self._unknown or self._is_spelled_out(at)]
+
+    def _is_spelled_out(self, at: int) -> bool:
+        begin, end = self._encoded.token_to_chars(at) or (0, 0)
+        return self.text[begin:end].strip() == self._named(int(self.ids[at]))
 
     def up_to_added(self) -> "_Encoded":
         """Return what stands before the first added token."""

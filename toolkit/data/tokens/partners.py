@@ -1,0 +1,126 @@
+"""Choose the answer that each KTO row is compared with.
+
+[Note: KL partners] KTO measures gains and losses from a point that estimates how far the policy has
+moved from the reference: the mean reward of answers that do not belong to their prompt. So each row
+needs the answer of a row with another prompt, its partner. TRL shifts the answers of a batch by one
+and does not compare prompts; there the answers of one prompt that follow each other become each
+other's partners.
+
+Here the partner depends on the content of the rows alone, not on their order, on batches or on
+processes: rows are sorted by digests of prompt and answer, and each takes the answer that stands a
+full group further on, where a group has the rows of one prompt. So each answer is a partner once.
+If more than half of the rows have the same prompt, some answers are partners several times. If all
+rows have the same prompt, partners have it too, which is reported.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from toolkit.data.examples.pairs import Answer
+from toolkit.data.examples.recognise import Conversation
+from toolkit.data.sources.row_values import or_bad
+from toolkit.data.sources.rows import DataSource
+from toolkit.data.sources.tables import digest_of
+
+NO_PARTNER = -1
+_BLOCK = 1000  # rows that are read at a time
+
+
+class _Key(NamedTuple):
+    """Digests of one answer: rows of different kinds are not compared with each other."""
+
+    is_chat: int
+    prompt: int
+    answer: int
+
+
+def choose_partners(source: DataSource) -> np.ndarray:
+    """Return for each row the number of the row whose answer it is compared with, int64 [rows].
+
+    It is `NO_PARTNER` for rows that hold no answer, and if there is no other answer of its kind.
+    Costs one pass over the rows, and 24 bytes a row. See [Note: KL partners].
+    """
+    partners = np.full(len(source.rows), NO_PARTNER, np.int64)
+    numbers, keys = list[int](), list[_Key]()
+    for first in range(0, len(source.rows), _BLOCK):
+        for number, stored in enumerate(stored_rows(source, range(first, first + _BLOCK)), first):
+            example = or_bad(source.example, stored)
+            if isinstance(example, Answer):
+                numbers.append(number)
+                keys.append(_key_of(example))
+    rows = np.array(numbers, np.int64)
+    for number, at in zip(rows, _partner_places(keys), strict=True):
+        partners[number] = NO_PARTNER if at == NO_PARTNER else rows[at]
+    return partners
+
+
+def partners_among(examples: Sequence[Any]) -> list[Answer | None]:
+    """Return the partner of each answer among `examples`; None for all else, and without one."""
+    answers = [example for example in examples if isinstance(example, Answer)]
+    places = iter(_partner_places([_key_of(answer) for answer in answers]))
+    partners = list[Answer | None]()
+    for example in examples:
+        at = next(places) if isinstance(example, Answer) else NO_PARTNER
+        partners.append(None if at == NO_PARTNER else answers[at])
+    return partners
+
+
+def have_same_prompt(one: Answer, other: Answer) -> bool:
+    """Return whether two answers were given to the same prompt."""
+    return _key_of(one)[:2] == _key_of(other)[:2]
+
+
+def stored_rows(source: DataSource, numbers: Any) -> list[dict[str, Any]]:
+    """Return rows of a source by their numbers (a range or a list), as they are stored."""
+    if isinstance(numbers, range):
+        columns = source.rows[numbers.start : numbers.stop]
+    else:
+        columns = source.rows[list(numbers)]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _partner_places(keys: Sequence[_Key]) -> list[int]:
+    """Return for each key the place of its partner among `keys`, or `NO_PARTNER`."""
+    table = np.array(keys, np.uint64).reshape(-1, 3)
+    partners = np.full(len(table), NO_PARTNER, np.int64)
+    for kind in (0, 1):
+        places = np.flatnonzero(table[:, 0] == kind)
+        if len(places) > 1:
+            partners[places] = places[_shifted(table[places, 1], table[places, 2])]
+    return partners.tolist()
+
+
+def _shifted(prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Return the partner of each of two or more answers, by digests of prompts and answers."""
+    total = len(prompts)
+    order = np.lexsort((answers, prompts))
+    _, begins, sizes = np.unique(prompts[order], return_index=True, return_counts=True)
+    largest, at = int(sizes.max()), np.arange(total)
+    if largest == total:
+        partner = (at + 1) % total
+    elif 2 * largest <= total:
+        partner = (at + largest) % total
+    else:
+        begin = int(begins[sizes.argmax()])
+        inside = (at >= begin) & (at < begin + largest)
+        group, others = at[inside], at[~inside]
+        partner = np.empty(total, np.int64)
+        partner[inside] = others[np.arange(largest) % len(others)]
+        partner[~inside] = group[: len(others)]
+    chosen = np.empty(total, np.int64)
+    chosen[order] = order[partner]
+    return chosen
+
+
+def _key_of(answer: Answer) -> _Key:
+    example = answer.example
+    if isinstance(example, Conversation):
+        prompt: Any = (example.messages[:-1], example.tools, example.template_kwargs)
+        parts = prompt, example.messages[-1]
+    else:
+        parts = example.prompt, example.completion
+    digests = (digest_of(json.dumps(part, sort_keys=True, default=repr)) for part in parts)
+    return _Key(isinstance(example, Conversation), *(int(text[:16], 16) for text in digests))

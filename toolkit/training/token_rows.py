@@ -1,0 +1,139 @@
+"""Warn of special tokens in the data whose embedding rows were never trained, nor will be.
+
+[Note: untrained rows] Base models reserve rows for the special tokens of their instruct version,
+and leave them at zero, at a tiny constant, or all at one value. With adapters the embedding is
+frozen: the model reads such a token as nothing, or cannot tell it from the others, and cannot learn
+to write it.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from toolkit import ranks
+from toolkit.data.feed.feed import Feed
+from toolkit.data.feed.prepared import PreparedFeed
+from toolkit.formats import local_slices, local_tensor
+from toolkit.formats.layout import cut_by_rows
+from toolkit.models.peft_model import base_of, has_adapters
+
+_LOOKED_AT = 64  # examples of each source
+_COMPARED = 512  # added tokens, and rows at the end of the vocabulary, that rows are compared with
+_ORDINARY = 256  # rows of each rank whose norms tell the usual one
+_TINY = 1e-3  # of the usual norm
+_SHOWN = 8
+
+
+class _Row(NamedTuple):
+    """Facts on a row of an embedding or a head."""
+
+    norm: float
+    is_constant: bool
+    digest: str
+
+
+def untrained_token_lines(model: nn.Module, feed: Feed, tokenizer: Tokenizer | None) -> list[str]:
+    """Return a warning for special tokens in the data whose rows look untrained and stay frozen.
+
+    Reads a few hundred rows of the loaded embedding and head; one small exchange of objects for
+    each. Collective.
+    """
+    if tokenizer is None or not (tokens := _used_special_tokens(feed, tokenizer)):
+        return []
+    others = sorted(map(int, tokenizer.added_tokens_decoder))[:_COMPARED]
+    untrained: dict[str, list[int]] = {}
+    for name, module in _frozen_ends(model).items():
+        rows = len(module.weight)
+        compared = {*others, *range(max(0, rows - _COMPARED), rows)}
+        stats, usual = _row_facts(module.weight, sorted({*tokens, *compared}))
+        if odd := [token for token in tokens if _is_untrained(token, stats, usual)]:
+            untrained[name] = odd
+    if not untrained:
+        return []
+    names = tokenizer.convert_ids_to_tokens
+    odd = sorted(set().union(*untrained.values()))
+    shown = ", ".join(f"{names(token)} ({token})" for token in odd[:_SHOWN])
+    more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+    leaves = ", ".join(name.rpartition(".")[2] for name in untrained)
+    remedy = (
+        f"Set lora.modules_to_save: [{leaves}]"
+        if has_adapters(model)
+        else f"Take {leaves} out of model.frozen_parameters"
+    )
+    return [
+        f"WARNING    {shown}{more}: special tokens of the data whose rows in {leaves} look "
+        "untrained (zero, constant, or equal to those of other tokens) and are frozen, so the model "
+        f"cannot learn them. {remedy}, or start from a model that knows the chat template"
+    ]
+
+
+def _used_special_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
+    """Return the added tokens that occur in the first examples, or of a stream in the template."""
+    added = {int(i): str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+    prepared = feed.sources if isinstance(feed, PreparedFeed) else ()
+    used: set[int] = set()
+    for source in (*prepared, *feed.eval_sources):
+        used |= {i for ids in source.tokens[:_LOOKED_AT]["input_ids"] for i in ids}
+    if not prepared:
+        text = str(tokenizer.chat_template or "")
+        used |= {i for i, content in added.items() if content in text}
+    return sorted(used & added.keys())
+
+
+def _frozen_ends(model: nn.Module) -> dict[str, Any]:
+    """Return name -> module of the input embedding and the output head, of those that are frozen
+    and have their rows whole; tied ones once.
+    """
+    base: Any = base_of(model)
+    found: dict[str, Any] = {}
+    names = {id(module): name for name, module in base.named_modules()}
+    for module in (base.get_input_embeddings(), base.get_output_embeddings()):
+        weight = getattr(module, "weight", None)
+        if module is None or weight is None or weight.dim() != 2:
+            continue
+        if any(p.requires_grad for p in module.parameters()) or not weight.is_floating_point():
+            continue
+        if cut_by_rows(weight) and not any(weight is other.weight for other in found.values()):
+            found[names.get(id(module), type(module).__name__)] = module
+    return found
+
+
+def _row_facts(weight: torch.Tensor, tokens: list[int]) -> tuple[dict[int, _Row], float]:
+    """Return token -> facts on its row, and the median norm of ordinary rows. Collective."""
+    own = local_slices(weight)[0] if isinstance(weight, DTensor) else slice(0, len(weight))
+    local = local_tensor(weight).detach()
+    mine = [token for token in tokens if own.start <= token < own.stop]
+    rows = _on_cpu(local, (token - own.start for token in mine))
+    step = max(1, len(local) // _ORDINARY)
+    norms = _on_cpu(local, range(0, len(local), step)).norm(dim=1).tolist()
+    facts = {
+        token: _Row(
+            float(row.norm()),
+            bool(row.max() == row.min()),
+            xxhash.xxh3_128_hexdigest(row.numpy().tobytes()),
+        )
+        for token, row in zip(mine, rows, strict=True)
+    }
+    merged, usual = dict[int, _Row](), list[float]()
+    for part, sampled in ranks.gather((facts, norms)):
+        merged |= part
+        usual += sampled
+    return merged, sorted(usual)[len(usual) // 2] if usual else 0.0
+
+
+def _on_cpu(local: torch.Tensor, places: Iterable[int]) -> torch.Tensor:
+    index = torch.tensor([*places], dtype=torch.int64, device=local.device)
+    return local.index_select(0, index).float().cpu()
+
+
+def _is_untrained(token: int, rows: dict[int, _Row], usual: float) -> bool:
+    if token not in rows:
+        return False
+    row = rows[token]
+    alike = any(other.digest == row.digest for at, other in rows.items() if at != token)
+    return row.norm <= _TINY * usual or row.is_constant or alike
