@@ -200,7 +200,8 @@ class _Work(Dataset):
 
     def positions(self, rounds: np.ndarray) -> int:
         """Return the positions of all batches, padding counted."""
-        longest = np.append(self.lengths, 1)[rounds].max(-1)  # a filler has one position
+        of_filler = 1 if self.by_answer else self.shape.sequence_length
+        longest = np.append(self.lengths, of_filler)[rounds].max(-1)
         if self.by_answer:
             rounded = np.minimum(-(-longest // MULTIPLE) * MULTIPLE, self.shape.sequence_length)
             longest = np.maximum(longest, rounded)
