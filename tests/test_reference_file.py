@@ -16,6 +16,7 @@ from conftest import save_tiny_model
 from toolkit.checkpoint import TrainState, commit, newest, save
 from toolkit.checkpoint import reference_file as files
 from toolkit.checkpoint.disk import need
+from toolkit.checkpoint.store import where
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.data.feed.feed import samples_of
 from toolkit.data.feed.prepared import PreparedFeed
@@ -259,6 +260,23 @@ def test_every_checkpoint_has_the_file_and_the_parts_go(tmp_path: Path) -> None:
     state.files.clear()  # of a run without a reference
     save(state, tmp_path, CFG)
     assert (tmp_path / files.PARTS).exists()
+
+
+def test_a_store_keeps_the_parts_until_the_file_is_committed(tmp_path: Path) -> None:
+    import bucket
+
+    bucket.Store.quiet()
+    root, content = where(f"bucket://{tmp_path}/run"), files.encode(ORIGIN, VALUES)
+    files.delete_parts(root)
+    for number in (1, 2):
+        files.write_part(root, number, ORIGIN, VALUES)
+    assert len(files.read_parts(root).whole) == 2
+    path = where(save(tiny_state(tmp_path, content), root, CFG))
+    assert (path / files.FILE).read_bytes() == content
+    assert files.FILE in commit.read_manifest(path)["files"]
+    assert not files.read_parts(root).whole
+    (path / files.FILE).write_bytes(content[:-1])
+    assert newest(root) is None
 
 
 def test_a_bit_that_flips_in_memory_is_not_committed(tmp_path: Path) -> None:

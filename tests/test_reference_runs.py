@@ -268,7 +268,7 @@ def test_another_objective_is_another_run(
     here: Path, setting: str, value: object, said: str
 ) -> None:
     assert run(here, train__max_steps=1).returncode == 0
-    done = run(here, 2, train__max_steps=4, **{setting: value})
+    done = run(here, train__max_steps=4, **{setting: value})
     assert done.returncode == 2
     assert done.stderr.count(f"output_dir run holds another run: {said}. Give another") == 1
 

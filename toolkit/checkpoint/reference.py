@@ -2,10 +2,10 @@
 
 [Note: life of the reference] A pass before the first step evaluates the answers that the run reads
 (`toolkit.training.reference`). Its parts are kept next to the checkpoints, fsynced, so that a
-preemption loses one part; a restart, on any number of ranks, goes on with the parts that are of the
-same model and rows. Then every checkpoint holds all values as one file, which is in its manifest:
-a save commits it, `verify` and each resume hash it, retention, copies and moves take it along, and
-a damaged one is a damaged checkpoint. After the first commit the parts are deleted.
+preemption loses one part; a restart, on any number of ranks, continues with the parts that are of
+the same model and rows. Then every checkpoint holds all values as one file, which is in its
+manifest: a save commits it, `verify` and each resume hash it, retention, copies and moves take it
+along, and a damaged one is a damaged checkpoint. After the first commit the parts are deleted.
 
 [Note: origin of the reference] The values depend on the parameters and buffers that training starts
 from, the model's config, the dtype of computation, the packing and the tokens of the rows. Digests
@@ -78,7 +78,7 @@ class Reference:
         root: Folder,
         saved: Folder | None,
     ) -> None:
-        """Read the values of the checkpoint that the run goes on from. Collective.
+        """Read the values of the checkpoint that the run resumes from. Collective.
 
         Call it before weights are read: whatever it refuses is known then.
 
@@ -141,7 +141,7 @@ class Reference:
         if not self.is_complete:
             lines.append(self._evaluate(sharded))
         if not self.files and ranks.rank() == 0:
-            values = {name: _known(logps) for name, logps in self._logps.items()}
+            values = {name: _finite_values(logps) for name, logps in self._logps.items()}
             self.files = {FILE: StateFile.of(encode(self._origin, values))}
         use_reference(self.tables, self._logps)
         read = sum(int(table.rows_read.sum()) for table in self.tables)
@@ -150,13 +150,13 @@ class Reference:
         return f"reference  {read:,} of {total:,} {kind}: {'; '.join(lines) or 'none is read'}"
 
     def _read(self, saved: Folder) -> tuple[Origin, Values]:
-        """Return what the checkpoint holds, which must be of this run."""
+        """Return origin and values of the checkpoint's reference; refuse one of another run."""
         file = saved / FILE
         entry = commit.read_manifest(saved)["files"].get(FILE)
         if entry is None:
             raise CheckpointError(
-                f"{saved} holds no {FILE}, which a loss that compares with a reference needs to go "
-                "on: expected a checkpoint of such a run. Start in another output_dir"
+                f"{saved} holds no {FILE}, which a loss that compares with a reference needs: "
+                "expected a checkpoint of a run with such a loss. Start in another output_dir"
             )
         try:
             content = file.read_bytes()
@@ -164,8 +164,8 @@ class Reference:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
             raise CheckpointError(
-                f"{file} has other bytes than were saved. Put the file back, or rename {saved} to "
-                f"{saved.name}.bad-by-hand, so that the run goes on from the checkpoint before it"
+                f"{file} has other bytes than were saved. Start again: a damaged checkpoint is set "
+                "aside, and the run resumes from the one before it"
             )
         origin, values = decode(content, file)
         self._refuse_others(file, origin)
@@ -181,10 +181,10 @@ class Reference:
         """Refuse values that depend on something else than this run's."""
         now, advice = self._origin, "or start in another output_dir"
         before = origin.get("rows") if isinstance(origin.get("rows"), dict) else {}
-        others = [n for n, digest in now["rows"].items() if before.get(n, digest) != digest]
-        if others:
+        changed = [n for n, digest in now["rows"].items() if before.get(n, digest) != digest]
+        if changed:
             raise CheckpointError(
-                f"{file} is of other rows than this run has ({', '.join(others)}): give the data "
+                f"{file} is of other rows than this run has ({', '.join(changed)}): give the data "
                 f"that it began with, {advice}"
             )
         if origin.get("base") != now["base"]:
@@ -201,7 +201,9 @@ class Reference:
                 )
 
     def _missing(self) -> dict[str, np.ndarray]:
-        """Return which answers that this start reads have no value, bool [rows, 2]."""
+        """Return masks of the answers that this start reads and that have no value: bool [rows,
+        2].
+        """
         return {
             table.name: np.isnan(self._logps[table.name]) & table.rows_read[:, None]
             for table in self.tables
@@ -219,6 +221,7 @@ class Reference:
         ranks.say(*warnings)
         for values in usable:
             _insert(self._logps, values)
+            self.files = {}  # with more values than a checkpoint's
         count = sum(len(answers) for values in usable for answers, _ in values.values())
         return [f"{count:,} answers read from {self.root / PARTS}"] if usable else []
 
@@ -249,7 +252,7 @@ class Reference:
         """
         parts, folder = read_parts(self.root), self.root / PARTS
         self._next_part = parts.highest + 1
-        usable, others = [], []
+        usable, unusable = [], []
         for name, (origin, values) in parts.whole.items():
             rows = origin.get("rows", {})
             same_rows = {n: v for n, v in values.items() if rows.get(n) == self._row_digest(n)}
@@ -257,17 +260,17 @@ class Reference:
             if same_model and same_rows:
                 usable.append(same_rows)
             else:
-                others.append(name)
+                unusable.append(name)
         warnings = [
             f"WARNING: {folder / name} is damaged; its rows are evaluated again"
             for name in parts.damaged
         ]
-        if others:
+        if unusable:
             warnings.append(
-                f"NOTE: {len(others)} part(s) of the reference in {folder} are of another model, "
+                f"NOTE: {len(unusable)} part(s) of the reference in {folder} are of another model, "
                 "other rows or another dtype; they are deleted and not used"
             )
-        for name in (*parts.damaged, *others):
+        for name in (*parts.damaged, *unusable):
             delete_part(self.root, name)
         return usable, warnings
 
@@ -283,10 +286,10 @@ class Reference:
             ranks.on_main(write)
             _insert(self._logps, part)
 
-        done = evaluate_answers(sharded, self.data, self.tables, self._missing(), keep)
-        self.files = {}  # with more values than the checkpoint's
+        evaluation = evaluate_answers(sharded, self.data, self.tables, self._missing(), keep)
+        self.files = {}
         where = "before the first step" if self.saved is None else "by the model of the first step"
-        return f"{done}, {where}; each checkpoint holds them"
+        return f"{evaluation}, {where}; each checkpoint holds them"
 
 
 def reference_bytes(cfg: Any, data: TrainingData) -> int:
@@ -329,7 +332,7 @@ def model_digest(model: nn.Module) -> str:
 def _origin(
     cfg: PreferConfig, model: nn.Module, tables: list[RowTable], data: TrainingData
 ) -> Origin:
-    """Return what the values depend on, but for the model's tensors, which are not there yet."""
+    """Return the origin of the values, still without the model's digest."""
     assets, shape = assets_of(model), data.feed.shape
     base = "random"
     if cfg.model.init != "random" and assets.folder is not None:
@@ -343,7 +346,7 @@ def _origin(
     }
 
 
-def _known(logps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _finite_values(logps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the answers that have a value, and their values."""
     flat = logps.reshape(-1)
     answers = np.flatnonzero(np.isfinite(flat))

@@ -47,7 +47,11 @@ def encode(origin: Origin, values: Values) -> bytes:
 
 
 def decode(content: bytes, file: object) -> tuple[Origin, Values]:
-    """Return what `encode` was given; CheckpointError names a `file` that holds something else."""
+    """Return the origin and the values that `encode` was given.
+
+    Raises:
+        CheckpointError: the content, of `file`, is something else.
+    """
     try:
         tensors = safetensors.numpy.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -95,7 +99,7 @@ def write_part(root: Folder, number: int, origin: Origin, values: Values) -> Non
 
 @dataclass
 class Parts:
-    """What lies in `reference.parts`."""
+    """The content of `reference.parts`."""
 
     whole: dict[str, tuple[Origin, Values]]  # by the name of the file, in their order
     damaged: list[str]  # names of files whose content is not what was written

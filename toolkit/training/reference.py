@@ -63,7 +63,7 @@ class RowTable:
 
     @cached_property
     def rows_read(self) -> np.ndarray:
-        """Which rows this start reads; bool [rows]."""
+        """Mask of the rows that this start reads; bool [rows]."""
         read = np.zeros(len(self.rows), bool)
         for samples, numbers in zip(self.samples, self.reads, strict=True):
             read[samples.first_rows(numbers)] = True
@@ -119,7 +119,7 @@ def use_reference(tables: list[RowTable], logps: Logps) -> None:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a pass evaluated, and at which cost."""
+    """Counts of a pass and its cost."""
 
     answers: int
     seconds: float
@@ -231,19 +231,19 @@ def evaluate_answers(
     size = data.cfg.train.per_device_eval_batch_size or data.cfg.train.micro_batch
     rounds = work.rounds(size, run.world_size)
     batches = iter(run.loader(work, rounds[:, run.rank].tolist(), collate_fn=work.shape.batch))
-    evaluated, done, count, logged = 0, 0, FIRST_ROUNDS, begun
+    evaluated, position, count, logged = 0, 0, FIRST_ROUNDS, begun
     training = model.training
     model.eval()
     try:
-        while done < len(rounds):
+        while position < len(rounds):
             part_begun, sums = time.monotonic(), []
-            of_part = rounds[done : done + count]
+            of_part = rounds[position : position + count]
             for batch in islice(batches, len(of_part)):
                 watchdog.progress()
                 sums.append(sequence_logps(model, batch)[0][:-1])
-                done += 1
+                position += 1
                 if time.monotonic() - logged > _LOG_SECONDS:
-                    ranks.say(f"reference  batch {done:,} of {len(rounds):,}")
+                    ranks.say(f"reference  batch {position:,} of {len(rounds):,}")
                     logged = time.monotonic()
             part = _gather_part(sharded, data, work, of_part, torch.cat(sums))
             evaluated += sum(len(answers) for answers, _ in part.values())
@@ -263,9 +263,8 @@ def _gather_part(
     """Return the values of all ranks for the batches `rounds`; `local` are this rank's. Collective,
     one all-reduce and one wait for the device.
     """
-    of_rank = [items[items != FILLER] for items in rounds.transpose(1, 0, 2).reshape(
-        rounds.shape[1], -1)]  # fmt: skip
-    layouts = [work.answers(items) for items in of_rank]
+    by_rank = rounds.transpose(1, 0, 2).reshape(rounds.shape[1], -1)
+    layouts = [work.answers(items[items != FILLER]) for items in by_rank]
     counts = [len(answers) for _, answers in layouts]
     first, rank = sum(counts[: data.run.rank]), data.run.rank
     if len(local) != counts[rank]:
