@@ -13,12 +13,12 @@ from pathlib import Path
 
 from toolkit import adapters, assembly, checkpoint, export, hub, loading, planning, training
 from toolkit.checkpoint import RunFolder, TrainState
+from toolkit.checkpoint.reference import Reference
 from toolkit.config import PreferConfig
 from toolkit.data.prepare import prepare_data
 from toolkit.mesh import init_mesh
 from toolkit.sharding import apply_fsdp
 from toolkit.training import Run, preference
-from toolkit.training.reference import use_reference
 
 DEMO = Path(__file__).parent / "configs" / "prefer_tiny.yaml"
 
@@ -37,17 +37,18 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     # ---- The state: a new one, or where an earlier start left off --------------------------------
     # The newest checkpoint that verifies; the data's position is moved to it.
     saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
-    loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=saved is not None)
+    reference = Reference(cfg, model, data, folder.root, saved)
+    restored = saved is not None and reference.is_complete
+    loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=restored)
     training.seed_everything(cfg.seed, run.rank)
     preference.disable_dropout(model)  # it must be the same function as its reference
+    run.say(reference.complete(sharded))  # the model is the one that training starts from
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
-    state = TrainState(model, optimizer, scheduler, data.position)
+    state = TrainState(model, optimizer, scheduler, data.position, files=reference.files)
     checkpoint.restore(state, saved)
     stopping = training.early_stopping(cfg.train, cfg.checkpoint, state.extra)
     folder.save_config(state, data, done=stopping.stop)
-    if cfg.preference.needs_reference:
-        run.say(use_reference(sharded, data, folder.root, state.step))
     metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
 
     # ---- The loop --------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
     python tests/damage.py --flips 2000 --others 200
 
 Flips single bits, truncates, zeroes pages, deletes files and swaps them with those of an older
-step, over all files; half of the time small files are as likely as large ones. Each must be
+step, over all files; half of the time small files are as likely as large ones. The reference of
+preference tuning, a file in each checkpoint, is damaged once more by itself. Each must be
 reported by `verify` with its file, and with the tensor where the byte belongs to one; a damaged
 checkpoint must not be used by a resume. Owns the damage and the judgement: which tensor a byte
 belongs to is read from torch's own metadata and from the safetensors header, not by the code that
@@ -29,11 +30,15 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from toolkit.checkpoint import newest
+from toolkit.checkpoint.reference_file import FILE as REFERENCE
+from toolkit.checkpoint.reference_file import encode
 from toolkit.export import consolidate
+from toolkit.training.train_state import StateFile
 from toolkit.verify import Report, verify_checkpoint, verify_export
 
 KINDS = ("flip", "truncate", "zero page", "delete", "swap")
@@ -53,6 +58,9 @@ class Target:
     verify: Callable[[], Report]
     run: Path | None = None
     """The run, where the folder is its newest checkpoint."""
+    only: str | None = None
+    """The one file to damage; None: any."""
+    kinds: tuple[str, ...] = KINDS
 
 
 @dataclass
@@ -77,7 +85,7 @@ def tensors_of(file: Path) -> Where:
                 begin = info.offset + payload.header_offset + 30 + sum(lengths)
                 where.append((begin, begin + payload.file_size, index.fqn))
         return where
-    if file.suffix == ".safetensors" and file.parent.name != "rng":
+    if file.suffix == ".safetensors" and file.parent.name != "rng" and file.name != REFERENCE:
         with open(file, "rb") as f:
             length = struct.unpack("<Q", f.read(8))[0]
             header = json.loads(f.read(length))
@@ -162,7 +170,7 @@ def try_once(
     target: Target, kind: str, chance: random.Random, outcome: Outcome, resume: bool
 ) -> None:
     """Damage one file of the target in one way, judge, and undo it."""
-    files = sorted(p for p in target.folder.rglob("*") if p.is_file())
+    files = sorted(p for p in target.folder.rglob(target.only or "*") if p.is_file())
     sizes = [p.stat().st_size for p in files]
     while True:
         file = chance.choice(files) if chance.random() < 0.5 else chance.choices(files, sizes)[0]
@@ -197,7 +205,7 @@ def strike(target: Target, flips: int, others: int, seed: int, resume_every: int
     A resume is tried after every `resume_every`-th damage to a checkpoint: it syncs the disk.
     """
     outcome, chance = Outcome(), random.Random(seed)
-    for kind in KINDS:
+    for kind in target.kinds:
         for i in range(flips if kind == "flip" else others):
             try_once(target, kind, chance, outcome, i % resume_every == 0)
     left = target.verify()
@@ -212,10 +220,21 @@ def targets(run: Path, exports: tuple[Path, Path]) -> dict[str, Target]:
         exports: of the older and of the newer step.
     """
     older, newer = sorted((run / "checkpoints").iterdir())
+    kinds = KINDS[:-1]  # that of an older step is the same
     return {
         "checkpoint": Target(newer, older, lambda: verify_checkpoint(newer), run),
+        "reference": Target(
+            newer, older, lambda: verify_checkpoint(newer), run, only=REFERENCE, kinds=kinds
+        ),
         "export": Target(exports[1], exports[0], lambda: verify_export(None, exports[1])),
     }
+
+
+def reference_content(rows: int) -> bytes:
+    """Return a file of reference values of so many pairs."""
+    answers = np.arange(2 * rows)
+    logps = -np.random.default_rng(0).random(2 * rows).astype(np.float32)
+    return encode({"rows": {"train.pairs": "0"}}, {"train.pairs": (answers, logps)})
 
 
 def save_steps(rank: int, world: int, root: str) -> None:
@@ -239,6 +258,7 @@ def save_steps(rank: int, world: int, root: str) -> None:
             optimizer.zero_grad()
             torch.rand(1)
             state = TrainState(model, optimizer, step=step, extra={"loss": 1 / step})
+            state.files[REFERENCE] = StateFile.of(reference_content(rows=3000))
             save(state, source.parent / "run", CheckpointConfig())
 
 
@@ -252,6 +272,7 @@ def main() -> int:
     )
     parser.add_argument("--flips", type=int, default=2000)
     parser.add_argument("--others", type=int, default=200, help="of each other kind")
+    parser.add_argument("--only", choices=("checkpoint", "reference", "export"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=Path, help="write the table here")
     args = parser.parse_args()
@@ -270,8 +291,13 @@ def main() -> int:
             f"{'':12}" + "".join(f"{kind:>12}" for kind in KINDS) + f"{'missed':>12}{'ms each':>12}"
         )
         for name, target in targets(root / "run", exports).items():
+            if args.only not in (None, name):
+                continue
             begun = time.perf_counter()
-            outcome = strike(target, args.flips, args.others, args.seed)
+            flips, others = args.flips, args.others
+            if target.only is not None:  # one file, which the row above damages, too
+                flips, others = min(flips, 200), min(others, 60)
+            outcome = strike(target, flips, others, args.seed)
             each = 1000 * (time.perf_counter() - begun) / sum(outcome.done.values())
             counts = "".join(f"{outcome.done[kind]:>12}" for kind in KINDS)
             print(f"{name:12}{counts}{len(outcome.missed):>12}{each:>12.1f}", flush=True)
@@ -298,6 +324,7 @@ def write_report(args: argparse.Namespace, rows: list[str]) -> None:
         "damaged, drawn at random from all of them: a flipped bit, a truncation, a zeroed page, a",
         "deleted file, or the file of an older step in its place. Missed: not reported, or without",
         "the file, or without the tensor where the byte belongs to one, or used by a resume.",
+        "`reference`: the reference of preference tuning in that checkpoint, by itself.",
         f"Seed {args.seed}.",
         "",
         f"| of | {' | '.join(KINDS)} | missed | ms each |",

@@ -11,6 +11,7 @@ reports what it begins and what is done; what must be there follows from the rep
     done save        that step is committed, verifies by its hashes, and holds its stamp's weights
     begun save       of the same step: the old or the new one, whole
     retention        may take what an independent rule here says it may, nothing else
+    reference        every committed checkpoint has it, whole; the parts of its pass are gone after
     looks committed  whatever COMMIT says is a checkpoint is whole
     export           under its final name it is complete and bit-equal to its step
     afterwards       the next save, prune and export work, and leave no leftovers
@@ -49,7 +50,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import dead_disk  # noqa: E402
 import file_trace  # noqa: E402
+import numpy as np  # noqa: E402
 import warm  # noqa: E402
+
+from toolkit.checkpoint import reference_file  # noqa: E402
+from toolkit.checkpoint.reference_file import FILE as REFERENCE  # noqa: E402
+from toolkit.training.train_state import StateFile  # noqa: E402
 
 LAST, BEST = 2, 1  # retention of every save here: newest, best
 
@@ -121,6 +127,9 @@ class Stage:
         warm.give_forks_a_thread_pool()
         self.folder, self.tracer = folder, tracer
         self.checkpoint, self.commit, self.consolidate = checkpoint, commit, consolidate
+        values = {"train.pairs": (np.arange(600), np.ones(600, np.float32))}
+        content = reference_file.encode({"rows": {}}, values)
+        self.reference_file = StateFile.of(content)
         self.cfg = CheckpointConfig(save_steps=1, save_total_limit=LAST, keep_best=BEST)
         write_model_config(folder / "model")
         self.model_cfg = ModelConfig(str(folder / "model"), init="random")
@@ -152,11 +161,19 @@ class Stage:
         say(f"begin save {step} {stamp}")
         set_values(self.model, stamp)
         measured = {"eval_loss": eval_loss(step)}
-        state = self.checkpoint.TrainState(self.model, step=step, metrics=measured)
+        state = self.checkpoint.TrainState(
+            self.model, step=step, metrics=measured, files={REFERENCE: self.reference_file}
+        )
         cfg = dataclasses.replace(self.cfg, async_save=stamp % 2 == 0)
         self.checkpoint.save(state, scene / "run", cfg)
         self.checkpoint.wait()
         say(f"done save {step} {stamp}")
+
+    def evaluate(self, scene: Path) -> None:
+        """Write the parts of a pass of the reference, as a run does before its first save."""
+        for number in (1, 2):
+            values = {"train.pairs": (np.arange(number), np.ones(number, np.float32))}
+            reference_file.write_part(scene / "run", number, {}, values)
 
     def prune(self, scene: Path, say: Callable[[str], None]) -> None:
         say("begin prune")
@@ -392,6 +409,7 @@ class Checker:
         folders = scene / "run" / "checkpoints"
         good = {path.name for path in self.stage.commit.committed_steps(scene / "run").values()}
         names = [path.name for path in folders.iterdir() if path.name not in good]
+        names += [path.name for path in (scene / "run").glob(f"{reference_file.PARTS}*")]
         return names + [p.name for p in (scene / "exports").iterdir() if "." in p.name]
 
     def _stamp_of(self, checkpoint: Path) -> int:
@@ -408,6 +426,9 @@ class Checker:
         import torch
         import torch.distributed.checkpoint as dcp
 
+        held = (checkpoint / REFERENCE).read_bytes()
+        if held != self.stage.reference_file.content:
+            raise ValueError(f"{REFERENCE} holds other values")
         model = self.stage.model
         values = {f"model.{n}": torch.zeros(p.shape) for n, p in model.named_parameters()}
         dcp.load(values, checkpoint_id=checkpoint / "dcp", no_dist=True)
@@ -645,6 +666,7 @@ class Sequence:
         stage, stamp = self.stage, self.stamp
         if self.fresh:
             return [
+                ("pass", lambda say: stage.evaluate(scene)),
                 ("save", lambda say: stage.save(scene, 1, stamp, say)),
                 ("export", lambda say: stage.export(scene, "e", 1, say)),
             ]
@@ -1007,6 +1029,17 @@ def break_unsynced_shards() -> None:
     shards.sync = lambda path: None
 
 
+def break_unsynced_reference() -> None:
+    """The reference of preference tuning is written without an fsync."""
+    from toolkit.checkpoint import local_folder
+
+    def wrong(folder: local_folder.LocalFolder, source: Path) -> None:
+        if source.name != REFERENCE:
+            local_folder.sync(source)
+
+    local_folder.LocalFolder.put = wrong  # type: ignore[method-assign]
+
+
 def break_commit_first() -> None:
     """COMMIT is under its name before the files are on the disk."""
     from toolkit.checkpoint import commit, local_folder
@@ -1108,6 +1141,7 @@ def controls(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
 BROKEN = {
     "no_fsync": break_no_fsync,
     "unsynced_shards": break_unsynced_shards,
+    "unsynced_reference": break_unsynced_reference,
     "commit_first": break_commit_first,
     "raw_errors": break_raw_errors,
     "rewritten": break_rewritten,
@@ -1118,6 +1152,7 @@ BROKEN = {
 MUST_NOTICE = {
     "no_fsync": "power",
     "unsynced_shards": "power",
+    "unsynced_reference": "power",
     "commit_first": "power",
     "raw_errors": "dead",
     "rewritten": "full",

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks
-from safetensors import safe_open
-from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from toolkit import cli
+from toolkit.checkpoint.reference_file import FILE, PARTS, decode
 from toolkit.formats.metrics_file import read_metrics
-from toolkit.training.reference import FILE
 
 TEMPLATE = ROOT / "recipes/configs/chat_template.jinja"
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -90,7 +88,7 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 def undisturbed(here: Path) -> list[dict[str, Any]]:
     done = run(here, 1, "undisturbed")
     assert done.returncode == 0, done.stderr
-    assert "reference  50 pairs, asked of the model before the first step" in done.stdout
+    assert "reference  50 of 50 pairs: 100 answers evaluated in" in done.stdout
     return lines(here, "undisturbed")
 
 
@@ -115,12 +113,16 @@ def test_a_run_on_other_ranks_goes_on_as_if_undisturbed(
     output = f"resumed{len(changes)}"
     first = run(here, 3, output, *changes, steps=3)
     assert first.returncode == 0, first.stderr
-    before = load_file(here / output / FILE)
+    before = reference_of(here / output, 3)
     second = run(here, 2, output, *changes)
     assert second.returncode == 0, second.stderr
-    assert f"reference  50 pairs, read from {output}/{FILE}" in second.stdout
-    after = load_file(here / output / FILE)
-    assert all((after[name] == values).all() for name, values in before.items())
+    # Three steps read 36 of 45 pairs to train on; the others are evaluated by the same start.
+    assert f"read from {output}/checkpoints/step-00000003/{FILE}; " in second.stdout
+    assert "by the model of the first step" in second.stdout
+    after = reference_of(here / output, 6)
+    for row, values in before.items():
+        assert after[row] == values
+    assert len(before) < len(after) == 50
     expected = undisturbed
     if changes:
         assert run(here, 1, f"{output}-alone", *changes).returncode == 0
@@ -128,30 +130,27 @@ def test_a_run_on_other_ranks_goes_on_as_if_undisturbed(
     assert_alike(lines(here, output), expected)
 
 
-REFUSED = {
-    "another base": lambda here: shutil.copy(
-        here / "other/model.safetensors", here / "model/model.safetensors"
-    ),
-    "missing": lambda here: (here / "run" / FILE).unlink(),
-}
+def reference_of(run: Path, step: int) -> dict[int, tuple[float, ...]]:
+    """Return row -> both values, of the only table of a checkpoint's reference."""
+    content = (run / "checkpoints" / f"step-{step:08d}" / FILE).read_bytes()
+    ((answers, logps),) = decode(content, run)[1].values()
+    values = dict(zip(answers.tolist(), logps.tolist(), strict=True))
+    return {
+        answer // 2: (values[answer], values[answer + 1]) for answer in values if not answer % 2
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_resume_without_its_reference_is_refused(here: Path, tmp_path: Path, what: str) -> None:
+def test_a_resume_with_another_base_is_refused(here: Path, tmp_path: Path) -> None:
     for name in ("model", "other"):
         shutil.copytree(here / name, tmp_path / name)
     shutil.copy(here / "pairs.jsonl", tmp_path)
     assert run(tmp_path, 1, "run", steps=3).returncode == 0
-    REFUSED[what](tmp_path)
+    shutil.copy(tmp_path / "other/model.safetensors", tmp_path / "model/model.safetensors")
     done = run(tmp_path, 2, "run")
-    said = {
-        "another base": f"run/{FILE} is of another base than this run has",
-        "missing": f"run/{FILE} cannot be read",
-    }[what]
     assert done.returncode == 1
-    assert done.stderr.count(said) == 1
-    assert "start anew in another output_dir" in done.stderr
+    assert done.stderr.count(f"{FILE} is of another base than this run has") == 1
+    assert "start in another output_dir" in done.stderr
 
 
 @pytest.mark.slow
@@ -182,7 +181,8 @@ def test_an_adapter_learns_and_is_exported(
     done = run(here, 2, output, *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("adapter proven") == 2
-    assert (here / output / FILE).exists() == (kind in ("sigmoid", "kto"))
+    held = (here / output / "checkpoints/step-00000006" / FILE).exists()
+    assert held == (kind in ("sigmoid", "kto"))
     found = lines(here, output)
     assert found[-1]["loss"] < found[0]["loss"]
     merged = tmp_path / "merged"
@@ -203,14 +203,17 @@ def test_a_stream_asks_the_base_and_goes_on_on_other_ranks(here: Path) -> None:
     assert run(here, 3, "stream", *flags, steps=3).returncode == 0
     second = run(here, 2, "stream", *flags)
     assert second.returncode == 0, second.stderr
-    assert not (here / "stream" / FILE).exists()
+    assert not (here / "stream/checkpoints/step-00000006" / FILE).exists()
     assert_alike(lines(here, "stream"), lines(here, "stream-whole"))
 
 
-def test_the_reference_says_of_what_it_is(here: Path, undisturbed: object) -> None:
-    with safe_open(here / "undisturbed" / FILE, "np") as held:
-        assert set(held.metadata()) == {"rows", "base"}
-        (name,) = held.keys()
-        values = held.get_tensor(name)
-    assert (values.shape, str(values.dtype)) == ((50, 2), "float32")
-    assert (values < 0).all()
+def test_every_checkpoint_holds_the_reference(here: Path, undisturbed: object) -> None:
+    contents = {file.read_bytes() for file in here.glob(f"undisturbed/checkpoints/*/{FILE}")}
+    (content,) = contents
+    origin, values = decode(content, here)
+    assert set(origin) == {"rows", "base", "model", "dtype", "packing", "sequence_length"}
+    ((answers, logps),) = values.values()
+    assert sorted(answers) == list(range(100))
+    assert (logps < 0).all()
+    assert not (here / "undisturbed" / PARTS).exists()
+    assert cli.main(["verify", str(here / "undisturbed")]) == 0

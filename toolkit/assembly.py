@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit import hub, loading, models, training
+from toolkit.checkpoint.reference import reference_bytes
 from toolkit.checkpoint.run_folder import RunFolder
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, model_settings
 from toolkit.data.prepare import TrainingData
@@ -62,4 +63,4 @@ def check_before_loading(
     plan_router(model, cfg)
     if isinstance(cfg, FinetuneConfig):
         training.check_prompts(model, data.tokenizer, cfg.train)
-    folder.check_disk(model, data.max_steps)
+    folder.check_disk(model, data.max_steps, reference_bytes(cfg, data))

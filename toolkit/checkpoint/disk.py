@@ -58,12 +58,14 @@ def need(
     max_steps: int | None,
     world_size: int,
     optim: OptimConfig = _ADAMW,
+    *,
+    file_bytes: int = 0,
 ) -> DiskEstimate:
     """Return what the run still needs and finds, for a model on meta or not; reads no tensor.
 
     `max_steps` are those of the whole run, None where they are not known yet: permanent checkpoints
     are not counted then. Checkpoints and exports of earlier steps that are gone from here, to an
-    archive perhaps, are not needed again.
+    archive perhaps, are not needed again. `file_bytes` are those of other files in a checkpoint.
     """
     run = Path(output_dir)
     root: Any = where(output_dir if cfg.root is None else cfg.root)
@@ -83,7 +85,7 @@ def need(
     else:
         exports = 0  # on another disk than the checkpoints, which fill theirs first
     return DiskEstimate(
-        checkpoint_bytes(model, world_size, optim),
+        checkpoint_bytes(model, world_size, optim) + file_bytes,
         checkpoints_kept(cfg, max_steps, steps),
         exports * export_bytes(model),
         there,

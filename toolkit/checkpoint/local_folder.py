@@ -56,8 +56,8 @@ class LocalFolder:
     def local(self) -> Iterator[Path]:
         yield self.path
 
-    def replace(self, text: str) -> None:
-        replace_synced(self.path, text)
+    def replace(self, content: str | bytes) -> None:
+        replace_synced(self.path, content)
 
     def put(self, source: Path) -> None:
         sync(source)

@@ -106,8 +106,8 @@ class RemotePath:
             copy.write_bytes(self.read_bytes())
             yield copy
 
-    def replace(self, text: str) -> None:
-        self.write_bytes(text.encode())
+    def replace(self, content: str | bytes) -> None:
+        self.write_bytes(content.encode() if isinstance(content, str) else content)
 
     def put(self, source: Path) -> None:
         with self.open("wb") as target, open(source, "rb") as content:

@@ -38,7 +38,7 @@ from toolkit.tables import size_text
 from toolkit.training import background, seed_everything
 
 # Keys of config.json that say nothing about what the model computes in training.
-_NOT_ARCHITECTURE = {
+NOT_ARCHITECTURE = {
     *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation_autoset"),
 }
@@ -172,7 +172,7 @@ def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
     if assets is None or (before := read_object(file)) is None:
         return
     now = assets.config
-    names = [n for n in {**before, **now} if n not in _NOT_ARCHITECTURE]
+    names = [n for n in {**before, **now} if n not in NOT_ARCHITECTURE]
     changed = [n for n in names if before.get(n) != now.get(n)]
     if changed:
         listed = "; ".join(f"{n} was {before.get(n)!r}, is {now.get(n)!r}" for n in changed[:4])

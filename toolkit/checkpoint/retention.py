@@ -8,6 +8,7 @@ from toolkit import ranks
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, STATE, attempts_of, counting
 from toolkit.checkpoint.local_folder import disk_errors
+from toolkit.checkpoint.reference_file import PARTS, delete_parts
 from toolkit.checkpoint.store import Folder, read_object, where
 from toolkit.config.published import mapping
 from toolkit.config.settings import CheckpointConfig
@@ -58,6 +59,14 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
                 gone.append(a.folder)
         gone += [newest[step].folder for step in sorted(expendable(verified, cfg))]
         commit.delete(gone)
+
+
+def delete_reference_parts(run: Folder) -> None:
+    """Delete the parts of the reference pass, which a committed checkpoint holds. What resists
+    makes a warning.
+    """
+    with _warns(f"{run / PARTS} could not be deleted"):
+        delete_parts(run)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from toolkit import config, ranks
 from toolkit.checkpoint import commit, disk, lock
 from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
 from toolkit.checkpoint.local_folder import LocalFolder, beside, disk_errors, existing
+from toolkit.checkpoint.reference_file import PARTS
 from toolkit.checkpoint.state import TrainState
 from toolkit.checkpoint.store import Folder, is_url, storage_of, where
 from toolkit.config.published import mapping
@@ -35,7 +36,7 @@ from toolkit.training.launch import Run
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
 # Settings that define a run; others (length, schedule, ranks, logging) may change between starts.
-_IDENTITY = ("model.", "data.", "lora.", "seed")
+_IDENTITY = ("model.", "data.", "lora.", "preference.", "seed")
 _HARMLESS = ("data.num_workers", "data.max_eval_samples")
 _ACCUMULATION = "train.gradient_accumulation_steps"
 _SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps", "train.hang_seconds")
@@ -70,15 +71,20 @@ class RunFolder:
         """Record these settings, in which `auto` is decided, instead of those asked for."""
         self._cfg = cfg
 
-    def check_disk(self, model: nn.Module, max_steps: int) -> None:
-        """Say what the run will write, and refuse a disk that is too small (CheckpointError).
-        `max_steps` is -1 where it is not known yet.
+    def check_disk(self, model: nn.Module, max_steps: int, file_bytes: int = 0) -> None:
+        """Log what the run will write, and refuse a disk that is too small (CheckpointError).
+
+        Args:
+            max_steps: -1 where it is not known yet.
+            file_bytes: of `TrainState.files`, which each checkpoint holds.
         """
         cfg, steps = self._cfg.checkpoint, None if max_steps == -1 else max_steps
 
         def needed() -> str:
             world = ranks.world_size()
-            estimate = disk.need(model, self.path, cfg, steps, world, self._cfg.optim)
+            estimate = disk.need(
+                model, self.path, cfg, steps, world, self._cfg.optim, file_bytes=file_bytes
+            )
             disk.refuse_overflow(estimate, cfg)
             return str(estimate)
 
@@ -225,7 +231,7 @@ def claim(cfg: Any) -> Any:
     LocalFolder(folder).check_usable("output_dir")
     present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
     # A start that was killed may have left these: whole pieces of a run, and unfinished ones.
-    ours = (TOKENIZER, f"{TOKENIZER}.tmp", CHECKPOINTS, f"{CONFIG}.tmp", lock.LOCK)
+    ours = (TOKENIZER, f"{TOKENIZER}.tmp", CHECKPOINTS, f"{CONFIG}.tmp", lock.LOCK, PARTS)
     pieces = (f"{TOKENIZER}.tmp-", _TOKEN)
     strangers = {name for name in present if not (name in ours or name.startswith(pieces))}
     if strangers and CONFIG not in present:

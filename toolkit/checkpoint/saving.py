@@ -36,12 +36,13 @@ from toolkit import formats, ranks
 from toolkit.checkpoint import commit, lock, retention, rng_state
 from toolkit.checkpoint.commit import SUMS, Files
 from toolkit.checkpoint.local_folder import disk_errors
+from toolkit.checkpoint.reference_file import FILE
 from toolkit.checkpoint.shard_plan import write_shards, written_here
 from toolkit.checkpoint.shards import HashingWriter
 from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
 from toolkit.checkpoint.store import Folder, storage_of, where
 from toolkit.config.settings import CheckpointConfig
-from toolkit.errors import StorageError
+from toolkit.errors import CheckpointError, StorageError
 from toolkit.formats import Tensors, local_tensor
 from toolkit.formats.bit_sums import part_sums
 from toolkit.formats.layout import cut_by_rows
@@ -83,6 +84,7 @@ def save(
     run = ranks.on_all(lambda: where(run_dir))
     model, optimizer = model_tensors(state.model), optimizer_tensors(state)
     needed = sum(t.numel() * t.itemsize for t in (*model.values(), *optimizer.values()))
+    needed += sum(len(file.content) for file in state.files.values())
     failed = state.saves.failed
     with _disk_may_fail(needed, run, cfg, may_fail, failed):
         behind = _goes_behind(state, model | optimizer, cfg)
@@ -197,6 +199,7 @@ class _Snapshot:
         self.run, self.cfg, self.step, self.saves = run, cfg, state.step, state.saves
         self.failed = f"checkpoint of step {state.step} could not be written"
         self.assets = getattr(state.model, "hf_assets", None)
+        self.files = dict(state.files) if ranks.rank() == 0 else {}
         self.content, self.adapter = "", None  # of state.json; on rank 0
 
         position = None if state.data is None else state.data.state_dict()
@@ -242,8 +245,13 @@ class _Snapshot:
         finally:
             self.remove()  # still under its temporary name: it failed
         self.saves.failed.clear()
-        ranks.on_main(lambda: retention.prune(self.run, self.cfg))
+        ranks.on_main(self._prune)
         return path
+
+    def _prune(self) -> None:
+        retention.prune(self.run, self.cfg)
+        if FILE in self.files:  # its parts are in the checkpoint now
+            retention.delete_reference_parts(self.run)
 
     def _write_rest(self, shards: Files) -> Files:
         """Write what is not tensors; return size and sha256 of every file of this rank."""
@@ -260,8 +268,22 @@ class _Snapshot:
                         text = json.dumps(self.adapter["config"], indent=2) + "\n"
                         (folder / HF / "adapter_config.json").write_text(text, "utf-8")
                     names += [f"{HF}/{n}" for n in storage_of(folder / HF).files()]
+            names += [self._write_file(name) for name in self.files]
             small = commit.hash_files(folder, names, self.target)
+        for name, file in self.files.items():
+            if small[name]["sha256"] != file.sha256:
+                raise CheckpointError(
+                    f"{self.failed}: {name} is not what it was at the start of the run; the memory "
+                    "of this machine or its disk is at fault: start again on another machine"
+                )
         return {f"{DCP}/{name}": entry for name, entry in shards.items()} | small
+
+    def _write_file(self, name: str) -> str:
+        """Write one of the state's files; return its name."""
+        content = self.files[name].content
+        with disk_errors(f"{self.failed}: {name} of {len(content):,} bytes"):
+            (self.folder / name).write_bytes(content)
+        return name
 
     def _row_sums(self) -> torch.Tensor:
         """Return this rank's share of the sums of rows, int64 [tensors], in the order of names."""

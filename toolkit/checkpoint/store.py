@@ -37,7 +37,7 @@ class Storage(Protocol):
     def local(self) -> AbstractContextManager[Path]:
         """Give this small file on a local disk, in a folder of its own or where it is."""
 
-    def replace(self, text: str) -> None:
+    def replace(self, content: str | bytes) -> None:
         """Write this file, whole or not at all, over one that was there; make its folder."""
 
     def put(self, source: Path) -> None:

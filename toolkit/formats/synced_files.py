@@ -56,13 +56,13 @@ def write_synced(file: Path, content: str | bytes) -> None:
         os.fsync(f.fileno())
 
 
-def replace_synced(file: Path, text: str) -> None:
+def replace_synced(file: Path, content: str | bytes) -> None:
     """Write a file whole or not at all, over the one that was there; make its folder. For files
     with one writer; what a kill leaves of it is overwritten by the next.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.tmp")
-    write_synced(temporary, text)
+    write_synced(temporary, content)
     os.replace(temporary, file)
     sync(file.parent)
 

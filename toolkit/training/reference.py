@@ -1,164 +1,300 @@
-"""Log-probabilities of answers by the reference: one pass before the first step, kept in a file.
+"""Evaluate the reference: log-probabilities of answers by the model that training starts from.
 
-[Note: reference] Before the first step the model is the reference, under full tuning and with new
-adapters, which change nothing yet. So no second model is held: every pair to train on and to
-evaluate on goes through the sharded model once, without a gradient, about a third of the cost of an
-epoch. Beside the checkpoints 8 bytes a row are kept with digests of rows and base; a resume reads
-them.
-Rows of a stream are not known before: there each batch asks the model with its adapters off.
+[Note: reference] Before the first step the model is the reference, under full tuning and with
+adapters. So no second model is held: the answers that a run reads go through the sharded model
+once, without a gradient, about a third of the cost of an epoch. The result is a number for each
+answer; `toolkit.checkpoint.reference` keeps them with the checkpoints.
+
+Only rows that the run reads are evaluated: the order of samples is known before the first step. Of
+padded data each answer is a sample of its own, and answers of like length share a batch, so that
+nearly no position is padding and all ranks compute about as much in each round. Of packed data the
+packs are evaluated that training reads. Values stay on the device for a part of the pass, about a
+minute; nothing waits for the device before its end.
+
+Rows of a stream are not known before: there each batch is evaluated with the adapters off.
 """
 
-import json
+import math
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 
 import numpy as np
-import safetensors.numpy
 import torch
 import xxhash
-from safetensors import SafetensorError
+from torch.utils.data import Dataset
 
 from toolkit import ranks
-from toolkit.adapters.base import base_digest
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.order.position import eval_batches
 from toolkit.data.prepare import TrainingData
-from toolkit.data.samples.sequences import FILLER, EncodedRows, Samples
+from toolkit.data.samples.sequences import FILLER, MULTIPLE, EncodedRows, Sample, Samples
 from toolkit.errors import TrainingError
-from toolkit.formats import assets_of, reshard
-from toolkit.formats.synced_files import replacing
+from toolkit.formats import reshard
 from toolkit.sharding.fsdp import Sharded
 from toolkit.training.guards import watchdog
 from toolkit.training.preference import sequence_logps
 
-FILE = "reference.safetensors"
-_PACE = 30.0  # seconds between two lines on how far it is
+_LOG_SECONDS = 30.0  # between two lines on the progress
+PART_SECONDS = 60.0  # of a part: what a preemption loses at most
+FIRST_ROUNDS = 8  # batches of a rank in the first part, by which the next is sized
+_GROWTH = 8  # of a part, at most
+
+Part = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Name of a table -> answers, int64 [n]: 2 * row + side; and their log-probabilities, float32."""
+Logps = dict[str, np.ndarray]
+"""Name of a table -> log-probability of both answers of every row, float32 [rows, 2]; NaN: it was
+not evaluated."""
 
 
-def use_reference(sharded: Sharded, data: TrainingData, folder: Any, step: int) -> str:
-    """Give every pair of `data` the log-probabilities of its answers by the reference; return the
-    line for the log. Collective. See [Note: reference].
+@dataclass(frozen=True)
+class RowTable:
+    """The encoded rows of one source, and what a start reads of them."""
 
-    Args:
-        sharded: before its first step; after a resume the file is read instead.
-        folder: that of the run's checkpoints (`RunFolder.root`), in which `FILE` lies.
-        step: that are done.
+    name: str  # `train.SOURCE` or `eval.SOURCE`
+    samples: tuple[Samples, ...]  # to train on, and held out to evaluate on
+    reads: tuple[np.ndarray, ...]  # of each: numbers of the samples that this start reads
 
-    Raises:
-        TrainingError: a resumed run whose file is missing, damaged, or of other rows or another
-            base (named).
-    """
-    if not isinstance(data.feed, PreparedFeed):
-        return "reference  the base, with adapters off: asked for each batch, one more forward"
-    parts = dict(_parts(data.feed))
-    rows, file = {name: part[0].pieces.rows for name, part in parts.items()}, folder / FILE
-    found = ranks.on_main(lambda: {"rows": _digest(rows), "base": _base(sharded)})
-    values = ranks.on_main(lambda: _kept(file, found, step))  # hosts may have no disk in common
-    kept = values is not None
-    if values is None:
-        values = {name: _asked(sharded, data, samples) for name, samples in parts.items()}
-        ranks.on_main(lambda: _write(file, values, found))
-    for name, own in parts.items():
-        for samples in own:
-            samples.pieces.rows.reference = values[name]
-    count = sum(map(len, rows.values()))
-    how = "read from" if kept else "asked of the model before the first step, kept in"
-    return f"reference  {count:,} pairs, {how} {file}"
+    @property
+    def rows(self) -> EncodedRows:
+        return self.samples[0].pieces.rows
 
+    @cached_property
+    def rows_read(self) -> np.ndarray:
+        """Mask of the rows that this start reads; bool [rows]."""
+        read = np.zeros(len(self.rows), bool)
+        for samples, numbers in zip(self.samples, self.reads, strict=True):
+            read[samples.first_rows(numbers)] = True
+        return read
 
-def _parts(feed: PreparedFeed) -> Iterator[tuple[str, list[Samples]]]:
-    """Yield name -> the samples that are made of the same rows."""
-    for source, samples in zip(feed.sources, feed.train, strict=True):
-        held = feed.eval_sets.get(source.name)
-        yield f"train.{source.name}", [samples, *([held] if held is not None else [])]
-    trained = {source.name for source in feed.sources}
-    for name, samples in feed.eval_sets.items():
-        if name not in trained:
-            yield f"eval.{name}", [samples]
-
-
-def _digest(rows: dict[str, EncodedRows]) -> str:
-    """Return a digest of the tokens of all rows, and of where sides begin."""
-    whole = xxhash.xxh3_128()
-    for name, own in rows.items():
-        whole.update(name.encode())
+    def digest(self) -> str:
+        """Return a digest of the tokens of all rows, and of where their parts begin."""
+        content, tokens = xxhash.xxh3_128(), self.rows.tokens
+        content.update(self.rows.lengths().tobytes())
         for column in ("input_ids", "spans", "second"):
-            for chunk in own.tokens.data.column(column).chunks:
-                flat = chunk.flatten() if column != "second" else chunk
-                whole.update(np.ascontiguousarray(flat.to_numpy()).tobytes())
-    return whole.hexdigest()
+            content.update(column.encode())
+            for chunk in tokens.data.column(column).chunks:
+                if column == "spans":
+                    counts = np.diff(chunk.offsets.to_numpy())
+                    content.update(np.ascontiguousarray(counts).tobytes())
+                flat = chunk if column == "second" else chunk.flatten()
+                content.update(np.ascontiguousarray(flat.to_numpy()).tobytes())
+        return content.hexdigest()
 
 
-def _base(sharded: Sharded) -> str:
-    """Return a digest of the weights that training began with; of random ones none is needed."""
-    assets = assets_of(sharded.model)
-    if assets.folder is None:
-        return "random"
-    return base_digest(assets.folder, assets.name_or_path, assets.revision)
-
-
-def _kept(file: Any, found: dict[str, str], step: int) -> dict[str, np.ndarray] | None:
-    """Return what the file holds where it is of these rows and this base, else None; TrainingError
-    where a run needs it.
+def row_tables(data: TrainingData) -> list[RowTable]:
+    """Return the rows of every source, and which samples of them the steps and evaluations from the
+    position of `data` on read; none of them where no step is left.
     """
-    try:
-        content = file.read_bytes()
-        values = safetensors.numpy.load(content)
-        told = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-    except (OSError, SafetensorError, KeyError) as error:
-        if step:
-            raise TrainingError(
-                f"{file} cannot be read ({error}), and a run that goes on after step {step} needs "
-                "it: the model is not the reference any more. Put the file back, or start anew in "
-                "another output_dir"
-            ) from error
-        return None
-    others = [name for name in found if told.get(name) != found[name]]
-    if others and step:
-        what = " and ".join({"rows": "other rows", "base": "another base"}[name] for name in others)
-        raise TrainingError(
-            f"{file} is of {what} than this run has, which goes on after step {step}: give those "
-            "that it began with, or start anew in another output_dir"
+    feed = data.feed
+    assert isinstance(feed, PreparedFeed)
+    has_steps = feed.position.samples_seen // feed.position.global_batch < data.max_steps
+    held_out = {} if feed.eval_sources else feed.eval_sets
+    tables = []
+    trained = zip(feed.sources, feed.train, feed.samples_until(data.max_steps), strict=True)
+    for source, samples, read in trained:
+        parts, reads = [samples], [read]
+        if source.name in held_out:
+            parts.append(held_out[source.name])
+            reads.append(_all(held_out[source.name], has_steps))
+        tables.append(RowTable(f"train.{source.name}", tuple(parts), tuple(reads)))
+    for name, samples in feed.eval_sets.items() if feed.eval_sources else ():
+        # It may have the name of a source that is trained on; the rows are others.
+        tables.append(RowTable(f"eval.{name}", (samples,), (_all(samples, has_steps),)))
+    return tables
+
+
+def _all(samples: Samples, are_read: bool) -> np.ndarray:
+    return np.arange(len(samples) if are_read else 0)
+
+
+def use_reference(tables: list[RowTable], logps: Logps) -> None:
+    """Give the rows of `tables` their log-probabilities, which batches then carry."""
+    for table in tables:
+        for samples in table.samples:
+            samples.pieces.rows.reference = logps[table.name]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Counts of a pass and its cost."""
+
+    answers: int
+    seconds: float
+    positions: int  # of all batches, padding counted
+    tokens: int  # of the samples
+
+    def __str__(self) -> str:
+        padding = self.positions / max(1, self.tokens)
+        return (
+            f"{self.answers:,} answers evaluated in {self.seconds:.1f} s, "
+            f"{padding:.2f} positions a token"
         )
-    return None if others else values
 
 
-def _write(file: Any, values: dict[str, np.ndarray], found: dict[str, str]) -> None:
-    content = safetensors.numpy.save(values, metadata=found)
-    if not isinstance(file, Path):  # of a store, which has the whole of it or nothing
-        file.write_bytes(content)
-        return
-    with replacing(file) as scratch:
-        scratch.write_bytes(content)
+class _Work(Dataset):
+    """The samples to evaluate: of padded data single answers, of packed data packs."""
+
+    def __init__(self, tables: list[RowTable], missing: dict[str, np.ndarray]) -> None:
+        """Find what to evaluate; `missing`: bool [rows, 2], the answers without a value."""
+        self.samples = [samples for table in tables for samples in table.samples]
+        self.names = [table.name for table in tables for _ in table.samples]
+        self.shape = self.samples[0].shape
+        self.by_answer = self.shape.packing == "none"
+        items, lengths, answers = [np.zeros((0, 3), np.int64)], [np.zeros(0)], [np.zeros(0)]
+        self.tokens = 0
+        reads = [(table, *pair) for table in tables for pair in zip(table.samples, table.reads)]  # noqa: B905
+        for number, (table, samples, read) in enumerate(reads):
+            lacking = missing[table.name]
+            if self.by_answer:
+                rows = samples.first_rows(read)
+                at, sides = np.nonzero(lacking[rows])
+                chosen, length = read[at], table.rows.side_lengths(rows)[at, sides]
+                answers.append(2 * rows[at] + sides)
+                self.tokens += int(length.sum())
+            else:
+                packs = [n for n in read if lacking[samples.first_rows(np.array([n]))].any()]
+                chosen, sides = np.array(packs, np.int64), np.full(len(packs), FILLER)
+                length = np.full(len(packs), self.shape.sequence_length)
+                self.tokens += sum(samples.tokens(n) for n in packs)
+            items.append(np.stack([np.full(len(chosen), number), chosen, sides], 1))
+            lengths.append(length)
+        self.items = np.concatenate(items)
+        self.lengths, self._answers = (
+            np.concatenate(column).astype(np.int64) for column in (lengths, answers)
+        )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, item: int) -> Sample:
+        if item == FILLER:
+            return self.samples[0][FILLER]
+        number, index, side = self.items[item].tolist()
+        samples = self.samples[number]
+        if side == FILLER:
+            return samples[index]
+        return self.shape.answer(samples.pieces[index].sides()[side])
+
+    def answers(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the samples' number and 2 * row + side of each sequence of `items`, in order."""
+        owners = self.items[items, 0]
+        if self.by_answer:
+            return owners, self._answers[items]
+        rows = [self.samples[n].first_rows(np.array([i])) for n, i, _ in self.items[items].tolist()]
+        counts = [2 * len(of_pack) for of_pack in rows]
+        every = np.concatenate([np.zeros(0, np.int64), *rows])
+        return np.repeat(owners, counts), (2 * every[:, None] + np.arange(2)).reshape(-1)
+
+    def rounds(self, size: int, world_size: int) -> np.ndarray:
+        """Return the batches of all ranks, [rounds, ranks, samples of a batch], the longest samples
+        first: a device that lacks memory for them shows it at once.
+        """
+        if self.by_answer:
+            size *= 2  # a micro-batch of pairs has both sides as rows
+        order = np.argsort(-self.lengths, kind="stable")
+        batches = eval_batches(order, size * world_size, 0, 1)
+        return np.array(batches, np.int64).reshape(-1, world_size, size)
+
+    def positions(self, rounds: np.ndarray) -> int:
+        """Return the positions of all batches, padding counted."""
+        of_filler = 1 if self.by_answer else self.shape.sequence_length
+        longest = np.append(self.lengths, of_filler)[rounds].max(-1)
+        if self.by_answer:
+            rounded = np.minimum(-(-longest // MULTIPLE) * MULTIPLE, self.shape.sequence_length)
+            longest = np.maximum(longest, rounded)
+        return int(longest.sum()) * rounds.shape[-1]
 
 
 @torch.no_grad()
-def _asked(sharded: Sharded, data: TrainingData, parts: list[Samples]) -> np.ndarray:
-    """Return the log-probabilities of both answers of the rows in `parts`, float32 [rows, 2]; NaN
-    of rows in none of them. Collective.
+def evaluate_answers(
+    sharded: Sharded,
+    data: TrainingData,
+    tables: list[RowTable],
+    missing: dict[str, np.ndarray],
+    keep: Callable[[Part], None],
+) -> Evaluation:
+    """Evaluate the answers of the samples that `tables` read, where one is `missing` (bool
+    [rows, 2]). Collective; a forward of each, and one wait for the device a part.
+
+    Args:
+        sharded: the model that training starts from.
+        keep: takes each part of the result, the same on every rank, about once a minute.
+
+    Raises:
+        TrainingError: on every rank, for a log-probability that is not finite; names the row.
     """
-    model, run, told = sharded.model, data.run, time.monotonic()
+    begun, run, model = time.monotonic(), data.run, sharded.model
+    work = _Work(tables, missing)
     size = data.cfg.train.per_device_eval_batch_size or data.cfg.train.micro_batch
-    values = torch.zeros(len(parts[0].pieces.rows), 2, dtype=torch.float64, device=run.device)
-    seen = torch.zeros(len(values), 1, dtype=torch.float64, device=run.device)
+    rounds = work.rounds(size, run.world_size)
+    batches = iter(run.loader(work, rounds[:, run.rank].tolist(), collate_fn=work.shape.batch))
+    evaluated, position, count, logged = 0, 0, FIRST_ROUNDS, begun
     training = model.training
     model.eval()
     try:
-        for samples in parts:
-            order = eval_batches(range(len(samples)), size, run.rank, run.world_size)
-            batches = run.loader(samples, order, collate_fn=samples.shape.batch)
-            for at, (indices, batch) in enumerate(zip(order, batches, strict=True)):
+        while position < len(rounds):
+            part_begun, sums = time.monotonic(), []
+            of_part = rounds[position : position + count]
+            for batch in islice(batches, len(of_part)):
                 watchdog.progress()
-                if time.monotonic() - told > _PACE:
-                    ranks.say(f"reference  batch {at:,} of {len(order):,}")
-                    told = time.monotonic()
-                sums = sequence_logps(model, batch)[0][:-1]
-                rows = [row for i in indices if i != FILLER for row in samples.row_numbers(i)]
-                values[rows], seen[rows] = sums.double().view(-1, 2), 1.0
+                sums.append(sequence_logps(model, batch)[0][:-1])
+                position += 1
+                if time.monotonic() - logged > _LOG_SECONDS:
+                    ranks.say(f"reference  batch {position:,} of {len(rounds):,}")
+                    logged = time.monotonic()
+            part = _gather_part(sharded, data, work, of_part, torch.cat(sums))
+            evaluated += sum(len(answers) for answers, _ in part.values())
+            keep(part)
+            seconds = max(1e-3, ranks.broadcast(time.monotonic() - part_begun))
+            count = max(1, min(_GROWTH * count, math.floor(count * PART_SECONDS / seconds)))
     finally:
         model.train(training)
         reshard(model)
-    values, seen = sharded.mesh.data.sum(torch.cat([values, seen], 1)).split([2, 1], 1)
-    return (values / seen).float().cpu().numpy()
+    seconds = time.monotonic() - begun
+    return Evaluation(evaluated, seconds, work.positions(rounds), work.tokens)
+
+
+def _gather_part(
+    sharded: Sharded, data: TrainingData, work: _Work, rounds: np.ndarray, local: torch.Tensor
+) -> Part:
+    """Return the values of all ranks for the batches `rounds`; `local` are this rank's. Collective,
+    one all-reduce and one wait for the device.
+    """
+    by_rank = rounds.transpose(1, 0, 2).reshape(rounds.shape[1], -1)
+    layouts = [work.answers(items[items != FILLER]) for items in by_rank]
+    counts = [len(answers) for _, answers in layouts]
+    first, rank = sum(counts[: data.run.rank]), data.run.rank
+    if len(local) != counts[rank]:
+        raise TrainingError(
+            f"expected the log-probabilities of {counts[rank]} answers in a part of the "
+            f"reference, got {len(local)}"
+        )
+    every = torch.zeros(sum(counts), dtype=torch.float32, device=data.run.device)
+    every[first : first + len(local)] = local
+    values = sharded.mesh.data.sum(every).cpu().numpy()
+    owners, answers = (np.concatenate(column) for column in zip(*layouts, strict=True))
+    part = {}
+    for name in dict.fromkeys(work.names):
+        here = np.isin(owners, [n for n, owner in enumerate(work.names) if owner == name])
+        if here.any():
+            part[name] = answers[here], values[here]
+            _check_finite(name, *part[name])
+    return part
+
+
+def _check_finite(name: str, answers: np.ndarray, logps: np.ndarray) -> None:
+    """Refuse values that are not finite. Every rank has the same ones."""
+    wrong = answers[~np.isfinite(logps)]
+    if len(wrong):
+        row, side = divmod(int(wrong[0]), 2)
+        raise ranks.mark_collective(
+            TrainingError(
+                f"the reference of {len(wrong)} answer(s) is not finite (first: row {row} of "
+                f"{name}, {('first', 'second')[side]} answer): expected numbers from the model "
+                "that training starts from. Check its weights, or compute in another "
+                "sharding.param_dtype"
+            )
+        )

@@ -1,5 +1,6 @@
 """The state of a run, which steps change, guards watch and checkpoints keep."""
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,20 @@ class Saves:
     """The chunks that the ranks wrote (`checkpoint.shard_plan`)."""
 
 
+@dataclass(frozen=True)
+class StateFile:
+    """A file that every checkpoint of a run holds as it is."""
+
+    content: bytes = field(repr=False)
+    sha256: str
+    """Of the content as it was made: each save compares what it wrote."""
+
+    @classmethod
+    def of(cls, content: bytes) -> "StateFile":
+        """Return the file that holds `content`."""
+        return cls(content, hashlib.sha256(content).hexdigest())
+
+
 @dataclass
 class TrainState:
     """Everything a run needs to go on as if nothing had happened."""
@@ -40,6 +55,8 @@ class TrainState:
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the evaluation at this step, by which `keep_best` compares; empty where there was none."""
     extra: dict[str, Any] = field(default_factory=dict)  # any other JSON; `resume` updates it
+    files: dict[str, StateFile] = field(default_factory=dict, repr=False)
+    """Name -> a file that is part of each checkpoint; those of rank 0 are saved."""
     saves: Saves = field(default_factory=Saves, repr=False)
 
     @property

@@ -10,13 +10,15 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from toolkit.data.feed.feed import Batches, Feed, Processes, samples_of, units_of
-from toolkit.data.order.grouping import ByLength
+from toolkit.data.order.grouping import WINDOW, ByLength
 from toolkit.data.order.mixture import Mixture, SampleOrder
 from toolkit.data.order.permutation import permute
 from toolkit.data.order.position import Position, train_batches
 from toolkit.data.samples.sequences import Samples, SampleShape
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import DataError
+
+_WINDOWS = 20  # of an order that are looked at together
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,20 @@ class PreparedFeed(Feed):
             own = index - (ends[source - 1] if source else 0)
             told.append(f"{self.parts[source].name} {self.train[source].rows(own)}")
         return told
+
+    def samples_until(self, max_steps: int) -> list[np.ndarray]:
+        """Return the samples of each source that the steps from the position up to `max_steps`
+        read, each once, ascending; int64. Costs a second for some ten million positions.
+        """
+        size, order = self.position.global_batch, self._ordered()
+        stop, block = max_steps * size, _WINDOWS * WINDOW * size
+        is_read = np.zeros(len(self), bool)
+        for start in range(self.position.samples_seen, stop, block):
+            is_read[order.indices(start, min(block, stop - start))] = True
+            if is_read.all():
+                break
+        sizes = [len(samples) for samples in self.train]
+        return [np.flatnonzero(part) for part in np.split(is_read, np.cumsum(sizes)[:-1])]
 
     def _ordered(self) -> Mixture | ByLength:
         if self.shape.packing != "none":

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, default_collate
 
 from toolkit.data.samples.batch import IGNORED, Batch
 from toolkit.data.samples.packing import BinPlan, best_fit
+from toolkit.errors import DataError
 from toolkit.models.attention import document_borders
 
 FILLER = -1  # index of the sample without a supervised token that fills up a batch
@@ -67,6 +68,13 @@ class SampleShape:
         """
         if self.pairs:
             pieces = [side for piece in pieces for side in piece.sides()]
+        return self._sample(pieces)
+
+    def answer(self, side: Piece) -> Sample:
+        """Return one side of a pair as a sample, which has one sequence."""
+        return self._sample([side])
+
+    def _sample(self, pieces: Sequence[Piece]) -> Sample:
         taken = sum(len(piece.ids) for piece in pieces)
         room = (max(1, taken) if self.packing == "none" else self.sequence_length) - taken
         pieces = [*pieces, Piece(np.full(room, self.pad_id), np.full(room, IGNORED))]
@@ -192,7 +200,8 @@ class EncodedRows:
         self._desirable = self.tokens.data.column("desirable") if pairs else None
         self._margins = self.tokens.data.column("margin") if pairs else None
         self.reference: np.ndarray | None = None
-        """float32 [rows, 2], of pairs: log-probability of both answers by the reference."""
+        """float32 [rows, 2], of pairs: log-probability of both answers by the reference; NaN in
+        rows that the run does not read."""
         chunks = [chunk.flatten() for chunk in self._ids.chunks]
         self._joined = pa.chunked_array(chunks, self._ids.type.value_type)
 
@@ -230,6 +239,12 @@ class EncodedRows:
     def second(self, row: int) -> int:
         """Return where in a row of a pair its rejected side begins; 0: it is none."""
         return 0 if self._seconds is None else int(self._seconds[row])
+
+    def side_lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Return the number of tokens of both sides of `rows` of pairs, int64 [rows, 2]."""
+        assert self._seconds is not None
+        first = self._seconds[rows].astype(np.int64)
+        return np.stack([first, self.lengths()[rows] - first], 1)
 
     def desirable(self, rows: Sequence[int]) -> list[bool]:
         """Return whether the first answer of rows is wanted, empty of pairs, which do not say."""
@@ -351,12 +366,28 @@ class Samples(Dataset):
         sample["desirable"] = torch.tensor(self.pieces.rows.desirable(rows), dtype=torch.bool)
         sample["margin"] = torch.tensor(self.pieces.rows.margins(rows), dtype=torch.float32)
         if (reference := self.pieces.rows.reference) is not None:
-            sample["reference"] = torch.from_numpy(reference[rows].reshape(-1))
+            values = reference[rows].reshape(-1)
+            if not np.isfinite(values).all():
+                raise DataError(
+                    f"row {rows[int(np.isnan(values).argmax()) // 2]} has no reference value, and "
+                    "a batch reads it: expected one for every row that the run reads; start the "
+                    "run in another output_dir"
+                )
+            sample["reference"] = torch.from_numpy(values)
         return sample
 
-    def row_numbers(self, index: int) -> list[int]:
-        """Return the first encoded row of each piece of a sample, in order."""
-        return [self.pieces.rows_of(int(number))[0] for number in self._numbers(index)]
+    def first_rows(self, samples: np.ndarray) -> np.ndarray:
+        """Return the first encoded row of each piece of `samples`, one after another; int64."""
+        numbers = samples
+        if self.plan is not None:
+            bins = [self.plan.bin(index) for index in samples.tolist()]
+            numbers = np.concatenate([np.zeros(0, np.int64), *bins])
+        begins = np.asarray(self.pieces.begins, np.int64)[numbers]
+        return self.pieces.rows.ends.searchsorted(begins, "right").astype(np.int64)
+
+    def tokens(self, index: int) -> int:
+        """Return the tokens of a sample, without padding."""
+        return int(self.pieces.lengths[self._numbers(index)].sum())
 
     def rows(self, index: int) -> str:
         """Return the encoded rows that a sample holds a part of, counted from 0, in words."""

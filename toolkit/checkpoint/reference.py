@@ -1,0 +1,363 @@
+"""The reference of preference tuning: found in a checkpoint, or evaluated before the first step.
+
+[Note: life of the reference] A pass before the first step evaluates the answers that the run reads
+(`toolkit.training.reference`). Its parts are kept next to the checkpoints, fsynced, so that a
+preemption loses one part; a restart, on any number of ranks, continues with the parts that are of
+the same model and rows. Then every checkpoint holds all values as one file, which is in its
+manifest: a save commits it, `verify` and each resume hash it, retention, copies and moves take it
+along, and a damaged one is a damaged checkpoint. After the first commit the parts are deleted.
+
+[Note: origin of the reference] The values depend on the parameters and buffers that training starts
+from, the model's config, the dtype of computation, the packing and the tokens of the rows. Digests
+of all of them are kept with the values. That of the model is made of sums of its tensors' bits, the
+same for any number of ranks, so it tells another seed, other adapters or a resized embedding apart.
+A start before the first checkpoint uses the values whose origin is its own and evaluates the rest.
+A resume has a model that was trained since; where it reads more rows than the run did before, the
+start is built again, proven by its digest, asked for those rows, and replaced by the checkpoint.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+import xxhash
+from torch import nn
+
+from toolkit import ranks
+from toolkit.adapters.base import base_digest
+from toolkit.checkpoint import commit
+from toolkit.checkpoint.reference_file import (
+    BYTES_PER_ROW,
+    FILE,
+    PARTS,
+    Origin,
+    Values,
+    decode,
+    delete_part,
+    encode,
+    read_parts,
+    write_part,
+)
+from toolkit.checkpoint.resuming import NOT_ARCHITECTURE
+from toolkit.checkpoint.shard_plan import written_here
+from toolkit.checkpoint.store import Folder
+from toolkit.config.preference import PreferConfig
+from toolkit.data.feed.prepared import PreparedFeed
+from toolkit.data.prepare import TrainingData
+from toolkit.errors import CheckpointError
+from toolkit.formats import assets_of
+from toolkit.formats.bit_sums import part_sums, wrapped
+from toolkit.formats.layout import cut_by_rows
+from toolkit.models.peft_model import base_of
+from toolkit.models.quantise import quantisation_settings
+from toolkit.sharding.fsdp import Sharded
+from toolkit.training.reference import (
+    Logps,
+    Part,
+    RowTable,
+    evaluate_answers,
+    row_tables,
+    use_reference,
+)
+from toolkit.training.train_state import StateFile
+
+
+class Reference:
+    """The log-probabilities of the answers that a run reads, by the model that it starts from.
+
+    See [Note: life of the reference]. Without a loss that needs them nothing is done; batches of
+    streams are evaluated with the adapters off instead.
+    """
+
+    def __init__(
+        self,
+        cfg: PreferConfig,
+        model: nn.Module,
+        data: TrainingData,
+        root: Folder,
+        saved: Folder | None,
+    ) -> None:
+        """Read the values of the checkpoint that the run resumes from. Collective.
+
+        Call it before weights are read: whatever it refuses is known then.
+
+        Args:
+            model: on meta or not; its assets say which base it is.
+            data: its position is that of the checkpoint.
+            root: holds the run's checkpoints (`RunFolder.root`).
+            saved: what `find_resumable` returned.
+
+        Raises:
+            CheckpointError: the checkpoint holds no reference, or one of other rows, another base
+                or another computation than this start has.
+        """
+        self.data, self.root, self.saved = data, root, saved
+        self.files: dict[str, StateFile] = {}
+        """For `TrainState.files`, once the values are complete; on rank 0."""
+        self.tables: list[RowTable] = []
+        self._origin: Origin = {}
+        self._logps: Logps = {}
+        self._next_part = 1
+        self._is_needed = cfg.preference.needs_reference
+        if not self._is_needed or not isinstance(data.feed, PreparedFeed):
+            return
+        self.tables = ranks.on_all(lambda: row_tables(data))
+        self._origin = ranks.on_main(lambda: _origin(cfg, model, self.tables, data))
+        self._logps = {
+            table.name: np.full((len(table.rows), 2), np.nan, np.float32) for table in self.tables
+        }
+        if saved is not None:  # hosts may have no disk in common
+            origin, values = ranks.on_main(lambda: self._read(saved))
+            self._origin["model"] = origin.get("model")
+            _insert(self._logps, values)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row that this start reads has its values; else `complete` evaluates them by
+        the model that training starts from, which has to be there then.
+        """
+        return not any(mask.any() for mask in self._missing().values())
+
+    def complete(self, sharded: Sharded) -> str:
+        """Evaluate the answers that have no values yet, and give all rows theirs; return the line
+        for the log. Collective.
+
+        Call it before a checkpoint is restored: where `is_complete` is false, `sharded` must be the
+        model that training starts from. See [Note: origin of the reference].
+
+        Raises:
+            CheckpointError: rows of a resumed run have no values, and its start is not this model;
+                or a part cannot be written.
+            TrainingError: a value is not finite.
+        """
+        if not self._is_needed:
+            return ""
+        if not self.tables:
+            return "reference  the base, with adapters off: one more forward of each batch"
+        lines = [f"read from {self.saved / FILE}"] if self.saved is not None else []
+        if self.saved is None or not self.is_complete:
+            lines += self._use_parts_of(sharded)
+        if not self.is_complete:
+            lines.append(self._evaluate(sharded))
+        if not self.files and ranks.rank() == 0:
+            values = {name: _finite_values(logps) for name, logps in self._logps.items()}
+            self.files = {FILE: StateFile.of(encode(self._origin, values))}
+        use_reference(self.tables, self._logps)
+        read = sum(int(table.rows_read.sum()) for table in self.tables)
+        total = sum(len(table.rows) for table in self.tables)
+        kind = "pairs" if self.data.cfg.learned == "pairs" else "answers with a label"
+        return f"reference  {read:,} of {total:,} {kind}: {'; '.join(lines) or 'none is read'}"
+
+    def _read(self, saved: Folder) -> tuple[Origin, Values]:
+        """Return origin and values of the checkpoint's reference; refuse one of another run."""
+        file = saved / FILE
+        entry = commit.read_manifest(saved)["files"].get(FILE)
+        if entry is None:
+            raise CheckpointError(
+                f"{saved} holds no {FILE}, which a loss that compares with a reference needs: "
+                "expected a checkpoint of a run with such a loss. Start in another output_dir"
+            )
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+            raise CheckpointError(
+                f"{file} has other bytes than were saved. Start again: a damaged checkpoint is set "
+                "aside, and the run resumes from the one before it"
+            )
+        origin, values = decode(content, file)
+        self._refuse_others(file, origin)
+        shapes = {table.name: len(table.rows) for table in self.tables}
+        values = {name: pair for name, pair in values.items() if name in shapes}
+        for name, (answers, _) in values.items():
+            if (answers >= 2 * shapes[name]).any():
+                raise CheckpointError(f"{file} has values of rows that {name} has not")
+        self.files = {FILE: StateFile(content, entry["sha256"])}
+        return origin, values
+
+    def _refuse_others(self, file: Folder, origin: Origin) -> None:
+        """Refuse values that depend on something else than this run's."""
+        now, advice = self._origin, "or start in another output_dir"
+        before = origin.get("rows") if isinstance(origin.get("rows"), dict) else {}
+        changed = [n for n, digest in now["rows"].items() if before.get(n, digest) != digest]
+        if changed:
+            raise CheckpointError(
+                f"{file} is of other rows than this run has ({', '.join(changed)}): give the data "
+                f"that it began with, {advice}"
+            )
+        if origin.get("base") != now["base"]:
+            raise CheckpointError(
+                f"{file} is of another base than this run has: give the model.name_or_path that it "
+                f"began with, {advice}"
+            )
+        names = {"dtype": "sharding.param_dtype", "packing": "data.packing"}
+        for key, setting in names.items():
+            if origin.get(key) != now[key]:
+                raise CheckpointError(
+                    f"{file} was computed with {setting} {origin.get(key)}, this run has "
+                    f"{now[key]}: set it as it was, {advice}"
+                )
+
+    def _missing(self) -> dict[str, np.ndarray]:
+        """Return masks of the answers that this start reads and that have no value: bool [rows,
+        2].
+        """
+        return {
+            table.name: np.isnan(self._logps[table.name]) & table.rows_read[:, None]
+            for table in self.tables
+        }
+
+    def _use_parts_of(self, sharded: Sharded) -> list[str]:
+        """Take the values of earlier parts that are of this model; return what to log of them.
+        Refuse another model than a resumed run started from. Collective.
+        """
+        digest = model_digest(sharded.model)
+        if self.saved is not None and digest != self._origin["model"]:
+            raise ranks.mark_collective(CheckpointError(self._another_start(self.saved)))
+        self._origin["model"] = digest
+        usable, warnings = ranks.on_main(self._take_parts)
+        ranks.say(*warnings)
+        for values in usable:
+            _insert(self._logps, values)
+            self.files = {}  # with more values than a checkpoint's
+        count = sum(len(answers) for values in usable for answers, _ in values.values())
+        return [f"{count:,} answers read from {self.root / PARTS}"] if usable else []
+
+    def _another_start(self, saved: Folder) -> str:
+        """Return the error for rows that cannot be evaluated any more."""
+        counts = {"train": 0, "eval": 0}
+        for table in self.tables:
+            lacking = self._missing()[table.name].any(1)
+            for number, (samples, read) in enumerate(zip(table.samples, table.reads, strict=True)):
+                kind = "train" if number == 0 and table.name.startswith("train.") else "eval"
+                counts[kind] += int(lacking[samples.first_rows(read)].sum())
+        settings = {"train": "train.max_steps", "eval": "data.max_eval_samples"}
+        rows = [
+            f"{n:,} rows to {'train' if kind == 'train' else 'evaluate'} on ({settings[kind]})"
+            for kind, n in counts.items()
+            if n
+        ]
+        return (
+            f"{saved / FILE} has no values of {' and '.join(rows)}, and this start does not build "
+            "the model that the run started from: its tensors have other bits. Give the model, "
+            "adapter and seed that it began with, or these settings as they were, or start in "
+            "another output_dir"
+        )
+
+    def _take_parts(self) -> tuple[list[Values], list[str]]:
+        """Return the values of the parts that are of this model and these rows, and warnings of the
+        others, which are deleted.
+        """
+        parts, folder = read_parts(self.root), self.root / PARTS
+        self._next_part = parts.highest + 1
+        usable, unusable = [], []
+        for name, (origin, values) in parts.whole.items():
+            rows = origin.get("rows", {})
+            same_rows = {n: v for n, v in values.items() if rows.get(n) == self._row_digest(n)}
+            same_model = {**origin, "rows": None} == {**self._origin, "rows": None}
+            if same_model and same_rows:
+                usable.append(same_rows)
+            else:
+                unusable.append(name)
+        warnings = [
+            f"WARNING: {folder / name} is damaged; its rows are evaluated again"
+            for name in parts.damaged
+        ]
+        if unusable:
+            warnings.append(
+                f"NOTE: {len(unusable)} part(s) of the reference in {folder} are of another model, "
+                "other rows or another dtype; they are deleted and not used"
+            )
+        for name in (*parts.damaged, *unusable):
+            delete_part(self.root, name)
+        return usable, warnings
+
+    def _row_digest(self, name: str) -> str:
+        return self._origin["rows"].get(name, "")
+
+    def _evaluate(self, sharded: Sharded) -> str:
+        def keep(part: Part) -> None:
+            def write() -> None:
+                write_part(self.root, self._next_part, self._origin, part)
+                self._next_part += 1
+
+            ranks.on_main(write)
+            _insert(self._logps, part)
+
+        evaluation = evaluate_answers(sharded, self.data, self.tables, self._missing(), keep)
+        self.files = {}
+        where = "before the first step" if self.saved is None else "by the model of the first step"
+        return f"{evaluation}, {where}; each checkpoint holds them"
+
+
+def reference_bytes(cfg: Any, data: TrainingData) -> int:
+    """Return how many bytes a checkpoint's reference takes at most, 0 where it has none."""
+    needs = isinstance(cfg, PreferConfig) and cfg.preference.needs_reference
+    if not needs or not isinstance(data.feed, PreparedFeed):
+        return 0
+    feed = data.feed
+    sources = [*feed.sources, *feed.eval_sources]
+    return BYTES_PER_ROW * sum(len(source.tokens) for source in sources) + 4096
+
+
+def model_digest(model: nn.Module) -> str:
+    """Return a digest of the model as a function: the bits of all its parameters and buffers, and
+    its config. Collective, one pass over the bytes on the device, 8 bytes a tensor exchanged; the
+    same for any number of ranks.
+    """
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    names = sorted(tensors)
+    here = written_here(tensors)
+
+    def sums() -> list[int]:
+        return [
+            int(part_sums(tensors[n])[1]) if n in here and cut_by_rows(tensors[n]) else 0
+            for n in names
+        ]
+
+    totals = ranks.totals(ranks.on_all(sums)) or [0] * len(names)
+    content = xxhash.xxh3_128()
+    for name, total in zip(names, totals, strict=True):
+        tensor = tensors[name]
+        content.update(f"{name} {tensor.dtype} {list(tensor.shape)} {wrapped(total)}\n".encode())
+    config = base_of(model).config.to_dict()
+    computed = {key: value for key, value in config.items() if key not in NOT_ARCHITECTURE}
+    content.update(json.dumps(computed, sort_keys=True, default=str).encode())
+    content.update(json.dumps(quantisation_settings(model), sort_keys=True, default=str).encode())
+    return ranks.broadcast(content.hexdigest())
+
+
+def _origin(
+    cfg: PreferConfig, model: nn.Module, tables: list[RowTable], data: TrainingData
+) -> Origin:
+    """Return the origin of the values, still without the model's digest."""
+    assets, shape = assets_of(model), data.feed.shape
+    base = "random"
+    if cfg.model.init != "random" and assets.folder is not None:
+        base = base_digest(assets.folder, assets.name_or_path, assets.revision)
+    return {
+        "rows": {table.name: table.digest() for table in tables},
+        "base": base,
+        "dtype": cfg.sharding.param_dtype,
+        "packing": shape.packing,
+        "sequence_length": shape.sequence_length,
+    }
+
+
+def _finite_values(logps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the answers that have a value, and their values."""
+    flat = logps.reshape(-1)
+    answers = np.flatnonzero(np.isfinite(flat))
+    return answers.astype(np.int64), flat[answers]
+
+
+def _insert(logps: Logps, values: Values) -> None:
+    """Put values into `logps` where there are none: a row keeps the value that it was given
+    first.
+    """
+    for name, (answers, new) in values.items():
+        if name in logps:
+            flat = logps[name].reshape(-1)
+            flat[answers] = np.where(np.isnan(flat[answers]), new, flat[answers])

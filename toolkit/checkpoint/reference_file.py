@@ -1,0 +1,141 @@
+"""The file of the reference of preference tuning, and the parts of a pass that is not done.
+
+    step-N/reference.safetensors    in every checkpoint of such a run, and so in its manifest
+    RUN/reference.parts/            what a pass before the first step has evaluated so far; its name
+                                    ends in the hash of its content; deleted after the next commit
+
+Both hold, for each table of rows, `NAME.answers` (int64: 2 * row + side) and `NAME.logps` (float32,
+finite), and in their metadata the origin: what the values depend on. Knows neither models nor rows.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+import xxhash
+from safetensors import SafetensorError
+
+from toolkit.checkpoint.local_folder import disk_errors
+from toolkit.checkpoint.store import Folder, storage_of
+from toolkit.errors import CheckpointError, one_line
+from toolkit.formats.synced_files import sync_above
+
+FILE = "reference.safetensors"
+PARTS = "reference.parts"
+BYTES_PER_ROW = 2 * (8 + 4)
+_ANSWERS, _LOGPS = ".answers", ".logps"
+_PART = re.compile(r"part-([0-9]{5,})-([0-9a-f]{32})\.safetensors")
+
+Origin = dict[str, Any]
+"""What the values depend on, as JSON: digests of rows and model, dtype, packing."""
+Values = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Name of a table -> answers, int64 [n], and their log-probabilities, float32 [n]."""
+
+
+def encode(origin: Origin, values: Values) -> bytes:
+    """Return the content of a file."""
+    tensors = {}
+    for name, (answers, logps) in values.items():
+        tensors[name + _ANSWERS] = np.ascontiguousarray(answers, np.int64)
+        tensors[name + _LOGPS] = np.ascontiguousarray(logps, np.float32)
+    return safetensors.numpy.save(tensors, {"origin": json.dumps(origin, sort_keys=True)})
+
+
+def decode(content: bytes, file: object) -> tuple[Origin, Values]:
+    """Return the origin and the values that `encode` was given.
+
+    Raises:
+        CheckpointError: the content, of `file`, is something else.
+    """
+    try:
+        tensors = safetensors.numpy.load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        origin = json.loads(header["__metadata__"]["origin"])
+        names = [name.removesuffix(_ANSWERS) for name in tensors if name.endswith(_ANSWERS)]
+        values = {name: (tensors[name + _ANSWERS], tensors[name + _LOGPS]) for name in names}
+    except (SafetensorError, LookupError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is no file of reference values: {one_line(error)}"
+        ) from error
+    faults = [name for name, pair in values.items() if not _is_table(*pair)]
+    if len(tensors) != 2 * len(values):
+        faults = sorted(tensors)
+    if not isinstance(origin, dict) or faults:
+        raise CheckpointError(
+            f"{file} is no file of reference values: expected tensors NAME{_ANSWERS} (int64) and "
+            f"NAME{_LOGPS} (float32, finite) of equal length, got {', '.join(faults[:3])}"
+        )
+    return origin, values
+
+
+def _is_table(answers: np.ndarray, logps: np.ndarray) -> bool:
+    kinds = answers.dtype == np.int64 and logps.dtype == np.float32
+    shapes = answers.ndim == 1 and answers.shape == logps.shape
+    return bool(kinds and shapes and (answers >= 0).all() and np.isfinite(logps).all())
+
+
+# ---- Parts of a pass
+
+
+def write_part(root: Folder, number: int, origin: Origin, values: Values) -> None:
+    """Write a part of the pass, durably, next to the checkpoints in `root`.
+
+    StorageError or CheckpointError: the disk or the store refuses; names file and size.
+    """
+    content, folder = encode(origin, values), root / PARTS
+    digest = xxhash.xxh3_128(content).hexdigest()
+    file = folder / f"part-{number:05d}-{digest}.safetensors"
+    with disk_errors(f"{file} of {len(content):,} bytes could not be written"):
+        if isinstance(folder, Path) and not folder.is_dir():
+            folder.mkdir(parents=True)
+            sync_above(folder)
+        storage_of(file).replace(content)
+
+
+@dataclass
+class Parts:
+    """The content of `reference.parts`."""
+
+    whole: dict[str, tuple[Origin, Values]]  # by the name of the file, in their order
+    damaged: list[str]  # names of files whose content is not what was written
+    highest: int  # number of a part
+
+
+def read_parts(root: Folder) -> Parts:
+    """Return the parts of a pass that lie in `root`."""
+    folder, parts = root / PARTS, Parts({}, [], 0)
+    with disk_errors(f"{folder} cannot be read"):
+        for name in sorted(storage_of(folder).files()):
+            match = _PART.fullmatch(name)
+            if match is None:
+                continue  # of a write that was killed
+            parts.highest = max(parts.highest, int(match[1]))
+            content = (folder / name).read_bytes()
+            if xxhash.xxh3_128(content).hexdigest() == match[2]:
+                parts.whole[name] = decode(content, folder / name)
+            else:
+                parts.damaged.append(name)
+    return parts
+
+
+def delete_part(root: Folder, name: str) -> None:
+    """Delete one part, which is of no use."""
+    file = root / PARTS / name
+    with disk_errors(f"{file} cannot be deleted"):
+        file.unlink()
+
+
+def delete_parts(root: Folder) -> None:
+    """Delete the parts in `root`, where there are any."""
+    folder = root / PARTS
+    if isinstance(folder, Path):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        return
+    for name in folder.files():
+        (folder / name).unlink()
