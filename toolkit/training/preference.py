@@ -23,7 +23,6 @@ over the tokens of its chosen answers, in orpo of their prompts too, as its auth
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +31,8 @@ from torch import nn
 from toolkit.config.preference import PreferenceConfig
 from toolkit.data.samples.batch import IGNORED, Batch
 from toolkit.errors import TrainingError
-from toolkit.formats import reshard
 from toolkit.mesh import View
-from toolkit.models.peft_model import has_adapters
+from toolkit.models.peft_model import disabled_adapters, has_adapters
 from toolkit.training.loss import LossSum, sequence_rewards, token_logps
 
 PARTS = (
@@ -79,17 +77,15 @@ def sequence_logps(
     return sums, _counts(batch)
 
 
-def _by_base(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the log-probability of each sequence by the model without its adapters, [n_sequences];
-    TrainingError for one without. Costs a forward.
+def base_model_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Compute the log-probability of each sequence with the adapters switched off, [n_sequences].
+
+    Costs a forward. Raises TrainingError for a model without adapters.
     """
     if not has_adapters(model):
         raise TrainingError("expected reference values in a batch, or a model with adapters")
-    with torch.no_grad(), cast(Any, model).disable_adapter():
-        found = sequence_logps(model, batch)[0][:-1]
-        # PEFT marks what is trained: shards have to be in place when it does, not gathered copies.
-        reshard(model)
-    return found
+    with torch.no_grad(), disabled_adapters(model):
+        return sequence_logps(model, batch)[0][:-1]
 
 
 def _owners(batch: Batch) -> torch.Tensor:
@@ -136,7 +132,7 @@ class Objective:
         if self.cfg.loss_type == "reward":
             return self._rewarded(model, batch)
         asked = self.cfg.needs_reference and batch.reference is None
-        reference = _by_base(model, batch) if asked else batch.reference
+        reference = base_model_logps(model, batch) if asked else batch.reference
         sums, counts = sequence_logps(model, batch, device_type=self.device_type)
         policy = _Pairs(*(x[at:-1:2] for x in (sums, counts) for at in (0, 1)))
         rewards = policy
