@@ -29,7 +29,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     base, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
     cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
-    data = prepare_data(cfg, base, model_cfg, run, mesh.data, preference.METRICS)
+    data = prepare_data(cfg, base, model_cfg, run, mesh.data)
     model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
     assembly.check_before_loading(cfg, model, data, folder)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)

@@ -16,10 +16,18 @@ class Metric:
     """Whether a larger value is better, or a smaller one."""
 
 
-LOSS, PERPLEXITY, ACCURACY = Metric("loss", "min"), Metric("perplexity", "min"), Metric("accuracy", "max")
+LOSS, PERPLEXITY, ACCURACY = (
+    Metric("loss", "min"),
+    Metric("perplexity", "min"),
+    Metric("accuracy", "max"),
+)
 TOKEN_METRICS = (LOSS, PERPLEXITY, ACCURACY)
 """Metrics of a cross entropy of tokens."""
-_REWARDS = (Metric("reward_chosen", "max"), Metric("reward_rejected", "min"), Metric("margin", "max"))
+_REWARDS = (
+    Metric("reward_chosen", "max"),
+    Metric("reward_rejected", "min"),
+    Metric("margin", "max"),
+)
 _LOGPS = (Metric("logps_chosen", "max"), Metric("logps_rejected", "min"))
 
 

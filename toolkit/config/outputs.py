@@ -29,8 +29,8 @@ class CheckpointConfig:
     """Keep so many of the best by metric_for_best_model beside the newest; true: one."""
     metric_for_best_model: str = "eval_loss"
     """Metric of an evaluation that `keep_best` and early stopping compare, such as `eval_accuracy`,
-    or `eval_FILE_accuracy` of one of several evaluation files; `eval_` may be omitted. Less is better
-    of a loss, a perplexity, `kl`, `reward_rejected` and `logps_rejected`, more of every other."""
+    or `eval_FILE_accuracy` of one of several evaluation files; `eval_` may be omitted. Less is
+    better of a loss, a perplexity, `kl`, `reward_rejected` and `logps_rejected`, more of others."""
     async_save: bool | Literal["auto"] = "auto"
     """Go on training while a checkpoint is written: the loop waits only for a copy in host memory,
     which costs each process its parameters and optimizer state once more there. False: when the

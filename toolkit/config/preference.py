@@ -50,14 +50,14 @@ class PreferenceConfig:
     `apo_zero` are its variants. `simpo` and `orpo` need no reference. `kto` learns from single
     answers with a label. `reward` trains a reward model. Formulas: docs/preference.md."""
     beta: Positive = 0.1
-    """Strength: a smaller value lets the model move farther from the reference. Of simpo the scale of
-    the margin, of orpo the weight of the odds ratio; not of reward."""
+    """Strength: a smaller value lets the model move farther from the reference. Of simpo the scale
+    of the margin, of orpo the weight of the odds ratio; not of reward."""
     label_smoothing: Fraction = 0.0
     """Share of pairs whose sides are taken to be swapped, below 0.5: of sigmoid, sigmoid_norm,
     robust and simpo."""
     rpo_alpha: NonNegative = 0.0
-    """Weight of the cross entropy of chosen answers, a mean over their tokens, which is added to the
-    loss; not of orpo, kto and reward."""
+    """Weight of the cross entropy of chosen answers, a mean over their tokens, which is added to
+    the loss; not of orpo, kto and reward."""
     simpo_gamma: NonNegative = 0.5
     """Of simpo: the margin between both sides that its loss asks for."""
     desirable_weight: Positive = 1.0

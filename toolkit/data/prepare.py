@@ -285,7 +285,8 @@ class TrainingData:
     @property
     def fixed_length(self) -> bool:
         """Whether every sample has as many tokens, padding counted."""
-        return self.feed.shape.packing != "none"
+        # Packed answers with labels are cut down to their tokens, apart from those compared with.
+        return self.feed.shape.packing != "none" and self.cfg.learned != "answers"
 
     @property
     def accumulation(self) -> int:
