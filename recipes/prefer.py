@@ -31,6 +31,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     data = prepare_data(cfg, base, model_cfg, run, mesh.data)
     model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
+    preference.disable_dropout(model)  # it must be the same function as its reference
     assembly.check_before_loading(cfg, model, data, folder)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
@@ -39,7 +40,6 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
     loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=saved is not None)
     training.seed_everything(cfg.seed, run.rank)
-    preference.disable_dropout(model)  # it must be the same function as its reference
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
     state = TrainState(model, optimizer, scheduler, data.position)

@@ -33,9 +33,11 @@ from toolkit.config.preference import PreferenceConfig
 from toolkit.data.samples.batch import IGNORED, Batch
 from toolkit.errors import TrainingError
 from toolkit.mesh import View
+from toolkit.models.dropout import disable_dropout
 from toolkit.models.peft_model import disabled_adapters, has_adapters
 from toolkit.training.loss import LossSum, sequence_rewards, token_logps
 
+__all__ = ["Objective", "base_model_logps", "disable_dropout", "log_odds", "sequence_logps"]
 _LEAST = 2.0**-149  # the smallest positive float32 number
 _LOG_2 = math.log(2.0)
 
@@ -297,15 +299,3 @@ _TERMS: dict[str, Callable[[PreferenceConfig, _Pairs], torch.Tensor]] = {
     "simpo": lambda cfg, p: _smoothed(cfg, cfg.beta * p.means().margin - cfg.simpo_gamma),
     "orpo": _orpo,
 }
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Let `model` drop nothing while it trains, in place: modules that drop, and the shares that
-    attention and others hold as numbers.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                setattr(module, name, 0.0)
