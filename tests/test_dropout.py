@@ -115,7 +115,8 @@ def test_a_model_that_cannot_be_tried_is_reported(monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(dropout, "drawn_copy", fails)
     disable_dropout(noisy_model("llama"))
-    assert "could not be tried on a tiny copy: RuntimeError: no copy today" in capsys.readouterr().out
+    line = capsys.readouterr().out
+    assert "could not be tried on a tiny copy: RuntimeError: no copy today" in line
 
 
 def test_the_random_state_of_a_run_stays() -> None:

@@ -88,8 +88,8 @@ class PreferenceConfig:
             users, value = _USERS.get(setting.name, (kind,)), getattr(self, setting.name)
             if kind not in users and value != setting.default:
                 raise ConfigError(
-                    f"preference.{setting.name} {value} does nothing with loss_type {kind}; "
-                    f"remove it, or set loss_type to {' or '.join(users)}"
+                    f"preference.{setting.name} does nothing with loss_type {kind}, got {value}; "
+                    f"remove it, or set loss_type to one of {', '.join(users)}"
                 )
         if self.label_smoothing >= 0.5:
             raise ConfigError(

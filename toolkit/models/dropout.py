@@ -7,7 +7,7 @@ draws forced to either end, and the numbers that change its output are set to 0.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit import ranks
 from toolkit.errors import ModelError, one_line
-from toolkit.models.patterns import plain_class_name
 from toolkit.models.modes import forked_rng
+from toolkit.models.patterns import plain_class_name
 from toolkit.models.peft_model import base_of
 from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, cuts, drawn_copy, layer_kinds, on_meta
 
@@ -38,7 +38,7 @@ class NoiseSetting:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Make `model` the same function in each forward of training, and that of eval mode, in place.
+    """Make `model` the same function in training as in eval mode, in each forward, in place.
 
     Collective. Sets to 0 the rates of dropout modules, attributes that are named dropout, and what
     else a tiny copy of the model shows to add noise. Takes seconds. Logs what it set besides
@@ -57,13 +57,13 @@ def disable_dropout(model: nn.Module) -> None:
         for owner in _owners(base, setting):
             setattr(owner, setting.attribute, 0.0)
     names = ", ".join(f"{s.owner}.{s.attribute}" for s in settings)
-    ranks.say(
-        f"dropout    off, as is {names}" if settings else None,
-        f"WARNING: dropout modules are off, but whether {plain_class_name(base)} draws anything else in "
-        f"training could not be tried on a tiny copy: {problem}"
-        if problem
-        else None,
-    )
+    if settings:
+        ranks.say(f"dropout    off, as is {names}")
+    if problem:
+        ranks.say(
+            f"WARNING: dropout modules are off, but whether {plain_class_name(base)} draws "
+            f"anything else in training could not be tried on a tiny copy: {problem}"
+        )
 
 
 def noise_settings(
@@ -164,7 +164,7 @@ class _Trial:
         return float((logits - self.expected).abs().max()) <= _ROUNDING * spread
 
     def differing_mode(self) -> Callable[[], Any] | None:
-        """Return draws under which a forward in training is not that of eval mode; None: all are."""
+        """Return draws by which a forward in training is not that of eval mode; None: all are."""
         for mode in _modes():
             if not self.agrees(self.logits(training=True, mode=mode)):
                 return mode

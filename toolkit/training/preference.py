@@ -19,6 +19,8 @@ one; r = S - R, d = r_c - r_w, m = S / n. Sources:
 
 Each is a mean over the pairs of the global batch; the cross entropy in rpo_alpha and orpo is a mean
 over the tokens of its chosen answers, in orpo of their prompts too, as its authors' code has it.
+What follows the sums S is computed in float64: a few numbers a pair, whose differences float32
+would round by up to 0.004 where S is -7e4.
 """
 
 import math
@@ -138,6 +140,7 @@ class Objective:
             assert reference is not None
             return self._kto_loss(model, batch, reference.view(-1, 2))
         sums, counts = sequence_logps(model, batch, device_type=self.device_type)
+        sums = sums.double()  # see [Note: preference objectives]
         policy = _Pairs(*(x[at:-1:2] for x in (sums, counts) for at in (0, 1)))
         rewards = policy
         if self.cfg.needs_reference and reference is not None:
@@ -149,19 +152,19 @@ class Objective:
         terms = _TERMS[self.cfg.loss_type](self.cfg, rewards)
         weight = 1.0 if self.cfg.loss_type == "orpo" else self.cfg.rpo_alpha
         cross_entropy = -weight * (policy.chosen.sum() + sums[-1]) if weight else _zero(batch)
-        total = torch.stack([terms.sum(), cross_entropy])
+        total = torch.stack([terms.sum(), cross_entropy]).float()
         return LossSum(total, self.counts(batch), self._pair_metrics(rewards, policy))
 
     def _reward_loss(self, model: nn.Module, batch: Batch) -> LossSum:
         """Compute the loss of a reward model."""
-        chosen, rejected = sequence_rewards(model, batch).view(-1, 2).unbind(1)
+        chosen, rejected = sequence_rewards(model, batch).double().view(-1, 2).unbind(1)
         margin = 0.0 if batch.margin is None else batch.margin
         terms = -F.logsigmoid(chosen - rejected - margin)
         # Without a coefficient the square, which may overflow, has no part in the loss.
         if coefficient := self.cfg.center_rewards_coefficient:
             terms = terms + coefficient * (chosen + rejected) ** 2
         metrics = _reward_metrics(chosen.detach(), rejected.detach())
-        return LossSum(terms.sum()[None], self.counts(batch), metrics)
+        return LossSum(terms.sum()[None].float(), self.counts(batch), metrics)
 
     def _pair_metrics(self, rewards: _Pairs, policy: _Pairs) -> dict[str, torch.Tensor]:
         """Return the sums over pairs of the metrics of an objective of pairs."""
@@ -198,7 +201,7 @@ class Objective:
         metrics, counts = _label_metrics(desirable, beta * rewards.detach(), logps.detach())
         metrics["kl"] = point.expand_as(rewards).sum()
         metrics["accuracy"] = ((rewards.detach() > point) == desirable).float().sum()
-        total = torch.stack([terms.sum(), _zero(batch)])
+        total = torch.stack([terms.sum(), _zero(batch)]).float()
         return LossSum(total, self.counts(batch), metrics, counts)
 
     def _answer_logps(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,6 +215,7 @@ class Objective:
         with torch.no_grad():
             second = sequence_logps(model, partners, device_type=self.device_type)[0][:-1]
         first = sequence_logps(model, answers, device_type=self.device_type)[0][:-1]
+        first, second = first.double(), second.double()
         return (first, second) if batch.halves is not None else (first[::2], second[1::2])
 
 
@@ -221,7 +225,7 @@ def _full(value: int, batch: Batch) -> torch.Tensor:
 
 
 def _zero(batch: Batch) -> torch.Tensor:
-    return torch.zeros((), device=batch.targets.device)
+    return torch.zeros((), dtype=torch.float64, device=batch.targets.device)
 
 
 def _reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -269,7 +273,7 @@ def _apo_zero(cfg: PreferenceConfig, pairs: _Pairs) -> torch.Tensor:
 def _orpo(cfg: PreferenceConfig, pairs: _Pairs) -> torch.Tensor:
     means = pairs.means()
     ratio = log_odds(means.chosen) - log_odds(means.rejected)
-    return (-cfg.beta * F.logsigmoid(ratio)).float()
+    return -cfg.beta * F.logsigmoid(ratio)
 
 
 def log_odds(logps: torch.Tensor) -> torch.Tensor:
