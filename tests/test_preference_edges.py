@@ -4,26 +4,37 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import test_reward
 import torch
 import torch.nn.functional as F
+from sharded import sharded_of
 from test_preference import OBJECTIVES, answers_of, batch_of, piece_of, reference_of, settings
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from trl_figures import models, pairs, reward_model
 
-from toolkit.config.preference import PreferenceConfig
+from toolkit.checkpoint.retention import expendable
+from toolkit.config import CheckpointConfig
+from toolkit.config.measures import is_greater_better, preference_metrics
+from toolkit.config.preference import PreferConfig, PreferenceConfig
+from toolkit.config.settings import FinetuneModelConfig, FinetuneTrainConfig
+from toolkit.data.prepare import _check_evaluations
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sequences import SampleShape
 from toolkit.errors import ConfigError, TrainingError
+from toolkit.formats.metrics_file import read_metrics
 from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
 from toolkit.training import preference
+from toolkit.training.early_stopping import early_stopping
+from toolkit.training.metrics import Metrics, evaluate_metrics
 from toolkit.training.preference import Objective, log_odds, sequence_logps
+from toolkit.training.step import StepStats
 
 # ---- Values and gradients ------------------------------------------------------------------------
 
@@ -376,8 +387,106 @@ def kinds() -> Iterator[str]:
 
 @pytest.mark.parametrize("name", kinds())
 def test_an_objective_gives_the_metrics_that_it_declares(name: str) -> None:
-    from toolkit.config.measures import preference_metrics
-
     model, objective, batch = micro_batch(name, "none")
     declared = {metric.name for metric in preference_metrics(objective.cfg.loss_type)}
     assert {"loss", *objective(model, batch).parts} == declared
+
+
+def test_directions_are_declared_with_the_metrics() -> None:
+    lower = {"loss", "reward_rejected", "logps_rejected", "kl"}
+    for kind in ("sigmoid", "kto", "reward"):
+        for metric in preference_metrics(kind):
+            assert (metric.direction == "min") == (metric.name in lower)
+            for name in (f"eval_{metric.name}", f"eval_e1_{metric.name}"):
+                assert is_greater_better(name) == (metric.direction == "max")
+                saving = CheckpointConfig(metric_for_best_model=name)
+                assert saving.best_metric() == (name, metric.direction == "max")
+    assert not is_greater_better("eval_some_loss")  # of a recipe of the user's own
+    assert is_greater_better("eval_bleu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "fits"),
+    [
+        ("sigmoid", "eval_perplexity", False),
+        ("sigmoid", "eval_kl", False),
+        ("sigmoid", "eval_margin", True),
+        ("sigmoid", "eval_e1_margin", True),
+        ("sigmoid", "e2_logps_chosen", True),
+        ("sigmoid", "eval_e3_margin", False),
+        ("reward", "eval_logps_chosen", False),
+        ("reward", "eval_e2_reward_rejected", True),
+        ("kto", "eval_kl", True),
+        ("kto", "eval_logps", False),
+    ],
+)
+@pytest.mark.parametrize("saving", [{}, {"keep_best": True}])
+def test_a_metric_that_no_evaluation_gives_is_refused(
+    kind: Any, metric: str, fits: bool, saving: dict[str, Any]
+) -> None:
+    cfg = PreferConfig(
+        model=FinetuneModelConfig(name_or_path="model"),
+        checkpoint=CheckpointConfig(metric_for_best_model=metric, **saving),
+        preference=PreferenceConfig(loss_type=kind),
+        train=FinetuneTrainConfig(eval_steps=500),
+    )
+    if fits:
+        _check_evaluations(cfg, ["e1", "e2"], ())
+        return
+    with pytest.raises(
+        ConfigError, match="expected a metric that an evaluation of this run gives"
+    ) as e:
+        _check_evaluations(cfg, ["e1", "e2"], ())
+    assert "eval_margin" in str(e.value)
+    assert "eval_perplexity," not in str(e.value)
+
+
+def test_the_best_of_a_metric_that_should_fall_is_the_smallest() -> None:
+    cfg = CheckpointConfig(metric_for_best_model="eval_e1_reward_rejected", keep_best=1)
+    verified = {step: {"eval_e1_reward_rejected": float(step)} for step in range(1, 6)}
+    assert expendable(verified, cfg) == {2, 3}
+    stopping = early_stopping(FinetuneTrainConfig(early_stopping_patience=2, eval_steps=500), cfg, {})
+    assert not stopping.greater_is_better
+
+
+def test_an_evaluation_without_a_label_has_no_mean_of_it() -> None:
+    model, objective, batch = micro_batch("kto", "none")
+    labels = torch.ones_like(batch.desirable)  # type: ignore[arg-type]
+    sharded = sharded_of(model)
+    found = evaluate_metrics(
+        sharded, {"": [replace(batch, desirable=labels)]}, objective, perplexity=False
+    )
+    assert {"eval_loss", "eval_reward_chosen", "eval_kl", "eval_accuracy"} <= found.keys()
+    assert not {"eval_reward_rejected", "eval_margin", "eval_logps_rejected"} & found.keys()
+    both = evaluate_metrics(sharded, {"": [batch]}, objective, perplexity=False)
+    assert {"eval_reward_rejected", "eval_margin", "eval_logps_rejected"} <= both.keys()
+
+
+def test_a_line_has_means_over_its_logging_window(tmp_path: Path) -> None:
+    metrics = Metrics(
+        tmp_path,
+        device=torch.device("cpu"),
+        first_step=0,
+        max_steps=9,
+        tokens_before=0,
+        tokens_per_step=1,
+        flops_per_token=1.0,
+        logging_steps=4,
+    )
+    metrics.guards.bad_steps.most = 5
+    one, no = torch.tensor(1.0), torch.tensor(False)
+    # Sums and numbers of pairs of each step; the third one is skipped.
+    steps = [(2.0, 2.0), (9.0, 3.0), (1e9, 1.0), (4.0, 5.0), (6.0, 4.0)]
+    for step, (total, count) in enumerate(steps, 1):
+        sums = {
+            "margin": (torch.tensor([total]), torch.tensor([count])),
+            "reward_rejected": (torch.zeros(1), torch.zeros(1)),  # no row has the label
+        }
+        skipped = torch.tensor(step == 3)
+        stats = StepStats(one, one, torch.tensor(1), skipped, no, part_sums=sums)
+        metrics.step(step, stats, 1e-3)
+    metrics.close()
+    lines = {line["step"]: line for line in read_metrics(tmp_path)}
+    assert lines[1]["margin"] == pytest.approx(2.0 / 2)
+    assert lines[4]["margin"] == pytest.approx((9.0 + 4.0) / (3 + 5))
+    assert not any("reward_rejected" in line for line in lines.values())
