@@ -6,8 +6,11 @@ here: NCCL between ranks, HSDP, timeouts, the network interface of gloo.
 
 import importlib.util
 import json
+import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -36,8 +39,13 @@ from transformers import AutoModelForCausalLM
 
 from toolkit import ranks, training
 from toolkit.config import FinetuneConfig
+from toolkit.config.preference import PreferenceConfig, RewardModelConfig
+from toolkit.data.samples.sequences import IGNORED, Piece, SampleShape
 from toolkit.errors import TrainingError
-from toolkit.training import launch
+from toolkit.training import head_loss, launch, loss_kernel
+from toolkit.training.head_logps import HeadLogps
+from toolkit.training.head_loss import HeadLoss
+from toolkit.training.preference import Objective
 
 FP32 = {"param_dtype": "float32"}
 STEPS = 3
@@ -307,6 +315,46 @@ def log_probabilities(place: Place) -> None:
         turned = float(torch.cosine_similarity(*gradients, dim=0))
         place.record("values", off < 0.05, off=off, tokens=int(valid.sum()))
         place.record("gradients", turned > 0.999, cosine=turned)
+        refused = [str(device) for device in loss_kernel._refused]
+        place.record("kernel", not refused if place.cuda else None, refused=refused)
+        _logps_cost(place)
+
+
+def _logps_cost(place: Place) -> None:
+    """Record memory and time of log-probabilities of an 8B model's head, by a kernel of their own
+    and by plain operations, frozen and trained.
+    """
+    rows, width, vocabulary = (256, 64, 512) if place.tiny else (16384, 4096, 128256)
+    hidden = torch.randn(1, rows, width, dtype=torch.bfloat16, device=place.device)
+    targets = torch.randint(0, vocabulary, (1, rows), device=place.device)
+    layer = torch.nn.Linear(width, vocabulary, bias=False)
+    layer = layer.to(place.device, torch.bfloat16)
+    kinds = {"kernel": head_loss._COMPILED, "plain operations": ()}
+    try:
+        for trained in (False, True):
+            layer.weight.requires_grad_(trained)
+            for name, compiled in kinds.items():
+                head_loss._COMPILED = compiled  # type: ignore[assignment]
+                task = HeadLogps(HeadLoss(layer, layer.forward, vocabulary))
+
+                def step(task: HeadLogps = task) -> None:
+                    leaf = hidden.clone().requires_grad_()
+                    logps, _ = task(leaf, targets, rows)
+                    logps.square().sum().backward()
+                    layer.weight.grad = None
+
+                step()
+                synchronize(place)
+                reset_peak(place)
+                begun = time.perf_counter()
+                for _ in range(3):
+                    step()
+                synchronize(place)
+                seconds = (time.perf_counter() - begun) / 3
+                head = "trained head" if trained else "frozen head"
+                place.record(f"{name}, {head}", seconds=seconds, **peaks(place))
+    finally:
+        head_loss._COMPILED = kinds["kernel"]
 
 
 # ---- What a steady step costs --------------------------------------------------------------------
@@ -323,22 +371,71 @@ def host_syncs(place: Place) -> None:
     with launch.start() as run:
         for name, changes in variants.items():
             loop = ToolkitLoop(place, small(place, **changes), run)
-            steps = loop.steps()
-            for _ in range(3):
-                next(steps)
-            found: Counter[str] = Counter()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                if place.cuda:
-                    torch.cuda.set_sync_debug_mode("warn")
-                for _ in range(3):
-                    next(steps)
-                if place.cuda:
-                    torch.cuda.set_sync_debug_mode("default")
-            for warning in caught:
-                if "called a synchronizing" in str(warning.message):
-                    found[f"{warning.filename}:{warning.lineno}"] += 1
-            place.record(name, not found, syncs=sum(found.values()), lines=dict(found))
+            _count_syncs(place, name, loop.steps())
+        for kind in ("sigmoid", "orpo", "kto", "reward"):
+            for name, changes in (("", {}), (", adapters", {"lora": LORA})):
+                _count_syncs(place, kind + name, preference_steps(place, kind, changes, run))
+
+
+def _count_syncs(place: Place, name: str, steps: Iterator[Any]) -> None:
+    """Record how often three steady steps wait for the device, and the lines that do."""
+    for _ in range(3):
+        next(steps)
+    found: Counter[str] = Counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if place.cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        for _ in range(3):
+            next(steps)
+        if place.cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    for warning in caught:
+        if "called a synchronizing" in str(warning.message):
+            found[f"{warning.filename}:{warning.lineno}"] += 1
+    place.record(name, not found, syncs=sum(found.values()), lines=dict(found))
+
+
+def preference_steps(
+    place: Place, kind: Any, changes: dict[str, Any], run: training.Run
+) -> Iterator[training.StepStats]:
+    """Yield the steps of a preference objective on packed pairs (of KTO answers), two micro-batches
+    each, whose reference values are known.
+    """
+    cfg = small(place, data={"packing": "bfd"}, **changes)
+    if kind == "reward":
+        cfg = replace(cfg, model=RewardModelConfig(**vars(cfg.model)))
+    loop = ToolkitLoop(place, cfg, run)
+    objective = Objective(PreferenceConfig(loss_type=kind), loop.sharded.mesh.loss)
+    length, drawn = cfg.data.sequence_length, torch.Generator().manual_seed(3)
+    shape = SampleShape("bfd", length, borders=True, pairs=True, prompts=kind == "orpo")
+    batches = []
+    for _ in range(2):
+        samples = []
+        for _ in range(cfg.train.micro_batch):
+            pieces = [_pair(length // 4, drawn), _pair(length // 2, drawn)]
+            sample = shape.sample(pieces)
+            sample["reference"] = torch.full((4,), -100.0)
+            if kind == "kto":
+                sample["desirable"] = torch.tensor([True, False])
+            samples.append(sample)
+        batches.append(shape.batch(samples).to(run.device))
+    loop.model.train()
+    while True:
+        counts = [objective.counts(batch) for batch in batches]
+        update = training.Update(loop.sharded, batches, counts)
+        for batch in update:
+            update.mean(objective(loop.model, batch)).backward()
+        yield update.step(loop.optimizer, 1.0, loop.metrics.guards.spikes)
+
+
+def _pair(tokens: int, drawn: torch.Generator) -> Piece:
+    """Return a pair of so many random tokens on both sides, the second half of each supervised."""
+    ids = torch.randint(3, 300, (tokens,), generator=drawn).numpy()
+    side, labels = tokens // 2, ids.copy()
+    for begin in (0, side):
+        labels[begin : begin + side // 2] = IGNORED
+    return Piece(ids, labels, side)
 
 
 # ---- Bases in 4 bits -----------------------------------------------------------------------------
@@ -442,9 +539,9 @@ CASES = (
     Case("start", start, 8),
     Case("start_torchrun", start_torchrun, 40),
     Case("numbers", numbers, 15, _SMALL),
-    Case("host_syncs", host_syncs, 40, _SMALL),
+    Case("host_syncs", host_syncs, 80, _SMALL),
     Case("packed_logits", packed_logits, 8, _SMALL),
-    Case("log_probabilities", log_probabilities, 8, _SMALL),
+    Case("log_probabilities", log_probabilities, 30, _SMALL),
     Case("memory_settings", memory_settings, 20, _SMALL),
     Case("unit_settings", unit_settings, 25, _SMALL),
     Case("attention", attention, 30, _SMALL),

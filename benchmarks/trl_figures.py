@@ -4,7 +4,7 @@
 
 Needs TRL 1.16.0, which no test needs. A tiny Llama and another one as its reference, both of seeded
 weights, in float32 on one process; six pairs of unequal lengths, two of them longer than the rest.
-For each objective the loss of the whole batch, the rewards where TRL has them, and the sums of the
+For each objective the loss of the whole batch, its metrics, and the sums of the
 gradients' values and squares of three parameters.
 """
 
@@ -30,6 +30,15 @@ CONFIG = {
     "initializer_range": 0.2,
 }
 EXTRAS = ("log_probs", "entropy", "mean_logits", "is_top1")  # what its metrics ask of the head
+METRICS = {
+    "reward_chosen": "rewards/chosen",
+    "reward_rejected": "rewards/rejected",
+    "margin": "rewards/margins",
+    "accuracy": "rewards/accuracies",
+    "logps_chosen": "logps/chosen",
+    "logps_rejected": "logps/rejected",
+}
+"""Metric of the toolkit -> TRL's name for it."""
 SHOWN = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight")
 """Parameters whose gradients are kept."""
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -184,7 +193,7 @@ def loss_of(name: str, model: Any, reference: Any) -> tuple[torch.Tensor, dict[s
                 bound = getattr(kind, method).__get__(trainer)
                 setattr(trainer, method, bound)
         loss, metrics = kind.get_batch_loss_metrics(trainer, model, batch)
-        return loss, {"accuracy": metrics["rewards/accuracies"]}
+        return loss, {name: metrics[theirs] for name, theirs in METRICS.items()}
     for one in (model, reference):
         add_fused_lm_head(one, outputs=EXTRAS)
     if settings["loss_type"] == "kto":
@@ -195,15 +204,13 @@ def loss_of(name: str, model: Any, reference: Any) -> tuple[torch.Tensor, dict[s
         batch["label"] = torch.tensor([True, False] * len(chosen))
         trainer._compute_kl_logps = KTOTrainer._compute_kl_logps.__get__(trainer)
         loss = KTOTrainer._compute_loss(trainer, model, batch, False)
-        return loss, {"kl": trainer._metrics["train"]["kl"][0]}
+        metrics = trainer._metrics["train"]
+        names = METRICS | {"kl": "kl"}
+        return loss, {n: metrics[x][0] for n, x in names.items() if n != "accuracy"}
     batch = columns([*chosen, *rejected])
     loss = DPOTrainer._compute_loss(trainer, model, batch, False)
-    told = trainer._metrics["train"]
-    return loss, {
-        "reward_chosen": told["rewards/chosen"][0],
-        "reward_rejected": told["rewards/rejected"][0],
-        "accuracy": told["rewards/accuracies"][0],
-    }
+    metrics = trainer._metrics["train"]
+    return loss, {name: metrics[theirs][0] for name, theirs in METRICS.items()}
 
 
 def reward_loss(name: str, model: Any) -> tuple[torch.Tensor, dict[str, float]]:

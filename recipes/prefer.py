@@ -29,8 +29,9 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     base, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
     cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
-    data = prepare_data(cfg, base, model_cfg, run, mesh.data, preference.METRICS)
+    data = prepare_data(cfg, base, model_cfg, run, mesh.data)
     model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
+    preference.disable_dropout(model)  # it must be the same function as its reference
     assembly.check_before_loading(cfg, model, data, folder)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
@@ -41,7 +42,6 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     restored = saved is not None and reference.is_complete
     loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=restored)
     training.seed_everything(cfg.seed, run.rank)
-    preference.disable_dropout(model)  # it must be the same function as its reference
     run.say(reference.complete(sharded))  # the model is the one that training starts from
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)

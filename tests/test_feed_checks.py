@@ -63,7 +63,7 @@ def test_what_needs_evaluations_needs_data_for_them(capsys):
     )
     saving = CheckpointConfig(metric_for_best_model="bleu", keep_best=1)
     other = replace(config(eval_steps=500), checkpoint=saving)
-    with pytest.raises(ConfigError, match=r"eval_bleu is none of .* eval_loss, eval_perp"):
+    with pytest.raises(ConfigError, match=r"eval_bleu: expected .* eval_loss, eval_perp"):
         check_feed(other, feed(20, eval_split=0.5))
 
 

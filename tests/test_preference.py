@@ -23,7 +23,7 @@ from toolkit.training.preference import Objective, sequence_logps
 from toolkit.training.step import Update, evaluate
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: its files have plain names
-from trl_figures import OBJECTIVES, SHOWN, models, pairs
+from trl_figures import METRICS, OBJECTIVES, SHOWN, models, pairs
 
 FIGURES = json.loads((ROOT / "tests/data/trl_figures.json").read_text())["figures"]
 PAIRED = [name for name in OBJECTIVES if not name.startswith("kto")]
@@ -89,10 +89,9 @@ def test_an_objective_is_trls(name: str, packing: str) -> None:
     total.backward()
     wanted = FIGURES[name]
     assert float(total) == pytest.approx(wanted["loss"], rel=1e-5, abs=1e-5)
-    for part in ("reward_chosen", "reward_rejected", "accuracy"):
-        if part in wanted and name not in ("sigmoid_norm", "ipo"):  # there TRL's are of sums
-            found = float(loss.parts[part] / loss.count[0])
-            assert found == pytest.approx(wanted[part], rel=1e-5, abs=1e-5), part
+    for metric in METRICS:
+        found = float(loss.parts[metric] / loss.count[0])
+        assert found == pytest.approx(wanted[metric], rel=1e-5, abs=1e-5), metric
     assert_gradients(model, wanted)
 
 
@@ -138,7 +137,11 @@ def test_kto_is_trls(name: str, packing: str) -> None:
     total.backward()
     wanted = FIGURES[name]
     assert float(total) == pytest.approx(wanted["loss"], rel=1e-5)
-    assert float(loss.parts["kl"] / loss.count[0]) == pytest.approx(wanted["kl"], rel=1e-5)
+    counts = loss.all_part_counts()
+    for metric in (*METRICS, "kl"):
+        if metric != "accuracy":  # TRL has none of KTO
+            found = float((loss.parts[metric] / counts[metric]).sum())
+            assert found == pytest.approx(wanted[metric], rel=1e-5, abs=1e-5), metric
     assert_gradients(model, wanted)
 
 

@@ -7,14 +7,14 @@ import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
 from sharded import apply_fsdp, as_batch, init_mesh, sharded_of
-from test_loss_head import MAPS, small_chunks  # noqa: F401
+from test_loss_head import MAPS, chunk, small_chunks  # noqa: F401
 from tiny_models import rows, tiny_model
 
 from toolkit.config.settings import ModelConfig, ShardingConfig
 from toolkit.errors import TrainingError
 from toolkit.loading import load_pretrained
 from toolkit.models import build_on_meta
-from toolkit.training import head_loss
+from toolkit.training import head_loss, loss_kernel
 from toolkit.training import step as step_module
 from toolkit.training.head_logps import HeadLogps
 from toolkit.training.head_loss import HeadLoss
@@ -73,6 +73,62 @@ def test_values_and_gradients_are_those_of_all_logits(kind, head, small_chunks, 
         assert_close(control, expected)
     with torch.no_grad():
         torch.testing.assert_close(token_logps(model, as_batch(batch)), found.detach())
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> set[str]:
+    """Compute as on devices that have kernels, of plain operations; returns those that were run."""
+    ran: set[str] = set()
+    functions = {name: getattr(loss_kernel, name) for name in ("logps_only", "logps_and_gradient")}
+    for name, function in functions.items():
+
+        def note(*tensors, name=name, function=function, **options):
+            ran.add(name)
+            return function(*tensors, **options)
+
+        monkeypatch.setattr(loss_kernel, name, note)
+    monkeypatch.setattr(head_loss, "_COMPILED", ("cpu",))
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    return ran
+
+
+@pytest.mark.parametrize("head", ["trained", "frozen"])
+@pytest.mark.parametrize("kind", MAPS)
+def test_in_one_kernel_values_and_gradients_are_the_same(kind, head, small_chunks, kernels):  # noqa: F811
+    model, batch = tiny_model(kind, **MAPS[kind][0]).train(), rows(3)
+    model.get_output_embeddings().requires_grad_(head == "trained")
+    plain = of_logits(model, batch)
+    expected = gradients(model, weighted(plain))
+    found = token_logps(model, as_batch(batch))
+    torch.testing.assert_close(found[:, :-1], plain, rtol=CLOSE, atol=CLOSE)
+    assert_close(gradients(model, weighted(found[:, :-1])), expected)
+    assert kernels == {"logps_and_gradient"}
+    with torch.no_grad():
+        torch.testing.assert_close(token_logps(model, as_batch(batch)), found.detach())
+    assert kernels == {"logps_and_gradient", "logps_only"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", [(1.0, None), (0.5, 3.0)])
+def test_a_compiled_kernel_gives_what_plain_operations_give(rule, dtype, capsys):
+    logits, targets = chunk(dtype)
+    weights = torch.linspace(-2.0, 2.0, len(logits))[:, None]
+    loss_kernel._kernel.cache_clear()
+    logps, grad = loss_kernel.weighted_logps(logits, targets, weights, *rule)
+    alone = loss_kernel.target_logps(logits, targets, *rule)
+    assert "plain operations" not in capsys.readouterr().out  # the kernels were taken
+    leaf = logits.double().requires_grad_()
+    mapped = leaf * rule[0] if rule[1] is None else rule[1] * (leaf * rule[0] / rule[1]).tanh()
+    expected = mapped.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+    expected = expected.masked_fill(targets == -100, 0.0)
+    expected.backward(weights.squeeze(1).double())
+    close = 1e-5 if dtype == torch.float32 else 1e-2
+    for values in (logps, alone):
+        torch.testing.assert_close(values.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    assert leaf.grad is not None
+    off = (grad.double() - leaf.grad).norm() / leaf.grad.norm()
+    assert off < close
 
 
 def test_too_small_a_number_of_targets_is_no_value(small_chunks, monkeypatch):  # noqa: F811

@@ -4,6 +4,7 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from toolkit.config.measures import is_greater_better
 from toolkit.config.ranges import AtLeast1, AtLeast2, NotNegative, Positive
 from toolkit.errors import ConfigError
 
@@ -27,8 +28,9 @@ class CheckpointConfig:
     keep_best: bool | NotNegative = False
     """Keep so many of the best by metric_for_best_model beside the newest; true: one."""
     metric_for_best_model: str = "eval_loss"
-    """Metric of an evaluation that `keep_best` compares; `eval_` may be left out. More is better,
-    unless its name ends in `loss` or `perplexity`."""
+    """Metric of an evaluation that `keep_best` and early stopping compare, such as `eval_accuracy`,
+    or `eval_FILE_accuracy` of one of several evaluation files; `eval_` may be omitted. Less is
+    better of a loss, a perplexity, `kl`, `reward_rejected` and `logps_rejected`, more of others."""
     async_save: bool | Literal["auto"] = "auto"
     """Go on training while a checkpoint is written: the loop waits only for a copy in host memory,
     which costs each process its parameters and optimizer state once more there. False: when the
@@ -67,7 +69,7 @@ class CheckpointConfig:
     def best_metric(self) -> tuple[str, bool]:
         """Return the name of the metric in a line of metrics.jsonl, and whether more is better."""
         name = f"eval_{self.metric_for_best_model.removeprefix('eval_')}"
-        return name, not name.endswith(("loss", "perplexity"))
+        return name, is_greater_better(name)
 
 
 @dataclass(frozen=True)

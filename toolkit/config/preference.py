@@ -1,8 +1,10 @@
 """Settings of preference tuning: what pairs of answers teach."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
+from toolkit.config.measures import Metric, preference_metrics
 from toolkit.config.ranges import Fraction, NonNegative, Positive
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig, Learned, OptimConfig
 from toolkit.errors import ConfigError
@@ -13,6 +15,19 @@ class RewardModelConfig(FinetuneModelConfig):
     """A model whose head answers one number for a sequence, its reward, in place of logits of
     tokens; see `toolkit.models.reward`. Has no settings of its own.
     """
+
+
+_REFERRING = ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero")  # to a reference
+_USERS: dict[str, tuple[str, ...]] = {
+    "beta": (*_REFERRING, "simpo", "orpo", "kto"),
+    "label_smoothing": ("sigmoid", "sigmoid_norm", "robust", "simpo"),
+    "rpo_alpha": (*_REFERRING, "simpo"),
+    "simpo_gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "center_rewards_coefficient": ("reward",),
+}
+"""Setting -> the objectives that it changes; settings that are not listed change all."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +50,16 @@ class PreferenceConfig:
     `apo_zero` are its variants. `simpo` and `orpo` need no reference. `kto` learns from single
     answers with a label. `reward` trains a reward model. Formulas: docs/preference.md."""
     beta: Positive = 0.1
-    """Strength: how far the model may move from the reference (of orpo the weight of the odds)."""
+    """Strength: a smaller value lets the model move farther from the reference. Of simpo the scale
+    of the margin, of orpo the weight of the odds ratio; not of reward."""
     label_smoothing: Fraction = 0.0
     """Share of pairs whose sides are taken to be swapped, below 0.5: of sigmoid, sigmoid_norm,
     robust and simpo."""
     rpo_alpha: NonNegative = 0.0
-    """Weight of the cross entropy of chosen answers, a mean over their tokens, beside the loss."""
+    """Weight of the cross entropy of chosen answers, a mean over their tokens, which is added to
+    the loss; not of orpo, kto and reward."""
     simpo_gamma: NonNegative = 0.5
-    """Margin that simpo asks for."""
+    """Of simpo: the margin between both sides that its loss asks for."""
     desirable_weight: Positive = 1.0
     """Of kto: weight of answers whose label is true."""
     undesirable_weight: Positive = 1.0
@@ -67,26 +84,18 @@ class PreferenceConfig:
 
     def __post_init__(self) -> None:
         kind = self.loss_type
-        smoothed = ("sigmoid", "sigmoid_norm", "robust", "simpo")
-        if self.label_smoothing and kind not in smoothed:
-            raise ConfigError(
-                f"preference.label_smoothing does nothing with loss_type {kind}; leave it out, or "
-                f"take one of {', '.join(smoothed)}"
-            )
+        for setting in dataclasses.fields(self):
+            users, value = _USERS.get(setting.name, (kind,)), getattr(self, setting.name)
+            if kind not in users and value != setting.default:
+                raise ConfigError(
+                    f"preference.{setting.name} does nothing with loss_type {kind}, got {value}; "
+                    f"remove it, or set loss_type to one of {', '.join(users)}"
+                )
         if self.label_smoothing >= 0.5:
             raise ConfigError(
                 "preference.label_smoothing is the share of pairs whose sides are swapped, and "
                 f"must be below 0.5, got {self.label_smoothing}"
             )
-        unused = {
-            "rpo_alpha": kind in ("orpo", "kto", "reward"),
-            "center_rewards_coefficient": kind != "reward",
-        }
-        for name in (name for name, is_unused in unused.items() if is_unused):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"preference.{name} does nothing with loss_type {kind}; leave it out"
-                )
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,11 @@ class PreferConfig(FinetuneConfig):
     def learned(self) -> Learned:
         """Return what is learned: pairs of answers, or single answers with a label."""
         return "pairs" if self.preference.paired else "answers"
+
+    @property
+    def evaluation_metrics(self) -> tuple[Metric, ...]:
+        """Return the metrics that an evaluation of this objective gives."""
+        return preference_metrics(self.preference.loss_type)
 
     @property
     def learns_prompts(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from toolkit.config.lora import LoraConfig
+from toolkit.config.measures import TOKEN_METRICS, Metric
 from toolkit.config.outputs import CheckpointConfig, HubConfig, MetricsConfig
 from toolkit.config.ranges import (
     AllOrCount,
@@ -491,6 +492,11 @@ class RunConfig:
         tokens of examples, pairs of answers, or single answers with a label.
         """
         return "documents"
+
+    @property
+    def evaluation_metrics(self) -> tuple[Metric, ...]:
+        """Return the metrics that an evaluation of this run gives."""
+        return TOKEN_METRICS
 
     @property
     def learns_prompts(self) -> bool:

@@ -56,7 +56,8 @@ def prepare_data(
         model: on meta, before adapters and sharding.
         model_cfg: the model's settings with the tokenizer that the run uses.
         view: the ranks that read different samples (`Mesh.data`).
-        own_metrics: names of what a recipe's evaluations give beside loss, perplexity and accuracy.
+        own_metrics: names (`eval_NAME`) of the metrics that a recipe's evaluations give in addition
+            to `cfg.evaluation_metrics`.
 
     DataError: the tokenizer, a file, a row or the number of samples cannot be trained with, nothing
     of a source is learned, the model mixes packed samples, ranks read different data, the global
@@ -265,14 +266,17 @@ def _check_evaluations(cfg: Any, sources: list[str], own_metrics: Sequence[str])
         if value:
             why = "there is nothing to evaluate on (nothing is split off a stream)"
             ranks.say(f"WARNING: {name} {value} has no effect: {why}; data.eval_files gives it")
-    named = ["eval", *(f"eval_{name}" for name in sources if len(sources) > 1)]
-    known = {f"{name}_{kind}" for name in named for kind in ("loss", "perplexity", "accuracy")}
-    known |= {*own_metrics}
+    prefixes = ["eval", *(f"eval_{name}" for name in sources if len(sources) > 1)]
+    names = [metric.name for metric in cfg.evaluation_metrics]
+    known = {f"{prefix}_{name}" for prefix in prefixes for name in names} | {*own_metrics}
+    # A recipe may compare by metrics of its own that its evaluations give of each file.
+    known |= {f"{p}_{name.removeprefix('eval_')}" for p in prefixes for name in own_metrics}
     metric, _ = cfg.checkpoint.best_metric()
-    if metric not in known and {*asked} - {"train.eval_prompts"}:
+    is_set = cfg.checkpoint.metric_for_best_model != type(cfg.checkpoint).metric_for_best_model
+    if metric not in known and (is_set or {*asked} - {"train.eval_prompts"}):
         raise ConfigError(
-            f"checkpoint.metric_for_best_model {metric} is none of what an evaluation gives: "
-            f"{', '.join(sorted(known))}"
+            f"checkpoint.metric_for_best_model {metric}: expected a metric that an evaluation of "
+            f"this run gives: {', '.join(sorted(known))}"
         )
 
 
@@ -302,7 +306,8 @@ class TrainingData:
     @property
     def fixed_length(self) -> bool:
         """Whether every sample has as many tokens, padding counted."""
-        return self.feed.shape.packing != "none"
+        # Packed answers with labels are cut down to their tokens, apart from those compared with.
+        return self.feed.shape.packing != "none" and self.cfg.learned != "answers"
 
     @property
     def accumulation(self) -> int:

@@ -57,8 +57,8 @@ def _matched(pattern: str, classes: Mapping[str, str | None], setting: str, what
     return matched
 
 
-def plain_class_name(module: nn.Module) -> str:
-    """Return the name of a module's class as it was before sharding changed it."""
+def plain_class_name(module: object) -> str:
+    """Return the name of an object's class as it was before sharding changed it."""
     name, before = type(module).__name__, type(module).__mro__[2:3]
     return before[0].__name__ if before and name == f"FSDP{before[0].__name__}" else name
 

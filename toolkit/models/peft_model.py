@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from toolkit.errors import ModelError
 from toolkit.formats import reshard
 
 ADAPTER = "default"  # PEFT's name for the one adapter of a run
 # What PEFT calls the module that it wraps, and what it puts beside.
 _WRAPS = (("base_layer", "lora_A"), ("original_module", "modules_to_save"))
+_SWITCH = "_disable_adapters"  # PEFT's, private: its public way also sets `requires_grad`
 _OWN = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
@@ -58,6 +60,33 @@ def _unwrapped(module: nn.Module | None) -> nn.Module | None:
         if hasattr(module, added) and (wrapped := getattr(module, inner, None)) is not None:
             return _unwrapped(wrapped)
     return module
+
+
+@contextlib.contextmanager
+def disabled_adapters(model: nn.Module) -> Iterator[None]:
+    """Switch all adapters of `model` off inside, so that forwards are those of its base.
+
+    Unlike PEFT's own `disable_adapter`, this leaves `requires_grad` of every parameter alone. FSDP2
+    reads it in the model's first forward, to decide once and for all in which dtype it reduces
+    gradients and hands them over: a first forward with frozen adapters loses both.
+
+    Raises:
+        ModelError: `model` has no adapters, or PEFT keeps its switch under another name.
+    """
+    switches = [m for m in model.modules() if hasattr(m, _SWITCH)]
+    before = [getattr(m, _SWITCH) for m in switches]
+    try:
+        for module in switches:
+            setattr(module, _SWITCH, True)
+        if not switches or not all(getattr(m, "disable_adapters", False) for m in switches):
+            raise ModelError(
+                f"expected PEFT layers with the switch {_SWITCH}, found "
+                f"{len(switches)} in {type(model).__name__}; install PEFT 0.17 to 0.21"
+            )
+        yield
+    finally:
+        for module, value in zip(switches, before, strict=True):
+            setattr(module, _SWITCH, value)
 
 
 def trained_module(module: nn.Module | None) -> nn.Module | None:

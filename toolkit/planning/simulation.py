@@ -306,7 +306,10 @@ def run_step(
             _filled_batch(ids, pairs=isinstance(cfg, PreferConfig))
             for ids in torch.zeros(min(2, accumulated), *shape, dtype=torch.int64, device=device)
         ]
-        meter.claim((t for b in batches for t in (*b.inputs.values(), b.targets)), BUFFERS)
+        if cfg.learned == "answers":
+            batches = [_split_answers(batch) for batch in batches]
+        held = [part for batch in batches for part in (batch, *(batch.halves or ()))]
+        meter.claim((t for b in held for t in (*b.inputs.values(), b.targets)), BUFFERS)
         norm, router = cfg.optim.max_grad_norm, watch_router(sharded, cfg)
         step = partial(train_step, max_grad_norm=norm, loss=measured, router=router)
         around(lambda: step(sharded, optimizer, batches))
@@ -334,6 +337,23 @@ def _filled_batch(ids: torch.Tensor, *, pairs: bool) -> Batch:
         desirable=ids.new_zeros(count, dtype=torch.bool),
         ends=torch.stack([rows.expand(-1, 2), side_ends.expand(count, 2)], -1).view(-1, 2),
     )
+
+
+def _split_answers(batch: Batch) -> Batch:
+    """Return a batch of pairs with its sides apart, as that of answers with a label has them."""
+    ids, count = batch.inputs["input_ids"], batch.n_sequences // 2
+    # Either each side is a row, or each row holds both.
+    side = ids[:count] if len(ids) == 2 * count else ids[:, : -(-ids.shape[1] // 2)]
+    rows = torch.arange(count, device=ids.device)[:, None]
+    halves = [
+        replace(
+            Batch({"input_ids": side.clone()}, side.clone()),
+            sequences=rows.expand_as(side).clone(),
+            n_sequences=count,
+        )
+        for _ in range(2)
+    ]
+    return replace(batch, halves=(halves[0], halves[1]))
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:

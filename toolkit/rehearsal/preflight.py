@@ -43,7 +43,6 @@ from toolkit.rehearsal.shrunk import shrink
 from toolkit.rehearsal.stages import STAGES, NotAskedError, Recorder
 from toolkit.sharding.unit_table import unit_rows
 from toolkit.tables import size_text
-from toolkit.training.preference import METRICS
 
 # Attention kernels -> packages of which one must be there; transformers takes kernels of the Hub
 # through the last.
@@ -218,7 +217,7 @@ class Rehearsal:
             own: Any = SimpleNamespace(device=torch.device("cpu"), loader=None)
             with fake_world(self.ranks):
                 view = View(0, self.ranks)
-                prepare_data(on_cpu(cfg), model, self.model_cfg, own, view, METRICS)
+                prepare_data(on_cpu(cfg), model, self.model_cfg, own, view)
         return _seen(heads, evals, untrained)
 
     def check_sharding(self) -> str:

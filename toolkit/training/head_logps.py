@@ -23,7 +23,7 @@ from toolkit.training.head_loss import (
     chunks,
     product,
 )
-from toolkit.training.loss_kernel import IGNORE_INDEX
+from toolkit.training.loss_kernel import IGNORE_INDEX, target_logps, weighted_logps
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ def _of_hidden(
     """
     if head.linear:
         logits = F.linear(hidden, *parameters)
-        found, grad = _log_probabilities(logits, targets, head.logit_map, wanted)
+        found, grad = _log_probabilities(head, logits, targets, wanted)
         if grad is None:
             return found, None
         return found, product(grad, parameters[0], head.device_type(hidden))
     with torch.set_grad_enabled(wanted):
         leaf = hidden.detach().requires_grad_(wanted)
         output = head.forward(leaf[None])[0]
-    found, grad = _log_probabilities(output.detach(), targets, head.logit_map, wanted)
+    found, grad = _log_probabilities(head, output.detach(), targets, wanted)
     return found, None if grad is None else torch.autograd.grad(output, leaf, grad)[0]
 
 
@@ -153,7 +153,7 @@ def _add_of_parameters(
     """
     if head.linear:
         logits = F.linear(hidden, *parameters)
-        _, grad = _log_probabilities(logits, targets, head.logit_map, True, weights)
+        _, grad = _log_probabilities(head, logits, targets, True, weights)
         of_weight, *of_bias = sums
         if grad is not None and of_weight is not None:
             add_product(of_weight, grad.t(), hidden, head.device_type(hidden))
@@ -162,7 +162,7 @@ def _add_of_parameters(
         return
     with torch.enable_grad():
         output = head.forward(hidden[None])[0]
-    _, grad = _log_probabilities(output.detach(), targets, head.logit_map, True, weights)
+    _, grad = _log_probabilities(head, output.detach(), targets, True, weights)
     found = torch.autograd.grad(output, head.parameters(), grad, allow_unused=True)
     for total, own in zip(sums, found, strict=True):
         if total is not None and own is not None:
@@ -183,15 +183,35 @@ def _drawing_again(states: list[torch.Tensor] | None, device: torch.device) -> I
 
 
 def _log_probabilities(
+    head: HeadLoss,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    wanted: bool,
+    weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the log-probabilities of `targets` [rows] in fp32, by a head's `logits` [rows, V],
+    and if `wanted` each one's gradient of its row times its weight [rows, 1], 1 without `weights`,
+    in the dtype of the logits. One compiled kernel on GPUs.
+    """
+    logit_map = head.logit_map
+    if head.has_kernel(logits):
+        scale, cap = logit_map.scale, logit_map.cap
+        if not wanted:
+            return target_logps(logits, targets, scale, cap), None
+        if weights is None:
+            weights = torch.ones(len(logits), 1, device=logits.device)
+        return weighted_logps(logits, targets, weights, scale, cap)
+    return _by_plain_operations(logits, targets, logit_map, wanted, weights)
+
+
+def _by_plain_operations(
     logits: torch.Tensor,
     targets: torch.Tensor,
     logit_map: LogitMap,
     wanted: bool,
-    weights: torch.Tensor | float = 1.0,
+    weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-probabilities of `targets` [rows] in fp32, by a head's `logits` [rows, V], and
-    each one's gradient of its row times its weight [rows, 1], in the dtype of the logits.
-    """
+    """Compute what `_log_probabilities` computes, without a kernel of its own."""
     dtype = logits.dtype
     mapped = logits if logit_map == LogitMap() else logit_map(logits.float())
     log_p = torch.log_softmax(mapped, -1, dtype=torch.float32)
@@ -205,4 +225,5 @@ def _log_probabilities(
     if logit_map.cap is not None:  # d tanh = 1 - tanh^2
         grad *= mapped.div_(logit_map.cap).square_().neg_().add_(1.0)
     out = grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
-    return found, torch.mul(grad, valid[:, None] * logit_map.scale * weights, out=out)
+    factor = valid[:, None] * logit_map.scale
+    return found, torch.mul(grad, factor if weights is None else factor * weights, out=out)

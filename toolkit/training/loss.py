@@ -36,19 +36,30 @@ _known: "weakref.WeakKeyDictionary[nn.Module, _Found]" = weakref.WeakKeyDictiona
 
 @dataclass(frozen=True)
 class LossSum:
-    """What a loss makes of a micro-batch: a sum, which the caller divides."""
+    """The sums of a micro-batch from which a step or an evaluation takes means."""
 
     total: torch.Tensor
-    """0-d: what is minimised, summed; or 1-d, of several means that are added up."""
+    """0-d: the loss, summed; or 1-d: the sums of several means that are added up."""
     count: torch.Tensor
-    """0-d: of how many; or 1-d, of how many each."""
+    """0-d: the number of terms in `total`; or 1-d: one number for each of its sums."""
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name -> another sum over as many as the (first) count, 0-d, without a gradient: an evaluation
-    reports its mean."""
+    """Name of a metric -> its sum, without a gradient, 0-d or 1-d like `total`. Training and
+    evaluation report its mean."""
+    part_counts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Name of a metric -> the number of its terms, of the shape of its sum. A metric that is not
+    listed is a mean over the first `count`."""
+
+    def all_part_counts(self) -> dict[str, torch.Tensor]:
+        """Return the number of terms of every metric, each of the shape of its sum."""
+        first = self.count.flatten()[0]
+        return {
+            name: self.part_counts.get(name, first.expand(value.shape))
+            for name, value in self.parts.items()
+        }
 
     def sums(self) -> list[torch.Tensor]:
-        """Return everything that ranks add up: total, parts, count."""
-        return [self.total, *self.parts.values(), self.count]
+        """Return everything that ranks add up: total, count, metrics, counts of metrics."""
+        return [self.total, self.count, *self.parts.values(), *self.all_part_counts().values()]
 
 
 def causal_lm_loss(

@@ -1,4 +1,6 @@
-"""Loss and gradient of a chunk of logits in one compiled kernel: `head_loss` uses it on GPUs.
+"""Loss, or log-probabilities, and gradient of a chunk of logits in one compiled kernel.
+
+`head_loss` and `head_logps` use them on GPUs.
 
 As plain operations they read and write the chunk about eight times, in fp32; here it is read two or
 three times and its gradient written once, both in the dtype of the logits. A custom operation, so
@@ -7,6 +9,7 @@ that a plan, on tensors without bytes, knows what it allocates.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -37,11 +40,7 @@ def cross_entropy(
         targets: int64 [rows]; `IGNORE_INDEX` has no loss.
     """
     rule = (scale, cap, label_smoothing, z_loss)
-    if logits.device in _refused:
-        return loss_and_gradient(logits, targets, rule)
-    for tensor in (logits, targets):  # one kernel for any number of rows
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return _kernel(rule, logits.device)(logits, targets)
+    return _run(loss_and_gradient, rule, logits, targets)
 
 
 @cross_entropy.register_fake
@@ -56,31 +55,85 @@ def _(
     return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
 
-@functools.cache
-def _kernel(rule: _Rule, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], _Found]:
-    """Return the kernel, once it gives on a few rows what the plain operations give; else those,
-    which rank 0 says.
+@torch.library.custom_op("toolkit::target_logps", mutates_args=())
+def target_logps(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float, cap: float | None
+) -> torch.Tensor:
+    """Compute the log-probabilities of `targets` [rows], fp32; 0 if there is no target.
+
+    Arguments as of `cross_entropy`.
     """
-    plain = functools.partial(loss_and_gradient, rule=rule)
+    return _run(logps_only, (scale, cap), logits, targets)
+
+
+@target_logps.register_fake
+def _(logits: torch.Tensor, targets: torch.Tensor, scale: float, cap: float | None) -> torch.Tensor:
+    return logits.new_empty(len(targets), dtype=torch.float32)
+
+
+@torch.library.custom_op("toolkit::weighted_logps", mutates_args=())
+def weighted_logps(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    scale: float,
+    cap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the log-probabilities of `targets` [rows], fp32, and the gradient of their sum by
+    `weights` [rows, 1], like `logits`. Arguments as of `cross_entropy`.
+    """
+    return _run(logps_and_gradient, (scale, cap), logits, targets, weights)
+
+
+@weighted_logps.register_fake
+def _(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    scale: float,
+    cap: float | None,
+) -> _Found:
+    return logits.new_empty(len(targets), dtype=torch.float32), torch.empty_like(logits)
+
+
+def _run(function: Callable[..., Any], rule: tuple, *tensors: torch.Tensor) -> Any:
+    """Run a function on tensors of [rows, ...], compiled if the device allows it."""
+    device = tensors[0].device
+    if device in _refused:
+        return function(*tensors, rule=rule)
+    for tensor in tensors:  # one kernel for any number of rows
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _kernel(function, rule, device)(*tensors)
+
+
+@functools.cache
+def _kernel(function: Callable[..., Any], rule: tuple, device: torch.device) -> Callable[..., Any]:
+    """Return the kernel of a function, or the function itself if the kernel does not give on a few
+    rows what it gives, which rank 0 logs.
+    """
+    plain = functools.partial(function, rule=rule)
     compiled = torch.compile(plain)
 
-    def first(logits: torch.Tensor, targets: torch.Tensor) -> _Found:
+    def first(*tensors: torch.Tensor) -> Any:
         if tried:
-            return compiled(logits, targets)
+            return compiled(*tensors)
         tried.append(True)
         try:
-            few = logits[:_TRIED].clone(), targets[:_TRIED].clone()
-            pairs = zip(plain(*few), compiled(*few), strict=True)
+            few = [tensor[:_TRIED].clone() for tensor in tensors]
+            expected, actual = plain(*few), compiled(*few)
+            if isinstance(expected, torch.Tensor):
+                expected, actual = (expected,), (actual,)
+            pairs = zip(expected, actual, strict=True)
             why = "" if all(_close(a, b) for a, b in pairs) else "it gives other values"
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # no compiler, no Triton, a fault of theirs
             why = one_line(error)
         if not why:
-            return compiled(logits, targets)
+            return compiled(*tensors)
         ranks.say(f"NOTE       the loss takes plain operations, not a kernel of its own: {why}")
         _refused.add(device)
-        return plain(logits, targets)
+        return plain(*tensors)
 
     tried: list[bool] = []
     return first
@@ -118,3 +171,46 @@ def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) 
     valid = targets != IGNORE_INDEX
     loss = torch.where(valid, losses, 0.0).sum()
     return loss, torch.where(valid[:, None], grad * scale, 0.0).to(logits.dtype)
+
+
+def logps_only(
+    logits: torch.Tensor, targets: torch.Tensor, rule: tuple[float, float | None]
+) -> torch.Tensor:
+    """Compute what `target_logps` computes, by plain operations that fuse into one kernel."""
+    mapped, _ = _mapped(logits, rule)
+    most = mapped.amax(-1, keepdim=True)
+    log_z = (most + torch.exp(mapped - most).sum(-1, keepdim=True).log()).squeeze(-1)
+    target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    logps = torch.where(target, mapped, 0.0).sum(-1) - log_z
+    return torch.where(targets != IGNORE_INDEX, logps, 0.0)
+
+
+def logps_and_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    rule: tuple[float, float | None],
+) -> _Found:
+    """Compute what `weighted_logps` computes, by plain operations that fuse into one kernel."""
+    mapped, bent = _mapped(logits, rule)
+    most = mapped.amax(-1, keepdim=True)
+    shares = torch.exp(mapped - most)
+    total = shares.sum(-1, keepdim=True)
+    target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    logps = torch.where(target, mapped, 0.0).sum(-1) - (most + total.log()).squeeze(-1)
+    grad = torch.where(target, 1.0, 0.0) - shares / total
+    if bent is not None:  # d tanh = 1 - tanh^2
+        grad = grad * (1.0 - bent * bent)
+    valid = targets != IGNORE_INDEX
+    grad = torch.where(valid[:, None], grad * (rule[0] * weights), 0.0)
+    return torch.where(valid, logps, 0.0), grad.to(logits.dtype)
+
+
+def _mapped(
+    logits: torch.Tensor, rule: tuple[float, float | None]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return logits as the model maps them, in fp32, and the tanh of a soft cap."""
+    scale, cap = rule
+    z = logits.float() * scale
+    bent = None if cap is None else torch.tanh(z / cap)
+    return z if cap is None or bent is None else bent * cap, bent

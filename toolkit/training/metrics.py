@@ -97,6 +97,8 @@ class Metrics:
         # Of steps whose tensors are not read yet; of those that are, since the last line.
         self._pending = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
         self._tokens, self._loss, self._loss_tokens = self.tokens_before, 0.0, 0.0
+        # Metric -> sums and counts of the steps since the last line, on the device.
+        self._parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._began = self._since = time.perf_counter()
         # Since the last step; seconds and number of steps since the last line.
         self._paused, self._seconds, self._steps = 0.0, 0.0, 0
@@ -119,6 +121,11 @@ class Metrics:
         """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""
         counted = torch.where(stats.skipped, 0, stats.tokens)
         self._pending.append((stats.loss.masked_fill(stats.skipped, 0), counted, stats.tokens))
+        for name, pair in stats.part_sums.items():
+            sums, counts = (x.double().masked_fill(stats.skipped, 0) for x in pair)
+            if name in self._parts:
+                sums, counts = sums + self._parts[name][0], counts + self._parts[name][1]
+            self._parts[name] = sums, counts
         if stats.balance is None and self.router is not None and self.router.acts:
             raise TrainingError(
                 "the experts of this step were not balanced as the settings ask: this recipe must "
@@ -237,7 +244,7 @@ class Metrics:
             "step": step,
             "loss": float(stats.loss),
             "grad_norm": float(stats.grad_norm),
-            **{name: float(value) for name, value in stats.parts.items()},
+            **self._part_means(),
             "learning_rate": learning_rate,
             "tokens": self.tokens,
             "time": time.time(),
@@ -261,6 +268,19 @@ class Metrics:
         line |= self.guards.line(step, max(1, self._steps))
         self._seconds, self._steps = 0.0, 0
         return line | {"memory_peak_bytes": most}
+
+    def _part_means(self) -> dict[str, float]:
+        """Return the mean of each metric of the loss over the steps since the last line, without
+        skipped steps; metrics without a term are omitted. Waits for the device.
+        """
+        pairs, self._parts = self._parts, {}
+        if not pairs:
+            return {}
+        means = [
+            torch.stack([(sums / counts).sum(), counts.min()]) for sums, counts in pairs.values()
+        ]
+        values = torch.stack(means).tolist()
+        return {n: mean for n, (mean, count) in zip(pairs, values, strict=True) if count}
 
     def _show(self, line: dict[str, Any]) -> None:
         """Print a line above the progress bar, which shows what the line begins with."""
@@ -477,8 +497,17 @@ def evaluate_metrics(
         for name, one in named.items()
         if perplexity
     }
-    parts = ((name, one.parts) for name, one in named.items())
-    return losses | exp | {f"{n}_{part}": float(x) for n, own in parts for part, x in own.items()}
+    # A metric without a term has no mean, as the reward of a label that no row has.
+    return (
+        losses
+        | exp
+        | {
+            f"{name}_{part}": float(mean)
+            for name, one in named.items()
+            for part, mean in one.parts.items()
+            if int(one.part_counts[part])
+        }
+    )
 
 
 def training_flops(model: nn.Module, sequence_length: int) -> float:

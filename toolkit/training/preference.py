@@ -19,11 +19,13 @@ one; r = S - R, d = r_c - r_w, m = S / n. Sources:
 
 Each is a mean over the pairs of the global batch; the cross entropy in rpo_alpha and orpo is a mean
 over the tokens of its chosen answers, in orpo of their prompts too, as its authors' code has it.
+What follows the sums S is computed in float64: a few numbers a pair, whose differences float32
+would round by up to 0.004 where S is -7e4.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,18 +34,14 @@ from torch import nn
 from toolkit.config.preference import PreferenceConfig
 from toolkit.data.samples.batch import IGNORED, Batch
 from toolkit.errors import TrainingError
-from toolkit.formats import reshard
 from toolkit.mesh import View
-from toolkit.models.peft_model import has_adapters
+from toolkit.models.dropout import disable_dropout
+from toolkit.models.peft_model import disabled_adapters, has_adapters
 from toolkit.training.loss import LossSum, sequence_rewards, token_logps
 
-PARTS = (
-    *("reward_chosen", "reward_rejected", "margin", "accuracy"),
-    *("logps_chosen", "logps_rejected"),
-)
-"""Names of the parts of a preference loss, each a mean over pairs."""
-METRICS = tuple(f"eval_{name}" for name in (*PARTS, "reward", "kl", "logps"))
-"""Names of what an evaluation gives beside its loss."""
+__all__ = ["Objective", "base_model_logps", "disable_dropout", "log_odds", "sequence_logps"]
+_LEAST = 2.0**-149  # the smallest positive float32 number
+_LOG_2 = math.log(2.0)
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,11 @@ class _Pairs:
         return self.chosen - self.rejected
 
     def means(self) -> "_Pairs":
-        """Return it per token."""
+        """Return the pairs with log-probabilities per token."""
         return replace(
-            self, chosen=self.chosen / self.n_chosen, rejected=self.rejected / self.n_rejected
+            self,
+            chosen=self.chosen / self.n_chosen.clamp(min=1),
+            rejected=self.rejected / self.n_rejected.clamp(min=1),
         )
 
 
@@ -79,17 +79,15 @@ def sequence_logps(
     return sums, _counts(batch)
 
 
-def _by_base(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the log-probability of each sequence by the model without its adapters, [n_sequences];
-    TrainingError for one without. Costs a forward.
+def base_model_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Compute the log-probability of each sequence with the adapters switched off, [n_sequences].
+
+    Costs a forward. Raises TrainingError for a model without adapters.
     """
     if not has_adapters(model):
         raise TrainingError("expected reference values in a batch, or a model with adapters")
-    with torch.no_grad(), cast(Any, model).disable_adapter():
-        found = sequence_logps(model, batch)[0][:-1]
-        # PEFT marks what is trained: shards have to be in place when it does, not gathered copies.
-        reshard(model)
-    return found
+    with torch.no_grad(), disabled_adapters(model):
+        return sequence_logps(model, batch)[0][:-1]
 
 
 def _owners(batch: Batch) -> torch.Tensor:
@@ -115,94 +113,146 @@ class Objective:
     among: View
     """The ranks whose batches are one (`Mesh.loss`)."""
     device_type: str | None = None
-    """Of the device whose way the head takes; None: that of the batch."""
+    """Type of the device whose loss head is used; None: that of the batch."""
 
     def counts(self, batch: Batch) -> torch.Tensor:
-        """Return by how much a micro-batch counts in each mean, int64 [2]: pairs, and tokens of
+        """Return the number of terms of each mean in a micro-batch, int64 [2]: pairs, and tokens of
         the cross entropy; of reward models [1], pairs.
         """
-        counts = _counts(batch)
-        pairs = counts.new_tensor(batch.n_sequences // 2)
+        pairs = _full(batch.n_sequences // 2, batch)
         if self.cfg.loss_type == "reward":
             return pairs[None]
+        counts = _counts(batch)
         return torch.stack([pairs, counts[:-1:2].sum() + counts[-1]])
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Return the sums of both means' terms, [2] with counts [2], of reward models [1] each, and
-        parts of each pair's.
+        """Compute the sums of both means' terms, [2] with counts [2], of reward models [1] each,
+        and the sums of the metrics (`preference_metrics`).
 
         A batch without pairs gives exact zeros with gradients of zeros.
         """
         if self.cfg.loss_type == "reward":
-            return self._rewarded(model, batch)
-        asked = self.cfg.needs_reference and batch.reference is None
-        reference = _by_base(model, batch) if asked else batch.reference
+            return self._reward_loss(model, batch)
+        reference = batch.reference
+        if self.cfg.needs_reference and reference is None:
+            reference = base_model_logps(model, batch)
+        if not self.cfg.paired:
+            assert reference is not None
+            return self._kto_loss(model, batch, reference.view(-1, 2))
         sums, counts = sequence_logps(model, batch, device_type=self.device_type)
+        sums = sums.double()  # see [Note: preference objectives]
         policy = _Pairs(*(x[at:-1:2] for x in (sums, counts) for at in (0, 1)))
         rewards = policy
         if self.cfg.needs_reference and reference is not None:
-            reference = reference.view(-1, 2)
             rewards = replace(
                 policy,
-                chosen=policy.chosen - reference[:, 0],
-                rejected=policy.rejected - reference[:, 1],
+                chosen=policy.chosen - reference[::2],
+                rejected=policy.rejected - reference[1::2],
             )
-        if not self.cfg.paired:
-            terms, parts = self._unpaired(rewards, policy, batch)
-        else:
-            terms = _TERMS[self.cfg.loss_type](self.cfg, rewards)
-            parts = self._parts(rewards, policy)
+        terms = _TERMS[self.cfg.loss_type](self.cfg, rewards)
         weight = 1.0 if self.cfg.loss_type == "orpo" else self.cfg.rpo_alpha
-        cross_entropy = -weight * (policy.chosen.sum() + sums[-1])
-        return LossSum(torch.stack([terms.sum(), cross_entropy]), self.counts(batch), parts)
+        cross_entropy = -weight * (policy.chosen.sum() + sums[-1]) if weight else _zero(batch)
+        total = torch.stack([terms.sum(), cross_entropy]).float()
+        return LossSum(total, self.counts(batch), self._pair_metrics(rewards, policy))
 
-    def _rewarded(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Return the terms of a reward model, and their parts."""
-        chosen, rejected = sequence_rewards(model, batch).view(-1, 2).unbind(1)
+    def _reward_loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        """Compute the loss of a reward model."""
+        chosen, rejected = sequence_rewards(model, batch).double().view(-1, 2).unbind(1)
         margin = 0.0 if batch.margin is None else batch.margin
         terms = -F.logsigmoid(chosen - rejected - margin)
-        terms = terms + self.cfg.center_rewards_coefficient * (chosen + rejected) ** 2
-        shown = _shown(chosen.detach(), rejected.detach())
-        parts = dict(zip(PARTS, (v.sum() for v in shown), strict=False))
-        return LossSum(terms.sum()[None], self.counts(batch), parts)
+        # Without a coefficient the square, which may overflow, has no part in the loss.
+        if coefficient := self.cfg.center_rewards_coefficient:
+            terms = terms + coefficient * (chosen + rejected) ** 2
+        metrics = _reward_metrics(chosen.detach(), rejected.detach())
+        return LossSum(terms.sum()[None].float(), self.counts(batch), metrics)
 
-    def _parts(self, rewards: _Pairs, policy: _Pairs) -> dict[str, torch.Tensor]:
-        """Return the sums over pairs of what `PARTS` name."""
-        shown = rewards.means() if self.cfg.loss_type in _BY_TOKEN else rewards
-        chosen, rejected = (self.cfg.beta * r.detach() for r in (shown.chosen, shown.rejected))
-        values = (
-            *_shown(chosen, rejected),
-            *(policy.chosen.detach(), policy.rejected.detach()),
-        )
-        return dict(zip(PARTS, (v.sum() for v in values), strict=True))
+    def _pair_metrics(self, rewards: _Pairs, policy: _Pairs) -> dict[str, torch.Tensor]:
+        """Return the sums over pairs of the metrics of an objective of pairs."""
+        if self.cfg.loss_type in ("simpo", "orpo"):  # without a reference all is per token
+            rewards, policy = rewards.means(), policy.means()
+        chosen, rejected = (self.cfg.beta * r.detach() for r in (rewards.chosen, rewards.rejected))
+        return _reward_metrics(chosen, rejected) | {
+            "logps_chosen": policy.chosen.detach().sum(),
+            "logps_rejected": policy.rejected.detach().sum(),
+        }
 
-    def _unpaired(
-        self, rewards: _Pairs, policy: _Pairs, batch: Batch
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return KTO's terms: the first of two sequences is an answer, the second, of the same
-        prompt, another row's, whose mean reward in the micro-batches of all ranks is the point from
-        which gains and losses count.
+    def _kto_loss(self, model: nn.Module, batch: Batch, reference: torch.Tensor) -> LossSum:
+        """Compute KTO's loss of answers with a label; `reference` is [answers, 2].
+
+        Each answer is followed by an answer of another row to the same prompt. The mean reward of
+        those, over the micro-batches of all ranks, is the point from which gains and losses count.
+        It has no gradient, so they cost a forward only.
         """
-        cfg, good, others = self.cfg, batch.desirable, rewards.rejected.detach()
-        if good is None or len(good) != len(others):
+        cfg, desirable, beta = self.cfg, batch.desirable, self.cfg.beta
+        answers = batch.n_sequences // 2
+        if desirable is None or len(desirable) != answers:
             raise TrainingError("preference.loss_type kto needs answers with a label, not pairs")
-        total, count = self.among.sum(torch.stack([others.sum(), others.new_tensor(len(good))]))
+        logps, partners = self._answer_logps(model, batch)
+        rewards = logps - reference[:, 0]
+        gains = (partners - reference[:, 1]).sum()
+        total, count = self.among.sum(torch.stack([gains, _full(answers, batch).to(gains.dtype)]))
         point = (total / count.clamp(min=1)).clamp(min=0)
-        gain = torch.sigmoid(cfg.beta * (rewards.chosen - point))
-        loss = torch.sigmoid(cfg.beta * (point - rewards.chosen))
+        # 1 - sigmoid(x) is sigmoid(-x), which stays exact where sigmoid(x) rounds to 1.
         terms = torch.where(
-            good, cfg.desirable_weight * (1 - gain), cfg.undesirable_weight * (1 - loss)
+            desirable,
+            cfg.desirable_weight * torch.sigmoid(beta * (point - rewards)),
+            cfg.undesirable_weight * torch.sigmoid(beta * (rewards - point)),
         )
-        reward = cfg.beta * rewards.chosen.detach()
-        right = ((reward > cfg.beta * point) == good).float()
-        parts = {"reward": reward, "kl": point.expand_as(reward), "accuracy": right}
-        parts["logps"] = policy.chosen.detach()
-        return terms, {name: value.sum() for name, value in parts.items()}
+        metrics, counts = _label_metrics(desirable, beta * rewards.detach(), logps.detach())
+        metrics["kl"] = point.expand_as(rewards).sum()
+        metrics["accuracy"] = ((rewards.detach() > point) == desirable).float().sum()
+        total = torch.stack([terms.sum(), _zero(batch)]).float()
+        return LossSum(total, self.counts(batch), metrics, counts)
+
+    def _answer_logps(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probabilities of answers, and without a gradient those of the answers that
+        they are compared with, [answers] each.
+
+        Always two forwards, since all ranks must run as many: also for a batch that holds nothing,
+        or that was not split, whose answers cost as much as those that get a gradient.
+        """
+        answers, partners = batch.halves or (batch, batch)
+        with torch.no_grad():
+            second = sequence_logps(model, partners, device_type=self.device_type)[0][:-1]
+        first = sequence_logps(model, answers, device_type=self.device_type)[0][:-1]
+        first, second = first.double(), second.double()
+        return (first, second) if batch.halves is not None else (first[::2], second[1::2])
 
 
-def _shown(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the first four of `PARTS` of each pair, by its rewards."""
-    return chosen, rejected, chosen - rejected, (chosen > rejected).float()
+def _full(value: int, batch: Batch) -> torch.Tensor:
+    """Return `value` as a tensor on the device of a batch, int64 0-d, for which no host waits."""
+    return torch.full((), value, dtype=torch.int64, device=batch.targets.device)
+
+
+def _zero(batch: Batch) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float64, device=batch.targets.device)
+
+
+def _reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the sums over pairs of rewards, of their margin, and of pairs in the right order."""
+    return {
+        "reward_chosen": chosen.sum(),
+        "reward_rejected": rejected.sum(),
+        "margin": (chosen - rejected).sum(),
+        "accuracy": (chosen > rejected).float().sum(),
+    }
+
+
+def _label_metrics(
+    desirable: torch.Tensor, rewards: torch.Tensor, logps: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the sums of rewards and log-probabilities by label, and the number of terms of each.
+    The margin is the difference of two means, of which each label has one.
+    """
+    sums, counts = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for side, members in (("chosen", desirable), ("rejected", ~desirable)):
+        for name, values in (("reward", rewards), ("logps", logps)):
+            sums[f"{name}_{side}"] = torch.where(members, values, 0.0).sum()
+            counts[f"{name}_{side}"] = members.sum()
+    sides = ("reward_chosen", "reward_rejected")
+    sums["margin"] = torch.stack([sums[sides[0]], -sums[sides[1]]])
+    counts["margin"] = torch.stack([counts[side] for side in sides])
+    return sums, counts
 
 
 def _smoothed(cfg: PreferenceConfig, logits: torch.Tensor) -> torch.Tensor:
@@ -217,14 +267,30 @@ def _robust(cfg: PreferenceConfig, pairs: _Pairs) -> torch.Tensor:
 
 
 def _apo_zero(cfg: PreferenceConfig, pairs: _Pairs) -> torch.Tensor:
-    chosen, rejected = cfg.beta * pairs.chosen, cfg.beta * pairs.rejected
-    return 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
+    return torch.sigmoid(-cfg.beta * pairs.chosen) + torch.sigmoid(cfg.beta * pairs.rejected)
 
 
 def _orpo(cfg: PreferenceConfig, pairs: _Pairs) -> torch.Tensor:
     means = pairs.means()
-    chosen, rejected = (m - torch.log1p(-m.exp()) for m in (means.chosen, means.rejected))
-    return -cfg.beta * F.logsigmoid(chosen - rejected)
+    ratio = log_odds(means.chosen) - log_odds(means.rejected)
+    return -cfg.beta * F.logsigmoid(ratio)
+
+
+def log_odds(logps: torch.Tensor) -> torch.Tensor:
+    """Return log(p / (1 - p)) of log-probabilities log p <= 0, in float64.
+
+    Value and gradient are finite and exact for all float32 numbers below 0. A log-probability of 0
+    counts as the largest number below 0 and gets no gradient. The gradient, which grows as 1 / log
+    p, is bounded by the largest float32 number. log(1 - p) by `expm1` where p is large and by
+    `log1p` elsewhere: Mächler 2012, "Accurately computing log(1 - exp(-|a|))".
+    """
+    wide = logps.double().clamp(max=-_LEAST)
+    if wide.requires_grad:
+        most = torch.finfo(torch.float32).max
+        wide.register_hook(lambda grad: grad.clamp(-most, most))
+    near, far = wide.clamp(min=-_LOG_2), wide.clamp(max=-_LOG_2)  # keeps infinities out of both
+    log_rest = torch.where(wide > -_LOG_2, (-near.expm1()).log(), (-far.exp()).log1p())
+    return wide - log_rest
 
 
 _TERMS: dict[str, Callable[[PreferenceConfig, _Pairs], torch.Tensor]] = {
@@ -237,16 +303,3 @@ _TERMS: dict[str, Callable[[PreferenceConfig, _Pairs], torch.Tensor]] = {
     "simpo": lambda cfg, p: _smoothed(cfg, cfg.beta * p.means().margin - cfg.simpo_gamma),
     "orpo": _orpo,
 }
-_BY_TOKEN = ("sigmoid_norm", "ipo", "simpo", "orpo")
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Let `model` drop nothing while it trains, in place: modules that drop, and the shares that
-    attention and others hold as numbers.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                setattr(module, name, 0.0)

@@ -246,7 +246,7 @@ class Router:
     @contextlib.contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
         """Note what routers answer inside, where there is a gradient to be."""
-        self._real, self._noting = batch.real.flatten(), True
+        self._real, self._noting = batch.trained.real.flatten(), True
         for router, _ in self.plan.routers.values():
             vars(router).pop(_NOTED, None)
         try:

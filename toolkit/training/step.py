@@ -44,8 +44,12 @@ class StepStats:
     skipped: torch.Tensor  # bool: loss or gradient is not finite, or a spike: nothing was changed
     bad_here: torch.Tensor  # bool: this rank's part of the loss is NaN or infinite
     spike: torch.Tensor | None = None  # bool: skipped for being far above the last; None: not asked
-    parts: dict[str, torch.Tensor] = field(default_factory=dict)  # means of what else the loss sums
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Metric -> its mean over the global batch; NaN if it has no terms there."""
     balance: Balance | None = None  # of the experts; None: not watched
+    part_sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Metric -> the sums and the counts of which `parts` has the mean, over the global batch, each
+    1-d; steps of a logging window are added up by them."""
 
 
 class Update:
@@ -86,7 +90,9 @@ class Update:
         count = tokens if counts is None else torch.stack([*counts]).sum(0).double()
         self._router, routed = router, tokens
         if router is not None:
-            routed = torch.stack([batch.real.sum() for batch in micro_batches]).sum().double()
+            routed = (
+                torch.stack([batch.trained.real.sum() for batch in micro_batches]).sum().double()
+            )
         # In one exchange; a double holds any number of tokens exactly.
         tokens, routed, *of_means = self._ranks.sum(torch.stack([tokens, routed, *count.flatten()]))
         self._tokens, count = tokens.long(), torch.stack(of_means).view_as(count)
@@ -96,6 +102,7 @@ class Update:
         self._scale = self._ranks.size / torch.where(count > 0, count, 1).float()
         self._total = torch.zeros((), device=count.device)
         self._parts: dict[str, torch.Tensor] = {}
+        self._part_counts: dict[str, torch.Tensor] = {}
         self._phase = ExitStack()  # of a micro-batch, as profiles show it
 
     def __iter__(self) -> Iterator[Batch]:
@@ -115,8 +122,12 @@ class Update:
         """
         part = (loss.total * self._scale).sum()
         self._total += part.detach()
-        for name, value in loss.parts.items():
-            self._parts[name] = self._parts.get(name, 0) + value
+        for sums, values in (
+            (self._parts, loss.parts),
+            (self._part_counts, loss.all_part_counts()),
+        ):
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0) + value.flatten().float()
         self._phase.close()
         if self._router is not None:
             part = part + self._router.part() * self._ranks.size
@@ -138,10 +149,13 @@ class Update:
         model, total, device = self._sharded.model, self._total, self._total.device
         bad_here = ~torch.isfinite(total)
         _average_replicated(model, self._ranks)
-        summed = self._ranks.sum(torch.stack([total, *self._parts.values()]))
-        mean, *of_parts = (summed / self._ranks.size).unbind()
-        scale = self._scale.flatten()[0]  # of the first mean
-        parts = {name: x * scale for name, x in zip(self._parts, of_parts, strict=True)}
+        local = [total[None], *self._parts.values(), *self._part_counts.values()]
+        sizes = [len(values) for values in local]
+        loss, *summed = self._ranks.sum(torch.cat(local)).split(sizes)
+        mean, names = loss[0] / self._ranks.size, [*self._parts]
+        pairs = zip(summed[: len(names)], summed[len(names) :], strict=True)
+        part_sums = dict(zip(names, pairs, strict=True))
+        parts = {name: (sums / counts).sum() for name, (sums, counts) in part_sums.items()}
         with record_function(OPTIMIZER):
             grad_norm = clip_gradients(model, max_grad_norm, device, self._ranks)
             fine, spike = torch.isfinite(total) & torch.isfinite(grad_norm), None
@@ -152,7 +166,9 @@ class Update:
             optimizer.zero_grad()
             balance = None if self._router is None else self._router.step(fine)
         self._sharded.accumulation.end(device, len(self._batches))
-        return StepStats(mean, grad_norm, self._tokens, ~fine, bad_here, spike, parts, balance)
+        return StepStats(
+            mean, grad_norm, self._tokens, ~fine, bad_here, spike, parts, balance, part_sums
+        )
 
 
 def train_step(
@@ -238,10 +254,11 @@ with_accuracy: Loss = partial(causal_lm_loss, accuracy=True)
 
 @dataclass(frozen=True)
 class EvalStats:
-    """What an evaluation found, 0-d tensors on the device; NaN without a supervised token."""
+    """The means of an evaluation, 0-d tensors on the device; NaN if a mean has no terms."""
 
     loss: torch.Tensor  # mean over the supervised tokens of all ranks
-    parts: dict[str, torch.Tensor]  # the means of what else the loss sums, by its name
+    parts: dict[str, torch.Tensor]  # metric -> its mean
+    part_counts: dict[str, torch.Tensor]  # metric -> of how many terms; 0: it has no mean
 
 
 @torch.no_grad()
@@ -261,24 +278,29 @@ def evaluate(
     model.eval()
     found: list[torch.Tensor] = []
     names: list[str] = []
+    sizes: list[int] = []
     try:
         for name, batches in sources.items():
             sums = [(loss or with_accuracy)(model, batch) for batch in batches]
             if not sums:
                 raise TrainingError("evaluate got no batches" + f" of source {name}" * bool(name))
-            names, terms = [*sums[0].parts], sums[0].count.numel()
+            names, sizes = [*sums[0].parts], [x.numel() for x in sums[0].sums()]
             rows = (torch.cat([x.double().flatten() for x in one.sums()]) for one in sums)
             # A double holds any count exactly.
             found.append(torch.stack([*rows]).sum(0))
     finally:
         model.train(was_training)
         reshard(model)
-    each = sharded.mesh.loss.sum(torch.stack(found))  # [sources, losses, parts, counts]
-    rows_of = torch.cat([each.sum(0)[None], each])
-    losses, parts, counts = rows_of[:, :terms], rows_of[:, terms:-terms], rows_of[:, -terms:]
-    means = ((losses / counts).sum(1).float(), (parts / counts[:, :1]).float())
+    each = sharded.mesh.loss.sum(torch.stack(found))  # [sources, values of `LossSum.sums`]
+    losses, counts, *parts = torch.cat([each.sum(0)[None], each]).split(sizes, dim=1)
+    pairs = zip([losses, *parts[: len(names)]], [counts, *parts[len(names) :]], strict=True)
+    means = [((x / n).sum(1).float(), n.amin(1)) for x, n in pairs]  # each [1 + sources]
     total, *stats = [
-        EvalStats(loss, dict(zip(names, row.unbind(), strict=True)))
-        for loss, row in zip(*means, strict=True)
+        EvalStats(
+            means[0][0][i],
+            {name: mean[i] for name, (mean, _) in zip(names, means[1:], strict=True)},
+            {name: count[i] for name, (_, count) in zip(names, means[1:], strict=True)},
+        )
+        for i in range(1 + len(sources))
     ]
     return total, dict(zip(sources, stats, strict=True))

@@ -40,6 +40,9 @@ class Batch:
     at which a reward model reads its reward."""
     margin: torch.Tensor | None = None
     """float32 [n_sequences / 2]: by how much the first reward is to be above the second."""
+    halves: "tuple[Batch, Batch] | None" = None
+    """Of answers with a label: the first of each two sequences alone, and the second, which get no
+    gradient; both have n_sequences / 2 sequences, and none of the other fields of sequences."""
 
     @classmethod
     def of(cls, labels: torch.Tensor, *, count: bool = False, **inputs: Any) -> "Batch":
@@ -63,6 +66,13 @@ class Batch:
         mask = self.inputs.get("attention_mask")
         return torch.ones_like(self.targets, dtype=torch.bool) if mask is None else mask.bool()
 
+    @property
+    def trained(self) -> "Batch":
+        """Return the part of the batch whose forward gets a gradient: all of it, unless its
+        sequences are answers with a label.
+        """
+        return self if self.halves is None else self.halves[0]
+
     def to(self, device: torch.device | str, **how: Any) -> "Batch":
         """Return the batch on `device`, as `Tensor.to` moves a tensor."""
         return self._each(lambda tensor: tensor.to(device, **how))
@@ -75,4 +85,7 @@ class Batch:
         inputs = {n: fn(x) if isinstance(x, torch.Tensor) else x for n, x in self.inputs.items()}
         others = {n: getattr(self, n) for n in ("used", *_OF_SEQUENCES)}
         moved: dict[str, Any] = {name: fn(x) for name, x in others.items() if x is not None}
+        if self.halves is not None:
+            first, second = self.halves
+            moved["halves"] = first._each(fn), second._each(fn)
         return replace(self, inputs=inputs, targets=fn(self.targets), **moved)

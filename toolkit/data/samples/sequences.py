@@ -68,13 +68,14 @@ class SampleShape:
         """
         if self.pairs:
             pieces = [side for piece in pieces for side in piece.sides()]
-        return self._sample(pieces)
+        return self._joined(pieces)
 
     def answer(self, side: Piece) -> Sample:
         """Return one side of a pair as a sample, which has one sequence."""
-        return self._sample([side])
+        return self._joined([side])
 
-    def _sample(self, pieces: Sequence[Piece]) -> Sample:
+    def _joined(self, pieces: Sequence[Piece]) -> Sample:
+        """Return pieces as one sample, of which each side of a pair is one; see `sample`."""
         taken = sum(len(piece.ids) for piece in pieces)
         room = (max(1, taken) if self.packing == "none" else self.sequence_length) - taken
         pieces = [*pieces, Piece(np.full(room, self.pad_id), np.full(room, IGNORED))]
@@ -119,6 +120,7 @@ class SampleShape:
         model has. Of pairs each side is a row.
         """
         pairs: dict[str, Any] = {}
+        halves = self._halves(samples)
         used = torch.stack([s["used"] for s in samples]) if self.packing == "bfd" else None
         samples = [{n: x for n, x in s.items() if n != "used"} for s in samples]
         if self.pairs:
@@ -140,7 +142,24 @@ class SampleShape:
             return made
         room = made.targets.shape[1] - pairs["sequences"].shape[1]
         pairs["sequences"] = F.pad(pairs["sequences"], (0, room), value=FILLER)
-        return replace(made, **pairs)
+        return replace(made, halves=halves, **pairs)
+
+    def _halves(self, samples: list[Sample]) -> tuple[Batch, Batch] | None:
+        """Return the answers of samples that have labels as a micro-batch, and the answers that
+        they are compared with as another; None for other samples.
+
+        Packed rows are as long as the fullest of them, rounded up to a multiple of 8.
+        """
+        if not any(len(sample.get("desirable", ())) for sample in samples):
+            return None
+        batches = []
+        for first in range(2):
+            parts = [_pieces_of(sample)[first::2] for sample in samples]
+            fullest = max(1, *(sum(len(piece.ids) for piece in pieces) for pieces in parts))
+            width = min(-(-fullest // MULTIPLE) * MULTIPLE, self.sequence_length)
+            shape = replace(self, sequence_length=width)
+            batches.append(shape.batch([shape._joined(pieces) for pieces in parts]))
+        return batches[0], batches[1]
 
     def _of_pairs(self, samples: list[Sample]) -> tuple[list[Sample], dict[str, Any]]:
         """Return samples as those of other rows, padded ones (`none`) one for each piece, and what
@@ -184,6 +203,14 @@ class SampleShape:
             return f"samples of {self.sequence_length} tokens"
         how = "packed" if self.packing == "bfd" else "padded"
         return f"samples of up to {self.sequence_length} tokens, {how}"
+
+
+def _pieces_of(sample: Sample) -> list[Piece]:
+    """Return the pieces of a sample of pairs: both sides of its first pair, and so on."""
+    lengths = sample["lengths"].tolist()
+    columns = (sample[name][: sum(lengths)].split(lengths) for name in ("input_ids", "labels"))
+    # Copies: joining pieces changes their labels in place.
+    return [Piece(ids.numpy(), labels.numpy().copy()) for ids, labels in zip(*columns, strict=True)]
 
 
 class EncodedRows:

@@ -1,0 +1,311 @@
+"""Switch off what makes a model another function in each forward of training.
+
+Preference tuning compares a model with its reference, so both must be the same function. Dropout
+has many names (`attention_dropout`, `layerdrop`, `router_jitter_noise`), and some are read from the
+config in each forward. So there is no list: a tiny copy of the model is run in training mode, with
+draws forced to either end, and the numbers that change its output are set to 0.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from toolkit import ranks
+from toolkit.errors import ModelError, one_line
+from toolkit.models.modes import forked_rng
+from toolkit.models.patterns import plain_class_name
+from toolkit.models.peft_model import base_of
+from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, cuts, drawn_copy, layer_kinds, on_meta
+
+_MOST_PARAMETERS = 2**28
+_ROUNDING = 1e-4  # largest difference of logits that counts as none, as a share of their spread
+_HINTS = ("drop", "jitter", "noise")  # parts of names that are tried first
+_SEEDS = (1, 2)
+
+
+@dataclass(frozen=True)
+class NoiseSetting:
+    """A number that adds noise to training: an attribute of modules of a class, or of a config."""
+
+    owner: str  # name of the class
+    attribute: str
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Make `model` the same function in training as in eval mode, in each forward, in place.
+
+    Collective. Sets to 0 the rates of dropout modules, attributes that are named dropout, and what
+    else a tiny copy of the model shows to add noise. Takes seconds. Logs what it set besides
+    dropout modules, or why no copy could be tried.
+
+    Raises:
+        ModelError: a module draws anew in each forward whatever its settings are, or computes
+            something else in training than in eval mode; named.
+    """
+    _disable_modules(model)
+    base = base_of(model)
+    if not isinstance(base, PreTrainedModel):
+        return
+    settings, problem = ranks.on_main(lambda: noise_settings(type(base), base.config))
+    for setting in settings:
+        for owner in _owners(base, setting):
+            setattr(owner, setting.attribute, 0.0)
+    names = ", ".join(f"{s.owner}.{s.attribute}" for s in settings)
+    if settings:
+        ranks.say(f"dropout    off, as is {names}")
+    if problem:
+        ranks.say(
+            f"WARNING: dropout modules are off, but whether {plain_class_name(base)} draws "
+            f"anything else in training could not be tried on a tiny copy: {problem}"
+        )
+
+
+def noise_settings(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig
+) -> tuple[list[NoiseSetting], str]:
+    """Find the settings, besides dropout modules, that add noise to training, on a tiny copy.
+
+    Not collective. Returns them, and why no copy could be tried, empty if one was. Raises
+    ModelError for noise that no setting switches off.
+    """
+    try:
+        kinds = layer_kinds(on_meta(model_class, config))
+    except Exception as error:  # the code of any model
+        return [], one_line(error, 200)
+    problem = f"{model_class.__name__} has no decoder layers to look at"
+    for small in cuts(config, kinds, None) if kinds else ():
+        _use_plain_attention(small, model_class)
+        try:
+            size = sum(p.numel() for p in on_meta(model_class, small).parameters())
+            if size > _MOST_PARAMETERS:
+                problem = f"it would have {size / 1e6:.0f} M parameters"
+                continue
+            copy = drawn_copy(model_class, small, torch.device("cpu"))
+            _disable_modules(copy)
+            trial = _Trial(copy)
+        except Exception as error:  # the code of any model
+            problem = one_line(error, 200)
+            continue
+        return trial.search(), ""
+    return [], problem
+
+
+def _use_plain_attention(config: PreTrainedConfig, model_class: Any) -> None:
+    """Let a copy attend without kernels that a CPU has not, or that take packed rows only."""
+    kernel = str(config._attn_implementation)
+    if kernel not in ("eager", "sdpa"):
+        config._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
+
+
+def _disable_modules(model: nn.Module) -> None:
+    """Set the rates of dropout modules, and attributes of modules named dropout, to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(module, name, 0.0)
+
+
+def _configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Return the configs that modules of a model read in their forwards, each once."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    return [config for config in configs.values() if isinstance(config, PreTrainedConfig)]
+
+
+def _owners(model: nn.Module, setting: NoiseSetting) -> list[Any]:
+    """Return the modules and configs of a model that have a setting."""
+    owners: list[Any] = [*model.modules(), *_configs(model)]
+    return [
+        owner
+        for owner in owners
+        if plain_class_name(owner) == setting.owner and setting.attribute in vars(owner)
+    ]
+
+
+@dataclass
+class _Trial:
+    """A tiny copy of a model, and what it answers in eval mode."""
+
+    model: PreTrainedModel
+    ids: torch.Tensor = field(init=False)
+    expected: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        drawn = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(SPECIAL, VOCABULARY, (2, 16), generator=drawn)
+        self.expected = self.logits(training=False)
+        if not self.expected.isfinite().all():
+            raise ModelError("it answers with values that are not finite")
+        for mode in _modes():  # a copy that does not run is found out here
+            self.logits(training=True, mode=mode)
+
+    def logits(self, *, training: bool, mode: Callable[[], Any] = contextlib.nullcontext) -> Any:
+        """Return the logits of one forward, in which `mode` decides what is drawn."""
+        self.model.train(training)
+        with (
+            torch.no_grad(),
+            forked_rng(),
+            torch.compiler.set_stance("force_eager"),
+            mode(),
+        ):
+            return self.model(input_ids=self.ids, use_cache=False).logits.float()
+
+    def agrees(self, logits: torch.Tensor) -> bool:
+        spread = float(self.expected.std()) or 1.0
+        if logits.shape != self.expected.shape or not logits.isfinite().all():
+            return False
+        return float((logits - self.expected).abs().max()) <= _ROUNDING * spread
+
+    def differing_mode(self) -> Callable[[], Any] | None:
+        """Return draws by which a forward in training is not that of eval mode; None: all are."""
+        for mode in _modes():
+            if not self.agrees(self.logits(training=True, mode=mode)):
+                return mode
+        return None
+
+    def search(self) -> list[NoiseSetting]:
+        """Set to 0 what adds noise; return it. ModelError if noise is left, with its module."""
+        chosen = [*self._zeroed(hinted=True)]
+        if self.differing_mode() is None:
+            return chosen
+        others = self._zeroed(hinted=False)
+        if (mode := self.differing_mode()) is not None:
+            self._refuse(mode)
+        for setting, values in others.items():  # keep those alone without which there is noise
+            self._restore(setting, values)
+            if self.differing_mode() is not None:
+                self._restore(setting, [0.0] * len(values))
+                chosen.append(setting)
+        return chosen
+
+    def _zeroed(self, *, hinted: bool) -> dict[NoiseSetting, list[float]]:
+        """Set to 0 the shares that modules and configs hold as numbers, if that changes nothing in
+        eval mode; return them with their values. `hinted`: those with telling names, or the others.
+        """
+        settings = dict.fromkeys(
+            NoiseSetting(plain_class_name(owner), name)
+            for owner in (*self.model.modules(), *_configs(self.model))
+            for name, value in vars(owner).items()
+            if isinstance(value, float)
+            and 0.0 < value <= 1.0
+            and any(hint in name for hint in _HINTS) == hinted
+        )
+        zeroed: dict[NoiseSetting, list[float]] = {}
+        for setting in settings:
+            owners = _owners(self.model, setting)
+            values = [getattr(owner, setting.attribute) for owner in owners]
+            self._restore(setting, [0.0] * len(values))
+            if self.agrees(self.logits(training=False)):
+                zeroed[setting] = values
+            else:  # it means something else
+                self._restore(setting, values)
+        return zeroed
+
+    def _restore(self, setting: NoiseSetting, values: list[float]) -> None:
+        for owner, value in zip(_owners(self.model, setting), values, strict=True):
+            setattr(owner, setting.attribute, value)
+
+    def _refuse(self, mode: Callable[[], Any]) -> None:
+        """Raise a ModelError with the first module that makes other outputs of equal inputs."""
+        calls = [
+            self._calls(training=False),
+            self._calls(training=True, mode=mode),
+        ]
+        name = next(
+            (
+                name
+                for (name, *expected), (other, *actual) in zip(*calls, strict=False)
+                if name == other
+                and _same(expected[0], actual[0])
+                and not _same(expected[1], actual[1])
+            ),
+            "",
+        )
+        kind = type(self.model.get_submodule(name)).__name__
+        raise ModelError(
+            f"preference tuning: {name or 'the model'} ({kind}) of {plain_class_name(self.model)} "
+            "computes something else in training than in eval mode, or in each forward, and no "
+            "setting switches that off. The model and its reference must be the same function; "
+            "use a model without it"
+        )
+
+    def _calls(self, **how: Any) -> list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]:
+        """Return each call of a module in a forward, in the order of their ends: its name, inputs
+        and outputs.
+        """
+        calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = []
+        with contextlib.ExitStack() as stack:
+            before: dict[str, list[torch.Tensor]] = {}
+            for name, module in self.model.named_modules():
+
+                def note(_: Any, args: Any, kwargs: Any, name: str = name) -> None:
+                    before[name] = _tensors([args, kwargs])
+
+                def end(_: Any, __: Any, output: Any, name: str = name) -> None:
+                    calls.append((name, before[name], _tensors(output)))
+
+                handle = module.register_forward_pre_hook(note, with_kwargs=True)
+                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(end).remove)
+            self.logits(**how)
+        return calls
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return copies of the floating tensors in nested arguments."""
+    if torch.is_tensor(value):
+        return [value.detach().clone()] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for entry in value for tensor in _tensors(entry)]
+    return []
+
+
+def _same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
+    return len(expected) == len(actual) and all(
+        x.shape == y.shape and torch.allclose(x, y, rtol=_ROUNDING, atol=1e-6, equal_nan=True)
+        for x, y in zip(expected, actual, strict=True)
+    )
+
+
+def _modes() -> list[Callable[[], Any]]:
+    """Return what may be drawn in a forward: the lowest, the highest, and by two seeds."""
+
+    def seeded(seed: int) -> Callable[[], Any]:
+        def mode() -> Any:
+            torch.manual_seed(seed)
+            return contextlib.nullcontext()
+
+        return mode
+
+    return [lambda: _Extreme(0.0), lambda: _Extreme(1.0), *map(seeded, _SEEDS)]
+
+
+class _Extreme(TorchDispatchMode):
+    """Let uniform draws be at one end of their range, and all or nothing be dropped."""
+
+    def __init__(self, end: float) -> None:
+        super().__init__()
+        self._end = end
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name, below_1 = function.overloadpacket.__name__, 1.0 - 2.0**-24
+        if name in ("rand", "rand_like"):
+            return result.fill_(self._end * below_1)
+        if name == "uniform_":
+            low, high = (*args[1:3], *(0.0, 1.0)[len(args) - 1 :])
+            return result.fill_(low + (high - low) * self._end * below_1)
+        if name in ("bernoulli_", "bernoulli"):
+            return result.fill_(self._end)
+        return result
