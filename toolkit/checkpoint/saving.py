@@ -232,6 +232,7 @@ class _Snapshot:
             self.target / DCP,
             ranks_here=ranks.ranks_here(),
             expected=expected,
+            in_host_memory=all(local_tensor(t).is_cpu for t in self.tensors.values()),
         )
         try:
             write_shards(self.tensors, writer, self.failed, self.saves)
