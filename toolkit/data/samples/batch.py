@@ -63,6 +63,11 @@ class Batch:
         mask = self.inputs.get("attention_mask")
         return torch.ones_like(self.targets, dtype=torch.bool) if mask is None else mask.bool()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors of the batch: inputs, targets and what marks sequences."""
+        others = [getattr(self, name) for name in ("targets", "used", *_OF_SEQUENCES)]
+        return [x for x in (*self.inputs.values(), *others) if isinstance(x, torch.Tensor)]
+
     def to(self, device: torch.device | str, **how: Any) -> "Batch":
         """Return the batch on `device`, as `Tensor.to` moves a tensor."""
         return self._each(lambda tensor: tensor.to(device, **how))
