@@ -48,9 +48,7 @@ def batch_of(cfg: RunConfig, rows: list[tuple[int, int]]) -> Batch:
         if isinstance(cfg, PreferConfig):
             sample["reference"] = torch.zeros(2)
             sample["margin"] = torch.zeros(1)
-            sample["desirable"] = torch.ones(
-                0 if cfg.preference.paired else 1, dtype=torch.bool
-            )
+            sample["desirable"] = torch.ones(0 if cfg.preference.paired else 1, dtype=torch.bool)
         samples.append(sample)
     return shape.batch(samples)
 

@@ -38,7 +38,14 @@ TOKENIZER = "tokenizer"
 _IDENTITY = ("model.", "data.", "lora.", "seed")
 _HARMLESS = ("data.num_workers", "data.max_eval_samples")
 _ACCUMULATION = "train.gradient_accumulation_steps"
-_SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps", "train.hang_seconds")
+_SILENT = (
+    "output_dir",
+    "metrics.",
+    "hub.",
+    "train.logging_steps",
+    "train.hang_seconds",
+    "train.connect_seconds",
+)
 _TOKEN = ".toolkit-token-"
 _PATIENCE = 5.0
 # Settings -> the section by which a config is theirs, the most special first.

@@ -44,6 +44,7 @@ from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import StorageError
 from toolkit.formats import Tensors, local_tensor
 from toolkit.formats.bit_sums import part_sums
+from toolkit.formats.container_memory import container_memory
 from toolkit.formats.layout import cut_by_rows
 from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.tables import size_text
@@ -52,7 +53,7 @@ from toolkit.training import background
 MANIFEST_VERSION = 3
 DCP, HF, RNG = "dcp", "hf", "rng"
 CHANNEL = "checkpoint"
-# Of a machine's free memory: what copies of a state may take by `async_save: auto`.
+# Share of the free memory of a machine or container that `async_save: auto` takes for copies.
 _SHARE = 0.5
 _PINNED = 2  # times their bytes, at most: torch takes page-locked memory in powers of two
 
@@ -123,7 +124,8 @@ def _goes_behind(state: TrainState, tensors: Tensors, cfg: CheckpointConfig) -> 
     if saves.behind is None:
         parts = [local_tensor(t) for t in tensors.values()]
         own = sum(part.nbytes for part in parts) * _PINNED
-        room = _SHARE * psutil.virtual_memory().available / ranks.ranks_here()
+        free = min(psutil.virtual_memory().available, container_memory().free)
+        room = _SHARE * free / ranks.ranks_here()
         on_device = any(part.device.type != "cpu" for part in parts)
         asked = on_device and not has_adapters(state.model)
         saves.behind = asked and ranks.least(room - own) >= 0

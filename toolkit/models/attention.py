@@ -11,8 +11,8 @@ Owns that function and when it is active. Which types bear it is tried (`packing
 it never compares what differs between micro-batches: the number of documents, and the length of the
 longest. Layers get the length of a row (`data.sequence_length`) in place of the longest document.
 That decides whether a sliding window cuts anything. Whether each row is one document is decided by
-the packing: rows without `position_ids` are. The number of documents is marked as dynamic before the
-first compilation.
+the packing: rows without `position_ids` are. The number of documents is marked as dynamic before
+the first compilation.
 """
 
 import functools
@@ -106,7 +106,8 @@ def with_fixed_lengths(inputs: dict[str, Any]) -> dict[str, Any]:
     """
     if not torch.compiler.is_compiling():
         mark_borders_dynamic(inputs)
-    rows = next((x for n in ("input_ids", "inputs_embeds") if (x := inputs.get(n)) is not None), None)
+    rows = inputs.get("input_ids")
+    rows = inputs.get("inputs_embeds") if rows is None else rows
     if rows is None:
         return inputs
     packed = inputs.get("position_ids") is not None

@@ -1,10 +1,10 @@
 """The largest micro-batch that a run's settings allow, as the run's own samples would make it.
 
-[Note: largest batch] A packed row holds `data.sequence_length` tokens, whatever the rows are. Padded
-rows (`packing: none`) become as wide as the longest of them, and each side of a pair is a row: a
-pair whose one side takes nearly all tokens makes its micro-batch twice as large as a packed one. A
-padded micro-batch also carries an attention mask. Plans are of that batch, so that no row of the
-data runs out of the memory that was planned.
+[Note: largest batch] A packed row holds `data.sequence_length` tokens, whatever the rows are.
+Padded rows (`packing: none`) become as wide as the longest of them, and each side of a pair is a
+row: a pair whose one side takes nearly all tokens makes its micro-batch twice as large as a packed
+one. A padded micro-batch also carries an attention mask. Plans are of that batch, so that no row of
+the data runs out of the memory that was planned.
 """
 
 from dataclasses import replace
