@@ -7,8 +7,6 @@ one. A padded micro-batch also carries an attention mask. Plans are of that batc
 the data runs out of the memory that was planned.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -17,6 +15,7 @@ from toolkit.config.settings import RunConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sequences import Packing, Piece, SampleShape
 
+_PAD = 1  # another id than that of the tokens
 _SHORT = 2  # tokens of the shorter side of a pair: one of its prompt and one answer
 
 
@@ -29,21 +28,24 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
         packing: `data.packing`, with `auto` decided.
     """
     rows, length = cfg.train.micro_batch, cfg.data.sequence_length
+    if isinstance(cfg, PreferConfig):
+        return _pairs(cfg, packing, rows, length)
     if packing == "none":
-        return _padded(cfg, rows, length)
-    ids = torch.zeros(rows, length, dtype=torch.int64)
-    batch = Batch({"input_ids": ids}, ids.clone())
-    return _one_pair_a_row(batch) if isinstance(cfg, PreferConfig) else batch
-
-
-def _padded(cfg: RunConfig, rows: int, length: int) -> Batch:
-    """Return padded rows, of which at least one is filled up, so that they need a mask."""
-    pairs = isinstance(cfg, PreferConfig)
-    shape = SampleShape("none", length, pad_id=1, pairs=pairs, prompts=cfg.learns_prompts)
-    if not pairs:
+        shape = SampleShape("none", length, pad_id=_PAD)
+        # One row is filled up, so that the batch needs a mask.
         lengths = [length] * (rows - 1) + [max(1, length - 1)]
         return shape.batch([shape.sample([_piece(tokens)]) for tokens in lengths])
-    sample = shape.sample([_piece(length, max(1, length - _SHORT))])
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    return Batch({"input_ids": ids}, ids.clone())
+
+
+def _pairs(cfg: PreferConfig, packing: Packing, rows: int, length: int) -> Batch:
+    """Return a pair a row: padded ones with one long side, packed ones with equal sides."""
+    shape = SampleShape(packing, length, _PAD, pairs=True, prompts=cfg.learns_prompts)
+    second = max(1, length - _SHORT) if packing == "none" else -(-length // 2)
+    sample = shape.sample([_piece(length, second)])
+    # Documents are told apart by their borders, which take no memory.
+    sample.pop("position_ids", None)
     sample["reference"] = torch.zeros(2)
     sample["margin"] = torch.zeros(1)
     sample["desirable"] = torch.zeros(0 if cfg.preference.paired else 1, dtype=torch.bool)
@@ -52,20 +54,3 @@ def _padded(cfg: RunConfig, rows: int, length: int) -> Batch:
 
 def _piece(tokens: int, second: int = 0) -> Piece:
     return Piece(np.zeros(tokens, np.int64), np.zeros(tokens, np.int64), second)
-
-
-def _one_pair_a_row(batch: Batch) -> Batch:
-    """Return full rows [B, T] as pairs, one a row, with sides of equal length."""
-    count, length = batch.targets.shape
-    middle = -(-length // 2)
-    side = torch.arange(2).repeat_interleave(middle)[:length]
-    rows = torch.arange(count)[:, None]
-    side_ends = torch.tensor([middle, length]) - 1
-    return replace(
-        batch,
-        sequences=2 * rows + side,
-        n_sequences=2 * count,
-        reference=torch.zeros(2 * count),
-        desirable=torch.zeros(count, dtype=torch.bool),
-        ends=torch.stack([rows.expand(-1, 2), side_ends.expand(count, 2)], -1).view(-1, 2),
-    )
