@@ -63,6 +63,10 @@ _NO_GPU = (
     "torch sees no GPU here. `python benchmarks/gpu.py --bundle DIR` packs what a GPU machine "
     "needs; `python benchmarks/gpu.py --tiny --device cpu --out OUT` is the dry run on this one"
 )
+_FIRST = (
+    *("host_syncs", "saving_while_training", "streamed_dpo", "nccl_split"),
+    *("loss_head", "log_probabilities"),
+)
 _IMPORTED = ("torch", "transformers", "accelerate", "peft", "pyarrow", "psutil", "xxhash")
 _IMPORTED += ("datasets", "jsonargparse", "safetensors", "yaml", "tqdm", "numpy")
 
@@ -197,16 +201,20 @@ def machine(cuda: bool) -> dict[str, Any]:
 
 
 def all_cases() -> list[Case]:
-    """Return every case; of those that are owed alike the first is run first."""
+    """Return every case. Of those that are owed alike the first is run first: what preference
+    tuning and saving behind the loop owe (`_FIRST`), then what has a bar.
+    """
     import gpu_bench
     import gpu_cases
     import gpu_kernels
+    import gpu_preference
     import gpu_ranks
     import gpu_runs
 
-    modules = (gpu_bench, gpu_kernels, gpu_ranks, gpu_runs)
-    first = [case for module in modules for case in module.CASES]
-    return [*first, *gpu_bench.LATER, *gpu_cases.CASES]
+    modules = (gpu_preference, gpu_bench, gpu_kernels, gpu_ranks, gpu_runs)
+    barred = [case for module in modules for case in module.CASES]
+    cases = [*barred, *gpu_bench.LATER, *gpu_cases.CASES]
+    return sorted(cases, key=lambda case: _FIRST.index(case.name) if case.name in _FIRST else 99)
 
 
 def preparations(cases: Sequence[Case]) -> list[Case]:

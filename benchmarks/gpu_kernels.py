@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from toolkit import training
 from toolkit.formats import local_tensor
 from toolkit.training import launch
+from toolkit.training.head_logps import HeadLogps
 from toolkit.training.head_loss import HeadLoss
 
 
@@ -139,6 +140,10 @@ def head_of(place: Place, hidden: int, vocabulary: int, trained: bool) -> None:
         loss, answer = HeadLoss(head, head.forward, vocabulary)(states, labels)
         (loss / labels.numel() + answer.sum(dtype=torch.float32)).backward()
 
+    def toolkit_logps() -> None:
+        logps, answer = HeadLogps(HeadLoss(head, head.forward, vocabulary))(states, labels)
+        (logps.sum() / labels.numel() + answer.sum(dtype=torch.float32)).backward()
+
     def plain_loss() -> None:
         logits = head(states)[:, :-1].flatten(0, 1).float()
         F.cross_entropy(logits, labels[:, 1:].flatten()).backward()
@@ -156,6 +161,7 @@ def head_of(place: Place, hidden: int, vocabulary: int, trained: bool) -> None:
         "products": products,
         "toolkit": toolkit_loss,
         "plain": plain_loss,
+        "log-probabilities of tokens": toolkit_logps,
     }
     if place.cuda and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss

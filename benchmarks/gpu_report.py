@@ -5,11 +5,14 @@ and what is owed. Without torch.
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gpu_ledger import CURRENT, FAILED, NEVER, Case, Line, faults, newest, runs, why_owed
 
 DRY = "no GPU"
+# Figures that `make gpu` did not find, with the commit and the card that they are of.
+_CITED = Path(__file__).with_name("gpu_cited.md")
 _HOW = (
     "`make gpu` writes this page: one call of at most 15 minutes, without a network, which goes on "
     "where the last one ended. What all calls have found is kept in "
@@ -49,6 +52,7 @@ def report(results: Sequence[Line], cases: Sequence[Case], commit: str) -> str:
             shown = {k: v for k, v in r.items() if k not in (*_HIDDEN, *_STAMP)}
             text = one_line(", ".join(f"{k} {short(v)}" for k, v in shown.items()))
             lines.append(f"| {r['case']} | {r['check']} | {text} | {label(r, results)} |")
+    lines += ["", *_CITED.read_text("utf-8").splitlines()]
     lines += ["", *owed_lines(results, cases, commit)]
     return "\n".join([*lines, "", "Written by `benchmarks/gpu.py`.", ""])
 

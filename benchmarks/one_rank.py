@@ -2,12 +2,12 @@
 
 The other ranks do not exist (`fake_world`). What this one gathers are copies of its own part, of
 what it reduces it keeps its own slice: memory, kernels and streams are those of the rank, the
-values mean nothing. Each collective and each exchange of `toolkit.ranks` is noted: ranks that wait
-for each other must note the same, in the same order. A wait for the wire can be put in.
+values mean nothing. Each collective and each exchange of `toolkit.ranks` is noted: ranks of a
+group must note the same, in the same order (`differing`). A wait for the wire can be put in.
 """
 
 import contextlib
-import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,27 +15,56 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit import ranks
 from toolkit.checkpoint import commit, shard_plan
+from toolkit.formats import torch_private
 from toolkit.planning.fake_ranks import fake_world
 
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+"""Namespaces of operations that exchange tensors between ranks."""
+_AMONG = " among "
 _EXCHANGES = ("broadcast", "_least", "gather_to_main", "gather_integers", "totals", "object_group")
 
 
 class Noted(TorchDispatchMode):
-    """Notes the collectives of this rank, by name and shapes, and its exchanges."""
+    """Records the collectives of this rank, by name, shapes and ranks of the group, and its
+    exchanges. Those of other threads are not seen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.order: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # comes again as the operations on local tensors, collectives too
+        group = _group_of(func, args, kwargs or {})
+        if group is not None:
             shapes = [list(t.shape) for t in _tensors(args)]
-            self.order.append(f"{func._schema.name.removeprefix('c10d::')} {shapes}")
+            self.record(func._schema.name.rpartition("::")[2], shapes, group)
         return func(*args, **(kwargs or {}))
+
+    def record(self, name: str, content: object, group: Any = None) -> None:
+        """Append one exchange of this rank; `group` None: with all ranks."""
+        members = dist.get_process_group_ranks(group)
+        self.order.append(f"{name} {content}{_AMONG}{','.join(map(str, members))}")
+
+
+def _group_of(func: Any, args: Any, kwargs: Any) -> dist.ProcessGroup | None:
+    """Return the group of a collective, None of any other operation (a wait for one, too)."""
+    if func.namespace not in COLLECTIVES:
+        return None
+    resolve = torch_private("distributed.distributed_c10d", "_resolve_process_group")
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        if "ProcessGroup" in str(argument.type):
+            return dist.ProcessGroup.unbox(value)
+        if argument.name == "group_name":
+            return resolve(value)
+    return None
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -56,7 +85,7 @@ def as_rank(rank: int, world: int) -> Iterator[Noted]:
 
         def noting(*args: Any, **options: Any) -> Any:
             count = len(args[0]) if name in ("_least", "gather_integers", "totals") else ""
-            noted.order.append(f"exchange {name} {count}".strip())
+            noted.record(f"exchange {name}", count)
             return exchange(*args, **options)
 
         return noting
@@ -96,7 +125,7 @@ class _Local:
         noting = next((m for m in _modes() if isinstance(m, Noted)), None)
         if noting is not None:
             shapes = [list(output_tensor.shape), list(input_tensor.shape)]
-            noting.order.append(f"{self._kind} {shapes}")
+            noting.record(self._kind, shapes, group)
         whole, part = output_tensor, input_tensor
         if self._kind == "all_gather":
             whole.view(-1, part.numel()).copy_(part.expand(whole.numel() // part.numel(), -1))
@@ -112,9 +141,37 @@ def _modes() -> list[Any]:
 
 
 def differing(orders: list[list[str]]) -> str:
-    """Return where the first rank departs from rank 0, "" where all do the same."""
-    for rank, order in enumerate(orders):
-        for i, (own, first) in enumerate(itertools.zip_longest(order, orders[0])):
-            if own != first:
-                return f"rank {rank}, collective {i} of {len(order)}: {own}, of rank 0: {first}"
-    return ""
+    """Return where the ranks would wait for each other forever, "" if every exchange completes.
+
+    An exchange completes when it is the next one of every rank of its group, under the same name
+    and with the same shapes. `orders[rank]` are the exchanges of that rank in order.
+    """
+    done = [0] * len(orders)
+    waiting = set(range(len(orders)))
+    while waiting:
+        rank = waiting.pop()
+        if done[rank] == len(orders[rank]):
+            continue
+        members = _members(orders[rank][done[rank]])
+        heads = {r: orders[r][done[r]] if done[r] < len(orders[r]) else "nothing" for r in members}
+        if len({*heads.values()}) > 1:
+            continue  # until another one of them has come so far
+        for member in members:
+            done[member] += 1
+        waiting.update(members)
+    stuck = [rank for rank, order in enumerate(orders) if done[rank] < len(order)]
+    if not stuck:
+        return ""
+    members = _members(orders[stuck[0]][done[stuck[0]]])
+    heads = {r: orders[r][done[r]] if done[r] < len(orders[r]) else "nothing" for r in members}
+    usual, _ = Counter(heads.values()).most_common(1)[0]
+    odd = next(rank for rank, head in heads.items() if head != usual)
+    other = next(rank for rank, head in heads.items() if head == usual)
+    return (
+        f"rank {odd}, collective {done[odd]} of {len(orders[odd])}: {heads[odd]}, of rank {other}: "
+        f"{usual}"
+    )
+
+
+def _members(exchange: str) -> list[int]:
+    return [int(rank) for rank in exchange.rpartition(_AMONG)[2].split(",")]

@@ -22,7 +22,7 @@ from test_network import cards
 
 from toolkit import ranks
 from toolkit.errors import LaunchError
-from toolkit.training import device, network
+from toolkit.training import device, launch, network
 
 __all__ = ["cards"]
 NONE: Any = None
@@ -82,6 +82,19 @@ def test_what_does_not_connect_in_time_ends(monkeypatch) -> None:
     assert "process 1 of 2 met the others, but did not connect to them over gloo: it is not" in said
     assert "after 1 s, at " in said
     assert "gloo uses the interface GLOO_SOCKET_IFNAME (ib7); this host has " in said
+
+
+def test_the_time_to_connect_can_be_set(monkeypatch) -> None:
+    stuck = threading.Event()
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: stuck.wait())
+    with pytest.raises(LaunchError, match=r"after 1 s, at .* \(train\.connect_seconds sets the"):
+        network.connect(NONE, 1, 2, TWO, None, TIMEOUT, 0.6)
+    stuck.set()
+    asked = mock.Mock()
+    monkeypatch.setattr(network, "connect", asked)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    launch._connect(0, 1, True, 90.0)
+    assert asked.call_args.args[-1] == 90.0
 
 
 def missing(rank: int, world: int, path: str) -> str:

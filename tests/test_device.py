@@ -72,6 +72,19 @@ def test_kernels_chosen_by_time_are_not_deterministic():
         PretrainConfig(model, sharding=sharding, train=TrainConfig(deterministic=True))
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_that_record_cuda_graphs_are_refused(mode):
+    with pytest.raises(
+        ConfigError, match=rf"torch_compile_mode {mode} records CUDA graphs.*default"
+    ):
+        ShardingConfig(torch_compile_mode=mode)
+    for fine in ("default", "max-autotune-no-cudagraphs", None):
+        assert ShardingConfig(torch_compile_mode=fine).torch_compile_mode == fine
+    # Neither is compiled by inductor.
+    ShardingConfig(torch_compile="none", torch_compile_mode=mode)
+    ShardingConfig(torch_compile_backend="aot_eager", torch_compile_mode=mode)
+
+
 # ---- Which device --------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
@@ -22,7 +23,8 @@ sys.path.append(str(ROOT / "benchmarks"))  # last: its files have plain names
 import one_rank
 
 LENGTH = 16
-# Model, ranks, settings of sharding (and the optimizer), LoRA's rank, what is planted on one rank.
+# Model, ranks, settings of sharding (with the optimizer and the preference objective), LoRA's rank,
+# what is planted on one rank.
 CASES: dict[str, tuple[str, int, dict[str, Any], int, str]] = {
     "in full": ("llama", 8, {}, 0, ""),
     "tied": ("tied", 8, {}, 0, ""),
@@ -39,6 +41,16 @@ CASES: dict[str, tuple[str, int, dict[str, Any], int, str]] = {
     "8 experts on 16, Adafactor": ("mixtral", 16, {"optim": "adafactor"}, 0, ""),
     "8 experts on 16, 8 bits": ("mixtral", 16, {"optim": "adamw_8bit"}, 0, ""),
     "adapters of rank 4 on 16": ("llama", 16, {}, 4, ""),
+    "DPO": ("llama", 8, {"objective": "sigmoid"}, 0, ""),
+    "KTO": ("llama", 8, {"objective": "kto"}, 0, ""),
+    "a reward model": ("llama", 8, {"objective": "reward"}, 0, ""),
+    "ORPO": ("llama", 8, {"objective": "orpo"}, 0, ""),
+    "DPO of a stream with adapters": ("llama", 8, {"objective": "sigmoid"}, 4, ""),
+    "DPO, replicas": (
+        *("llama", 8, {"objective": "sigmoid", "dp_replicate": 2, "dp_shard": 4}, 0, ""),
+    ),
+    "DPO, idle experts": ("qwen3_moe", 8, {"objective": "sigmoid"}, 0, ""),
+    "KTO on 64": ("llama", 64, {"objective": "kto"}, 4, ""),
     "wrong order": ("llama", 8, {}, 0, "order"),
     "an empty shard that cannot be summed": ("mixtral", 16, {}, 0, "empty"),
 }
@@ -64,14 +76,19 @@ def build(folder: str, world: int, sharding: dict[str, Any], r: int) -> Any:
     from toolkit import checkpoint, loading
     from toolkit.adapters import prepare_adapters
     from toolkit.config.lora import LoraConfig
+    from toolkit.config.preference import RewardModelConfig
     from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
+    from toolkit.models.attention import attend_within_documents
     from toolkit.models.causal_lm import prepare
     from toolkit.training.optim import build_optimizer
 
-    own = {k: v for k, v in sharding.items() if k != "optim"}
+    own = {k: v for k, v in sharding.items() if k not in ("optim", "objective")}
     cfg = ShardingConfig(param_dtype="float32", **own)
-    model_cfg = ModelConfig(folder)
+    objective = sharding.get("objective")
+    model_cfg = RewardModelConfig(folder) if objective == "reward" else ModelConfig(folder)
     model = prepare(model_cfg)
+    if objective is not None:
+        attend_within_documents(model)
     if r:
         model = prepare_adapters(model, LoraConfig(r=r), cfg.param_dtype)
     apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
@@ -90,15 +107,76 @@ def batches(rank: int, count: int = 2) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": one, "labels": one.clone()} for one in ids]
 
 
+def pairs(rank: int, world: int, objective: str, r: int, count: int = 2) -> list[Any]:
+    """Packed pairs of this rank, others on each; the last rank has none in its last micro-batch.
+    Under adapters they come without a reference, as those of a stream.
+    """
+    from toolkit.data.samples.sequences import Piece, SampleShape
+
+    drawn, made = np.random.default_rng(rank), []
+    prompts = objective == "orpo"
+    shape = SampleShape("bfd", 4 * LENGTH, borders=True, pairs=True, prompts=prompts)
+    for i in range(count):
+        many = 0 if count > 1 and (rank, i) == (world - 1, count - 1) else 1 + (rank + i) % 3
+        pieces = []
+        for _ in range(many):
+            ids = drawn.integers(1, 290, int(drawn.integers(6, LENGTH)))
+            pieces.append(Piece(ids, ids.copy(), len(ids) // 2))
+        sample = shape.sample(pieces)
+        sample["margin"] = torch.zeros(many)
+        labels = torch.arange(many) % 2 == 0
+        sample["desirable"] = labels if objective == "kto" else labels[:0]
+        if not r:
+            sample["reference"] = torch.zeros(2 * many)
+        made.append(shape.batch([sample]))
+    return made
+
+
+def train(state: Any, rank: int, world: int, sharding: dict[str, Any], r: int) -> Any:
+    """Run a step of the case's objective."""
+    from sharded import sharded_of, train_step
+
+    from toolkit.training.step import Update
+
+    if (loss := objective_of(state.model, sharding)) is None:
+        return train_step(state.model, state.optimizer, batches(rank))
+    micro_batches = pairs(rank, world, sharding["objective"], r)
+    counts = [loss.counts(batch) for batch in micro_batches]
+    update = Update(sharded_of(state.model), micro_batches, counts)
+    for batch in update:
+        update.mean(loss(state.model, batch)).backward()
+    return update.step(state.optimizer)
+
+
+def objective_of(model: Any, sharding: dict[str, Any]) -> Any:
+    from sharded import sharded_of
+
+    from toolkit.config.preference import PreferenceConfig
+    from toolkit.training.preference import Objective
+
+    kind = sharding.get("objective")
+    return kind and Objective(PreferenceConfig(loss_type=kind), sharded_of(model).mesh.loss)
+
+
+def evaluation(state: Any, rank: int, world: int, sharding: dict[str, Any], r: int) -> Any:
+    """Return the evaluation of the case's objective."""
+    from sharded import evaluate, sharded_of
+
+    from toolkit.training import step
+
+    if (loss := objective_of(state.model, sharding)) is None:
+        return evaluate(state.model, {"": batches(rank, 1)})[0]
+    sources = {"": pairs(rank, world, sharding["objective"], r, 1)}
+    return step.evaluate(sharded_of(state.model), sources, loss)[0]
+
+
 def begin(rank: int, world: int, folder: str, root: str, r: int, optim: dict[str, str]) -> None:
     """Save what the ranks of many resume from, as one process."""
-    from sharded import train_step
-
     from toolkit import checkpoint
     from toolkit.config.settings import CheckpointConfig
 
     state = build(folder, world, optim, r)
-    train_step(state.model, state.optimizer, batches(0))
+    train(state, 0, 2, optim, r)
     state.step = 1
     checkpoint.save(state, root, CheckpointConfig())
 
@@ -123,8 +201,6 @@ def planted(what: str, rank: int, model: Any) -> Iterator[None]:
 
 def live(rank: int, world: int, folder: str, root: str, name: str) -> dict[str, Any]:
     """Load, resume, train, evaluate, check and save, as `rank` of ranks that do not exist."""
-    from sharded import evaluate, train_step
-
     from toolkit import checkpoint
     from toolkit.config.settings import CheckpointConfig
     from toolkit.training.guards.integrity import Integrity
@@ -138,9 +214,9 @@ def live(rank: int, world: int, folder: str, root: str, name: str) -> dict[str, 
             try:
                 guard = Integrity(state, every=1)
                 for done in (2, 3):
-                    stats = train_step(state.model, state.optimizer, batches(rank))
+                    stats = train(state, rank, world, sharding, r)
                     guard.take(done)
-                evaluated = evaluate(state.model, {"": batches(rank, 1)})[0]
+                evaluated = evaluation(state, rank, world, sharding, r)
                 guard.judge(3, [guard.numbers()] * world)
                 state.step = 3
                 checkpoint.save(state, own, CheckpointConfig())
@@ -159,13 +235,13 @@ def live(rank: int, world: int, folder: str, root: str, name: str) -> dict[str, 
 
 def all_ranks(folders: dict[str, str], root: Path, name: str) -> list[dict[str, Any]]:
     kind, world, sharding, r, _ = CASES[name]
-    optim = {k: v for k, v in sharding.items() if k == "optim"}
+    optim = {k: v for k, v in sharding.items() if k in ("optim", "objective")}
     run_ranks(begin, 1, folders[kind], str(root), r, optim)
     return run_ranks(live, world, folders[kind], str(root), name, group=False)
 
 
 RIGHT = [name for name, case in CASES.items() if not case[4]]
-QUICK = ("in full", "adapters", "8 experts on 16")
+QUICK = ("in full", "KTO", "8 experts on 16")
 
 
 @pytest.mark.parametrize(
@@ -183,6 +259,71 @@ def test_all_ranks_do_the_same_in_the_same_order(folders, tmp_path: Path, name: 
     _, world, sharding, r, _ = CASES[name]
     fewer_rows = r and r < sharding.get("dp_shard", world)
     assert any(of["empty"] for of in found) == bool(fewer_rows or "experts" in name)
+
+
+def counted(rank: int, world: int) -> dict[str, Any]:
+    """Run collectives of every way as a rank; return those that are recorded, and the number that
+    torch's profiler saw, which looks from below.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.profiler import ProfilerActivity, profile
+
+    with one_rank.as_rank(rank, world) as noted:
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
+        noted.order.clear()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            rows = DTensor.from_local(torch.ones(2, 4), mesh, (Replicate(), Shard(0)))
+            rows.full_tensor()
+            torch.nn.utils.get_total_norm([rows])
+            rows.sum().full_tensor()
+            rows * rows.redistribute(placements=(Replicate(), Shard(1)))
+            torch.equal(rows, rows)
+            dist.all_reduce(torch.ones(2), group=mesh.get_group("replicas"))
+            dist.broadcast(torch.ones(3), 0)
+            dist.barrier()
+    quiet = ("wait_tensor", "_wrap_tensor_autograd")
+
+    def exchanges(event: Any) -> bool:
+        of_ranks = event.name.split("::")[0] in one_rank.COLLECTIVES
+        return of_ranks and not event.name.endswith(quiet)
+
+    def around(event: Any) -> Iterator[Any]:
+        while (event := event.cpu_parent) is not None:
+            yield event
+
+    # Each is seen once more inside itself, as the operation of its backend.
+    events = filter(exchanges, profiler.events())
+    below = [event for event in events if not any(map(exchanges, around(event)))]
+    return {"order": noted.order, "below": len(below)}
+
+
+def test_collectives_inside_of_operations_are_recorded_with_their_groups() -> None:
+    found = run_ranks(counted, 8, group=False)
+    orders = [of["order"] for of in found]
+    assert {of["below"] for of in found} == {len(orders[0])}
+    assert len(orders[0]) == 9
+    assert one_rank.differing(orders) == ""
+    groups = [[line.rpartition(" among ")[2] for line in order] for order in orders]
+    assert groups[0][0] == groups[3][0] == "0,1,2,3"
+    assert groups[4][0] == "4,5,6,7"
+    assert groups[0][-3] == groups[4][-3] == "0,4"
+    # The same names and shapes with another group are another order.
+    swapped = [list(order) for order in orders]
+    swapped[4][0] = swapped[4][0].replace("4,5,6,7", "0,1,2,3")
+    assert one_rank.differing(swapped) != ""
+
+
+def test_orders_that_wait_for_each_other_forever_are_found() -> None:
+    def order(*groups: str) -> list[str]:
+        return [f"allreduce_ [[1]] among {group}" for group in groups]
+
+    crossed = [order("0,1", "0,2"), order("1,2", "0,1"), order("0,2", "1,2")]
+    assert one_rank.differing(crossed) != ""
+    agreed = [order("0,1", "0,2"), order("0,1", "1,2"), order("0,2", "1,2")]
+    assert one_rank.differing(agreed) == ""
+    assert one_rank.differing([order("0,1"), []]).startswith("rank 1, collective 0 of 0: nothing")
 
 
 def test_a_wrong_order_is_found_and_told(folders, tmp_path: Path) -> None:

@@ -58,6 +58,30 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path):
     assert "--tiny --device cpu" in done.stderr
 
 
+def test_the_page_keeps_figures_that_were_measured_elsewhere(tmp_path):
+    """Under their own heading, so that a regeneration neither drops them nor calls them its own."""
+    page, results = tmp_path / "gpu.md", ROOT / "docs/evidence/benchmarks/gpu_results.jsonl"
+    command = [sys.executable, str(PROGRAM), "--page", "--out", str(tmp_path)]
+    command += ["--results", str(results), "--write", str(page)]
+    subprocess.run(command, capture_output=True, timeout=300, check=True)
+    own, cited = page.read_text().split("## Measured outside of `make gpu`")
+    assert "commit 9d2340e" in cited
+    assert "torch 2.11.0+cu130" in cited
+    assert "15,168" in cited.split("## Owed")[0]
+    assert "15,168" not in own
+    written = (ROOT / "docs/evidence/benchmarks/gpu.md").read_text()
+    parts = [text.partition("## Owed")[0] for text in (written, page.read_text())]
+    assert parts[0] == parts[1]  # what is owed depends on the commit
+
+
+def test_what_preference_tuning_and_saves_owe_comes_first():
+    import gpu
+
+    names = [case.name for case in gpu.all_cases()]
+    assert tuple(names[: len(gpu._FIRST)]) == gpu._FIRST
+    assert len({*names}) == len(names)
+
+
 # ---- How a case ends -----------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import torch
 from conftest import save_tiny_model
 from distributed import run_ranks
 from test_checkpoint_saving import ASYNC, SYNC, small_state
+from torch import nn
 from torch.distributed.checkpoint import filesystem
 
 from toolkit import checkpoint
@@ -94,6 +95,7 @@ class LateDevices:
     def __init__(self, device: int) -> None:
         self.here, self.pending = threading.local(), dict[int, list[Callable[[], Any]]]()
         self.home = device  # of all tensors
+        self.waits = 0
         self.set_device_index(device)
 
     def set_device_index(self, device: int) -> None:
@@ -122,6 +124,7 @@ class LateStream:
         self.devices, self.device = devices, device
 
     def synchronize(self) -> None:
+        self.devices.waits += 1
         for copy in self.devices.pending.pop(self.device, []):
             copy()
 
@@ -176,6 +179,44 @@ def test_copies_that_come_late_are_waited_for_and_a_thread_of_another_device_is_
         table = resuming.chunk_table(resuming.read_metadata(tmp_path / name))
         shards.read_tensors(tmp_path / name, table, found)
         assert [torch.equal(found[n], t) for n, t in tensors.items()] == [same] * 4
+
+
+@pytest.mark.parametrize("cfg", [SYNC, ASYNC], ids=["sync", "async"])
+def test_a_save_of_tensors_in_host_memory_never_waits_for_the_stream_that_trains(
+    tmp_path: Path, late: LateDevices, monkeypatch: pytest.MonkeyPatch, cfg: Any
+) -> None:
+    monkeypatch.setattr(filesystem, "_get_available_device_type", lambda: "cuda")
+    model = nn.Sequential(*(nn.Linear(2000, 1500, bias=False) for _ in range(4)))  # 12 MB each
+    state = checkpoint.TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=3)
+    save_and_wait(state, tmp_path / "right", cfg)
+    assert late.waits == 0
+    write, target = shards.HashingStream.write, raw(model[2].weight)
+
+    def flip(self: Any, content: Any) -> int:
+        if len(content) == len(target) and bytes(content) == target:
+            content = bytearray(content)
+            content[5] ^= 16
+        return write(self, content)
+
+    monkeypatch.setattr(shards.HashingStream, "write", flip)
+    with pytest.raises(CheckpointError, match=r"1 tensor.s. than memory held: model\.2\.weight; a"):
+        save_and_wait(state, tmp_path / "proven", cfg)
+    monkeypatch.undo()
+    found = {f"model.{n}": torch.zeros_like(p) for n, p in model.named_parameters()}
+    folder = commit.committed_steps(tmp_path / "right")[3] / "dcp"
+    shards.read_tensors(folder, resuming.chunk_table(resuming.read_metadata(folder)), found)
+    assert all(torch.equal(found[f"model.{n}"], p) for n, p in model.named_parameters())
+
+
+def test_a_writer_that_copies_from_a_device_does_wait(tmp_path: Path, late: LateDevices) -> None:
+    tensors = {f"model.{i}": torch.randn(2000, 1500) for i in range(4)}
+    for in_host_memory, waits in ((False, 4), (True, 0)):
+        late.waits = 0
+        writer = shards.HashingWriter(
+            tmp_path / str(waits), expected=expected_of(tensors), in_host_memory=in_host_memory
+        )
+        shard_plan.write_shards(tensors, writer, "could not save", Saves())
+        assert late.waits == waits
 
 
 def test_threads_of_a_pool_compute_on_the_device_of_who_made_it(late: LateDevices) -> None:

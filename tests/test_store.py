@@ -22,7 +22,15 @@ from test_checkpoint_resume import Trainer
 from test_checkpoint_saving import small_state
 
 from toolkit import checkpoint, cli, config
-from toolkit.checkpoint import commit, disk, local_copy, retention, run_folder, store
+from toolkit.checkpoint import (
+    commit,
+    disk,
+    local_copy,
+    object_store,
+    retention,
+    run_folder,
+    store,
+)
 from toolkit.checkpoint.object_store import RemotePath
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError, TrainingError
@@ -124,6 +132,56 @@ def test_retention_and_overwriting(url):
     _flip(checkpoint.newest(url), "state.json")
     saved(url, 4, 4)
     assert sorted(commit.committed_steps(store.where(url))) == [2, 3, 4]
+
+
+class Bulk(bucket.Bucket):
+    """A store that deletes a list in one request, and refuses some of them silently."""
+
+    protocol = "bulk"
+    requests: list[list[str]]
+    refused = ""
+
+    def rm(self, path, recursive=False, maxdepth=None):
+        self.requests.append([Path(p).name for p in path])
+        for one in path:
+            if not (self.refused and self.refused in one):
+                os.unlink(one)
+
+
+@pytest.mark.parametrize("refused", ["", "part-7"])
+def test_a_checkpoint_is_deleted_in_one_request_where_the_store_can(tmp_path, refused):
+    store_driver = Bulk(skip_instance_cache=True)
+    store_driver.requests, store_driver.refused = [], refused
+    place = RemotePath(f"bulk://{tmp_path}", str(tmp_path), store_driver)
+    for name in ("COMMIT", *(f"part-{i}" for i in range(30))):
+        (place / name).write_bytes(b"abc")
+    Store.quiet()
+    place.delete()
+    assert place.files() == {}
+    assert [len(request) for request in store_driver.requests] == [30]  # the seal goes first
+    assert Store.done == 1 + bool(refused)
+    # Of a name that reads as a pattern a list would delete others: one by one.
+    other = RemotePath(f"bulk://{tmp_path}/a[1]", f"{tmp_path}/a[1]", store_driver)
+    for name in ("x", "y"):
+        (other / name).write_bytes(b"abc")
+    other.delete()
+    assert other.files() == {}
+    assert len(store_driver.requests) == 1
+
+
+def test_drivers_that_delete_lists_are_told_from_others():
+    from fsspec import AbstractFileSystem
+    from fsspec.asyn import AsyncFileSystem
+
+    class Each(AsyncFileSystem):
+        async def _rm_file(self, path, **_): ...
+
+    class Lists(Each):
+        async def _rm(self, path, **_): ...
+
+    drivers = (AbstractFileSystem(), bucket.Bucket(), Each(), Lists(), Bulk())
+    found = [object_store._deletes_lists(driver, ["a"]) for driver in drivers]
+    assert found == [False, False, False, True, True]
 
 
 def _flip(place: RemotePath, name: str) -> None:

@@ -39,7 +39,14 @@ TOKENIZER = "tokenizer"
 _IDENTITY = ("model.", "data.", "lora.", "preference.", "seed")
 _HARMLESS = ("data.num_workers", "data.max_eval_samples")
 _ACCUMULATION = "train.gradient_accumulation_steps"
-_SILENT = ("output_dir", "metrics.", "hub.", "train.logging_steps", "train.hang_seconds")
+_SILENT = (
+    "output_dir",
+    "metrics.",
+    "hub.",
+    "train.logging_steps",
+    "train.hang_seconds",
+    "train.connect_seconds",
+)
 _TOKEN = ".toolkit-token-"
 _PATIENCE = 5.0
 

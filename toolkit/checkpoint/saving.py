@@ -45,6 +45,7 @@ from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError, StorageError
 from toolkit.formats import Tensors, local_tensor
 from toolkit.formats.bit_sums import part_sums
+from toolkit.formats.container_memory import container_memory
 from toolkit.formats.layout import cut_by_rows
 from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.tables import size_text
@@ -53,7 +54,7 @@ from toolkit.training import background
 MANIFEST_VERSION = 3
 DCP, HF, RNG = "dcp", "hf", "rng"
 CHANNEL = "checkpoint"
-# Of a machine's free memory: what copies of a state may take by `async_save: auto`.
+# Share of the free memory of a machine or container that `async_save: auto` takes for copies.
 _SHARE = 0.5
 _PINNED = 2  # times their bytes, at most: torch takes page-locked memory in powers of two
 
@@ -125,7 +126,8 @@ def _goes_behind(state: TrainState, tensors: Tensors, cfg: CheckpointConfig) -> 
     if saves.behind is None:
         parts = [local_tensor(t) for t in tensors.values()]
         own = sum(part.nbytes for part in parts) * _PINNED
-        room = _SHARE * psutil.virtual_memory().available / ranks.ranks_here()
+        free = min(psutil.virtual_memory().available, container_memory().free)
+        room = _SHARE * free / ranks.ranks_here()
         on_device = any(part.device.type != "cpu" for part in parts)
         asked = on_device and not has_adapters(state.model)
         saves.behind = asked and ranks.least(room - own) >= 0
@@ -235,6 +237,7 @@ class _Snapshot:
             self.target / DCP,
             ranks_here=ranks.ranks_here(),
             expected=expected,
+            in_host_memory=all(local_tensor(t).is_cpu for t in self.tensors.values()),
         )
         try:
             write_shards(self.tensors, writer, self.failed, self.saves)

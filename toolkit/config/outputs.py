@@ -35,7 +35,7 @@ class CheckpointConfig:
     """Go on training while a checkpoint is written: the loop waits only for a copy in host memory,
     which costs each process its parameters and optimizer state once more there. False: when the
     loop goes on, the checkpoint is on the disk. `auto`: on an accelerator, where the copies take at
-    most half of the host's free memory; never with adapters."""
+    most half of the free memory of the host or of the container; never with adapters."""
     max_failed_saves: NotNegative = 2
     """Saves in a row that a full, read-only or broken disk, or the store, may refuse. Each is a
     warning, and training goes on; one more ends the run, as does a failure of the last save or of

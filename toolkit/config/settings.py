@@ -167,7 +167,8 @@ class ShardingConfig:
     torch_compile_backend: str = "inductor"
     """Backend of torch.compile."""
     torch_compile_mode: str | None = None
-    """Mode of torch.compile, such as max-autotune-no-cudagraphs."""
+    """Mode of torch.compile: `default` or max-autotune-no-cudagraphs. Modes that record CUDA graphs
+    (reduce-overhead, max-autotune) are refused: FSDP2 moves the parameters at each step."""
 
     # ---- Planning
     device_memory: str | None = None
@@ -189,6 +190,14 @@ class ShardingConfig:
             raise ConfigError(
                 "sharding.frozen: replicated keeps on the device what cpu_offload moves to the "
                 "host; leave out one of them"
+            )
+        records = self.torch_compile_mode in ("reduce-overhead", "max-autotune")
+        compiles = self.torch_compile not in (False, "none")
+        if records and compiles and self.torch_compile_backend == "inductor":
+            raise ConfigError(
+                f"sharding.torch_compile_mode {self.torch_compile_mode} records CUDA graphs, which "
+                "need parameters at fixed addresses, and FSDP2 gathers them into other memory at "
+                "each step; set max-autotune-no-cudagraphs or default"
             )
         if self.activation_offload and self.torch_compile not in (False, "none", "auto"):
             raise ConfigError(
@@ -381,6 +390,9 @@ class TrainConfig:
     progress), with exit code 70 and a report of who waits for whom; at the start, in evaluations,
     saves and exports 12 times as long. It ends, too, when a rank is gone. 0 (for a debugger):
     nobody watches."""
+    connect_seconds: Positive | None = None
+    """Time for the processes to connect to each other once all of them have started; longer ends
+    the run with the reason. Empty: 45 s, and 1 s more for each 32 processes."""
     router_aux_loss: Literal["auto", "pooled", "layer", "none"] = "auto"
     """Auxiliary loss that evens the loads of experts, over the global batch: `pooled` over layers,
     as transformers has it, or of each `layer`. `auto`: pooled where config.json asks for it

@@ -6,10 +6,18 @@ which the host waits for the device and which rules flash attention out. A micro
 function of its name, and hands the borders down to it, as its flash attention knows them.
 
 Owns that function and when it is active. Which types bear it is tried (`packing_probe`).
+
+[Note: one graph] A compiled layer is compiled again if a number that its code compares changes. So
+it never compares what differs between micro-batches: the number of documents, and the length of the
+longest. Layers get the length of a row (`data.sequence_length`) in place of the longest document.
+That decides whether a sliding window cuts anything. Whether each row is one document is decided by
+the packing: rows without `position_ids` are. The number of documents is marked as dynamic before
+the first compilation.
 """
 
 import functools
 import inspect
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -24,6 +32,7 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from toolkit.errors import ModelError, one_line
 
+_ONE_DOCUMENT_A_ROW = "one_document_a_row"  # argument of `_attention` that forwards pass down
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What a batch carries of its documents; the names of transformers' `FlashAttentionKwargs`."""
 _Heads = Sequence[torch.Tensor]  # query, key and value: [tokens, heads, width]
@@ -62,6 +71,7 @@ def attend_within_documents(model: PreTrainedModel) -> None:
 
     Every other forward (padded rows, generation) attends and masks as before. ModelError: its
     attention is none that this can stand for; in a forward: it attends by more than borders.
+    See [Note: one graph].
     """
     held = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     configs = [c for c in held.values() if isinstance(c, PreTrainedConfig)]
@@ -80,7 +90,7 @@ def attend_within_documents(model: PreTrainedModel) -> None:
         if kwargs.get(BORDERS[0]) is not None:
             if kwargs.get("attention_mask") is not None:  # transformers would drop it
                 raise ModelError("expected no attention_mask beside the borders of documents")
-            return forward(*args, **kwargs)
+            return forward(*args, **with_fixed_lengths(kwargs))
         _set(configs, own)  # now masks are built
         try:
             return forward(*args, **kwargs)
@@ -88,6 +98,29 @@ def attend_within_documents(model: PreTrainedModel) -> None:
             _set(configs, name)
 
     cast(Any, model).forward = with_or_without_mask
+
+
+def with_fixed_lengths(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward with document borders as its layers take them: equal in all
+    micro-batches of a run, but for the borders themselves. See [Note: one graph].
+    """
+    if not torch.compiler.is_compiling():
+        mark_borders_dynamic(inputs)
+    rows = inputs.get("input_ids")
+    rows = inputs.get("inputs_embeds") if rows is None else rows
+    if rows is None:
+        return inputs
+    packed = inputs.get("position_ids") is not None
+    lengths = dict.fromkeys(BORDERS[2:], rows.shape[1])
+    return inputs | lengths | {_ONE_DOCUMENT_A_ROW: not packed}
+
+
+def mark_borders_dynamic(inputs: dict[str, Any]) -> None:
+    """Let a compiler take the number of documents in `inputs` for one that changes."""
+    compiler = sys.modules.get("torch._dynamo")  # seconds to import, and only to compile
+    for borders in map(inputs.get, BORDERS[:2]):
+        if compiler is not None and isinstance(borders, torch.Tensor):
+            compiler.maybe_mark_dynamic(borders, 0)
 
 
 def _set(configs: list[PreTrainedConfig], kernel: str) -> None:
@@ -111,6 +144,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Return attention [B, T, heads, width], by `AttentionInterface`'s contract, as `own` does."""
     borders = {name: others.pop(name, None) for name in BORDERS}
+    whole_rows = others.pop(_ONE_DOCUMENT_A_ROW, False)
     begins, _, longest, _ = borders.values()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
@@ -126,8 +160,8 @@ def _attention(
         raise ModelError(f"its attention takes {', '.join(unknown)}, which needs its own kernel")
     window = None if sliding_window is None or sliding_window >= longest else sliding_window
     batch, _, length, width = query.shape
-    if window is None and (begins.shape[0], longest) == (batch + 1, length):
-        return own_way(module, query, key, value, None, **options)  # each row is a document
+    if window is None and whole_rows:
+        return own_way(module, query, key, value, None, **options)
     scaling = width**-0.5 if scaling is None else scaling
     qkv = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     if _has_kernel(qkv[0], dropout):

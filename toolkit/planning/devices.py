@@ -9,6 +9,7 @@ import torch
 
 from toolkit.config import load
 from toolkit.errors import ConfigError
+from toolkit.formats.container_memory import container_memory
 from toolkit.training.metrics import peak_flops
 
 
@@ -72,7 +73,8 @@ KNOWN = {
 
 def this_host() -> Device:
     """Return this machine's CPU, whose figures are assumed: a measured step tells the time."""
-    memory, flops = float(psutil.virtual_memory().total), torch.get_num_threads() * 1e11
+    memory = float(min(psutil.virtual_memory().total, container_memory().limit))
+    flops = torch.get_num_threads() * 1e11
     return Device("CPU", memory, flops, flops, 2e10, 5e9, "assumed", kind="cpu", per_node=1)
 
 

@@ -5,16 +5,19 @@ recipes; `auto` is decided as on the devices that are named.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from toolkit.adapters import prepare_adapters
 from toolkit.config.settings import RunConfig, ShardingConfig, TorchCompile, model_settings
 from toolkit.data.prepare import choose_packing
+from toolkit.data.samples.sequences import Packing
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import torch_private
 from toolkit.mesh import init_mesh, mesh_shape
@@ -30,6 +33,7 @@ from toolkit.sharding.fsdp import (
 )
 from toolkit.sharding.units import plan_units
 
+_packings: "weakref.WeakKeyDictionary[nn.Module, Packing]" = weakref.WeakKeyDictionary()
 TRACED = "aot_eager_decomp_partition"
 """torch's name of inductor without its kernels."""
 
@@ -114,11 +118,22 @@ def _decided(
     return sharding
 
 
+def planned_packing(cfg: RunConfig, base: nn.Module) -> Packing:
+    """Return `data.packing`, with `auto` decided as a run of the model `base` decides it. Tries
+    that on a tiny copy, once for each model: not to be called where tensors are fake.
+    """
+    if cfg.data.packing != "auto":
+        return cfg.data.packing
+    if base not in _packings:
+        _packings[base] = choose_packing(cfg.data, cast(Any, base), cfg.train.micro_batch).packing
+    return _packings[base]
+
+
 def _compiles(model: Any, cfg: RunConfig, sharding: ShardingConfig, device_type: str) -> bool:
     """Return whether a run on such devices compiles layers; `sharding` is decided but for that."""
-    asked, packing = cfg.sharding.torch_compile, cfg.data.packing
-    if asked == "auto" and device_type == "cuda" and packing == "auto":
-        packing = choose_packing(cfg.data, base_of(model), cfg.train.micro_batch).packing
+    asked = cfg.sharding.torch_compile
+    decides = asked == "auto" and device_type == "cuda"
+    packing = planned_packing(cfg, base_of(model)) if decides else cfg.data.packing
     sharding = replace(sharding, torch_compile=asked)
     own_kernels = cfg.model.kernels != "none"
     plan = plan_units(model, sharding)

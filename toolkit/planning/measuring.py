@@ -18,11 +18,13 @@ from torch.profiler import ProfilerActivity, profile
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError
 from toolkit.formats.metrics_file import STARTS, number, read_lines, read_metrics
+from toolkit.models.peft_model import base_of
 from toolkit.planning.calibration import calibration_of, remember
 from toolkit.planning.changes import with_settings
 from toolkit.planning.devices import Device, device_here, device_of, named_as
 from toolkit.planning.estimates import estimate
-from toolkit.planning.fake_ranks import sharded
+from toolkit.planning.fake_ranks import planned_packing, sharded
+from toolkit.planning.largest_batch import largest_batch
 from toolkit.planning.meter import Meter
 from toolkit.planning.simulation import run_step, simulate
 
@@ -58,7 +60,8 @@ def measure(
     where, backend = device.type, cfg.sharding.torch_compile_backend
     own = sharded(cfg, world_size, rank, where, mesh_type=where, compile_by=backend)
     with own as (made, _):
-        run_step(made, cfg, meter, device, device_type=device.type, around=around)
+        batch = largest_batch(cfg, planned_packing(cfg, base_of(made.model)))
+        run_step(made, cfg, meter, device, batch, device_type=device.type, around=around)
     return found[0]
 
 

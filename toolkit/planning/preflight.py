@@ -26,6 +26,7 @@ from toolkit import ranks
 from toolkit.checkpoint import RunFolder
 from toolkit.config.settings import RunConfig, ShardingConfig
 from toolkit.errors import ToolkitError, one_line
+from toolkit.formats.container_memory import container_memory
 from toolkit.mesh import mesh_shape
 from toolkit.parsing import parse_size
 from toolkit.planning import automatic
@@ -173,7 +174,7 @@ def memory_for(cfg: ShardingConfig, device: torch.device) -> int:
     if given:
         return given
     if device.type == "cpu":
-        return psutil.virtual_memory().available // here
+        return int(min(psutil.virtual_memory().available, container_memory().free) // here)
     api = torch.get_device_module(device)
     return api.mem_get_info(device)[0] + api.memory_reserved(device)
 

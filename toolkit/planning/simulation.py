@@ -42,7 +42,8 @@ from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
 from toolkit.models.reward import reward_head
 from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
-from toolkit.planning.fake_ranks import TRACED, sharded
+from toolkit.planning.fake_ranks import TRACED, planned_packing, sharded
+from toolkit.planning.largest_batch import largest_batch
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.fsdp import Sharded
 from toolkit.training.loss import LossSum, causal_lm_loss, take_loss_from
@@ -173,11 +174,13 @@ def _simulated(
         apart = sharding.cpu_offload and device_type != "cpu"  # there it is one memory
         absent = [PARAMETERS, GRADIENTS, STATE] if apart else []
         host = device_type == "cpu"
+        batch = largest_batch(cfg, planned_packing(cfg, base))
         meter = Meter(absent, 1 if host else _SECTOR, gloo=gloo and host and world_size > 1)
         with FakeTensorMode(allow_non_fake_inputs=True):
             try:
-                with meter.running(compiled=compiles), _silent(), _values_told():
-                    state = run_step(made, cfg, meter, "cpu", device_type=device_type)
+                padded = "attention_mask" in batch.inputs
+                with meter.running(compiled=compiles), _silent(), _values_told(padded):
+                    state = run_step(made, cfg, meter, "cpu", batch, device_type=device_type)
             except ToolkitError:
                 raise
             except Exception as error:  # an architecture may do anything on its way
@@ -257,12 +260,17 @@ def run_step(
     cfg: RunConfig,
     meter: Meter,
     device: Device,
+    batch: Batch,
     *,
     device_type: str,
     around: Callable[[Callable[[], object]], object] = lambda step: step(),
 ) -> State:
     """Run a step of a sharded model on meta, with memory on `device`; see [Note: fake step].
-    `device_type`: of the device whose loss head is meant. `around` is given the step.
+
+    Args:
+        batch: on the host, the micro-batch that every micro-batch of the step copies.
+        device_type: of the device whose loss head is meant.
+        around: calls the step, which it is given.
     """
     model = sharded.model
     optimizer, states = _filled(model, cfg, device)
@@ -297,63 +305,18 @@ def run_step(
         meter.begin("backward")
         return out
 
-    shape = cfg.train.micro_batch, cfg.data.sequence_length
     with _layers_told(model, meter):
         meter.claim(model.parameters(), PARAMETERS)
         meter.claim(model.buffers(), BUFFERS)
         meter.claim(states, STATE)
-        batches = [
-            _filled_batch(ids, pairs=isinstance(cfg, PreferConfig))
-            for ids in torch.zeros(min(2, accumulated), *shape, dtype=torch.int64, device=device)
-        ]
-        if cfg.learned == "answers":
-            batches = [_split_answers(batch) for batch in batches]
-        held = [part for batch in batches for part in (batch, *(batch.halves or ()))]
-        meter.claim((t for b in held for t in (*b.inputs.values(), b.targets)), BUFFERS)
+        batches = [batch.to(device, copy=True) for _ in range(min(2, accumulated))]
+        meter.claim((tensor for copy in batches for tensor in copy.tensors()), BUFFERS)
         norm, router = cfg.optim.max_grad_norm, watch_router(sharded, cfg)
         step = partial(train_step, max_grad_norm=norm, loss=measured, router=router)
         around(lambda: step(sharded, optimizer, batches))
     if accumulated > 1:
         meter.work["other micro-batches"] *= accumulated - 1
     return State(local_bytes(model.parameters()), gradients, local_bytes(states))
-
-
-def _filled_batch(ids: torch.Tensor, *, pairs: bool) -> Batch:
-    """Return the batch of rows `ids` [B, T] in which every token is learned; of `pairs` each row is
-    one, its sides of the same length.
-    """
-    batch = Batch({"input_ids": ids}, ids.clone())
-    if not pairs:
-        return batch
-    count, length = ids.shape
-    side = torch.arange(2, device=ids.device).repeat_interleave(-(-length // 2))[:length]
-    rows = torch.arange(count, device=ids.device)[:, None]
-    side_ends = torch.tensor([-(-length // 2), length], device=ids.device) - 1
-    return replace(
-        batch,
-        sequences=2 * rows + side,
-        n_sequences=2 * count,
-        reference=ids.new_zeros(2 * count, dtype=torch.float32),
-        desirable=ids.new_zeros(count, dtype=torch.bool),
-        ends=torch.stack([rows.expand(-1, 2), side_ends.expand(count, 2)], -1).view(-1, 2),
-    )
-
-
-def _split_answers(batch: Batch) -> Batch:
-    """Return a batch of pairs with its sides apart, as that of answers with a label has them."""
-    ids, count = batch.inputs["input_ids"], batch.n_sequences // 2
-    # Either each side is a row, or each row holds both.
-    side = ids[:count] if len(ids) == 2 * count else ids[:, : -(-ids.shape[1] // 2)]
-    rows = torch.arange(count, device=ids.device)[:, None]
-    halves = [
-        replace(
-            Batch({"input_ids": side.clone()}, side.clone()),
-            sequences=rows.expand_as(side).clone(),
-            n_sequences=count,
-        )
-        for _ in range(2)
-    ]
-    return replace(batch, halves=(halves[0], halves[1]))
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
@@ -372,10 +335,15 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 @contextlib.contextmanager
-def _values_told() -> Iterator[None]:
-    """Let transformers look whether rows are packed, as it does where tensors have values (`Meter`
-    says that they are not): of others it makes a mask, which no run of whole rows has.
+def _values_told(padded: bool) -> Iterator[None]:
+    """Let transformers build the attention mask that a run of such rows has.
+
+    Without values it always builds a mask, which is right for `padded` rows. Of full rows it reads
+    that they are not packed (`Meter` answers so), and builds none.
     """
+    if padded:
+        yield
+        return
     transformers_private("masking_utils", "is_tracing")
     with mock.patch.object(masking_utils, "is_tracing", return_value=False):
         yield

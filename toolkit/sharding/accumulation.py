@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
+from toolkit.formats.container_memory import container_memory
 
 _WHOLE_GRADIENT = 0.25  # of the device: a larger one is reduced after each micro-batch
 _FROZEN_SHARE = 0.4  # of the free memory: what whole copies of frozen parameters may take of it
@@ -135,8 +136,9 @@ def _memory(device: torch.device) -> tuple[int, int, int]:
         peak, now = api.max_memory_allocated(device), api.memory_allocated(device)
         return free + api.memory_reserved(device) - peak, total, peak - now
     above = max(0, host_memory_peak() - psutil.Process().memory_info().rss)
-    host, here = psutil.virtual_memory(), ranks.ranks_here()
-    return host.available // here - above, host.total // here, above
+    host, container, here = psutil.virtual_memory(), container_memory(), ranks.ranks_here()
+    free, total = min(host.available, container.free), min(host.total, container.limit)
+    return int(free // here) - above, int(total // here), above
 
 
 def host_memory_peak() -> int:

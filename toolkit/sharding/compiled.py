@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from toolkit.formats import torch_private
+from toolkit.models.attention import mark_borders_dynamic
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
@@ -20,6 +21,7 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
 
     @functools.wraps(compiled)
     def without_cudnn(*args: Any, **kwargs: Any) -> Any:
+        mark_borders_dynamic(kwargs)
         before = torch.backends.cuda.cudnn_sdp_enabled()
         if not before or dynamo._stance.stance == "force_eager":
             return compiled(*args, **kwargs)

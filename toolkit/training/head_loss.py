@@ -205,7 +205,7 @@ def chosen_rows(
     and whether there are more than `n_targets`, 0-d bool, where it was told.
     """
     valid = targets != IGNORE_INDEX
-    if device_type in _COUNTED:
+    if device_type in _COUNTED and n_targets is None:
         return valid.nonzero().squeeze(1), None
     if n_targets is None:
         return None, None

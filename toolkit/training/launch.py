@@ -111,12 +111,13 @@ def settings() -> dict[str, Any]:
 
 
 @contextmanager
-def start(*, deterministic: bool = False) -> Iterator[Run]:
+def start(*, deterministic: bool = False, connect_seconds: float | None = None) -> Iterator[Run]:
     """Bring up the processes of the run, and take the process group down after a good end.
 
     Works under `accelerate launch`, `torchrun` and plain `python` (one process, in a group too).
-    `deterministic`: only operations that give the same bits each time. LaunchError: processes that
-    are too few, too many for the devices, or do not meet; a YAML for another engine.
+    `deterministic`: only operations that give the same bits each time. `connect_seconds`: as
+    `train.connect_seconds`. LaunchError: processes that are too few, too many for the devices, or
+    do not meet; a YAML for another engine.
     """
     launchers.adopt()
     unread = "fsdp_config of the Accelerate YAML is not read by this program (launch.settings())"
@@ -127,7 +128,7 @@ def start(*, deterministic: bool = False) -> Iterator[Run]:
     cpu = _uses_cpu(rank, world)
     if not cpu and {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         device.choose(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    place = _connect(rank, world, cpu)
+    place = _connect(rank, world, cpu, connect_seconds)
     if rank or not sys.stderr.isatty():
         datasets.disable_progress_bars()  # one set of bars, and none in a log
     try:
@@ -181,7 +182,9 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
         signals, grace = cfg.checkpoint.preemption_signals, cfg.checkpoint.grace_seconds
         with (
             preemption.listening(signals, grace),
-            start(deterministic=cfg.train.deterministic) as run,
+            start(
+                deterministic=cfg.train.deterministic, connect_seconds=cfg.train.connect_seconds
+            ) as run,
         ):
             slow = device.slow_dtype(run.device, cfg.sharding.param_dtype) if run.rank == 0 else ""
             run.say(network.restart_line(), network.hosts_line(run.place, run.world_size), slow)
@@ -341,7 +344,7 @@ def _accelerate_was_told_cpu() -> bool:
     return isinstance(settings, dict) and settings.get("use_cpu") is True
 
 
-def _connect(rank: int, world: int, cpu: bool) -> network.Location:
+def _connect(rank: int, world: int, cpu: bool, seconds: float | None) -> network.Location:
     """Create the default process group, where there is none, and let everything connect that step 1
     needs; return this process's place. LaunchError: they do not meet, or what they meet over does
     not connect them in time.
@@ -376,7 +379,7 @@ def _connect(rank: int, world: int, cpu: bool) -> network.Location:
         bound = _bind(place)
         mine = device.identity(bound, rank)
         network.exchange(store, "device", mine, device.refuse_shared, rank, world)
-    network.connect(store, rank, world, place, bound, _COLLECTIVE_TIMEOUT)
+    network.connect(store, rank, world, place, bound, _COLLECTIVE_TIMEOUT, seconds)
     return place
 
 

@@ -134,9 +134,9 @@ class Metrics:
         self.guards.take(step, stats)
         watchdog.doing(f"step {step + 1}")
         slowed = self.profiler is not None and self.profiler.slows(step)
-        is_due = (
-            more or step % self.logging_steps == 0 or step in (self.first_step + 1, self.max_steps)
-        )
+        is_due = more or self._logs(step)
+        if self.router is not None:
+            self.router.logged = self._logs(step + 1)
         if is_due and (skipped := self.guards.bad_steps.count()):  # waits for the device
             more["skipped"] = skipped
         now = time.perf_counter()
@@ -153,6 +153,10 @@ class Metrics:
                 if self.snapshot is not None:
                     write_snapshot(self.snapshot)
             self._since = time.perf_counter()
+
+    def _logs(self, step: int) -> bool:
+        """Return whether `step` has a line of metrics, whatever is evaluated after it."""
+        return step % self.logging_steps == 0 or step in (self.first_step + 1, self.max_steps)
 
     def _write(self, step: int, stats: Any, learning_rate: float, more: dict[str, float]) -> None:
         line = self._line(step, stats, learning_rate) | more

@@ -156,10 +156,18 @@ def connect(
     place: Location,
     device: torch.device | None,
     timeout: datetime.timedelta,
+    seconds: float | None = None,
 ) -> None:
-    """Create the default process group, and let connect what step 1 needs: gloo, and over the
-    `device` of each what its collectives go through. `timeout`: of later ones. LaunchError: it
-    fails, or takes too long.
+    """Create the default process group and connect all that step 1 needs: gloo, and the backend of
+    the devices.
+
+    Args:
+        timeout: of later collectives.
+        seconds: time for connecting (`train.connect_seconds`); None: 45, and one more for each 32
+            processes.
+
+    Raises:
+        LaunchError: connecting fails, or takes longer.
     """
     backend, bound, own, over = "gloo", None, "gloo", ["gloo"]
     if device is not None:
@@ -183,10 +191,12 @@ def connect(
             if (found := total.item()) != world:
                 raise RuntimeError(f"a sum over {world} processes came out as {found:g}")
 
-    limit = _TO_CONNECT + world / 32
+    limit = _TO_CONNECT + world / 32 if seconds is None else seconds
     try:
         stuck = within(limit, work)
-        cause = stuck and f"it is not done after {limit:.0f} s, at {stuck}"
+        cause = stuck and (
+            f"it is not done after {limit:.0f} s, at {stuck} (train.connect_seconds sets the time)"
+        )
         failed = None
     except (RuntimeError, ValueError) as error:
         cause, failed = one_line(error, 600), error

@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from toolkit.config.settings import RunConfig, TrainConfig
@@ -113,6 +114,8 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
     loss: Any = "pooled" if asked == "auto" else asked
     if asked == "none" or (asked == "auto" and (missing or not asks)):
         loss = None
+    if loss == "pooled":
+        _check_pooled(routers)
     line = "router     " + _loss_text(train, loss, coefficient, asks, missing)
     if biases:
         moves = f"moves by {rate:g} after each step" if rate else "stays as it is"
@@ -135,6 +138,28 @@ def _routers(base: PreTrainedModel) -> dict[str, tuple[nn.Module, int]]:
             if isinstance(kind, type) and kind.__name__ not in _OF_KEYS:
                 found |= {n: (m, index) for n, m in named.items() if isinstance(m, kind)}
     return found
+
+
+def _check_pooled(routers: dict[str, tuple[nn.Module, int]]) -> None:
+    """Raise a ModelError if layers have unequal numbers of experts, as far as routers say them."""
+    counts = {name: _number_of_experts(router) for name, (router, _) in routers.items()}
+    numbers = sorted({count for count in counts.values() if count is not None})
+    if len(numbers) > 1:
+        raise ModelError(
+            f"train.router_aux_loss pooled: layers have {numbers} experts, which cannot be pooled; "
+            "set layer or none"
+        )
+
+
+def _number_of_experts(router: nn.Module) -> int | None:
+    """Return how many experts a router chooses from, by its weight [experts, width] or its
+    attributes; None if neither says it.
+    """
+    weight = getattr(router, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.ndim == 2:
+        return weight.shape[0]
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((n for name in names if type(n := getattr(router, name, None)) is int), None)
 
 
 def _missing(base: PreTrainedModel, routers: dict[str, tuple[nn.Module, int]]) -> str:
@@ -225,6 +250,10 @@ class Router:
         self._tokens = torch.ones(())  # of the step
         self._aux, self._loads = list[torch.Tensor](), list[torch.Tensor]()  # of micro-batches
         self._experts: dict[str, int] = {}  # of each router that was asked
+        self.logged = True
+        """Whether the loads of the next step are logged. Loads that are neither logged nor change
+        the training are not counted: about 12 small kernels a layer and micro-batch. The same on
+        every rank."""
         # One hook for all, and what it notes kept by the module: else each compiled layer would
         # have a graph of its own. One that recomputes would break at the hook, if it did not get
         # leave to note nothing then, which is what is meant.
@@ -273,6 +302,8 @@ class Router:
         coefficient; parts of ranks and micro-batches add up. Collective where there is a loss.
         """
         real, by_name = self._real, self._asked()
+        if not (self.acts or self.logged):
+            by_name = {}
         seen, self._experts = [*by_name.values()], {n: own[0].experts for n, own in by_name.items()}
         if not seen:
             return 0.0
@@ -353,12 +384,17 @@ class Router:
 
 def _probabilities(answers: tuple[_Answer, ...], real: torch.Tensor) -> torch.Tensor:
     """Return the sum over real tokens of the probability of each expert, in fp32."""
-    found = [
-        real.float() @ answer.logits.flatten(0, -2).softmax(-1, dtype=torch.float32)
+
+    def summed(logits: torch.Tensor) -> torch.Tensor:
+        return real.float() @ logits.flatten(0, -2).softmax(-1, dtype=torch.float32)
+
+    # The backward computes the probabilities again: kept, they would take twice the logits.
+    sums = [
+        checkpoint(summed, answer.logits, use_reentrant=False, preserve_rng_state=False)
         for answer in answers
         if answer.logits is not None
     ]
-    return torch.stack(found).sum(0)
+    return torch.stack(sums).sum(0)
 
 
 def watch_router(sharded: Sharded, cfg: RunConfig) -> Router | None:

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from toolkit import ranks
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
@@ -231,22 +230,23 @@ def clip_gradients(
 
 
 def _average_replicated(model: nn.Module, among: View) -> None:
-    """Average over the ranks the gradients of what FSDP does not shard, by one all-reduce: zero if
-    a rank did not use it, none where no rank did: the hosts tell each other, and no device waits.
+    """Average over the ranks the gradients of what FSDP does not shard, by one all-reduce.
+
+    A rank that did not use a parameter adds zero. A parameter that no rank used gets no gradient.
+    The ranks that used each parameter are counted in the same all-reduce. Only a rank without a
+    gradient reads that count, for which its host waits.
     """
     parameters = [p for p in model.parameters() if not isinstance(p, DTensor) and p.requires_grad]
     if not parameters or among.size == 1:
         return
-    flags = ranks.any_of([p.grad is not None for p in parameters])
-    used = [p for p, has_gradient in zip(parameters, flags, strict=True) if has_gradient]
-    if not used:
-        return
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
-    flat = torch.cat([g.float().flatten() for g in grads])
-    for parameter, total in zip(
-        used, among.sum(flat).split([p.numel() for p in used]), strict=True
-    ):
-        parameter.grad = (total / among.size).view_as(parameter).to(parameter.dtype)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    users = torch.tensor([float(p.grad is not None) for p in parameters], device=grads[0].device)
+    flat = torch.cat([*(g.float().flatten() for g in grads), users])
+    *totals, users = among.sum(flat).split([*(p.numel() for p in parameters), len(parameters)])
+    for parameter, total, count in zip(parameters, totals, users, strict=True):
+        # A rank that has a gradient need not look whether another one has.
+        if parameter.grad is not None or bool(count > 0):
+            parameter.grad = (total / among.size).view_as(parameter).to(parameter.dtype)
 
 
 with_accuracy: Loss = partial(causal_lm_loss, accuracy=True)

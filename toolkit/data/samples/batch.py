@@ -73,6 +73,12 @@ class Batch:
         """
         return self if self.halves is None else self.halves[0]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors of the batch and of its halves."""
+        others = [getattr(self, name) for name in ("targets", "used", *_OF_SEQUENCES)]
+        values = [x for x in (*self.inputs.values(), *others) if isinstance(x, torch.Tensor)]
+        return [*values, *(x for half in self.halves or () for x in half.tensors())]
+
     def to(self, device: torch.device | str, **how: Any) -> "Batch":
         """Return the batch on `device`, as `Tensor.to` moves a tensor."""
         return self._each(lambda tensor: tensor.to(device, **how))

@@ -1,0 +1,106 @@
+"""The batch that plans are of: as large as the largest that a run reads."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_planning import _save, _wide
+
+from toolkit.config import FinetuneConfig, parse
+from toolkit.config.preference import PreferConfig
+from toolkit.config.settings import RunConfig
+from toolkit.data.samples.batch import Batch
+from toolkit.data.samples.sequences import Piece, SampleShape
+from toolkit.planning import measuring
+from toolkit.planning.largest_batch import largest_batch
+from toolkit.planning.measuring import measure
+from toolkit.planning.simulation import simulate
+
+LENGTH, ROWS = 256, 3
+CPU = torch.device("cpu")
+OBJECTIVES = ("sigmoid", "kto", "reward", "orpo")
+
+
+def config(folder: Path, objective: str, packing: str = "none") -> RunConfig:
+    cls = PreferConfig if objective else FinetuneConfig
+    flags = {
+        "model.name_or_path": folder,
+        "model.init": "random",
+        "data.sequence_length": LENGTH,
+        "data.packing": packing,
+        "train.per_device_train_batch_size": ROWS,
+        "sharding.param_dtype": "float32",
+    }
+    more = ["--preference.loss_type", objective] if objective else []
+    return parse(cls, [*(f"--{name}={value}" for name, value in flags.items()), *more])
+
+
+def batch_of(cfg: RunConfig, rows: list[tuple[int, int]]) -> Batch:
+    """Return the micro-batch of padded rows whose sides have so many tokens."""
+    pairs = isinstance(cfg, PreferConfig)
+    shape = SampleShape("none", LENGTH, pad_id=1, pairs=pairs, prompts=cfg.learns_prompts)
+    samples = []
+    for first, second in rows:
+        ids = np.random.default_rng(first).integers(8, 100, first + second)
+        sample = shape.sample([Piece(ids, ids.copy(), first * pairs)])
+        if isinstance(cfg, PreferConfig):
+            sample["reference"] = torch.zeros(2)
+            sample["margin"] = torch.zeros(1)
+            sample["desirable"] = torch.ones(0 if cfg.preference.paired else 1, dtype=torch.bool)
+        samples.append(sample)
+    return shape.batch(samples)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(_wide("llama", layers=2), tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("objective", ["", *OBJECTIVES])
+def test_the_planned_batch_has_the_tensors_of_the_largest_real_one(model: Path, objective) -> None:
+    cfg = config(model, objective)
+    longest = (LENGTH - 5, 5) if objective else (LENGTH - 1, 0)
+    planned, real = largest_batch(cfg, "none"), batch_of(cfg, [longest, *[(40, 9)] * (ROWS - 1)])
+    assert planned.inputs["input_ids"].shape == (ROWS * (2 if objective else 1), LENGTH)
+
+    def shapes(batch: Batch) -> list[Any]:
+        return [(tensor.shape, tensor.dtype) for tensor in batch.tensors()]
+
+    assert shapes(planned) == shapes(real)
+    assert planned.inputs["attention_mask"].sum() < planned.targets.numel()
+    # A pair whose sides are as long needs half of it: the packed one, too.
+    if objective:
+        even = batch_of(cfg, [(LENGTH // 2, LENGTH // 2)] * ROWS)
+        packed = largest_batch(cfg, "bfd")
+        assert even.targets.numel() == packed.targets.numel() == planned.targets.numel() / 2
+
+
+@pytest.mark.plans
+@pytest.mark.parametrize("objective", ["", *OBJECTIVES])
+def test_a_plan_of_padded_rows_is_what_the_largest_batch_takes(
+    model: Path, objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = config(model, objective)
+    longest = (LENGTH - 5, 5) if objective else (LENGTH - 1, 0)
+    real = batch_of(cfg, [longest, *[(LENGTH // 2, 9)] * (ROWS - 1)])
+    monkeypatch.setattr(measuring, "largest_batch", lambda *_: real)
+    measured = measure(cfg, 1, CPU)[0]
+    planned = simulate(cfg, 1, device_type="cpu").peak.nbytes
+    print(f"{objective or 'tokens'}: planned {planned:,}, measured {measured:,}")
+    assert 0.95 <= planned / measured <= 1.1
+    if objective:
+        packed = simulate(config(model, objective, "bfd"), 1, device_type="cpu").peak.nbytes
+        assert packed / measured < 0.9
+
+
+def test_auto_plans_the_padded_batch_of_a_model_that_cannot_be_packed(tmp_path: Path) -> None:
+    from tiny_models import tiny_config
+
+    folder = _save(tiny_config("bloom", vocab_size=163), tmp_path)
+    peaks = {
+        packing: simulate(config(folder, "sigmoid", packing), 1, device_type="cpu").peak.nbytes
+        for packing in ("auto", "none", "bfd")
+    }
+    assert peaks["auto"] == peaks["none"] > peaks["bfd"]

@@ -1,0 +1,85 @@
+"""The memory of this process's container: what its control groups allow, and what is free of it.
+
+`psutil` knows the machine alone. A container (`docker run --memory`, a pod's limit, a Slurm job)
+is ended by the system when it passes its own limit, however much memory the machine has.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 2**60  # bytes: version 1 writes such a number where there is no limit
+
+
+@dataclass(frozen=True)
+class ContainerMemory:
+    """Bytes; infinite if nothing limits them."""
+
+    limit: float = math.inf
+    free: float = math.inf
+    """What processes can still take. Cached files that the system can drop count as free."""
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Where a version of control groups keeps its numbers."""
+
+    folder: str
+    limit: str
+    used: str
+    cached: str
+    """Key of `memory.stat`."""
+
+
+_V2 = _Files("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_V1 = _Files(
+    *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    "total_inactive_file",
+)
+
+
+def container_memory(root: Path = Path("/")) -> ContainerMemory:
+    """Return limit and free bytes of the tightest control group that this process is in.
+
+    Reads versions 1 and 2, the process's own group and all above it, since a limit of any of them
+    holds. Without control groups (macOS) nothing is limited.
+    """
+    found = [_read(folder, files) for folder, files in _groups(root)]
+    return ContainerMemory(
+        min((group.limit for group in found), default=math.inf),
+        min((group.free for group in found), default=math.inf),
+    )
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """Give the folders of the groups of this process, from its own to that of the container."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        files = _V1 if controllers else _V2
+        # A container may see its own group as the root, under the path that the host has for it.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for count in range(len(parts), -1, -1):
+            yield root.joinpath(files.folder, *parts[:count]), files
+
+
+def _read(folder: Path, files: _Files) -> ContainerMemory:
+    try:
+        limit = int((folder / files.limit).read_text())
+    except (OSError, ValueError):  # no such group here, or "max"
+        return ContainerMemory()
+    if limit >= _UNLIMITED:
+        return ContainerMemory()
+    try:
+        used = int((folder / files.used).read_text())
+        pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cached = int(dict(pairs).get(files.cached, 0))
+    except (OSError, ValueError):
+        return ContainerMemory(limit, limit)
+    return ContainerMemory(limit, max(0, limit - max(0, used - cached)))
