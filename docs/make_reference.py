@@ -23,6 +23,7 @@ import docstring_parser
 import yaml
 
 from toolkit import cli
+from toolkit.config.keywords import setting_name
 from toolkit.config.parse import flat, in_words
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
@@ -202,7 +203,7 @@ def table(cls: type, prefix: str, defaults: dict[str, dict]) -> Iterator[str]:
     yield from ("| setting | recipe | value | default | meaning |", "|---|---|---|---|---|")
     meanings = docs(cls)
     for name, kind in typing.get_type_hints(cls).items():
-        full = prefix + name
+        full = prefix + setting_name(name)
         shown = {recipe: own[full] for recipe, own in defaults.items() if full in own}
         if shown:
             recipe = "all" if len(shown) == len(defaults) else ", ".join(shown)

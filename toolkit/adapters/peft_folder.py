@@ -117,7 +117,7 @@ def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
     """Return the adapted model of `base`, on meta, and PEFT's names; ExportError: unsupported."""
     names = _first_names(base)
     model = attach_adapters(base, config)
-    layout = PeftLayout(model, base, _keys(model))
+    layout = PeftLayout(model, base, file_keys(model))
     for part in _parts(model, names):
         layout.parts.setdefault(part.parameter, []).append(part)
     held = {n for parts in layout.parts.values() for p in parts for n in p.tensors.values()}
@@ -127,7 +127,7 @@ def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
     return layout
 
 
-def _keys(model: Any) -> dict[str, str]:
+def file_keys(model: Any) -> dict[str, str]:
     """Return key in the file -> parameter, as PEFT's own saving names them."""
     from peft import get_peft_model_state_dict
 

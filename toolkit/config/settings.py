@@ -512,7 +512,7 @@ class PretrainConfig(RunConfig):
 
 @dataclass(frozen=True)
 class FinetuneConfig(RunConfig):
-    """A fine-tuning run: of all parameters, or of adapters where lora.r is set."""
+    """A fine-tuning run: of all parameters, or of adapters if lora.r or lora.from is set."""
 
     model: FinetuneModelConfig
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
@@ -523,7 +523,7 @@ class FinetuneConfig(RunConfig):
     @property
     def adapters(self) -> LoraConfig | None:
         """The adapters that are trained; None: the model itself is."""
-        return self.lora if self.lora.r else None
+        return self.lora if self.lora.is_used else None
 
     @property
     def learned(self) -> Learned:
@@ -537,7 +537,7 @@ class FinetuneConfig(RunConfig):
                 "model.train_tokenizer is for pretraining; set model.tokenizer_name_or_path, or "
                 "leave it out"
             )
-        if not self.lora.r:
+        if self.adapters is None:
             return
         if self.model.frozen_parameters:
             raise ConfigError(
