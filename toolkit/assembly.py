@@ -3,17 +3,22 @@
 Above the rooms that it asks; recipes build by it, and what is refused is refused here.
 """
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit import hub, loading, models, training
+from toolkit import export, hub, loading, models, ranks, training
+from toolkit.adapters import add_adapters
+from toolkit.checkpoint.commit import committed_steps
 from toolkit.checkpoint.run_folder import RunFolder
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, model_settings
 from toolkit.data.prepare import TrainingData
 from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
+from toolkit.sharding.fsdp import Sharded
 from toolkit.training.launch import Run
 from toolkit.training.router import plan_router
 
@@ -31,7 +36,31 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
             return prepare_tokenizer(model, cfg.data, folder.tokenizer, keep=folder.holds_work)
         return own_tokenizer(model)
 
-    return build_checked(cfg, run.device, with_tokenizer)
+    built = build_checked(cfg, run.device, with_tokenizer)
+    run.say(ranks.on_main(lambda: _check_continued(cfg, built[0], folder)))
+    return built
+
+
+def _check_continued(cfg: RunConfig, base: PreTrainedModel, folder: RunFolder) -> str:
+    """Refuse an adapter that a new run cannot continue (`lora.from`), before its data is prepared;
+    return the log line. A run that resumes does not read it. ConfigError.
+    """
+    if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
+        return ""
+    if committed_steps(folder.root):
+        return f"adapter    that of the run's checkpoint, which continued {cfg.lora.from_}"
+    return export.check_adapter(add_adapters(copy.deepcopy(base), cfg.lora), cfg)
+
+
+def load_weights(sharded: Sharded, cfg: RunConfig, run: Run, saved: Any) -> None:
+    """Materialise a sharded model as a run begins: the base, or random weights, or room for what
+    the checkpoint `saved` holds; then, for a new run, the adapter of `lora.from`. Collective.
+
+    Raises as `loading.load_or_init` and `export.load_adapter`.
+    """
+    loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=saved is not None)
+    if saved is None and isinstance(cfg, FinetuneConfig) and cfg.lora.from_ is not None:
+        run.say(*export.load_adapter(sharded.model, cfg))
 
 
 def build_checked(

@@ -155,12 +155,18 @@ def _peft_config(targets: Targets) -> "PeftConfig":
 
 def _excluded(targets: Targets) -> str | list[str]:
     """Return what PEFT must leave out: ends of names, or one pattern of whole names."""
-    ends = sorted({*targets.cfg.exclude_modules, *targets.unfit})
-    if not targets.towers:
+    asked = targets.cfg.exclude_modules
+    ends = sorted({*([] if isinstance(asked, str) else asked), *targets.unfit})
+    if not targets.towers and not isinstance(asked, str):
         return ends
-    towers = "|".join(map(re.escape, sorted(targets.towers)))
-    named = rf"|(?:.*\.)?(?:{'|'.join(map(re.escape, ends))})" if ends else ""
-    return rf"(?:{towers})(?:\..*)?{named}"
+    patterns = [asked] if isinstance(asked, str) else []
+    known = re.compile(patterns[0]) if patterns else None
+    lacking = [t for t in sorted(targets.towers) if known is None or not known.fullmatch(t)]
+    if lacking:
+        patterns.insert(0, rf"(?:{'|'.join(map(re.escape, lacking))})(?:\..*)?")
+    if ends:
+        patterns.append(rf"(?:.*\.)?(?:{'|'.join(map(re.escape, ends))})")
+    return "|".join(patterns)
 
 
 @ranks.collective

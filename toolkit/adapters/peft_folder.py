@@ -127,15 +127,17 @@ def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
     return layout
 
 
-def file_keys(model: Any) -> dict[str, str]:
-    """Return key in the file -> parameter, as PEFT's own saving names them."""
+def file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]:
+    """Return key in the file -> parameter, as PEFT's own saving names them; with `embeddings` also
+    the frozen matrices of embedding and head that PEFT may save along.
+    """
     from peft import get_peft_model_state_dict
 
     first = _first_names(model)
     # PEFT passes the values on untouched: here they say which parameter they stand for.
     state = {name: first[id(tensor)] for name, tensor in _tensors(model)}
-    # Else PEFT would add the frozen matrix of an embedding that is adapted.
-    options: dict[str, Any] = {"adapter_name": ADAPTER, "save_embedding_layers": False}
+    # By default PEFT adds the frozen matrix of an embedding that is adapted.
+    options: dict[str, Any] = {"adapter_name": ADAPTER, "save_embedding_layers": embeddings}
     with warnings.catch_warnings(action="ignore"):
         return get_peft_model_state_dict(model, state, **options)
 

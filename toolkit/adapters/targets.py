@@ -72,7 +72,7 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
         saved.add(HEAD)
     towers = set(beside_text(model))
     beside = _inside(named, towers)
-    excluded = _named("lora.exclude_modules", cfg.exclude_modules, named) | beside
+    excluded = _excluded_names(cfg.exclude_modules, named) | beside
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     _refuse_flat_experts(model, _named("lora.target_parameters", cfg.target_parameters, parameters))
     modules = _expected(model, cfg, named)
@@ -160,6 +160,26 @@ def _leaf(name: str) -> str:
     return ".".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
 
 
+def _excluded_names(patterns: str | list[str], names: Iterable[str]) -> set[str]:
+    """Return the modules that `lora.exclude_modules` names; each entry of a list must name some."""
+    if isinstance(patterns, list):
+        return _named("lora.exclude_modules", patterns, names)
+    pattern = _compiled("lora.exclude_modules", patterns)
+    if matched := {name for name in names if pattern.fullmatch(name)}:
+        return matched
+    raise ModelError(
+        _unknown("lora.exclude_modules", patterns, names)
+        + "; a text is one regular expression of whole names, a list is of ends of names"
+    )
+
+
+def _compiled(setting: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{setting} {pattern!r} is no regular expression: {error}") from error
+
+
 def _unknown(setting: str, pattern: str, names: Iterable[str]) -> str:
     what = "parameter" if setting == "lora.target_parameters" else "module"
     return no_match(setting, pattern, what, {*map(numbered, names)})
@@ -172,6 +192,8 @@ def _ending(pattern: str, names: Iterable[str]) -> set[str]:
 def _excluding(cfg: LoraConfig, names: Iterable[str]) -> str:
     """Return the setting that leaves modules out, by the ends of their names."""
     leaves = sorted({name.rpartition(".")[2] for name in names})
+    if isinstance(cfg.exclude_modules, str):
+        return f"name {', '.join(leaves)} in lora.exclude_modules too"
     excluded = dict.fromkeys([*cfg.exclude_modules, *leaves])
     return f"set lora.exclude_modules: [{', '.join(excluded)}]"
 
@@ -210,12 +232,7 @@ def _expected(model: PreTrainedModel, cfg: LoraConfig, named: dict[str, nn.Modul
     if targets.lower() == "all-linear":
         head = model.get_output_embeddings()
         return {n for n, m in named.items() if isinstance(m, nn.Linear | Conv1D) and m is not head}
-    try:
-        pattern = re.compile(targets)
-    except re.error as error:
-        raise ConfigError(
-            f"lora.target_modules {targets!r} is no regular expression: {error}"
-        ) from error
+    pattern = _compiled("lora.target_modules", targets)
     if matched := {n for n in named if pattern.fullmatch(n)}:
         return matched
     raise ModelError(
@@ -291,6 +308,17 @@ def _misfit(module: nn.Module) -> str:
     return "" if fits else "does not answer as a linear layer does"
 
 
+def _check_patterns(cfg: LoraConfig, names: set[str]) -> None:
+    """Refuse a pattern of ranks or alphas that matches nothing; those of `lora.from` are PEFT's."""
+    if cfg.from_ is not None:
+        return
+    for setting in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(cfg, setting):
+            ends = _compiled(f"lora.{setting}", rf"(.*\.)?({pattern})")
+            if not any(map(ends.fullmatch, names)):
+                raise ModelError(_unknown(f"lora.{setting}", pattern, names))
+
+
 def refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
     """Return what to say where PEFT refuses, with the setting that helps."""
     problem = " ".join(str(error).split())
@@ -345,6 +373,7 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
             f"PEFT adapts {touched[0]} although lora.exclude_modules names its module; give "
             "lora.target_modules as a list of the names that are meant"
         )
+    _check_patterns(cfg, modules | parameters)
     by_parameter = {n.rpartition(".")[0] for n in parameters} - expected
     if wider := sorted(modules - expected - by_parameter):
         raise ModelError(

@@ -24,6 +24,7 @@ from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
 from toolkit.checkpoint.local_folder import LocalFolder, beside, disk_errors, existing
 from toolkit.checkpoint.state import TrainState
 from toolkit.checkpoint.store import Folder, is_url, storage_of, where
+from toolkit.config.lora import STRUCTURE
 from toolkit.config.published import mapping
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
@@ -134,8 +135,11 @@ class RunFolder:
     def next_lines(self, step: int, *, adapted: bool = False) -> list[str]:
         """Return what a run prints at its end: where things are, and the command that exports."""
         export = f"toolkit consolidate {self.path} --output {export_path(self.path)}"
+        lora = getattr(self._cfg, "lora", None)
+        adapter = [f"adapter    continues {lora.from_}"] if lora and lora.from_ else []
         return [
             f"run        {self.path}",
+            *adapter,
             f"checkpoint {self.root / CHECKPOINTS}  (newest: step {step})",
             f"next       {export}" + ("   (--merge: with the base)" if adapted else ""),
         ]
@@ -245,9 +249,9 @@ def claim(cfg: Any) -> Any:
             f"({', '.join(sorted(strangers)[:3])}); give an empty or new folder"
         )
     before = None
-    if CONFIG in present and ((folder / METRICS).is_file() or committed_steps(folder)):
+    if CONFIG in present and _holds_work(folder):
         before = _read(folder / CONFIG, type(cfg))
-        _check_same_run(before, cfg, "output_dir", folder)
+        _check_same_run(before, adopt_recorded(cfg, before), "output_dir", folder)
         moved, old = before.checkpoint.root != cfg.checkpoint.root, root_of(before)
         if moved and committed_steps(old) and not committed_steps(root):
             raise ConfigError(
@@ -263,8 +267,39 @@ def claim(cfg: Any) -> Any:
     if cfg.checkpoint.root is not None:
         storage_of(root).check_usable("checkpoint.root")
         if committed_steps(root):
-            _check_same_run(_read(root / CONFIG, type(cfg)), cfg, "checkpoint.root", root)
+            other = _read(root / CONFIG, type(cfg))
+            _check_same_run(other, adopt_recorded(cfg, other), "checkpoint.root", root)
     return before
+
+
+def recorded_config(cfg: Any) -> Any:
+    """Return the settings that an earlier start of this run recorded, in output_dir or next to its
+    checkpoints; None if no start left any work. Raises as `claim` does for a damaged file.
+    """
+    folder, root = Path(cfg.output_dir), root_of(cfg)
+    if (folder / CONFIG).is_file() and _holds_work(folder):
+        return _read(folder / CONFIG, type(cfg))
+    if cfg.checkpoint.root is not None and committed_steps(root):
+        return _read(root / CONFIG, type(cfg))
+    return None
+
+
+def _holds_work(folder: Path) -> bool:
+    """Return whether a start left metrics or a checkpoint in its output_dir."""
+    return (folder / METRICS).is_file() or bool(committed_steps(folder))
+
+
+def adopt_recorded(cfg: Any, recorded: Any) -> Any:
+    """Return `cfg` with the settings of the adapter that an earlier start of the run continued.
+
+    The start recorded them, so that a resume does not need the adapter (`lora.from`) any more.
+    """
+    lora = getattr(cfg, "lora", None)
+    if lora is None or lora.from_ is None or recorded.lora.from_ != lora.from_:
+        return cfg
+    unset = [n for n in STRUCTURE if n not in lora.changed() and n not in lora.explicit]
+    known = {name: getattr(recorded.lora, name) for name in unset}
+    return dataclasses.replace(cfg, lora=dataclasses.replace(lora, **known))
 
 
 def check_shared(folder: Path) -> None:

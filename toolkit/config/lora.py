@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from toolkit.config.keywords import setting_name
 from toolkit.config.ranges import AtLeast1, Fraction, NotNegative, Positive
@@ -22,7 +22,7 @@ class LoraConfig:
 
     from_: str | None = None
     """Continue training this adapter: a PEFT folder, a Hub id, a run's output_dir, one of its
-    checkpoints, or an export. Rank, alpha, targets and the like come from it; empty: new adapters."""
+    checkpoints, or an export. Rank, alpha, targets and the like come from it. Empty: new ones."""
     revision: str | None = None
     """Branch, tag or commit of the Hub repository that lora.from names; empty: its main branch."""
     r: NotNegative = 0
@@ -37,8 +37,9 @@ class LoraConfig:
     target_parameters: list[str] = field(default_factory=list)
     """Parameters that are adapted though they are no module's weight, such as fused experts
     (`mlp.experts.gate_up_proj`)."""
-    exclude_modules: list[str] = field(default_factory=list)
-    """Modules that target_modules names and that are left alone."""
+    exclude_modules: str | list[str] = field(default_factory=list)
+    """Modules that target_modules names and that are left alone: names or their ends, or one
+    regular expression of whole names."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules trained in full and saved with the adapter, such as `[embed_tokens, lm_head]`."""
     rank_pattern: dict[str, AtLeast1] = field(default_factory=dict)
@@ -54,6 +55,9 @@ class LoraConfig:
     """QLoRA: store the linear layers of the base in 4 bits (needs bitsandbytes)."""
     bnb_4bit_use_double_quant: bool = False
     """Quantise the scales too."""
+
+    explicit: ClassVar[frozenset[str]] = frozenset()
+    """Settings that a file or a flag names, whether or not at their default; set by `parse`."""
 
     def __post_init__(self) -> None:
         if self.from_ == "":

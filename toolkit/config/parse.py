@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +88,9 @@ def parse(
         if not blamed:
             raise
         raise ConfigError(f"{error} ({blamed} came from the launch configuration)") from None
+    if (lora := getattr(cfg, "lora", None)) is not None:
+        names = {n.partition(".")[2] for n in _explicit(cls, args) if n.startswith("lora.")}
+        object.__setattr__(lora, "explicit", frozenset(names))
     for name, value in flat(cfg).items():
         kind = _check_path(cls, name, "")
         if value is None and type(None) not in typing.get_args(kind):  # jsonargparse lets null pass
@@ -168,6 +171,21 @@ def _as_fields(args: Sequence[str]) -> list[str]:
         f"--{field_path(flag[2:])}{equals}{value}" if flag.startswith("--") else flag
         for flag, equals, value in pairs
     ]
+
+
+def _explicit(cls: type, args: Sequence[str]) -> set[str]:
+    """Return the dotted settings that files and flags name."""
+
+    def names(kind: type, content: dict, prefix: str = "") -> Iterator[str]:
+        for key, value in content.items():
+            inner = setting_types(kind).get(key)
+            if dataclasses.is_dataclass(inner) and isinstance(value, dict):
+                yield from names(inner, value, f"{prefix}{key}.")  # type: ignore[arg-type]
+            else:
+                yield f"{prefix}{key}"
+
+    flags = {a.partition("=")[0][2:].removesuffix("+") for a in args if a.startswith("--")}
+    return flags.union(*(names(cls, _read(file)) for file in _config_files(args)))
 
 
 def _plain(value: Any) -> Any:

@@ -91,7 +91,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True)
 class PreferConfig(FinetuneConfig):
-    """A run of preference tuning: of all parameters, or of adapters if lora.r or lora.from is set."""
+    """A run of preference tuning: of all parameters, or of adapters (lora.r or lora.from)."""
 
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))

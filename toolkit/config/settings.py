@@ -512,7 +512,7 @@ class PretrainConfig(RunConfig):
 
 @dataclass(frozen=True)
 class FinetuneConfig(RunConfig):
-    """A fine-tuning run: of all parameters, or of adapters if lora.r or lora.from is set."""
+    """A fine-tuning run: of all parameters, or of adapters (lora.r or lora.from)."""
 
     model: FinetuneModelConfig
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)

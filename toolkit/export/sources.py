@@ -194,7 +194,7 @@ class AdapterMerge:
         if not any(parts.values()) and not self.parts_of.keys() & set(names.values()):
             files = {name: self.entries[exported] for name, exported in names.items()}
             return {name: (rows for _, rows in blocks(file)) for name, file in files.items()}
-        # In the dtype of a reader's model: the sum is rounded when PEFT rounds it, and when written.
+        # In the dtype of a reader's model: rounded where PEFT rounds, and when it is written.
         wanted = {self.plan.tensors[exported].dtype for exported in names.values()}
         base = self._read_base(group, list(names.values())) if self.needs_base(group) else {}
         parameters = {}

@@ -331,7 +331,7 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
 def kept_in_fp32(
     model: nn.Module, *, buffers: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters (and `buffers`) that transformers keeps in fp32 in a model of `dtype`."""
+    """Return parameters (and `buffers`) that transformers keeps in fp32 in a model of `dtype`."""
     if not isinstance(model, PreTrainedModel):
         return {}
     dtype_plan = formats.transformers_private("modeling_utils", "PreTrainedModel._get_dtype_plan")

@@ -96,7 +96,10 @@ def _base(sharded: Sharded) -> str:
     assets = assets_of(sharded.model)
     if assets.folder is None:
         return "random"
-    return base_digest(assets.folder, assets.name_or_path, assets.revision)
+    digest = base_digest(assets.folder, assets.name_or_path, assets.revision)
+    # A run that continues an adapter begins with base and adapter.
+    continued = (assets.continued or {}).get("sha256")
+    return digest if continued is None else f"{digest}+{continued}"
 
 
 def _kept(file: Any, found: dict[str, str], step: int) -> dict[str, np.ndarray] | None:
