@@ -5,6 +5,7 @@ Above the rooms that it asks; recipes build by it, and what is refused is refuse
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ from transformers import PreTrainedModel
 
 from toolkit import export, hub, loading, models, ranks, training
 from toolkit.adapters import add_adapters
+from toolkit.checkpoint.adapter_source import ALL_LINEAR
 from toolkit.checkpoint.commit import committed_steps
 from toolkit.checkpoint.run_folder import RunFolder
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, model_settings
 from toolkit.data.prepare import TrainingData
 from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
+from toolkit.errors import ConfigError
+from toolkit.models.peft_model import adapted_modules
 from toolkit.sharding.fsdp import Sharded
 from toolkit.training.launch import Run
 from toolkit.training.router import plan_router
@@ -37,19 +41,38 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
         return own_tokenizer(model)
 
     built = build_checked(cfg, run.device, with_tokenizer)
-    run.say(ranks.on_main(lambda: _check_continued(cfg, built[0], folder)))
+
+    def check() -> str:
+        return check_continued(cfg, built[0], resumes=bool(committed_steps(folder.root)))
+
+    run.say(ranks.on_main(check))
     return built
 
 
-def _check_continued(cfg: RunConfig, base: PreTrainedModel, folder: RunFolder) -> str:
+def check_continued(cfg: RunConfig, base: PreTrainedModel, *, resumes: bool) -> str:
     """Refuse an adapter that a new run cannot continue (`lora.from`), before its data is prepared;
-    return the log line. A run that resumes does not read it. ConfigError.
+    return the log line. A run that resumes does not read it. One process. ConfigError.
+
+    `base` is on meta, without adapters, and stays so.
     """
     if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
         return ""
-    if committed_steps(folder.root):
+    if resumes:
         return f"adapter    that of the run's checkpoint, which continued {cfg.lora.from_}"
-    return export.check_adapter(add_adapters(copy.deepcopy(base), cfg.lora), cfg)
+    adapted = add_adapters(copy.deepcopy(base), cfg.lora)
+    if ALL_LINEAR in cfg.lora.explicit:
+        everywhere = replace(cfg.lora, from_=None, target_modules=ALL_LINEAR, exclude_modules=[])
+        wanted, has = (
+            adapted_modules(model).keys()
+            for model in (add_adapters(copy.deepcopy(base), everywhere), adapted)
+        )
+        if differs := sorted(wanted ^ has):
+            raise ConfigError(
+                f"lora.target_modules is all-linear, and the adapter that lora.from names "
+                f"({cfg.lora.from_}) adapts other modules: {differs[0]} is in one of them only; "
+                "leave lora.target_modules out"
+            )
+    return export.check_adapter(adapted, cfg)
 
 
 def load_weights(sharded: Sharded, cfg: RunConfig, run: Run, saved: Any) -> None:

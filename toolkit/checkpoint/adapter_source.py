@@ -37,6 +37,7 @@ from toolkit.formats.hub_access import why_unreachable
 from toolkit.formats.plain_files import hash_of_part
 
 _PICKLE = "adapter_model.bin"
+ALL_LINEAR = "all-linear"
 _MOST_STAGES = 50  # of a chain, in what anybody may have written
 
 
@@ -82,22 +83,28 @@ def _adopt(cfg: FinetuneConfig) -> FinetuneConfig:
 def _with_structure(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
     """Return the settings with the adapter's; refuse those of the user that contradict it."""
     theirs, defaults = structure_of(source.config, source.name), LoraConfig()
+    explicit = lora.explicit - {"r"} if lora.r == 0 else lora.explicit  # 0: not given
+    wants_all = "target_modules" in explicit and _comparable(lora.target_modules) == ALL_LINEAR
     for name in STRUCTURE:
         asked, default = getattr(lora, name), getattr(defaults, name)
-        if asked == default and name not in lora.explicit:
+        if asked == default and name not in explicit:
+            continue
+        if name == "target_modules" and wants_all:  # which modules those are, the model says
             continue
         if _comparable(asked) != _comparable(theirs[name]):
             raise ConfigError(
                 f"lora.{name} is {asked!r}, and the adapter that lora.from names "
                 f"({source.name}) has {theirs[name]!r}; leave lora.{name} out"
             )
-    return replace(lora, **theirs)
+    adopted = replace(lora, **theirs)
+    object.__setattr__(adopted, "explicit", frozenset({ALL_LINEAR} if wants_all else ()))
+    return adopted
 
 
 def _comparable(value: Any) -> Any:
     """Return a value of a setting that equals another in any order."""
-    if isinstance(value, str) and value.lower() == "all-linear":
-        return "all-linear"
+    if isinstance(value, str) and value.lower() == ALL_LINEAR:
+        return ALL_LINEAR
     return sorted(value) if isinstance(value, list) else value
 
 

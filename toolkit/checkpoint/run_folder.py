@@ -136,7 +136,8 @@ class RunFolder:
         """Return what a run prints at its end: where things are, and the command that exports."""
         export = f"toolkit consolidate {self.path} --output {export_path(self.path)}"
         lora = getattr(self._cfg, "lora", None)
-        adapter = [f"adapter    continues {lora.from_}"] if lora and lora.from_ else []
+        base = self._cfg.model.name_or_path
+        adapter = [f"adapter    continues {lora.from_}, base {base}"] if lora and lora.from_ else []
         return [
             f"run        {self.path}",
             *adapter,
@@ -297,7 +298,8 @@ def adopt_recorded(cfg: Any, recorded: Any) -> Any:
     lora = getattr(cfg, "lora", None)
     if lora is None or lora.from_ is None or recorded.lora.from_ != lora.from_:
         return cfg
-    unset = [n for n in STRUCTURE if n not in lora.changed() and n not in lora.explicit]
+    explicit = lora.explicit - {"r"} if lora.r == 0 else lora.explicit
+    unset = [n for n in STRUCTURE if n not in lora.changed() and n not in explicit]
     known = {name: getattr(recorded.lora, name) for name in unset}
     return dataclasses.replace(cfg, lora=dataclasses.replace(lora, **known))
 
