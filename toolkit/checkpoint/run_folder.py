@@ -369,9 +369,12 @@ def _read(file: Folder, cls: type) -> Any:
 
 
 def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None:
+    differences = config.differences(before, cfg)
+    if "lora.from" in differences:  # rank, targets and the like follow from it
+        differences = {n: v for n, v in differences.items() if n.partition(".")[2] not in STRUCTURE}
     changed = [
         f"{name} was {old!r}, is {new!r}"
-        for name, (old, new) in config.differences(before, cfg).items()
+        for name, (old, new) in differences.items()
         if name.startswith(_IDENTITY) and name not in _HARMLESS
     ]
     if changed:
