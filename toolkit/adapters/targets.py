@@ -146,7 +146,7 @@ def _unknown_target(pattern: str, linear: Iterable[str]) -> str:
     leaves = dict.fromkeys(_leaf(name) for name in linear)
     wanted = pattern.rpartition(".")[2]
     near = [n for n in leaves for role in _ROLES if {wanted, n.rpartition(".")[2]} <= role]
-    near += difflib.get_close_matches(wanted, leaves, n=4, cutoff=0.6)
+    near = near or difflib.get_close_matches(wanted, leaves, n=4, cutoff=0.6)
     others = ", ".join([name for name in leaves if name not in near][:12]) or "none"
     rest = f"; its linear layers: {others}"
     if near:
@@ -321,6 +321,10 @@ def _check_patterns(cfg: LoraConfig, names: set[str]) -> None:
 
 def refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
     """Return what to say where PEFT refuses, with the setting that helps."""
+    listed = targets.cfg.target_modules
+    for pattern in listed if isinstance(listed, list) else ():
+        if not _ending(pattern, targets.names):
+            return ModelError(_unknown_target(pattern, targets.linear))
     problem = " ".join(str(error).split())
     remedy = "name other modules in lora.target_modules, or some in lora.exclude_modules"
     if "lora_dropout" in problem or "use_dora" in problem:
