@@ -36,10 +36,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit import adapters, loading, models, training
 from toolkit.checkpoint import TrainState
 from toolkit.config import FinetuneConfig, model_settings
+from toolkit.config.data import FinetuneDataConfig
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import (
     CheckpointConfig,
-    FinetuneDataConfig,
     FinetuneModelConfig,
     FinetuneTrainConfig,
     MetricsConfig,

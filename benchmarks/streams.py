@@ -122,11 +122,10 @@ def measure(folder: Path) -> None:
 
 def read(folder: Path, form: str, tokenizer, rank: Rank) -> dict[str, float]:
     """Return the tokens that a rank reads in a pass, its processor seconds and the padding."""
+    from toolkit.config.data import DataConfig, SourceConfig
     from toolkit.config.settings import (
-        DataConfig,
         ModelConfig,
         PretrainConfig,
-        SourceConfig,
         TrainConfig,
     )
     from toolkit.data.prepare import Choice, read_sources

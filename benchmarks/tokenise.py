@@ -110,7 +110,7 @@ def measure(kind: str, workers: str, folder: str) -> None:
     import datasets
     from transformers import AutoTokenizer
 
-    from toolkit.config.settings import DataConfig
+    from toolkit.config.data import DataConfig
     from toolkit.data.sources.rows import load_sources
     from toolkit.data.tokens.encode import Encoder, encode
 

@@ -23,10 +23,11 @@ import docstring_parser
 import yaml
 
 from toolkit import cli
+from toolkit.config.data import SourceConfig
+from toolkit.config.keywords import setting_name
 from toolkit.config.kinds import KINDS
 from toolkit.config.parse import flat, in_words
 from toolkit.config.preference import PreferConfig
-from toolkit.config.settings import SourceConfig
 
 HERE = Path(__file__).parent / "reference"
 SETTINGS = """# Settings
@@ -198,7 +199,7 @@ def table(cls: type, prefix: str, defaults: dict[str, dict]) -> Iterator[str]:
     yield from ("| setting | recipe | value | default | meaning |", "|---|---|---|---|---|")
     meanings = docs(cls)
     for name, kind in typing.get_type_hints(cls).items():
-        full = prefix + name
+        full = prefix + setting_name(name)
         shown = {recipe: own[full] for recipe, own in defaults.items() if full in own}
         if shown:
             recipe = "all" if len(shown) == len(defaults) else ", ".join(shown)

@@ -12,7 +12,7 @@ Every call below is made by every rank; those that can fail on one rank fail on 
 from functools import partial
 from pathlib import Path
 
-from toolkit import adapters, assembly, checkpoint, export, hub, loading, planning, training
+from toolkit import adapters, assembly, checkpoint, export, hub, planning, training
 from toolkit.checkpoint import RunFolder, TrainState
 from toolkit.config import FinetuneConfig
 from toolkit.data.prepare import prepare_data
@@ -26,6 +26,7 @@ DEMO = Path(__file__).parent / "configs" / "finetune_tiny.yaml"
 def finetune(cfg: FinetuneConfig, run: Run) -> None:
     # ---- What can be refused is refused before anything is loaded --------------------------------
     folder = RunFolder(cfg, run)  # keeps other starts out
+    cfg = checkpoint.adopt_adapter(cfg)  # rank and targets of `lora.from`
     base, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
     cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
@@ -37,7 +38,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     # ---- The state: a new one, or where an earlier start left off --------------------------------
     # The newest checkpoint that verifies; the data's position is moved to it.
     saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
-    loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=saved is not None)
+    assembly.load_weights(sharded, cfg, run, empty=saved is not None)  # and those of `lora.from`
     training.seed_everything(cfg.seed, run.rank)
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)

@@ -11,7 +11,7 @@ Every call below is made by every rank; those that can fail on one rank fail on 
 
 from pathlib import Path
 
-from toolkit import adapters, assembly, checkpoint, export, hub, loading, planning, training
+from toolkit import adapters, assembly, checkpoint, export, hub, planning, training
 from toolkit.checkpoint import RunFolder, TrainState
 from toolkit.checkpoint.reference import Reference
 from toolkit.config import PreferConfig
@@ -26,6 +26,7 @@ DEMO = Path(__file__).parent / "configs" / "prefer_tiny.yaml"
 def prefer(cfg: PreferConfig, run: Run) -> None:
     # ---- What can be refused is refused before anything is loaded --------------------------------
     folder = RunFolder(cfg, run)  # keeps other starts out
+    cfg = checkpoint.adopt_adapter(cfg)  # rank and targets of `lora.from`
     base, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
     cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
@@ -40,7 +41,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
     reference = Reference(cfg, model, data, folder.root, saved)
     restored = saved is not None and reference.is_complete
-    loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=restored)
+    assembly.load_weights(sharded, cfg, run, empty=restored)  # and those of `lora.from`
     training.seed_everything(cfg.seed, run.rank)
     run.say(reference.complete(sharded))  # the model is the one that training starts from
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from tokenizer_kinds import tokenizer_of
 
-from toolkit.config.settings import FinetuneDataConfig
+from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.chat.template import Chat
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow

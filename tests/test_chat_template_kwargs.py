@@ -12,7 +12,8 @@ from conftest import save_byte_tokenizer, save_tiny_model
 from tokenizer_kinds import tokenizer_of
 from transformers import AutoTokenizer
 
-from toolkit.config.settings import FinetuneConfig, FinetuneDataConfig, FinetuneModelConfig
+from toolkit.config.data import FinetuneDataConfig
+from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig
 from toolkit.data.chat.masks import NO_STOP, Rendered
 from toolkit.data.chat.template import Chat
 from toolkit.data.chat.variables import with_defaults

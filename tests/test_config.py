@@ -23,6 +23,7 @@ from toolkit.config import (
     outputs,
     settings,
 )
+from toolkit.config.keywords import setting_name
 from toolkit.config.names import GONE
 from toolkit.errors import ConfigError
 
@@ -63,9 +64,9 @@ def fields(
     found = {}
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(field.type):
-            found |= fields(field.type, f"{prefix}{field.name}.")
+            found |= fields(field.type, f"{prefix}{setting_name(field.name)}.")
         else:
-            found[prefix + field.name] = (kind, field)
+            found[prefix + setting_name(field.name)] = (kind, field)
     return found
 
 

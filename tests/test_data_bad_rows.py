@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from toolkit import ranks
-from toolkit.config.settings import DataConfig, FinetuneDataConfig, SourceConfig
+from toolkit.config.data import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data.examples.recognise import Conversation, Example
 from toolkit.data.sources import lines
 from toolkit.data.sources.row_values import BadRow, or_bad

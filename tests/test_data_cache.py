@@ -14,7 +14,7 @@ from conftest import save_byte_tokenizer
 from test_pairs import TEMPLATE, assistant, user
 from transformers import AutoTokenizer
 
-from toolkit.config.settings import FinetuneDataConfig
+from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.sources import content
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder, encode

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from toolkit.config.settings import FinetuneDataConfig
+from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
 from toolkit.data.chat.alike import found_alike

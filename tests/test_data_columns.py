@@ -15,7 +15,7 @@ from conftest import ROOT, save_byte_tokenizer
 from transformers import AutoTokenizer
 
 from toolkit import config
-from toolkit.config.settings import DataConfig, FinetuneDataConfig, SourceConfig
+from toolkit.config.data import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources

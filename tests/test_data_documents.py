@@ -10,7 +10,8 @@ import pytest
 from conftest import save_byte_tokenizer
 from transformers import AutoTokenizer
 
-from toolkit.config.settings import DataConfig, ModelConfig, PretrainConfig, TrainConfig
+from toolkit.config.data import DataConfig
+from toolkit.config.settings import ModelConfig, PretrainConfig, TrainConfig
 from toolkit.data.feed.stream import SourceStream
 from toolkit.data.prepare import Choice, read_sources
 from toolkit.data.sources import text_files

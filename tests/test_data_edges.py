@@ -8,7 +8,7 @@ import pytest
 from tokenizer_kinds import KINDS, tokenizer_of
 from tokenizers import AddedToken
 
-from toolkit.config.settings import FinetuneDataConfig
+from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encode import Encoder

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from toolkit import ranks
-from toolkit.config.settings import FinetuneDataConfig
+from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text, Tokens
 from toolkit.data.feed.feed import samples_of
 from toolkit.data.feed.stream import SourceStream, StreamSource

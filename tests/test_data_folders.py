@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from toolkit.config.settings import DataConfig, FinetuneDataConfig
+from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.data.sources.rows import load_sources
 from toolkit.errors import DataError
 

@@ -19,10 +19,9 @@ from feeds import APART, FEATURES, Rank, encode_row, lockstep, rows, tokens_of
 from transformers import AutoTokenizer
 
 from toolkit import ranks
+from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.config.settings import (
-    DataConfig,
     FinetuneConfig,
-    FinetuneDataConfig,
     FinetuneModelConfig,
     FinetuneTrainConfig,
     ModelConfig,

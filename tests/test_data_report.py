@@ -8,12 +8,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from toolkit.config.data import FinetuneDataConfig, SourceConfig
 from toolkit.config.settings import (
     FinetuneConfig,
-    FinetuneDataConfig,
     FinetuneModelConfig,
     FinetuneTrainConfig,
-    SourceConfig,
 )
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.prepare import inspect_data

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from toolkit.config.settings import DataConfig, SourceConfig
+from toolkit.config.data import DataConfig, SourceConfig
 from toolkit.data.examples.recognise import (
     Conversation,
     PromptCompletion,

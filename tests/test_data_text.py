@@ -11,7 +11,7 @@ import pytest
 from conftest import save_byte_tokenizer
 from transformers import AutoTokenizer
 
-from toolkit.config.settings import DataConfig
+from toolkit.config.data import DataConfig
 from toolkit.data.sources.files import find_files, stdlib_files
 from toolkit.data.sources.row_values import or_bad
 from toolkit.data.sources.rows import DataSource, load_sources

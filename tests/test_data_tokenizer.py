@@ -15,7 +15,8 @@ from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerBase
 
-from toolkit.config.settings import DataConfig, ModelConfig
+from toolkit.config.data import DataConfig
+from toolkit.config.settings import ModelConfig
 from toolkit.data.examples.recognise import Layout
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens import text_ids

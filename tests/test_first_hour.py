@@ -77,7 +77,7 @@ MISTAKES = {
     "a wrong LoRA target": (
         "finetune",
         [*CHATS, *LORA, "--lora.target_modules", "[q_prj]"],
-        "lora.target_modules: 'q_prj' matches no module of the model; it has such as model.layers",
+        "lora.target_modules: 'q_prj' matches no module of the model; did you mean q_proj",
     ),
     "GPUs that are not there": (
         "train",

@@ -11,7 +11,7 @@ from conftest import save_byte_tokenizer
 from test_pairs import TEMPLATE, assistant, user
 from transformers import AutoTokenizer
 
-from toolkit.config.settings import FinetuneDataConfig
+from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.report import render, supervision_report
 from toolkit.data.samples.sequences import SampleShape

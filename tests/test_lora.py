@@ -647,7 +647,7 @@ def test_a_checkpoint_of_adapters_needs_its_base(folders):
 # --------------------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "target": ("llama", {"target_modules": ["q_proj", "k_porj"]}, r"k_porj.*has such as.*k_proj"),
+    "target": ("llama", {"target_modules": ["q_proj", "k_porj"]}, r"k_porj.*did you mean k_proj"),
     "pattern": ("llama", {"target_modules": r".*\.q_porj"}, "regular expression of whole names"),
     "excluded": ("llama", {"exclude_modules": ["down_porj"]}, "exclude_modules: 'down_porj'"),
     "in full": ("llama", {"modules_to_save": ["lm_haed"]}, "modules_to_save: 'lm_haed'.*lm_head"),

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, save_byte_tokenizer
 from transformers import AutoTokenizer
 
-from toolkit.config.settings import FinetuneDataConfig
+from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.examples.pairs import pair_of
 from toolkit.data.feed.feed import samples_of
 from toolkit.data.samples.sequences import IGNORED, SampleShape

@@ -445,7 +445,9 @@ def test_the_best_of_a_metric_that_should_fall_is_the_smallest() -> None:
     cfg = CheckpointConfig(metric_for_best_model="eval_e1_reward_rejected", keep_best=1)
     verified = {step: {"eval_e1_reward_rejected": float(step)} for step in range(1, 6)}
     assert expendable(verified, cfg) == {2, 3}
-    stopping = early_stopping(FinetuneTrainConfig(early_stopping_patience=2, eval_steps=500), cfg, {})
+    stopping = early_stopping(
+        FinetuneTrainConfig(early_stopping_patience=2, eval_steps=500), cfg, {}
+    )
     assert not stopping.greater_is_better
 
 

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from toolkit.config.settings import FinetuneDataConfig, Learned
+from toolkit.config.data import FinetuneDataConfig
+from toolkit.config.settings import Learned
 from toolkit.data.examples.pairs import Answer, Pair, answer_of, pair_of
 from toolkit.data.examples.recognise import Conversation, PromptCompletion
 from toolkit.data.sources.row_values import BadRow, LeftOut, or_bad

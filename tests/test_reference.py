@@ -10,12 +10,12 @@ from conftest import ROOT
 
 from toolkit import recipes
 from toolkit.config import flat
+from toolkit.config.data import SourceConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
     FinetuneModelConfig,
     ModelConfig,
     PretrainConfig,
-    SourceConfig,
 )
 
 FOLDER = ROOT / "docs" / "reference"

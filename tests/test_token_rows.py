@@ -13,7 +13,7 @@ from tokenizer_kinds import tokenizer_of
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from toolkit.config.settings import FinetuneDataConfig
+from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.samples.sequences import SampleShape
 from toolkit.data.sources.rows import load_sources

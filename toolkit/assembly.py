@@ -3,18 +3,26 @@
 Above the rooms that it asks; recipes build by it, and what is refused is refused here.
 """
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit import hub, loading, models, training
+from toolkit import export, hub, loading, models, ranks, training
+from toolkit.adapters import add_adapters
+from toolkit.checkpoint.adapter_source import ALL_LINEAR
+from toolkit.checkpoint.commit import committed_steps
 from toolkit.checkpoint.reference import reference_bytes
 from toolkit.checkpoint.run_folder import RunFolder
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, model_settings
 from toolkit.data.prepare import TrainingData
 from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
+from toolkit.errors import ConfigError
+from toolkit.models.peft_model import adapted_modules
+from toolkit.sharding.fsdp import Sharded
 from toolkit.training.launch import Run
 from toolkit.training.router import plan_router
 
@@ -32,7 +40,54 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
             return prepare_tokenizer(model, cfg.data, folder.tokenizer, keep=folder.holds_work)
         return own_tokenizer(model)
 
-    return build_checked(cfg, run.device, with_tokenizer)
+    built = build_checked(cfg, run.device, with_tokenizer)
+
+    def check() -> str:
+        return check_continued(cfg, built[0], resumes=bool(committed_steps(folder.root)))
+
+    run.say(ranks.on_main(check))
+    return built
+
+
+def check_continued(cfg: RunConfig, base: PreTrainedModel, *, resumes: bool) -> str:
+    """Refuse an adapter that a new run cannot continue (`lora.from`), before its data is prepared;
+    return the log line. A run that resumes does not read it. One process. ConfigError.
+
+    `base` is on meta, without adapters, and stays so.
+    """
+    if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
+        return ""
+    if resumes:
+        return f"adapter    that of the run's checkpoint, which continued {cfg.lora.from_}"
+    adapted = add_adapters(copy.deepcopy(base), cfg.lora)
+    if ALL_LINEAR in cfg.lora.explicit:
+        everywhere = replace(cfg.lora, from_=None, target_modules=ALL_LINEAR, exclude_modules=[])
+        wanted, has = (
+            adapted_modules(model).keys()
+            for model in (add_adapters(copy.deepcopy(base), everywhere), adapted)
+        )
+        if differs := sorted(wanted ^ has):
+            raise ConfigError(
+                f"lora.target_modules is all-linear, and the adapter that lora.from names "
+                f"({cfg.lora.from_}) adapts other modules: {differs[0]} is in one of them only; "
+                "leave lora.target_modules out"
+            )
+    return export.check_adapter(adapted, cfg)
+
+
+def load_weights(sharded: Sharded, cfg: RunConfig, run: Run, *, empty: bool) -> None:
+    """Give a sharded model the weights that a run starts from, in place. Collective.
+
+    They are the base, or random weights, and the adapter of `lora.from`.
+
+    Args:
+        empty: allocate memory only, for the values of a checkpoint.
+
+    Raises as `loading.load_or_init` and `export.load_adapter`.
+    """
+    loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=empty)
+    if not empty and isinstance(cfg, FinetuneConfig) and cfg.lora.from_ is not None:
+        run.say(*export.load_adapter(sharded.model, cfg))
 
 
 def build_checked(

@@ -298,7 +298,7 @@ def _plan(args: argparse.Namespace) -> int:
     memory = None if args.device_memory is None else parse_size(args.device_memory)
     if args.device_memory is not None and memory is None:
         return _fail(f"--device_memory {args.device_memory} is not a size; write 80GB", code=2)
-    cfg = _known_shape(_load_config(args.config or args.file, args.settings))
+    cfg = _load_planned(args.config or args.file, args.settings)
     from toolkit.planning import calibrate_by_run, calibrate_here, device_of, plan_run
     from toolkit.planning.fake_ranks import planned_ranks
 
@@ -370,6 +370,16 @@ def _load_config(file: str, settings: Sequence[str] = ()) -> Any:
     if note:
         print(f"note: {note}", file=sys.stderr, flush=True)
     return cfg
+
+
+def _load_planned(file: str, settings: Sequence[str]) -> Any:
+    """Read the config that is to be planned, with the rank and targets of `lora.from`."""
+    cfg = _known_shape(_load_config(file, settings))
+    if getattr(getattr(cfg, "lora", None), "from_", None) is None:
+        return cfg
+    from toolkit.checkpoint import adopt_adapter
+
+    return adopt_adapter(cfg)
 
 
 def _known_shape(cfg: Any) -> Any:
@@ -463,8 +473,7 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.plan is not None:
         from toolkit.planning.unit_summary import plan_summary, render_plan
 
-        cfg = _known_shape(_load_config(args.plan, args.settings))
-        found = plan_summary(cfg, args.world_size)
+        found = plan_summary(_load_planned(args.plan, args.settings), args.world_size)
         render = render_plan
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from toolkit.adapters import check_named
 from toolkit.assembly import build_checked
 from toolkit.checkpoint import disk
-from toolkit.checkpoint.run_folder import claim
-from toolkit.config.settings import ModelConfig, RunConfig
+from toolkit.checkpoint.adapter_source import adopt_adapter, check_base, open_adapter
+from toolkit.checkpoint.run_folder import claim, recorded_config
+from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import encoder_for
 from toolkit.data.sources.files import configured
@@ -38,16 +39,27 @@ def check_start(cfg: RunConfig, world_size: int | None, device: str) -> None:
     with _silence():
         _check_ranks(cfg, world_size)
         claim(cfg)
+        cfg = adopt_adapter(cfg)
         here = Path(cfg.model.name_or_path).expanduser().is_dir()
         asked = cfg if here else replace(cfg, model=replace(cfg.model, init="random"))
         model, model_cfg = build_checked(asked, device, partial(_tokenizer, cfg))
         _check_rows(cfg, model, model_cfg)
         if cfg.adapters:
             check_named(model, cfg.adapters)
+            _check_continued(cfg)
         elif world_size is not None:
             steps = cfg.train.max_steps if cfg.train.max_steps > 0 else None
             need = disk.need(model, cfg.output_dir, cfg.checkpoint, steps, world_size, cfg.optim)
             disk.refuse_overflow(need, cfg.checkpoint)
+
+
+def _check_continued(cfg: RunConfig) -> None:
+    """Refuse an adapter of another base, as far as files here show it; not of a resumed run."""
+    if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
+        return
+    if recorded_config(cfg) is None:
+        with open_adapter(cfg.lora) as source:
+            check_base(cfg, source)
 
 
 @contextlib.contextmanager

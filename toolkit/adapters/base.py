@@ -61,7 +61,8 @@ def adapter_entry(model: nn.Module) -> dict[str, Any]:
     """Return what a checkpoint of adapted `model` says of its base and of its adapters.
 
     `digest` of a random start is `random, seed N`; `dtype` is that of the stored base, `quantised`
-    how it is held in 4 bits (None: it is not), `rows` those of a resized embedding, else None.
+    how it is held in 4 bits (None: it is not), `rows` those of a resized embedding, else None,
+    `continued` the stage that `lora.from` named, if there is one.
     Reads no file; CheckpointError where the base was not filled.
     """
     entry = _entry(model)
@@ -88,6 +89,7 @@ def _entry(model: nn.Module) -> dict[str, Any]:
         "config": adapter_config(model),
         "quantised": quantised,
         "rows": vocabulary_size(base_of(model)) if assets.resized else None,
+        **({} if assets.continued is None else {"continued": assets.continued}),
     }
 
 

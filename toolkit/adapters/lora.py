@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
+from toolkit.adapters.reload_trial import find_lost_adapters
 from toolkit.adapters.targets import (
     Targets,
     check_adapted,
     refusal,
+    shortest_ends,
     targets_of,
     unfit_modules,
 )
@@ -28,7 +30,7 @@ from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
 from toolkit.models.causal_lm import kept_in_fp32
 from toolkit.models.classes import plain_name
-from toolkit.models.peft_model import ADAPTER, copies, has_adapters
+from toolkit.models.peft_model import ADAPTER, copies, has_adapters, unwrapped_base
 from toolkit.models.quantise import quantise_on_meta
 from toolkit.models.reward import HEAD
 
@@ -49,23 +51,9 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
     ModelError: a name that matches nothing, or a module that cannot be adapted; names it.
     """
     _refuse(model, cfg)
-    targets = targets_of(model, cfg)
-    kept = set(map(id, kept_in_fp32(model).values()))
-    # PEFT changes the model that it refuses half-way.
-    spare = copy.deepcopy(model) if targets.all_linear else None
-    try:
-        adapted = _adapted(model, targets)
-    except Exception as error:  # PEFT refuses by any class of error
-        unfit = unfit_modules(error, targets)
-        if spare is None or not unfit:
-            raise refusal(model, targets, error) from error
-        targets, model = targets.without(unfit, one_line(error, 120)), spare
-        kept = set(map(id, kept_in_fp32(model).values()))
-        try:
-            adapted = _adapted(model, targets)
-        except Exception as again:
-            raise refusal(model, targets, again) from again
-    check_adapted(adapted, targets)
+    adapted, targets = _adapt(model, targets_of(model, cfg))
+    with unwrapped_base(adapted) as base:
+        kept = set(map(id, kept_in_fp32(base).values()))
     # Trained parameters get their storage dtype; copies of what the model keeps in fp32 stay so.
     kept = {id(trained) for original, trained in copies(adapted) if id(original) in kept}
     for parameter in adapted.parameters():
@@ -78,7 +66,35 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
     return adapted
 
 
-def _adapted(model: PreTrainedModel, targets: Targets) -> "PeftModel":
+def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Targets]":
+    """Return `model` inside PEFT and the targets that it adapts. `all-linear` leaves out what PEFT
+    cannot adapt and what it would not load; what is named is refused then (ModelError).
+    """
+    # PEFT changes the model that it refuses half-way. On meta a copy costs milliseconds.
+    spare = copy.deepcopy(model) if targets.all_linear else None
+    try:
+        adapted = _wrap(model, targets)
+    except Exception as error:  # PEFT refuses by any class of error
+        unfit = unfit_modules(error, targets)
+        if spare is None or not unfit:
+            raise refusal(model, targets, error) from error
+        return _adapt(spare, targets.without(unfit, one_line(error, 120)))
+    check_adapted(adapted, targets)
+    lost = find_lost_adapters(adapted)
+    modules = {name.rpartition(".")[0] for name in lost}
+    if not lost:
+        return adapted, targets
+    reason = next(iter(lost.values()))
+    if spare is None or not modules <= targets.modules:
+        raise ModelError(
+            f"{plain_name(model)}: the adapter of {min(lost)} (and {len(lost) - 1} more) could not "
+            f"be loaded again ({reason}); leave it out of lora.target_modules, "
+            "lora.target_parameters and lora.modules_to_save"
+        )
+    return _adapt(spare, targets.without(shortest_ends(modules, targets.names), reason))
+
+
+def _wrap(model: PreTrainedModel, targets: Targets) -> "PeftModel":
     from peft import get_peft_model
 
     config = _peft_config(targets)
@@ -95,7 +111,8 @@ def _adapted(model: PreTrainedModel, targets: Targets) -> "PeftModel":
 
 def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
     if cfg.r < 1:
-        raise ConfigError(f"lora.r must be 1 or more for adapters, got {cfg.r}")
+        hint = "; read the settings of lora.from first (adopt_adapter)" if cfg.from_ else ""
+        raise ConfigError(f"lora.r must be 1 or more for adapters, got {cfg.r}{hint}")
     for name in ("lora_dropout", "use_dora"):
         if cfg.target_parameters and getattr(cfg, name):
             raise ConfigError(
@@ -129,6 +146,8 @@ def _peft_config(targets: Targets) -> "PeftConfig":
         modules_to_save=sorted(targets.saved) or None,
         use_rslora=cfg.use_rslora,
         use_dora=cfg.use_dora,
+        rank_pattern=dict(cfg.rank_pattern),
+        alpha_pattern=dict(cfg.alpha_pattern),
         ensure_weight_tying=targets.ties,
         bias="none",
     )
@@ -136,12 +155,18 @@ def _peft_config(targets: Targets) -> "PeftConfig":
 
 def _excluded(targets: Targets) -> str | list[str]:
     """Return what PEFT must leave out: ends of names, or one pattern of whole names."""
-    ends = sorted({*targets.cfg.exclude_modules, *targets.unfit})
-    if not targets.towers:
+    asked = targets.cfg.exclude_modules
+    ends = sorted({*([] if isinstance(asked, str) else asked), *targets.unfit})
+    if not targets.towers and not isinstance(asked, str):
         return ends
-    towers = "|".join(map(re.escape, sorted(targets.towers)))
-    named = rf"|(?:.*\.)?(?:{'|'.join(map(re.escape, ends))})" if ends else ""
-    return rf"(?:{towers})(?:\..*)?{named}"
+    patterns = [asked] if isinstance(asked, str) else []
+    known = re.compile(patterns[0]) if patterns else None
+    lacking = [t for t in sorted(targets.towers) if known is None or not known.fullmatch(t)]
+    if lacking:
+        patterns.insert(0, rf"(?:{'|'.join(map(re.escape, lacking))})(?:\..*)?")
+    if ends:
+        patterns.append(rf"(?:.*\.)?(?:{'|'.join(map(re.escape, ends))})")
+    return "|".join(patterns)
 
 
 @ranks.collective
@@ -149,7 +174,7 @@ def prepare_adapters(
     model: PreTrainedModel, cfg: LoraConfig | None, param_dtype: str
 ) -> "PreTrainedModel | PeftModel":
     """Put on `model` what `cfg` asks for: 4-bit weights and adapters, or nothing. Collective."""
-    if cfg is None or not cfg.r:
+    if cfg is None:
         return model
     if cfg.load_in_4bit:
         quantise_on_meta(model, cfg, param_dtype)

@@ -117,7 +117,7 @@ def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
     """Return the adapted model of `base`, on meta, and PEFT's names; ExportError: unsupported."""
     names = _first_names(base)
     model = attach_adapters(base, config)
-    layout = PeftLayout(model, base, _keys(model))
+    layout = PeftLayout(model, base, file_keys(model))
     for part in _parts(model, names):
         layout.parts.setdefault(part.parameter, []).append(part)
     held = {n for parts in layout.parts.values() for p in parts for n in p.tensors.values()}
@@ -127,15 +127,17 @@ def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
     return layout
 
 
-def _keys(model: Any) -> dict[str, str]:
-    """Return key in the file -> parameter, as PEFT's own saving names them."""
+def file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]:
+    """Return key in the file -> parameter, as PEFT's own saving names them; with `embeddings` also
+    the frozen matrices of embedding and head that PEFT may save along.
+    """
     from peft import get_peft_model_state_dict
 
     first = _first_names(model)
     # PEFT passes the values on untouched: here they say which parameter they stand for.
     state = {name: first[id(tensor)] for name, tensor in _tensors(model)}
-    # Else PEFT would add the frozen matrix of an embedding that is adapted.
-    options: dict[str, Any] = {"adapter_name": ADAPTER, "save_embedding_layers": False}
+    # By default PEFT adds the frozen matrix of an embedding that is adapted.
+    options: dict[str, Any] = {"adapter_name": ADAPTER, "save_embedding_layers": embeddings}
     with warnings.catch_warnings(action="ignore"):
         return get_peft_model_state_dict(model, state, **options)
 

@@ -1,5 +1,6 @@
 """Choose the modules that get adapters (linear layers, experts, embeddings); refuse unfit ones."""
 
+import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ class Targets:
     saved: set[str]  # what is trained in full
     towers: set[str]  # the outermost modules that text does not run through; among the excluded
     unfit: set[str]  # what all-linear leaves out, since it cannot be adapted; among the excluded
+    linear: tuple[str, ...]  # the linear layers among `names`
     tied: set[str]  # one matrix with the input embedding, itself among them; often empty
 
     @property
@@ -70,7 +72,7 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
         saved.add(HEAD)
     towers = set(beside_text(model))
     beside = _inside(named, towers)
-    excluded = _named("lora.exclude_modules", cfg.exclude_modules, named) | beside
+    excluded = _excluded_names(cfg.exclude_modules, named) | beside
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     _refuse_flat_experts(model, _named("lora.target_parameters", cfg.target_parameters, parameters))
     modules = _expected(model, cfg, named)
@@ -83,13 +85,19 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     tied = _tied_modules(model)
     _refuse_ties_apart(tied, modules, saved)
     _refuse_new_rows(model, saved | tied if saved & tied else saved)
-    targets = Targets(cfg, tuple(named), modules, excluded, saved, towers, set(), tied)
+    linear = linear_names(named)
+    targets = Targets(cfg, tuple(named), modules, excluded, saved, towers, set(), linear, tied)
     if unfit := {n: why for n in sorted(modules) if (why := _misfit(named[n]))}:
         why = " ".join(next(iter(unfit.items())))
         if targets.all_linear:
             return targets.without(set(unfit), why)
         raise ModelError(f"{plain_name(model)} cannot be adapted ({why}); {_excluding(cfg, unfit)}")
     return targets
+
+
+def linear_names(named: dict[str, nn.Module]) -> tuple[str, ...]:
+    """Return the names of the linear layers among the modules `named`."""
+    return tuple(name for name, m in named.items() if isinstance(m, nn.Linear | Conv1D))
 
 
 def check_named(model: PreTrainedModel, cfg: LoraConfig) -> None:
@@ -100,7 +108,7 @@ def check_named(model: PreTrainedModel, cfg: LoraConfig) -> None:
     fused = any(p.ndim == 3 for p in model.parameters())
     for pattern in cfg.target_modules if isinstance(cfg.target_modules, list) else ():
         if not fused and not _ending(pattern, targets.names):
-            raise ModelError(_unknown("lora.target_modules", pattern, targets.names))
+            raise ModelError(_unknown_target(pattern, targets.linear))
 
 
 def _named(setting: str, patterns: list[str], names: Iterable[str]) -> set[str]:
@@ -112,6 +120,64 @@ def _named(setting: str, patterns: list[str], names: Iterable[str]) -> set[str]:
             raise ModelError(_unknown(setting, pattern, names))
         found |= matched
     return found
+
+
+# Names of the same role in different architectures: of attention and of MLPs.
+_ROLES = (
+    {
+        *("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv"),
+        *("query", "key", "value", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+        *("wq", "wk", "wv", "to_q", "to_k", "to_v", "q_lin", "k_lin", "v_lin", "in_proj"),
+    },
+    {"o_proj", "out_proj", "c_proj", "dense", "wo", "to_out", "out_lin", "attn_out"},
+    {
+        *("gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h", "fc_in"),
+        *("w1", "w3", "lin1", "up", "gate", "wi", "linear_in", "input_linear"),
+    },
+    {
+        *("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2", "lin2", "down"),
+        *("linear_out", "output_linear"),
+    },
+)
+
+
+def _unknown_target(pattern: str, linear: Iterable[str]) -> str:
+    """Return the error for a target that names no module: which linear layers the model has."""
+    leaves = dict.fromkeys(_leaf(name) for name in linear)
+    wanted = pattern.rpartition(".")[2]
+    near = [n for n in leaves for role in _ROLES if {wanted, n.rpartition(".")[2]} <= role]
+    near = near or difflib.get_close_matches(wanted, leaves, n=4, cutoff=0.6)
+    others = ", ".join([name for name in leaves if name not in near][:12]) or "none"
+    rest = f"; its linear layers: {others}"
+    if near:
+        rest = f"; did you mean {', '.join(dict.fromkeys(near))}? Its other linear layers: {others}"
+    return f"lora.target_modules: {pattern!r} matches no module of the model{rest}"
+
+
+def _leaf(name: str) -> str:
+    """Return the end of a module's name, with what stands before a number."""
+    parts = name.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
+
+
+def _excluded_names(patterns: str | list[str], names: Iterable[str]) -> set[str]:
+    """Return the modules that `lora.exclude_modules` names; each entry of a list must name some."""
+    if isinstance(patterns, list):
+        return _named("lora.exclude_modules", patterns, names)
+    pattern = _compiled("lora.exclude_modules", patterns)
+    if matched := {name for name in names if pattern.fullmatch(name)}:
+        return matched
+    raise ModelError(
+        _unknown("lora.exclude_modules", patterns, names)
+        + "; a text is one regular expression of whole names, a list is of ends of names"
+    )
+
+
+def _compiled(setting: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{setting} {pattern!r} is no regular expression: {error}") from error
 
 
 def _unknown(setting: str, pattern: str, names: Iterable[str]) -> str:
@@ -126,8 +192,20 @@ def _ending(pattern: str, names: Iterable[str]) -> set[str]:
 def _excluding(cfg: LoraConfig, names: Iterable[str]) -> str:
     """Return the setting that leaves modules out, by the ends of their names."""
     leaves = sorted({name.rpartition(".")[2] for name in names})
+    if isinstance(cfg.exclude_modules, str):
+        return f"name {', '.join(leaves)} in lora.exclude_modules too"
     excluded = dict.fromkeys([*cfg.exclude_modules, *leaves])
     return f"set lora.exclude_modules: [{', '.join(excluded)}]"
+
+
+def shortest_ends(modules: set[str], names: Iterable[str]) -> set[str]:
+    """Return the shortest ends of names that name all of `modules` and no other of `names`."""
+    others, ends = set(names) - modules, set[str]()
+    for module in sorted(modules):
+        parts = module.split(".")
+        tails = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
+        ends.add(next((tail for tail in tails if not _ending(tail, others)), module))
+    return ends
 
 
 def _inside(names: Iterable[str], outer: set[str]) -> set[str]:
@@ -154,16 +232,11 @@ def _expected(model: PreTrainedModel, cfg: LoraConfig, named: dict[str, nn.Modul
     if targets.lower() == "all-linear":
         head = model.get_output_embeddings()
         return {n for n, m in named.items() if isinstance(m, nn.Linear | Conv1D) and m is not head}
-    try:
-        pattern = re.compile(targets)
-    except re.error as error:
-        raise ConfigError(
-            f"lora.target_modules {targets!r} is no regular expression: {error}"
-        ) from error
+    pattern = _compiled("lora.target_modules", targets)
     if matched := {n for n in named if pattern.fullmatch(n)}:
         return matched
     raise ModelError(
-        _unknown("lora.target_modules", targets, named)
+        _unknown_target(targets, linear_names(named))
         + "; a text is one regular expression of whole names, a list is of ends of names"
     )
 
@@ -235,8 +308,23 @@ def _misfit(module: nn.Module) -> str:
     return "" if fits else "does not answer as a linear layer does"
 
 
+def _check_patterns(cfg: LoraConfig, names: set[str]) -> None:
+    """Refuse a pattern of ranks or alphas that matches nothing; those of `lora.from` are PEFT's."""
+    if cfg.from_ is not None:
+        return
+    for setting in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(cfg, setting):
+            ends = _compiled(f"lora.{setting}", rf"(.*\.)?({pattern})")
+            if not any(map(ends.fullmatch, names)):
+                raise ModelError(_unknown(f"lora.{setting}", pattern, names))
+
+
 def refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
     """Return what to say where PEFT refuses, with the setting that helps."""
+    listed = targets.cfg.target_modules
+    for pattern in listed if isinstance(listed, list) else ():
+        if not _ending(pattern, targets.names):
+            return ModelError(_unknown_target(pattern, targets.linear))
     problem = " ".join(str(error).split())
     remedy = "name other modules in lora.target_modules, or some in lora.exclude_modules"
     if "lora_dropout" in problem or "use_dora" in problem:
@@ -272,7 +360,7 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
             continue
         if not _ending(pattern, targets.names):
             if pattern in left_over:
-                raise ModelError(_unknown("lora.target_modules", pattern, targets.names))
+                raise ModelError(_unknown_target(pattern, targets.linear))
         elif not _ending(pattern, expected):
             raise ModelError(
                 f"lora.target_modules: {pattern!r} names only modules of lora.exclude_modules or "
@@ -289,6 +377,7 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
             f"PEFT adapts {touched[0]} although lora.exclude_modules names its module; give "
             "lora.target_modules as a list of the names that are meant"
         )
+    _check_patterns(cfg, modules | parameters)
     by_parameter = {n.rpartition(".")[0] for n in parameters} - expected
     if wider := sorted(modules - expected - by_parameter):
         raise ModelError(

@@ -9,9 +9,10 @@ shards       torch's DCP files, hashed           shard_plan which rank writes wh
 run_folder   the output_dir of a run             disk       whether what is written will fit
 sources      weights in anybody's checkpoint     facts      what export and card tell of a run
 carried      tensors that no parameter takes     summary    `toolkit inspect`
-lock         one process at a time
+lock         one process at a time           adapter_source  the adapter that a run continues
 """
 
+from toolkit.checkpoint.adapter_source import adopt_adapter
 from toolkit.checkpoint.resuming import find_resumable, newest, restore, resume
 from toolkit.checkpoint.run_folder import RunFolder, local_copy
 from toolkit.checkpoint.saving import save, saved_line

@@ -30,10 +30,17 @@ from toolkit.checkpoint.state import (
 from toolkit.checkpoint.store import Folder, read_object, storage_of, where
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError, one_line
-from toolkit.formats import METADATA_FILE, Tensors, chunk_table, local_tensor, read_metadata
+from toolkit.formats import (
+    METADATA_FILE,
+    Tensors,
+    assets_of,
+    chunk_table,
+    local_tensor,
+    read_metadata,
+)
 from toolkit.formats.bit_sums import part_sums, wrapped
 from toolkit.formats.layout import cut_by_rows
-from toolkit.models.peft_model import model_tensors
+from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background, seed_everything
 
@@ -213,6 +220,8 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     read_tensors(checkpoint / DCP, table, tensors)
 
     def settle() -> None:
+        if has_adapters(state.model):
+            assets_of(state.model).continued = (content.get("adapter") or {}).get("continued")
         with state_faults(checkpoint):
             fill_optimizer(state, moments, content)
             if state.scheduler is not None:
@@ -242,15 +251,7 @@ def _prove(checkpoint: Folder, tensors: Tensors) -> None:
             f"NOTE: {len(tensors) - len(names)} of {len(tensors)} tensors, not cut by rows or "
             "without a sum in the manifest, were loaded without a proof"
         )
-    shares = ranks.on_all(lambda: [int(part_sums(tensors[name])[1]) for name in names])
-    found = ranks.totals(shares)
-    if found is None:
-        return  # of ranks that do not exist
-    wrong = [
-        name
-        for name, total in zip(names, found, strict=True)
-        if total != wrapped(saved[name] * _holders(tensors[name]))
-    ]
+    wrong = tensors_with_other_sums({name: tensors[name] for name in names}, saved)
     if wrong:
         listed = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
         raise ranks.mark_collective(
@@ -260,6 +261,21 @@ def _prove(checkpoint: Folder, tensors: Tensors) -> None:
                 "is at fault: start again, without that machine where it comes back"
             )
         )
+
+
+def tensors_with_other_sums(tensors: Tensors, expected: dict[str, int]) -> list[str]:
+    """Return the names of sharded `tensors` whose bits in live memory do not have the `expected`
+    sum of rows; see [Note: bit sums]. Collective, 8 bytes a tensor.
+    """
+    shares = ranks.on_all(lambda: [int(part_sums(tensor)[1]) for tensor in tensors.values()])
+    sums = ranks.totals(shares)
+    if sums is None:
+        return []  # of ranks that do not exist
+    return [
+        name
+        for (name, tensor), total in zip(tensors.items(), sums, strict=True)
+        if total != wrapped(expected[name] * _holders(tensor))
+    ]
 
 
 def _holders(tensor: torch.Tensor) -> int:

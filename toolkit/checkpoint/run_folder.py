@@ -25,6 +25,7 @@ from toolkit.checkpoint.local_folder import LocalFolder, beside, disk_errors, ex
 from toolkit.checkpoint.reference_file import PARTS
 from toolkit.checkpoint.state import TrainState
 from toolkit.checkpoint.store import Folder, is_url, storage_of, where
+from toolkit.config.lora import STRUCTURE
 from toolkit.config.published import mapping
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
@@ -136,8 +137,12 @@ class RunFolder:
     def next_lines(self, step: int, *, adapted: bool = False) -> list[str]:
         """Return what a run prints at its end: where things are, and the command that exports."""
         export = f"toolkit consolidate {self.path} --output {export_path(self.path)}"
+        lora = getattr(self._cfg, "lora", None)
+        base = self._cfg.model.name_or_path
+        adapter = [f"adapter    continues {lora.from_}, base {base}"] if lora and lora.from_ else []
         return [
             f"run        {self.path}",
+            *adapter,
             f"checkpoint {self.root / CHECKPOINTS}  (newest: step {step})",
             f"next       {export}" + ("   (--merge: with the base)" if adapted else ""),
         ]
@@ -247,9 +252,9 @@ def claim(cfg: Any) -> Any:
             f"({', '.join(sorted(strangers)[:3])}); give an empty or new folder"
         )
     before = None
-    if CONFIG in present and ((folder / METRICS).is_file() or committed_steps(folder)):
+    if CONFIG in present and _holds_work(folder):
         before = _read(folder / CONFIG, type(cfg))
-        _check_same_run(before, cfg, "output_dir", folder)
+        _check_same_run(before, adopt_recorded(cfg, before), "output_dir", folder)
         moved, old = before.checkpoint.root != cfg.checkpoint.root, root_of(before)
         if moved and committed_steps(old) and not committed_steps(root):
             raise ConfigError(
@@ -265,8 +270,40 @@ def claim(cfg: Any) -> Any:
     if cfg.checkpoint.root is not None:
         storage_of(root).check_usable("checkpoint.root")
         if committed_steps(root):
-            _check_same_run(_read(root / CONFIG, type(cfg)), cfg, "checkpoint.root", root)
+            other = _read(root / CONFIG, type(cfg))
+            _check_same_run(other, adopt_recorded(cfg, other), "checkpoint.root", root)
     return before
+
+
+def recorded_config(cfg: Any) -> Any:
+    """Return the settings that an earlier start of this run recorded, in output_dir or next to its
+    checkpoints; None if no start left any work. Raises as `claim` does for a damaged file.
+    """
+    folder, root = Path(cfg.output_dir), root_of(cfg)
+    if (folder / CONFIG).is_file() and _holds_work(folder):
+        return _read(folder / CONFIG, type(cfg))
+    if cfg.checkpoint.root is not None and committed_steps(root):
+        return _read(root / CONFIG, type(cfg))
+    return None
+
+
+def _holds_work(folder: Path) -> bool:
+    """Return whether a start left metrics or a checkpoint in its output_dir."""
+    return (folder / METRICS).is_file() or bool(committed_steps(folder))
+
+
+def adopt_recorded(cfg: Any, recorded: Any) -> Any:
+    """Return `cfg` with the settings of the adapter that an earlier start of the run continued.
+
+    The start recorded them, so that a resume does not need the adapter (`lora.from`) any more.
+    """
+    lora = getattr(cfg, "lora", None)
+    if lora is None or lora.from_ is None or recorded.lora.from_ != lora.from_:
+        return cfg
+    explicit = lora.explicit - {"r"} if lora.r == 0 else lora.explicit
+    unset = [n for n in STRUCTURE if n not in lora.changed() and n not in explicit]
+    known = {name: getattr(recorded.lora, name) for name in unset}
+    return dataclasses.replace(cfg, lora=dataclasses.replace(lora, **known))
 
 
 def check_shared(folder: Path) -> None:
@@ -335,9 +372,12 @@ def _read(file: Folder, cls: type[RunConfig]) -> Any:
 
 
 def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None:
+    differences = config.differences(before, cfg)
+    if "lora.from" in differences:  # rank, targets and the like follow from it
+        differences = {n: v for n, v in differences.items() if n.partition(".")[2] not in STRUCTURE}
     changed = [
         f"{name} was {old!r}, is {new!r}"
-        for name, (old, new) in config.differences(before, cfg).items()
+        for name, (old, new) in differences.items()
         if name.startswith(_IDENTITY) and name not in _HARMLESS
     ]
     if changed:

@@ -3,8 +3,8 @@
 import dataclasses
 import difflib
 import functools
-import typing
 
+from toolkit.config.keywords import setting_types
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, RunConfig
 
@@ -62,6 +62,8 @@ ELSEWHERE = {
         save_every_n_steps""",
     "checkpoint.keep_best: true": "load_best_model_at_end save_best",
     "lora.r": "rank lora_r lora_rank use_peft use_lora",
+    "lora.from": """adapter_name_or_path lora_model_dir adapter_path lora_weights peft_model_id
+        resume_from_adapter""",
     "lora.lora_alpha": "alpha",
     "lora.lora_dropout": "dropout",
     "lora.target_modules": "lora_target_modules lora_target lora_target_linear lora_attn_modules",
@@ -122,7 +124,7 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
     A name is looked for in all sections of `cls`, then under the names of other tools, then near
     those of `section`, whose dotted name is `walked`, then near all.
     """
-    leaf, local = path.split(".")[-1], [f.name for f in dataclasses.fields(section)]
+    leaf, local = path.split(".")[-1], [*setting_types(section)]
     near_here = [walked + n for n in difflib.get_close_matches(path[len(walked) :], local, n=1)]
     if not issubclass(cls, RunConfig):
         return next(iter(near_here), None)
@@ -150,7 +152,7 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
 
 def nearest(cls: type, section: type, walked: str, name: str) -> list[str]:
     """Return three settings whose names are the nearest to `name`: of its section, or of all."""
-    names = [walked + f.name for f in dataclasses.fields(section)]
+    names = [walked + name for name in setting_types(section)]
     if not walked and issubclass(cls, RunConfig):
         names = _settings(cls)  # type: ignore[arg-type]
     by_leaf = {n.split(".")[-1]: n for n in reversed(names)}
@@ -175,7 +177,7 @@ def leaves_of(cls: type, leaf: str) -> list[str]:
 def _settings(cls: type, prefix: str = "") -> list[str]:
     """Return the dotted name of every setting of a config."""
     found = list[str]()
-    for name, kind in typing.get_type_hints(cls).items():
+    for name, kind in setting_types(cls).items():
         section = dataclasses.is_dataclass(kind)
         found += _settings(kind, f"{prefix}{name}.") if section else [prefix + name]  # type: ignore[arg-type]
     return found

@@ -1,6 +1,7 @@
 """Read a run's settings from YAML files and flags, in bounds, and write them as YAML."""
 
 import argparse
+import copy
 import dataclasses
 import functools
 import itertools
@@ -8,7 +9,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +18,19 @@ from jsonargparse import (
     ArgumentError,
     ArgumentParser,
     DefaultHelpFormatter,
+    set_dumper,
     set_loader,
     set_parsing_settings,
 )
 
+from toolkit.config.keywords import (
+    field_path,
+    setting_name,
+    setting_path,
+    setting_types,
+    to_fields,
+    to_settings,
+)
 from toolkit.config.kinds import check_kind, kind_of
 from toolkit.config.names import GONE, meant, nearest
 from toolkit.config.ranges import WORDS
@@ -70,7 +80,7 @@ def parse(
     _check_flags(cls, args, unknown)
     unknown.refuse()
     try:
-        parsed = parser.parse_args(args)
+        parsed = parser.parse_args(_as_fields(args))
         sections = parser.instantiate(parsed)
         cfg = cls(**{f.name: _plain(sections[f.name]) for f in dataclasses.fields(cls)})
     except ArgumentError as error:
@@ -81,6 +91,9 @@ def parse(
         if not blamed:
             raise
         raise ConfigError(f"{error} ({blamed} came from the launch configuration)") from None
+    if (lora := getattr(cfg, "lora", None)) is not None:
+        names = {n.partition(".")[2] for n in _explicit(cls, args) if n.startswith("lora.")}
+        object.__setattr__(lora, "explicit", frozenset(names))
     for name, value in flat(cfg).items():
         kind = _check_path(cls, name, "")
         if value is None and type(None) not in typing.get_args(kind):  # jsonargparse lets null pass
@@ -96,7 +109,8 @@ def load(cls: type, file: str | Path, flags: Sequence[str] = ()) -> Any:
 
 def dump(cfg: Any) -> str:
     """Return the resolved config as YAML; `load` reads it back to an equal value."""
-    return yaml.dump(dataclasses.asdict(cfg), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    content = to_settings(type(cfg), dataclasses.asdict(cfg))
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
@@ -111,9 +125,17 @@ def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 @functools.cache
 def _parser(cls: type) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
     # A text that is no YAML, such as `*.txt`, is the text itself.
-    load_value = functools.partial(parse_yaml, source="a value", error=ConfigError)
-    set_loader("bounded_yaml", load_value, (ConfigError,))
+    def load_value(text: str) -> Any:
+        return to_fields(cls, parse_yaml(text, source="a value", error=ConfigError))
+
+    def dump_values(content: dict) -> str:
+        return yaml.safe_dump(to_settings(cls, content), sort_keys=False, allow_unicode=True)
+
+    mode = f"bounded_yaml_of_{cls.__name__}"
+    set_loader(mode, load_value, (ConfigError,))
+    set_dumper(mode, dump_values)
     parser = ArgumentParser(
         description=cls.__doc__,
         exit_on_error=False,
@@ -121,7 +143,7 @@ def _parser(cls: type) -> ArgumentParser:
         # On a fixed width, so that it reads the same under every launcher.
         formatter_class=functools.partial(_Help, cls, width=110, max_help_position=44),  # type: ignore[arg-type]
         usage="%(prog)s [--config FILE] [--section.field VALUE ...] [--print_config]",
-        parser_mode="bounded_yaml",
+        parser_mode=mode,
     )
     parser.add_argument("--config", action="config", help="YAML file with settings as below")
     parser.add_class_arguments(cls)
@@ -138,7 +160,35 @@ class _Help(DefaultHelpFormatter):
 
     def add_argument(self, action: argparse.Action) -> None:
         if action.dest not in self._sections:
+            if (setting := setting_path(action.dest)) != action.dest:
+                action = copy.copy(action)
+                action.option_strings = [f"--{setting}"]
+                action.metavar = setting.rpartition(".")[2].upper()
             super().add_argument(action)
+
+
+def _as_fields(args: Sequence[str]) -> list[str]:
+    """Return the command line with the flags that jsonargparse has, which are named by fields."""
+    pairs = [arg.partition("=") if arg.startswith("--") else (arg, "", "") for arg in args]
+    return [
+        f"--{field_path(flag[2:])}{equals}{value}" if flag.startswith("--") else flag
+        for flag, equals, value in pairs
+    ]
+
+
+def _explicit(cls: type, args: Sequence[str]) -> set[str]:
+    """Return the dotted settings that files and flags name."""
+
+    def names(kind: type, content: dict, prefix: str = "") -> Iterator[str]:
+        for key, value in content.items():
+            inner = setting_types(kind).get(key)
+            if dataclasses.is_dataclass(inner) and isinstance(value, dict):
+                yield from names(inner, value, f"{prefix}{key}.")  # type: ignore[arg-type]
+            else:
+                yield f"{prefix}{key}"
+
+    flags = {a.partition("=")[0][2:].removesuffix("+") for a in args if a.startswith("--")}
+    return flags.union(*(names(cls, _read(file)) for file in _config_files(args)))
 
 
 def _plain(value: Any) -> Any:
@@ -148,6 +198,8 @@ def _plain(value: Any) -> Any:
         return dataclasses.replace(value, **fields)
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     number = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
     return value if number is None else number(value)
 
@@ -249,7 +301,7 @@ def _check_flags(cls: type, args: Sequence[str], unknown: _Unknown) -> None:
             if dataclasses.is_dataclass(kind):
                 raise ConfigError(
                     f"{flag} is a section of settings; give them one by one: "
-                    f"--{setting}.{dataclasses.fields(kind)[0].name} VALUE"
+                    f"--{setting}.{next(iter(setting_types(kind)))} VALUE"
                 )
             if equals:
                 _check_text(setting, kind, value)
@@ -319,7 +371,7 @@ def _check_path(cls: type, path: str, where: str) -> Any:
     """Return the type of a dotted setting; refuse one that does not exist."""
     here, walked = cls, ""
     for part in path.split("."):
-        hints = typing.get_type_hints(here) if dataclasses.is_dataclass(here) else {}
+        hints = setting_types(here) if dataclasses.is_dataclass(here) else {}
         if part not in hints:
             if is_secret_name(part):
                 raise ConfigError(
@@ -345,17 +397,18 @@ _VALUE = re.compile(r"(?:Got|Given) value: |base 10: |to float: |Not of type \w+
 def _in_plain_words(cls: type, said: str) -> str:
     """Return what jsonargparse says of a value that does not parse, in a user's words."""
     if match := re.fullmatch(r'Parser key "([\w.]+)": (.*)', said):
+        setting = setting_path(match[1])
         value = _VALUE.split(match[2])[-1]
         value = re.sub(r" (does not conform to|not an? (integer|number)$).*", "", value).strip("'")
         why = " (it needs loss scaling, which this toolkit does not implement)" * (
             value == "float16"
         )
-        expected = in_words(_check_path(cls, match[1], ""))
+        expected = in_words(_check_path(cls, setting, ""))
         if expected == "a list" and not value.startswith(("{", "[")):
             why = f"; write [{value[:200]}]"
         elif re.search(r"[\[,] *\*", value):  # YAML reads an alias
             why = "; an entry that begins with * goes in quotes: \"['*']\""
-        return f"{match[1]} must be {expected}, got {value[:200]}{why}"
+        return f"{setting} must be {expected}, got {value[:200]}{why}"
     if match := re.fullmatch(r"the following arguments are required: (.*)", said):
         flag = f"--{match[1].split(',')[0]} VALUE"
         return f"{match[1]} is required; set it in the file of --config, or with {flag}"
@@ -396,7 +449,7 @@ def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
     for part in dataclasses.fields(cfg):
         value = getattr(cfg, part.name)
         if dataclasses.is_dataclass(value):
-            out |= flat(value, f"{prefix}{part.name}.")
+            out |= flat(value, f"{prefix}{setting_name(part.name)}.")
         else:
-            out[prefix + part.name] = value
+            out[prefix + setting_name(part.name)] = value
     return out

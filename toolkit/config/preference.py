@@ -100,7 +100,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True)
 class PreferConfig(FinetuneConfig):
-    """A run of preference tuning: of all parameters, or of adapters where lora.r is set."""
+    """A run of preference tuning: of all parameters, or of adapters (lora.r or lora.from)."""
 
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
@@ -155,6 +155,15 @@ class PreferConfig(FinetuneConfig):
                 "reference is asked for every row before the first step, and rows of a stream are "
                 "not known then; leave streaming out, set lora.r (adapters are turned off to ask "
                 "the base), or take simpo or orpo"
+            )
+        continued = self.lora.from_ is not None
+        if self.data.streaming and self.preference.needs_reference and continued:
+            raise ConfigError(
+                f"data.streaming with lora.from and preference.loss_type "
+                f"{self.preference.loss_type}: the reference is the base with the adapter that the "
+                "run continues, not the base alone, and is computed for every row before the first "
+                "step; leave streaming out, or export the adapter merged (toolkit consolidate "
+                "--merge) and start new adapters on that model"
             )
         if self.data.packing == "wrapped":
             raise ConfigError(

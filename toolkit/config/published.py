@@ -15,7 +15,7 @@ _SECTIONS = ("model", "sharding", "data", "optim", "train", "lora", "preference"
 # Settings that may hold a path, or words of the user's own.
 _PATHS = (
     *("name_or_path", "tokenizer_name_or_path", "train_files", "eval_files", "dataset_name"),
-    *("sources", "eval_sources", "chat_template", "eval_prompts"),
+    *("sources", "eval_sources", "chat_template", "eval_prompts", "from"),
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 

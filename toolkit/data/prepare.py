@@ -9,10 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
+from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.config.settings import (
-    DataConfig,
     FinetuneConfig,
-    FinetuneDataConfig,
     ModelConfig,
     RunConfig,
     model_settings,

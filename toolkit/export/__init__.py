@@ -3,10 +3,20 @@
 consolidation  the door for checkpoints      sources  a checkpoint's tensors, and a merge's
 live           the door for a running model  writer   the folder on the disk
 plan           what the folder consists of   weight_file  one file: its bytes, and their hashes
+continuation   the adapter that a run continues
 """
 
 from toolkit.export.adapter_proof import prove_adapter
 from toolkit.export.consolidation import consolidate
+from toolkit.export.continuation import check_adapter, load_adapter
 from toolkit.export.live import export_live, export_step, exported
 
-__all__ = ["consolidate", "export_live", "export_step", "exported", "prove_adapter"]
+__all__ = [
+    "check_adapter",
+    "consolidate",
+    "export_live",
+    "export_step",
+    "exported",
+    "load_adapter",
+    "prove_adapter",
+]

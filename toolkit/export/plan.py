@@ -344,6 +344,7 @@ def adapter_origin(
         "base_class": type(plan.model).__name__,
         "base_config": read_base_config(hf),
         "settings": {name: config[name] for name in _SETTINGS if config.get(name)},
+        **({"continued": entry["continued"]} if entry.get("continued") else {}),
     }
 
 

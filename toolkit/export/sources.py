@@ -39,7 +39,7 @@ from toolkit.formats import (
 )
 from toolkit.formats.bit_sums import wrapped
 from toolkit.loading import base_reader, load_group, load_groups
-from toolkit.models import tied_families, tied_names
+from toolkit.models import loaded_dtype, tied_families, tied_names
 
 
 class SavedTensors:
@@ -148,7 +148,7 @@ class AdapterMerge:
                 "describes: the checkpoint is of another adapter"
             )
         _check_parts(self.layout, tied_families(model))
-        self.aliases, state = tied_names(model), model.state_dict()
+        self.model, self.aliases, state = model, tied_names(model), model.state_dict()
         stored = {n: (t.dtype, tuple(t.shape)) for n, t in state.items() if n not in self.aliases}
         self.carried = Carried.of(model, assets_of(model), folder, leave_out=without_carried)
         self.plan = make_plan(
@@ -194,7 +194,7 @@ class AdapterMerge:
         if not any(parts.values()) and not self.parts_of.keys() & set(names.values()):
             files = {name: self.entries[exported] for name, exported in names.items()}
             return {name: (rows for _, rows in blocks(file)) for name, file in files.items()}
-        # Rounded once, when it is written.
+        # In the dtype of a reader's model: rounded where PEFT rounds, and when it is written.
         wanted = {self.plan.tensors[exported].dtype for exported in names.values()}
         base = self._read_base(group, list(names.values())) if self.needs_base(group) else {}
         parameters = {}
@@ -205,8 +205,9 @@ class AdapterMerge:
                 parameters[name] = self.tensors.whole(part.tensors["saved"])
             else:
                 weight = base.pop(name)
+                own = self.aliases.get(name, name)
                 for dtype in wanted:
-                    weight = weight.to(torch.promote_types(weight.dtype, dtype))
+                    weight = weight.to(loaded_dtype(self.model, own, weight.dtype, dtype))
                 factors = {r: self.tensors.whole(n).float() for r, n in part.tensors.items()}
                 parameters[name] = merge_layer(self.layout, part, weight, factors)
         return self.plan.convert(group, parameters)

@@ -25,6 +25,7 @@ from toolkit.parsing import parse_json, read_bounded, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_config.json"  # of a PEFT folder
 SOURCE_FILE = "source.json"  # in a checkpoint's hf/ folder only, never exported
 NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Settings that say how many layers predict more tokens than the next, which transformers does not
@@ -89,6 +90,8 @@ class HFAssets:
     """Why -> names of matrices that quantising left alone."""
     drawn_from: int | None = None  # seed of a random start, once it is drawn
     digest: str | None = None  # what identifies the source's weights, once it was asked for
+    continued: dict[str, Any] | None = None
+    """Stage that the adapters of a run continue, as manifests describe it; None: new adapters."""
 
     def save(self, folder: Path) -> None:
         """Write the assets into an existing `folder`, for `HFAssets.load`."""
@@ -145,6 +148,8 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
     try:
         file = cached_file(name_or_path, "config.json", revision=revision, local_files_only=local)
     except OSError as error:
+        if not local:  # the repository may be there, and hold an adapter
+            _refuse_adapter(_adapter_of_hub(name_or_path, revision), name_or_path)
         if beside and ask:
             raise ModelError(
                 f"there is a folder {path.parent} here ({Path.cwd()}), and no {path.name} in it. "
@@ -164,9 +169,31 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
     return Path(str(file)).parent
 
 
+def _adapter_of_hub(name: str, revision: str | None) -> Path:
+    """Return the cached adapter_config.json of a repository; a path without a file: it has none."""
+    options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    try:
+        return Path(str(cached_file(name, ADAPTER_FILE, **options)))
+    except OSError:  # no such repository, or the Hub fails: the caller says which
+        return Path(ADAPTER_FILE, name)
+
+
 def _is_beside(path: Path) -> bool:
     """Return whether a name that could be a Hub id's begins with a folder that is here."""
     return len(path.parts) == 2 and path.parent.is_dir()
+
+
+def _refuse_adapter(file: Path, name: str) -> None:
+    """Refuse a PEFT folder that is given as a model, and say what to set (ModelError)."""
+    if not file.is_file():
+        return
+    content = read_json(file, ModelError)
+    named = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+    base = named if isinstance(named, str) and named else "BASE"
+    raise ModelError(
+        f"{name} is an adapter of {base}, not a model; set model.name_or_path: {base} and "
+        f"lora.from: {name}"
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -175,6 +202,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     if not file.is_file():
+        _refuse_adapter(folder / ADAPTER_FILE, str(folder))
         raise ModelError(
             f"{folder} has no config.json; a Hugging Face checkpoint folder is expected, as "
             "save_pretrained and `toolkit consolidate` write it"
@@ -310,6 +338,7 @@ def weight_files(
     else:
         kinds = (".bin", ".pt", ".pth", ".gguf")
         others = ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in kinds)[:3])
+        _refuse_adapter(folder / ADAPTER_FILE, name_or_path or str(folder))
         if others:
             raise LoadingError(
                 f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; it has {others}: load it "

@@ -16,6 +16,7 @@ from toolkit.errors import scrub
 from toolkit.models.classes import as_reward_model, auto_class
 
 Facts = dict[str, Any]
+_MOST_STAGES = 50
 _MARK = re.compile(r"<!-- toolkit card ([0-9a-f]{64}) -->\n?")
 # Settings in the first table; the others are folded away below it.
 _MAIN_SETTINGS = (
@@ -63,7 +64,9 @@ def render(manifest: Facts, repo_id: str, digest: str, config: Facts | None = No
     body = _TEMPLATE.render(
         {"name": name, "repo_id": repo_id, "digest": digest, "origin": origin, "facts": facts},
         base=base,
+        unknown=_unknown_of_base(base),
         adapter=adapter,
+        stages=_stages(adapter.get("continued")),
         unmerged=relation == "adapter",
         auto=auto,
         as_reward_model=as_reward_model(auto, named),
@@ -124,11 +127,27 @@ def _front(
         library_name="peft" if relation == "adapter" else "transformers",
         pipeline_tag=task,
         license=base.get("license"),
-        tags=["fsdp2", "fsdp2-toolkit", *(["lora"] if relation else [])],
+        tags=["fsdp2", "fsdp2-toolkit", *(["lora"] if relation == "adapter" else [])],
         model_name=name if results else None,
         eval_results=results or None,
         **front,
     )
+
+
+def _unknown_of_base(base: Facts) -> list[str]:
+    """Return the entries of the front matter that are not known of a base given as a folder."""
+    if not base.get("name") or base.get("hub_id") or base.get("init") == "random":
+        return []
+    return ["base_model", *([] if base.get("license") else ["license"])]
+
+
+def _stages(entry: Any) -> list[Facts]:
+    """Return the adapters that were continued, newest first; anybody may have written the entry."""
+    stages: list[Facts] = []
+    while isinstance(entry, dict) and len(stages) < _MOST_STAGES:
+        stages.append({"name": "an adapter", **entry})
+        entry = entry.get("continued")
+    return stages
 
 
 def _changes(facts: Facts) -> list[str]:

@@ -4,6 +4,7 @@ from toolkit.models.causal_lm import (
     build_on_meta,
     check_usable,
     kept_in_fp32,
+    loaded_dtype,
     model_on_meta,
     prepare,
     trust_code,

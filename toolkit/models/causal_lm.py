@@ -328,16 +328,33 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
     return dtype
 
 
-def kept_in_fp32(model: nn.Module, *, buffers: bool = False) -> dict[str, torch.Tensor]:
-    """Return the parameters (and `buffers`) that transformers keeps in fp32 beside bfloat16."""
+def kept_in_fp32(
+    model: nn.Module, *, buffers: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """Return parameters (and `buffers`) that transformers keeps in fp32 in a model of `dtype`."""
     if not isinstance(model, PreTrainedModel):
         return {}
     dtype_plan = formats.transformers_private("modeling_utils", "PreTrainedModel._get_dtype_plan")
-    plan = dtype_plan(model, torch.bfloat16)
+    plan = dtype_plan(model, dtype)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     tensors |= model.named_buffers() if buffers else ()
     kept = re.compile("|".join(f"({pattern.replace('*', '.*')})" for pattern in plan) or "$^")
     return {n: t for n, t in tensors.items() if t.is_floating_point() and kept.search(n)}
+
+
+def loaded_dtype(
+    model: nn.Module, parameter: str, stored: torch.dtype, wanted: torch.dtype
+) -> torch.dtype:
+    """Return the dtype in which transformers holds a parameter of a floating dtype.
+
+    Args:
+        model: not sharded and without adapters.
+        stored: its dtype in the checkpoint.
+        wanted: the dtype that the model is loaded in; the wider one of both counts.
+    """
+    dtype = torch.promote_types(stored, wanted)
+    kept = kept_in_fp32(model, dtype=dtype) if dtype.itemsize < 4 else {}
+    return torch.float32 if parameter in kept else dtype
 
 
 def asks_for_router_loss(model: PreTrainedModel) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toolkit.config.data import FinetuneDataConfig
 from toolkit.config.settings import (
     FinetuneConfig,
-    FinetuneDataConfig,
     FinetuneModelConfig,
     FinetuneTrainConfig,
     RunConfig,

@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from toolkit import config, hub, recipes, training
-from toolkit.assembly import build_checked
+from toolkit.assembly import build_checked, check_continued
 from toolkit.checkpoint import disk
-from toolkit.checkpoint.run_folder import claim, root_of
+from toolkit.checkpoint.adapter_source import adopt_adapter
+from toolkit.checkpoint.run_folder import claim, recorded_config, root_of
 from toolkit.checkpoint.store import is_url, where
 from toolkit.config.settings import FinetuneConfig, ShardingConfig
 from toolkit.data.order.position import accumulation_for
@@ -40,6 +41,7 @@ from toolkit.rehearsal.settings import (
     rehearsal_config,
 )
 from toolkit.rehearsal.shrunk import shrink
+from toolkit.rehearsal.small_adapter import write_small_adapter
 from toolkit.rehearsal.stages import STAGES, NotAskedError, Recorder
 from toolkit.sharding.unit_table import unit_rows
 from toolkit.tables import size_text
@@ -107,6 +109,7 @@ class Rehearsal:
 
     def read_settings(self) -> str:
         kind, self.cfg, note = recipes.load_config(self.file, self.flags, self.recipe, remote=True)
+        self.cfg = adopt_adapter(self.cfg)
         self.recorder.result.recipe, self.recorder.result.notes = kind.name, notes_on(self.cfg)
         return f"of the recipe {recipes.script_of(kind.name)}" + (f" ({note})" if note else "")
 
@@ -186,6 +189,7 @@ class Rehearsal:
         check_quantisation(cfg.adapters, cfg.sharding, own.model, "cpu")
         model, self.model_cfg = build_checked(own, "cpu", own_tokenizer)
         self.model = model
+        check_continued(cfg, model, resumes=recorded_config(cfg) is not None)
         tokenizer = load_tokenizer(self.model_cfg)
         Encoder(tokenizer, cfg.data, vocabulary_size(model))
         if isinstance(cfg, FinetuneConfig):
@@ -262,6 +266,9 @@ class Rehearsal:
         built = type(cfg.model)(str(small.folder), init="random", trust_remote_code=trusted)
         model, files, output = build_on_meta(built), (train, evals), self.folder / "run"
         own = rehearsal_config(cfg, small, model, self.world_size, length, files, output)
+        if isinstance(own, FinetuneConfig) and own.lora.from_ is not None:
+            place = self.folder / "adapter"
+            own = replace(own, lora=write_small_adapter(own.lora, build_on_meta(built), place))
         result = self.recorder.result
         result.changed = config.differences(cfg, own)
         result.not_rehearsed = not_rehearsed(cfg.sharding, self.ranks, self.world_size)

@@ -208,6 +208,8 @@ def _matching(cfg: Any, model: nn.Module) -> Any:
 def notes_on(cfg: RunConfig) -> list[str]:
     """Return what a run of `cfg` will do that may not be meant."""
     steps, notes = cfg.train.max_steps, list[str]()
+    if isinstance(cfg, FinetuneConfig) and cfg.lora.from_ is not None:
+        notes.append("lora.from: the small model continues an adapter like it, of random values")
     every, evals, warmup = cfg.checkpoint.save_steps, cfg.train.eval_steps, cfg.optim.warmup_steps
     if steps < 1:
         return notes

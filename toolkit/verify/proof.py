@@ -40,7 +40,7 @@ from toolkit.formats import (
     whole,
 )
 from toolkit.loading import LoadGroup, base_reader, load_group, load_groups
-from toolkit.models import model_on_meta, tied_names
+from toolkit.models import loaded_dtype, model_on_meta, tied_names
 from toolkit.verify.findings import Findings
 
 Values = StoredTensor | torch.Tensor
@@ -206,7 +206,7 @@ class MergeProof(Proof):
             wrong = torch.ones(actual.shape, dtype=torch.bool)
             factors = {r: whole(self.trained[n].stored).float() for r, n in layer.tensors.items()}
             for dtype in dtypes:
-                wide = weight.to(torch.promote_types(weight.dtype, dtype))
+                wide = weight.to(loaded_dtype(self.model, parameter, weight.dtype, dtype))
                 value = merge_layer(self.layout, layer, wide.clone(), factors)
                 wrong &= different(value, actual, {dtype})
                 if bool(wrong.any()):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from toolkit.config.settings import DataConfig, SourceConfig
+from toolkit.config.data import DataConfig, SourceConfig
 from toolkit.errors import DataError, one_line
 
 Kind = Literal["json", "csv", "parquet", "arrow", "text"]

@@ -10,7 +10,8 @@ from typing import Any
 import datasets
 
 from toolkit import ranks
-from toolkit.config.settings import DataConfig, Learned, SourceConfig
+from toolkit.config.data import DataConfig, SourceConfig
+from toolkit.config.settings import Learned
 from toolkit.data.examples import preferences, recognise
 from toolkit.data.examples.columns import Names
 from toolkit.data.examples.formats import FORMATS, Parsed, format_of

@@ -21,7 +21,7 @@ from datasets.iterable_dataset import ArrowExamplesIterable
 from datasets.table import MemoryMappedTable, table_cast
 from datasets.utils import tqdm
 
-from toolkit.config.settings import SourceConfig
+from toolkit.config.data import SourceConfig
 from toolkit.data.sources.content import digest_contents
 from toolkit.data.sources.files import Kind, is_data_set
 from toolkit.data.sources.row_values import BadRow

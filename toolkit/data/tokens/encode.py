@@ -22,7 +22,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from toolkit import ranks
-from toolkit.config.settings import DataConfig, FinetuneDataConfig
+from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.data.chat import BLOCK_NOTES, TODAY, Chat, Rendered, chat_templates
 from toolkit.data.examples.pairs import Answer, Pair
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens

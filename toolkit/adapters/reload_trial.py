@@ -1,0 +1,107 @@
+"""Try, before a run, whether PEFT loads every adapter that the run will train.
+
+PEFT applies the renamings of the base's checkpoint to the keys of an adapter. Some of them change a
+key that is right already (`mlp.shared_experts` of mistral_large4 becomes `mlp.mlp.shared_experts`),
+and what PEFT cannot place it drops. A run would learn that at its first save.
+"""
+
+import copy
+import hashlib
+import warnings
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from toolkit.adapters.peft_folder import file_keys, without_storage
+from toolkit.errors import one_line
+from toolkit.models.patterns import numbered
+from toolkit.models.peft_model import (
+    ADAPTER,
+    adapted_parameters,
+    adapter_config,
+    base_of,
+    copied_modules,
+    layer_parameters,
+)
+
+_TRIED: dict[str, dict[str, str]] = {}  # digest of a model and its adapters -> result
+
+
+def find_lost_adapters(adapted: nn.Module) -> dict[str, str]:
+    """Return the adapted parameters of the base whose adapters PEFT does not load, with the reason.
+
+    Plays PEFT's loading through on a copy of `adapted`, which is on meta and stays unchanged. Each
+    adapter tensor is a column that is expanded, so the trial takes milliseconds and no memory.
+    """
+    keys = file_keys(adapted)
+    described = str((cast(Any, base_of(adapted)).config.to_json_string(), adapter_config(adapted)))
+    shapes = str([(key, *adapted.get_parameter(name).shape) for key, name in keys.items()])
+    place = hashlib.sha256((described + shapes).encode()).hexdigest()
+    if place not in _TRIED:  # a plan builds the same model many times
+        _TRIED[place] = _find(adapted, keys)
+    return dict(_TRIED[place])
+
+
+def _find(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
+    """Return what `find_lost_adapters` does, by a trial."""
+    layers = adapted_parameters(adapted)
+    names = {id(p): name for name, p in adapted.named_parameters(remove_duplicate=False)}
+    parts = {
+        parameter: {names[id(p)] for p in layer_parameters(layer).values()}
+        for parameter, layer in layers.items()
+    }
+    for module, (_, trained) in copied_modules(adapted).items():
+        for leaf, parameter in trained.named_parameters():
+            parts[f"{module}.{leaf}"] = {names[id(parameter)]}
+    try:
+        lost = _names_not_loaded(adapted, keys)
+        reason = "PEFT renames its keys and does not load them"
+        return {p: reason for p, own in parts.items() if own & lost}
+    except Exception as error:  # PEFT may raise anything: find out which adapters make it do so
+        return _failing_alone(adapted, keys, parts) or dict.fromkeys(parts, one_line(error))
+
+
+def _failing_alone(
+    adapted: nn.Module, keys: dict[str, str], parts: dict[str, set[str]]
+) -> dict[str, str]:
+    """Return the adapters that PEFT does not load, each kind of them (over layers) tried alone."""
+    kinds: dict[str, list[str]] = {}
+    for parameter in parts:
+        kinds.setdefault(numbered(parameter), []).append(parameter)
+    lost = {}
+    for parameters in kinds.values():
+        own = set[str]().union(*(parts[p] for p in parameters))
+        try:
+            failed = _names_not_loaded(adapted, {k: n for k, n in keys.items() if n in own})
+            reason = "PEFT renames its keys and does not load them"
+        except Exception as error:
+            failed, reason = own, f"PEFT cannot load it: {one_line(error)}"
+        lost |= {p: reason for p in parameters if parts[p] & failed}
+    return lost
+
+
+def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
+    """Return the parameters of `adapted` that do not get their value when PEFT loads `keys`."""
+    from peft import set_peft_model_state_dict
+
+    # PEFT moves adapters to the device and the dtype of their layer's weight.
+    model: Any = without_storage(copy.deepcopy(adapted).double())  # type: ignore[arg-type]
+    shapes = {name: t.shape for name, t in model.state_dict().items()}
+    values = {key: _distinct(i, shapes[name]) for i, (key, name) in enumerate(keys.items())}
+    with warnings.catch_warnings(action="ignore"):
+        set_peft_model_state_dict(model, dict(values), ADAPTER, low_cpu_mem_usage=True)
+    loaded = model.state_dict()
+    return {name for key, name in keys.items() if not _same(loaded[name], values[key])}
+
+
+def _distinct(number: int, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor whose rows differ from each other and from those of other numbers."""
+    rows, *rest = shape or (1,)
+    column = torch.arange(rows, dtype=torch.float64) + (number + 1) * 2.0**24
+    return column.view(rows, *(1 for _ in rest)).expand(*shape) if shape else column[0]
+
+
+def _same(loaded: torch.Tensor, value: torch.Tensor) -> bool:
+    return not loaded.is_meta and loaded.shape == value.shape and torch.equal(loaded, value)

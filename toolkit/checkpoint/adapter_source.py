@@ -1,0 +1,428 @@
+"""Find the adapter that a run continues (`lora.from`), and take its settings over.
+
+A PEFT folder, a repository of the Hub, an export of this toolkit, a run, or one of its checkpoints.
+What it is, and of which base, is read from small files and headers: its values are read by
+`toolkit.export.continuation`, after the base.
+"""
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from toolkit import ranks
+from toolkit.adapters.base import base_digest
+from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, read_config
+from toolkit.checkpoint import commit
+from toolkit.checkpoint.run_folder import adopt_recorded, local_copy, recorded_config
+from toolkit.checkpoint.sources import Source, base_entry, find_source
+from toolkit.checkpoint.store import is_url
+from toolkit.config.lora import STRUCTURE, LoraConfig
+from toolkit.config.published import is_path
+from toolkit.config.settings import FinetuneConfig
+from toolkit.errors import ConfigError, ExportError, ToolkitError, one_line
+from toolkit.formats import (
+    StoredTensor,
+    export_manifest,
+    local_folder,
+    read_header,
+    source_dtypes,
+)
+from toolkit.formats.hub_access import why_unreachable
+from toolkit.formats.plain_files import hash_of_part
+
+_PICKLE = "adapter_model.bin"
+ALL_LINEAR = "all-linear"
+_MOST_STAGES = 50  # of a chain, in what anybody may have written
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """An adapter that a run continues."""
+
+    name: str  # as the user gave it
+    folder: Path  # a PEFT folder, or a checkpoint of this toolkit
+    config: dict[str, Any]  # adapter_config.json
+    base: dict[str, Any]  # `name_or_path`, `revision` and `digest` of its base, as far as known
+    stage: dict[str, Any]
+    """Entry of manifests: `name`, `hub_id`, `revision`, `sha256` (of the weights file, or of the
+    checkpoint's manifest), `step`, and `continued`, the entry of the stage before."""
+    checkpoint: Source | None = None  # None: a PEFT folder
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return key of the weights file -> its place; a PEFT folder only."""
+        return read_header(self.folder / WEIGHTS_FILE)
+
+
+def adopt_adapter(cfg: Any) -> Any:
+    """Return `cfg` with the rank, targets and the like of the adapter that `lora.from` names.
+
+    A run that is resumed has recorded them: then the adapter need not exist any more. Collective;
+    rank 0 reads small files, or asks the Hub. ConfigError: no such adapter, one that cannot be
+    continued, or a setting that contradicts it.
+    """
+    if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
+        return cfg
+    return ranks.on_main(lambda: _adopt(cfg))
+
+
+def _adopt(cfg: FinetuneConfig) -> FinetuneConfig:
+    recorded = recorded_config(cfg)
+    if recorded is not None and recorded.lora.from_ == cfg.lora.from_:
+        return adopt_recorded(cfg, recorded)
+    with open_adapter(cfg.lora) as source:
+        _check_task(source, cfg)
+        return replace(cfg, lora=_with_structure(cfg.lora, source))
+
+
+def _with_structure(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
+    """Return the settings with the adapter's; refuse those of the user that contradict it."""
+    theirs, defaults = structure_of(source.config, source.name), LoraConfig()
+    explicit = lora.explicit - {"r"} if lora.r == 0 else lora.explicit  # 0: not given
+    wants_all = "target_modules" in explicit and _comparable(lora.target_modules) == ALL_LINEAR
+    for name in STRUCTURE:
+        asked, default = getattr(lora, name), getattr(defaults, name)
+        if asked == default and name not in explicit:
+            continue
+        if name == "target_modules" and wants_all:  # which modules those are, the model says
+            continue
+        if _comparable(asked) != _comparable(theirs[name]):
+            raise ConfigError(
+                f"lora.{name} is {asked!r}, and the adapter that lora.from names "
+                f"({source.name}) has {theirs[name]!r}; leave lora.{name} out"
+            )
+    adopted = replace(lora, **theirs)
+    object.__setattr__(adopted, "explicit", frozenset({ALL_LINEAR} if wants_all else ()))
+    return adopted
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value of a setting that equals another in any order."""
+    if isinstance(value, str) and value.lower() == ALL_LINEAR:
+        return ALL_LINEAR
+    return sorted(value) if isinstance(value, list) else value
+
+
+def structure_of(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the settings `STRUCTURE` of an adapter_config.json; ConfigError: of a wrong type."""
+    lists = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
+    patterns, switches = ("rank_pattern", "alpha_pattern"), ("use_rslora", "use_dora")
+    found: dict[str, Any] = {"r": config["r"], "lora_alpha": config.get("lora_alpha")}
+    found |= {n: [] if config.get(n) is None else config[n] for n in lists}
+    found |= {n: {} if config.get(n) is None else config[n] for n in patterns}
+    found |= {n: False if config.get(n) is None else config[n] for n in switches}
+    fits = {
+        "lora_alpha": _is_number(found["lora_alpha"]),
+        **{n: _are_texts(found[n]) for n in ("target_parameters", "modules_to_save")},
+        **{
+            n: isinstance(found[n], str) or _are_texts(found[n])
+            for n in ("target_modules", "exclude_modules")
+        },
+        **{
+            n: isinstance(found[n], dict) and all(map(_is_number, found[n].values()))
+            for n in patterns
+        },
+        **{n: isinstance(found[n], bool) for n in switches},
+    }
+    if odd := [n for n, fit in fits.items() if not fit]:
+        raise ConfigError(
+            f"lora.from {name}: its {CONFIG_FILE} has {odd[0]} {str(found[odd[0]])[:80]!r}, which "
+            "PEFT does not write; get the adapter again"
+        )
+    found["lora_alpha"] = float(found["lora_alpha"])
+    found["rank_pattern"] = {n: int(v) for n, v in found["rank_pattern"].items()}
+    found["alpha_pattern"] = {n: float(v) for n, v in found["alpha_pattern"].items()}
+    for n in lists:
+        found[n] = sorted(found[n]) if isinstance(found[n], list) else found[n]
+    if config.get("layers_to_transform") not in (None, []):
+        found["target_modules"] = _of_layers(config, found["target_modules"])
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _of_layers(config: dict[str, Any], targets: Any) -> Any:
+    """Return one regular expression for `target_modules` within `layers_to_transform`.
+
+    PEFT takes the last number in a module's name that stands behind one of `layers_pattern`, or
+    behind any name, for the number of its layer.
+    """
+    if isinstance(targets, str):  # of which PEFT ignores the layers
+        return targets
+    numbers, lists = config["layers_to_transform"], config.get("layers_pattern") or r"[^.]*"
+    numbers = numbers if isinstance(numbers, list) else [numbers]
+    name = "|".join(lists) if isinstance(lists, list) else lists
+    layer = rf"(?:{name})\.(?:{'|'.join(str(n) for n in numbers)})\."
+    later = rf"(?!(?:.*\.)?(?:{name})\.\d+\.)"
+    return rf"(?:.*\.)?{layer}{later}(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})"
+
+
+def _check_task(source: AdapterSource, cfg: FinetuneConfig) -> None:
+    """Refuse the adapter of a reward model for a causal LM, and the reverse."""
+    is_reward = source.config.get("task_type") == "SEQ_CLS"
+    preference = getattr(cfg, "preference", None)
+    wants_reward = preference is not None and preference.loss_type == "reward"
+    if is_reward != wants_reward:
+        kinds = ("a causal language model", "a reward model (task_type SEQ_CLS)")
+        raise ConfigError(
+            f"lora.from {source.name} is an adapter of {kinds[is_reward]}, this run trains "
+            f"{kinds[wants_reward]}; merge the adapter into its base (toolkit consolidate --merge) "
+            "and give that as model.name_or_path"
+        )
+
+
+# ---- Where it is
+
+
+@contextlib.contextmanager
+def open_adapter(lora: LoraConfig) -> Iterator[AdapterSource]:
+    """Give the adapter that `lora.from` names; a checkpoint on a store is copied meanwhile.
+
+    ConfigError on one line: there is none, it is of a kind that cannot be continued, or damaged.
+    """
+    name = str(lora.from_)
+    with contextlib.ExitStack() as stack:
+        try:
+            path = Path(name).expanduser()
+            if not is_url(name) and not path.is_dir():
+                path = _of_hub(name, lora.revision)
+                yield _peft_folder(name, path, hub=True)
+                return
+            if not is_url(name) and (path / CONFIG_FILE).is_file():
+                yield _peft_folder(name, path)
+                return
+            if not is_url(name):
+                _refuse_other_folders(name, path)
+            local = stack.enter_context(local_copy(name if is_url(name) else path))
+            yield _own_checkpoint(name, local)
+        except ConfigError:
+            raise
+        except ToolkitError as error:
+            raise ConfigError(f"lora.from {name}: {error}") from error
+
+
+def _of_hub(name: str, revision: str | None) -> Path:
+    """Return the folder in the cache that holds an adapter of the Hub."""
+    path = Path(name).expanduser()
+    if path.exists():
+        raise ConfigError(f"lora.from {name} is a file; give the folder that holds it")
+    if is_path(name) or (len(path.parts) == 2 and path.parent.is_dir()):
+        hint = commit.did_you_mean(path, lambda p: (p / CONFIG_FILE).is_file())
+        raise ConfigError(
+            f"lora.from {name}: there is no such folder (current folder: {Path.cwd()}){hint}"
+        )
+    options: dict[str, Any] = {"revision": revision, "local_files_only": bool(why_unreachable())}
+    try:
+        config = cached_file(name, CONFIG_FILE, **options)
+        options["_raise_exceptions_for_missing_entries"] = False
+        for file in (WEIGHTS_FILE, export_manifest.FILE):
+            cached_file(name, file, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"lora.from {name} is neither a folder here (current folder: {Path.cwd()}) nor an "
+            f"adapter that the Hub gives: {why_unreachable() or one_line(error)}"
+        ) from error
+    return Path(str(config)).parent
+
+
+def _peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterSource:
+    """Return the adapter in a PEFT folder, whose files are checked against an export's manifest."""
+    if not (folder / WEIGHTS_FILE).is_file():
+        if (folder / _PICKLE).is_file():
+            raise ConfigError(
+                f"lora.from {name} has its weights in {_PICKLE}, a pickle, which can run code and "
+                f"is not read; load it once with PEFT and save_pretrained it as {WEIGHTS_FILE}"
+            )
+        is_assets = commit.is_committed(folder.parent) and folder.name == "hf"
+        hint = f"; give the checkpoint: {folder.parent}" if is_assets else ""
+        raise ConfigError(f"lora.from {name} has a {CONFIG_FILE} and no {WEIGHTS_FILE}{hint}")
+    try:
+        config = read_config(folder)
+    except ExportError as error:
+        raise ConfigError(f"lora.from {name} cannot be continued: {error}") from error
+    read_header(folder / WEIGHTS_FILE)  # LoadingError: damaged
+    keys = ("base_model_name_or_path", "revision")
+    base = dict(zip(("name_or_path", "revision"), map(config.get, keys), strict=True))
+    origin: dict[str, Any] = {}
+    if (folder / export_manifest.FILE).is_file():
+        origin = _checked_origin(folder)
+    adapter = _mapping(origin, "adapter")
+    base["digest"] = _mapping(adapter, "base").get("digest")
+    stage = {
+        "name": name if hub else folder.resolve().name,
+        "hub_id": name if hub else None,
+        "revision": folder.name if hub else None,  # the commit
+        "sha256": commit.hash_of(folder / WEIGHTS_FILE),
+        "step": origin.get("step"),
+        "continued": _earlier_stage(adapter.get("continued")),
+    }
+    return AdapterSource(name, folder, config, base, _without_nothing(stage))
+
+
+def _checked_origin(folder: Path) -> dict[str, Any]:
+    """Return the origin in an export's manifest; ConfigError: a file is not what it says."""
+    manifest = export_manifest.read(folder)
+    for name in (WEIGHTS_FILE, CONFIG_FILE):
+        entry, size = manifest["files"].get(name), (folder / name).stat().st_size
+        if entry is None or size != entry["size"]:
+            raise ExportError(f"{folder / name} is not the file of {export_manifest.FILE}")
+        if hash_of_part(folder / name, 0, size) != entry["xxh3"]:
+            raise ExportError(
+                f"{folder / name} is damaged: it has not the hash of {export_manifest.FILE}; "
+                "copy it again, or export again"
+            )
+    return manifest["origin"]
+
+
+def _own_checkpoint(name: str, path: Path) -> AdapterSource:
+    """Return the adapter in a checkpoint of this toolkit, or in the newest one of a run."""
+    source = find_source(path)
+    if source.checkpoint is None:
+        raise ConfigError(f"lora.from {name} is a checkpoint of another tool; give a PEFT folder")
+    if not source.is_adapter:
+        raise ConfigError(
+            f"lora.from {name} is a run of the whole model, without adapters; export it (toolkit "
+            f"consolidate {name} --output DIR), set model.name_or_path: DIR and lora.r"
+        )
+    try:
+        config = read_config(source.hf)
+    except ExportError as error:
+        raise ConfigError(f"lora.from {name} cannot be continued: {error}") from error
+    entry = base_entry(source)
+    checkpoint = source.checkpoint
+    manifest = commit.read_manifest(checkpoint)
+    is_run_of = checkpoint.parent.name == commit.CHECKPOINTS
+    stage = {
+        "name": (checkpoint.parent.parent if is_run_of else checkpoint).resolve().name,
+        "sha256": commit.hash_of(checkpoint / commit.MANIFEST),
+        "step": manifest.get("step"),
+        "continued": _earlier_stage(entry.get("continued")),
+    }
+    return AdapterSource(name, checkpoint, config, entry, _without_nothing(stage), source)
+
+
+def _refuse_other_folders(name: str, path: Path) -> None:
+    """Refuse a folder that holds neither an adapter nor a run, and say what it is."""
+    if (path / _PICKLE).is_file() or (path / WEIGHTS_FILE).is_file():
+        raise ConfigError(f"lora.from {name} has no {CONFIG_FILE}; complete the PEFT folder")
+    is_model = (path / "config.json").is_file() and source_dtypes(path) is not None
+    if is_model and not commit.is_committed(path):
+        raise ConfigError(
+            f"lora.from {name} is a model, not an adapter (a merged one is a model, too); set "
+            f"model.name_or_path: {name} and lora.r for new adapters on it"
+        )
+    is_own = commit.is_committed(path) or (path / commit.CHECKPOINTS).is_dir()
+    below = sorted(p.parent for p in path.glob(f"*/{CONFIG_FILE}"))
+    if below and not is_own:
+        near = " or ".join(map(str, below[-3:]))
+        raise ConfigError(f"lora.from {name} has no {CONFIG_FILE}; did you mean {near}?")
+
+
+def _mapping(content: Any, name: str) -> dict[str, Any]:
+    value = content.get(name) if isinstance(content, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def _earlier_stage(entry: Any, depth: int = 0) -> dict[str, Any] | None:
+    """Return the entry of the stage before, as far as it is one; anybody may have written it."""
+    if not isinstance(entry, dict) or depth == _MOST_STAGES:
+        return None
+    kinds = {"name": str, "hub_id": str, "revision": str, "sha256": str, "step": int}
+    known = {n: entry[n] for n, kind in kinds.items() if isinstance(entry.get(n), kind)}
+    return _without_nothing(
+        known | {"continued": _earlier_stage(entry.get("continued"), depth + 1)}
+    )
+
+
+def _without_nothing(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if value is not None}
+
+
+# ---- Its base
+
+
+def check_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
+    """Refuse an adapter of another base than `cfg` names; return the log line that says what the
+    comparison rests on. Reads 16 kB a tensor of a base that is on this machine.
+
+    ConfigError: the digest of the weights differs, or, if none is known, the name does.
+    """
+    expected, named = source.base.get("digest"), str(source.base.get("name_or_path") or "")
+    advice = f"set model.name_or_path: {named or 'its base'}, or give another lora.from"
+    digest = _digest_of_run(cfg)
+    by = "digest"
+    if expected is None and digest is not None:
+        expected, by = _digest_by_name(source), "weights on this machine"
+    if expected is not None and digest is not None:
+        if expected != digest:
+            raise ConfigError(
+                f"lora.from {source.name} is an adapter of another base: {named or 'its base'} "
+                f"(digest {str(expected)[:20]}), and model.name_or_path {cfg.model.name_or_path} "
+                f"has the digest {digest[:20]}; {advice}"
+            )
+        return f"its base is this one (by the {by})"
+    ours = cfg.model.name_or_path
+    both_of_hub = named and not is_path(named) and not is_path(ours)
+    if both_of_hub and named != ours:
+        raise ConfigError(
+            f"lora.from {source.name} is an adapter of {named}, and model.name_or_path is {ours}; "
+            f"{advice}. If both have the same weights, change base_model_name_or_path in its "
+            f"{CONFIG_FILE}"
+        )
+    if both_of_hub:
+        return "its base is this one (by the name)"
+    return (
+        f"whether its base, {named or 'which it does not name'}, is {ours} is not known: names and "
+        "shapes fit"
+    )
+
+
+def _digest_of_run(cfg: FinetuneConfig) -> str | None:
+    """Return the digest of the base of a run; None: its weights are not on this machine."""
+    if cfg.model.init == "random":
+        return f"random, seed {cfg.seed}"
+    return _digest_on_disk(cfg.model.name_or_path, cfg.model.revision)
+
+
+def _digest_by_name(source: AdapterSource) -> str | None:
+    """Return the digest of the base that an adapter names, if its weights are on this machine."""
+    named, revision = source.base.get("name_or_path"), source.base.get("revision")
+    return None if not named else _digest_on_disk(str(named), revision)
+
+
+def _digest_on_disk(name: str, revision: str | None) -> str | None:
+    try:
+        return base_digest(local_folder(name, revision, ask=False))
+    except ToolkitError:  # not here, or not whole: then nothing is known of its weights
+        return None
+
+
+def chain_text(stage: dict[str, Any]) -> str:
+    """Return the chain of adapters that a run continues, newest first."""
+    parts = []
+    entry: Any = stage
+    while isinstance(entry, dict):
+        step = f" (step {entry['step']:,})" if isinstance(entry.get("step"), int) else ""
+        parts.append(f"{entry.get('name', 'an adapter')}{step}")
+        entry = entry.get("continued")
+    return ", which continued ".join(parts)
+
+
+def settings_text(lora: LoraConfig) -> str:
+    """Return rank, alpha and targets for a log line."""
+    targets = lora.target_modules
+    shown = targets if isinstance(targets, str) else ", ".join(targets)
+    more = f" and {', '.join(lora.target_parameters)}" if lora.target_parameters else ""
+    return f"rank {lora.r}, alpha {lora.lora_alpha:g}, targets {shown:.120}{more:.80}"

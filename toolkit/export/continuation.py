@@ -1,0 +1,257 @@
+"""The values of an adapter that a run continues (`lora.from`): checked, loaded sharded, proven.
+
+[Note: two readers] PEFT itself reads the adapter, on rank 0, into a base without bytes: what a
+reader of the folder would compute with is what the run begins with. Each tensor goes to the ranks,
+which keep their rows. Then the bit sums of live memory are compared with sums over the file, read
+without PEFT, or with those that the checkpoint recorded when it was saved.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+from toolkit import ranks
+from toolkit.adapters.peft_folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    file_keys,
+    read_as_peft,
+    without_storage,
+)
+from toolkit.checkpoint.adapter_source import (
+    AdapterSource,
+    chain_text,
+    check_base,
+    open_adapter,
+    settings_text,
+)
+from toolkit.checkpoint.resuming import tensors_with_other_sums
+from toolkit.config.settings import FinetuneConfig
+from toolkit.errors import ConfigError, ExportError
+from toolkit.export.consolidation import consolidate
+from toolkit.export.sources import SavedTensors
+from toolkit.formats import (
+    Tensors,
+    assets_of,
+    local_tensor,
+    part_of,
+    read_header,
+    same_values,
+    whole,
+)
+from toolkit.formats.bit_sums import part_sums
+from toolkit.formats.layout import cut_by_rows
+from toolkit.models import model_on_meta
+from toolkit.models.peft_model import adapted_parameters, trained_tensors
+
+_MODEL = "model."  # before names of parameters in a checkpoint
+
+
+def check_adapter(adapted: nn.Module, cfg: FinetuneConfig) -> str:
+    """Refuse an adapter that `adapted` cannot continue, before its base is read; return log lines.
+
+    Compares the base with the one that `cfg` names, and keys and shapes with those of `adapted`,
+    which may be on meta. One process; reads headers. ConfigError names what does not fit.
+    """
+    with open_adapter(cfg.lora) as source:
+        line = check_base(cfg, source)
+        tensors = trained_tensors(adapted)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if source.checkpoint is not None:
+            saved = SavedTensors(source.checkpoint).shapes()
+            held = {name: shape for name, (_, shape) in saved.items()}
+        else:
+            keys, extra = file_keys(adapted), frozen_keys(adapted)
+            entries = source.tensors()
+            held = {keys.get(key, key): entry.shape for key, entry in entries.items()}
+            held = {name: shape for name, shape in held.items() if name not in extra}
+        _refuse_difference(source, shapes, held)
+        return f"adapter    continues {chain_text(source.stage)}: {settings_text(cfg.lora)}; {line}"
+
+
+def _refuse_difference(
+    source: AdapterSource, expected: dict[str, tuple[int, ...]], held: dict[str, tuple[int, ...]]
+) -> None:
+    """Refuse an adapter with other tensors than the run trains."""
+    place = f"lora.from {source.name}"
+    missing, unknown = sorted(expected.keys() - held.keys()), sorted(held.keys() - expected.keys())
+    if missing:
+        raise ConfigError(
+            f"{place} has no {missing[0]} ({len(missing)} of {len(expected)} tensors are missing), "
+            "which this run trains: its file and its adapter_config.json do not belong together, "
+            "or it was trained on another model"
+        )
+    if unknown:
+        raise ConfigError(
+            f"{place} holds {unknown[0]} (and {len(unknown) - 1} more), which this model with its "
+            "adapters does not have; give the adapter's own base as model.name_or_path"
+        )
+    for name, shape in expected.items():
+        if held[name] != shape:
+            raise ConfigError(
+                f"{place} has {name} of shape {list(held[name])}, this run {list(shape)}; give the "
+                "adapter's own base as model.name_or_path, and model.resize_embeddings if it was "
+                "trained with new tokens"
+            )
+
+
+def frozen_keys(adapted: nn.Module) -> dict[str, str]:
+    """Return key of the file -> frozen parameter that PEFT may save along: an embedding's matrix,
+    if it is adapted or its vocabulary was resized.
+    """
+    return {
+        key: name
+        for key, name in file_keys(adapted, embeddings=True).items()
+        if key not in file_keys(adapted)
+    }
+
+
+def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
+    """Give the adapters of sharded `model` the values of the one that `lora.from` names, and prove
+    them; return log lines. Collective; see [Note: two readers].
+
+    The base and the first values of the adapters must be there. Rank 0 holds the adapter twice.
+    ConfigError: on every rank: it cannot be read, or its values did not arrive (names a tensor).
+    """
+    with contextlib.ExitStack() as stack:
+
+        def read() -> tuple[Tensors, dict[str, int], Tensors, dict[str, Any]]:
+            source = stack.enter_context(open_adapter(cfg.lora))
+            return _read(model, source, stack)
+
+        values, sums, frozen, stage = ranks.on_all(
+            lambda: read() if ranks.rank() == 0 else ({}, {}, {}, {})
+        )
+        live = trained_tensors(model)
+        for name, tensor in live.items():
+            _fill(tensor, values.get(name))
+        stage, names = ranks.broadcast((stage, [*frozen]))
+        _refuse_other_base(model, cfg, frozen, names)
+        expected = ranks.broadcast(sums)
+        proven = {n: t for n, t in live.items() if cut_by_rows(t)}
+        if wrong := tensors_with_other_sums(proven, expected):
+            raise ranks.mark_collective(
+                ConfigError(
+                    f"lora.from {cfg.lora.from_}: {len(wrong)} of {len(live)} tensors do not hold "
+                    f"in memory what its file holds, such as {wrong[0]}: PEFT reads them otherwise "
+                    "(was it saved by another version?), or a device or memory is at fault"
+                )
+            )
+    assets_of(model).continued = stage
+    return [f"adapter    {len(live)} tensors loaded by PEFT, bit sums equal to the file's"]
+
+
+def _read(
+    model: nn.Module, source: AdapterSource, stack: contextlib.ExitStack
+) -> tuple[Tensors, dict[str, int], Tensors, dict[str, Any]]:
+    """Return name -> value as PEFT loads it and name -> expected sum, of what is trained; name ->
+    value of frozen matrices that the file holds, too; and the stage. One process.
+    """
+    live = trained_tensors(model)
+    folder = source.folder
+    if source.checkpoint is not None:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = Path(consolidate(source.folder, Path(scratch, "adapter")))
+    keys, extra = file_keys(model), frozen_keys(model)
+    entries = read_header(folder / WEIGHTS_FILE)
+    frozen = {extra[key]: whole(entries[key]) for key in extra.keys() & entries.keys()}
+    with _without_frozen(folder, {k: e for k, e in entries.items() if k in keys}, frozen) as own:
+        loaded, names = _load_by_peft(model, own)
+    values = {name: loaded[name].detach().to(live[name].dtype) for name in names}
+    sums = {}
+    for key, name in keys.items():
+        value = whole(entries[key]).to(live[name].dtype)
+        total = int(part_sums(value)[1])
+        if sums.setdefault(name, total) != total:
+            raise ConfigError(
+                f"lora.from {source.name}: {key} is one matrix with another of its tensors in this "
+                "model, and holds other values; merge the adapter into its base instead"
+            )
+    if source.checkpoint is not None:  # of live memory, when it was saved
+        saved = source.checkpoint.sums()
+        sums |= {n: saved[_MODEL + n] for n in sums if _MODEL + n in saved}
+    return values, sums, frozen, source.stage
+
+
+@contextlib.contextmanager
+def _without_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> Iterator[Path]:
+    """Give the PEFT folder without frozen matrices, for which a base without bytes has no room."""
+    if not frozen:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        content = (folder / CONFIG_FILE).read_bytes()
+        Path(scratch, CONFIG_FILE).write_bytes(content)
+        tensors = {key: whole(entry) for key, entry in entries.items()}
+        save_file(tensors, Path(scratch, WEIGHTS_FILE), {"format": "pt"})
+        yield Path(scratch)
+
+
+def _load_by_peft(model: nn.Module, folder: Path) -> tuple[Tensors, list[str]]:
+    """Return the adapter as `PeftModel.from_pretrained` loads it: name in `model` -> tensor.
+
+    ConfigError: PEFT leaves something out, or scales a layer otherwise than `model` does.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        assets_of(model).save(Path(scratch))
+        base = without_storage(model_on_meta(Path(scratch)))
+    try:
+        peft, problems = read_as_peft(base, folder, empty=True)
+    except ExportError as error:
+        raise ConfigError(f"lora.from: {error}") from error
+    state = peft.state_dict()
+    names = [*trained_tensors(model)]
+    lost = [name for name in names if name not in state or state[name].is_meta]
+    if problems or lost:
+        detail = problems[0] if problems else f"it leaves {lost[0]} out"
+        raise ConfigError(f"lora.from: PEFT does not load all of the adapter: {detail}")
+    theirs, ours = adapted_parameters(peft), adapted_parameters(model)
+    for name, layer in ours.items():
+        read, own = (getattr(m, "scaling", None) for m in (theirs.get(name), layer))
+        if read != own:
+            raise ConfigError(
+                f"lora.from: PEFT scales the adapter of {name} by {read}, this run by "
+                f"{own}: a setting of its adapter_config.json is not carried over"
+            )
+    return state, names
+
+
+def _fill(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Copy this rank's part of rank 0's `value` into a live tensor. Collective."""
+    full = torch.empty(tensor.shape, dtype=tensor.dtype) if value is None else value.contiguous()
+    if (group := ranks.object_group()) is not None:
+        dist.broadcast(full, src=0, group=group)
+    with torch.no_grad():
+        local_tensor(tensor).copy_(part_of(full, tensor))
+
+
+def _refuse_other_base(
+    model: nn.Module, cfg: FinetuneConfig, frozen: Tensors, names: list[str]
+) -> None:
+    """Refuse a frozen matrix in the adapter's file that is not the base's. Collective."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    differs = []
+    for name in names:
+        tensor = held[name].detach()
+        full = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if ranks.rank() == 0:
+            full = frozen[name].to(tensor.dtype).contiguous()
+        if (group := ranks.object_group()) is not None:
+            dist.broadcast(full, src=0, group=group)
+        part = local_tensor(tensor).cpu()
+        differs.append(not bool(same_values(part_of(full, tensor), part).all()))
+    if any(found := ranks.any_of(differs)):
+        name = names[found.index(True)]
+        raise ranks.mark_collective(
+            ConfigError(
+                f"lora.from {cfg.lora.from_}: its file holds {name} too, which this run does not "
+                "train, with other values than the base: it was trained on another base"
+            )
+        )
