@@ -205,8 +205,8 @@ def test_a_byte_that_changes_on_the_way_to_a_file_is_an_error(exported) -> None:
     for ends in run_ranks(_export_flipped, 2, str(exported[0])):
         for case, message in ends.items():
             if case[2]:
-                assert "other bytes were written of 1 tensor(s) than their source held: " in message, (
-                    case
-                )
+                assert (
+                    "other bytes were written of 1 tensor(s) than their source held: " in message
+                ), case
             else:
                 assert not message, case
