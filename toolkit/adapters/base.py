@@ -17,7 +17,14 @@ from torch import nn
 from toolkit.errors import CheckpointError, LoadingError
 from toolkit.formats import DTYPE_NAMES, assets_of, read_weights, weight_files
 from toolkit.models.causal_lm import vocabulary_size
-from toolkit.models.peft_model import ADAPTER, adapter_config, base_of, has_adapters
+from toolkit.models.packed_linear import packed_weights
+from toolkit.models.peft_model import (
+    ADAPTER,
+    adapter_config,
+    base_of,
+    has_adapters,
+    unwrapped_base,
+)
 from toolkit.models.quantise import quantisation_settings
 
 _BLOCK, _BLOCKS = 4096, 4  # bytes of a block, and how many of a tensor
@@ -61,8 +68,9 @@ def adapter_entry(model: nn.Module) -> dict[str, Any]:
     """Return what a checkpoint of adapted `model` says of its base and of its adapters.
 
     `digest` of a random start is `random, seed N`; `dtype` is that of the stored base, `quantised`
-    how it is held in 4 bits (None: it is not), `rows` those of a resized embedding, else None.
-    Reads no file; CheckpointError where the base was not filled.
+    how it is held in 4 bits (None: it is not), `rows` those of a resized embedding, else None;
+    `sums` are the checksums of its tensors in memory (None: no file was loaded), `sums_on` the kind
+    of device. Reads no file; CheckpointError where the base was not filled.
     """
     entry = _entry(model)
     if entry["digest"] is None:
@@ -88,6 +96,8 @@ def _entry(model: nn.Module) -> dict[str, Any]:
         "config": adapter_config(model),
         "quantised": quantised,
         "rows": vocabulary_size(base_of(model)) if assets.resized else None,
+        "sums": assets.base_sums,
+        "sums_on": next(model.parameters()).device.type,
     }
 
 
@@ -132,6 +142,7 @@ def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: obj
                 f"{_stored_text(key, before.get(key))}, this is {_stored_text(key, now[key])}. "
                 f"{remedy}, or give another output_dir"
             )
+    _refuse_other_values(model, before, now, checkpoint)
     then, config = before.get("config") or {}, now["config"]
     names = [n for n in {**then, **config} if n not in _TOLD_BY_PATH | {"peft_version"}]
     # A setting that another version of PEFT does not know is off there.
@@ -141,6 +152,29 @@ def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: obj
         raise CheckpointError(
             f"{checkpoint} has other adapters: {pairs}. Give the lora settings it was trained "
             "with, or another output_dir"
+        )
+
+
+def _refuse_other_values(
+    model: nn.Module, before: dict[str, Any], now: dict[str, Any], checkpoint: object
+) -> None:
+    """Refuse a loaded base whose tensors do not have the checksums of the run's first start."""
+    then, sums = before.get("sums"), now["sums"]
+    if not isinstance(then, dict) or sums is None:
+        return
+    # Devices of another kind may round differently when they quantise.
+    skipped = set[str]()
+    if before.get("sums_on") != now["sums_on"]:
+        with unwrapped_base(model) as base:
+            skipped = {*packed_weights(base)}
+    wrong = sorted(n for n in then.keys() & sums.keys() - skipped if then[n] != sums[n])
+    if wrong:
+        shown = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
+        raise CheckpointError(
+            f"{checkpoint}: the base {now['name_or_path']} is not in memory what the run started "
+            f"from: {len(wrong)} tensor(s) differ: {shown}. If its files changed, restore them. "
+            "Else a device, the disk or the memory of a machine is at fault: start again, without "
+            "that machine if it happens again"
         )
 
 

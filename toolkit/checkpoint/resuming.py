@@ -1,14 +1,12 @@
 """Resuming: the newest checkpoint that verifies, and the state of a run out of it."""
 
 import itertools
-import math
 import time
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
@@ -33,6 +31,7 @@ from toolkit.errors import CheckpointError, one_line
 from toolkit.formats import METADATA_FILE, Tensors, chunk_table, local_tensor, read_metadata
 from toolkit.formats.bit_sums import part_sums, wrapped
 from toolkit.formats.layout import cut_by_rows
+from toolkit.formats.whole_sums import holders
 from toolkit.models.peft_model import model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background, seed_everything
@@ -249,7 +248,7 @@ def _prove(checkpoint: Folder, tensors: Tensors) -> None:
     wrong = [
         name
         for name, total in zip(names, found, strict=True)
-        if total != wrapped(saved[name] * _holders(tensors[name]))
+        if total != wrapped(saved[name] * holders(tensors[name]))
     ]
     if wrong:
         listed = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
@@ -260,14 +259,6 @@ def _prove(checkpoint: Folder, tensors: Tensors) -> None:
                 "is at fault: start again, without that machine where it comes back"
             )
         )
-
-
-def _holders(tensor: torch.Tensor) -> int:
-    """Return how many ranks hold the same part of `tensor`."""
-    if not isinstance(tensor, DTensor):
-        return ranks.world_size()
-    mesh = tensor.device_mesh
-    return math.prod(mesh.size(d) for d, p in enumerate(tensor.placements) if p.is_replicate())
 
 
 def _metadata(checkpoint: Folder) -> Metadata:

@@ -1,9 +1,9 @@
 """Proof that the files of an export hold what memory, or a checkpoint, held.
 
 [Note: proof of an export] Each written file is read back and its tensors are summed as
-`formats.bit_sums` does. The sums must be those of the source: of a running model, each rank sums its
-part on its device before anything is gathered, cast as the export casts it; of a checkpoint, the
-manifest holds them. Tensors that were converted (fused experts) are first loaded again the way
+`formats.bit_sums` does. The sums must be those of the source. Of a running model, each rank sums
+its part on its device, before anything is gathered, cast as the export casts it. Of a checkpoint,
+the manifest holds them. Tensors that were converted (fused experts) are first loaded again the way
 transformers loads them. So a byte that changed in a gather, a copy, a cast, a conversion or a write
 is an error that names the tensor, and no folder is left.
 
@@ -44,13 +44,13 @@ class ExportProof:
     _written: dict[str, int] = field(default_factory=dict)  # exported name -> sum of its values
 
     def record(self, group: ExportGroup, name: str, values: TensorValues) -> TensorValues:
-        """Return the values of an exported tensor; sum them on their way if the source has no sum."""
+        """Return the values of an exported tensor; sum them on their way without a source sum."""
         if self._is_known(group):
             return values
         return self._summed(name, values)
 
     def check(self, folder: Path, group: ExportGroup) -> None:
-        """Compare the written tensors of `group` in `folder`; add the names that differ to `wrong`."""
+        """Compare the written tensors of `group` in `folder`; note those that differ in `wrong`."""
         names = [self.plan.names[name] for name in group.outputs]
         entries = {name: _in_folder(self.plan.tensors[name], folder) for name in names}
         if not self._is_known(group):
@@ -84,7 +84,7 @@ class ExportProof:
         return all(self.source_sum(name, dtype) is not None for name in stored for dtype in dtypes)
 
     def _is_loaded_right(self, group: ExportGroup, entries: dict[str, StoredTensor]) -> bool:
-        """Return whether transformers makes the source's parameters of a converted group's files."""
+        """Return whether transformers loads the source's parameters from a converted group."""
         (dtype,) = {entry.dtype for entry in entries.values()}
         parameters: dict[str, torch.Tensor] = {}
         try:

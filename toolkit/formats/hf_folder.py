@@ -89,6 +89,8 @@ class HFAssets:
     """Why -> names of matrices that quantising left alone."""
     drawn_from: int | None = None  # seed of a random start, once it is drawn
     digest: str | None = None  # what identifies the source's weights, once it was asked for
+    base_sums: dict[str, int] | None = None
+    """Checksum of each tensor of a loaded base under adapters, as memory holds it."""
 
     def save(self, folder: Path) -> None:
         """Write the assets into an existing `folder`, for `HFAssets.load`."""
