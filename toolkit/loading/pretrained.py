@@ -26,7 +26,7 @@ from toolkit.loading.materialisation import (
     replace,
     settle,
 )
-from toolkit.loading.proof import base_sums, prove_load
+from toolkit.loading.proof import base_sums, prove_load, refuse_not_finite
 from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
@@ -108,7 +108,8 @@ def load_pretrained(
 
     Raises:
         LoadingError: on every rank, with the tensors named: missing or unexpected keys, other
-            shapes, a damaged file, a parameter left on meta, values that are not those of the file.
+            shapes, a damaged file, a parameter left on meta, values that are not those of the
+            file, NaN or infinity in what is trained.
     """
     begun, target = time.perf_counter(), torch.device(device)
     folder = ranks.collective(formats.local_folder)(str(path))
@@ -130,6 +131,7 @@ def load_pretrained(
         record_base(model, str(path), folder, digest)
         formats.assets_of(model).base_sums = sums
     begin_adapters(model, target, home, seed)
+    refuse_not_finite(model, str(path))
     return LoadReport(*counts, seconds, proof)
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit import formats, ranks
@@ -96,10 +97,40 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
     )
 
 
+def refuse_not_finite(model: nn.Module, path: str) -> None:
+    """Raise a LoadingError if a trained parameter of a loaded `model` holds NaN or infinity; log a
+    warning for frozen ones. Collective; reads this rank's parts once.
+    """
+    packed = packed_weights(model)  # bytes that are no numbers
+    own = {n: p for n, p in model.named_parameters() if n not in packed and p.is_floating_point()}
+    names = sorted(own)
+    finite = [bool(formats.local_tensor(own[name]).isfinite().all()) for name in names]
+    bad = [
+        n for n, is_bad in zip(names, ranks.any_of([not f for f in finite]), strict=True) if is_bad
+    ]
+    trained = [name for name in bad if own[name].requires_grad]
+    if trained:
+        raise ranks.mark_collective(
+            LoadingError(
+                f"the checkpoint {path} already has non-finite values (NaN or infinity) in "
+                f"{_shown(trained)}. Training would keep and spread them: use another copy or "
+                "revision of the checkpoint, or replace these values"
+            )
+        )
+    if bad:
+        ranks.say(
+            f"WARNING: the checkpoint {path} has non-finite values (NaN or infinity) in "
+            f"{_shown(bad)}, which is frozen: a loss that depends on them is NaN, and exports hold them"
+        )
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+
+
 def _fault(what: str, names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
     return (
-        f"{what}: {len(names)} tensor(s) differ after the load: {shown}. A device, its driver, the "
+        f"{what}: {len(names)} tensor(s) differ after the load: {_shown(names)}. A device, its driver, the "
         "disk or the memory of a machine is at fault; start again, without that machine if it "
         "happens again"
     )
