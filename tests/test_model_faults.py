@@ -47,10 +47,14 @@ def test_numbers_that_no_forward_can_use(
     assert str(file) in str(caught.value)
 
 
+def _experts(config: dict[str, Any]) -> list[int]:
+    return [config[name] for name in ("num_experts", "num_local_experts") if name in config]
+
+
 def test_more_experts_are_chosen_than_there_are(tmp_path: Path) -> None:
     file = save_tiny_model(tmp_path, "qwen3_moe") / "config.json"
     config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"num_experts_per_tok": config["num_experts"] + 1}))
+    file.write_text(json.dumps(config | {"num_experts_per_tok": 1 + max(_experts(config))}))
     with pytest.raises(ModelError, match=r"experts are chosen for a token, of"):
         build_on_meta(ModelConfig(str(tmp_path)))
 

@@ -120,7 +120,8 @@ def refuse_not_finite(model: nn.Module, path: str) -> None:
     if bad:
         ranks.say(
             f"WARNING: the checkpoint {path} has non-finite values (NaN or infinity) in "
-            f"{_shown(bad)}, which is frozen: a loss that depends on them is NaN, and exports hold them"
+            f"{_shown(bad)}, which is frozen: a loss that depends on them is NaN, and exports hold "
+            "them"
         )
 
 
@@ -130,9 +131,9 @@ def _shown(names: list[str]) -> str:
 
 def _fault(what: str, names: list[str]) -> str:
     return (
-        f"{what}: {len(names)} tensor(s) differ after the load: {_shown(names)}. A device, its driver, the "
-        "disk or the memory of a machine is at fault; start again, without that machine if it "
-        "happens again"
+        f"{what}: {len(names)} tensor(s) differ after the load: {_shown(names)}. A device, its "
+        "driver, the disk or the memory of a machine is at fault; start again, without that machine "
+        "if it happens again"
     )
 
 
