@@ -4,7 +4,8 @@ It is the `adapter` entry of state.json and of the manifest.
 
 [Note: digest of a base] It covers of every tensor name, dtype, shape and four blocks of its bytes:
 a base that was trained on, merged or quantised otherwise differs in all of them. Every byte would
-cost a second read of the whole base on each start.
+cost a second read of the whole base before each load. Once the base is loaded, its checksums in
+memory are compared with those of the first start, which cover every byte.
 """
 
 import hashlib

@@ -53,7 +53,8 @@ def consolidate(
 
     Key names are those of the source checkpoint, tied weights are written once; config, generation
     config, tokenizer and a manifest of all of it come along. The folder appears under its name only
-    when it is complete. Costs one read and one write of the weights, and blocks of 1 MB of memory;
+    when it is complete. Costs one read of the checkpoint, one write of the weights and one read of
+    what was written (see [Note: proof of an export]), and blocks of 1 MB of memory;
     of tensors that transformers converts (fused experts) the memory of the largest group.
 
     Args:

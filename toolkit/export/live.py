@@ -183,8 +183,8 @@ def _dtypes_by_tensor(plan: ExportPlan) -> _SumRequest:
     for group in plan.groups:
         exported = {plan.tensors[plan.names[name]].dtype for name in group.outputs}
         for name in group.sources:
-            known = dtypes.setdefault(plan.stored[name], [])
-            known += sorted(exported - {*known}, key=str)
+            wanted = dtypes.setdefault(plan.stored[name], [])
+            wanted += sorted(exported - {*wanted}, key=str)
     return dtypes
 
 

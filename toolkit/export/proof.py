@@ -67,12 +67,12 @@ class ExportProof:
     def finish(self) -> None:
         """Raise an ExportError if a written tensor is not that of the source."""
         if self.wrong:
-            shown = ", ".join(self.wrong[:3]) + ", ..." * (len(self.wrong) > 3)
+            first_names = ", ".join(self.wrong[:3]) + ", ..." * (len(self.wrong) > 3)
             raise ExportError(
                 f"other bytes were written of {len(self.wrong)} tensor(s) than their source held: "
-                f"{shown}. A device, its driver, the disk or this machine's memory is at fault, or "
-                "something wrote to the weights during the export; nothing was left. Export again, "
-                "on another machine if it happens again"
+                f"{first_names}. A device, its driver, the disk or this machine's memory is at "
+                "fault, or something wrote to the weights during the export; nothing was left. "
+                "Export again, on another machine if it happens again"
             )
 
     def _is_known(self, group: ExportGroup) -> bool:

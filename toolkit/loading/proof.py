@@ -50,9 +50,11 @@ def base_sums(model: PreTrainedModel) -> dict[str, int]:
     LoadingError: copies of one tensor differ on the ranks.
     """
     sums = whole_sums(own_tensors(model)) or {}
-    if unlike := sorted(name for name, found in sums.items() if not found.is_alike()):
-        raise ranks.mark_collective(LoadingError(_fault("the ranks hold different copies", unlike)))
-    return {name: found.first for name, found in sums.items()}
+    if different := sorted(name for name, total in sums.items() if not total.is_alike()):
+        raise ranks.mark_collective(
+            LoadingError(_fault("the ranks hold different copies", different))
+        )
+    return {name: total.first for name, total in sums.items()}
 
 
 def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTensor]) -> str:
@@ -90,10 +92,10 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
             LoadingError(_fault(f"memory does not hold what is in {folder}", sorted(wrong)))
         )
     size = size_text(sum(_bytes(groups[name], entries) for name in groups))
-    beside = f"; {skipped} tensors that a load computes were not compared" if skipped else ""
+    omitted = f"; {skipped} tensors that a load computes were not compared" if skipped else ""
     return (
         f"proven     {len(groups)} tensors, {size}, are in memory as in their files "
-        f"({time.perf_counter() - begun:.1f} s){beside}"
+        f"({time.perf_counter() - begun:.1f} s){omitted}"
     )
 
 
@@ -102,38 +104,40 @@ def refuse_not_finite(model: nn.Module, path: str) -> None:
     warning for frozen ones. Collective; reads this rank's parts once.
     """
     packed = packed_weights(model)  # bytes that are no numbers
-    own = {n: p for n, p in model.named_parameters() if n not in packed and p.is_floating_point()}
-    names = sorted(own)
-    finite = [bool(formats.local_tensor(own[name]).isfinite().all()) for name in names]
+    parameters = {
+        n: p for n, p in model.named_parameters() if n not in packed and p.is_floating_point()
+    }
+    names = sorted(parameters)
+    finite = [bool(formats.local_tensor(parameters[name]).isfinite().all()) for name in names]
     bad = [
         n for n, is_bad in zip(names, ranks.any_of([not f for f in finite]), strict=True) if is_bad
     ]
-    trained = [name for name in bad if own[name].requires_grad]
+    trained = [name for name in bad if parameters[name].requires_grad]
     if trained:
         raise ranks.mark_collective(
             LoadingError(
                 f"the checkpoint {path} already has non-finite values (NaN or infinity) in "
-                f"{_shown(trained)}. Training would keep and spread them: use another copy or "
-                "revision of the checkpoint, or replace these values"
+                f"{_first_names(trained)}. Training would keep and spread them: use another copy "
+                "or revision of the checkpoint, or replace these values"
             )
         )
     if bad:
         ranks.say(
             f"WARNING: the checkpoint {path} has non-finite values (NaN or infinity) in "
-            f"{_shown(bad)}, which is frozen: a loss that depends on them is NaN, and exports hold "
-            "them"
+            f"{_first_names(bad)}, which is frozen: a loss that depends on them is NaN, and "
+            "exports hold them"
         )
 
 
-def _shown(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-def _fault(what: str, names: list[str]) -> str:
+def _fault(problem: str, names: list[str]) -> str:
     return (
-        f"{what}: {len(names)} tensor(s) differ after the load: {_shown(names)}. A device, its "
-        "driver, the disk or the memory of a machine is at fault; start again, without that machine "
-        "if it happens again"
+        f"{problem}: {len(names)} tensor(s) differ after the load: {_first_names(names)}. A "
+        "device, its driver, the disk or the memory of a machine is at fault; start again, without "
+        "that machine if it happens again"
     )
 
 
