@@ -3,12 +3,13 @@
 Owns the table of them: the class that config.json names, how its default config is shrunk, and the
 tensors that a published checkpoint holds beside those of the class (layers that predict several
 tokens, keys and values that layers share). Names and nesting are those of transformers'
-`save_pretrained`, which writes the published ones; what it does not know comes from the published
-`model.safetensors.index.json` of the model named beside it.
+`save_pretrained`, changed by `names` where it writes others than the published
+`model.safetensors.index.json` of the model named beside it has.
 """
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ class Layout:
     extra: Callable[[Tensors], Tensors] = lambda tensors: {}
     """What the checkpoint holds that the class does not load, made from what it does."""
     after: str | None = None  # a published model of this layout
+    names: tuple[tuple[str, str], ...] = ()  # pattern of a saved name, published spelling
     stored: str | None = None  # "fp8" or "mxfp4": how its matrices are stored
 
 
@@ -182,7 +184,15 @@ LAYOUTS: dict[str, Layout] = {
     "exaone4_5": Layout("Exaone4_5_ForConditionalGeneration"),
     "ovis2": Layout("Ovis2ForConditionalGeneration"),
     "minimax_m3_vl": Layout("MiniMaxM3SparseForConditionalGeneration"),
-    "kimi_k25": Layout("Kimi_K25ForConditionalGeneration"),
+    "kimi_k25": Layout(
+        "Kimi_K25ForConditionalGeneration",
+        after="moonshotai/Kimi-K2.5",
+        names=(
+            (r"^language_model\.model\.blocks\.", "language_model.model.layers."),
+            (r"^vision_tower\.encoder\.patch_embed\.", "vision_tower.patch_embed."),
+            (r"^model\.mm_projector\.", "mm_projector."),
+        ),
+    ),
     "phi4_multimodal": Layout("Phi4MultimodalForCausalLM"),
     "voxtral": Layout("VoxtralForConditionalGeneration"),
     "qwen2_audio": Layout("Qwen2AudioForConditionalGeneration"),
@@ -209,6 +219,8 @@ def save_layout(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) ->
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
     tensors = load_file(file)
+    for pattern, published in LAYOUTS[name].names:
+        tensors = {re.sub(pattern, published, key): value for key, value in tensors.items()}
     stored = LAYOUTS[name].stored
     torch.manual_seed(7)
     extra = {k: v.to(dtype) for k, v in LAYOUTS[name].extra(tensors).items()}

@@ -22,7 +22,18 @@ from toolkit.sharding.units import UnitPlan
 from toolkit.training import step
 from toolkit.training.loss import LossSum, causal_lm_loss
 
-__all__ = ["apply_fsdp", "assert_same_steps", "init_mesh", "sharded_of", "sums_of_gradients"]
+__all__ = [
+    "CLOSE",
+    "apply_fsdp",
+    "assert_same_steps",
+    "init_mesh",
+    "relative_difference",
+    "sharded_of",
+    "sums_of_gradients",
+]
+# Two orders of the same fp32 additions differ by less than this, relative to the largest value.
+# Processors choose the order by their vector width and by a tensor's strides and alignment.
+CLOSE = 1e-6
 COUNT = "num_items_in_batch"  # of a dict: as `Batch.n_targets`
 
 
@@ -110,6 +121,16 @@ def evaluate(
 def supervised_tokens(labels: torch.Tensor) -> torch.Tensor:
     """Return how many tokens of unshifted labels are predicted."""
     return Batch.of(labels).count
+
+
+def relative_difference(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
+    """Return the largest difference of two lists of tensors, relative to the largest value of all.
+
+    A bound for each tensor by itself would compare noise: some gradients are zero but for rounding.
+    """
+    pairs = list(zip(actual, expected, strict=True))
+    scale = max(float(right.abs().max()) for _, right in pairs)
+    return max(float((left - right).abs().max()) for left, right in pairs) / scale
 
 
 Steps = dict[str, tuple[float, dict[str, tuple[float, float]]]]

@@ -4,7 +4,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from sharded import loss_sum, train_step
+from sharded import CLOSE, loss_sum, relative_difference, train_step
 from tiny_models import TYPES, own_section, tiny_class, tiny_config, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -267,8 +267,9 @@ def test_recomputed_layers_attend_as_they_did(selective):
         losses = [loss_sum(model, batch) for batch in (packed, padded, packed)]
         (losses[0] + 2 * losses[1] + 3 * losses[2]).backward()
         gradients.append([p.grad for p in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
+    assert relative_difference(*gradients) < CLOSE
+    wrong = [1.00001 * gradient for gradient in gradients[0]]  # the control
+    assert relative_difference(wrong, gradients[0]) > CLOSE
 
 
 def test_selective_checkpointing_keeps_what_attention_gave():
@@ -300,7 +301,7 @@ def test_other_forwards_are_the_models_own():
     mask = (torch.arange(24) >= torch.tensor([[0], [4], [15]])).long()
     with torch.no_grad():
         logits = [m(input_ids=ids, attention_mask=mask).logits for m in (own, ours)]
-    assert torch.equal(*logits)
+    assert relative_difference(logits[:1], logits[1:]) < CLOSE
     written = [
         m.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, use_cache=True)
         for m in (own, ours)

@@ -35,6 +35,7 @@ from toolkit.errors import CheckpointError, ExportError, ToolkitError
 from toolkit.export import consolidate, weight_file, writer
 from toolkit.export import plan as export_plan
 from toolkit.export.plan import parse_options
+from toolkit.export.proof import ExportProof
 from toolkit.formats import ExportGroup, HFAssets, export_manifest, plain_files, stored_tensors
 from toolkit.loading.pretrained import materialise
 from toolkit.models import build_on_meta, decoder_layers, model_on_meta, tied_names
@@ -704,10 +705,12 @@ def test_what_is_read_is_proven_by_its_sum(
     assert {p.name for p in tmp_path.iterdir()} == {"run", "hf"}
 
 
-def test_what_the_disk_changed_is_found_by_verify(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_what_is_written_wrong_is_an_error_or_found_by_verify(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proven: bool, dtype: str
 ) -> None:
-    """The manifest's hashes are of what was given to the kernel."""
+    """The manifest's hashes cover what the kernel received; the proof covers what it wrote."""
     write = os.pwrite
 
     def flipped(descriptor: int, content: memoryview, position: int) -> int:
@@ -715,9 +718,16 @@ def test_what_the_disk_changed_is_found_by_verify(
             content = bytes(content[:-1]) + bytes([content[-1] ^ 1])
         return write(descriptor, content, position)
 
+    run = with_sums(root / "llama/sharded", tmp_path / "run")
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", flipped)
-        out = consolidate(root / "llama/sharded", tmp_path / "out")
+        if proven:
+            with pytest.raises(ExportError, match=r"other bytes were written of \d+ tensor"):
+                consolidate(run, tmp_path / "out", dtype=dtype)
+            assert {p.name for p in tmp_path.iterdir()} == {"run"}
+            return
+        patched.setattr(ExportProof, "check", lambda *_: None)  # the control
+        out = consolidate(root / "llama/sharded", tmp_path / "out", dtype=dtype)
     report = verify_export(root / "llama/sharded", out)
     assert {file for file, _, _ in report.findings} >= {"model.safetensors"}
 

@@ -3,6 +3,7 @@
 The longer table is `published_layouts.py`; here a few of it, and what must be found or refused.
 """
 
+import dataclasses
 import json
 import random
 import shutil
@@ -15,26 +16,28 @@ import tiny_models
 import torch
 from conftest import save_byte_tokenizer
 from distributed import run_ranks
-from layouts import LAYOUTS, in_fp8, save_layout
+from layouts import LAYOUTS, in_fp8, save_layout, tiny_layout
 from published_layouts import passed, run
 from safetensors.torch import load_file, save_file
 from sharded import apply_fsdp, init_mesh, train_step
 from transformers import Llama4ForConditionalGeneration
 
 from toolkit import checkpoint
+from toolkit.adapters.base import base_digest
 from toolkit.adapters.coverage import coverage, covered_share
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint.carried import carried_tensors
+from toolkit.checkpoint.carried import Carried, carried_tensors
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError, LoadingError, ModelError
 from toolkit.export import consolidate
+from toolkit.export.plan import make_plan, model_of_assets
 from toolkit.formats import StoredTensor, assets_of, export_manifest
 from toolkit.loading import load_pretrained
 from toolkit.loading.pretrained import check_fits
 from toolkit.models import text_trial
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.models.layers import decoder_layers
+from toolkit.models.layers import decoder_layers, tied_names
 from toolkit.models.peft_model import adapted_modules
 from toolkit.models.text_part import beside_line, beside_text
 from toolkit.sharding.units import plan_units
@@ -169,6 +172,53 @@ def test_all_linear_says_what_it_leaves_out(
 
 
 # ---- Nothing of the source is lost
+
+
+def exported_names(source: Path, hf: Path) -> set[str]:
+    """Return the names of a planned export of what is in `source`."""
+    model = build_on_meta(ModelConfig(str(source)))
+    assets = assets_of(model)
+    assets.origin = {"name_or_path": str(source), "revision": None, "digest": base_digest(source)}
+    hf.mkdir()
+    assets.save(hf)
+    model = model_of_assets(hf)
+    aliases = tied_names(model)
+    state = {n: t for n, t in model.state_dict().items() if n not in aliases}
+    shapes = {n: (t.dtype, tuple(t.shape)) for n, t in state.items()}
+    carried = Carried.of(model, assets_of(model))
+    return set(make_plan(model, shapes, None, 10**12, where="", carried=carried).tensors)
+
+
+@pytest.mark.parametrize("spelling", ["published", "parameters"])
+@pytest.mark.parametrize(
+    "name", ["kimi_k25", "qwen3_5_moe", "mixtral", "llama4", "deepseek_v3", "qwen3_vl_moe"]
+)
+def test_an_export_has_the_names_of_its_source(name: str, spelling: str, tmp_path: Path) -> None:
+    """Also if the source was saved under the names of the parameters, fused experts included."""
+    source = layout(name, tmp_path / "source")
+    if spelling == "parameters":
+        model = tiny_layout(name)
+        aliases = tied_names(model)
+        state = {n: t.contiguous() for n, t in model.state_dict().items() if n not in aliases}
+        save_file(state, source / FILE, {"format": "pt"})
+    assert exported_names(source, tmp_path / "hf") == load_file(source / FILE).keys()
+
+
+def test_experts_are_exported_under_the_keys_that_made_them(tmp_path: Path) -> None:
+    """Twelve experts: their natural order is not that of their names as texts."""
+    settings = {"n_routed_experts": 12, "num_experts_per_tok": 2}
+    changed = dataclasses.replace(LAYOUTS["kimi_k25"], settings={"text_config": settings})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(LAYOUTS, "kimi_k25", changed)
+        source = layout("kimi_k25", tmp_path / "source")
+    run_dir = saved_run(source, tmp_path / "run")
+    before, after = (
+        load_file(source / FILE),
+        load_file(Path(consolidate(run_dir, tmp_path / "hf")) / FILE),
+    )
+    assert sum(".experts.11." in key for key in before) > 0
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
 @pytest.fixture(scope="module")

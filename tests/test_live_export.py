@@ -4,6 +4,7 @@ import errno
 import filecmp
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,9 +14,11 @@ from distributed import run_ranks
 from sharded import apply_fsdp, init_mesh
 
 from toolkit import checkpoint
+from toolkit.adapters.lora import add_adapters
+from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError
-from toolkit.export import consolidate, export_live, export_step
+from toolkit.export import consolidate, export_live, export_step, live, plan, weight_file
 from toolkit.formats import export_manifest
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
@@ -113,3 +116,97 @@ def test_a_failure_is_every_ranks(exported) -> None:
     assert "exists and is not empty" in first[0]
     assert "No space left on device; nothing was left" in first[1]
     assert not list(root.glob("*/*.tmp-export"))
+
+
+FLIPS = ("gather", "copy", "convert", "cast", "write")
+
+
+def flip_one_byte(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `tensor` with the sign of its last element changed: a cast keeps that."""
+    changed = tensor.clone(memory_format=torch.contiguous_format)
+    changed.view(-1)[-1:].view(torch.uint8)[-1] ^= 128
+    return changed
+
+
+def _plant(where: str, patched: pytest.MonkeyPatch) -> None:
+    """Change one byte of one tensor on its way from memory to the file, on rank 0."""
+    hits: list[str] = []
+
+    def once(value: Any) -> Any:
+        hits.append(where)
+        return flip_one_byte(value) if len(hits) == 3 else value
+
+    if where == "gather":
+        whole = live._whole
+        patched.setattr(live, "_whole", lambda tensor: once(whole(tensor)))
+    elif where == "copy":
+        gather = live._gather_group
+
+        def gathered(*arguments: Any) -> Any:
+            return {name: once(tensor) for name, tensor in gather(*arguments).items()}
+
+        patched.setattr(live, "_gather_group", gathered)
+    elif where == "convert":
+        convert = plan.ExportPlan.convert
+
+        def converted(*arguments: Any) -> Any:
+            return {name: once(tensor) for name, tensor in convert(*arguments).items()}
+
+        patched.setattr(plan.ExportPlan, "convert", converted)
+    elif where == "cast":
+        contents = weight_file._contents
+
+        def cast(values: Any, dtype: torch.dtype, name: str) -> Any:
+            for content in contents(values, dtype, name):
+                yield memoryview(once(torch.frombuffer(content, dtype=torch.uint8)).numpy())
+
+        patched.setattr(weight_file, "_contents", cast)
+    else:
+        write = os.pwrite
+
+        def written(descriptor: int, content: Any, position: int) -> int:
+            if position == 0:  # the header
+                return write(descriptor, content, position)
+            changed = once(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+            return write(descriptor, memoryview(changed.numpy()), position)
+
+        patched.setattr(os, "pwrite", written)
+
+
+def _export_flipped(rank: int, world: int, root: str) -> dict[tuple[str, str, str], str]:
+    """Return how an export ended, by kind of model, dtype and place of the flip; "" if well."""
+    ends = {}
+    for kind in ("tied", "moe", "lora"):
+        folder = Path(root, "llama" if kind == "lora" else kind)
+        model: Any = build_on_meta(ModelConfig(name_or_path=str(folder / "source")))
+        if kind == "lora":
+            model = add_adapters(model, LoraConfig(r=2))
+        apply_fsdp(model, init_mesh("cpu", world, ShardingConfig()), ShardingConfig())
+        load_pretrained(model, folder / "source", torch.device("cpu"))
+        for dtype in ("auto", "bfloat16"):
+            for where in ("", *FLIPS):
+                if where == "convert" and kind != "moe":
+                    continue
+                out = folder / f"{kind}-flip-{dtype}-{where or 'none'}"
+                with pytest.MonkeyPatch.context() as patched:
+                    if where and rank == 0:
+                        _plant(where, patched)
+                    try:
+                        export_live(model, out, dtype=dtype)
+                        ends[kind, dtype, where] = ""
+                    except ExportError as error:
+                        ends[kind, dtype, where] = str(error)
+                        assert not out.exists()
+    return ends
+
+
+def test_a_byte_that_changes_on_the_way_to_a_file_is_an_error(exported) -> None:
+    """One byte of one tensor, at each station between memory and file."""
+    for ends in run_ranks(_export_flipped, 2, str(exported[0])):
+        for case, message in ends.items():
+            if case[2]:
+                assert (
+                    "other bytes were written of 1 tensor(s) than their source held: " in message
+                ), case
+            else:
+                assert not message, case

@@ -306,7 +306,7 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(curves, folders, name
     alone, sharded = trained(model), curves[0]["start"]
     assert alone.keys() == sharded.keys()
     for key, value in alone.items():
-        if "magnitude" in key and case.kind == "gpt2":  # norms of columns, added up otherwise
+        if "magnitude" in key:  # norms, whose terms may be added in another order
             torch.testing.assert_close(value, sharded[key], rtol=1e-6, atol=0)
         else:
             assert torch.equal(value, sharded[key]), key

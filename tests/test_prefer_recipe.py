@@ -80,7 +80,10 @@ def lines(here: Path, output: str) -> list[dict[str, Any]]:
 def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
-        for name in [n for n in other if n in NUMBERS or n.startswith("eval_")]:
+        names = {n for n in other if n in NUMBERS or n.startswith("eval_")}
+        if abs(other["margin"]) < 1e-6:  # at first every margin is a rounding error, of any sign
+            names.discard("accuracy")
+        for name in sorted(names):
             assert one[name] == pytest.approx(other[name], rel=2e-5, abs=2e-5), (one["step"], name)
 
 

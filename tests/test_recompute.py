@@ -15,7 +15,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from sharded import apply_fsdp, init_mesh, loss_sum
+from sharded import CLOSE, apply_fsdp, init_mesh, loss_sum, relative_difference
 from test_planning import _config
 from tiny_models import rows, save, tiny_model
 from torch import Tensor, nn
@@ -167,7 +167,7 @@ def test_what_is_written_to_is_computed_again(kind, keeps_thin):
     plain = gradients(WRITES[kind], lambda layer: None)
     for host in (None, HostMemory(pin=False)):
         found = gradients(WRITES[kind], partial(SELECTIVE, host=host))
-        assert all(map(torch.equal, found, plain))
+        assert relative_difference(found, plain) < CLOSE
     if kind == "left":  # PyTorch computes the last product of a layer for nobody
         return
     # The control: without a word, but where a version counter is shared.
@@ -386,25 +386,33 @@ FP32 = ShardingConfig(param_dtype="float32", dp_replicate=1)
     "kind", ["llama", "gemma3n_text", "gpt_oss", "falcon", "llama4_text", "qwen3_moe", "xlm"]
 )
 def test_types_give_the_gradients_of_no_recomputation(kind, keeps_thin):
-    def found(mode: str) -> dict[str, Tensor]:
+    def gradients_of(mode: str, scale: float = 1.0) -> dict[str, Tensor]:
+        """Return the gradients; before the backward, parameters are multiplied by `scale`."""
         model = tiny_model(kind).train()
         for name in plan_units(model, FP32).layers if mode != "none" else ():
             layer = model.get_submodule(name)
             recompute.recompute_in_backward(layer, name=name, selective=mode == "selective")
-        loss_sum(model, rows(2)).backward()
+        loss = loss_sum(model, rows(2))
+        for parameter in model.parameters():
+            parameter.data *= scale
+        loss.backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
-    plain = found("none")
+    plain = gradients_of("none")
     for mode in ("full", "selective"):
-        grads = found(mode)
+        grads = gradients_of(mode)
         assert grads.keys() == plain.keys()
-        assert all(torch.equal(grads[name], plain[name]) for name in plain), mode
+        assert relative_difference([grads[n] for n in plain], plain.values()) < CLOSE, mode
+    wrong = gradients_of("full", 1.00002)  # the control
+    assert relative_difference([wrong[n] for n in plain], plain.values()) > 3 * CLOSE
 
 
 def sharded_gradients(rank: int, world: int, folder: str) -> dict[Any, Any]:
-    """Return what differs from no recomputation, of types with units inside of their layers."""
+    """Return how far gradients differ from those of no recomputation, for types with units inside
+    of their layers.
+    """
     recompute._THIN = 0
-    found = {}
+    found: dict[Any, Any] = {}
     for kind in ("gemma3", "zamba2"):
         path = Path(folder) / kind
         ranks.on_main(lambda kind=kind, path=path: str(save(tiny_model(kind), path, kind)))
@@ -424,9 +432,9 @@ def sharded_gradients(rank: int, world: int, folder: str) -> dict[Any, Any]:
             grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
             grads = {n: g.full_tensor() for n, g in grads.items()}
             want = plain.setdefault(sublayers, grads)
-            found[kind, sublayers, mode] = [
-                n for n in want.keys() | grads.keys() if not torch.equal(want[n], grads[n])
-            ]
+            assert want.keys() == grads.keys()
+            difference = relative_difference(grads.values(), [want[n] for n in grads])
+            found[kind, sublayers, mode] = difference
     return found
 
 
@@ -435,4 +443,4 @@ def test_units_inside_of_layers_may_gather_otherwise_the_second_time(tmp_path):
     """The profiler's marks of a gather are among what runs, and nothing is to be kept of them."""
     for found in run_ranks(sharded_gradients, 2, str(tmp_path)):
         assert len(found) == 8
-        assert not any(found.values()), found
+        assert max(found.values()) < CLOSE, found

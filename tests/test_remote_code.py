@@ -4,10 +4,14 @@ import json
 
 import pytest
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
-from distributed import run_recipe_ranks
+from distributed import run_ranks, run_recipe_ranks
+from sharded import apply_fsdp, init_mesh, loss_sum
+from tiny_models import rows
 
 from toolkit import checkpoint, cli
-from toolkit.config.settings import CheckpointConfig, ModelConfig
+from toolkit.adapters.lora import add_adapters
+from toolkit.config.lora import LoraConfig
+from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.export import consolidate
 from toolkit.loading import load_pretrained
 from toolkit.models import causal_lm
@@ -53,6 +57,36 @@ def test_code_of_a_model_may_use_what_drawing_returns(folder, monkeypatch) -> No
     (folder / "modeling_own.py").write_text(f"import torch\n{CODE}{draws}")
     cfg = ModelConfig(name_or_path=str(folder), init="random", trust_remote_code=True)
     assert causal_lm.build_on_meta(cfg).scale.shape == (7,)
+
+
+HEADLESS = """
+    def get_output_embeddings(self):
+        return None
+"""
+
+
+def losses_by_way(rank: int, world: int, folder: str) -> list[float]:
+    """Return the loss of all parameters trained and of adapters, each after a backward."""
+    found, cfg = [], ShardingConfig(param_dtype="float32")
+    for lora in (None, LoraConfig(r=2, target_modules=["q_proj"])):
+        model = causal_lm.build_on_meta(ModelConfig(folder, trust_remote_code=True))
+        model = model if lora is None else add_adapters(model, lora)
+        apply_fsdp(model, init_mesh("cpu", world, cfg), cfg)
+        load_pretrained(model, folder, "cpu")
+        loss = loss_sum(model.train(), rows(2))
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.requires_grad]
+        assert gradients
+        assert all(g is not None and g.full_tensor().isfinite().all() for g in gradients)
+        found.append(loss.item())
+    return found
+
+
+def test_a_class_without_a_known_head_takes_its_loss_from_all_logits(folder) -> None:
+    expected = run_ranks(losses_by_way, 2, str(folder))
+    (folder / "modeling_own.py").write_text(CODE + HEADLESS)
+    for found, right in zip(run_ranks(losses_by_way, 2, str(folder)), expected, strict=True):
+        assert found == pytest.approx(right, rel=1e-5)
 
 
 @pytest.mark.slow

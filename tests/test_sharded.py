@@ -230,7 +230,7 @@ def test_loaded_shards_are_the_checkpoint(world, folders):
             assert found.keys() == parameters.keys()
             assert all(torch.equal(found[n], parameters[n]) for n in found), name
             assert all(torch.equal(b, buffers[n]) for n, b in found_buffers.items()), name
-            assert torch.equal(found_logits, logits), name
+            torch.testing.assert_close(found_logits, logits, rtol=1e-5, atol=1e-6, msg=name)
         reports = [r[name][3] for r in ranks]
         asked = sum(r.bytes_requested for r in reports)
         # Conversions of experts that a rank has none of are read whole (3 ranks, 4 experts).

@@ -21,7 +21,16 @@ import torch
 import torch.distributed as dist
 from conftest import save_tiny_model
 from distributed import run_ranks
-from sharded import apply_fsdp, evaluate, init_mesh, loss_sum, sharded_of, train_step
+from sharded import (
+    CLOSE,
+    apply_fsdp,
+    evaluate,
+    init_mesh,
+    loss_sum,
+    relative_difference,
+    sharded_of,
+    train_step,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -371,7 +380,8 @@ def test_what_is_kept_is_not_what_biases_of_experts_are_added_to(experts, monkey
 
     plain = gradients("none", None)
     for host in (None, HostMemory(pin=False)):
-        assert all(map(torch.equal, gradients("selective", host), plain))
+        # A rounding to bf16 may fall to the other side; biases added twice change far more.
+        assert relative_difference(gradients("selective", host), plain) < 0.01
 
 
 @pytest.mark.parametrize("selective", [False, True])
@@ -410,7 +420,7 @@ def test_what_waits_on_the_host_gives_the_same_gradients_and_is_let_go(selective
     gc.disable()  # as in training
     try:
         with mock.patch.object(host_memory, "OnHost", Watched):
-            assert all(map(torch.equal, gradients(HostMemory(pin=False)), plain))
+            assert relative_difference(gradients(HostMemory(pin=False)), plain) < CLOSE
         assert not alive
     finally:
         gc.enable()
@@ -439,10 +449,10 @@ def test_random_state_is_kept_for_a_recomputation_that_needs_it(dropout, monkeyp
         found = gradients(True)
     kept = [call.kwargs["preserve_rng_state"] for call in used.call_args_list]
     assert kept == ([True] * 3 if dropout else [True, False, False])
-    assert all(map(torch.equal, found, gradients(False)))
+    assert relative_difference(found, gradients(False)) < CLOSE
     # The control: dropout that is not seen drops others in the recomputation.
     monkeypatch.setattr(recompute, "random_state", lambda: [torch.zeros(1)])
-    assert all(map(torch.equal, gradients(True), gradients(False))) is (not dropout)
+    assert (relative_difference(gradients(True), gradients(False)) < CLOSE) is (not dropout)
 
 
 def test_reshard_is_a_policy_of_each_unit(folders):
@@ -937,9 +947,12 @@ def test_recomputed_units_of_another_dtype_give_the_same_gradients(measured):
     for rank in measured:
         for key in ("bf16_mlp", "bf16_norms_mlp", "bf16_norms_gate"):
             again = rank[f"{key}_recompute"]
-            assert again["steps"] == rank[key]["steps"], key
+            for step, plain in zip(again["steps"], rank[key]["steps"], strict=True):
+                assert step == pytest.approx(plain, rel=1e-3), key
             for name, value in rank[key]["weights_after"].items():
-                assert torch.equal(again["weights_after"][name], value), (key, name)
+                # Adam's first steps follow signs, also those of gradients that are rounding errors.
+                moved = (again["weights_after"][name] - value).abs() > 1e-5
+                assert moved.float().mean() < 0.02, (key, name)
 
 
 @pytest.mark.slow

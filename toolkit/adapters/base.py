@@ -4,7 +4,8 @@ It is the `adapter` entry of state.json and of the manifest.
 
 [Note: digest of a base] It covers of every tensor name, dtype, shape and four blocks of its bytes:
 a base that was trained on, merged or quantised otherwise differs in all of them. Every byte would
-cost a second read of the whole base on each start.
+cost a second read of the whole base before each load. Once the base is loaded, its checksums in
+memory are compared with those of the first start, which cover every byte.
 """
 
 import hashlib
@@ -17,7 +18,14 @@ from torch import nn
 from toolkit.errors import CheckpointError, LoadingError
 from toolkit.formats import DTYPE_NAMES, assets_of, read_weights, weight_files
 from toolkit.models.causal_lm import vocabulary_size
-from toolkit.models.peft_model import ADAPTER, adapter_config, base_of, has_adapters
+from toolkit.models.packed_linear import packed_weights
+from toolkit.models.peft_model import (
+    ADAPTER,
+    adapter_config,
+    base_of,
+    has_adapters,
+    unwrapped_base,
+)
 from toolkit.models.quantise import quantisation_settings
 
 _BLOCK, _BLOCKS = 4096, 4  # bytes of a block, and how many of a tensor
@@ -62,8 +70,9 @@ def adapter_entry(model: nn.Module) -> dict[str, Any]:
 
     `digest` of a random start is `random, seed N`; `dtype` is that of the stored base, `quantised`
     how it is held in 4 bits (None: it is not), `rows` those of a resized embedding, else None,
-    `continued` the stage that `lora.from` named, if there is one.
-    Reads no file; CheckpointError where the base was not filled.
+    `continued` the stage that `lora.from` named, if there is one; `sums` are the checksums of its
+    tensors in memory (None: no file was loaded), `sums_on` the kind of device. Reads no file;
+    CheckpointError where the base was not filled.
     """
     entry = _entry(model)
     if entry["digest"] is None:
@@ -90,6 +99,8 @@ def _entry(model: nn.Module) -> dict[str, Any]:
         "quantised": quantised,
         "rows": vocabulary_size(base_of(model)) if assets.resized else None,
         **({} if assets.continued is None else {"continued": assets.continued}),
+        "sums": assets.base_sums,
+        "sums_on": next(model.parameters()).device.type,
     }
 
 
@@ -134,6 +145,7 @@ def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: obj
                 f"{_stored_text(key, before.get(key))}, this is {_stored_text(key, now[key])}. "
                 f"{remedy}, or give another output_dir"
             )
+    _refuse_other_values(model, before, now, checkpoint)
     then, config = before.get("config") or {}, now["config"]
     names = [n for n in {**then, **config} if n not in _TOLD_BY_PATH | {"peft_version"}]
     # A setting that another version of PEFT does not know is off there.
@@ -143,6 +155,29 @@ def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: obj
         raise CheckpointError(
             f"{checkpoint} has other adapters: {pairs}. Give the lora settings it was trained "
             "with, or another output_dir"
+        )
+
+
+def _refuse_other_values(
+    model: nn.Module, before: dict[str, Any], now: dict[str, Any], checkpoint: object
+) -> None:
+    """Refuse a loaded base whose tensors do not have the checksums of the run's first start."""
+    then, sums = before.get("sums"), now["sums"]
+    if not isinstance(then, dict) or sums is None:
+        return
+    # Devices of another kind may round differently when they quantise.
+    skipped = set[str]()
+    if before.get("sums_on") != now["sums_on"]:
+        with unwrapped_base(model) as base:
+            skipped = {*packed_weights(base)}
+    wrong = sorted(n for n in then.keys() & sums.keys() - skipped if then[n] != sums[n])
+    if wrong:
+        shown = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
+        raise CheckpointError(
+            f"{checkpoint}: the base {now['name_or_path']} is not in memory what the run started "
+            f"from: {len(wrong)} tensor(s) differ: {shown}. If its files changed, restore them. "
+            "Else a device, the disk or the memory of a machine is at fault: start again, without "
+            "that machine if it happens again"
         )
 
 

@@ -1,14 +1,12 @@
 """Resuming: the newest checkpoint that verifies, and the state of a run out of it."""
 
 import itertools
-import math
 import time
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
@@ -40,6 +38,7 @@ from toolkit.formats import (
 )
 from toolkit.formats.bit_sums import part_sums, wrapped
 from toolkit.formats.layout import cut_by_rows
+from toolkit.formats.whole_sums import holders
 from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background, seed_everything
@@ -274,16 +273,8 @@ def tensors_with_other_sums(tensors: Tensors, expected: dict[str, int]) -> list[
     return [
         name
         for (name, tensor), total in zip(tensors.items(), sums, strict=True)
-        if total != wrapped(expected[name] * _holders(tensor))
+        if total != wrapped(expected[name] * holders(tensor))
     ]
-
-
-def _holders(tensor: torch.Tensor) -> int:
-    """Return how many ranks hold the same part of `tensor`."""
-    if not isinstance(tensor, DTensor):
-        return ranks.world_size()
-    mesh = tensor.device_mesh
-    return math.prod(mesh.size(d) for d, p in enumerate(tensor.placements) if p.is_replicate())
 
 
 def _metadata(checkpoint: Folder) -> Metadata:

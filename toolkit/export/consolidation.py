@@ -4,7 +4,7 @@
 metadata and of the model's config, and that the chunks cover each tensor once. While a tensor is
 read: the sum of its bits, against the one taken from live memory when it was saved. Where there is
 none such, the sha256 of the shard files, at the beginning. A checkpoint of another tool has no
-hashes: only its structure is checked.
+hashes: only its structure is checked. When a file is written: see [Note: proof of an export].
 """
 
 import functools
@@ -53,7 +53,8 @@ def consolidate(
 
     Key names are those of the source checkpoint, tied weights are written once; config, generation
     config, tokenizer and a manifest of all of it come along. The folder appears under its name only
-    when it is complete. Costs one read and one write of the weights, and blocks of 1 MB of memory;
+    when it is complete. Costs one read of the checkpoint, one write of the weights and one read of
+    what was written (see [Note: proof of an export]), and blocks of 1 MB of memory;
     of tensors that transformers converts (fused experts) the memory of the largest group.
 
     Args:
@@ -108,7 +109,8 @@ def consolidate(
     tensors.check()
     for family in tied_families(plan.model).values():
         tensors.check_same([name for name in family if name in tensors.keys])
-    write_export(plan, target, read_group=read, origin=origin)
+    source_sum = tensors.source_sum if read_group is None else lambda *_: None
+    write_export(plan, target, read_group=read, origin=origin, source_sum=source_sum)
     return str(Path(output).expanduser())
 
 

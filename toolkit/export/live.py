@@ -7,6 +7,7 @@ rank 0 enters it too: however slow the disk is, no accelerator collective is lef
 
 import functools
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -24,6 +25,7 @@ from toolkit.checkpoint.commit import EXPORTS, step_name
 from toolkit.checkpoint.facts import run_facts
 from toolkit.checkpoint.local_folder import is_refusal
 from toolkit.checkpoint.run_folder import set_export_aside
+from toolkit.checkpoint.shard_plan import written_here
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ExportError
 from toolkit.export.plan import (
@@ -35,9 +37,12 @@ from toolkit.export.plan import (
     parse_options,
 )
 from toolkit.export.writer import check_output, write_export
-from toolkit.formats import ExportGroup, Tensors, assets_of
+from toolkit.formats import ExportGroup, Tensors, assets_of, local_tensor
+from toolkit.formats.bit_sums import part_sums
+from toolkit.formats.layout import cut_by_rows
 from toolkit.models.peft_model import has_adapters, model_tensors
 
+_SumRequest = dict[str, list[torch.dtype]]  # stored name -> dtypes of its exported copies
 _PREFIX = "model."  # what `model_tensors` puts before a parameter's name
 
 
@@ -53,9 +58,10 @@ def export_live(
     """Write the weights of a sharded model as a Hugging Face folder; return its path. Collective.
 
     The folder is that of `consolidate` on a checkpoint of the same weights (of a model with
-    adapters the PEFT folder), to the byte, but for what its manifest says of its origin. Costs one
-    all-gather of the model, in which a rank holds one tensor or converted group at a time, and rank
-    0's write; the other ranks wait.
+    adapters the PEFT folder), to the byte, but for what its manifest says of its origin. The files
+    are proven to hold what the ranks' memory held; see [Note: proof of an export]. Costs one pass
+    over each rank's parts, one all-gather of the model, in which a rank holds one tensor or
+    converted group at a time, and rank 0's write and read of the files; the other ranks wait.
 
     Args:
         model: of `build_on_meta`, with its weights; sharded or not.
@@ -64,7 +70,8 @@ def export_live(
         origin: for the export's manifest: `checkpoint` (sha256 of its manifest), `step`, `run`.
         may_fail: a disk that is full or broken makes a warning, and the path is "".
 
-    ExportError: on every rank: the output is in the way, there is no space, or a write failed.
+    ExportError: on every rank: the output is in the way, there is no space, a write failed, or the
+        files hold other bytes than memory (it names the tensors; nothing is left).
     """
     tensors = {n.removeprefix(_PREFIX): t for n, t in model_tensors(model).items()}
     if ranks.rank() != 0:
@@ -74,11 +81,13 @@ def export_live(
         override, limit = parse_options(dtype, max_shard_size)
         target = check_output(output)
         plan, facts = _plan_live(model, tensors, override, limit)
+        sums = _sum_here(tensors, ranks.broadcast(_dtypes_by_tensor(plan)))
         write_export(
             plan,
             target,
             read_group=functools.partial(_gather_group, plan, tensors),
             origin={**(origin or {}), **facts, "dtype": dtype},
+            source_sum=lambda *tensor: sums.get(tensor),
         )
         return str(Path(output).expanduser())
 
@@ -158,11 +167,57 @@ def _gather_group(plan: ExportPlan, tensors: Tensors, group: ExportGroup) -> Ten
 
 
 def _serve(tensors: Tensors) -> None:
-    """Take part in the gathers that rank 0 asks for, until it is done or has failed."""
-    names: list[str] | None
-    while (names := ranks.broadcast(None)) is not None:
-        for name in names:
+    """Take part in the sums and gathers that rank 0 requests, until it is done or has failed."""
+    request: _SumRequest | list[str] | None
+    while (request := ranks.broadcast(None)) is not None:
+        if isinstance(request, dict):
+            _sum_here(tensors, request)
+            continue
+        for name in request:
             _whole(tensors[name])
+
+
+def _dtypes_by_tensor(plan: ExportPlan) -> _SumRequest:
+    """Return stored name -> the dtypes in which the plan exports it."""
+    dtypes: _SumRequest = {}
+    for group in plan.groups:
+        exported = {plan.tensors[plan.names[name]].dtype for name in group.outputs}
+        for name in group.sources:
+            wanted = dtypes.setdefault(plan.stored[name], [])
+            wanted += sorted(exported - {*wanted}, key=str)
+    return dtypes
+
+
+@torch.no_grad()
+def _sum_here(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torch.dtype], int]:
+    """Return the sums of whole tensors, cast to the dtypes of `request`, from the memory of all
+    ranks; see [Note: proof of an export]. Collective; each rank reads its parts once a dtype.
+
+    A tensor that is not cut by rows has none, and rank 0 says so.
+    """
+    pairs = [(name, dtype) for name, dtypes in request.items() for dtype in dtypes]
+    pairs = [(name, dtype) for name, dtype in pairs if cut_by_rows(tensors[name])]
+    chosen = written_here({name: tensors[name] for name, _ in pairs})  # of replicas one
+    shares = [
+        part_sums(_cast(tensors[name], dtype))[1] if name in chosen else torch.tensor(0)
+        for name, dtype in pairs
+    ]
+    totals = ranks.totals([int(share) for share in shares])
+    if totals is None:
+        return {}  # of ranks that do not exist
+    if ranks.rank() == 0 and (without := len(request.keys() - {name for name, _ in pairs})):
+        ranks.show(f"NOTE: {without} tensors are not cut by rows: of them only the write is proven")
+    return dict(zip(pairs, totals, strict=True))
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `tensor` in `dtype`, with the one NaN that a cast on the CPU gives."""
+    if tensor.dtype == dtype:
+        return tensor
+    cast = tensor.detach().to(dtype)
+    if dtype.is_floating_point and cast.device.type != "cpu":
+        local_tensor(cast).nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
+    return cast
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

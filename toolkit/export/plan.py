@@ -6,8 +6,9 @@ A checkpoint on the disk and a model that is still training give the same plan, 
 import copy
 import json
 import math
+import re
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from toolkit.formats import (
     convert_back,
     export_groups,
     in_one_piece,
+    loaded_as,
     source_keys,
     use_source_names,
 )
@@ -167,6 +169,7 @@ def make_plan(
     groups = _under_source_names(model, groups)
     default = _config_dtype(assets)
     names = {name: _spelling(name, model) for group in groups for name in group.outputs}
+    names |= _converted_names(model, groups, names)
     beside = {} if carried is None else carried.tensors
     beside = {name: tensor for name, tensor in beside.items() if name not in names.values()}
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -226,6 +229,46 @@ def _under_source_names(model: PreTrainedModel, groups: list[ExportGroup]) -> li
         return ExportGroup(group.sources, dict.fromkeys(found, shape), False)
 
     return [named(group) for group in groups]
+
+
+def _converted_names(
+    model: PreTrainedModel, groups: list[ExportGroup], names: Mapping[str, str]
+) -> dict[str, str]:
+    """Return output -> source key for converted groups whose `names` the source does not have.
+
+    transformers may load several spellings of a key (`layers` and `blocks` in kimi_k25) and writes
+    one. Outputs and source keys that load into one parameter by one pattern are paired in natural
+    order, in which the loader merges them.
+    """
+    source = assets_of(model).source
+    if source is None:
+        return {}
+    converted = (group for group in groups if group.converted)
+    unknown = [group for group in converted if any(names[n] not in source for n in group.outputs)]
+    if not unknown:
+        return {}
+    outputs = [name for group in unknown for name in group.outputs]
+    wanted, known = _by_slot(model, outputs), _by_slot(model, source)
+    pairs: dict[str, str] = {}
+    for slot, members in wanted.items():
+        if len(members) == len(known.get(slot, ())):
+            pairs |= zip(members, known[slot], strict=True)
+    return pairs
+
+
+def _by_slot(model: PreTrainedModel, keys: Iterable[str]) -> dict[tuple[str, str], list[str]]:
+    """Return (parameter, pattern of the converter) -> the keys that load through it, in order."""
+    slots: dict[tuple[str, str], list[str]] = {}
+    for key, target, pattern in loaded_as(model, keys):
+        if pattern is not None:
+            slots.setdefault((target, pattern), []).append(key)
+    return {slot: sorted(members, key=_natural) for slot, members in slots.items()}
+
+
+def _natural(key: str) -> list[tuple[str, int]]:
+    """Return a sort key by which `experts.2` and `expert_2` come before `experts.10`."""
+    parts = [re.fullmatch(r"(.*?)(\d*)", part) for part in key.split(".")]
+    return [(part[1], int(part[2] or -1)) for part in parts if part]
 
 
 def _match(model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str) -> dict[str, str]:

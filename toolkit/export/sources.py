@@ -52,6 +52,11 @@ class SavedTensors:
         self.prefix, self.keys = parameter_names(source, names)
         self._sums = source.sums()
 
+    def source_sum(self, name: str, dtype: torch.dtype) -> int | None:
+        """Return the sum that was saved with a tensor, if it is exported in its own dtype."""
+        key = self.keys[name]
+        return self._sums.get(key) if self.source.tensors[key][0] == dtype else None
+
     def shapes(self) -> TensorShapes:
         """Return parameter name -> dtype and shape."""
         return {name: self.source.tensors[key] for name, key in self.keys.items()}

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from toolkit.checkpoint.commit import CHECKPOINTS
 from toolkit.errors import ExportError
 from toolkit.export.plan import ExportPlan
+from toolkit.export.proof import ExportProof, SourceSum
 from toolkit.export.weight_file import TensorValues, write_file
 from toolkit.formats import ExportGroup, StoredTensor, export_manifest
 from toolkit.formats.synced_files import sync, sync_above
@@ -56,25 +57,34 @@ def _is_whole(folder: Path) -> bool:
 
 
 def write_export(
-    plan: ExportPlan, target: Path, *, read_group: ReadGroup, origin: dict[str, Any]
+    plan: ExportPlan,
+    target: Path,
+    *,
+    read_group: ReadGroup,
+    origin: dict[str, Any],
+    source_sum: SourceSum = lambda *_: None,
 ) -> None:
-    """Write the folder of `plan` as `target` (of `check_output`), whole or not at all.
+    """Write the folder of `plan` as `target` (of `check_output`), completely or not at all.
 
     Args:
         read_group: called for each group, in the order of the files.
-        origin: what the manifest says of where the weights come from.
+        origin: the manifest's entry on where the weights come from.
+        source_sum: the sums that written tensors must have; see [Note: proof of an export].
 
     Raises:
-        ExportError: no space, or files of others in the way.
+        ExportError: no space, files of others in the way, or other bytes in the files than in the
+            source.
     """
+    proof = ExportProof(plan, source_sum)
     with _staged(target) as folder:
         _check_space(plan, folder)
         for name, content in plan.assets.items():
             (folder / name).write_bytes(content)
         described = export_manifest.describe(folder, sorted(plan.assets))
-        for part in _write_files(plan, folder, read_group):
+        for part in _write_files(plan, folder, read_group, proof):
             described["files"].update(part["files"])
             described["tensors"].update(part["tensors"])
+        proof.finish()
         for name in described["files"]:
             sync(folder / name)
         known = {"checkpoint": None, "step": None, "run": None, **origin}
@@ -83,15 +93,28 @@ def write_export(
         export_manifest.write(folder, described, known)
 
 
-def _write_files(plan: ExportPlan, folder: Path, read_group: ReadGroup) -> Iterator[dict[str, Any]]:
-    """Write the weight files; yield what `write_file` says of each."""
+def _write_files(
+    plan: ExportPlan, folder: Path, read_group: ReadGroup, proof: ExportProof
+) -> Iterator[dict[str, Any]]:
+    """Write the weight files and check each; yield the manifest's entries of each file."""
     files: dict[str, dict[str, StoredTensor]] = {}
     for name, place in plan.tensors.items():
         files.setdefault(place.file.name, {})[name] = place
-    values = _values(plan, [n for places in files.values() for n in places], read_group)
+    order = [name for places in files.values() for name in places]
+    values, position = _values(plan, order, read_group, proof), {n: i for i, n in enumerate(order)}
+    unchecked = sorted(plan.groups, key=lambda g: _last_position(plan, g, position), reverse=True)
+    written = 0
     with _progress(_weight_bytes(plan)) as bar:
         for file, places in files.items():
             yield write_file(folder / file, plan.headers[file], places, values, bar.update)
+            written += len(places)
+            while unchecked and _last_position(plan, unchecked[-1], position) < written:
+                proof.check(folder, unchecked.pop())
+
+
+def _last_position(plan: ExportPlan, group: ExportGroup, position: dict[str, int]) -> int:
+    """Return the position, in the order of writing, of the last output of a group."""
+    return max(position[plan.names[name]] for name in group.outputs)
 
 
 def _weight_bytes(plan: ExportPlan) -> int:
@@ -105,7 +128,9 @@ def _progress(total: int) -> tqdm:
     return tqdm(total=total, desc="export", leave=False, **options)
 
 
-def _values(plan: ExportPlan, names: list[str], read_group: ReadGroup) -> Iterator[TensorValues]:
+def _values(
+    plan: ExportPlan, names: list[str], read_group: ReadGroup, proof: ExportProof
+) -> Iterator[TensorValues]:
     """Yield the values of the exported tensors `names`; one group is held at a time.
 
     Outputs of a group are next to each other in a file, unless they have several dtypes or begin
@@ -120,7 +145,7 @@ def _values(plan: ExportPlan, names: list[str], read_group: ReadGroup) -> Iterat
             values = read_group(group) if group.sources else plan.copied(group)
             held = {plan.names[n]: value for n, value in values.items()}
             del values  # each tensor goes when it is written
-        yield held.pop(name)
+        yield proof.record(group_of[name], name, held.pop(name))
 
 
 @contextlib.contextmanager

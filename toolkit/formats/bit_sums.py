@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.formats.layout import local_slices, local_tensor
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # spreads the numbers of rows over all bits, as int64
 _ROWS = 2**22  # whose factors are in memory at a time
 
@@ -32,7 +32,7 @@ def bit_sums(rows: torch.Tensor) -> torch.Tensor:
     whole = flat.shape[1] * size // 8 * 8 // size  # values that fill integers of 8 bytes
     if whole == flat.shape[1]:
         return flat.view(torch.int64).sum(1)
-    rest = flat[:, whole:].contiguous().view(_INTEGERS[size]).sum(1, dtype=torch.int64)
+    rest = flat[:, whole:].contiguous().view(INTEGERS[size]).sum(1, dtype=torch.int64)
     return rest + bit_sums(flat[:, :whole].contiguous()) if whole else rest
 
 

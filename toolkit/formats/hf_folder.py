@@ -92,6 +92,8 @@ class HFAssets:
     digest: str | None = None  # what identifies the source's weights, once it was asked for
     continued: dict[str, Any] | None = None
     """Stage that the adapters of a run continue, as manifests describe it; None: new adapters."""
+    base_sums: dict[str, int] | None = None
+    """Checksum of each tensor of a loaded base under adapters, as memory holds it."""
 
     def save(self, folder: Path) -> None:
         """Write the assets into an existing `folder`, for `HFAssets.load`."""

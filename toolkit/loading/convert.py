@@ -122,10 +122,13 @@ def run_loader(
     """Call transformers' loader on `sources`; return its account of keys."""
     load = transformers_private("core_model_loading", "convert_and_load_state_dict_in_model")
     transformers_private("core_model_loading", _WRAP)
+    mapping = copy.deepcopy(assets_of(model).conversions)
+    for converter in split_mapping(mapping)[1] if home.type == "meta" else ():
+        converter.force_cpu = False  # set for very large tensors, which on meta have no bytes
     config = transformers_private("modeling_utils", "LoadStateDictConfig")(
         device_map={"": home},
         dtype=next(model.parameters()).dtype,
-        weight_mapping=copy.deepcopy(assets_of(model).conversions),
+        weight_mapping=mapping,
     )
 
     def wrap(part: torch.Tensor, reference: DTensor) -> DTensor:

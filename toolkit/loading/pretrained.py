@@ -26,6 +26,7 @@ from toolkit.loading.materialisation import (
     replace,
     settle,
 )
+from toolkit.loading.proof import base_sums, prove_load, refuse_not_finite
 from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
@@ -42,6 +43,7 @@ class LoadReport:
     file_bytes: int  # bytes of those tensors
     bytes_requested: int  # bytes of the slices that this rank asked for
     seconds: float
+    proof: str = ""  # a line on what was compared with the files, if that was asked for
 
 
 def load_or_init(
@@ -71,11 +73,14 @@ def load_or_init(
         say(f"{what}random, drawn from seed {seed}")
     else:
         folder = ranks.collective(formats.local_folder)(cfg.name_or_path, cfg.revision)
-        report = load_pretrained(model, folder, target, seed=seed, home=home)
+        # A resumed base is compared with the sums of its first start.
+        report = load_pretrained(model, folder, target, seed=seed, home=home, prove=not empty)
         say(
             f"{what}{cfg.name_or_path}: {report.tensors} tensors, {size_text(report.file_bytes)}; "
             f"this rank read {size_text(report.bytes_requested)} in {report.seconds:.1f} s"
         )
+        if report.proof:
+            say(report.proof)
 
 
 def load_pretrained(
@@ -85,6 +90,7 @@ def load_pretrained(
     *,
     seed: int = 0,
     home: torch.device | None = None,
+    prove: bool = True,
 ) -> LoadReport:
     """Materialise `model` on `device` with the weights of a Hugging Face checkpoint. Collective.
 
@@ -97,10 +103,13 @@ def load_pretrained(
         seed: of what the checkpoint lacks: the head of a new reward model, and the adapters' first
             values; the same for any number of ranks.
         home: where parameters live, if not on `device` (`Sharded.home`).
+        prove: compare memory with the files, which are read a second time; see [Note: proof of a
+            load].
 
     Raises:
         LoadingError: on every rank, with the tensors named: missing or unexpected keys, other
-            shapes, a damaged file, a parameter left on meta.
+            shapes, a damaged file, a parameter left on meta, values that are not those of the
+            file, NaN or infinity in what is trained.
     """
     begun, target = time.perf_counter(), torch.device(device)
     folder = ranks.collective(formats.local_folder)(str(path))
@@ -112,11 +121,18 @@ def load_pretrained(
         with mock.patch.object(base, "is_custom_code", plain_class(base).is_custom_code):
             info, counts = _stream(base, folder, str(path), target, home or target)
             _settle(base, target, home or target, folder, info, frozen, seed)
+        seconds, proof = time.perf_counter() - begun, ""
+        if prove:
+            files = formats.weight_files(folder, str(path))
+            proof = prove_load(base, ranks.on_all(lambda: _entries(base, files)))
+        sums = base_sums(base) if has_adapters(model) else None
     if has_adapters(model):
         digest = ranks.on_main(lambda: base_digest(folder, str(path)))
         record_base(model, str(path), folder, digest)
+        formats.assets_of(model).base_sums = sums
     begin_adapters(model, target, home, seed)
-    return LoadReport(*counts, time.perf_counter() - begun)
+    refuse_not_finite(model, str(path))
+    return LoadReport(*counts, seconds, proof)
 
 
 @ranks.collective

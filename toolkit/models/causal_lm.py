@@ -31,6 +31,7 @@ from toolkit.models.classes import (
     mapped_class,
     plain_name,
 )
+from toolkit.models.config_ranges import check_ranges
 from toolkit.models.kernels import check_kernels, use_kernels
 from toolkit.models.layers import tied_names
 from toolkit.models.patterns import matching_parameters
@@ -261,6 +262,7 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the file comes from outside: it may hold anything
         raise ModelError(f"{file} cannot be used: {one_line(error, 400)}; correct it") from error
+    check_ranges(content, file)
     found = next((v for k, v in formats.nested_items(content) if k == QUANTISED and v), None)
     if found and reader_of(config) is None:
         kind = found.get("quant_method", found) if isinstance(found, dict) else found
@@ -391,14 +393,26 @@ def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
         return {}
     settings = model.config.get_text_config().to_dict()
     shapes = {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
+    ties, fault = tied_names(model), ""
     try:
         with torch.device("meta"):
             model.resize_token_embeddings(size, mean_resizing=False)
+            model.tie_weights()
     except Exception as error:  # the code of any model
+        fault = one_line(error, 200)
+    if not fault and (rows := vocabulary_size(model)) != size:
+        fault = f"its embedding still has {rows} rows, expected {size}"
+    if fault:
         raise ModelError(
             f"model.resize_embeddings: transformers cannot give {type(model).__name__} another "
-            f"number of tokens: {one_line(error, 200)}"
-        ) from error
+            f"number of tokens: {fault}. Leave the setting out, and give a tokenizer of at most "
+            f"{before} tokens (model.tokenizer_name_or_path)"
+        )
+    # A setter may put one parameter in two places that the source stores apart (reformer's biases).
+    for alias in tied_names(model).keys() - ties.keys():
+        path, _, leaf = alias.rpartition(".")
+        apart = nn.Parameter(torch.empty_like(model.get_parameter(alias)))
+        setattr(model.get_submodule(path), leaf, apart)
     now = model.config.get_text_config().to_dict().items()
     changed = {k: v for k, v in now if type(v) is int and v != settings.get(k)}
     # Not the vocabulary of another section, which images or sound have.

@@ -66,8 +66,17 @@ def _text_modules(base: nn.Module) -> list[nn.Module]:
     decoder = base.get_decoder()
     if decoder is None or decoder is base:
         return []
-    ends = (base.get_input_embeddings(), base.get_output_embeddings(), getattr(base, HEAD, None))
+    ends = (base.get_input_embeddings(), _output_embeddings(base), getattr(base, HEAD, None))
     return [decoder, *(end for end in ends if end is not None)]
+
+
+def _output_embeddings(base: PreTrainedModel) -> nn.Module | None:
+    """Return the head that makes logits; a class that names none may hold a language model that
+    does (nemotron_h_omni: `language_model.lm_head`).
+    """
+    inner = (module for module in base.modules() if isinstance(module, PreTrainedModel))
+    heads = (module.get_output_embeddings() for module in inner)
+    return next((head for head in heads if head is not None), None)
 
 
 def _outer(name: str) -> list[str]:

@@ -234,7 +234,9 @@ def _find_out(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -
         for name, value in inputs.items()
         if isinstance(value, torch.Tensor) and value.shape == targets.shape
     }
+    forwards = list[nn.Module]()  # that began
     with (
+        model.register_forward_pre_hook(lambda module, _: forwards.append(module)),
         torch.no_grad(),
         forked_rng(targets.device),
         torch.compiler.set_stance("force_eager"),  # not worth a compilation
@@ -247,8 +249,9 @@ def _find_out(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -
             # The model does something with its logits that others do not bear. Any other fault
             # shows itself again on the way that computes the loss from logits.
             why = str(error) if isinstance(error, _OtherUse) else one_line(error)
-            # A forward that ended half-way leaves a sharded model in the middle of one.
-            if callable(recover := getattr(model, "reset_iter_state", None)):
+            # A forward that ended half-way leaves a sharded model in the middle of one. Before its
+            # first forward FSDP2 has no state that could be reset.
+            if forwards and callable(recover := getattr(model, "reset_iter_state", None)):
                 recover()
     ranks.say(
         f"loss: from all logits of a micro-batch at once, which takes more memory: "

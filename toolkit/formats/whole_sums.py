@@ -1,0 +1,82 @@
+"""Checksums of whole tensors in the memory of all ranks; see [Note: bit sums]."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from toolkit import ranks
+from toolkit.formats.bit_sums import INTEGERS, part_sums, wrapped
+from toolkit.formats.layout import cut_by_rows, local_tensor
+
+_BLOCK = 2**24  # elements that are widened to 64 bits at a time
+
+
+@dataclass(frozen=True)
+class WholeSum:
+    """The checksum of a tensor whose parts are on several ranks."""
+
+    first: int  # over the first copy of each part
+    copies: int  # over every copy
+    holders: int  # ranks that hold a copy of the same part
+
+    def is_of(self, expected: int) -> bool:
+        """Return whether every copy has the `expected` checksum."""
+        return self.first == expected and self.is_alike()
+
+    def is_alike(self) -> bool:
+        """Return whether all copies have one checksum."""
+        return self.copies == wrapped(self.first * self.holders)
+
+
+def whole_sums(
+    tensors: Mapping[str, torch.Tensor],
+    part: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: part_sums(tensor)[1],
+) -> dict[str, WholeSum] | None:
+    """Return the checksum of each tensor, from the memory of all ranks. Collective.
+
+    Args:
+        tensors: of the same names on every rank; those that are not cut by rows are skipped.
+        part: the checksum of this rank's part; checksums of parts must add up.
+
+    Returns:
+        None if the other ranks do not exist (`fake_world`). Costs one read of the parts.
+    """
+    names = [name for name, tensor in tensors.items() if cut_by_rows(tensor)]
+    shares = [int(part(tensors[name])) for name in names]
+    firsts = [s * _is_first_copy(tensors[n]) for s, n in zip(shares, names, strict=True)]
+    totals = ranks.totals(firsts + shares)
+    if totals is None:
+        return None
+    pairs = zip(totals[: len(names)], totals[len(names) :], strict=True)
+    return {n: WholeSum(*pair, holders(tensors[n])) for n, pair in zip(names, pairs, strict=True)}
+
+
+@torch.no_grad()
+def element_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bits of this rank's elements, 0-d int64 on its device: the same for any
+    order of the elements. A single changed bit changes it.
+    """
+    flat = local_tensor(tensor).detach().contiguous().reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for block in flat.split(_BLOCK):
+        total += block.view(INTEGERS[block.element_size()]).sum(dtype=torch.int64)
+    return total
+
+
+def holders(tensor: torch.Tensor) -> int:
+    """Return how many ranks hold the same part of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return ranks.world_size()
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(d) for d, p in enumerate(tensor.placements) if p.is_replicate())
+
+
+def _is_first_copy(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return ranks.rank() == 0
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    places = zip(coordinate, tensor.placements, strict=True)
+    return not any(place for place, placement in places if placement.is_replicate())

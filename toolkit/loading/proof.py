@@ -1,0 +1,203 @@
+"""Proof that a loaded model holds the bytes of its files.
+
+[Note: proof of a load] After a load, each rank sums the bits of its parts where they are, on the
+device. The files are read once more, divided among the ranks, cast as the load cast them, and
+summed; both must agree. So a byte that changed between file and memory is an error that names the
+tensor. A run with adapters keeps the sums of its base in each checkpoint: a resume compares with
+those and does not read the files again.
+
+Tensors that are merged, split or turned while they are loaded (fused experts) are compared by a sum
+that does not depend on the order of the elements. Not compared: tensors that a load computes
+(4-bit and 8-bit weights, rows that `resize_embeddings` adds).
+
+Costs a read of the files by all ranks together, which the page cache of a machine may still hold.
+"""
+
+import collections
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit import formats, ranks
+from toolkit.errors import LoadingError
+from toolkit.formats.bit_sums import sums_of_rows, wrapped
+from toolkit.formats.whole_sums import element_sum, whole_sums
+from toolkit.loading.convert import LoadGroup, load_groups
+from toolkit.models.layers import tied_names
+from toolkit.models.packed_linear import packed_weights
+from toolkit.tables import size_text
+
+# Conversions that move elements and change none.
+_MOVES = {
+    *("Chunk", "Concatenate", "MergeModulelist", "SplitModulelist", "Transpose"),
+    *("PermuteForRope", "Force16BytesAlignment"),
+}
+
+
+def own_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the parameters and saved buffers of `model`, tied ones once."""
+    aliases = tied_names(model)
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if name not in aliases}
+
+
+def base_sums(model: PreTrainedModel) -> dict[str, int]:
+    """Return the checksums of the tensors of a loaded base, for its checkpoints. Collective.
+
+    LoadingError: copies of one tensor differ on the ranks.
+    """
+    sums = whole_sums(own_tensors(model)) or {}
+    if different := sorted(name for name, total in sums.items() if not total.is_alike()):
+        raise ranks.mark_collective(
+            LoadingError(_fault("the ranks hold different copies", different))
+        )
+    return {name: total.first for name, total in sums.items()}
+
+
+def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTensor]) -> str:
+    """Compare the tensors of a loaded `model` with its files, whose tensors are `entries`; return a
+    log line. Collective; see [Note: proof of a load].
+
+    LoadingError names the tensors that differ.
+    """
+    begun = time.perf_counter()
+    tensors = own_tensors(model)
+    plain, moved, skipped = ranks.on_all(lambda: _comparable(model, entries, tensors))
+    in_memory = whole_sums({name: tensors[name] for name in plain})
+    reordered = whole_sums({name: tensors[name] for name in moved}, element_sum)
+    if in_memory is None or reordered is None:
+        return ""
+    groups = plain | moved
+    order = sorted(groups, key=lambda name: (-_bytes(groups[name], entries), name))
+    mine = set(order[ranks.rank() :: ranks.world_size()])
+
+    def read() -> list[int]:
+        return [
+            _file_sum(groups[name], entries, tensors[name].dtype, in_rows=name in plain)
+            if name in mine
+            else 0
+            for name in groups
+        ]
+
+    in_files = ranks.totals(ranks.on_all(read))
+    sums = in_memory | reordered
+    pairs = zip(groups, in_files or (), strict=True)
+    wrong = [name for name, total in pairs if name in sums and not sums[name].is_of(total)]
+    if wrong:
+        folder = entries[groups[wrong[0]].keys[0]].file.parent
+        raise ranks.mark_collective(
+            LoadingError(_fault(f"memory does not hold what is in {folder}", sorted(wrong)))
+        )
+    size = size_text(sum(_bytes(groups[name], entries) for name in groups))
+    omitted = f"; {skipped} tensors that a load computes were not compared" if skipped else ""
+    return (
+        f"proven     {len(groups)} tensors, {size}, are in memory as in their files "
+        f"({time.perf_counter() - begun:.1f} s){omitted}"
+    )
+
+
+def refuse_not_finite(model: nn.Module, path: str) -> None:
+    """Raise a LoadingError if a trained parameter of a loaded `model` holds NaN or infinity; log a
+    warning for frozen ones. Collective; reads this rank's parts once.
+    """
+    packed = packed_weights(model)  # bytes that are no numbers
+    parameters = {
+        n: p for n, p in model.named_parameters() if n not in packed and p.is_floating_point()
+    }
+    names = sorted(parameters)
+    finite = [bool(formats.local_tensor(parameters[name]).isfinite().all()) for name in names]
+    bad = [
+        n for n, is_bad in zip(names, ranks.any_of([not f for f in finite]), strict=True) if is_bad
+    ]
+    trained = [name for name in bad if parameters[name].requires_grad]
+    if trained:
+        raise ranks.mark_collective(
+            LoadingError(
+                f"the checkpoint {path} already has non-finite values (NaN or infinity) in "
+                f"{_first_names(trained)}. Training would keep and spread them: use another copy "
+                "or revision of the checkpoint, or replace these values"
+            )
+        )
+    if bad:
+        ranks.say(
+            f"WARNING: the checkpoint {path} has non-finite values (NaN or infinity) in "
+            f"{_first_names(bad)}, which is frozen: a loss that depends on them is NaN, and "
+            "exports hold them"
+        )
+
+
+def _first_names(names: list[str]) -> str:
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+
+
+def _fault(problem: str, names: list[str]) -> str:
+    return (
+        f"{problem}: {len(names)} tensor(s) differ after the load: {_first_names(names)}. A "
+        "device, its driver, the disk or the memory of a machine is at fault; start again, without "
+        "that machine if it happens again"
+    )
+
+
+def _comparable(
+    model: PreTrainedModel,
+    entries: Mapping[str, formats.StoredTensor],
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, LoadGroup], dict[str, LoadGroup], int]:
+    """Return parameter -> its group: of the parameters that are copied, and of those whose elements
+    are moved. Third is the number of tensors that are computed.
+    """
+    assets, packed, first = formats.assets_of(model), packed_weights(model), tied_names(model)
+    in_parts = {key for keys in assets.stored.values() for key in keys}
+    plain: dict[str, LoadGroup] = {}
+    moved: dict[str, LoadGroup] = {}
+    groups = load_groups(model, entries)
+    makers = collections.Counter(first.get(g.parameter, g.parameter) for g in groups)
+    for group in groups:
+        name = first.get(group.parameter, group.parameter)
+        tensor = tensors.get(name)
+        if tensor is None or name in packed or in_parts.intersection(group.keys):
+            continue
+        if makers[name] > 1:
+            continue  # a tied parameter that is stored twice: which one is loaded depends on both
+        if sum(_numel(entries[key]) for key in group.keys) != tensor.numel():
+            continue  # resized, or one of several parameters that are made of the same tensors
+        if not group.converted:
+            plain[name] = group
+        elif {type(operation).__name__ for operation in group.operations or ()} <= _MOVES:
+            moved[name] = group
+    return plain, moved, len(tensors) - len(plain) - len(moved)
+
+
+def _numel(entry: formats.StoredTensor) -> int:
+    return entry.nbytes // entry.dtype.itemsize
+
+
+def _bytes(group: LoadGroup, entries: Mapping[str, formats.StoredTensor]) -> int:
+    return sum(entries[key].nbytes for key in group.keys)
+
+
+def _file_sum(
+    group: LoadGroup,
+    entries: Mapping[str, formats.StoredTensor],
+    dtype: torch.dtype,
+    *,
+    in_rows: bool,
+) -> int:
+    """Return the checksum of a group's tensors as its files hold them, cast to `dtype`."""
+    total = 0
+    for key in group.keys:
+        for first, rows in _cast_blocks(entries[key], dtype):
+            total += int(sums_of_rows(rows, first)[1] if in_rows else element_sum(rows))
+    return wrapped(total)
+
+
+def _cast_blocks(
+    entry: formats.StoredTensor, dtype: torch.dtype
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (index of the first row, rows) of a stored tensor, cast as a load casts them."""
+    kind = dtype if entry.dtype.is_floating_point else entry.dtype
+    for first, rows in formats.blocks(entry, kind.itemsize):
+        yield first, (rows if len(entry.shape) > 1 else rows.reshape(-1, 1)).to(kind)
