@@ -22,6 +22,7 @@ from jsonargparse import (
 )
 
 from toolkit.config.names import GONE, meant, nearest
+from toolkit.config.other_tools import refuse_foreign_config
 from toolkit.config.preference import PreferConfig
 from toolkit.config.ranges import WORDS
 from toolkit.config.settings import FinetuneConfig, RunConfig
@@ -63,7 +64,10 @@ def parse(
         args = ["--config", str(default_file), *args]
     unknown = _Unknown(cls)
     for file in _config_files(args):
-        _check_keys(cls, _read(file), str(file), unknown)
+        content = _read(file)
+        if issubclass(cls, RunConfig):
+            refuse_foreign_config(content, file)
+        _check_keys(cls, content, str(file), unknown)
     _check_flags(cls, args, unknown)
     unknown.refuse()
     try:
