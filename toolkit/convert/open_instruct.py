@@ -140,7 +140,12 @@ def _adapters(keys: Keys) -> dict[str, Any]:
     lora, four = keys.take("use_lora")[1], keys.take("use_qlora")[1]
     rank = keys.take("lora_rank")[1]
     alpha, dropout = keys.take("lora_alpha")[1], keys.take("lora_dropout")[1]
-    if not (lora or four):
+    if four and not lora:
+        raise ConfigError(
+            f"{_TOOL}'s use_qlora without use_lora cannot be converted: a base in 4 bits needs "
+            "adapters"
+        )
+    if not lora:
         for key, value in (("lora_rank", rank), ("lora_alpha", alpha), ("lora_dropout", dropout)):
             if value is not None:
                 keys.note(key, "use_lora is not set, so no adapters are trained", value)

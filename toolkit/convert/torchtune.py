@@ -107,8 +107,10 @@ def _objective(keys: Keys, out: dict[str, Any]) -> str:
 def _model(keys: Keys, out: dict[str, Any]) -> bool:
     """Take the model and its adapters; return whether there are adapters."""
     name, rest = _component(keys.take("model")[1])
-    checkpointer = _component(keys.take("checkpointer")[1])[1]
-    tokenizer = _component(keys.take("tokenizer")[1])[1]
+    reader, checkpointer = _component(keys.take("checkpointer")[1])
+    builder, tokenizer = _component(keys.take("tokenizer")[1])
+    what = "model and tokenizer are those of the folder's config.json and tokenizer.json"
+    keys.note(f"_component_ {name}, {builder}, {reader}", what)
     folder = checkpointer.get("checkpoint_dir")
     if folder:
         out["model_name_or_path"] = str(folder).rstrip("/")
@@ -172,7 +174,8 @@ def _precision(keys: Keys, out: dict[str, Any], adapters: bool) -> None:
 
 def _optimizer(keys: Keys, out: dict[str, Any]) -> None:
     name, rest = _component(keys.take("optimizer")[1])
-    rest.pop("fused", None)
+    if rest.pop("fused", True) is False:
+        keys.note("optimizer.fused", "the fused AdamW is used", False)
     out["optim"] = _OPTIMIZERS.get(name, name)
     for key, new in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         if key in rest:
@@ -199,6 +202,8 @@ def _data(keys: Keys, out: dict[str, Any]) -> None:
         raise ConfigError(f"{_TOOL}'s list of datasets cannot be converted; give one of them")
     name, rest = _component(section)
     named, prompts = _DATASETS.get(name, (None, False))
+    if named is None:
+        keys.note("dataset", "rows are recognised by their columns (docs/finetuning.md)", name)
     source = rest.pop("source", None) or named
     files = rest.pop("data_files", None)
     if files or source in ("json", "csv", "parquet", "text"):
