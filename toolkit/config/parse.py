@@ -21,7 +21,7 @@ from jsonargparse import (
     set_parsing_settings,
 )
 
-from toolkit.config.names import GONE, meant, nearest
+from toolkit.config.names import GONE, meant, nearest, nearest_value
 from toolkit.config.other_tools import refuse_foreign_config
 from toolkit.config.preference import PreferConfig
 from toolkit.config.ranges import WORDS
@@ -355,6 +355,8 @@ def _in_plain_words(cls: type, said: str) -> str:
             why = f"; write [{value[:200]}]"
         elif re.search(r"[\[,] *\*", value):  # YAML reads an alias
             why = "; an entry that begins with * goes in quotes: \"['*']\""
+        elif guess := nearest_value(match[1], _check_path(cls, match[1], ""), value):
+            why += f"; did you mean {guess}?"
         return f"{match[1]} must be {expected}, got {value[:200]}{why}"
     if match := re.fullmatch(r"the following arguments are required: (.*)", said):
         flag = f"--{match[1].split(',')[0]} VALUE"
