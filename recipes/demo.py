@@ -21,7 +21,6 @@ from toolkit.checkpoint import commit
 from toolkit.formats.metrics_file import read_metrics
 
 ROOT = Path(__file__).parent.parent
-CPU = ROOT / "accelerate_configs/cpu.yaml"
 RULE = "-" * 72
 PROMPT = "    def __init__(self"
 QUESTION = (
@@ -115,20 +114,20 @@ def prepare(run: Path, mark: str, fresh: bool, *exports: Path) -> bool:
 
 
 def launch(recipe: str, run: Path, *more: object) -> int:
+    command = {"pretrain": "train"}.get(recipe, recipe)
     config = f"recipes/configs/{recipe}_tiny.yaml"
-    flags = [*processes(), f"recipes/{recipe}.py", "--config", config, "--output_dir", run, *more]
-    return call("accelerate", "launch", *flags)
+    return call("toolkit", command, config, *processes(), "--output_dir", run, *more)
 
 
 def processes() -> list[str]:
-    """Return the launcher's flags: all GPUs where there are any, else two CPU processes."""
+    """Return the launcher's flags: all GPUs if there are any, else two CPU processes."""
     import torch
 
     if not torch.cuda.is_available():
-        return ["--config_file", str(CPU.relative_to(ROOT))]
+        return ["--accelerate_config", "cpu"]
     count = torch.cuda.device_count()
     config = "one_gpu" if count == 1 else "one_node"
-    return ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(count)]
+    return ["--accelerate_config", config, "--num_processes", str(count)]
 
 
 def call(script: str, *arguments: object) -> int:
