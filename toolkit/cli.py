@@ -183,16 +183,17 @@ def _add_inspect(command: Callable) -> None:
         _inspect,
         "show what a run or a checkpoint holds, how a run would be sharded, what it learns",
         "Show what a run or a checkpoint holds (steps, bytes, dtypes, sharding); or, of a run that "
-        "has not begun, its FSDP2 units and dtypes (--plan), or what a fine-tuning run would learn "
-        "of its data (--data). One process, no weights, no GPU.",
+        "has not begun, its FSDP2 units and dtypes (--plan), or what fine-tuning or preference "
+        "tuning would supervise in its data (--data). One process, no weights, no GPU.",
     )
     add("path", metavar="RUN_OR_CHECKPOINT", nargs="?")
     add("--plan", metavar="CONFIG", help=f"config of a recipe (YAML): its units{_SETTINGS}")
     add(
         "--data",
         metavar="CONFIG",
-        help="config of recipes/finetune.py (YAML): samples and tokens of each source, what is "
-        "learned, what is left out and why, and the first samples with the learned text marked"
+        help="config of recipes/finetune.py or recipes/prefer.py (YAML): samples and tokens of "
+        "each source, what is supervised, which rows are skipped and why, and the first samples "
+        "with the supervised text marked"
         f"{_SETTINGS}",
     )
     add(
