@@ -1,4 +1,5 @@
 # Facts of github.com/unslothai/notebooks/blob/main/python_scripts/Llama3.1_(8B)-Alpaca.py
+# ruff: noqa: F821
 model, tokenizer = FastLanguageModel.from_pretrained(
     model_name="unsloth/Llama-3.1-8B", max_seq_length=2048, dtype=None, load_in_4bit=True
 )

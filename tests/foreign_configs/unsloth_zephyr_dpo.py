@@ -1,4 +1,5 @@
 # Facts of github.com/unslothai/notebooks/blob/main/python_scripts/Zephyr_(7B)-DPO.py
+# ruff: noqa: F821
 max_seq_length = 4096
 dtype = None
 load_in_4bit = True

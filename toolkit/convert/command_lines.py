@@ -58,7 +58,7 @@ def _variables(lines: list[str]) -> dict[str, str]:
             r"\s*(?:export |readonly )?(\w+)=(\S*|'[^']*'|\"[^\"]*\")\s*", line
         ):
             values.setdefault(match[1], []).append(match[2].strip("'\""))
-    return {name: found[0] for name, found in values.items() if len(found) == 1}
+    return {name: texts[0] for name, texts in values.items() if len(texts) == 1}
 
 
 def _flags(

@@ -83,8 +83,8 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
         tool = tool or ("trl" if trl else "trainer")
         tool = f"{tool}-{objective}" if objective and "-" not in tool else tool
     elif file.suffix in (".sh", ".bash", ".sbatch", ".slurm"):
-        named, command, content, computed = read_command_line(file)
-        tool = tool or (f"{named}-{command}" if command else named)
+        program, command, content, computed = read_command_line(file)
+        tool = tool or (f"{program}-{command}" if command else program)
     else:
         content = (read_json if file.suffix == ".json" else read_yaml)(file, ConfigError)
     if not isinstance(content, dict) or not (content or computed):
@@ -120,22 +120,22 @@ def convert(
         name, command = translator, tool.removeprefix(translator).lstrip("-")
         translation = _TRANSLATORS[name](settings, command)
         mapping = Converter(translation.settings, name, computed, translation)
-    recipe, found, notes = mapping.run()
-    return Conversion(name, found, notes, recipe)
+    recipe, converted, notes = mapping.run()
+    return Conversion(name, converted, notes, recipe)
 
 
 def _recognise(file: Path, content: dict[str, Any]) -> str:
     """Return the tool of a config; refuse a config of a tool that is not converted."""
     tool = recognise_tool(content)
-    known = ", ".join(TITLES.values())
+    titles = ", ".join(TITLES.values())
     if tool is None:
         raise ConfigError(
-            f"{file} is a config of no tool that is known here; expected one of {known}. "
+            f"{file} is a config of no tool that is known here; expected one of {titles}. "
             "If it is one of theirs, name it: --from TOOL"
         )
     if tool != OWN and not is_convertible(tool):
         raise ConfigError(
-            f"{file} is a config of {tool}, which cannot be converted; expected one of {known}. "
+            f"{file} is a config of {tool}, which cannot be converted; expected one of {titles}. "
             "`toolkit recipes --copy finetune` puts configs of this toolkit into the folder"
         )
     return tool

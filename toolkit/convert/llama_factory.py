@@ -156,18 +156,18 @@ def _loss(keys: Keys, stage: str) -> dict[str, Any]:
 def _precision(keys: Keys) -> dict[str, Any]:
     """Take the settings of precision. Trained weights are float32 unless `pure_bf16` is set."""
     pure = keys.take("pure_bf16")[1]
-    asked = {key: keys.take(key)[1] for key in ("bf16", "fp16")}
-    if not (pure or asked["bf16"] or asked["fp16"]):
-        what = "neither is set, so the model computes in its own dtype there; bfloat16 here"
-        keys.note("bf16, fp16", f"{what} (sharding.param_dtype)")
-    out: dict[str, Any] = {"fp16": True} if asked["fp16"] else {"bf16": True}
+    precisions = {key: keys.take(key)[1] for key in ("bf16", "fp16")}
+    if not (pure or precisions["bf16"] or precisions["fp16"]):
+        reason = "neither is set, so the model computes in its own dtype there; bfloat16 here"
+        keys.note("bf16, fp16", f"{reason} (sharding.param_dtype)")
+    out: dict[str, Any] = {"fp16": True} if precisions["fp16"] else {"bf16": True}
     return out | ({"torch_dtype": "bfloat16"} if pure else {})
 
 
 def _adapters(keys: Keys, method: str) -> dict[str, Any]:
     """Take the settings of adapters and of a quantised base; return those of PEFT."""
     names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
-    taken = keys.popped([*names, "use_rslora", "use_dora"])
+    options = keys.popped([*names, "use_rslora", "use_dora"])
     bits, kind = keys.take("quantization_bit")[1], keys.take("quantization_method")[1]
     double = keys.take("double_quantization")[1]
     quant_type = keys.take("quantization_type")[1]
@@ -183,23 +183,23 @@ def _adapters(keys: Keys, method: str) -> dict[str, Any]:
                 f"{_TOOL}'s adapter_name_or_path {folder} with finetuning_type full cannot be "
                 "converted: merge the adapter, and train the merged model"
             )
-        for key, value in taken.items():
+        for key, value in options.items():
             keys.note(key, "finetuning_type full trains no adapters", value)
         return {}
-    rank = taken.get("lora_rank") or 8
+    rank = options.get("lora_rank") or 8
     out = {
         "use_peft": True,
         "lora_r": rank,
-        "lora_alpha": taken.get("lora_alpha") or 2 * rank,
-        "lora_dropout": taken.get("lora_dropout") or 0.0,
+        "lora_alpha": options.get("lora_alpha") or 2 * rank,
+        "lora_dropout": options.get("lora_dropout") or 0.0,
     }
-    target = split_names(taken.get("lora_target") or "all")
+    target = split_names(options.get("lora_target") or "all")
     out["lora_target_modules"] = "all-linear" if target in ("all", ["all"]) else target
     if isinstance(out["lora_target_modules"], str) and target != "all":
         out["lora_target_modules"] = [target]
-    if saved := split_names(taken.get("additional_target")):
+    if saved := split_names(options.get("additional_target")):
         out["modules_to_save"] = saved if isinstance(saved, list) else [saved]
-    out |= {name: taken[name] for name in ("use_rslora", "use_dora") if taken.get(name)}
+    out |= {name: options[name] for name in ("use_rslora", "use_dora") if options.get(name)}
     if bits == 4:
         out |= {"load_in_4bit": True, "bnb_4bit_use_double_quant": double is not False}
         if kind not in (None, "bnb", "bitsandbytes") or quant_type not in (None, "nf4"):
@@ -249,9 +249,9 @@ def _data(keys: Keys, out: dict[str, Any]) -> None:
     """Take the data sets, whose names stand in a file of LLaMA-Factory, and the template."""
     names = keys.take("dataset")[1]
     if names:
-        what = "names in LLaMA-Factory's dataset_info.json; set data.train_files or data.sources"
-        keys.note("dataset", what, names)
+        reason = "names in LLaMA-Factory's dataset_info.json; set data.train_files or data.sources"
+        keys.note("dataset", reason, names)
     template = keys.take("template")[1]
     if template not in (None, "empty"):
-        what = "a template of LLaMA-Factory; the tokenizer's own is used, or data.chat_template"
-        keys.note("template", what, template)
+        reason = "a template of LLaMA-Factory; the tokenizer's own is used, or data.chat_template"
+        keys.note("template", reason, template)

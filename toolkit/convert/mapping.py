@@ -136,8 +136,8 @@ class Converter(Keys):
             self.rest(key, value)
         model = str(self.settings.get("model.name_or_path", ""))
         if self.has_adapters and re.search(r"[-_](q?lora|adapter)s?$", model, re.IGNORECASE):
-            what = "an adapter by its name: set its base as model.name_or_path, and the adapter as"
-            self.note("model.name_or_path", f"{what} lora.from", model)
+            reason = "an adapter by its name: set its base as model.name_or_path, the adapter as"
+            self.note("model.name_or_path", f"{reason} lora.from", model)
         if "model.name_or_path" not in self.settings:
             self.settings["model.name_or_path"] = "MODEL"
             self.note("model", "none is named there; set model.name_or_path")
@@ -178,23 +178,23 @@ class Converter(Keys):
         if dtype in ("auto", "bfloat16", "float32"):
             self.settings["model.dtype"] = dtype
             if dtype != "float32" and not self.has_adapters:
-                what = "the optimizer updates weights of that dtype, as there"
-                self.note(key, f"{what}; model.dtype: float32 keeps float32 masters", dtype)
+                reason = "the optimizer updates weights of that dtype, as there"
+                self.note(key, f"{reason}; model.dtype: float32 keeps float32 masters", dtype)
         elif key:
             self.note(key, "model.dtype is auto, bfloat16 or float32", dtype)
         asked = self.popped(_PRECISIONS)
         half = {key for key, value in asked.items() if value not in (False, "false", "no")}
         if half & {"fp16", "float16"} and not half & {"bf16", "bfloat16"}:
-            what = "float16 needs loss scaling, which is not here; computed in bfloat16"
-            self.note("fp16", f"{what} (sharding.param_dtype)", True)
+            reason = "float16 needs loss scaling, which is not here; computed in bfloat16"
+            self.note("fp16", f"{reason} (sharding.param_dtype)", True)
         for key in half:
             if asked[key] not in (True, "auto", "full", "true"):
                 self.note(key, "neither true nor false, taken as true", asked[key])
         if asked:
             self.settings["sharding.param_dtype"] = "bfloat16" if half else "float32"
         if self.tool == "axolotl" and half and not self.has_adapters:
-            what = "weights are kept in float32 and computed in bfloat16"
-            self.note("bf16", f"{what}; model.dtype: bfloat16 keeps them as axolotl does")
+            reason = "weights are kept in float32 and computed in bfloat16"
+            self.note("bf16", f"{reason}; model.dtype: bfloat16 keeps them as axolotl does")
         named, value = self.take("attention", "attn_implementation")
         if named:
             self.settings["model.attn_implementation"] = _ATTENTION.get(str(value), value)
@@ -232,8 +232,8 @@ class Converter(Keys):
                 self.note(key, f"goes with {recomputed}: full, now set")
         key, value = self.take("deepspeed")
         if key:
-            what = "no DeepSpeed here: FSDP2 shards as ZeRO-3 does (section sharding)"
-            self.note(key, f"{what}; offload: sharding.cpu_offload: true", value)
+            reason = "no DeepSpeed here: FSDP2 shards as ZeRO-3 does (section sharding)"
+            self.note(key, f"{reason}; offload: sharding.cpu_offload: true", value)
 
     def mesh(self) -> None:
         """Take axolotl's degrees of parallelism."""
@@ -243,8 +243,8 @@ class Converter(Keys):
                 self.settings[f"sharding.{name}"] = size
         for key, kind in _PARALLEL.items():
             if (size := self.take(key)[1]) not in (None, 1):
-                what = f"{kind} parallelism is not supported; its ranks become data-parallel ones"
-                self.note(key, f"{what}, so the global batch is {size} times as large", size)
+                reason = f"{kind} parallelism is not supported; its ranks become data-parallel ones"
+                self.note(key, f"{reason}, so the global batch is {size} times as large", size)
 
     def sharding(self) -> None:
         self.mesh()
@@ -308,15 +308,15 @@ class Converter(Keys):
         elif "{" in str(value) or str(value).endswith((".jinja", ".j2")):
             self.settings["data.chat_template"] = value
         elif value not in (None, "tokenizer_default"):
-            what = "a name there; data.chat_template takes the template or its file"
-            self.note(key, f"{what} (empty: the tokenizer's own)", value)
+            reason = "a name there; data.chat_template takes the template or its file"
+            self.note(key, f"{reason} (empty: the tokenizer's own)", value)
         take_sources(self, self.objective)
         key, value = self.take("val_set_size", "test_split_size")
         if isinstance(value, int | float) and 0 <= value < 1:
             self.settings["data.eval_split"] = float(value)
         elif key:
-            what = "a number of rows there; data.eval_split is a share, such as 0.01"
-            self.note(key, what, value)
+            reason = "a number of rows there; data.eval_split is a share, such as 0.01"
+            self.note(key, reason, value)
 
     def supervision(self) -> None:
         if self.take("train_on_inputs", "train_on_input")[1]:
@@ -326,8 +326,10 @@ class Converter(Keys):
         elif (completion := self.take("completion_only_loss"))[0]:
             self.settings["data.supervise"] = "completion" if completion[1] else "all"
         elif self.tool == "trl":
-            what = "of conversations TRL learns every token by default, here the assistant's turns"
-            self.note("assistant_only_loss", f"{what}; data.supervise: all does as TRL")
+            reason = (
+                "of conversations TRL learns every token by default, here the assistant's turns"
+            )
+            self.note("assistant_only_loss", f"{reason}; data.supervise: all does as TRL")
         if self.take("mask_history")[1]:
             self.settings["data.supervise"] = "last_assistant"
         key, roles = self.take("roles_to_train")
@@ -344,16 +346,16 @@ class Converter(Keys):
             name = _OPTIMIZERS.get(str(value))
             self.settings["optim.optim"] = name or "adamw_torch_fused"
             if name is None:
-                what = "optim.optim is adamw_torch_fused, adamw_8bit, adafactor or muon"
-                self.note(key, f"{what}; adamw_torch_fused is set", value)
+                reason = "optim.optim is adamw_torch_fused, adamw_8bit, adafactor or muon"
+                self.note(key, f"{reason}; adamw_torch_fused is set", value)
             if str(value).startswith("paged"):
-                what = "state is not paged here; sharding.cpu_offload holds it on the host"
-                self.note(key, what)
+                reason = "state is not paged here; sharding.cpu_offload holds it on the host"
+                self.note(key, reason)
         schedule = "optim.lr_scheduler_type"
         key, value = self.take("lr_scheduler", "lr_scheduler_type")
         if key and value not in typing.get_args(Schedule):
-            what = f"{schedule} is one of {', '.join(typing.get_args(Schedule))}"
-            self.note(key, f"{what}; cosine is set", value)
+            reason = f"{schedule} is one of {', '.join(typing.get_args(Schedule))}"
+            self.note(key, f"{reason}; cosine is set", value)
             value = "cosine"
         if key:
             self.settings[schedule] = value
@@ -370,8 +372,8 @@ class Converter(Keys):
         self.warmup(self.take("warmup_steps")[1], self.take("warmup_ratio")[1])
         key, value = self.take("router_aux_loss_coef")
         if value:
-            what = "it is config.json's; train.router_aux_loss says whether it is added"
-            self.note(key, what, value)
+            reason = "it is config.json's; train.router_aux_loss says whether it is added"
+            self.note(key, reason, value)
         elif key:
             self.settings["train.router_aux_loss"] = "none"
 
@@ -380,16 +382,16 @@ class Converter(Keys):
         if steps and ratio is not None:
             self.note("warmup_ratio", "warmup_steps wins, as there", ratio)
         if warmup is None and self.tool == "axolotl":
-            most, what = self.left.get("max_steps"), ""
+            most, reason = self.left.get("max_steps"), ""
             if isinstance(most, int) and most > 0:
                 warmup = min(int(0.03 * most), 100)
             else:
-                warmup, what = 0.03, "; here 3 % without that limit"
+                warmup, reason = 0.03, "; here 3 % without that limit"
             rule = "not set, for which axolotl takes 3 % of all steps, at most 100"
-            self.note("warmup_steps", rule + what)
+            self.note("warmup_steps", rule + reason)
         if warmup and self.settings.get("optim.lr_scheduler_type") == "constant":
-            what = "`constant` ignores it, as in transformers; constant_with_warmup has one"
-            self.note("warmup_steps", what, warmup)
+            reason = "`constant` ignores it, as in transformers; constant_with_warmup has one"
+            self.note("warmup_steps", reason, warmup)
         elif warmup is not None:
             self.settings["optim.warmup_steps"] = warmup
 
@@ -405,15 +407,15 @@ class Converter(Keys):
             self.settings["train.eval_steps"] = self.left.get("logging_steps", 500)
         for key in ("eval_steps", "save_steps", "logging_steps"):
             if isinstance(self.left.get(key), float) and self.left[key] < 1:
-                what = "a share of all steps there; a number of steps is needed"
-                self.note(key, what, self.left.pop(key))
+                reason = "a share of all steps there; a number of steps is needed"
+                self.note(key, reason, self.left.pop(key))
         last = "; the last step is saved in any case"
-        for key, what in {
+        for key, reason in {
             "save_strategy": f"checkpoint.save_steps counts steps{last}",
             "logging_strategy": "train.logging_steps counts steps",
         }.items():
             if (value := self.take(key)[1]) not in (None, "steps"):
-                self.note(key, what, value)
+                self.note(key, reason, value)
         key, value = self.take("save_total_limit")
         if key:
             self.settings["checkpoint.save_total_limit"] = value and max(2, value)
@@ -452,8 +454,8 @@ class Converter(Keys):
             if four is False:
                 self.note("load_in_4bit", "adapter qlora has a base in 4 bits", four)
         if eight:
-            what = "no 8-bit base: it stays in its dtype"
-            self.note("load_in_8bit", f"{what}; lora.load_in_4bit: true is the nearest", True)
+            reason = "no 8-bit base: it stays in its dtype"
+            self.note("load_in_8bit", f"{reason}; lora.load_in_4bit: true is the nearest", True)
         continued = self.take("lora_model_dir", "adapter_name_or_path")[1]
         if continued:
             self._continue_adapter(continued)
@@ -471,7 +473,7 @@ class Converter(Keys):
         key, value = self.take("bnb_4bit_quant_type")
         if four_bits and value not in (None, "nf4"):
             self.note(key, "nf4 is what there is", value)
-        for key, usual, what in (
+        for key, usual, reason in (
             ("bnb_4bit_compute_dtype", "bfloat16", "sharding.param_dtype is what is computed in"),
             ("bias", "none", "none is what there is"),
             ("lora_bias", "none", "none is what there is"),
@@ -479,7 +481,7 @@ class Converter(Keys):
             ("lora_task_type", "CAUSAL_LM", "CAUSAL_LM is what there is"),
         ):
             if (value := self.take(key)[1]) not in (None, usual):
-                self.note(key, what, value)
+                self.note(key, reason, value)
 
     def _continue_adapter(self, adapter: Any) -> None:
         """Set `lora.from`; what the adapter brings along is not set a second time."""
@@ -502,8 +504,8 @@ class Converter(Keys):
         elif key:
             self.settings["lora.target_modules"] = named if named != ["all-linear"] else named[0]
         elif "lora_target_parameters" not in self.left:
-            what = "PEFT chooses by architecture there (mostly q_proj and v_proj)"
-            self.note("lora_target_modules", f"{what}; all linear layers here")
+            reason = "PEFT chooses by architecture there (mostly q_proj and v_proj)"
+            self.note("lora_target_modules", f"{reason}; all linear layers here")
 
     # ---- Outputs
 
@@ -521,8 +523,8 @@ class Converter(Keys):
         if known:
             self.settings["metrics.report_to"] = known if len(known) > 1 else known[0]
         if self.left.get("push_to_hub") and not self.left.get("hub_model_id"):
-            what = "hub.push_to_hub needs hub.hub_model_id: ORG/NAME"
-            self.note("push_to_hub", what, self.left.pop("push_to_hub"))
+            reason = "hub.push_to_hub needs hub.hub_model_id: ORG/NAME"
+            self.note("push_to_hub", reason, self.left.pop("push_to_hub"))
         key, value = self.take("hub_model_id")
         if key:
             self.settings["hub.hub_model_id"] = str(value)

@@ -138,7 +138,7 @@ def _loss(keys: Keys, kind: str) -> dict[str, Any]:
 def _adapters(keys: Keys, method: str) -> dict[str, Any]:
     """Take the settings of adapters and of a quantised base; return those of PEFT."""
     names = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
-    taken = keys.popped([*names, "use_rslora", "use_dora", "lora_bias"])
+    options = keys.popped([*names, "use_rslora", "use_dora", "lora_bias"])
     bits, how = keys.take("quant_bits")[1], keys.take("quant_method")[1]
     double = keys.take("bnb_4bit_use_double_quant")[1]
     quant_type = keys.take("bnb_4bit_quant_type")[1]
@@ -149,20 +149,20 @@ def _adapters(keys: Keys, method: str) -> dict[str, Any]:
                 f"{_TOOL}'s {'quant_bits' if bits else 'adapters'} with tuner_type full cannot be "
                 "converted: a base in 4 bits needs adapters, and an adapter is merged before"
             )
-        for key, value in taken.items():
+        for key, value in options.items():
             keys.note(key, "tuner_type full trains no adapters", value)
         return {}
-    targets = taken.get("target_modules") or "all-linear"
+    targets = options.get("target_modules") or "all-linear"
     out = {
         "use_peft": True,
-        "lora_r": taken.get("lora_rank") or 8,
-        "lora_alpha": taken.get("lora_alpha") or 32,
-        "lora_dropout": 0.05 if taken.get("lora_dropout") is None else taken["lora_dropout"],
+        "lora_r": options.get("lora_rank") or 8,
+        "lora_alpha": options.get("lora_alpha") or 32,
+        "lora_dropout": 0.05 if options.get("lora_dropout") is None else options["lora_dropout"],
         "lora_target_modules": [targets]
         if targets not in ("all-linear",) and isinstance(targets, str)
         else targets,
     }
-    out |= {n: taken[n] for n in ("modules_to_save", "use_rslora", "use_dora") if taken.get(n)}
+    out |= {n: options[n] for n in ("modules_to_save", "use_rslora", "use_dora") if options.get(n)}
     if bits == 4:
         out |= {"load_in_4bit": True, "bnb_4bit_use_double_quant": double is not False}
         if how not in (None, "bnb") or quant_type not in (None, "nf4"):
@@ -186,12 +186,12 @@ def _data(keys: Keys, out: dict[str, Any]) -> None:
     names = keys.take("dataset")[1]
     names = [names] if isinstance(names, str) else names or []
     if cut := [name for name in names if "#" in str(name)]:
-        what = "all rows are used; cut the file, or set a split such as train[:500]"
-        keys.note("dataset", what, ", ".join(map(str, cut)))
+        reason = "all rows are used; cut the file, or set a split such as train[:500]"
+        keys.note("dataset", reason, ", ".join(map(str, cut)))
     names = [str(name).split("#")[0].split(":")[0] for name in names]
     if names:
         out["datasets"] = names
-        what = "ids may be those of ModelScope; here they are those of the Hugging Face Hub"
-        keys.note("dataset", what, ", ".join(names))
+        reason = "ids may be those of ModelScope; here they are those of the Hugging Face Hub"
+        keys.note("dataset", reason, ", ".join(names))
     if keys.take("packing")[1]:
         out["packing"] = True

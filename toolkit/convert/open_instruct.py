@@ -87,8 +87,8 @@ def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> T
         loss, objective = _loss(keys)
         out |= loss
     else:
-        what = "no setting of DPO, so taken as supervised; else `--from open-instruct-dpo`"
-        keys.note("loss_type", what)
+        reason = "no setting of DPO, so taken as supervised; else `--from open-instruct-dpo`"
+        keys.note("loss_type", reason)
     out |= _adapters(keys) | rename_keys(keys, _RENAMED)
     _checkpoints(keys, out)
     _data(keys, out)
@@ -100,8 +100,8 @@ def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> T
     if keys.take("use_8bit_optimizer")[1]:
         out["optim"] = "adamw_8bit"
     if keys.take("packing")[1]:
-        what = "a batch counts samples there, so data.packing is none; bfd packs several into one"
-        keys.note("packing", what, True)
+        reason = "a batch counts samples there, so data.packing is none; bfd packs several into one"
+        keys.note("packing", reason, True)
     for key, reason in _NOTED.items():
         if (value := keys.take(key)[1]) not in (None, False, 1):
             keys.note(key, reason, value)

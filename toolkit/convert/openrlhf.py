@@ -224,8 +224,8 @@ def _engine(keys: Keys, out: dict[str, Any]) -> None:
         if size not in (None, 1):
             keys.note(key, f"{kind} parallelism is not supported; the ranks share the batch", size)
     if keys.take("ds.packing_samples", "packing_samples")[1]:
-        what = "a batch counts samples there, so data.packing is none; bfd packs several into one"
-        keys.note("packing_samples", what)
+        reason = "a batch counts samples there, so data.packing is none; bfd packs several into one"
+        keys.note("packing_samples", reason)
 
 
 def _data(keys: Keys, out: dict[str, Any], command: str) -> None:
@@ -243,8 +243,8 @@ def _data(keys: Keys, out: dict[str, Any], command: str) -> None:
     if applied and command == "sft" and "completion" not in columns and "prompt" in columns:
         columns["messages"] = columns.pop("prompt")
     elif not applied and command != "kto":
-        what = "not set: prompts are texts there; here rows are rendered as data_formats.md says"
-        keys.note("apply_chat_template", what)
+        reason = "not set: prompts are texts there; here rows are rendered as data_formats.md says"
+        keys.note("apply_chat_template", reason)
     different = {new: old for new, old in columns.items() if new != old}
     if different:
         out["columns"] = different

@@ -11,7 +11,7 @@ from toolkit.parsing import read_bounded
 
 _MOST = 2_000_000  # bytes of a script
 _OF_TRL = {
-    f"{name}{what}": name for name in (*TRAINERS, *NOT_HERE) for what in ("Config", "Trainer")
+    f"{name}{reason}": name for name in (*TRAINERS, *NOT_HERE) for reason in ("Config", "Trainer")
 }
 _CONFIGS = {"TrainingArguments", "Seq2SeqTrainingArguments", "LoraConfig", "BitsAndBytesConfig"} | {
     *("Trainer", "UnslothTrainingArguments", "UnslothTrainer"),
@@ -125,12 +125,12 @@ def _read_argument(
     key = {"model": "model_name_or_path", "model_name": "model_name_or_path"}.get(key, key)
     where = f"{key} ({name}, line {call.lineno})"
     if value is _COMPUTED:
-        what = "computed by the script; set it yourself"
+        reason = "computed by the script; set it yourself"
         if key == "ref_model":
-            what = "the reference is the model that training begins with, no other one"
-        notes[key] = f"{where} {ast.unparse(node)[:60]}: {what}"
+            reason = "the reference is the model that training begins with, no other one"
+        notes[key] = f"{where} {ast.unparse(node)[:60]}: {reason}"
     elif key in settings and settings[key] != value:
-        notes[f"{key} again"] = f"{where}: given before, and otherwise; left out"
+        notes[f"{key} again"] = f"{where}: given before, with another value; the first one is kept"
     else:
         settings[key] = value
 
@@ -205,8 +205,8 @@ def _unsloth_defaults(
     if settings.get("use_gradient_checkpointing") == "unsloth":
         settings["use_gradient_checkpointing"] = True
     if "use_gradient_checkpointing" in settings:
-        asked = settings.pop("use_gradient_checkpointing")
-        settings.setdefault("gradient_checkpointing", bool(asked))
+        is_on = bool(settings.pop("use_gradient_checkpointing"))
+        settings.setdefault("gradient_checkpointing", is_on)
     if str(settings.get("model_name_or_path", "")).endswith("-bnb-4bit"):
         notes["model_name_or_path 4bit"] = (
             f"model_name_or_path {settings['model_name_or_path']}: quantised already; give the "

@@ -53,9 +53,9 @@ def translate_torchtune(settings: Mapping[str, Any], command: str = "") -> Trans
         ConfigError: the model, the loss or the recipe has no equivalent.
     """
     keys = Keys(dict(settings))
-    for name, what in _REFUSED.items():
+    for name, reason in _REFUSED.items():
         if keys.take(name)[1] is not None:
-            raise ConfigError(f"{_TOOL}'s {name} cannot be converted: {what}")
+            raise ConfigError(f"{_TOOL}'s {name} cannot be converted: {reason}")
     out: dict[str, Any] = {
         "num_train_epochs": keys.take("epochs")[1] or 1,
         "per_device_train_batch_size": keys.take("batch_size")[1] or 1,
@@ -82,19 +82,19 @@ def _component(section: Any) -> tuple[str, dict[str, Any]]:
     """Return the last name of a section's `_component_`, and the other settings of the section."""
     if not isinstance(section, Mapping):
         return "", {}
-    rest = {str(key): value for key, value in section.items() if key != "_component_"}
-    return str(section.get("_component_", "")).rpartition(".")[2], rest
+    more = {str(key): value for key, value in section.items() if key != "_component_"}
+    return str(section.get("_component_", "")).rpartition(".")[2], more
 
 
 def _objective(keys: Keys, out: dict[str, Any]) -> str:
     """Take the loss; return the objective that it trains."""
-    name, rest = _component(keys.take("loss")[1])
+    name, more = _component(keys.take("loss")[1])
     keys.popped(("loss_fn",))
     if name == "DPOLoss":
-        out |= {"loss_type": "sigmoid", "beta": rest.pop("beta", 0.1)}
-        if smoothing := rest.pop("label_smoothing", 0):
+        out |= {"loss_type": "sigmoid", "beta": more.pop("beta", 0.1)}
+        if smoothing := more.pop("label_smoothing", 0):
             out["label_smoothing"] = smoothing
-        for key, value in rest.items():
+        for key, value in more.items():
             keys.note(f"loss.{key}", "no equivalent", value)
         return "dpo"
     if name not in _CROSS_ENTROPIES:
@@ -106,11 +106,11 @@ def _objective(keys: Keys, out: dict[str, Any]) -> str:
 
 def _model(keys: Keys, out: dict[str, Any]) -> bool:
     """Take the model and its adapters; return whether there are adapters."""
-    name, rest = _component(keys.take("model")[1])
+    name, more = _component(keys.take("model")[1])
     reader, checkpointer = _component(keys.take("checkpointer")[1])
     builder, tokenizer = _component(keys.take("tokenizer")[1])
-    what = "model and tokenizer are those of the folder's config.json and tokenizer.json"
-    keys.note(f"_component_ {name}, {builder}, {reader}", what)
+    reason = "model and tokenizer are those of the folder's config.json and tokenizer.json"
+    keys.note(f"_component_ {name}, {builder}, {reader}", reason)
     folder = checkpointer.get("checkpoint_dir")
     if folder:
         out["model_name_or_path"] = str(folder).rstrip("/")
@@ -122,39 +122,39 @@ def _model(keys: Keys, out: dict[str, Any]) -> bool:
     if length := tokenizer.get("max_seq_len"):
         out["max_length"] = length
     else:
-        what = "no limit there; 1,024 tokens here unless you set it (data.sequence_length)"
-        keys.note("tokenizer.max_seq_len", what)
+        reason = "no limit there; 1,024 tokens here unless you set it (data.sequence_length)"
+        keys.note("tokenizer.max_seq_len", reason)
     if template := tokenizer.get("prompt_template"):
         keys.note("tokenizer.prompt_template", "the tokenizer's chat template is used", template)
-    lora = bool(re.search(r"(^|_)q?(lora|dora)_", name)) or "lora_rank" in rest
+    lora = bool(re.search(r"(^|_)q?(lora|dora)_", name)) or "lora_rank" in more
     if not lora:
-        for key, value in rest.items():
+        for key, value in more.items():
             keys.note(f"model.{key}", "set it in the model's config.json", value)
         return False
-    targets = list(rest.pop("lora_attn_modules", ["q_proj", "v_proj"]))
+    targets = list(more.pop("lora_attn_modules", ["q_proj", "v_proj"]))
     if unknown := [target for target in targets if target not in _ATTENTION]:
         raise ConfigError(f"{_TOOL}'s lora_attn_modules {unknown} cannot be converted")
     targets = [_ATTENTION[target] for target in targets]
-    if rest.pop("apply_lora_to_mlp", False):
+    if more.pop("apply_lora_to_mlp", False):
         targets += _MLP
-    if rest.pop("apply_lora_to_output", False):
+    if more.pop("apply_lora_to_output", False):
         keys.note("model.apply_lora_to_output", "the head is not adapted", True)
     if "phi3" in name:
-        what = "Phi-3 has qkv_proj and gate_up_proj as one matrix each: all linear layers"
-        keys.note("model.lora_attn_modules", what, targets)
+        reason = "Phi-3 has qkv_proj and gate_up_proj as one matrix each: all linear layers"
+        keys.note("model.lora_attn_modules", reason, targets)
         targets = ["all-linear"]
     out |= {
         "use_peft": True,
-        "lora_r": rest.pop("lora_rank", 8),
-        "lora_alpha": rest.pop("lora_alpha", 16),
-        "lora_dropout": rest.pop("lora_dropout", 0.0),
+        "lora_r": more.pop("lora_rank", 8),
+        "lora_alpha": more.pop("lora_alpha", 16),
+        "lora_dropout": more.pop("lora_dropout", 0.0),
         "lora_target_modules": targets,
     }
-    if rest.pop("use_dora", False) or "dora_" in name:
+    if more.pop("use_dora", False) or "dora_" in name:
         out["use_dora"] = True
-    if rest.pop("quantize_base", False) or re.search(r"(^|_)q(lora|dora)_", name):
+    if more.pop("quantize_base", False) or re.search(r"(^|_)q(lora|dora)_", name):
         out |= {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
-    for key, value in rest.items():
+    for key, value in more.items():
         keys.note(f"model.{key}", "no equivalent", value)
     return True
 
@@ -173,23 +173,23 @@ def _precision(keys: Keys, out: dict[str, Any], adapters: bool) -> None:
 
 
 def _optimizer(keys: Keys, out: dict[str, Any]) -> None:
-    name, rest = _component(keys.take("optimizer")[1])
-    if rest.pop("fused", True) is False:
+    name, more = _component(keys.take("optimizer")[1])
+    if more.pop("fused", True) is False:
         keys.note("optimizer.fused", "the fused AdamW is used", False)
     out["optim"] = _OPTIMIZERS.get(name, name)
     for key, new in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
-        if key in rest:
-            out[new] = rest.pop(key)
+        if key in more:
+            out[new] = more.pop(key)
     out.setdefault("weight_decay", 0.01)  # that of torch.optim.AdamW
-    for key, value in rest.items():
+    for key, value in more.items():
         keys.note(f"optimizer.{key}", "set it in the section optim", value)
-    schedule, more = _component(keys.take("lr_scheduler")[1])
+    schedule, details = _component(keys.take("lr_scheduler")[1])
     if schedule and schedule != "get_cosine_schedule_with_warmup":
         keys.note("lr_scheduler", "set optim.lr_scheduler_type; cosine is set", schedule)
     out["lr_scheduler_type"] = "cosine" if schedule else "constant"
-    if steps := more.pop("num_warmup_steps", 0):
+    if steps := details.pop("num_warmup_steps", 0):
         out["warmup_steps"] = steps
-    for key, value in more.items():
+    for key, value in details.items():
         keys.note(f"lr_scheduler.{key}", "set optim.lr_scheduler_kwargs", value)
     key, clip = keys.take("clip_grad_norm")
     out["max_grad_norm"] = clip or 0.0
@@ -200,33 +200,33 @@ def _data(keys: Keys, out: dict[str, Any]) -> None:
     section = keys.take("dataset")[1]
     if isinstance(section, list):
         raise ConfigError(f"{_TOOL}'s list of datasets cannot be converted; give one of them")
-    name, rest = _component(section)
-    named, prompts = _DATASETS.get(name, (None, False))
-    if named is None:
+    name, more = _component(section)
+    hub_id, prompts = _DATASETS.get(name, (None, False))
+    if hub_id is None:
         keys.note("dataset", "rows are recognised by their columns (docs/finetuning.md)", name)
-    source = rest.pop("source", None) or named
-    files = rest.pop("data_files", None)
+    source = more.pop("source", None) or hub_id
+    files = more.pop("data_files", None)
     if files or source in ("json", "csv", "parquet", "text"):
         out["train_files"] = files
     elif source:
         out["dataset_name"] = source
-    if rest.pop("train_on_input", prompts):
+    if more.pop("train_on_input", prompts):
         out["train_on_inputs"] = True
-    packed = rest.pop("packed", False) or keys.left.get("packed")
+    packed = more.pop("packed", False) or keys.left.get("packed")
     out["packing"] = bool(packed)
-    if column := rest.pop("column", None):
+    if column := more.pop("column", None):
         out["dataset_text_field"] = column
-    columns = dict(rest.pop("column_map", None) or {})
-    if column := rest.pop("conversation_column", None):
+    columns = dict(more.pop("column_map", None) or {})
+    if column := more.pop("conversation_column", None):
         columns["messages"] = column
     if columns:
         out["columns"] = columns
     for key, new in (("split", "dataset_split"), ("subset", "dataset_config_name")):
-        if key in rest:
-            out[new] = rest.pop(key)
-    rest.pop("conversation_style", None)
-    rest.pop("add_eos", None)
-    for key, value in rest.items():
+        if key in more:
+            out[new] = more.pop(key)
+    more.pop("conversation_style", None)
+    more.pop("add_eos", None)
+    for key, value in more.items():
         keys.note(f"dataset.{key}", "no equivalent", value)
     if "alpaca" in name:
         keys.note("dataset", "rendered by the chat template, not in Alpaca's own words", name)
