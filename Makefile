@@ -6,6 +6,10 @@ RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
 # Bytecode is kept, whatever the shell says: a suite starts some hundred processes.
 unexport PYTHONDONTWRITEBYTECODE
+# Of what pip prints: the large files while they are loaded, and that it installs them. Its exit code counts.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+PROGRESS = sed -nu -E "s/^ *Downloading ([^ ]+) \(([0-9.]+ [MG]B)\).*/install    loading \1, \2/p; s/^Installing collected packages.*/install    unpacking/p"
 # What scripts write: results and measurements.
 EVIDENCE := docs/evidence
 # Files in the order of their names: pytest-xdist's own order, by the number of tests, ends with long ones.
@@ -25,7 +29,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo 'install    1 of 2: a virtual environment, $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
 	@echo 'install    2 of 2: the toolkit and its packages, with torch (about 3 GB with CUDA): minutes'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --constraint constraints.txt --editable '.[dev]' | $(PROGRESS)
 	@touch $@
 	@echo 'install    done: $(BIN)/toolkit'
 

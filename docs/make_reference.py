@@ -173,6 +173,13 @@ def what_is_trained(config: dict[str, Any]) -> str:
     return "all parameters"
 
 
+# Settings that every run of preference tuning refuses (`PreferConfig`).
+NOT_OF_PREFERENCES = {
+    *("data.supervise", "lora.lora_dropout", "train.label_smoothing_factor"),
+    *("train.neftune_noise_alpha", "train.z_loss"),
+}
+
+
 def settings_page() -> str:
     defaults = {
         kind.name: flat(kind.config(typing.get_type_hints(kind.config)["model"](REQUIRED)))
@@ -201,6 +208,8 @@ def table(cls: type, prefix: str, defaults: dict[str, dict]) -> Iterator[str]:
     for name, kind in typing.get_type_hints(cls).items():
         full = prefix + setting_name(name)
         shown = {recipe: own[full] for recipe, own in defaults.items() if full in own}
+        if full in NOT_OF_PREFERENCES:
+            shown.pop("prefer", None)
         if shown:
             recipe = "all" if len(shown) == len(defaults) else ", ".join(shown)
             cells = [f"`{full}`", recipe, in_words(kind)]

@@ -6,7 +6,11 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-_CELL = re.compile(r"(<td>.*?</td>)", re.DOTALL)
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_HEAD = re.compile(r"<th[^>]*>(.*?)</th>", re.DOTALL)
+_ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
+_WIDE = 5  # columns of a table that becomes a list of cards on a small screen
+_CELL = re.compile(r"(<td[^>]*>.*?</td>)", re.DOTALL)
 _CODE = re.compile(r"(?<!<pre>)(<code>)(.*?)(</code>)", re.DOTALL)
 _FLAG = re.compile(r"(?<![\w-])(--?\w)")
 
@@ -28,5 +32,19 @@ def on_page_content(html: str, **_: Any) -> str:
     def held(code: re.Match[str]) -> str:
         return code[1] + _FLAG.sub(r'<span class="flag">\1</span>', code[2]) + code[3]
 
+    html = _TABLE.sub(lambda table: _name_cells(table[0]), html)
     html = _CELL.sub(lambda cell: _CODE.sub(broken, cell[1]), html)
     return _CODE.sub(held, html)
+
+
+def _name_cells(table: str) -> str:
+    """Give the cells of a wide table the titles of their columns, which cards show (site.css)."""
+    heads = [re.sub(r"<.*?>", "", head).strip() for head in _HEAD.findall(table)]
+    if len(heads) < _WIDE:
+        return table
+
+    def named(row: re.Match[str]) -> str:
+        titles = iter(heads)
+        return re.sub(r"<td>", lambda _: f'<td data-title="{next(titles, "")}">', row[0])
+
+    return _ROW.sub(named, table).replace("<table>", "<table data-cards>", 1)

@@ -21,7 +21,6 @@ from toolkit.checkpoint import commit
 from toolkit.formats.metrics_file import read_metrics
 
 ROOT = Path(__file__).parent.parent
-CPU = ROOT / "accelerate_configs/cpu.yaml"
 RULE = "-" * 72
 PROMPT = "    def __init__(self"
 QUESTION = (
@@ -57,12 +56,19 @@ def next_command(run: Path, finetuned: bool) -> str:
     )
 
 
+# A shorter run than that of the config, for about a minute of two CPU cores.
+SHORT = (
+    *("--train.max_steps", "180", "--train.per_device_train_batch_size", "4"),
+    *("--checkpoint.save_steps", "90"),
+)
+
+
 def pretrain(run: Path, fresh: bool) -> int:
     """Train the demo's model, export it and let it write; return the exit code."""
     export = run.with_name(run.name + "-hf")
     if not prepare(run, "tiny_llama", fresh, export):
         return 1
-    ran = launch("pretrain", run) or call("toolkit", "consolidate", run, "--output", export)
+    ran = launch("pretrain", run, *SHORT) or call("toolkit", "consolidate", run, "--output", export)
     if ran:
         return ran
     print(RULE, write(load(export), export, PROMPT, 80), RULE, sep="\n")
@@ -115,20 +121,20 @@ def prepare(run: Path, mark: str, fresh: bool, *exports: Path) -> bool:
 
 
 def launch(recipe: str, run: Path, *more: object) -> int:
+    command = {"pretrain": "train"}.get(recipe, recipe)
     config = f"recipes/configs/{recipe}_tiny.yaml"
-    flags = [*processes(), f"recipes/{recipe}.py", "--config", config, "--output_dir", run, *more]
-    return call("accelerate", "launch", *flags)
+    return call("toolkit", command, config, *processes(), "--output_dir", run, *more)
 
 
 def processes() -> list[str]:
-    """Return the launcher's flags: all GPUs where there are any, else two CPU processes."""
+    """Return the launcher's flags: all GPUs if there are any, else two CPU processes."""
     import torch
 
     if not torch.cuda.is_available():
-        return ["--config_file", str(CPU.relative_to(ROOT))]
+        return ["--accelerate_config", "cpu"]
     count = torch.cuda.device_count()
     config = "one_gpu" if count == 1 else "one_node"
-    return ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(count)]
+    return ["--accelerate_config", config, "--num_processes", str(count)]
 
 
 def call(script: str, *arguments: object) -> int:

@@ -84,6 +84,27 @@ MISTAKES = {
         ["--accelerate_config", "one_node"],
         "asked for 8 processes on GPUs, and torch sees no GPU",
     ),
+    "one GPU that is not there": (
+        "train",
+        ["--accelerate_config", "one_gpu"],
+        "asked for 1 process on GPUs, and torch sees no GPU",
+    ),
+    "no process": ("train", ["--num_processes", "0"], "--num_processes 0: expected 1 or more"),
+    "far more processes than cores": (
+        "train",
+        ["--num_processes", "100000"],
+        "100000 processes on the CPU of this machine, which has ",
+    ),
+    "a loss by its usual name": (
+        "prefer",
+        ["--preference.loss_type", "dpo"],
+        "got dpo; did you mean sigmoid?",
+    ),
+    "a choice with a slip": (
+        "train",
+        ["--optim.lr_scheduler_type", "cosin"],
+        "got cosin; did you mean cosine?",
+    ),
     "the folder of something else": (
         "train",
         ["--output_dir", "other"],

@@ -62,6 +62,37 @@ def test_what_is_wrong_is_one_line_before_torch(arguments, said, tmp_path) -> No
     assert said in done.stderr
 
 
+def test_a_hub_id_offline_fails_before_torch(tmp_path) -> None:
+    code = (
+        "import sys; from toolkit import cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
+    )
+    settings = ["train", CONFIG, "--model.name_or_path", "someone/some-model"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *settings],
+        cwd=tmp_path, env=env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "1 False\n"
+    assert "nor in the cache of the Hub" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_cached_hub_id_offline_goes_on(tmp_path, monkeypatch) -> None:
+    """The control of the test above."""
+    refs = tmp_path / "models--someone--some-model/refs"
+    snapshot = tmp_path / "models--someone--some-model/snapshots/abc"
+    for folder in (refs, snapshot):
+        folder.mkdir(parents=True)
+    (refs / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ToolkitError, match="nor in the cache"):
+        recipes._check_cache("someone/some-model", None)
+    (snapshot / "config.json").write_text("{}")
+    recipes._check_cache("someone/some-model", None)
+    recipes._check_cache(str(tmp_path), None)
+
+
 def test_the_launcher_takes_its_own_options(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:

@@ -789,6 +789,30 @@ def test_the_card_has_the_batch_and_the_evaluation(tmp_path):
     assert (result["metrics"][0]["type"], result["metrics"][0]["value"]) == ("loss", 1.5)
 
 
+@pytest.mark.parametrize(
+    ("loss_type", "tags"),
+    [
+        ("sigmoid", {"preference-tuning", "dpo"}),
+        ("kto", {"preference-tuning", "kto"}),
+        ("reward", {"preference-tuning", "reward-model"}),
+        (None, set()),
+    ],
+)
+def test_the_card_says_which_accuracy_a_run_of_preferences_has(loss_type, tags):
+    """A share of pairs is no accuracy of generated text, and the Hub's search finds the method."""
+    settings = {"preference.loss_type": loss_type} if loss_type else {}
+    run = {"hyperparameters": settings, "metrics": {"eval_accuracy": 1.0, "eval_loss": 0.5}}
+    manifest = {"toolkit": "0", "origin": {"run": run}, "tensors": {}, "files": {}}
+    front = yaml.safe_load(model_card.render(manifest, NAME, "ab" * 32).split("---")[1])
+    assert {*front["tags"]} - {"fsdp2", "fsdp2-toolkit"} == tags
+    (entry,) = front["model-index"]
+    (result,) = entry["results"]
+    kind = "preference-tuning" if loss_type else "text-generation"
+    assert result["task"]["type"] == kind
+    named = {metric["type"]: metric.get("name") for metric in result["metrics"]}
+    assert named == {"accuracy": "preference accuracy" if loss_type else None, "loss": None}
+
+
 def test_the_card_loads_the_class_that_config_json_names():
     """As `toolkit consolidate` says: a model for text and images by its own auto class."""
     named = {"architectures": ["Qwen3_5ForConditionalGeneration"]}

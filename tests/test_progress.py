@@ -84,7 +84,7 @@ def test_in_a_terminal_lines_stand_above_one_bar(tmp_path, monkeypatch, columns)
     assert all(len(line) <= columns for line in shown)
     lines = "\n".join(filter(None, shown)).replace("\n    ", "  ").split("\n")
     assert len(lines) == 7
-    assert (len(list(filter(None, shown))) > 7) == (columns == 50)
+    assert len(list(filter(None, shown))) == 7  # a step is one line in any terminal
     for step in (1, 2, 3):
         logged, saved = lines[2 * step - 2 : 2 * step]
         assert STEP.match(logged) or columns == 50
@@ -165,9 +165,14 @@ def test_a_step_is_one_line_of_a_terminal(tmp_path, monkeypatch, columns) -> Non
             epochs_per_step=0.25,
         )
         metrics._show(long)
+        evaluated = {"eval_loss": 4.84, "eval_perplexity": 126.5, "eval_accuracy": 0.155}
+        metrics._show(long | {"margin": 0.5, "accuracy": 0.75} | evaluated)
         metrics.close()
-    (line,) = [line for line in shown if line.startswith("step")]
+    line, of_evaluation = [line for line in shown if line.startswith("step")]
     assert len(line) <= columns
+    assert len(of_evaluation) <= columns
+    assert "eval_loss 4.8400" in of_evaluation
+    assert ("margin 0.500" in of_evaluation) is (columns == 200)
     start = "step 300/300  loss 4.5310"
     end = "3,292 tok/s  grad_norm 0.668  lr 9.44e-08"
     whole = f"{start} (mean 4.4551)  {end}  818.4 MB"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from conftest import ROOT, slow
 from distributed import run_recipe_ranks
 
@@ -198,6 +199,70 @@ def test_evaluations_stand_by_source_and_measure(tmp_path: Path) -> None:
         ["many", "code", "3", "2", "-", "0.5", "2.0000", "3"],
         ["many", "code_2", "3", "4.5", "-", "0.6", "4.0000", "2"],
     ]
+
+
+def preferring(folder: Path, **settings: Any) -> Path:
+    """Write the folder of a run of preference tuning: lines of steps, of which one is evaluated."""
+    made(folder, 4, custom=0.25, accuracy=1.0, reward_chosen=0.5, reward_rejected=-0.5, margin=1.0)
+    lines = read_metrics(folder)
+    lines[-1] |= {"eval_loss": 0.6, "eval_accuracy": 1.0, "eval_reward_chosen": 0.4}
+    (folder / METRICS).write_text("".join(json.dumps(x) + "\n" for x in lines), "utf-8")
+    config = {"model": {"name_or_path": "m"}, "lora": {}, "preference": settings}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), "utf-8")
+    return folder
+
+
+def test_metrics_of_the_objective_have_panels_with_their_evaluations(tmp_path: Path) -> None:
+    page = page_of(preferring(tmp_path / "dpo"))
+    drawn = figures(page)
+    assert [*drawn][:5] == ["loss", "custom", "accuracy", "reward", "margin"]
+    names = [t["name"] for t in drawn["reward"]["data"]]
+    assert names == ["reward_chosen", "eval_reward_chosen", "reward_rejected"]
+    assert trace(drawn["reward"], "reward_chosen") == ([1, 2, 3, 4], [0.5] * 4)
+    assert trace(drawn["accuracy"], "eval_accuracy") == ([4], [1.0])
+    assert trace(drawn["custom"], "custom")[1] == [0.25] * 4
+    assert "eval_accuracy" not in drawn
+    # A constant share of 1 does not stretch its axis to 200 %.
+    lowest, highest = drawn["accuracy"]["layout"]["yaxis"]["range"]
+    assert 0 <= lowest < 1 == highest
+    assert "range" not in drawn["margin"]["layout"]["yaxis"]
+    for figure in drawn.values():  # a legend below the curves covers the title of the axis
+        assert figure["layout"]["legend"]["y"] > 1
+    both = figures(page_of(tmp_path / "dpo", preferring(tmp_path / "other")))
+    names = {t["name"] for t in both["margin"]["data"]}
+    assert names == {"dpo: margin", "other: margin"}
+    assert len({t["line"]["color"] for t in both["margin"]["data"]}) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "objective"),
+    [
+        ({}, "sigmoid, beta 0.1"),
+        ({"loss_type": "ipo", "beta": 0.3, "rpo_alpha": 0.5}, "ipo, beta 0.3, rpo_alpha 0.5"),
+        (
+            {"loss_type": "kto", "desirable_weight": 2.0},
+            "kto, beta 0.1, desirable_weight 2.0, undesirable_weight 1.0",
+        ),
+        ({"loss_type": "simpo"}, "simpo, beta 0.1, simpo_gamma 0.5"),
+        ({"loss_type": "reward"}, "reward"),
+    ],
+)
+def test_the_head_names_the_objective(settings, objective, tmp_path: Path) -> None:
+    page = page_of(preferring(tmp_path / "dpo", **settings))
+    head = page.partition('<div class="charts">')[0]
+    assert "<th>objective</th>" in head
+    assert f'<td data-head="objective"><div>{objective}</div>' in head
+    assert "<th>objective</th>" not in page_of(made(tmp_path / "plain", 2))  # the control
+
+
+def test_an_answer_without_a_letter_is_described(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", 2)
+    answers = ["\n\n\n", "", " words "]
+    lines = [{"step": i, "prompt": "p", "answer": text} for i, text in enumerate(answers)]
+    (folder / SAMPLES).write_text("".join(json.dumps(x) + "\n" for x in lines), "utf-8")
+    page = page_of(folder)
+    for shown in ("(3 line breaks and no text)", "(no text)", " words "):
+        assert f"<div>{shown}</div>" in page
 
 
 def test_the_smoothed_curve_is_of_the_mean_over_all_steps(tmp_path: Path) -> None:

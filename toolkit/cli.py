@@ -15,6 +15,7 @@ from typing import Any
 
 from toolkit import __version__, parsing, recipes
 from toolkit.config import KINDS, MAX_SHARD_SIZE
+from toolkit.config.other_tools import NAMES, OWN
 from toolkit.errors import ConfigError, ExportError, ToolkitError
 
 _RECIPES = tuple(kind.command for kind in KINDS)
@@ -101,15 +102,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--copy", metavar="NAME", help=" or ".join(recipes.NAMES))
     add = command(
         _convert_config,
-        "turn a config of axolotl, TRL or Trainer into one of this toolkit",
-        "Turn a config of axolotl or TRL, or what a training script gives to Trainer (YAML, JSON, "
-        "or the script itself, which is read and not run), into a YAML of `toolkit finetune` or "
-        "`toolkit prefer`. Each key that is not carried over, or means something else, is named on "
-        "stderr.",
+        "turn a config of another tool into one of this toolkit",
+        "Turn a config of axolotl, LLaMA-Factory, ms-swift, open-instruct, OpenRLHF, torchtune, "
+        "TRL or Trainer into a YAML of `toolkit finetune` or `toolkit prefer`. Python scripts "
+        "(also of Unsloth) and shell scripts are read and not run. Each key that is not carried "
+        "over, or means something else here, is named on stderr. A config that would become "
+        "another training is refused.",
     )
-    add("file", metavar="FILE", help="YAML, JSON or Python")
-    trl = ("trl", *(f"trl-{name}" for name in ("dpo", "orpo", "kto", "cpo", "reward")))
-    add("--from", dest="tool", choices=("axolotl", *trl, "trainer"), help="told by the keys")
+    add("file", metavar="FILE", help="YAML, JSON, Python or shell script")
+    tools = f"one of {', '.join(NAMES)} (default: recognised by the keys)"
+    add("--from", dest="tool", choices=NAMES, metavar="TOOL", help=tools)
     add("--output", metavar="OUT.yaml", help="file to create (default: stdout)")
     _add_plan(command)
     _add_rehearse(command)
@@ -181,16 +183,17 @@ def _add_inspect(command: Callable) -> None:
         _inspect,
         "show what a run or a checkpoint holds, how a run would be sharded, what it learns",
         "Show what a run or a checkpoint holds (steps, bytes, dtypes, sharding); or, of a run that "
-        "has not begun, its FSDP2 units and dtypes (--plan), or what a fine-tuning run would learn "
-        "of its data (--data). One process, no weights, no GPU.",
+        "has not begun, its FSDP2 units and dtypes (--plan), or what fine-tuning or preference "
+        "tuning would supervise in its data (--data). One process, no weights, no GPU.",
     )
     add("path", metavar="RUN_OR_CHECKPOINT", nargs="?")
     add("--plan", metavar="CONFIG", help=f"config of a recipe (YAML): its units{_SETTINGS}")
     add(
         "--data",
         metavar="CONFIG",
-        help="config of recipes/finetune.py (YAML): samples and tokens of each source, what is "
-        "learned, what is left out and why, and the first samples with the learned text marked"
+        help="config of recipes/finetune.py or recipes/prefer.py (YAML): samples and tokens of "
+        "each source, what is supervised, which rows are skipped and why, and the first samples "
+        "with the supervised text marked"
         f"{_SETTINGS}",
     )
     add(
@@ -247,10 +250,10 @@ def _convert_config(args: argparse.Namespace) -> int:
     with open(args.output, "x", encoding="utf-8") as file:
         file.write(out.text)
     print(args.output)
-    print(
-        f"next: toolkit inspect --data {args.output}   (what is learned of the data)",
-        file=sys.stderr,
-    )
+    if out.tool == OWN:
+        return 0
+    data = f"next: toolkit inspect --data {args.output}   (what is learned of the data)"
+    print(data, file=sys.stderr)
     print(f"then: toolkit {out.recipe} {args.output} --accelerate_config one_node", file=sys.stderr)
     return 0
 

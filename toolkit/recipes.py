@@ -54,6 +54,7 @@ NAMES = tuple(kind.name for kind in KINDS)
 """The recipes that come with the toolkit."""
 _LAUNCHERS = "accelerate_configs"
 _PORT = 29500  # where Accelerate lets processes meet unless told otherwise
+_ALWAYS = 16  # processes that any machine may run
 _REFUSED = 2  # exit code of ranks that find a setting wrong
 _OF_THE_LAUNCHER = {
     "--num_processes": int,
@@ -108,6 +109,9 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
     if options.max_restarts < 0:
         raise ConfigError(f"--max_restarts {options.max_restarts}: expected 0 or more")
     told = {name: getattr(options, name[2:]) for name in _OF_THE_LAUNCHER}
+    for name in ("--num_processes", "--num_machines"):
+        if told[name] is not None and told[name] < 1:
+            raise ConfigError(f"{name} {told[name]}: expected 1 or more")
     told["--max_restarts"] = options.max_restarts or None
     launcher = ["launch"]
     if options.accelerate_config is not None:
@@ -146,6 +150,21 @@ def _check_paths(cfg: Any) -> None:
         for setting, source in configured(cfg.data, what):  # type: ignore[arg-type]
             if not source.dataset_name:
                 kind_of_files(find_files(source.files, setting), setting)
+    _check_cache(cfg.model.name_or_path, cfg.model.revision)
+
+
+def _check_cache(name: str, revision: str | None) -> None:
+    """Raise ToolkitError if a Hub model is not in the cache while HF_HUB_OFFLINE is set."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if Path(name).is_dir() or name.count("/") > 1 or not constants.is_offline_mode():
+        return
+    if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        raise ToolkitError(
+            f"{name} is neither a folder here (current folder: {Path.cwd()}) nor in the cache of "
+            f"the Hub ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set; run `hf download "
+            f"{name}` where there is a network, or unset HF_HUB_OFFLINE"
+        )
 
 
 def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:
@@ -164,9 +183,24 @@ def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:
         here = (world or 1) // (machines if isinstance(machines, int) and machines > 0 else 1)
         if launched.get("gpu_ids") in (None, "all"):
             device.choose(0, here)
-    elif not cpu and (world or 1) > 1:
+    elif not cpu and ((world or 1) > 1 or launched.get("gpu_ids") is not None):
         raise no_gpu(world or 1)
+    if kind == "cpu":
+        _check_cores((world or 1) // max(1, machines if isinstance(machines, int) else 1))
     check_start(cfg, world, kind)
+
+
+def _check_cores(processes: int) -> None:
+    """Raise ConfigError if a machine without accelerators is to run far more processes than it has
+    cores: they would start, and make next to no progress.
+    """
+    cores = os.cpu_count() or 1
+    most = max(_ALWAYS, 2 * cores)
+    if processes > most:
+        raise ConfigError(
+            f"{processes} processes on the CPU of this machine, which has {cores} cores: expected "
+            f"at most {most}; set --num_processes, or num_processes in the Accelerate YAML"
+        )
 
 
 def _needs_port(yaml: dict[str, Any], told: dict[str, Any]) -> bool:

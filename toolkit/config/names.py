@@ -3,6 +3,8 @@
 import dataclasses
 import difflib
 import functools
+import typing
+from typing import Any
 
 from toolkit.config.keywords import setting_types
 from toolkit.config.preference import PreferConfig
@@ -148,6 +150,31 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
     leaves = {name.split(".")[-1]: name for name in reversed(known)}
     near = [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
     return next(iter([*near_here, *near]), None)
+
+
+# Setting -> values under the names of other tools, with those here.
+_VALUES = {
+    "preference.loss_type": {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "cdpo": "sigmoid"}
+    | {"bradley_terry": "reward", "rm": "reward", "reward_model": "reward", "cpo": "simpo"},
+    "optim.optim": {"adamw": "adamw_torch_fused", "adamw_torch": "adamw_torch_fused"}
+    | {"adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit"},
+    "sharding.param_dtype": {"bf16": "bfloat16", "fp32": "float32"},
+    "sharding.reduce_dtype": {"bf16": "bfloat16", "fp32": "float32"},
+    "model.dtype": {"bf16": "bfloat16", "fp32": "float32"},
+}
+
+
+def nearest_value(setting: str, kind: Any, value: str) -> str | None:
+    """Return the value that a user may have meant by `value`; None if no choice is near.
+
+    Args:
+        kind: type of the setting; only choices (`Literal`) have near values.
+    """
+    inner = [kind, *typing.get_args(kind)]
+    literals = [part for part in inner if typing.get_origin(part) is typing.Literal]
+    choices = [c for part in literals for c in typing.get_args(part) if isinstance(c, str)]
+    known = _VALUES.get(setting, {}).get(value)
+    return known or next(iter(difflib.get_close_matches(value, choices, n=1, cutoff=0.7)), None)
 
 
 def nearest(cls: type, section: type, walked: str, name: str) -> list[str]:

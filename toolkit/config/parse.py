@@ -32,7 +32,8 @@ from toolkit.config.keywords import (
     to_settings,
 )
 from toolkit.config.kinds import check_kind, kind_of
-from toolkit.config.names import GONE, meant, nearest
+from toolkit.config.names import GONE, meant, nearest, nearest_value
+from toolkit.config.other_tools import refuse_foreign_config
 from toolkit.config.ranges import WORDS
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
@@ -76,6 +77,7 @@ def parse(
         content = _read(file)
         if issubclass(cls, RunConfig):
             check_kind(cls, content, str(file))
+            refuse_foreign_config(content, file)
         _check_keys(cls, content, str(file), unknown)
     _check_flags(cls, args, unknown)
     unknown.refuse()
@@ -408,6 +410,8 @@ def _in_plain_words(cls: type, said: str) -> str:
             why = f"; write [{value[:200]}]"
         elif re.search(r"[\[,] *\*", value):  # YAML reads an alias
             why = "; an entry that begins with * goes in quotes: \"['*']\""
+        elif guess := nearest_value(setting, _check_path(cls, setting, ""), value):
+            why += f"; did you mean {guess}?"
         return f"{setting} must be {expected}, got {value[:200]}{why}"
     if match := re.fullmatch(r"the following arguments are required: (.*)", said):
         flag = f"--{match[1].split(',')[0]} VALUE"

@@ -11,12 +11,13 @@ from toolkit.parsing import read_bounded
 
 _MOST = 2_000_000  # bytes of a script
 _OF_TRL = {
-    f"{name}{what}": name for name in (*TRAINERS, *NOT_HERE) for what in ("Config", "Trainer")
+    f"{name}{reason}": name for name in (*TRAINERS, *NOT_HERE) for reason in ("Config", "Trainer")
 }
 _CONFIGS = {"TrainingArguments", "Seq2SeqTrainingArguments", "LoraConfig", "BitsAndBytesConfig"} | {
-    "Trainer",
+    *("Trainer", "UnslothTrainingArguments", "UnslothTrainer"),
     *_OF_TRL,
 }
+_TRAINER_NAMES = {"Trainer", "UnslothTrainer"} | {n for n in _OF_TRL if n.endswith("Trainer")}
 # Objects, which the settings of other calls describe.
 _OBJECTS = {"model", "args", "train_dataset", "eval_dataset", "tokenizer", "processing_class"} | {
     "peft_config",
@@ -29,55 +30,220 @@ _FIRST = {
     "Trainer": "model",
     "from_pretrained": "model_name_or_path",
 } | {name: "output_dir" if name.endswith("Config") else "model" for name in _OF_TRL}
+# Configs of PEFT that are no LoRA.
+_OTHER_ADAPTERS = {
+    *("AdaLoraConfig", "AdaptionPromptConfig", "BOFTConfig", "BoneConfig", "FourierFTConfig"),
+    *("HRAConfig", "IA3Config", "LNTuningConfig", "LoHaConfig", "LoKrConfig", "MissConfig"),
+    *("OFTConfig", "PolyConfig", "PrefixTuningConfig", "PromptEncoderConfig", "RandLoraConfig"),
+    *("PromptTuningConfig", "TrainableTokensConfig", "VBLoRAConfig", "VeraConfig", "XLoraConfig"),
+}
+# Parsers that take the settings from the command line.
+_PARSERS = {"TrlParser", "HfArgumentParser", "H4ArgumentParser"}
+# Methods of `datasets` by which a script changes its rows.
+_OF_ROWS = {"map", "filter", "select", "take", "skip", "rename_column", "rename_columns"} | {
+    *("train_test_split", "remove_columns", "cast_column", "add_column", "unique", "flatten"),
+    *("concatenate_datasets", "interleave_datasets", "from_list", "from_dict", "from_generator"),
+    *("from_pandas", "load_from_disk"),
+}
+_UNSLOTH = {"FastLanguageModel", "FastModel", "FastVisionModel", "FastTextModel"}
+# What Unsloth takes where a script gives nothing, read in `unsloth/models/loader.py`.
+_UNSLOTH_MODEL = {"load_in_4bit": True}
+_UNSLOTH_LORA = {
+    "r": 16,
+    "lora_alpha": 16,
+    "lora_dropout": 0.0,
+    "target_modules": [
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    ],
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "use_gradient_checkpointing": True,
+}
+_WITHOUT_EFFECT = {
+    "loftq_config",
+    "token",
+    "random_state",
+    "use_exact_model_name",
+    "fast_inference",
+}
 _COMPUTED = object()  # a value that only the script's run knows
 _BUILDERS = ("json", "csv", "text", "parquet")
 
 
-def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str], set[str]]:
-    """Return the literal settings in the calls of a script, for each other one a note, and what
-    comes before `Trainer` or `Config` in the names of TRL's classes that it calls.
+def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str], set[str], bool]:
+    """Return the settings that a script gives to Trainer, TRL, PEFT or Unsloth.
 
-    Calls are those of `_CONFIGS`, `from_pretrained` and `load_dataset`. A name that is bound once,
-    to a literal, is that literal; `torch.bfloat16` is its name. ConfigError: it is no Python.
+    A name that is bound once, to a literal, is that literal; `torch.bfloat16` is its name.
+
+    Returns:
+        Setting -> literal value; a note for each setting that the script computes and for each
+        change of its rows; what comes before `Trainer` or `Config` in the names of TRL's classes
+        that it calls; whether it uses Unsloth.
+
+    Raises:
+        ConfigError: the file is no Python; it trains other adapters than LoRA; or its adapters,
+            or all its settings, come from the command line.
     """
     try:
         tree = ast.parse(read_bounded(file, _MOST, ConfigError))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{file} cannot be read as Python: {error}") from error
     bound = _bound(tree)
-    found: dict[str, Any] = {}
-    computed: dict[str, str] = {}
+    settings: dict[str, Any] = {}
+    notes: dict[str, str] = {}
     trainers = set[str]()
-    for call in sorted(_calls(tree), key=lambda c: c.lineno):
+    calls = sorted(_calls(tree), key=lambda call: (call.lineno, call.col_offset))
+    for call in calls:
         name = _last(call.func)
         trainers |= {_OF_TRL[name]} if name in _OF_TRL else set()
-        if name == "LoraConfig":
-            found["use_peft"] = True
+        if name == "LoraConfig" or (name == "get_peft_model" and _is_unsloth(call.func)):
+            settings["use_peft"] = True
         for key, node in _arguments(call, name, bound):
-            value = _value(node, bound)
-            if key in _OBJECTS and not (key == "model" and isinstance(value, str)):
+            _read_argument(call, key, node, bound, settings, notes)
+    _refuse_unreadable(file, tree, calls, bound)
+    unsloth = _unsloth_defaults(calls, settings, notes)
+    notes |= _changes_of_rows(tree)
+    return settings, notes, trainers, unsloth
+
+
+def _read_argument(
+    call: ast.Call,
+    key: str,
+    node: ast.expr,
+    bound: dict[str, ast.expr],
+    settings: dict[str, Any],
+    notes: dict[str, str],
+) -> None:
+    """Add an argument of a call to the settings, or a note on why it is not added."""
+    name, value = _last(call.func), _value(node, bound)
+    if key in _OBJECTS and not (key == "model" and isinstance(value, str)):
+        return
+    if key == "ref_model" and value is None:
+        return
+    if _is_unsloth(call.func) and (key in _WITHOUT_EFFECT or (key == "dtype" and value is None)):
+        return
+    key = {"model": "model_name_or_path", "model_name": "model_name_or_path"}.get(key, key)
+    where = f"{key} ({name}, line {call.lineno})"
+    if value is _COMPUTED:
+        reason = "computed by the script; set it yourself"
+        if key == "ref_model":
+            reason = "the reference is the model that training begins with, no other one"
+        notes[key] = f"{where} {ast.unparse(node)[:60]}: {reason}"
+    elif key in settings and settings[key] != value:
+        notes[f"{key} again"] = f"{where}: given before, with another value; the first one is kept"
+    else:
+        settings[key] = value
+
+
+def _refuse_unreadable(
+    file: Path, tree: ast.AST, calls: list[ast.Call], bound: dict[str, ast.expr]
+) -> None:
+    """Raise ConfigError if a script trains adapters that its text does not describe, or if all
+    settings come from the command line.
+    """
+    names = {_last(call.func) for call in calls}
+    every = {_last(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for name in sorted(_OTHER_ADAPTERS & {*every}):
+        raise ConfigError(
+            f"{file} calls {name} (line {every[name].lineno}), which is no LoRA: of PEFT's "
+            "adapters, LoRA and DoRA can be converted"
+        )
+    parser = next((every[name] for name in _PARSERS if name in every), None)
+    described = "LoraConfig" in names or any(
+        _is_unsloth(call.func) and _last(call.func) == "get_peft_model" for call in calls
+    )
+    for call in calls:
+        for keyword in call.keywords:
+            value = _value(keyword.value, bound)
+            if keyword.arg == "peft_config" and value is not None and not described:
+                raise ConfigError(
+                    f"{file}, line {call.lineno}: peft_config={ast.unparse(keyword.value)[:60]} "
+                    "says whether adapters are trained, which only a run of the script knows. "
+                    "Convert the YAML that the script is started with, or its command line in a "
+                    ".sh file"
+                )
+    if "get_peft_model" in every and not described:
+        line = every["get_peft_model"].lineno
+        raise ConfigError(
+            f"{file}, line {line}: get_peft_model trains adapters that the script does not "
+            "describe with a LoraConfig; write r, lora_alpha and target_modules into it"
+        )
+    if "PeftModel" in {_last(c.func.value) for c in _loads(tree)}:
+        raise ConfigError(
+            f"{file} loads an adapter with PeftModel.from_pretrained; set lora.from to continue "
+            "it, or merge it, and leave the call out of the script"
+        )
+    if parser is not None and not names - {"from_pretrained", "load_dataset", *_TRAINER_NAMES}:
+        raise ConfigError(
+            f"{file}, line {parser.lineno}: {_last(parser.func)} takes the settings from the "
+            "command line. Convert the YAML that the script is started with, or its command line "
+            "in a .sh file"
+        )
+
+
+def _loads(tree: ast.AST) -> Iterator[Any]:
+    """Yield the calls of `OWNER.from_pretrained` in a script."""
+    for node in ast.walk(tree):
+        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if is_method and node.func.attr == "from_pretrained":  # type: ignore[attr-defined]
+            yield node
+
+
+def _unsloth_defaults(
+    calls: list[ast.Call], settings: dict[str, Any], notes: dict[str, str]
+) -> bool:
+    """Add what Unsloth does where a script says nothing; return whether it is used."""
+    names = {_last(call.func) for call in calls if _is_unsloth(call.func)}
+    if "from_pretrained" in names and not settings.pop("full_finetuning", False):
+        for key, value in _UNSLOTH_MODEL.items():
+            if key not in notes:
+                settings.setdefault(key, value)
+    if "get_peft_model" in names:
+        for key, value in _UNSLOTH_LORA.items():
+            if key not in notes:
+                settings.setdefault(key, value)
+    if settings.get("use_gradient_checkpointing") == "unsloth":
+        settings["use_gradient_checkpointing"] = True
+    if "use_gradient_checkpointing" in settings:
+        is_on = bool(settings.pop("use_gradient_checkpointing"))
+        settings.setdefault("gradient_checkpointing", is_on)
+    if str(settings.get("model_name_or_path", "")).endswith("-bnb-4bit"):
+        notes["model_name_or_path 4bit"] = (
+            f"model_name_or_path {settings['model_name_or_path']}: quantised already; give the "
+            "bfloat16 checkpoint that it was quantised from, lora.load_in_4bit quantises"
+        )
+    return bool(names)
+
+
+def _changes_of_rows(tree: ast.AST) -> dict[str, str]:
+    """Return a note for each call by which a script changes its rows, or masks parts of them."""
+    notes = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = _last(node.func)
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        if name in _OF_ROWS and (owner is not None or name.endswith("_datasets")):
+            if isinstance(owner, ast.Name) and "pool" in owner.id.lower():
                 continue
-            if key == "ref_model" and value is None:
-                continue
-            key = "model_name_or_path" if key == "model" else key
-            where = f"{key} ({name}, line {call.lineno})"
-            if value is _COMPUTED:
-                what = "computed by the script; set it yourself"
-                if key == "ref_model":
-                    what = "the reference is the model that training begins with, no other one"
-                computed[key] = f"{where} {ast.unparse(node)[:60]}: {what}"
-            elif key in found and found[key] != value:
-                computed[f"{key} again"] = f"{where}: given before, and otherwise; left out"
-            else:
-                found[key] = value
-    return found, computed, trainers
+            shown = " ".join(ast.unparse(node).split())[-90:]
+            notes[f"rows {node.lineno} {node.col_offset} {name}"] = (
+                f"{name} (line {node.lineno}) ...{shown}: the script changes its rows, and the "
+                "converted run does not; write the changed rows to a file"
+            )
+        elif name == "train_on_responses_only":
+            notes["supervise"] = (
+                f"{name} (line {node.lineno}): set data.supervise: assistant for rows of turns"
+            )
+    return notes
 
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = _last(node.func)
-            if name in _CONFIGS or name == "load_dataset" or _is_model(node.func):
+            known = name in _CONFIGS or name == "load_dataset" or _is_model(node.func)
+            if known or (name == "get_peft_model" and _is_unsloth(node.func)):
                 yield node
 
 
@@ -86,7 +252,12 @@ def _is_model(func: ast.expr) -> bool:
     if not isinstance(func, ast.Attribute) or func.attr != "from_pretrained":
         return False
     owner = _last(func.value)
-    return owner.startswith("AutoModel") or "For" in owner
+    return owner.startswith("AutoModel") or "For" in owner or owner in _UNSLOTH
+
+
+def _is_unsloth(func: ast.expr) -> bool:
+    """Return whether a call is of a method of Unsloth's model classes."""
+    return isinstance(func, ast.Attribute) and _last(func.value) in _UNSLOTH
 
 
 def _arguments(
@@ -99,6 +270,8 @@ def _arguments(
         first = call.args[0] if call.args else None
         builder = isinstance(first, ast.Constant) and first.value in _BUILDERS
         positional = ["builder" if builder else "dataset_name", "dataset_config_name"]
+    if name == "get_peft_model":
+        positional = ["model"]
     for i, node in enumerate(call.args):
         key = positional[i] if i < len(positional) else None
         if key not in ("builder", None):

@@ -41,7 +41,7 @@ LEFT = {
         save_on_each_node save_first_step""",
     "the same command on the same output_dir resumes": """resume_from_checkpoint
         overwrite_output_dir auto_resume_from_checkpoints""",
-    "an adapter begins anew; merge the old one first": "lora_model_dir peft_layers_to_transform",
+    "every layer is adapted; name modules in lora.target_modules": "peft_layers_to_transform",
     "published once, at the end (section hub)": "hub_strategy hub_always_push",
     "the tracker's own environment variables (WANDB_ENTITY, WANDB_WATCH, ...)": """wandb_entity
         wandb_watch wandb_log_model wandb_mode wandb_run_id logging_dir trackio_space_id
@@ -66,11 +66,10 @@ LEFT = {
     "choose train.gradient_accumulation_steps: global batch = processes x per device x that": """
         batch_size auto_find_batch_size""",
     "PEFT's own default": """lora_fan_in_fan_out fan_in_fan_out inference_mode init_lora_weights
-        peft_init_lora_weights rank_pattern alpha_pattern layers_to_transform layers_pattern
+        peft_init_lora_weights layers_to_transform layers_pattern
         loraplus_lr_ratio loraplus_lr_embedding""",
     "settings of the optimizer have names of their own (adam_beta1, adam_epsilon, ...)": """
         optim_args optim_target_modules""",
-    "of preference tuning, which the other keys do not ask for": "rl dpo_beta beta reward_model",
     "the reference is asked once, before the first step, and kept in the run's folder": """
         precompute_ref_log_probs precompute_ref_batch_size precompute_ref_eval_batch_size
         use_logits_to_keep dpo_use_logits_to_keep""",

@@ -60,7 +60,7 @@ def render(manifest: Facts, repo_id: str, digest: str, config: Facts | None = No
     settings = facts.get("hyperparameters") or {}
     known = {n: v for n, v in settings.items() if v not in (None, [], {})}
     versions = facts.get("versions") or {"toolkit": manifest["toolkit"]}
-    front = _front(base, data, metrics, name, relation, _TASKS[auto]).to_yaml()
+    front = _front(base, data, metrics, name, relation, _TASKS[auto], settings).to_yaml()
     body = _TEMPLATE.render(
         {"name": name, "repo_id": repo_id, "digest": digest, "origin": origin, "facts": facts},
         base=base,
@@ -93,11 +93,23 @@ def is_unedited(card: str) -> bool:
 
 
 def _front(
-    base: Facts, data: Facts, metrics: Facts, name: str, relation: str | None, task: str
+    base: Facts,
+    data: Facts,
+    metrics: Facts,
+    name: str,
+    relation: str | None,
+    task: str,
+    settings: Facts,
 ) -> ModelCardData:
-    """Return the front matter; `relation`: of an adapter, merged or not, to its base; `task`: the
-    Hub's name of what the model does.
+    """Return the front matter.
+
+    Args:
+        relation: of an adapter, merged or not, to its base; None without adapters.
+        task: the Hub's name of what the model does.
+        settings: of the run; they tell whether it was preference tuning.
     """
+    objective = settings.get("preference.loss_type")
+    kind = "preference-tuning" if objective else "text-generation"
     front: Facts = {}
     # The Hub refuses a card whose base model or data set is not one of its own.
     if base.get("hub_id") and base.get("init") == "pretrained":
@@ -114,10 +126,13 @@ def _front(
     eval_files = ", ".join(map(str, names[:3]))
     results = [
         EvalResult(
-            task_type=task if task == "text-classification" else "text-generation",
+            task_type=task if task == "text-classification" else kind,
+            task_name="preference pairs" if objective else None,
             dataset_type=of_hub[0]["dataset_name"] if of_hub else "text",
             dataset_name=eval_files or "held-out part of the training data",
             metric_type=metric.removeprefix("eval_"),
+            # The share of pairs whose chosen answer has the higher reward, not of tokens.
+            metric_name="preference accuracy" if objective and metric == "eval_accuracy" else None,
             metric_value=value,
         )
         for metric, value in metrics.items()
@@ -127,7 +142,11 @@ def _front(
         library_name="peft" if relation == "adapter" else "transformers",
         pipeline_tag=task,
         license=base.get("license"),
-        tags=["fsdp2", "fsdp2-toolkit", *(["lora"] if relation == "adapter" else [])],
+        tags=[
+            *("fsdp2", "fsdp2-toolkit"),
+            *(["lora"] if relation == "adapter" else []),
+            *_objective_tags(objective),
+        ],
         model_name=name if results else None,
         eval_results=results or None,
         **front,
@@ -148,6 +167,14 @@ def _stages(entry: Any) -> list[Facts]:
         stages.append({"name": "an adapter", **entry})
         entry = entry.get("continued")
     return stages
+
+
+def _objective_tags(loss_type: str | None) -> list[str]:
+    """Return the tags by which the Hub's search finds a model of this preference objective."""
+    if loss_type is None:
+        return []
+    named = {"simpo": "simpo", "orpo": "orpo", "kto": "kto", "reward": "reward-model"}
+    return ["preference-tuning", named.get(loss_type, "dpo")]
 
 
 def _changes(facts: Facts) -> list[str]:

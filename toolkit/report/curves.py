@@ -1,7 +1,7 @@
 """What is drawn of runs, as numbers: panels with curves over steps, for any plotting library."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.report.runs import RunRecord, evaluation_key, number
@@ -33,9 +33,22 @@ class Panel:
     curves: list[Curve]
 
     @property
-    def of_evaluations(self) -> bool:
-        """Whether it shows nothing else, several names of them perhaps."""
-        return all(curve.kind == "evaluation" for curve in self.curves)
+    def has_legend(self) -> bool:
+        """Whether the names of the curves are shown: of several, or of evaluations."""
+        return len(self.curves) > 1 or all(curve.kind == "evaluation" for curve in self.curves)
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the values are shares, from 0 to 1."""
+        return self.key.rpartition("_")[2] == "accuracy"
+
+    def share_range(self) -> tuple[float, float]:
+        """Return the limits of the vertical axis of shares: never above 100 %, and wide enough to
+        see a constant value.
+        """
+        values = [v for curve in self.curves for v in curve.values if v is not None]
+        lowest = min(values, default=0.0)
+        return max(0.0, min(0.9, lowest - 0.05)), 1.0
 
 
 _PANELS = (
@@ -47,22 +60,84 @@ _PANELS = (
     ("mfu", "Model FLOPs utilisation", ".1%", ""),
     ("memory_peak_bytes", "Peak memory of rank 0", ".3~s", "B"),
 )
+# Numbers of a line that are no curve of their own: the clock, what `_PANELS` draws, and details.
+_NO_PANEL = {key for key, *_ in _PANELS} | {
+    *("step", "time", "tokens", "epoch", "mean_loss", "step_time", "skipped"),
+    *("data_time", "data_time_max"),
+}
+_TITLES = {
+    "margin": "Margin of rewards, chosen over rejected",
+    "reward": "Rewards",
+    "logps": "Log-probabilities of answers",
+    "accuracy": "Accuracy",
+    "kl": "KL to the reference",
+}
 
 
 def panels(runs: list[RunRecord]) -> list[Panel]:
-    """Return a panel for each quantity that one of the runs logged."""
-    found = []
+    """Return a panel for each quantity that one of the runs logged.
+
+    After the loss come the metrics that the objective, or the user's own recipe, logs at each
+    step, with their evaluations. `X_chosen` and `X_rejected` share the panel `X`.
+    """
+    drawn = []
     for key, title, tick_format, unit in _PANELS:
         curves = [curve for i, run in enumerate(runs) for curve in _curves(i, run, key, len(runs))]
         if curves:
-            found.append(Panel(key, title, tick_format, unit, curves))
+            drawn.append(Panel(key, title, tick_format, unit, curves))
+    groups = _groups(runs)
+    steps = [_group_panel(runs, name, keys) for name, keys in groups.items()]
+    grouped = {key for keys in groups.values() for key in keys}
     measures = dict.fromkeys(m for run in runs for one in run.evaluations().values() for m in one)
-    for measure in [m for m in measures if m not in ("loss", "perplexity")]:
-        tick_format = ".1%" if measure == "accuracy" else ".4~g"
+    for measure in [m for m in measures if m not in ("loss", "perplexity", *grouped)]:
         curves = [c for i, run in enumerate(runs) for c in _evaluations(i, run, measure, len(runs))]
+        tick_format = ".1%" if measure == "accuracy" else ".4~g"
         title = f"Evaluation: {measure}"
-        found.append(Panel(evaluation_key("", measure), title, tick_format, "", curves))
-    return found
+        drawn.append(Panel(evaluation_key("", measure), title, tick_format, "", curves))
+    first = 1 if drawn and drawn[0].key == "loss" else 0
+    return [*drawn[:first], *steps, *drawn[first:]]
+
+
+def _groups(runs: list[RunRecord]) -> dict[str, list[str]]:
+    """Return the metrics of steps that are no part of every run: name of a panel -> keys of it.
+
+    Keys that differ in their last word alone, such as reward_chosen and reward_rejected, are one
+    group, named by what they share.
+    """
+    keys = dict.fromkeys(
+        key
+        for run in runs
+        for line in run.lines
+        for key in line
+        if key not in _NO_PANEL
+        and not key.startswith(("eval_", "router_"))
+        and number(line, key) is not None
+    )
+    by_stem: dict[str, list[str]] = {}
+    for key in keys:
+        by_stem.setdefault(key.rpartition("_")[0] or key, []).append(key)
+    groups: dict[str, list[str]] = {}
+    for stem, members in by_stem.items():
+        together = len(members) > 1
+        groups |= {stem: members} if together else {key: [key] for key in members}
+    return groups
+
+
+def _group_panel(runs: list[RunRecord], name: str, keys: list[str]) -> Panel:
+    """Return the panel of metrics of steps, with those of evaluations under the same names."""
+    curves: list[Curve] = []
+    alone = len(runs) == 1
+    for index, run in enumerate(runs):
+        for place, key in enumerate(keys):
+            colour = COLOURS[(place if alone else index) % len(COLOURS)]
+            if any(key in line for line in run.lines):
+                label = f"{run.label(len(runs))}{key}"
+                curves.append(Curve(label, "logged", *_logged(run, key), colour))
+            evaluated = _evaluations(index, run, key, len(runs))
+            is_pair = alone and len(keys) > 1  # each side has one colour
+            curves += [replace(c, colour=colour) if is_pair else c for c in evaluated]
+    tick_format = ".1%" if name.rpartition("_")[2] == "accuracy" else ".4~g"
+    return Panel(name, _TITLES.get(name, name), tick_format, "", curves)
 
 
 def smoothed(values: list[float | int | None]) -> list[float | int | None]:

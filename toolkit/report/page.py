@@ -58,10 +58,11 @@ def _figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
             "paper_bgcolor": "rgba(0, 0, 0, 0)",
             "plot_bgcolor": "rgba(0, 0, 0, 0)",
             "margin": {"l": 56, "r": 12, "t": 8, "b": 48},
-            "height": 420 if panel.key == "loss" else 260,
+            "height": 420 if panel.key == "loss" else 260 + 20 * panel.has_legend,
             "hovermode": "x unified",
-            "showlegend": panel.key == "loss" or panel.of_evaluations,
-            "legend": {"orientation": "h", "y": -0.16, "yanchor": "top", "x": 0},
+            "showlegend": panel.has_legend,
+            # Above the curves: below them it would cover the title of the axis.
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
             "xaxis": {
                 **axis,
                 "title": {"text": "step"},
@@ -69,7 +70,12 @@ def _figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
                 "tickformat": "~s",
                 "rangemode": "tozero",
             },
-            "yaxis": {**axis, "tickformat": panel.tick_format, "ticksuffix": panel.unit},
+            "yaxis": {
+                **axis,
+                "tickformat": panel.tick_format,
+                "ticksuffix": panel.unit,
+                **({"range": panel.share_range()} if panel.is_share else {}),
+            },
             # Marks stand on an axis of their own, whatever the values are.
             "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
         },
@@ -90,6 +96,8 @@ def _trace(panel: Panel, curve: Curve) -> dict[str, Any]:
         "mode": "lines+markers" if few or "marker" in style else "lines",
         "opacity": 0.65 if behind else 1,
         "hovertemplate": f"%{{y:{panel.tick_format}}}{panel.unit}",
+        # A constant share of 1 lies on the upper edge.
+        **({"cliponaxis": False} if panel.is_share else {}),
         **style,
         "line": {**style["line"], "color": curve.colour},
     }

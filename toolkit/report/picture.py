@@ -63,7 +63,9 @@ def _panel(axes: Any, panel: Panel, runs: list[RunRecord]) -> None:
         axes.yaxis.set_major_formatter(EngFormatter(unit=panel.unit))
     elif panel.tick_format.endswith("%"):
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
-    if panel.of_evaluations:
+    if panel.is_share:
+        axes.set_ylim(*panel.share_range())
+    if panel.has_legend and panel.key != "loss":
         _legend(axes, fontsize=7)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel("step", fontsize=9)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from toolkit.config import KINDS, flat, kind_named, saved_kind_name
+from toolkit.config.preference import PreferenceConfig
 from toolkit.report.runs import RunRecord, evaluation_key, number
 from toolkit.tables import size_text
 
@@ -24,8 +25,11 @@ def overview(runs: list[RunRecord]) -> Table:
     """Return a row for each run: how far it is, its last values."""
     head = ["run", "step", "loss", "best eval_loss", "tokens", "tokens/s", "memory", "trained for"]
     head.append("last line")
+    objectives = [objective(run) for run in runs]
+    if any(objectives):
+        head.insert(1, "objective")
     rows = []
-    for run in runs:
+    for run, trained_by in zip(runs, objectives, strict=True):
         last = {k: v for line in run.lines for k, v in line.items() if number(line, k) is not None}
         evaluated = [v for line in run.lines if (v := number(line, "eval_loss")) is not None]
         most = run.starts[-1].get("max_steps") if run.starts else None
@@ -34,6 +38,7 @@ def overview(runs: list[RunRecord]) -> Table:
         rows.append(
             [
                 run.name,
+                *([trained_by or "cross entropy"] if any(objectives) else []),
                 f"{run.last_step:,}{goal}",
                 _value(last.get("loss"), ".4f"),
                 _value(min(evaluated, default=None), ".4f"),
@@ -45,6 +50,26 @@ def overview(runs: list[RunRecord]) -> Table:
             ]
         )
     return Table(head, rows)
+
+
+def objective(run: RunRecord) -> str:
+    """Return the preference objective of a run and its settings, also those that are defaults;
+    empty for a run that trains on tokens.
+    """
+    asked = run.config.get("preference")
+    if not isinstance(asked, dict):
+        return ""
+    defaults = vars(PreferenceConfig())
+    kind = asked.get("loss_type", defaults["loss_type"])
+    always = {"beta"} if kind != "reward" else set()
+    always |= {"simpo_gamma"} if kind == "simpo" else set()
+    always |= {"desirable_weight", "undesirable_weight"} if kind == "kto" else set()
+    shown = [
+        f"{name} {_shown(asked.get(name, default))}"
+        for name, default in defaults.items()
+        if name != "loss_type" and (name in always or asked.get(name, default) != default)
+    ]
+    return ", ".join([str(kind), *shown])
 
 
 def evaluations(runs: list[RunRecord]) -> Table:
@@ -122,7 +147,7 @@ def answers(runs: list[RunRecord]) -> list[tuple[str, Table]]:
     found = []
     for prompt in prompts:
         by_run = [
-            {s["step"]: str(s.get("answer")) for s in run.samples if str(s.get("prompt")) == prompt}
+            {s["step"]: _answer(s) for s in run.samples if str(s.get("prompt")) == prompt}
             for run in holders
         ]
         steps = sorted({step for answered in by_run for step in answered})
@@ -172,6 +197,15 @@ def _flattened(config: dict[str, Any], known: dict[str, Any], prefix: str = "") 
         else:
             found[name] = value
     return found
+
+
+def _answer(sample: dict[str, Any]) -> str:
+    """Return the answer of a sample; one without a visible character is described."""
+    answer = str(sample.get("answer"))
+    if answer.strip():
+        return answer
+    lines = answer.count("\n")
+    return f"({lines} line breaks and no text)" if lines else "(no text)"
 
 
 def _shown(value: Any) -> str:

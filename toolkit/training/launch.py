@@ -318,10 +318,10 @@ def _uses_cpu(rank: int, world: int) -> bool:
 
 
 def no_gpu(world: int) -> LaunchError:
-    """Return what is said where several processes are asked for on GPUs, and there is none."""
+    """Return the error of a launch on GPUs on a machine where torch finds none."""
     return LaunchError(
-        f"accelerate launch was asked for {world} processes on GPUs, and torch sees no GPU "
-        f"({_built()}); mend the driver or torch, or use accelerate_configs/cpu.yaml "
+        f"accelerate launch was asked for {world} process{'es' * (world > 1)} on GPUs, and torch "
+        f"sees no GPU ({_built()}); mend the driver or torch, or use accelerate_configs/cpu.yaml "
         "(--accelerate_config cpu)"
     )
 

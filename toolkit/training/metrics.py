@@ -302,8 +302,17 @@ class Metrics:
             text += f"  {_evaluated(line)}"
         text += f"  grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}"
         whole = f"{head}  {shown}  {speed}{text}  {memory}"
-        # In a narrow terminal what the bar has, and metrics.jsonl, is left out.
-        text = whole if ranks.fits(whole) else f"{head}  {loss}  {speed}{text}"
+        # A narrow terminal shows as much as fits on one line; metrics.jsonl has everything.
+        evaluated = f"  eval_loss {line['eval_loss']:.4f}" if "eval_loss" in line else ""
+        shorter = (
+            f"{head}  {loss}  {speed}{text}",
+            f"{head}  {loss}{text}",
+            f"{head}  {loss}  {speed}{evaluated}",
+            f"{head}  {loss}{evaluated}",
+        )
+        room = len("  eta 00:00:00") * (self._paced is not None and self._bar.disable is True)
+        fitting = (some for some in (whole, *shorter) if ranks.fits(some + " " * room))
+        text = next(fitting, shorter[-1])
         if self._paced is None:  # the first step compiles, and says nothing of those to come
             self._paced = step, now
         elif self._bar.disable:
@@ -478,13 +487,25 @@ def _measures(line: dict[str, Any], prefix: str) -> list[str]:
 
 
 def evaluate_metrics(
-    sharded: Sharded, sources: EvalSets, loss: Loss | None = None, *, perplexity: bool = True
+    sharded: Sharded,
+    sources: EvalSets,
+    loss: Loss | None = None,
+    *,
+    perplexity: bool | None = None,
 ) -> dict[str, float]:
-    """Return what `evaluate` finds as a metrics line holds it: `eval_loss`, `eval_perplexity`
-    (where the loss is a cross entropy), `eval_accuracy` (a mean of each part of its loss), and
-    where there are several sources `eval_NAME_loss` and so on of each.
-    Nothing where a signal ended it. Collective; waits for the device.
+    """Evaluate, and return the metrics by the names that they have in a metrics line.
+
+    Args:
+        loss: the recipe's own loss; None: the cross entropy of tokens.
+        perplexity: whether to add the exponential of the loss. None: for the cross entropy only,
+            since the exponential of another loss is no perplexity.
+
+    Returns:
+        `eval_loss`, `eval_perplexity` and `eval_` before each part of the loss, such as
+        `eval_accuracy`; with several sources also `eval_NAME_loss` and so on of each. Empty if a
+        signal ended the evaluation. Collective; waits for the device.
     """
+    perplexity = loss is None if perplexity is None else perplexity
     if preemption.stopping():
         return {}
     until_stop = {name: preemption.until_stop(batches) for name, batches in sources.items()}

@@ -1,0 +1,532 @@
+"""Settings under the names of axolotl, TRL and Trainer as settings of the toolkit.
+
+Every key is carried over, or named in a note. Names are those of `names`, defaults of a tool those
+of `tables_of_tools`; here is what values mean.
+"""
+
+import re
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.config.accelerate_yaml import translate
+from toolkit.config.names import setting_of
+from toolkit.config.other_tools import ADAPTER_HINT, OBJECTIVE_HINT
+from toolkit.config.outputs import Tracker
+from toolkit.config.settings import Schedule
+from toolkit.convert.keys import Keys
+from toolkit.convert.preferences import objective_of, take_preference
+from toolkit.convert.sources import take_sources
+from toolkit.convert.tables_of_tools import UNSAID, UNSAID_OF_LORA, UNSAID_RATES, why_left
+from toolkit.convert.translation import Translation
+from toolkit.errors import ConfigError, LaunchError, is_secret_name
+
+_FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+_PRECISIONS = ("bf16", "fp16", "bfloat16", "float16")
+_OPTIMIZERS = {
+    "adamw_torch_fused": "adamw_torch_fused",
+    "adamw_torch": "adamw_torch_fused",
+    "adamw_hf": "adamw_torch_fused",
+    "paged_adamw_32bit": "adamw_torch_fused",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "adamw_torch_8bit": "adamw_8bit",
+    "adafactor": "adafactor",
+    "muon": "muon",
+}
+# Keys, or values of `attention`.
+_ATTENTION = {"flash_attention": "flash_attention_2", "flash": "flash_attention_2"} | {
+    "sdp_attention": "sdpa",
+    "eager_attention": "eager",
+}
+# Settings that the adapter of `lora.from` has already.
+_STRUCTURE = {
+    *("lora.r", "lora.lora_alpha", "lora.target_modules", "lora.target_parameters"),
+    *("lora.modules_to_save", "lora.use_rslora", "lora.use_dora"),
+    *("lora.rank_pattern", "lora.alpha_pattern"),
+}
+_DATA = {"data.train_files", "data.dataset_name", "data.sources"}
+_PARALLEL = {"tensor_parallel_size": "tensor", "context_parallel_size": "context"} | {
+    "sequence_parallel_degree": "sequence",
+    "expert_parallel_size": "expert",
+}
+_LIGER = (
+    *("use_liger_kernel", "use_liger", "liger_kernel", "liger_rope", "liger_rms_norm"),
+    *("liger_swiglu", "liger_glu_activation", "liger_layer_norm"),
+)
+
+
+class Converter(Keys):
+    """Map the settings of one config; whatever no method takes is named at the end.
+
+    Args:
+        source: keys of axolotl, TRL or Trainer, with their values.
+        tool: axolotl, trl or trainer, with the objective after a dash where it is known; of a
+            translation the tool that it comes from.
+        computed: of a script: keys whose values only its run knows, each with its note.
+        translation: what `source` is the renamed settings of. Its defaults are filled in already.
+    """
+
+    def __init__(
+        self,
+        source: Mapping[str, Any],
+        tool: str,
+        computed: Mapping[str, str] | None = None,
+        translation: Translation | None = None,
+    ) -> None:
+        # `2e-5` is a text to PyYAML.
+        numbers = {k: float(v) for k, v in source.items() if _FLOAT.fullmatch(str(v))}
+        super().__init__({**source, **numbers}, (computed or {}).values())
+        self.lora: Mapping[str, Any] = {}
+        if translation is not None:
+            self.tool, self.objective, self.is_named = tool, translation.objective, True
+            self.notes += translation.notes
+            self.has_adapters = bool(source.get("use_peft"))
+            return
+        self.tool, _, self.objective = tool.partition("-")
+        self.is_named = bool(self.objective) or self.tool == "axolotl"
+        self.objective = self.objective or objective_of(source, self.tool)
+        marks = ["adapter", "use_peft", "r", *(["lora_r", "lora_rank"] * (self.tool == "trainer"))]
+        self.has_adapters = any(source.get(key) for key in marks)
+        # A script calls PEFT itself, whose defaults are not those of TRL's command line.
+        self.lora = UNSAID_OF_LORA[self.tool if computed is None else "trainer"]
+        self._fill_in_defaults(source, computed or {})
+
+    def _fill_in_defaults(self, source: Mapping[str, Any], computed: Mapping[str, str]) -> None:
+        """Add the tool's own defaults of missing keys where they differ from those here."""
+        present = {key for key, value in source.items() if value is not None} | {*computed}
+        if self.tool == "trl" and source.get("max_length", 0) is None:
+            del self.left["max_length"]
+            present.add("max_length")
+            self.note(
+                "max_length",
+                "no limit there; 1,024 tokens here unless you set it (data.sequence_length)",
+            )
+        names = {setting_of(key) for key in present - {"use_peft"}} | present
+        defaults = {**UNSAID[self.tool], **(self.lora if self.has_adapters else {})}
+        if rate := UNSAID_RATES[self.tool].get(self.objective):
+            defaults["learning_rate"] = rate
+        for key, value in defaults.items():
+            if setting_of(key) not in names and not (key == "bf16" and source.get("fp16")):
+                self.left[key] = value
+
+    def run(self) -> tuple[str, dict[str, Any], list[str]]:
+        """Return the recipe, the settings by their dotted names, and the notes.
+
+        Raises:
+            ConfigError: the config asks for something that would become another training here.
+        """
+        nothing: tuple[Any, ...] = (None, "", [], {})
+        # A limit that is empty keeps all checkpoints, here as there.
+        empty = [k for k, v in self.left.items() if v in nothing and k != "save_total_limit"]
+        if self.popped(empty):
+            self.note(", ".join(empty), "empty there, so left out")
+        if self.objective:
+            take_preference(self, self.objective, told=self.is_named)
+        self.model()
+        self.memory()
+        self.sharding()
+        self.data()
+        self.optimisation()
+        self.schedule_of_run()
+        self.adapters()
+        self.outputs()
+        for key, value in list(self.left.items()):
+            self.rest(key, value)
+        model = str(self.settings.get("model.name_or_path", ""))
+        if self.has_adapters and re.search(r"[-_](q?lora|adapter)s?$", model, re.IGNORECASE):
+            reason = "an adapter by its name: set its base as model.name_or_path, the adapter as"
+            self.note("model.name_or_path", f"{reason} lora.from", model)
+        if "model.name_or_path" not in self.settings:
+            self.settings["model.name_or_path"] = "MODEL"
+            self.note("model", "none is named there; set model.name_or_path")
+        if not _DATA & {*self.settings}:
+            self.settings["data.train_files"] = "DATA"
+            self.note("data", "none is named there; set data.train_files or data.dataset_name")
+        return "prefer" if self.objective else "finetune", self.settings, self.notes
+
+    def rest(self, key: str, value: Any) -> None:
+        """Carry a key by the table of names, or say why not."""
+        if is_secret_name(key):
+            self.note(key, "a config holds no token; use `hf auth login` or HF_TOKEN")
+        elif reason := why_left(key):
+            self.note(key, reason, value)
+        elif key == "trust_remote_code" and value and self.has_adapters:
+            self.note(key, "adapters are proven on a base without code from outside", value)
+        elif (setting := setting_of(key)) != key or key in ("output_dir", "seed"):
+            if self.settings.get(setting, value) != value:
+                other = self.settings[setting]
+                self.note(key, f"{setting} had {other} from another key; the last one wins", value)
+            self.settings[setting] = value
+        elif value and (ADAPTER_HINT.search(key) or OBJECTIVE_HINT.search(key)):
+            raise ConfigError(
+                f"{key} {str(value)[:60]} is not known to the toolkit, and its name says that it "
+                "changes what is trained; leave it out if it does not, or name the tool that the "
+                "config is of: --from TOOL"
+            )
+        else:
+            self.note(key, "not known to the toolkit", value)
+
+    # ---- Model
+
+    def model(self) -> None:
+        key, dtype = self.take("torch_dtype", "dtype")
+        if dtype in ("float16", "fp16", "half"):
+            self.note(key, "there is no float16 training here; bfloat16 is set", dtype)
+            dtype = "bfloat16"
+        if dtype in ("auto", "bfloat16", "float32"):
+            self.settings["model.dtype"] = dtype
+            if dtype != "float32" and not self.has_adapters:
+                reason = "the optimizer updates weights of that dtype, as there"
+                self.note(key, f"{reason}; model.dtype: float32 keeps float32 masters", dtype)
+        elif key:
+            self.note(key, "model.dtype is auto, bfloat16 or float32", dtype)
+        asked = self.popped(_PRECISIONS)
+        half = {key for key, value in asked.items() if value not in (False, "false", "no")}
+        if half & {"fp16", "float16"} and not half & {"bf16", "bfloat16"}:
+            reason = "float16 needs loss scaling, which is not here; computed in bfloat16"
+            self.note("fp16", f"{reason} (sharding.param_dtype)", True)
+        for key in half:
+            if asked[key] not in (True, "auto", "full", "true"):
+                self.note(key, "neither true nor false, taken as true", asked[key])
+        if asked:
+            self.settings["sharding.param_dtype"] = "bfloat16" if half else "float32"
+        if self.tool == "axolotl" and half and not self.has_adapters:
+            reason = "weights are kept in float32 and computed in bfloat16"
+            self.note("bf16", f"{reason}; model.dtype: bfloat16 keeps them as axolotl does")
+        named, value = self.take("attention", "attn_implementation")
+        if named:
+            self.settings["model.attn_implementation"] = _ATTENTION.get(str(value), value)
+        for key, value in self.popped(_ATTENTION).items():
+            if named:
+                self.note(key, f"{named} says which attention", value)
+            elif value:
+                self.settings["model.attn_implementation"] = _ATTENTION[key]
+        liger = self.popped(_LIGER)
+        if any(liger.values()):
+            self.settings["model.kernels"] = "liger"
+            shown = ", ".join(f"{key} {value}" for key, value in liger.items())
+            self.note(shown, "kernels of norms, rotary positions and MLPs, all or none")
+
+    # ---- Memory and sharding
+
+    def memory(self) -> None:
+        recomputed = "sharding.activation_checkpointing"
+        key, value = self.take("gradient_checkpointing")
+        if key:
+            self.settings[recomputed] = "full" if value else "none"
+        if value in ("offload", "offload_disk"):
+            self.settings["sharding.activation_offload"] = True
+        key, kwargs = self.take("gradient_checkpointing_kwargs")
+        more = dict(kwargs) if isinstance(kwargs, dict) else {}
+        if key and more.pop("use_reentrant", True):
+            self.note(key, "recomputation is not reentrant here; same numbers", kwargs)
+        for name, value in more.items():
+            self.note(f"{key}.{name}", "no equivalent", value)
+        key, value = self.take("activation_offloading")
+        if value:
+            self.settings["sharding.activation_offload"] = True
+            if self.settings.get(recomputed) != "full":
+                self.settings[recomputed] = "full"
+                self.note(key, f"goes with {recomputed}: full, now set")
+        key, value = self.take("deepspeed")
+        if key:
+            reason = "no DeepSpeed here: FSDP2 shards as ZeRO-3 does (section sharding)"
+            self.note(key, f"{reason}; offload: sharding.cpu_offload: true", value)
+
+    def mesh(self) -> None:
+        """Take axolotl's degrees of parallelism."""
+        for name in ("dp_replicate", "dp_shard"):
+            key, size = self.take(f"{name}_size")
+            if key:
+                self.settings[f"sharding.{name}"] = size
+        for key, kind in _PARALLEL.items():
+            if (size := self.take(key)[1]) not in (None, 1):
+                reason = f"{kind} parallelism is not supported; its ranks become data-parallel ones"
+                self.note(key, f"{reason}, so the global batch is {size} times as large", size)
+
+    def sharding(self) -> None:
+        self.mesh()
+        words = self.take("fsdp")[1] or []
+        for word in words if isinstance(words, list) else str(words).replace(",", " ").split():
+            if word == "offload":
+                self.settings["sharding.cpu_offload"] = True
+            elif word == "shard_grad_op":
+                self.settings["sharding.reshard_after_forward"] = False
+            elif word not in ("full_shard", "auto_wrap", "True", "true"):
+                self.note(f"fsdp {word}", "set sharding.dp_replicate and sharding.dp_shard")
+        found, version = self.take("fsdp_config")[1], self.take("fsdp_version")[1]
+        content = found if isinstance(found, dict) else {}
+        version = content.get("fsdp_version", content.get("version", version))
+        if (words or content) and str(version) != "2":
+            self.note("fsdp_version", "FSDP1 there, FSDP2 here", version)
+        # An Accelerate YAML has a variable in capitals under the same name.
+        of_key = {
+            key: f"FSDP_{key.removeprefix('fsdp_').replace('_layer_cls_', '_cls_').upper()}"
+            for key in content
+        }
+        env = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
+        for key, value in content.items():
+            env[of_key[key]] = ",".join(value) if isinstance(value, list) else str(value)
+        env["FSDP_VERSION"] = "2"
+        try:
+            settings, notes = translate(env)
+            same = [
+                key
+                for key, variable in of_key.items()
+                if variable != "FSDP_VERSION"
+                and translate({n: v for n, v in env.items() if n != variable}) == (settings, notes)
+            ]
+        except LaunchError as error:
+            raise ConfigError(f"fsdp_config: {error}") from error
+        del settings["sharding.param_dtype"]  # bf16 and fp16 say it
+        self.settings |= settings
+        self.notes += [f"fsdp_config: {note}" for note in notes]
+        if same:
+            self.note(f"fsdp_config: {', '.join(same)}", "changes nothing under FSDP2")
+
+    # ---- Data
+
+    def data(self) -> None:
+        strategy = self.take("packing_strategy")[1]
+        key, packed = self.take("sample_packing", "packing", "multipack_real_batches")
+        if key:
+            way = "wrapped" if strategy == "wrapped" else "bfd"
+            self.settings["data.packing"] = way if packed else "none"
+        if packed and strategy not in (None, "bfd", "wrapped"):
+            self.note("packing_strategy", "packed by best fit decreasing (bfd)", strategy)
+        key, value = self.take("excess_length_strategy")
+        if key:
+            self.settings["data.too_long"] = "error" if value == "raise" else value
+        if not self.objective:
+            self.supervision()
+        jinja = self.take("chat_template_jinja")[1]
+        key, value = self.take("chat_template", "chat_template_path")
+        if value in (None, "jinja") and jinja:
+            self.settings["data.chat_template"] = jinja
+        elif "{" in str(value) or str(value).endswith((".jinja", ".j2")):
+            self.settings["data.chat_template"] = value
+        elif value not in (None, "tokenizer_default"):
+            reason = "a name there; data.chat_template takes the template or its file"
+            self.note(key, f"{reason} (empty: the tokenizer's own)", value)
+        take_sources(self, self.objective)
+        key, value = self.take("val_set_size", "test_split_size")
+        if isinstance(value, int | float) and 0 <= value < 1:
+            self.settings["data.eval_split"] = float(value)
+        elif key:
+            reason = "a number of rows there; data.eval_split is a share, such as 0.01"
+            self.note(key, reason, value)
+
+    def supervision(self) -> None:
+        if self.take("train_on_inputs", "train_on_input")[1]:
+            self.settings["data.supervise"] = "all"
+        if self.take("assistant_only_loss")[1]:
+            self.settings["data.supervise"] = "assistant"
+        elif (completion := self.take("completion_only_loss"))[0]:
+            self.settings["data.supervise"] = "completion" if completion[1] else "all"
+        elif self.tool == "trl":
+            reason = (
+                "of conversations TRL learns every token by default, here the assistant's turns"
+            )
+            self.note("assistant_only_loss", f"{reason}; data.supervise: all does as TRL")
+        if self.take("mask_history")[1]:
+            self.settings["data.supervise"] = "last_assistant"
+        key, roles = self.take("roles_to_train")
+        if roles == ["assistant"]:
+            self.settings["data.supervise"] = "assistant"
+        elif key:
+            self.note(key, "only the assistant's turns can be chosen", roles)
+
+    # ---- Optimiser and schedule
+
+    def optimisation(self) -> None:
+        key, value = self.take("optimizer", "optim")
+        if key:
+            name = _OPTIMIZERS.get(str(value))
+            self.settings["optim.optim"] = name or "adamw_torch_fused"
+            if name is None:
+                reason = "optim.optim is adamw_torch_fused, adamw_8bit, adafactor or muon"
+                self.note(key, f"{reason}; adamw_torch_fused is set", value)
+            if str(value).startswith("paged"):
+                reason = "state is not paged here; sharding.cpu_offload holds it on the host"
+                self.note(key, reason)
+        schedule = "optim.lr_scheduler_type"
+        key, value = self.take("lr_scheduler", "lr_scheduler_type")
+        if key and value not in typing.get_args(Schedule):
+            reason = f"{schedule} is one of {', '.join(typing.get_args(Schedule))}"
+            self.note(key, f"{reason}; cosine is set", value)
+            value = "cosine"
+        if key:
+            self.settings[schedule] = value
+        kwargs = self.take("lr_scheduler_kwargs")[1]
+        more = dict(kwargs) if isinstance(kwargs, dict) else {}
+        key, least = self.take("cosine_min_lr_ratio")
+        least = least if key else more.pop("min_lr_rate", None)
+        if least is not None:
+            if value != "cosine_warmup_with_min_lr":
+                self.settings[schedule] = "cosine_with_min_lr"
+            more["min_lr_rate"] = least
+        if more:
+            self.settings["optim.lr_scheduler_kwargs"] = more
+        self.warmup(self.take("warmup_steps")[1], self.take("warmup_ratio")[1])
+        key, value = self.take("router_aux_loss_coef")
+        if value:
+            reason = "it is config.json's; train.router_aux_loss says whether it is added"
+            self.note(key, reason, value)
+        elif key:
+            self.settings["train.router_aux_loss"] = "none"
+
+    def warmup(self, steps: Any, ratio: Any) -> None:
+        warmup = steps if steps or ratio is None else ratio
+        if steps and ratio is not None:
+            self.note("warmup_ratio", "warmup_steps wins, as there", ratio)
+        if warmup is None and self.tool == "axolotl":
+            most, reason = self.left.get("max_steps"), ""
+            if isinstance(most, int) and most > 0:
+                warmup = min(int(0.03 * most), 100)
+            else:
+                warmup, reason = 0.03, "; here 3 % without that limit"
+            rule = "not set, for which axolotl takes 3 % of all steps, at most 100"
+            self.note("warmup_steps", rule + reason)
+        if warmup and self.settings.get("optim.lr_scheduler_type") == "constant":
+            reason = "`constant` ignores it, as in transformers; constant_with_warmup has one"
+            self.note("warmup_steps", reason, warmup)
+        elif warmup is not None:
+            self.settings["optim.warmup_steps"] = warmup
+
+    def schedule_of_run(self) -> None:
+        key, how = self.take("eval_strategy", "evaluation_strategy")
+        if how in ("no", False):
+            if "eval_steps" in self.left:
+                self.note("eval_steps", "eval_strategy is no", self.left.pop("eval_steps"))
+            self.settings.setdefault("data.eval_split", 0.0)
+        elif how not in (None, "steps"):
+            self.note(key, "train.eval_steps counts steps; evaluated at the end", how)
+        elif how == "steps" and "eval_steps" not in self.left:
+            self.settings["train.eval_steps"] = self.left.get("logging_steps", 500)
+        for key in ("eval_steps", "save_steps", "logging_steps"):
+            if isinstance(self.left.get(key), float) and self.left[key] < 1:
+                reason = "a share of all steps there; a number of steps is needed"
+                self.note(key, reason, self.left.pop(key))
+        last = "; the last step is saved in any case"
+        for key, reason in {
+            "save_strategy": f"checkpoint.save_steps counts steps{last}",
+            "logging_strategy": "train.logging_steps counts steps",
+        }.items():
+            if (value := self.take(key)[1]) not in (None, "steps"):
+                self.note(key, reason, value)
+        key, value = self.take("save_total_limit")
+        if key:
+            self.settings["checkpoint.save_total_limit"] = value and max(2, value)
+        if value is not None and value < 2:
+            self.note(key, "at least 2: one is whole while another is written", value)
+        evaluated = self.left.get("eval_steps") or "train.eval_steps" in self.settings
+        key, value = self.take("load_best_model_at_end")
+        if value and self.settings.get("checkpoint.save_total_limit", 2) is None:
+            self.note(key, "all checkpoints are kept, the best one among them", value)
+        elif value and evaluated:
+            self.settings["checkpoint.keep_best"] = True
+        elif value:
+            self.note(key, "checkpoint.keep_best needs train.eval_steps", value)
+        if not evaluated and "early_stopping_patience" in self.left:
+            key, value = self.take("early_stopping_patience")
+            self.note(key, "needs train.eval_steps", value)
+
+    # ---- Adapters
+
+    def adapters(self) -> None:
+        kind = self.take("adapter")[1]
+        self.take("use_peft")
+        eight, four = self.take("load_in_8bit")[1], self.take("load_in_4bit")[1]
+        if not self.has_adapters:
+            mine = [k for k in self.left if k.startswith(("lora_", "bnb_4bit_"))]
+            for key, value in self.popped(mine).items():
+                self.note(key, "no adapters are asked for there", value)
+            if four or eight:
+                self.note("load_in_4bit or 8bit", "only under adapters (lora.r)", True)
+            return
+        if kind not in (None, "lora", "qlora"):
+            self.note("adapter", "lora and qlora are known", kind)
+        four_bits = four or kind == "qlora"
+        if four_bits:
+            self.settings["lora.load_in_4bit"] = True
+            if four is False:
+                self.note("load_in_4bit", "adapter qlora has a base in 4 bits", four)
+        if eight:
+            reason = "no 8-bit base: it stays in its dtype"
+            self.note("load_in_8bit", f"{reason}; lora.load_in_4bit: true is the nearest", True)
+        continued = self.take("lora_model_dir", "adapter_name_or_path")[1]
+        if continued:
+            self._continue_adapter(continued)
+        else:
+            if not {"lora_r", "r", "lora_rank"} & {*self.left}:
+                self.settings["lora.r"] = 8
+                self.note("lora_r", "none is given; 8 is set")
+            self.targets()
+        double = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant")
+        key, value = self.take(*double)
+        if key and four_bits:
+            self.settings[f"lora.{double[0]}"] = value
+        elif key and key not in self.lora:
+            self.note(key, "the base is not in 4 bits", value)
+        key, value = self.take("bnb_4bit_quant_type")
+        if four_bits and value not in (None, "nf4"):
+            self.note(key, "nf4 is what there is", value)
+        for key, usual, reason in (
+            ("bnb_4bit_compute_dtype", "bfloat16", "sharding.param_dtype is what is computed in"),
+            ("bias", "none", "none is what there is"),
+            ("lora_bias", "none", "none is what there is"),
+            ("task_type", "CAUSAL_LM", "CAUSAL_LM is what there is"),
+            ("lora_task_type", "CAUSAL_LM", "CAUSAL_LM is what there is"),
+        ):
+            if (value := self.take(key)[1]) not in (None, usual):
+                self.note(key, reason, value)
+
+    def _continue_adapter(self, adapter: Any) -> None:
+        """Set `lora.from`; what the adapter brings along is not set a second time."""
+        self.settings["lora.from"] = adapter
+        structure = [
+            key
+            for key in self.left
+            if setting_of(key) in _STRUCTURE or key in ("lora_target_linear", "target_modules")
+        ]
+        for key, value in self.popped(structure).items():
+            self.note(key, "that of the adapter which lora.from continues", value)
+
+    def targets(self) -> None:
+        linear = self.take("lora_target_linear")[1]
+        key, named = self.take("lora_target_modules", "target_modules")
+        if linear:
+            self.settings["lora.target_modules"] = "all-linear"
+            if key:
+                self.note(key, "lora_target_linear adapts every linear layer", named)
+        elif key:
+            self.settings["lora.target_modules"] = named if named != ["all-linear"] else named[0]
+        elif "lora_target_parameters" not in self.left:
+            reason = "PEFT chooses by architecture there (mostly q_proj and v_proj)"
+            self.note("lora_target_modules", f"{reason}; all linear layers here")
+
+    # ---- Outputs
+
+    def outputs(self) -> None:
+        asked = self.take("report_to")[1] or []
+        trackers, known = typing.get_args(Tracker), list[str]()
+        for name in asked if isinstance(asked, list) else [asked]:
+            if name in trackers:
+                known.append(name)
+            elif name not in ("none", "no"):
+                self.note("report_to", f"one of {', '.join(trackers)}", name)
+        used = self.take("use_wandb")[1] or self.left.get("wandb_project")
+        if used and "wandb" not in known:
+            known.append("wandb")
+        if known:
+            self.settings["metrics.report_to"] = known if len(known) > 1 else known[0]
+        if self.left.get("push_to_hub") and not self.left.get("hub_model_id"):
+            reason = "hub.push_to_hub needs hub.hub_model_id: ORG/NAME"
+            self.note("push_to_hub", reason, self.left.pop("push_to_hub"))
+        key, value = self.take("hub_model_id")
+        if key:
+            self.settings["hub.hub_model_id"] = str(value)
+            if "/" not in str(value):
+                self.note(key, "without an owner; ORG/NAME is expected", str(value))
