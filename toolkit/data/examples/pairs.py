@@ -92,7 +92,7 @@ def pair_of(row: Row, layout: Layout | None = None) -> Pair:
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise BadRow("expected two texts or two lists of turns, got one of each", "mixed sides")
     prompt = _prompt_of(row, layout, [chosen, rejected])
-    if isinstance(chosen, str):
+    if isinstance(chosen, str) and isinstance(rejected, str):
         pair = _pair_of_texts(row, layout, prompt, chosen, rejected)
     else:
         pair = _pair_of_turns(row, prompt, [chosen, rejected])
@@ -292,7 +292,7 @@ def _pair_of_turns(row: Row, prompt: str | list[Row] | None, sides: Sequence[Any
             "prompts are not the same",
             _OTHER_PROMPT,
         )
-    return Pair(*(_conversation(row, side) for side in messages))
+    return Pair(_conversation(row, messages[0]), _conversation(row, messages[1]))
 
 
 def _join(prompt: str | list[Row] | None, answer: list[Row], chosen: list[Row]) -> list[Row]:
