@@ -195,10 +195,10 @@ def _prompt_of(
     if not layout.dialogue and not all(map(turns.holds_prompt, answers)):
         used = (*layout.columns, *layout.optional, *SIDES)
         null = "prompt" in layout.prompt and "prompt" in row
-        if others := ["prompt"] if null else possible_prompts([row], used):
+        if possible := ["prompt"] if null else possible_prompts([row], used):
             message = f"expected a prompt in 'prompt', got {named(row)}"
             if not null:
-                message = f"expected a prompt, got an answer without one next to {named(others)}"
+                message = f"expected a prompt, got an answer without one next to {named(possible)}"
             raise BadRow(message, "no prompt")
     return None
 
