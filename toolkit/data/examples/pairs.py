@@ -186,9 +186,9 @@ def _prompt_of(
             raise BadRow(f"expected a column 'instruction', got {named(row)}", "missing column")
         return turns.instruction_turns(row)
     value = row.get("prompt") if "prompt" in layout.prompt else None
-    if isinstance(value, list):
-        return turns.read_turns(value, "prompt") if value else None
-    if value is not None:
+    if isinstance(value, list) and value:
+        return turns.read_turns(value, "prompt")
+    if value is not None and value != []:
         if "prompt" in layout.json_turns:
             wrong(value, "prompt", "turns as in the first rows", "no turns")
         return string(value, "prompt")
