@@ -448,6 +448,7 @@ def test_a_row_without_the_prompt_of_the_others_is_refused(tmp_path: Path) -> No
     good = {"prompt": Q, "chosen": GOOD, "rejected": BAD}
     for row, message in (
         (good | {"prompt": None}, "expected a prompt in 'prompt'"),
+        (good | {"prompt": []}, "expected a prompt in 'prompt'"),
         ({"ask": Q, "chosen": GOOD, "rejected": BAD}, "without one next to 'ask'"),
     ):
         source = sources_of(tmp_path, [good, good, row], "pairs")

@@ -92,7 +92,7 @@ class Names:
                 of_turns = f"; turns have {named(keys)}" if keys else ""
                 raise DataError(
                     f"{where}: data.columns names {other!r}, the rows have {named(columns)}"
-                    f"{of_turns}{_nearest(other, existing)}. {_ELSEWHERE.format(name)}"
+                    f"{of_turns}{_nearest(other, existing) or '.'} {_ELSEWHERE.format(name)}"
                 )
         absent = [name for name in self.left_out if name not in everything]
         for name in absent:

@@ -94,7 +94,7 @@ def pair_of(row: Row, layout: Layout | None = None) -> Pair:
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise BadRow("expected two texts or two lists of turns, got one of each", "mixed sides")
     prompt = _prompt_of(row, layout, [chosen, rejected])
-    if isinstance(chosen, str):
+    if isinstance(chosen, str) and isinstance(rejected, str):
         pair = _pair_of_texts(row, layout, prompt, chosen, rejected)
     else:
         pair = _pair_of_turns(row, prompt, [chosen, rejected])
@@ -188,19 +188,19 @@ def _prompt_of(
             raise BadRow(f"expected a column 'instruction', got {named(row)}", "missing column")
         return turns.instruction_turns(row)
     value = row.get("prompt") if "prompt" in layout.prompt else None
-    if isinstance(value, list):
-        return turns.read_turns(value, "prompt") if value else None
-    if value is not None:
+    if isinstance(value, list) and value:
+        return turns.read_turns(value, "prompt")
+    if value is not None and value != []:
         if "prompt" in layout.json_turns:
             wrong(value, "prompt", "turns as in the first rows", "no turns")
         return string(value, "prompt")
     if not layout.dialogue and not all(map(turns.holds_prompt, answers)):
         used = (*layout.columns, *layout.optional, *SIDES)
         null = "prompt" in layout.prompt and "prompt" in row
-        if others := ["prompt"] if null else possible_prompts([row], used):
+        if possible := ["prompt"] if null else possible_prompts([row], used):
             message = f"expected a prompt in 'prompt', got {named(row)}"
             if not null:
-                message = f"expected a prompt, got an answer without one next to {named(others)}"
+                message = f"expected a prompt, got an answer without one next to {named(possible)}"
             raise BadRow(message, "no prompt")
     return None
 
@@ -294,7 +294,7 @@ def _pair_of_turns(row: Row, prompt: str | list[Row] | None, sides: Sequence[Any
             "prompts are not the same",
             _OTHER_PROMPT,
         )
-    return Pair(*(_conversation(row, side) for side in messages))
+    return Pair(_conversation(row, messages[0]), _conversation(row, messages[1]))
 
 
 def _join(prompt: str | list[Row] | None, answer: list[Row], chosen: list[Row]) -> list[Row]:
