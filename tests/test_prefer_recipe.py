@@ -207,6 +207,19 @@ def test_a_stream_asks_the_base_and_goes_on_on_other_ranks(here: Path) -> None:
     assert_alike(lines(here, "stream"), lines(here, "stream-whole"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_stream_trains_adapters_in_the_default_dtype(here: Path, world: int) -> None:
+    output = f"stream-bf16-{world}"
+    flags = ["--lora.r", 4, "--data.streaming", True, "--data.eval_split", 0]
+    flags += ["--data.eval_files", "pairs.jsonl", "--sharding.param_dtype", "bfloat16"]
+    done = run(here, world, output, *flags)
+    assert done.returncode == 0, done.stderr
+    found = lines(here, output)
+    assert found[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert found[-1]["loss"] < found[0]["loss"]
+
+
 def test_the_reference_says_of_what_it_is(here: Path, undisturbed: object) -> None:
     with safe_open(here / "undisturbed" / FILE, "np") as held:
         assert set(held.metadata()) == {"rows", "base"}

@@ -419,8 +419,8 @@ class FinetuneTrainConfig(TrainConfig):
     5 is usual; empty: none. Not in preference tuning, whose model must be the same function as its
     reference."""
     label_smoothing_factor: Fraction = 0.0
-    """Share of the target that is spread over the whole vocabulary; training only. Not in preference
-    tuning, which has preference.label_smoothing."""
+    """Share of the target that is spread over the whole vocabulary; training only. Not in
+    preference tuning, which has preference.label_smoothing."""
     early_stopping_patience: AtLeast1 | None = None
     """Stop after so many evaluations without a better metric_for_best_model; empty: never."""
     eval_prompts: list[str] = field(default_factory=list)
