@@ -11,6 +11,7 @@ import pytest
 import test_reward
 import torch
 import torch.nn.functional as F
+from conftest import save_tiny_model
 from sharded import sharded_of
 from test_preference import OBJECTIVES, answers_of, batch_of, piece_of, reference_of, settings
 from torch import nn
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trl_figures import models, pairs, reward_model
 
 from toolkit.checkpoint.retention import expendable
-from toolkit.config import CheckpointConfig
+from toolkit.config import CheckpointConfig, parse
 from toolkit.config.measures import is_greater_better, preference_metrics
 from toolkit.config.preference import PreferConfig, PreferenceConfig
 from toolkit.config.settings import FinetuneModelConfig, FinetuneTrainConfig
@@ -30,6 +31,7 @@ from toolkit.errors import ConfigError, TrainingError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
+from toolkit.planning.simulation import simulate
 from toolkit.training import preference
 from toolkit.training.early_stopping import early_stopping
 from toolkit.training.metrics import Metrics, evaluate_metrics
@@ -339,6 +341,21 @@ def test_pairs_are_no_answers() -> None:
         Objective(cfg, View(0, 1))(model, batch)
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_plan_of_kto_has_compared_answers_apart(tmp_path: Path, device_type: str) -> None:
+    save_tiny_model(tmp_path)
+    flags = ["--model.name_or_path", str(tmp_path), "--data.sequence_length", "512"]
+    peaks = {
+        kind: simulate(
+            parse(PreferConfig, [*flags, "--preference.loss_type", kind]),
+            2,
+            device_type=device_type,
+        ).peak.nbytes
+        for kind in ("sigmoid", "kto")
+    }
+    assert 0 < peaks["kto"] < peaks["sigmoid"]  # half of the tokens have activations
+
+
 # ---- Settings and metrics ------------------------------------------------------------------------
 
 
@@ -445,7 +462,9 @@ def test_the_best_of_a_metric_that_should_fall_is_the_smallest() -> None:
     cfg = CheckpointConfig(metric_for_best_model="eval_e1_reward_rejected", keep_best=1)
     verified = {step: {"eval_e1_reward_rejected": float(step)} for step in range(1, 6)}
     assert expendable(verified, cfg) == {2, 3}
-    stopping = early_stopping(FinetuneTrainConfig(early_stopping_patience=2, eval_steps=500), cfg, {})
+    stopping = early_stopping(
+        FinetuneTrainConfig(early_stopping_patience=2, eval_steps=500), cfg, {}
+    )
     assert not stopping.greater_is_better
 
 
