@@ -32,7 +32,7 @@ from toolkit.formats.metrics_file import read_metrics
 from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
 from toolkit.planning.simulation import simulate
-from toolkit.training import preference
+from toolkit.training import loss_kernel, preference
 from toolkit.training.early_stopping import early_stopping
 from toolkit.training.metrics import Metrics, evaluate_metrics
 from toolkit.training.preference import Objective, log_odds, sequence_logps
@@ -256,7 +256,9 @@ def micro_batch(name: str, packing: Any) -> tuple[Any, Objective, Batch]:
 @pytest.mark.parametrize(
     "name", ["sigmoid", "sigmoid_norm", "ipo", "simpo", "orpo", "kto", "reward"]
 )
-def test_no_host_waits_inside_a_micro_batch(name: str) -> None:
+def test_no_host_waits_inside_a_micro_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # not worth its time
+    loss_kernel._kernel.cache_clear()
     model, objective, batch = micro_batch(name, "bfd")
     model.config.use_cache = False  # as of every model of a run
     objective = replace(objective, device_type="cuda")  # the head's way on a GPU
