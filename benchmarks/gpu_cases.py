@@ -329,12 +329,12 @@ def _logps_cost(place: Place) -> None:
     targets = torch.randint(0, vocabulary, (1, rows), device=place.device)
     layer = torch.nn.Linear(width, vocabulary, bias=False)
     layer = layer.to(place.device, torch.bfloat16)
-    kinds = {"kernel": head_loss._COMPILED, "plain operations": ()}
+    kinds: dict[str, Any] = {"kernel": head_loss._COMPILED, "plain operations": ()}
     try:
         for trained in (False, True):
             layer.weight.requires_grad_(trained)
             for name, compiled in kinds.items():
-                head_loss._COMPILED = compiled  # type: ignore[assignment]
+                head_loss._COMPILED = compiled
                 task = HeadLogps(HeadLoss(layer, layer.forward, vocabulary))
 
                 def step(task: HeadLogps = task) -> None:

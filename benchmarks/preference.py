@@ -1,8 +1,11 @@
 """A step of DPO beside TRL's DPOTrainer: time, peak memory, losses.
 
     python benchmarks/preference.py [--rounds 3] [--steps 6] [--worlds 1 2] [--output FILE]
+        [--vocabularies 131072 32768]
 
-A Llama with 131,072 tokens in fp32, full parameters, fused AdamW. The rows are those of one global
+A Llama in fp32, full parameters, fused AdamW. TRL runs twice. On a CPU it falls back to logits of
+every position; on GPUs it computes those of supervised positions only. The second run takes that
+path on the CPU too, so that both sides do the same work. The rows are those of one global
 batch, so every step sees the same pairs whatever the order, and losses can be compared. Both sides
 know their reference values before the first step, but for TRL on two ranks, whose precomputation
 fails on a sharded model: it holds a second one. The toolkit runs `recipes/prefer.py`, TRL its
@@ -21,17 +24,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import describe
 
-PAIRS, VOCABULARY, PROMPT = 8, 131_072, 64  # pairs of a global batch
+PAIRS, PROMPT = 8, 64  # pairs of a global batch, tokens of a prompt
+VOCABULARIES = [131_072, 32_768]
 ANSWERS = (64, 192)  # tokens of an answer: from, to
 RATE, WARM = 1e-5, 2
-SIDES = {"toolkit": "toolkit", "trl": "TRL's DPOTrainer"}
+SIDES = {
+    "toolkit": "toolkit",
+    "trl": "TRL's DPOTrainer, its fallback for CPUs (logits of every position)",
+    "trl_positions": "TRL's DPOTrainer, its path for GPUs (supervised positions only)",
+}
 RECIPE = Path(__file__).parent.parent / "recipes" / "prefer.py"
 
 
@@ -43,28 +51,32 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("docs/evidence/benchmarks/preference.md")
     )
+    parser.add_argument("--vocabularies", type=int, nargs="*", default=VOCABULARIES)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         with_trl(args)
         return
-    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    found: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
+    sizes: dict[int, int] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        args.folder = Path(scratch)
-        parameters = write_inputs(args.folder)
-        for world in args.worlds:
-            for i in range(args.rounds):
-                for side in [*SIDES][:: -1 if i % 2 else 1]:
-                    found.setdefault((world, side), []).append(measured(args, side, world))
-                    print(world, side, found[world, side][-1], file=sys.stderr, flush=True)
-    text = report(args, parameters, found)
+        for vocabulary in args.vocabularies:
+            args.folder = Path(scratch) / str(vocabulary)
+            sizes[vocabulary] = write_inputs(args.folder, vocabulary)
+            for world in args.worlds:
+                for i in range(args.rounds):
+                    for side in [*SIDES][:: -1 if i % 2 else 1]:
+                        key = vocabulary, world, side
+                        found.setdefault(key, []).append(measured(args, side, world))
+                        print(*key, found[key][-1], file=sys.stderr, flush=True)
+    text = report(args, sizes, found)
     print(text)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(text)
 
 
-def write_inputs(folder: Path) -> int:
+def write_inputs(folder: Path, vocabulary: int) -> int:
     """Write the model, with a tokenizer of one token a word, and the pairs; return its size."""
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
@@ -77,7 +89,7 @@ def write_inputs(folder: Path) -> int:
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=1,
@@ -85,7 +97,7 @@ def write_inputs(folder: Path) -> int:
     )
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder / "model")
-    words = {"<pad>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}
+    words = {"<pad>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, vocabulary)}
     own = Tokenizer(WordLevel(words, unk_token="<pad>"))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
@@ -94,7 +106,7 @@ def write_inputs(folder: Path) -> int:
     chance = random.Random(0)
 
     def text(count: int) -> str:
-        return " ".join(f"w{chance.randrange(2, VOCABULARY)}" for _ in range(count))
+        return " ".join(f"w{chance.randrange(2, vocabulary)}" for _ in range(count))
 
     rows = [
         {"prompt": text(PROMPT)}
@@ -137,7 +149,7 @@ def measured(args: argparse.Namespace, side: str, world: int) -> dict[str, Any]:
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if "Error: " in line]
         return {"error": (errors or done.stderr.splitlines() or ["?"])[0].strip()}
-    if side == "trl":
+    if side != "toolkit":
         return json.loads((args.folder / "trl.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -149,11 +161,15 @@ def measured(args: argparse.Namespace, side: str, world: int) -> dict[str, Any]:
 
 def with_trl(args: argparse.Namespace) -> None:
     import datasets
+    import trl.trainer.utils
     from transformers import AutoTokenizer, LlamaForCausalLM, TrainerCallback
     from transformers.distributed import DistributedConfig
     from trl import DPOConfig, DPOTrainer
 
     torch.set_num_threads(1)
+    if args.side == "trl_positions":
+        # It asks for the device whether its fused head scores supervised positions only.
+        trl.trainer.utils._use_triton = lambda device: True
     times: list[float] = []
 
     class Clock(TrainerCallback):
@@ -205,28 +221,37 @@ def with_trl(args: argparse.Namespace) -> None:
 
 
 def report(
-    args: argparse.Namespace, parameters: int, found: dict[tuple[int, str], list[dict[str, Any]]]
+    args: argparse.Namespace,
+    sizes: dict[int, int],
+    found: dict[tuple[int, int, str], list[dict[str, Any]]],
 ) -> str:
     rows = []
-    for world in args.worlds:
+    for vocabulary, world in product(args.vocabularies, args.worlds):
         for side, title in SIDES.items():
-            rows.append(f"| {world} | {title} | {row(found[world, 'toolkit'], found[world, side])}")
+            ours, theirs = (found[vocabulary, world, one] for one in ("toolkit", side))
+            rows.append(f"| {vocabulary:,} | {world} | {title} | {row(ours, theirs)}")
     low, high = ANSWERS
+    of_sizes = " and ".join(f"{n / 1e6:.0f} M with {v:,} tokens" for v, n in sizes.items())
     return "\n".join(
         [
             "# DPO beside TRL's DPOTrainer",
             "",
-            f"A Llama of {parameters / 1e6:.0f} M parameters with {VOCABULARY:,} tokens, fp32, all "
-            f"trained; {PAIRS} pairs a step, prompts of {PROMPT} tokens and answers of {low} to "
-            f"{high}, padded; 1 thread a rank. {args.rounds} rounds in which the sides take turns, "
-            f"{args.steps} timed steps each, reference values known before (TRL on 2 ranks holds a "
-            "second model, since its precomputation fails on a sharded one); medians, ratios taken "
-            "per round. Memory is the peak of rank 0's process, with all that it loads. The losses "
-            "of all steps are compared.",
+            f"A Llama in fp32, all parameters trained ({of_sizes}); {PAIRS} pairs a step, prompts "
+            f"of {PROMPT} tokens and answers of {low} to {high}, padded; 1 thread a rank. "
+            f"{args.rounds} rounds in which the sides take turns, {args.steps} timed steps each, "
+            "reference values known before (TRL on 2 ranks holds a second model, since its "
+            "precomputation fails on a sharded one); medians, ratios taken per round. Memory is "
+            "the peak of rank 0's process, with all that it loads. The losses of all steps are "
+            "compared.",
             "",
-            "| ranks | | s a step | toolkit's time against it | peak GB | "
+            "On a CPU, TRL's trainer falls back to computing logits of every position, prompts and "
+            "padding included. On GPUs it computes them for supervised positions only, as the "
+            "toolkit does everywhere; the last row of each group takes that path on the CPU. It is "
+            "the comparison of like with like.",
+            "",
+            "| tokens | ranks | | s a step | toolkit's time against it | peak GB | "
             "toolkit's peak against it | losses differ by |",
-            "|---|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|---|",
             *rows,
             "",
             describe("preference.py", "torch", "transformers", "accelerate", "trl"),

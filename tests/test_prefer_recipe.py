@@ -220,3 +220,16 @@ def test_every_checkpoint_holds_the_reference(here: Path, undisturbed: object) -
     assert (logps < 0).all()
     assert not (here / "undisturbed" / PARTS).exists()
     assert cli.main(["verify", str(here / "undisturbed")]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_stream_trains_adapters_in_the_default_dtype(here: Path, world: int) -> None:
+    output = f"stream-bf16-{world}"
+    flags = ["--lora.r", 4, "--data.streaming", True, "--data.eval_split", 0]
+    flags += ["--data.eval_files", "pairs.jsonl", "--sharding.param_dtype", "bfloat16"]
+    done = run(here, world, output, *flags)
+    assert done.returncode == 0, done.stderr
+    found = lines(here, output)
+    assert found[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert found[-1]["loss"] < found[0]["loss"]

@@ -11,6 +11,7 @@ import pytest
 import test_reward
 import torch
 import torch.nn.functional as F
+from conftest import save_tiny_model
 from sharded import sharded_of
 from test_preference import OBJECTIVES, answers_of, batch_of, piece_of, reference_of, settings
 from torch import nn
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trl_figures import models, pairs, reward_model
 
 from toolkit.checkpoint.retention import expendable
-from toolkit.config import CheckpointConfig
+from toolkit.config import CheckpointConfig, parse
 from toolkit.config.measures import is_greater_better, preference_metrics
 from toolkit.config.preference import PreferConfig, PreferenceConfig
 from toolkit.config.settings import FinetuneModelConfig, FinetuneTrainConfig
@@ -30,7 +31,8 @@ from toolkit.errors import ConfigError, TrainingError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
-from toolkit.training import preference
+from toolkit.planning.simulation import simulate
+from toolkit.training import loss_kernel, preference
 from toolkit.training.early_stopping import early_stopping
 from toolkit.training.metrics import Metrics, evaluate_metrics
 from toolkit.training.preference import Objective, log_odds, sequence_logps
@@ -254,7 +256,9 @@ def micro_batch(name: str, packing: Any) -> tuple[Any, Objective, Batch]:
 @pytest.mark.parametrize(
     "name", ["sigmoid", "sigmoid_norm", "ipo", "simpo", "orpo", "kto", "reward"]
 )
-def test_no_host_waits_inside_a_micro_batch(name: str) -> None:
+def test_no_host_waits_inside_a_micro_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # not worth its time
+    loss_kernel._kernel.cache_clear()
     model, objective, batch = micro_batch(name, "bfd")
     model.config.use_cache = False  # as of every model of a run
     objective = replace(objective, device_type="cuda")  # the head's way on a GPU
@@ -337,6 +341,21 @@ def test_pairs_are_no_answers() -> None:
     batch = batch_of(settings("sigmoid"), "none", [0, 1], torch.zeros(6, 2))
     with pytest.raises(TrainingError, match="needs answers with a label, not pairs"):
         Objective(cfg, View(0, 1))(model, batch)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_plan_of_kto_has_compared_answers_apart(tmp_path: Path, device_type: str) -> None:
+    save_tiny_model(tmp_path)
+    flags = ["--model.name_or_path", str(tmp_path), "--data.sequence_length", "512"]
+    peaks = {
+        kind: simulate(
+            parse(PreferConfig, [*flags, "--preference.loss_type", kind]),
+            2,
+            device_type=device_type,
+        ).peak.nbytes
+        for kind in ("sigmoid", "kto")
+    }
+    assert 0 < peaks["kto"] < peaks["sigmoid"]  # half of the tokens have activations
 
 
 # ---- Settings and metrics ------------------------------------------------------------------------

@@ -30,7 +30,8 @@ class LoraConfig:
     lora_alpha: Positive = 32.0
     """Adapters are scaled by lora_alpha / r (rsLoRA: / sqrt(r))."""
     lora_dropout: Fraction = 0.0
-    """Dropout before the adapters."""
+    """Dropout before the adapters. Not in preference tuning, whose model must be the same function
+    as its reference."""
     target_modules: str | list[str] = "all-linear"
     """Modules that are adapted: `all-linear` (every linear layer but the head), names or their ends
     (`[q_proj, v_proj]`), or one regular expression of whole names."""

@@ -50,7 +50,7 @@ def is_greater_better(name: str) -> bool:
     Metrics that are not known here, as those of a recipe of the user's own, are better when larger,
     unless their name ends in `loss` or `perplexity`.
     """
-    known = [known for known in _DIRECTIONS if f"_{name}".endswith(f"_{known}")]
-    if known:
-        return _DIRECTIONS[max(known, key=len)] == "max"
+    matches = [metric for metric in _DIRECTIONS if f"_{name}".endswith(f"_{metric}")]
+    if matches:
+        return _DIRECTIONS[max(matches, key=len)] == "max"
     return not name.endswith(("loss", "perplexity"))

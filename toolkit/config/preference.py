@@ -1,4 +1,4 @@
-"""Settings of preference tuning: what pairs of answers teach."""
+"""Settings of preference tuning."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from toolkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class RewardModelConfig(FinetuneModelConfig):
-    """A model whose head answers one number for a sequence, its reward, in place of logits of
-    tokens; see `toolkit.models.reward`. Has no settings of its own.
+    """A model whose head gives one number for a sequence, its reward, instead of logits of tokens;
+    see `toolkit.models.reward`. It adds no settings.
     """
 
 
@@ -32,7 +32,7 @@ _USERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    """What pairs of a chosen and a rejected answer teach."""
+    """The objective of preference tuning, and its settings."""
 
     loss_type: Literal[
         "sigmoid",

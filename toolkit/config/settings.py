@@ -282,7 +282,8 @@ class TrainConfig:
     router_bias_update_rate: NonNegative = 0.0
     """Move DeepSeek's bias of experts so far after each step, towards even loads; 1e-3 is usual."""
     z_loss: NonNegative = 0.0
-    """Add so much of the mean square of log Z of the logits to the loss; 1e-4 is usual."""
+    """Add so much of the mean square of log Z of the logits to the loss; 1e-4 is usual. Not in
+    preference tuning."""
     skip_spikes: Positive | None = None
     """Skip, and count as bad, a step whose loss or gradient norm lies more than so many deviations
     above the median of the 128 steps before; 6 is usual; empty: none."""
@@ -331,9 +332,11 @@ class FinetuneTrainConfig(TrainConfig):
 
     neftune_noise_alpha: Positive | None = None
     """Noise on the embeddings while training, uniform in +-alpha / sqrt(tokens x width) (NEFTune);
-    5 is usual; empty: none."""
+    5 is usual; empty: none. Not in preference tuning, whose model must be the same function as its
+    reference."""
     label_smoothing_factor: Fraction = 0.0
-    """Share of the target that is spread over the whole vocabulary; training only."""
+    """Share of the target that is spread over the whole vocabulary; training only. Not in
+    preference tuning, which has preference.label_smoothing."""
     early_stopping_patience: AtLeast1 | None = None
     """Stop after so many evaluations without a better metric_for_best_model; empty: never."""
     eval_prompts: list[str] = field(default_factory=list)

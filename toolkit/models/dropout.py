@@ -45,8 +45,8 @@ def disable_dropout(model: nn.Module) -> None:
     dropout modules, or why no copy could be tried.
 
     Raises:
-        ModelError: a module draws anew in each forward whatever its settings are, or computes
-            something else in training than in eval mode; named.
+        ModelError: a module computes something else in training than in eval mode, or in each
+            forward, whatever its settings are; the error names it.
     """
     _disable_modules(model)
     base = base_of(model)
@@ -175,10 +175,10 @@ class _Trial:
         chosen = [*self._zeroed(hinted=True)]
         if self.differing_mode() is None:
             return chosen
-        others = self._zeroed(hinted=False)
+        unhinted = self._zeroed(hinted=False)
         if (mode := self.differing_mode()) is not None:
             self._refuse(mode)
-        for setting, values in others.items():  # keep those alone without which there is noise
+        for setting, values in unhinted.items():  # keep those alone without which there is noise
             self._restore(setting, values)
             if self.differing_mode() is not None:
                 self._restore(setting, [0.0] * len(values))
@@ -236,7 +236,7 @@ class _Trial:
             "use a model without it"
         )
 
-    def _calls(self, **how: Any) -> list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]:
+    def _calls(self, **options: Any) -> list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]:
         """Return each call of a module in a forward, in the order of their ends: its name, inputs
         and outputs.
         """
@@ -254,7 +254,7 @@ class _Trial:
                 handle = module.register_forward_pre_hook(note, with_kwargs=True)
                 stack.callback(handle.remove)
                 stack.callback(module.register_forward_hook(end).remove)
-            self.logits(**how)
+            self.logits(**options)
         return calls
 
 
@@ -277,7 +277,7 @@ def _same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
 
 
 def _modes() -> list[Callable[[], Any]]:
-    """Return what may be drawn in a forward: the lowest, the highest, and by two seeds."""
+    """Return contexts for a forward: draws at the lowest or highest end, or by one of two seeds."""
 
     def seeded(seed: int) -> Callable[[], Any]:
         def mode() -> Any:
@@ -304,7 +304,7 @@ class _Extreme(TorchDispatchMode):
         if name in ("rand", "rand_like"):
             return result.fill_(self._end * below_1)
         if name == "uniform_":
-            low, high = (*args[1:3], *(0.0, 1.0)[len(args) - 1 :])
+            low, high = [*args[1:3], *[0.0, 1.0][len(args) - 1 :]]
             return result.fill_(low + (high - low) * self._end * below_1)
         if name in ("bernoulli_", "bernoulli"):
             return result.fill_(self._end)

@@ -81,7 +81,7 @@ def disabled_adapters(model: nn.Module) -> Iterator[None]:
         if not switches or not all(getattr(m, "disable_adapters", False) for m in switches):
             raise ModelError(
                 f"expected PEFT layers with the switch {_SWITCH}, found "
-                f"{len(switches)} in {type(model).__name__}; install PEFT 0.17 to 0.21"
+                f"{len(switches)} in {type(model).__name__}; install PEFT 0.20 or 0.21"
             )
         yield
     finally:

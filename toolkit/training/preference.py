@@ -69,13 +69,14 @@ class _Pairs:
 def sequence_logps(
     model: nn.Module, batch: Batch, *, device_type: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of the targets of each sequence, summed, and last that of targets
-    of none (prompts): [n_sequences + 1] in fp32; and how many targets each has, int64.
+    """Return the summed log-probability of each sequence's targets, followed by the sum over
+    targets that belong to no sequence (prompts): [n_sequences + 1] in fp32; and the numbers of
+    targets, int64.
 
     Costs what `token_logps` does.
     """
-    found = token_logps(model, batch, device_type=device_type).flatten()
-    sums = found.new_zeros(batch.n_sequences + 1).index_add(0, _owners(batch), found)
+    logps = token_logps(model, batch, device_type=device_type).flatten()
+    sums = logps.new_zeros(batch.n_sequences + 1).index_add(0, _owners(batch), logps)
     return sums, _counts(batch)
 
 
