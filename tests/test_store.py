@@ -12,7 +12,6 @@ from unittest import mock
 
 import bucket
 import fsspec
-import numpy as np
 import pytest
 import torch
 from bucket import Store
@@ -33,8 +32,7 @@ from toolkit.checkpoint import (
 )
 from toolkit.checkpoint.object_store import RemotePath
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
-from toolkit.errors import CheckpointError, ConfigError, TrainingError
-from toolkit.training import reference
+from toolkit.errors import CheckpointError, ConfigError
 
 SYNC, ASYNC = CheckpointConfig(), CheckpointConfig(async_save=True)
 
@@ -588,19 +586,6 @@ def test_the_disk_is_asked_for_the_exports_only(tiny_llama, tmp_path, url):
     away = disk.need(model, tmp_path, CheckpointConfig(root=url), 1000, 1)
     assert away.total == away.export == on_disk.export < on_disk.total
     assert url in str(away)
-
-
-def test_reference_values_of_pairs_lie_beside_the_checkpoints(url):
-    file = store.where(url) / reference.FILE
-    rows = {"rows": "a", "base": "b"}
-    assert reference._kept(file, rows, 0) is None
-    with pytest.raises(TrainingError, match="goes on after step 3 needs it"):
-        reference._kept(file, rows, 3)
-    reference._write(file, {"train.": np.ones((3, 2), np.float32)}, rows)
-    (values,) = reference._kept(file, rows, 3).values()
-    assert values.shape == (3, 2)
-    with pytest.raises(TrainingError, match="of other rows than"):
-        reference._kept(file, rows | {"rows": "c"}, 3)
 
 
 # ---- The recipe and the command line -------------------------------------------------------------

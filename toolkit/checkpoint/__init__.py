@@ -6,6 +6,7 @@ attempts     names of the protocol               retention  what is pruned
 saving       save, at once or behind the loop    resuming   find, restore, resume
 state        what a run's state consists of      rng_state  random numbers of one rank
 shards       torch's DCP files, hashed           shard_plan which rank writes what
+reference    of preference tuning, evaluated or read; reference_file: its file and its parts
 run_folder   the output_dir of a run             disk       whether what is written will fit
 sources      weights in anybody's checkpoint     facts      what export and card tell of a run
 carried      tensors that no parameter takes     summary    `toolkit inspect`

@@ -180,7 +180,8 @@ class Reference:
     def _refuse_others(self, file: Folder, origin: Origin) -> None:
         """Refuse values that depend on something else than this run's."""
         now, advice = self._origin, "or start in another output_dir"
-        before = origin.get("rows") if isinstance(origin.get("rows"), dict) else {}
+        rows = origin.get("rows")
+        before = rows if isinstance(rows, dict) else {}
         changed = [n for n, digest in now["rows"].items() if before.get(n, digest) != digest]
         if changed:
             raise CheckpointError(
@@ -229,7 +230,7 @@ class Reference:
         """Return the error for rows that cannot be evaluated any more."""
         counts = {"train": 0, "eval": 0}
         for table in self.tables:
-            lacking = self._missing()[table.name].any(1)
+            lacking = np.asarray(self._missing()[table.name]).max(1)
             for number, (samples, read) in enumerate(zip(table.samples, table.reads, strict=True)):
                 kind = "train" if number == 0 and table.name.startswith("train.") else "eval"
                 counts[kind] += int(lacking[samples.first_rows(read)].sum())
