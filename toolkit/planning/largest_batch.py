@@ -44,7 +44,7 @@ def _pairs(cfg: PreferConfig, packing: Packing, rows: int, length: int) -> Batch
     shape = SampleShape(packing, length, _PAD, pairs=True, prompts=cfg.learns_prompts)
     second = max(1, length - _SHORT) if packing == "none" else -(-length // 2)
     sample = shape.sample([_piece(length, second)])
-    # Documents are told apart by their borders, which take no memory.
+    # Borders separate the documents of a run; they take no memory.
     sample.pop("position_ids", None)
     sample["reference"] = torch.zeros(2)
     sample["margin"] = torch.zeros(1)

@@ -65,8 +65,8 @@ class Batch:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors of the batch: inputs, targets and what marks sequences."""
-        others = [getattr(self, name) for name in ("targets", "used", *_OF_SEQUENCES)]
-        return [x for x in (*self.inputs.values(), *others) if isinstance(x, torch.Tensor)]
+        fields = [getattr(self, name) for name in ("targets", "used", *_OF_SEQUENCES)]
+        return [x for x in (*self.inputs.values(), *fields) if isinstance(x, torch.Tensor)]
 
     def to(self, device: torch.device | str, **how: Any) -> "Batch":
         """Return the batch on `device`, as `Tensor.to` moves a tensor."""
