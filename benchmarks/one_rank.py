@@ -169,10 +169,8 @@ def differing(orders: list[list[str]]) -> str:
     usual, _ = Counter(heads.values()).most_common(1)[0]
     odd = next(rank for rank, head in heads.items() if head != usual)
     other = next(rank for rank, head in heads.items() if head == usual)
-    return (
-        f"rank {odd}, collective {counts[odd]} of {len(orders[odd])}: {heads[odd]}, of rank {other}: "
-        f"{usual}"
-    )
+    at = f"collective {counts[odd]} of {len(orders[odd])}"
+    return f"rank {odd}, {at}: {heads[odd]}, of rank {other}: {usual}"
 
 
 def _members(exchange: str) -> list[int]:
