@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import sharded_of, train_step
+from sharded import sharded_of
 from test_router import batch_of, mixture, router_of, settings
 
 from toolkit.errors import ModelError
 from toolkit.training import router as router_module
 from toolkit.training.metrics import Metrics
 from toolkit.training.router import plan_router
+from toolkit.training.step import train_step
 
 
 def test_unequal_numbers_of_experts_are_refused_before_the_load() -> None:
