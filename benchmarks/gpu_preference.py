@@ -1,5 +1,5 @@
-"""What preference tuning and saving owe a GPU: cases of `gpu.py` that no CPU can show. Streamed DPO
-in bf16, asynchronous saves while a model trains, and the groups that NCCL splits for replicas.
+"""Preference tuning and saving on a GPU: cases of `gpu.py` that no CPU can show. Streamed DPO in
+bf16, asynchronous saves while a model trains, and the groups that NCCL splits for replicas.
 """
 
 import time
@@ -56,8 +56,8 @@ def streamed_dpo(place: Place) -> None:
         losses = []
         for _ in range(STEPS):
             update = training.Update(loop.sharded, [batch], [objective.counts(batch)])
-            for one in update:
-                update.mean(objective(loop.model, one)).backward()
+            for micro_batch in update:
+                update.mean(objective(loop.model, micro_batch)).backward()
             dtypes = {str(p.grad.dtype) for p in loop.model.parameters() if p.grad is not None}
             losses.append(float(update.step(loop.optimizer).loss))
         place.equal("first loss is ln 2", losses[:1], [LN_2], 1e-2)
@@ -79,10 +79,10 @@ def saving_while_training(place: Place) -> None:
         steps = loop.steps()
         for i, ahead in enumerate((10_000_000, 0)):
 
-            def writer(*given: Any, ahead: int = ahead, **options: Any) -> HashingWriter:
-                made = HashingWriter(*given, **options)
-                made.per_thread_copy_ahead = ahead
-                return made
+            def writer(*arguments: Any, ahead: int = ahead, **options: Any) -> HashingWriter:
+                hashing = HashingWriter(*arguments, **options)
+                hashing.per_thread_copy_ahead = ahead
+                return hashing
 
             for _ in range(2):
                 next(steps)

@@ -141,36 +141,36 @@ def _modes() -> list[Any]:
 
 
 def differing(orders: list[list[str]]) -> str:
-    """Return where the ranks would wait for each other forever, "" if every exchange completes.
+    """Return the first exchange at which ranks wait for each other forever, "" if there is none.
 
     An exchange completes when it is the next one of every rank of its group, under the same name
     and with the same shapes. `orders[rank]` are the exchanges of that rank in order.
     """
-    done = [0] * len(orders)
+    counts = [0] * len(orders)
     waiting = set(range(len(orders)))
     while waiting:
         rank = waiting.pop()
-        if done[rank] == len(orders[rank]):
+        if counts[rank] == len(orders[rank]):
             continue
-        members = _members(orders[rank][done[rank]])
-        heads = {r: orders[r][done[r]] if done[r] < len(orders[r]) else "nothing" for r in members}
+        members = _members(orders[rank][counts[rank]])
+        heads = {
+            r: orders[r][counts[r]] if counts[r] < len(orders[r]) else "nothing" for r in members
+        }
         if len({*heads.values()}) > 1:
             continue  # until another one of them has come so far
         for member in members:
-            done[member] += 1
+            counts[member] += 1
         waiting.update(members)
-    stuck = [rank for rank, order in enumerate(orders) if done[rank] < len(order)]
+    stuck = [rank for rank, order in enumerate(orders) if counts[rank] < len(order)]
     if not stuck:
         return ""
-    members = _members(orders[stuck[0]][done[stuck[0]]])
-    heads = {r: orders[r][done[r]] if done[r] < len(orders[r]) else "nothing" for r in members}
+    members = _members(orders[stuck[0]][counts[stuck[0]]])
+    heads = {r: orders[r][counts[r]] if counts[r] < len(orders[r]) else "nothing" for r in members}
     usual, _ = Counter(heads.values()).most_common(1)[0]
     odd = next(rank for rank, head in heads.items() if head != usual)
     other = next(rank for rank, head in heads.items() if head == usual)
-    return (
-        f"rank {odd}, collective {done[odd]} of {len(orders[odd])}: {heads[odd]}, of rank {other}: "
-        f"{usual}"
-    )
+    at = f"collective {counts[odd]} of {len(orders[odd])}"
+    return f"rank {odd}, {at}: {heads[odd]}, of rank {other}: {usual}"
 
 
 def _members(exchange: str) -> list[int]:

@@ -90,11 +90,11 @@ def test_the_time_to_connect_can_be_set(monkeypatch) -> None:
     with pytest.raises(LaunchError, match=r"after 1 s, at .* \(train\.connect_seconds sets the"):
         network.connect(NONE, 1, 2, TWO, None, TIMEOUT, 0.6)
     stuck.set()
-    asked = mock.Mock()
-    monkeypatch.setattr(network, "connect", asked)
+    connect = mock.Mock()
+    monkeypatch.setattr(network, "connect", connect)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     launch._connect(0, 1, True, 90.0)
-    assert asked.call_args.args[-1] == 90.0
+    assert connect.call_args.args[-1] == 90.0
 
 
 def missing(rank: int, world: int, path: str) -> str:

@@ -140,13 +140,13 @@ def model_of(kind: str, where: str) -> torch.nn.Module:
 
 def losses(model: Any, batches: list[Batch], pairs: bool) -> tuple[list[float], list[int]]:
     """Return the loss of each batch, backward included, and the graphs after each."""
-    found, graphs = [], []
+    values, graphs = [], []
     for batch in batches:
         loss = token_logps(model, batch).sum() if pairs else causal_lm_loss(model, batch).total
         loss.backward()
-        found.append(float(loss.detach()))
+        values.append(float(loss.detach()))
         graphs.append(counters["stats"]["unique_graphs"])
-    return found, graphs
+    return values, graphs
 
 
 @pytest.mark.parametrize("data", ["documents", "pairs", "whole rows"])

@@ -218,7 +218,7 @@ def from_url(url: str) -> RemotePath:
 
 
 def _deletes_lists(fs: Any, paths: list[str]) -> bool:
-    """Return whether a driver has a deletion of its own for a list of `paths`.
+    """Return whether a driver has a special deletion for a list of `paths`.
 
     That of S3 takes 1,000 objects a request, that of Google Cloud Storage 100. fsspec's general
     one sends a request for each object. Drivers read `*`, `?` and `[` in a list as patterns.

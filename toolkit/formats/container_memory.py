@@ -23,7 +23,7 @@ class ContainerMemory:
 
 @dataclass(frozen=True)
 class _Files:
-    """Where a version of control groups keeps its numbers."""
+    """Names of the files in which a version of control groups keeps its numbers."""
 
     folder: str
     limit: str
@@ -45,10 +45,10 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory:
     Reads versions 1 and 2, the process's own group and all above it, since a limit of any of them
     holds. Without control groups (macOS) nothing is limited.
     """
-    found = [_read(folder, files) for folder, files in _groups(root)]
+    groups = [_read(folder, files) for folder, files in _groups(root)]
     return ContainerMemory(
-        min((group.limit for group in found), default=math.inf),
-        min((group.free for group in found), default=math.inf),
+        min((group.limit for group in groups), default=math.inf),
+        min((group.free for group in groups), default=math.inf),
     )
 
 

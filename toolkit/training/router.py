@@ -385,12 +385,14 @@ class Router:
 def _probabilities(answers: tuple[_Answer, ...], real: torch.Tensor) -> torch.Tensor:
     """Return the sum over real tokens of the probability of each expert, in fp32."""
 
-    def summed(logits: torch.Tensor) -> torch.Tensor:
+    def sum_of_probabilities(logits: torch.Tensor) -> torch.Tensor:
         return real.float() @ logits.flatten(0, -2).softmax(-1, dtype=torch.float32)
 
     # The backward computes the probabilities again: kept, they would take twice the logits.
     sums = [
-        checkpoint(summed, answer.logits, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(
+            sum_of_probabilities, answer.logits, use_reentrant=False, preserve_rng_state=False
+        )
         for answer in answers
         if answer.logits is not None
     ]
