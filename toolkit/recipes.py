@@ -161,7 +161,8 @@ def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:
             device.choose(0, here)
     elif not cpu and (world or 1) > 1:
         raise no_gpu(world or 1)
-    check_start(cfg, world, kind)
+    if line := check_start(cfg, world, kind):
+        print(line, flush=True)
 
 
 def _needs_port(yaml: dict[str, Any], told: dict[str, Any]) -> bool:

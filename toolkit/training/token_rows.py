@@ -67,7 +67,7 @@ def untrained_token_lines(model: nn.Module, feed: Feed, tokenizer: Tokenizer | N
     )
     return [
         f"WARNING    {shown}{more}: special tokens of the data whose rows in {leaves} look "
-        "untrained (zero, constant, or equal to those of other tokens) and are frozen, so the model "
+        "untrained (zero, constant, or equal to those of other tokens) and are frozen: the model "
         f"cannot learn them. {remedy}, or start from a model that knows the chat template"
     ]
 
