@@ -26,7 +26,7 @@ _ENOUGH = 200  # rows of which none can be used, so that the source is refused
 
 @dataclass
 class RowLook:
-    """What came of the rows of a source that were looked at."""
+    """Count the rows of a source that were looked at, and what they gave."""
 
     counts: Counts = field(default_factory=Counts)
     is_complete: bool = False
@@ -51,12 +51,12 @@ def look_at_rows(source: DataSource, encoder: Encoder, seconds: float) -> RowLoo
     """
     look, end = RowLook(), time.monotonic() + seconds
     rows = iter(source.rows)
-    left = _LOOK_BYTES
+    bytes_left = _LOOK_BYTES
     try:
         while batch := list(islice(rows, min(_BATCH, LOOK_ROWS - look.counts.rows))):
             _add(look, source, encoder, batch, look.counts.rows)
-            left -= sum(len(str(row)) for row in batch)
-            if left <= 0 or time.monotonic() > end:
+            bytes_left -= sum(len(str(row)) for row in batch)
+            if bytes_left <= 0 or time.monotonic() > end:
                 break
         look.is_complete = next(rows, None) is None
         shards = 0 if look.is_complete else getattr(source.rows, "num_shards", 1)
