@@ -118,8 +118,8 @@ def _shifted(prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
 def _key_of(answer: Answer) -> _Key:
     example = answer.example
     if isinstance(example, Conversation):
-        prompt: Any = (example.messages[:-1], example.tools, example.template_kwargs)
-        parts = prompt, example.messages[-1]
+        prompt = (example.messages[:-1], example.tools, example.template_kwargs)
+        parts: tuple[Any, Any] = prompt, example.messages[-1]
     else:
         parts = example.prompt, example.completion
     digests = (digest_of(json.dumps(part, sort_keys=True, default=repr)) for part in parts)
