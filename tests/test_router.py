@@ -34,7 +34,6 @@ from toolkit.errors import ConfigError, ModelError, TrainingError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.models.attention import attend_within_documents
 from toolkit.training import Update, head_loss, train_step
-from toolkit.training import router as router_module
 from toolkit.training.loss import _known, causal_lm_loss
 from toolkit.training.metrics import Metrics
 from toolkit.training.router import Router, plan_router

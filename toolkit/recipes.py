@@ -187,7 +187,8 @@ def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:
         raise no_gpu(world or 1)
     if kind == "cpu":
         _check_cores((world or 1) // max(1, machines if isinstance(machines, int) else 1))
-    check_start(cfg, world, kind)
+    if line := check_start(cfg, world, kind):
+        print(line, flush=True)
 
 
 def _check_cores(processes: int) -> None:

@@ -7,6 +7,7 @@ and starts no device: PEFT, which does, is left to the run.
 import contextlib
 import io
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,20 +22,31 @@ from toolkit.checkpoint import disk
 from toolkit.checkpoint.adapter_source import adopt_adapter, check_base, open_adapter
 from toolkit.checkpoint.run_folder import claim, recorded_config
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig
+from toolkit.data.first_rows import LOOK_ROWS, LOOK_SHARDS, SHARD_ROWS, RowLook, look_at_rows
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import encoder_for
-from toolkit.data.sources.files import configured
+from toolkit.data.sources.files import What, configured
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
 from toolkit.mesh import mesh_shape
 
+_SECONDS = 10.0  # for looking at rows
 
-def check_start(cfg: RunConfig, world_size: int | None, device: str) -> None:
+
+def check_start(cfg: RunConfig, world_size: int | None, device: str) -> str:
     """Raise what a run of `cfg` would be refused for at its start, as far as files here show it.
 
-    `world_size` is None where the number of processes is not known yet; `device` is a type of
-    torch. Seconds, most of them imports. Weights of a Hub id are not asked for. Raises ToolkitError
-    of any kind.
+    Takes seconds, most of them imports. Weights of a Hub id are not asked for.
+
+    Args:
+        world_size: the number of processes; None if it is not known yet.
+        device: a type of torch.
+
+    Returns:
+        A line that says which rows of the data were looked at; empty if none were.
+
+    Raises:
+        ToolkitError: of any kind.
     """
     with _silence():
         _check_ranks(cfg, world_size)
@@ -43,7 +55,7 @@ def check_start(cfg: RunConfig, world_size: int | None, device: str) -> None:
         here = Path(cfg.model.name_or_path).expanduser().is_dir()
         asked = cfg if here else replace(cfg, model=replace(cfg.model, init="random"))
         model, model_cfg = build_checked(asked, device, partial(_tokenizer, cfg))
-        _check_rows(cfg, model, model_cfg)
+        checked = _check_rows(cfg, model, model_cfg)
         if cfg.adapters:
             check_named(model, cfg.adapters)
             _check_continued(cfg)
@@ -51,6 +63,7 @@ def check_start(cfg: RunConfig, world_size: int | None, device: str) -> None:
             steps = cfg.train.max_steps if cfg.train.max_steps > 0 else None
             need = disk.need(model, cfg.output_dir, cfg.checkpoint, steps, world_size, cfg.optim)
             disk.refuse_overflow(need, cfg.checkpoint)
+    return checked
 
 
 def _check_continued(cfg: RunConfig) -> None:
@@ -99,15 +112,37 @@ def _is_remote(cfg: RunConfig) -> bool:
     return any(name and not Path(name).expanduser().is_dir() for name in named)
 
 
-def _check_rows(cfg: RunConfig, model: PreTrainedModel, model_cfg: Any) -> None:
-    """Refuse a first row that the run would refuse, as for the want of a chat template."""
+def _check_rows(cfg: RunConfig, model: PreTrainedModel, model_cfg: Any) -> str:
+    """Refuse rows that the run would refuse, and sources of which it could use nothing.
+
+    Returns:
+        A line that says how many rows were looked at; empty if none could be.
+    """
     untrained = model_cfg.tokenizer_name_or_path is None and model_cfg.train_tokenizer
     if untrained or _is_remote(cfg):
-        return
+        return ""
     encoder = encoder_for(cfg, model_cfg, model)
-    data = replace(cfg.data, streaming=True)
-    has_template = encoder.has_chat_template
-    for source in load_sources(data, learned=cfg.learned, has_template=has_template):
-        for stored in source.rows:
-            encoder.row(source, stored, 0)
-            break
+    uses: tuple[What, ...] = ("train", "eval")
+    load = partial(
+        *(load_sources, cfg.data), learned=cfg.learned, has_template=encoder.has_chat_template
+    )
+    sources = [source for use in uses for source in load(what=use, streaming=True)]
+    looks = []
+    deadline = time.monotonic() + _SECONDS
+    for number, source in enumerate(sources):
+        share = (deadline - time.monotonic()) / (len(sources) - number)
+        looks.append(look_at_rows(source, encoder, max(1.0, share)))
+        if cfg.learned != "documents":
+            looks[-1].check(source, cfg.data.sequence_length)
+    return f"checked    {sum(look.counts.rows for look in looks):,} rows{_limits(looks)}"
+
+
+def _limits(looks: list[RowLook]) -> str:
+    """Return the part of the line that says which rows were not looked at."""
+    if all(look.is_complete for look in looks):
+        return ", all that there are"
+    return (
+        f": up to {LOOK_ROWS:,} at the beginning of each source and {LOOK_SHARDS * SHARD_ROWS:,} "
+        f"spread over it, within about {_SECONDS:.0f} s. The run checks all; so does `toolkit "
+        "inspect --data`"
+    )

@@ -21,9 +21,9 @@ def check_template_kwargs(kwargs: dict[str, Any]) -> None:
     Raises:
         ConfigError: names them.
     """
-    if taken := sorted(RESERVED_ARGUMENTS.intersection(kwargs)):
+    if reserved := sorted(RESERVED_ARGUMENTS.intersection(kwargs)):
         raise ConfigError(
-            f"data.chat_template_kwargs: {', '.join(taken)} cannot be set, because the toolkit "
+            f"data.chat_template_kwargs: {', '.join(reserved)} cannot be set, because the toolkit "
             "sets it for each rendering; expected variables of the template, such as "
             "{enable_thinking: false}"
         )

@@ -45,11 +45,11 @@ def untrained_token_lines(model: nn.Module, feed: Feed, tokenizer: Tokenizer | N
     """
     if tokenizer is None or not (tokens := _used_special_tokens(feed, tokenizer)):
         return []
-    others = sorted(map(int, tokenizer.added_tokens_decoder))[:_COMPARED]
+    added = sorted(map(int, tokenizer.added_tokens_decoder))[:_COMPARED]
     untrained: dict[str, list[int]] = {}
     for name, module in _frozen_ends(model).items():
         rows = len(module.weight)
-        compared = {*others, *range(max(0, rows - _COMPARED), rows)}
+        compared = {*added, *range(max(0, rows - _COMPARED), rows)}
         stats, usual = _row_facts(module.weight, sorted({*tokens, *compared}))
         if odd := [token for token in tokens if _is_untrained(token, stats, usual)]:
             untrained[name] = odd
@@ -57,7 +57,7 @@ def untrained_token_lines(model: nn.Module, feed: Feed, tokenizer: Tokenizer | N
         return []
     names = tokenizer.convert_ids_to_tokens
     odd = sorted(set().union(*untrained.values()))
-    shown = ", ".join(f"{names(token)} ({token})" for token in odd[:_SHOWN])
+    listed_tokens = ", ".join(f"{names(token)} ({token})" for token in odd[:_SHOWN])
     more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
     leaves = ", ".join(name.rpartition(".")[2] for name in untrained)
     remedy = (
@@ -66,9 +66,9 @@ def untrained_token_lines(model: nn.Module, feed: Feed, tokenizer: Tokenizer | N
         else f"Take {leaves} out of model.frozen_parameters"
     )
     return [
-        f"WARNING    {shown}{more}: special tokens of the data whose rows in {leaves} look "
-        "untrained (zero, constant, or equal to those of other tokens) and are frozen, so the "
-        f"model cannot learn them. {remedy}, or start from a model that knows the chat template"
+        f"WARNING    {listed_tokens}{more}: special tokens of the data whose rows in {leaves} look "
+        "untrained (zero, constant, or equal to those of other tokens) and are frozen: the model "
+        f"cannot learn them. {remedy}, or start from a model that knows the chat template"
     ]
 
 
@@ -90,7 +90,7 @@ def _frozen_ends(model: nn.Module) -> dict[str, Any]:
     and have their rows whole; tied ones once.
     """
     base: Any = base_of(model)
-    found: dict[str, Any] = {}
+    ends: dict[str, Any] = {}
     names = {id(module): name for name, module in base.named_modules()}
     for module in (base.get_input_embeddings(), base.get_output_embeddings()):
         weight = getattr(module, "weight", None)
@@ -98,17 +98,17 @@ def _frozen_ends(model: nn.Module) -> dict[str, Any]:
             continue
         if any(p.requires_grad for p in module.parameters()) or not weight.is_floating_point():
             continue
-        if cut_by_rows(weight) and not any(weight is other.weight for other in found.values()):
-            found[names.get(id(module), type(module).__name__)] = module
-    return found
+        if cut_by_rows(weight) and not any(weight is other.weight for other in ends.values()):
+            ends[names.get(id(module), type(module).__name__)] = module
+    return ends
 
 
 def _row_facts(weight: torch.Tensor, tokens: list[int]) -> tuple[dict[int, _Row], float]:
     """Return token -> facts on its row, and the median norm of ordinary rows. Collective."""
-    own = local_slices(weight)[0] if isinstance(weight, DTensor) else slice(0, len(weight))
+    row_range = local_slices(weight)[0] if isinstance(weight, DTensor) else slice(0, len(weight))
     local = local_tensor(weight).detach()
-    mine = [token for token in tokens if own.start <= token < own.stop]
-    rows = _on_cpu(local, (token - own.start for token in mine))
+    mine = [token for token in tokens if row_range.start <= token < row_range.stop]
+    rows = _on_cpu(local, (token - row_range.start for token in mine))
     step = max(1, len(local) // _ORDINARY)
     norms = _on_cpu(local, range(0, len(local), step)).norm(dim=1).tolist()
     facts = {

@@ -36,21 +36,21 @@ _EMPTY_BLOCK = re.compile(
 
 
 def align_beginnings(
-    search: Search, found: Rendered, wanted: list[int], advice_for: Callable[[str, int], str]
+    search: Search, rendered: Rendered, turns: list[int], advice_for: Callable[[str, int], str]
 ) -> Rendered:
-    """Return `found` with spans that begin alike, and with notes on empty blocks of reasoning.
+    """Return `rendered` with spans that begin alike, and with notes on empty blocks of reasoning.
 
     Costs a rendering for each answer that the template begins with tags alone.
 
     Args:
-        wanted: the turns of the spans, in order.
+        turns: the turns of the spans, in order.
         advice_for: returns the sentence that tells how the prompt comes to hold a text that begins
             a turn.
     """
-    spans, notes = list(found.spans), Counter[str]()
-    if len(spans) != len(wanted):  # spans of markers that could not be checked
-        return found
-    for at, i in enumerate(wanted):
+    spans, notes = list(rendered.spans), Counter[str]()
+    if len(spans) != len(turns):  # spans of markers that could not be checked
+        return rendered
+    for at, i in enumerate(turns):
         inserted = _inserted(search, i, spans[at])
         block = _EMPTY_BLOCK.search(inserted)
         if block is None:
@@ -60,13 +60,13 @@ def align_beginnings(
         if not written and _only_last(search, i, spans[at], inserted):
             first = pattern_of(search.specials, tags=True).match(inserted, block.start())
             tag = inserted[: first.end()] if first else inserted
-            others = (search.text.startswith(tag, begin) for begin, _ in found.spans)
-            if not all(others):
+            have_tag = (search.text.startswith(tag, begin) for begin, _ in rendered.spans)
+            if not all(have_tag):
                 spans[at] = spans[at][0] + len(inserted), spans[at][1]
                 note = NOT_LEARNED
-        shown = "".join(block.group().split())
-        notes[f"{note.format(shown)}. {advice_for(inserted, i)}"] = 1
-    return Rendered(found.text, spans, found.notes + notes)
+        block_text = "".join(block.group().split())
+        notes[f"{note.format(block_text)}. {advice_for(inserted, i)}"] = 1
+    return Rendered(rendered.text, spans, rendered.notes + notes)
 
 
 def _inserted(search: Search, i: int, span: Span) -> str:

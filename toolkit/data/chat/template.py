@@ -172,8 +172,8 @@ class Template:
         search.notes += check_printed(search, wanted or every, has_tools=bool(tools))
         advice_for = partial(self._advice_for, conversation)
         if not (self.has_markers and wanted):
-            found = found_alike(search, wanted) or search.found(wanted)
-            return align_beginnings(search, found, wanted, advice_for)
+            of_turns = found_alike(search, wanted) or search.found(wanted)
+            return align_beginnings(search, of_turns, wanted, advice_for)
         found = None
         try:
             found = found_alike(search, every) or search.found(every)

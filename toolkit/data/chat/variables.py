@@ -26,15 +26,15 @@ def with_defaults(templates: Mapping[str, str], values: Mapping[str, Any]) -> di
         ConfigError: no template has such a variable.
     """
     used = {name: _variables(text) for name, text in templates.items()}
-    known = set().union(*used.values())
+    variables = set().union(*used.values())
     for name in values:
-        if name not in known:
-            others = sorted(known - _OF_ALL)
-            near = difflib.get_close_matches(name, others, n=1)
+        if name not in variables:
+            choices = sorted(variables - _OF_ALL)
+            near = difflib.get_close_matches(name, choices, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
                 f"data.chat_template_kwargs: the chat template has no variable {name!r}, only "
-                f"{', '.join(others) or 'none'}{hint}"
+                f"{', '.join(choices) or 'none'}{hint}"
             )
     return {
         name: _with_defaults(text, {k: v for k, v in values.items() if k in used[name]})

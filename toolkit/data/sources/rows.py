@@ -113,6 +113,7 @@ def load_sources(
     what: What = "train",
     learned: Learned = "examples",
     has_template: bool = True,
+    streaming: bool | None = None,
 ) -> list[DataSource]:
     """Return the sources that `cfg` names to train on or to evaluate on, not yet tokenised.
 
@@ -130,7 +131,8 @@ def load_sources(
     A DataError where a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
     row, or the first rows have no known format.
     """
-    streaming = cfg.streaming and what == "train"
+    if streaming is None:  # else it is as the caller says, also of rows to evaluate on
+        streaming = cfg.streaming and what == "train"
     configs = configured(cfg, what)
     if not configs and what == "train":
         if learned == "answers":

@@ -587,7 +587,7 @@ def encoding_digest(source: DataSource, encoder: Encoder) -> str:
     names = ["on_bad_row", "append_eos"]
     if isinstance(cfg, FinetuneDataConfig):
         names += ["supervise", "too_long", "sequence_length", "packing"]
-        if _may_use_template(source, tokenizer, cfg):
+        if tokenizer is not None and _may_use_template(source, tokenizer, cfg):
             templates = chat_templates(tokenizer, cfg.chat_template)
             names += ["chat_template_kwargs"]
     return tables.digest_of(

@@ -68,9 +68,9 @@ def partners_among(examples: Sequence[Any]) -> list[Answer | None]:
     return partners
 
 
-def have_same_prompt(one: Answer, other: Answer) -> bool:
+def have_same_prompt(first: Answer, second: Answer) -> bool:
     """Return whether two answers were given to the same prompt."""
-    return _key_of(one)[:2] == _key_of(other)[:2]
+    return _key_of(first)[:2] == _key_of(second)[:2]
 
 
 def stored_rows(source: DataSource, numbers: Any) -> list[dict[str, Any]]:
@@ -106,10 +106,10 @@ def _shifted(prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
     else:
         begin = int(begins[sizes.argmax()])
         inside = (at >= begin) & (at < begin + largest)
-        group, others = at[inside], at[~inside]
+        group, remaining = at[inside], at[~inside]
         partner = np.empty(total, np.int64)
-        partner[inside] = others[np.arange(largest) % len(others)]
-        partner[~inside] = group[: len(others)]
+        partner[inside] = remaining[np.arange(largest) % len(remaining)]
+        partner[~inside] = group[: len(remaining)]
     chosen = np.empty(total, np.int64)
     chosen[order] = order[partner]
     return chosen
@@ -118,8 +118,8 @@ def _shifted(prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
 def _key_of(answer: Answer) -> _Key:
     example = answer.example
     if isinstance(example, Conversation):
-        prompt: Any = (example.messages[:-1], example.tools, example.template_kwargs)
-        parts = prompt, example.messages[-1]
+        prompt = (example.messages[:-1], example.tools, example.template_kwargs)
+        parts: tuple[Any, Any] = prompt, example.messages[-1]
     else:
         parts = example.prompt, example.completion
     digests = (digest_of(json.dumps(part, sort_keys=True, default=repr)) for part in parts)

@@ -1,0 +1,91 @@
+"""Look at some rows of a source before a run: its first ones, and others spread over its files."""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import datasets
+
+from toolkit.data.report import check_supervised
+from toolkit.data.sources import lines
+from toolkit.data.sources.rows import DataSource
+from toolkit.data.sources.tables import as_data_error
+from toolkit.data.tokens.encode import Counts, EncodedSource, Encoder
+
+LOOK_ROWS = 1000
+"""Rows at the beginning of a source that are looked at, at most."""
+LOOK_SHARDS, SHARD_ROWS = 20, 5
+"""Places in a source of several files or of a large one, and rows at each that are looked at."""
+_LOOK_BYTES = 4 << 20
+_BATCH = 50
+_ENOUGH = 200  # rows of which none can be used, so that the source is refused
+
+
+@dataclass
+class RowLook:
+    """Count the rows of a source that were looked at, and what they gave."""
+
+    counts: Counts = field(default_factory=Counts)
+    is_complete: bool = False
+    """Whether the source has no other rows."""
+
+    def check(self, source: DataSource, sequence_length: int) -> None:
+        """Refuse a source of which no row can be used, if enough rows or all were looked at.
+
+        Raises:
+            DataError: names the reasons, and how many rows were looked at.
+        """
+        if self.is_complete or self.counts.rows >= _ENOUGH:
+            nothing = datasets.Dataset.from_dict({})
+            check_supervised(EncodedSource(source.name, nothing, self.counts), sequence_length)
+
+
+def look_at_rows(source: DataSource, encoder: Encoder, seconds: float) -> RowLook:
+    """Encode some rows of a stream, for at most about so many `seconds`.
+
+    Raises:
+        DataError: a row that the run would refuse, or a file that cannot be read.
+    """
+    look, end = RowLook(), time.monotonic() + seconds
+    rows = iter(source.rows)
+    bytes_left = _LOOK_BYTES
+    try:
+        while batch := list(islice(rows, min(_BATCH, LOOK_ROWS - look.counts.rows))):
+            _add(look, source, encoder, batch, look.counts.rows)
+            bytes_left -= sum(len(str(row)) for row in batch)
+            if bytes_left <= 0 or time.monotonic() > end:
+                break
+        look.is_complete = next(rows, None) is None
+        shards = 0 if look.is_complete else getattr(source.rows, "num_shards", 1)
+        for number in range(1, min(LOOK_SHARDS, shards)):
+            if time.monotonic() > end:
+                break
+            at = number * (shards - 1) // (min(LOOK_SHARDS, shards) - 1)
+            shard = source.rows.shard(num_shards=shards, index=at)
+            _add(look, source, encoder, islice(iter(shard), SHARD_ROWS), 0)
+        if not look.is_complete and lines.RAW in (source.rows.column_names or ()):
+            last = source.rows.shard(num_shards=shards, index=shards - 1)
+            _add(look, source, encoder, _last_rows(last, end), 0)
+    except Exception as error:
+        raise as_data_error(error, source.where) from error
+    return look
+
+
+def _last_rows(rows: Iterable[dict[str, Any]], end: float) -> list[dict[str, Any]]:
+    """Return the last rows, of which a broken copy may lack a part; none if `end` comes before."""
+    last = deque[dict[str, Any]](maxlen=SHARD_ROWS)
+    for number, row in enumerate(rows):
+        last.append(row)
+        if number % 1000 == 0 and time.monotonic() > end:
+            return []
+    return [*last]
+
+
+def _add(
+    look: RowLook, source: DataSource, encoder: Encoder, rows: Iterable[dict[str, Any]], first: int
+) -> None:
+    for result in encoder.rows(source, list(rows), first):
+        look.counts.add(result)
