@@ -53,7 +53,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], torch.dtype]] = {
         {"r": 2, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
         torch.bfloat16,
     ),
-    "dora": ("llama", {}, {"r": 4, "target_modules": "all-linear", "use_dora": True}, torch.float32),
+    "dora": (
+        "llama",
+        {},
+        {"r": 4, "target_modules": "all-linear", "use_dora": True},
+        torch.float32,
+    ),
     "tied": (
         "llama",
         {"tie_word_embeddings": True},
