@@ -1,4 +1,4 @@
-"""`lora.from` is a keyword of Python, and reads as any other setting; the card says what it knows."""
+"""`lora.from` is a keyword of Python, and reads as any other setting; cards say what they know."""
 
 from pathlib import Path
 
