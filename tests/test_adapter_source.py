@@ -256,7 +256,7 @@ def test_a_peft_folder_as_the_model_says_what_to_set(made: Path) -> None:
     said = refusal(lambda: read_config(made / "adapter"))
     assert f"is an adapter of {made / 'base'}, not a model; set model.name_or_path: " in said
     assert said.endswith(f"{made / 'base'} and lora.from: {made / 'adapter'}")
-    with pytest.raises(ModelError, match="lora.from: "):
+    with pytest.raises(ModelError, match=r"lora\.from: "):
         build_on_meta(ModelConfig(str(made / "adapter")))
 
 
