@@ -70,7 +70,7 @@ def _failing_alone(
     kinds: dict[str, list[str]] = {}
     for parameter in parts:
         kinds.setdefault(numbered(parameter), []).append(parameter)
-    lost = {}
+    lost: dict[str, str] = {}
     for parameters in kinds.values():
         members = set[str]().union(*(parts[p] for p in parameters))
         try:

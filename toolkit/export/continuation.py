@@ -174,7 +174,7 @@ def _read(
     ) as readable:
         loaded, names = _load_by_peft(model, readable)
     values = {name: loaded[name].detach().to(live[name].dtype) for name in names}
-    sums = {}
+    sums: dict[str, int] = {}
     for key, name in keys.items():
         value = whole(entries[key]).to(live[name].dtype)
         total = int(part_sums(value)[1])
