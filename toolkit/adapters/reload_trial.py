@@ -58,7 +58,7 @@ def _find(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
     try:
         lost = _names_not_loaded(adapted, keys)
         reason = "PEFT renames its keys and does not load them"
-        return {p: reason for p, own in parts.items() if own & lost}
+        return {p: reason for p, members in parts.items() if members & lost}
     except Exception as error:  # PEFT may raise anything: find out which adapters make it do so
         return _failing_alone(adapted, keys, parts) or dict.fromkeys(parts, one_line(error))
 
@@ -70,14 +70,14 @@ def _failing_alone(
     kinds: dict[str, list[str]] = {}
     for parameter in parts:
         kinds.setdefault(numbered(parameter), []).append(parameter)
-    lost = {}
+    lost: dict[str, str] = {}
     for parameters in kinds.values():
-        own = set[str]().union(*(parts[p] for p in parameters))
+        members = set[str]().union(*(parts[p] for p in parameters))
         try:
-            failed = _names_not_loaded(adapted, {k: n for k, n in keys.items() if n in own})
+            failed = _names_not_loaded(adapted, {k: n for k, n in keys.items() if n in members})
             reason = "PEFT renames its keys and does not load them"
         except Exception as error:
-            failed, reason = own, f"PEFT cannot load it: {one_line(error)}"
+            failed, reason = members, f"PEFT cannot load it: {one_line(error)}"
         lost |= {p: reason for p in parameters if parts[p] & failed}
     return lost
 
@@ -98,9 +98,9 @@ def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
 
 def _distinct(number: int, shape: Sequence[int]) -> torch.Tensor:
     """Return a tensor whose rows differ from each other and from those of other numbers."""
-    rows, *rest = shape or (1,)
+    rows, *others = shape or (1,)
     column = torch.arange(rows, dtype=torch.float64) + (number + 1) * 2.0**24
-    return column.view(rows, *(1 for _ in rest)).expand(*shape) if shape else column[0]
+    return column.view(rows, *(1 for _ in others)).expand(*shape) if shape else column[0]
 
 
 def _same(loaded: torch.Tensor, value: torch.Tensor) -> bool:

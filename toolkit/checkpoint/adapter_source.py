@@ -86,14 +86,14 @@ def _with_structure(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
     explicit = lora.explicit - {"r"} if lora.r == 0 else lora.explicit  # 0: not given
     wants_all = "target_modules" in explicit and _comparable(lora.target_modules) == ALL_LINEAR
     for name in STRUCTURE:
-        asked, default = getattr(lora, name), getattr(defaults, name)
-        if asked == default and name not in explicit:
+        requested, default = getattr(lora, name), getattr(defaults, name)
+        if requested == default and name not in explicit:
             continue
         if name == "target_modules" and wants_all:  # which modules those are, the model says
             continue
-        if _comparable(asked) != _comparable(theirs[name]):
+        if _comparable(requested) != _comparable(theirs[name]):
             raise ConfigError(
-                f"lora.{name} is {asked!r}, and the adapter that lora.from names "
+                f"lora.{name} is {requested!r}, and the adapter that lora.from names "
                 f"({source.name}) has {theirs[name]!r}; leave lora.{name} out"
             )
     adopted = replace(lora, **theirs)
@@ -112,36 +112,36 @@ def structure_of(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the settings `STRUCTURE` of an adapter_config.json; ConfigError: of a wrong type."""
     lists = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
     patterns, switches = ("rank_pattern", "alpha_pattern"), ("use_rslora", "use_dora")
-    found: dict[str, Any] = {"r": config["r"], "lora_alpha": config.get("lora_alpha")}
-    found |= {n: [] if config.get(n) is None else config[n] for n in lists}
-    found |= {n: {} if config.get(n) is None else config[n] for n in patterns}
-    found |= {n: False if config.get(n) is None else config[n] for n in switches}
+    structure: dict[str, Any] = {"r": config["r"], "lora_alpha": config.get("lora_alpha")}
+    structure |= {n: [] if config.get(n) is None else config[n] for n in lists}
+    structure |= {n: {} if config.get(n) is None else config[n] for n in patterns}
+    structure |= {n: False if config.get(n) is None else config[n] for n in switches}
     fits = {
-        "lora_alpha": _is_number(found["lora_alpha"]),
-        **{n: _are_texts(found[n]) for n in ("target_parameters", "modules_to_save")},
+        "lora_alpha": _is_number(structure["lora_alpha"]),
+        **{n: _are_texts(structure[n]) for n in ("target_parameters", "modules_to_save")},
         **{
-            n: isinstance(found[n], str) or _are_texts(found[n])
+            n: isinstance(structure[n], str) or _are_texts(structure[n])
             for n in ("target_modules", "exclude_modules")
         },
         **{
-            n: isinstance(found[n], dict) and all(map(_is_number, found[n].values()))
+            n: isinstance(structure[n], dict) and all(map(_is_number, structure[n].values()))
             for n in patterns
         },
-        **{n: isinstance(found[n], bool) for n in switches},
+        **{n: isinstance(structure[n], bool) for n in switches},
     }
     if odd := [n for n, fit in fits.items() if not fit]:
         raise ConfigError(
-            f"lora.from {name}: its {CONFIG_FILE} has {odd[0]} {str(found[odd[0]])[:80]!r}, which "
-            "PEFT does not write; get the adapter again"
+            f"lora.from {name}: its {CONFIG_FILE} has {odd[0]} {str(structure[odd[0]])[:80]!r}, "
+            "which PEFT does not write; get the adapter again"
         )
-    found["lora_alpha"] = float(found["lora_alpha"])
-    found["rank_pattern"] = {n: int(v) for n, v in found["rank_pattern"].items()}
-    found["alpha_pattern"] = {n: float(v) for n, v in found["alpha_pattern"].items()}
+    structure["lora_alpha"] = float(structure["lora_alpha"])
+    structure["rank_pattern"] = {n: int(v) for n, v in structure["rank_pattern"].items()}
+    structure["alpha_pattern"] = {n: float(v) for n, v in structure["alpha_pattern"].items()}
     for n in lists:
-        found[n] = sorted(found[n]) if isinstance(found[n], list) else found[n]
+        structure[n] = sorted(structure[n]) if isinstance(structure[n], list) else structure[n]
     if config.get("layers_to_transform") not in (None, []):
-        found["target_modules"] = _of_layers(config, found["target_modules"])
-    return found
+        structure["target_modules"] = _of_layers(config, structure["target_modules"])
+    return structure
 
 
 def _is_number(value: Any) -> bool:
@@ -340,9 +340,9 @@ def _earlier_stage(entry: Any, depth: int = 0) -> dict[str, Any] | None:
     if not isinstance(entry, dict) or depth == _MOST_STAGES:
         return None
     kinds = {"name": str, "hub_id": str, "revision": str, "sha256": str, "step": int}
-    known = {n: entry[n] for n, kind in kinds.items() if isinstance(entry.get(n), kind)}
+    entries = {n: entry[n] for n, kind in kinds.items() if isinstance(entry.get(n), kind)}
     return _without_nothing(
-        known | {"continued": _earlier_stage(entry.get("continued"), depth + 1)}
+        entries | {"continued": _earlier_stage(entry.get("continued"), depth + 1)}
     )
 
 
@@ -359,8 +359,8 @@ def check_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
 
     ConfigError: the digest of the weights differs, or, if none is known, the name does.
     """
-    expected, named = source.base.get("digest"), str(source.base.get("name_or_path") or "")
-    advice = f"set model.name_or_path: {named or 'its base'}, or give another lora.from"
+    expected, base_name = source.base.get("digest"), str(source.base.get("name_or_path") or "")
+    advice = f"set model.name_or_path: {base_name or 'its base'}, or give another lora.from"
     digest = _digest_of_run(cfg)
     by = "digest"
     if expected is None and digest is not None:
@@ -368,24 +368,24 @@ def check_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
     if expected is not None and digest is not None:
         if expected != digest:
             raise ConfigError(
-                f"lora.from {source.name} is an adapter of another base: {named or 'its base'} "
+                f"lora.from {source.name} is an adapter of another base: {base_name or 'its base'} "
                 f"(digest {str(expected)[:20]}), and model.name_or_path {cfg.model.name_or_path} "
                 f"has the digest {digest[:20]}; {advice}"
             )
         return f"its base is this one (by the {by})"
     ours = cfg.model.name_or_path
-    both_of_hub = named and not is_path(named) and not is_path(ours)
-    if both_of_hub and named != ours:
+    both_of_hub = base_name and not is_path(base_name) and not is_path(ours)
+    if both_of_hub and base_name != ours:
         raise ConfigError(
-            f"lora.from {source.name} is an adapter of {named}, and model.name_or_path is {ours}; "
-            f"{advice}. If both have the same weights, change base_model_name_or_path in its "
-            f"{CONFIG_FILE}"
+            f"lora.from {source.name} is an adapter of {base_name}, and model.name_or_path is "
+            f"{ours}; {advice}. If both have the same weights, change base_model_name_or_path "
+            f"in its {CONFIG_FILE}"
         )
     if both_of_hub:
         return "its base is this one (by the name)"
     return (
-        f"whether its base, {named or 'which it does not name'}, is {ours} is not known: names and "
-        "shapes fit"
+        f"whether its base, {base_name or 'which it does not name'}, is {ours} is not known: "
+        "names and shapes fit"
     )
 
 
@@ -398,8 +398,8 @@ def _digest_of_run(cfg: FinetuneConfig) -> str | None:
 
 def _digest_by_name(source: AdapterSource) -> str | None:
     """Return the digest of the base that an adapter names, if its weights are on this machine."""
-    named, revision = source.base.get("name_or_path"), source.base.get("revision")
-    return None if not named else _digest_on_disk(str(named), revision)
+    base_name, revision = source.base.get("name_or_path"), source.base.get("revision")
+    return None if not base_name else _digest_on_disk(str(base_name), revision)
 
 
 def _digest_on_disk(name: str, revision: str | None) -> str | None:
@@ -423,6 +423,6 @@ def chain_text(stage: dict[str, Any]) -> str:
 def settings_text(lora: LoraConfig) -> str:
     """Return rank, alpha and targets for a log line."""
     targets = lora.target_modules
-    shown = targets if isinstance(targets, str) else ", ".join(targets)
+    target_text = targets if isinstance(targets, str) else ", ".join(targets)
     more = f" and {', '.join(lora.target_parameters)}" if lora.target_parameters else ""
-    return f"rank {lora.r}, alpha {lora.lora_alpha:g}, targets {shown:.120}{more:.80}"
+    return f"rank {lora.r}, alpha {lora.lora_alpha:g}, targets {target_text:.120}{more:.80}"

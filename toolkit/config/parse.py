@@ -303,7 +303,7 @@ def _check_flags(cls: type, args: Sequence[str], unknown: _Unknown) -> None:
             if dataclasses.is_dataclass(kind):
                 raise ConfigError(
                     f"{flag} is a section of settings; give them one by one: "
-                    f"--{setting}.{next(iter(setting_types(kind)))} VALUE"
+                    f"--{setting}.{next(iter(setting_types(typing.cast(type, kind))))} VALUE"
                 )
             if equals:
                 _check_text(setting, kind, value)

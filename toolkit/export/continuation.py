@@ -66,22 +66,29 @@ def check_adapter(adapted: nn.Module, cfg: FinetuneConfig) -> str:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if source.checkpoint is not None:
             saved = SavedTensors(source.checkpoint).shapes()
-            held = {name: shape for name, (_, shape) in saved.items()}
+            stored_shapes = {name: shape for name, (_, shape) in saved.items()}
         else:
             keys, extra = file_keys(adapted), frozen_keys(adapted)
             entries = source.tensors()
-            held = {keys.get(key, key): entry.shape for key, entry in entries.items()}
-            held = {name: shape for name, shape in held.items() if name not in extra}
-        _refuse_difference(source, shapes, held)
+            stored_shapes = {keys.get(key, key): entry.shape for key, entry in entries.items()}
+            stored_shapes = {
+                name: shape for name, shape in stored_shapes.items() if name not in extra
+            }
+        _refuse_difference(source, shapes, stored_shapes)
         return f"adapter    continues {chain_text(source.stage)}: {settings_text(cfg.lora)}; {line}"
 
 
 def _refuse_difference(
-    source: AdapterSource, expected: dict[str, tuple[int, ...]], held: dict[str, tuple[int, ...]]
+    source: AdapterSource,
+    expected: dict[str, tuple[int, ...]],
+    stored_shapes: dict[str, tuple[int, ...]],
 ) -> None:
     """Refuse an adapter with other tensors than the run trains."""
     place = f"lora.from {source.name}"
-    missing, unknown = sorted(expected.keys() - held.keys()), sorted(held.keys() - expected.keys())
+    missing, unknown = (
+        sorted(expected.keys() - stored_shapes.keys()),
+        sorted(stored_shapes.keys() - expected.keys()),
+    )
     if missing:
         raise ConfigError(
             f"{place} has no {missing[0]} ({len(missing)} of {len(expected)} tensors are missing), "
@@ -94,11 +101,11 @@ def _refuse_difference(
             "adapters does not have; give the adapter's own base as model.name_or_path"
         )
     for name, shape in expected.items():
-        if held[name] != shape:
+        if stored_shapes[name] != shape:
             raise ConfigError(
-                f"{place} has {name} of shape {list(held[name])}, this run {list(shape)}; give the "
-                "adapter's own base as model.name_or_path, and model.resize_embeddings if it was "
-                "trained with new tokens"
+                f"{place} has {name} of shape {list(stored_shapes[name])}, this run "
+                f"{list(shape)}; give the adapter's own base as model.name_or_path, and "
+                "model.resize_embeddings if it was trained with new tokens"
             )
 
 
@@ -162,10 +169,12 @@ def _read(
     keys, extra = file_keys(model), frozen_keys(model)
     entries = read_header(folder / WEIGHTS_FILE)
     frozen = {extra[key]: whole(entries[key]) for key in extra.keys() & entries.keys()}
-    with _without_frozen(folder, {k: e for k, e in entries.items() if k in keys}, frozen) as own:
-        loaded, names = _load_by_peft(model, own)
+    with _without_frozen(
+        folder, {k: e for k, e in entries.items() if k in keys}, frozen
+    ) as readable:
+        loaded, names = _load_by_peft(model, readable)
     values = {name: loaded[name].detach().to(live[name].dtype) for name in names}
-    sums = {}
+    sums: dict[str, int] = {}
     for key, name in keys.items():
         value = whole(entries[key]).to(live[name].dtype)
         total = int(part_sums(value)[1])
@@ -214,11 +223,11 @@ def _load_by_peft(model: nn.Module, folder: Path) -> tuple[Tensors, list[str]]:
         raise ConfigError(f"lora.from: PEFT does not load all of the adapter: {detail}")
     theirs, ours = adapted_parameters(peft), adapted_parameters(model)
     for name, layer in ours.items():
-        read, own = (getattr(m, "scaling", None) for m in (theirs.get(name), layer))
-        if read != own:
+        read, ours_scale = (getattr(m, "scaling", None) for m in (theirs.get(name), layer))
+        if read != ours_scale:
             raise ConfigError(
                 f"lora.from: PEFT scales the adapter of {name} by {read}, this run by "
-                f"{own}: a setting of its adapter_config.json is not carried over"
+                f"{ours_scale}: a setting of its adapter_config.json is not carried over"
             )
     return state, names
 
@@ -236,10 +245,10 @@ def _refuse_other_base(
     model: nn.Module, cfg: FinetuneConfig, frozen: Tensors, names: list[str]
 ) -> None:
     """Refuse a frozen matrix in the adapter's file that is not the base's. Collective."""
-    held = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     differs = []
     for name in names:
-        tensor = held[name].detach()
+        tensor = parameters[name].detach()
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
         if ranks.rank() == 0:
             full = frozen[name].to(tensor.dtype).contiguous()
@@ -247,8 +256,8 @@ def _refuse_other_base(
             dist.broadcast(full, src=0, group=group)
         part = local_tensor(tensor).cpu()
         differs.append(not bool(same_values(part_of(full, tensor), part).all()))
-    if any(found := ranks.any_of(differs)):
-        name = names[found.index(True)]
+    if any(flags := ranks.any_of(differs)):
+        name = names[flags.index(True)]
         raise ranks.mark_collective(
             ConfigError(
                 f"lora.from {cfg.lora.from_}: its file holds {name} too, which this run does not "
