@@ -19,7 +19,8 @@ ONE_DOOR = {
     "torch.distributed.fsdp": {"sharding"},
     "bitsandbytes": {"models"},
     "fsspec": {"checkpoint"},
-    "huggingface_hub": {"hub", "formats"},  # what is published, and whether it can be asked
+    # What is published, whether the Hub can be asked, and whether its cache has a model.
+    "huggingface_hub": {"hub", "formats", "recipes"},
 }
 
 
