@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from toolkit import export, hub, loading, models, ranks, training
 from toolkit.adapters import add_adapters
-from toolkit.checkpoint.adapter_source import ALL_LINEAR
 from toolkit.checkpoint.commit import committed_steps
 from toolkit.checkpoint.reference import reference_bytes
 from toolkit.checkpoint.run_folder import RunFolder
+from toolkit.config.lora import ALL_LINEAR, LoraConfig
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, model_settings
 from toolkit.data.prepare import TrainingData
 from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
@@ -57,22 +57,26 @@ def check_continued(cfg: RunConfig, base: PreTrainedModel, *, resumes: bool) -> 
     """
     if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
         return ""
+    if ALL_LINEAR in cfg.lora.explicit:
+        _refuse_other_targets(cfg.lora, base)
     if resumes:
         return f"adapter    that of the run's checkpoint, which continued {cfg.lora.from_}"
-    adapted = add_adapters(copy.deepcopy(base), cfg.lora)
-    if ALL_LINEAR in cfg.lora.explicit:
-        everywhere = replace(cfg.lora, from_=None, target_modules=ALL_LINEAR, exclude_modules=[])
-        wanted, has = (
-            adapted_modules(model).keys()
-            for model in (add_adapters(copy.deepcopy(base), everywhere), adapted)
+    return export.check_adapter(add_adapters(copy.deepcopy(base), cfg.lora), cfg)
+
+
+def _refuse_other_targets(lora: LoraConfig, base: PreTrainedModel) -> None:
+    """Refuse an adapter (`lora.from`) of other modules than `all-linear`, which the user names."""
+    everywhere = replace(lora, from_=None, target_modules=ALL_LINEAR, exclude_modules=[])
+    wanted, has = (
+        adapted_modules(add_adapters(copy.deepcopy(base), settings)).keys()
+        for settings in (everywhere, lora)
+    )
+    if differs := sorted(wanted ^ has):
+        raise ConfigError(
+            f"lora.target_modules is all-linear, and the adapter that lora.from names "
+            f"({lora.from_}) adapts other modules: {differs[0]} is in one of them only; "
+            "leave lora.target_modules out"
         )
-        if differs := sorted(wanted ^ has):
-            raise ConfigError(
-                f"lora.target_modules is all-linear, and the adapter that lora.from names "
-                f"({cfg.lora.from_}) adapts other modules: {differs[0]} is in one of them only; "
-                "leave lora.target_modules out"
-            )
-    return export.check_adapter(adapted, cfg)
 
 
 def load_weights(sharded: Sharded, cfg: RunConfig, run: Run, *, empty: bool) -> None:

@@ -22,7 +22,7 @@ from toolkit.checkpoint import commit
 from toolkit.checkpoint.run_folder import adopt_recorded, local_copy, recorded_config
 from toolkit.checkpoint.sources import Source, base_entry, find_source
 from toolkit.checkpoint.store import is_url
-from toolkit.config.lora import STRUCTURE, LoraConfig
+from toolkit.config.lora import ALL_LINEAR, LoraConfig, comparable
 from toolkit.config.published import is_path
 from toolkit.config.settings import FinetuneConfig
 from toolkit.errors import ConfigError, ExportError, ToolkitError, one_line
@@ -37,7 +37,6 @@ from toolkit.formats.hub_access import why_unreachable
 from toolkit.formats.plain_files import hash_of_part
 
 _PICKLE = "adapter_model.bin"
-ALL_LINEAR = "all-linear"
 _MOST_STAGES = 50  # of a chain, in what anybody may have written
 
 
@@ -82,30 +81,16 @@ def _adopt(cfg: FinetuneConfig) -> FinetuneConfig:
 
 def _with_structure(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
     """Return the settings with the adapter's; refuse those of the user that contradict it."""
-    theirs, defaults = structure_of(source.config, source.name), LoraConfig()
-    explicit = lora.explicit - {"r"} if lora.r == 0 else lora.explicit  # 0: not given
-    wants_all = "target_modules" in explicit and _comparable(lora.target_modules) == ALL_LINEAR
-    for name in STRUCTURE:
-        requested, default = getattr(lora, name), getattr(defaults, name)
-        if requested == default and name not in explicit:
-            continue
-        if name == "target_modules" and wants_all:  # which modules those are, the model says
-            continue
-        if _comparable(requested) != _comparable(theirs[name]):
+    theirs = structure_of(source.config, source.name)
+    for name, value in lora.requested().items():
+        if name == "target_modules" and comparable(value) == ALL_LINEAR:
+            continue  # which modules those are, the model says
+        if comparable(value) != comparable(theirs[name]):
             raise ConfigError(
-                f"lora.{name} is {requested!r}, and the adapter that lora.from names "
+                f"lora.{name} is {value!r}, and the adapter that lora.from names "
                 f"({source.name}) has {theirs[name]!r}; leave lora.{name} out"
             )
-    adopted = replace(lora, **theirs)
-    object.__setattr__(adopted, "explicit", frozenset({ALL_LINEAR} if wants_all else ()))
-    return adopted
-
-
-def _comparable(value: Any) -> Any:
-    """Return a value of a setting that equals another in any order."""
-    if isinstance(value, str) and value.lower() == ALL_LINEAR:
-        return ALL_LINEAR
-    return sorted(value) if isinstance(value, list) else value
+    return lora.with_structure(theirs)
 
 
 def structure_of(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from toolkit.checkpoint.local_folder import LocalFolder, beside, disk_errors, ex
 from toolkit.checkpoint.reference_file import PARTS
 from toolkit.checkpoint.state import TrainState
 from toolkit.checkpoint.store import Folder, is_url, storage_of, where
-from toolkit.config.lora import STRUCTURE
+from toolkit.config.lora import ALL_LINEAR, STRUCTURE, comparable
 from toolkit.config.published import mapping
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
@@ -300,10 +300,13 @@ def adopt_recorded(cfg: Any, recorded: Any) -> Any:
     lora = getattr(cfg, "lora", None)
     if lora is None or lora.from_ is None or recorded.lora.from_ != lora.from_:
         return cfg
-    explicit = lora.explicit - {"r"} if lora.r == 0 else lora.explicit
-    unset = [n for n in STRUCTURE if n not in lora.changed() and n not in explicit]
-    known = {name: getattr(recorded.lora, name) for name in unset}
-    return dataclasses.replace(cfg, lora=dataclasses.replace(lora, **known))
+    known = {name: getattr(recorded.lora, name) for name in STRUCTURE}
+    others = {
+        name: value
+        for name, value in lora.requested().items()
+        if comparable(value) not in (comparable(known[name]), ALL_LINEAR)
+    }
+    return dataclasses.replace(cfg, lora=lora.with_structure(known | others))
 
 
 def check_shared(folder: Path) -> None:

@@ -13,7 +13,15 @@ STRUCTURE = (
     *("r", "lora_alpha", "target_modules", "target_parameters", "exclude_modules"),
     *("modules_to_save", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
 )
+ALL_LINEAR = "all-linear"
 _OF_FROM = ("from_", "revision")
+
+
+def comparable(value: Any) -> Any:
+    """Return a value of a setting that equals another in any order."""
+    if isinstance(value, str) and value.lower() == ALL_LINEAR:
+        return ALL_LINEAR
+    return sorted(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class LoraConfig:
     lora_dropout: Fraction = 0.0
     """Dropout before the adapters. Not in preference tuning, whose model must be the same function
     as its reference."""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: str | list[str] = ALL_LINEAR
     """Modules that are adapted: `all-linear` (every linear layer but the head), names or their ends
     (`[q_proj, v_proj]`), or one regular expression of whole names."""
     target_parameters: list[str] = field(default_factory=list)
@@ -79,3 +87,18 @@ class LoraConfig:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         return {n: v for n, v in values.items() if v != defaults[n] and v not in ([], {})}
+
+    def requested(self) -> dict[str, Any]:
+        """Return the settings of `STRUCTURE` that the user names, with their values."""
+        explicit = self.explicit - {"r"} if self.r == 0 else self.explicit  # 0: not given
+        names = [n for n in STRUCTURE if n in explicit or n in self.changed()]
+        return {name: getattr(self, name) for name in names}
+
+    def with_structure(self, structure: dict[str, Any]) -> "LoraConfig":
+        """Return these settings with those of an adapter. `explicit` then says whether the user
+        names `all-linear`: which modules those are, the model says.
+        """
+        wants_all = comparable(self.requested().get("target_modules")) == ALL_LINEAR
+        adopted = dataclasses.replace(self, **structure)
+        object.__setattr__(adopted, "explicit", frozenset({ALL_LINEAR} if wants_all else ()))
+        return adopted

@@ -68,12 +68,12 @@ def check_adapter(adapted: nn.Module, cfg: FinetuneConfig) -> str:
             saved = SavedTensors(source.checkpoint).shapes()
             stored_shapes = {name: shape for name, (_, shape) in saved.items()}
         else:
-            keys, extra = file_keys(adapted), frozen_keys(adapted)
-            entries = source.tensors()
-            stored_shapes = {keys.get(key, key): entry.shape for key, entry in entries.items()}
-            stored_shapes = {
-                name: shape for name, shape in stored_shapes.items() if name not in extra
-            }
+            frozen, entries = frozen_keys(adapted), source.tensors()
+            names = file_keys(adapted) | frozen
+            stored_shapes = {names.get(key, key): entry.shape for key, entry in entries.items()}
+            parameters = dict(adapted.named_parameters(remove_duplicate=False))
+            saved_along = [name for key, name in frozen.items() if key in entries]
+            shapes |= {name: tuple(parameters[name].shape) for name in saved_along}
         _refuse_difference(source, shapes, stored_shapes)
         return f"adapter    continues {chain_text(source.stage)}: {settings_text(cfg.lora)}; {line}"
 
@@ -113,11 +113,9 @@ def frozen_keys(adapted: nn.Module) -> dict[str, str]:
     """Return key of the file -> frozen parameter that PEFT may save along: an embedding's matrix,
     if it is adapted or its vocabulary was resized.
     """
-    return {
-        key: name
-        for key, name in file_keys(adapted, embeddings=True).items()
-        if key not in file_keys(adapted)
-    }
+    trained = file_keys(adapted)
+    every = file_keys(adapted, embeddings=True)
+    return {key: name for key, name in every.items() if key not in trained}
 
 
 def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:

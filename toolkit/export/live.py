@@ -5,6 +5,7 @@ others wait for that on the gloo group that waits a day, and enter the device's 
 rank 0 enters it too: however slow the disk is, no accelerator collective is left open.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -171,7 +172,9 @@ def _serve(tensors: Tensors) -> None:
     request: _SumRequest | list[str] | None
     while (request := ranks.broadcast(None)) is not None:
         if isinstance(request, dict):
-            _sum_here(tensors, request)
+            # A failure is rank 0's too: it ends this loop, and `on_main` raises it here.
+            with contextlib.suppress(Exception):
+                _sum_here(tensors, request)
             continue
         for name in request:
             _whole(tensors[name])
@@ -198,11 +201,15 @@ def _sum_here(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torch.d
     pairs = [(name, dtype) for name, dtypes in request.items() for dtype in dtypes]
     pairs = [(name, dtype) for name, dtype in pairs if cut_by_rows(tensors[name])]
     chosen = written_here({name: tensors[name] for name, _ in pairs})  # of replicas one
-    shares = [
-        part_sums(_cast(tensors[name], dtype))[1] if name in chosen else torch.tensor(0)
-        for name, dtype in pairs
-    ]
-    totals = ranks.totals([int(share) for share in shares])
+
+    def sums() -> list[int]:
+        shares = [
+            part_sums(_cast(tensors[name], dtype))[1] if name in chosen else torch.tensor(0)
+            for name, dtype in pairs
+        ]
+        return [int(share) for share in shares]
+
+    totals = ranks.totals(ranks.on_all(sums))
     if totals is None:
         return {}  # of ranks that do not exist
     if ranks.rank() == 0 and (without := len(request.keys() - {name for name, _ in pairs})):

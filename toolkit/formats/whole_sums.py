@@ -45,7 +45,7 @@ def whole_sums(
         None if the other ranks do not exist (`fake_world`). Costs one read of the parts.
     """
     names = [name for name, tensor in tensors.items() if cut_by_rows(tensor)]
-    shares = [int(part(tensors[name])) for name in names]
+    shares = ranks.on_all(lambda: [int(part(tensors[name])) for name in names])
     firsts = [s * _is_first_copy(tensors[n]) for s, n in zip(shares, names, strict=True)]
     totals = ranks.totals(firsts + shares)
     if totals is None:
