@@ -72,7 +72,7 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
         saved.add(HEAD)
     towers = set(beside_text(model))
     beside = _inside(named, towers)
-    excluded = _excluded_names(cfg.exclude_modules, named) | beside
+    excluded = _excluded_names(cfg, named) | beside
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     _refuse_flat_experts(model, _named("lora.target_parameters", cfg.target_parameters, parameters))
     modules = _expected(model, cfg, named)
@@ -107,16 +107,21 @@ def check_named(model: PreTrainedModel, cfg: LoraConfig) -> None:
     targets = targets_of(model, cfg)
     fused = any(p.ndim == 3 for p in model.parameters())
     for pattern in cfg.target_modules if isinstance(cfg.target_modules, list) else ():
-        if not fused and not _ending(pattern, targets.names):
+        if cfg.from_ is None and not fused and not _ending(pattern, targets.names):
             raise ModelError(_unknown_target(pattern, targets.linear))
 
 
-def _named(setting: str, patterns: list[str], names: Iterable[str]) -> set[str]:
-    """Return which of `names` the patterns name: whole or their end at a dot. None may miss."""
+def _named(
+    setting: str, patterns: list[str], names: Iterable[str], *, may_miss: bool = False
+) -> set[str]:
+    """Return which of `names` the patterns name: completely, or their end at a dot. Each pattern
+    must match, unless it `may_miss`: PEFT writes names that a model may lack (`classifier` for
+    every reward model) into an adapter that a run continues.
+    """
     found: set[str] = set()
     for pattern in patterns:
         matched = _ending(pattern, names)
-        if not matched:
+        if not matched and not may_miss:
             raise ModelError(_unknown(setting, pattern, names))
         found |= matched
     return found
@@ -160,12 +165,16 @@ def _leaf(name: str) -> str:
     return ".".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
 
 
-def _excluded_names(patterns: str | list[str], names: Iterable[str]) -> set[str]:
-    """Return the modules that `lora.exclude_modules` names; each entry of a list must name some."""
+def _excluded_names(cfg: LoraConfig, names: Iterable[str]) -> set[str]:
+    """Return the modules that `lora.exclude_modules` names; each entry of a list must name some,
+    except in the settings of an adapter that a run continues.
+    """
+    patterns, continues = cfg.exclude_modules, cfg.from_ is not None
     if isinstance(patterns, list):
-        return _named("lora.exclude_modules", patterns, names)
+        return _named("lora.exclude_modules", patterns, names, may_miss=continues)
     pattern = _compiled("lora.exclude_modules", patterns)
-    if matched := {name for name in names if pattern.fullmatch(name)}:
+    matched = {name for name in names if pattern.fullmatch(name)}
+    if matched or continues:
         return matched
     raise ModelError(
         _unknown("lora.exclude_modules", patterns, names)
@@ -215,7 +224,7 @@ def _inside(names: Iterable[str], outer: set[str]) -> set[str]:
 def _modules_to_save(named: dict[str, nn.Module], cfg: LoraConfig) -> set[str]:
     """Return the whole names of the modules that are trained in full."""
     setting = "lora.modules_to_save"
-    found = _named(setting, cfg.modules_to_save, named)
+    found = _named(setting, cfg.modules_to_save, named, may_miss=cfg.from_ is not None)
     for name in sorted(found):
         if isinstance(named[name], nn.ModuleList | nn.ModuleDict):
             raise ModelError(f"{setting}: {name} holds modules and is never called; name those")
@@ -359,7 +368,7 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
         if _ending(pattern, modules):
             continue
         if not _ending(pattern, targets.names):
-            if pattern in left_over:
+            if pattern in left_over and cfg.from_ is None:
                 raise ModelError(_unknown_target(pattern, targets.linear))
         elif not _ending(pattern, expected):
             raise ModelError(
