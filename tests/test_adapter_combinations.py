@@ -1,5 +1,6 @@
 """`lora.from` with 4 bits, reward models and object stores, and with the same command again."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,16 @@ def test_a_matrix_of_another_vocabulary_is_refused_before_the_base_is_read(made:
     assert any("embed_tokens" in key for key in load_file(made / "wide" / WEIGHTS))
     with pytest.raises(ConfigError, match=r"has .*embed_tokens.* of shape .* model.resize_embed"):
         continued(config_of(made, made / "wide"))
+
+
+def test_an_adapter_that_was_replaced_since_the_first_start_is_refused(made: Path) -> None:
+    """A resume whose reference lacks rows reads the adapter again."""
+    cfg = adopt_adapter(config_of(made, made / "adapter"))
+    model = prepare_adapters(build_on_meta(cfg.model), cfg.adapters, "float32")
+    load_pretrained(model, cfg.model.name_or_path, "cpu")
+    other = replace(cfg, lora=replace(cfg.lora, from_=str(made / "everywhere")))
+    with pytest.raises(ConfigError, match=r"holds base_model.* which this model with its adapters"):
+        load_adapter(model, other)
 
 
 @pytest.mark.parametrize(

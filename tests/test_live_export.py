@@ -1,5 +1,6 @@
 """A running model's export is, to the byte, the consolidation of its checkpoint."""
 
+import contextlib
 import errno
 import filecmp
 import os
@@ -17,7 +18,7 @@ from toolkit import checkpoint
 from toolkit.adapters.lora import add_adapters
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
-from toolkit.errors import ExportError
+from toolkit.errors import ExportError, ToolkitError
 from toolkit.export import consolidate, export_live, export_step, live, plan, weight_file
 from toolkit.formats import export_manifest
 from toolkit.loading.pretrained import load_pretrained
@@ -173,8 +174,30 @@ def _plant(where: str, patched: pytest.MonkeyPatch) -> None:
         patched.setattr(os, "pwrite", written)
 
 
-def _export_flipped(rank: int, world: int, root: str) -> dict[tuple[str, str, str], str]:
-    """Return how an export ended, by kind of model, dtype and place of the flip; "" if well."""
+def _fail_on_rank_1(rank: int, world: int, root: str) -> list[str]:
+    """Return how an export ended whose sums fail on rank 1, and that of the next one."""
+    model = build_on_meta(ModelConfig(name_or_path=str(Path(root, "tied/source"))))
+    apply_fsdp(model, init_mesh("cpu", world, ShardingConfig()), ShardingConfig())
+    load_pretrained(model, Path(root, "tied/source"), torch.device("cpu"))
+
+    def fail(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    ends, out = [], Path(root, "failing-sums")
+    with mock.patch.object(live, "part_sums", fail) if rank == 1 else contextlib.nullcontext():
+        try:
+            ends.append(export_live(model, out))
+        except ToolkitError as error:
+            ends.append(str(error))
+    return [*ends, export_live(model, out)]
+
+
+def _export_flipped(
+    rank: int, world: int, root: str
+) -> tuple[dict[tuple[str, str, str], str], list[str]]:
+    """Return how an export ended, by kind of model, dtype and place of the flip; "" if well. And
+    what `_fail_on_rank_1` does.
+    """
     ends = {}
     for kind in ("tied", "moe", "lora"):
         folder = Path(root, "llama" if kind == "lora" else kind)
@@ -197,12 +220,24 @@ def _export_flipped(rank: int, world: int, root: str) -> dict[tuple[str, str, st
                     except ExportError as error:
                         ends[kind, dtype, where] = str(error)
                         assert not out.exists()
-    return ends
+    return ends, _fail_on_rank_1(rank, world, root)
 
 
-def test_a_byte_that_changes_on_the_way_to_a_file_is_an_error(exported) -> None:
+@pytest.fixture(scope="module")
+def flipped(exported) -> list[tuple[dict[tuple[str, str, str], str], list[str]]]:
+    return run_ranks(_export_flipped, 2, str(exported[0]))
+
+
+def test_sums_that_fail_on_one_rank_end_the_export_on_all(exported, flipped) -> None:
+    for _, (failed, path) in flipped:
+        assert "out of memory" in failed
+        assert "on rank 1" in failed
+        assert path == str(exported[0] / "failing-sums")
+
+
+def test_a_byte_that_changes_on_the_way_to_a_file_is_an_error(flipped) -> None:
     """One byte of one tensor, at each station between memory and file."""
-    for ends in run_ranks(_export_flipped, 2, str(exported[0])):
+    for ends, _ in flipped:
         for case, message in ends.items():
             if case[2]:
                 assert (

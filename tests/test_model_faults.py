@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.adapters.lora import add_adapters
 from toolkit.config import LoraConfig, ModelConfig
 from toolkit.errors import LoadingError, ModelError
-from toolkit.loading import check_fits, load_pretrained
+from toolkit.loading import check_fits, load_pretrained, pretrained
 from toolkit.models import build_on_meta
 from toolkit.models.causal_lm import check_usable
 from toolkit.models.config_ranges import check_ranges
@@ -81,6 +81,31 @@ def test_values_that_are_not_finite_are_the_checkpoints(
     model = add_adapters(build_on_meta(ModelConfig(str(folder))), LoraConfig(r=2))
     load_pretrained(model, folder, "cpu")
     assert "embed_tokens.weight, which is frozen" in capsys.readouterr().out
+
+
+def test_nan_of_other_bits_after_a_cast_is_no_fault_of_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which NaN a cast gives depends on where in memory the value is."""
+    folder = save_tiny_model(tmp_path)
+    tensors = load_file(folder / FILE)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / FILE, {"format": "pt"})
+    load = pretrained.convert.run_loader
+
+    def load_with(change: int) -> None:
+        def changed(model: Any, *arguments: Any, **options: Any) -> Any:
+            info = load(model, *arguments, **options)
+            model.get_parameter("model.norm.weight").data.view(torch.int16)[3] ^= change
+            return info
+
+        monkeypatch.setattr(pretrained.convert, "run_loader", changed)
+        load_pretrained(build_on_meta(ModelConfig(str(folder), dtype="bfloat16")), folder, "cpu")
+
+    with pytest.raises(LoadingError, match=r"already has non-finite values .* model.norm.weight"):
+        load_with(1)
+    with pytest.raises(LoadingError, match="memory does not hold what is in"):  # no NaN any more
+        load_with(0x4000)
 
 
 def resized(kind: str, folder: Path) -> Any:

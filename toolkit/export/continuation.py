@@ -62,20 +62,24 @@ def check_adapter(adapted: nn.Module, cfg: FinetuneConfig) -> str:
     """
     with open_adapter(cfg.lora) as source:
         line = check_base(cfg, source)
-        tensors = trained_tensors(adapted)
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if source.checkpoint is not None:
-            saved = SavedTensors(source.checkpoint).shapes()
-            stored_shapes = {name: shape for name, (_, shape) in saved.items()}
-        else:
-            frozen, entries = frozen_keys(adapted), source.tensors()
-            names = file_keys(adapted) | frozen
-            stored_shapes = {names.get(key, key): entry.shape for key, entry in entries.items()}
-            parameters = dict(adapted.named_parameters(remove_duplicate=False))
-            saved_along = [name for key, name in frozen.items() if key in entries]
-            shapes |= {name: tuple(parameters[name].shape) for name in saved_along}
-        _refuse_difference(source, shapes, stored_shapes)
+        _refuse_other_tensors(source, adapted)
         return f"adapter    continues {chain_text(source.stage)}: {settings_text(cfg.lora)}; {line}"
+
+
+def _refuse_other_tensors(source: AdapterSource, adapted: nn.Module) -> None:
+    """Refuse an adapter whose keys or shapes are not those of `adapted`. Reads headers."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in trained_tensors(adapted).items()}
+    if source.checkpoint is not None:
+        saved = SavedTensors(source.checkpoint).shapes()
+        stored_shapes = {name: shape for name, (_, shape) in saved.items()}
+    else:
+        frozen, entries = frozen_keys(adapted), source.tensors()
+        names = file_keys(adapted) | frozen
+        stored_shapes = {names.get(key, key): entry.shape for key, entry in entries.items()}
+        parameters = dict(adapted.named_parameters(remove_duplicate=False))
+        saved_along = [name for key, name in frozen.items() if key in entries]
+        shapes |= {name: tuple(parameters[name].shape) for name in saved_along}
+    _refuse_difference(source, shapes, stored_shapes)
 
 
 def _refuse_difference(
@@ -159,6 +163,7 @@ def _read(
     """Return name -> value as PEFT loads it and name -> expected sum, of what is trained; name ->
     value of frozen matrices that the file holds, too; and the stage. One process.
     """
+    _refuse_other_tensors(source, model)  # a resume may read it without `check_adapter`
     live = trained_tensors(model)
     folder = source.folder
     if source.checkpoint is not None:
