@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Path], object] | None, str]] 
     "cut": ({}, cut, "copy or download the file again"),
     "missing": ({}, without_a_tensor, "(1 of 8 tensors are missing), which this run trains"),
     "rank": ({"r": 4}, None, "of shape [3, 32], this run [4, 32]"),
-    "targets": ({"target_modules": ["q_proj", "no_proj"]}, None, "'no_proj' matches no module"),
+    "targets": ({"target_modules": ["q_proj", "no_proj"]}, None, "holds base_model.model.m"),
     "fewer": ({"target_modules": ["q_proj"]}, None, "holds base_model.model.model.layers.0.self"),
     "name": (
         {"base_model_name_or_path": "org/base"},

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from toolkit import checkpoint
 from toolkit.adapters import reload_trial
-from toolkit.adapters.lora import add_adapters
+from toolkit.adapters.lora import add_adapters, prepare_adapters
 from toolkit.adapters.reload_trial import find_lost_adapters
 from toolkit.adapters.targets import shortest_ends
 from toolkit.config.lora import LoraConfig
@@ -20,6 +20,7 @@ from toolkit.errors import ModelError
 from toolkit.export import adapter_proof, consolidate
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import adapted_modules, trained_tensors
 
 SHARED = "shared_experts"
@@ -123,3 +124,19 @@ def test_a_target_that_is_not_there_suggests_linear_layers(tmp_path: Path) -> No
             add_adapters(model, LoraConfig(r=2, target_modules=[pattern]))
         assert meant in str(caught.value)
         assert "self_attn" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_lost_on_a_base_in_4_bits(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT casts adapters to the dtype in which packed weights are computed with."""
+    monkeypatch.setattr(reload_trial, "_TRIED", {})  # the base without 4 bits has the same names
+    model = tiny_models.tiny_model("llama", hidden_size=64, intermediate_size=64)
+    model.save_pretrained(tmp_path)
+    base = build_on_meta(ModelConfig(str(tmp_path)))
+    cfg = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], load_in_4bit=True)
+    adapted = prepare_adapters(base, cfg, dtype)
+    assert packed_weights(adapted)
+    assert len(adapted_modules(adapted)) == 2 * model.config.num_hidden_layers
+    assert find_lost_adapters(adapted) == {}

@@ -86,8 +86,12 @@ def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
     """Return the parameters of `adapted` that do not get their value when PEFT loads `keys`."""
     from peft import set_peft_model_state_dict
 
-    # PEFT moves adapters to the device and the dtype of their layer's weight.
+    # PEFT casts adapters to the dtype of their layer's weight, of packed ones to that of their
+    # computation. Only float64 holds the distinct values.
     model: Any = without_storage(copy.deepcopy(adapted).double())  # type: ignore[arg-type]
+    for module in model.modules():
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = torch.float64
     shapes = {name: t.shape for name, t in model.state_dict().items()}
     values = {key: _distinct(i, shapes[name]) for i, (key, name) in enumerate(keys.items())}
     with warnings.catch_warnings(action="ignore"):
