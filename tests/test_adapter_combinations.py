@@ -188,4 +188,4 @@ def test_the_same_command_resumes_with_targets_in_any_spelling(
         wider = parsed("all-linear")
         claim(wider)
         with pytest.raises(ConfigError, match="adapts other modules"):
-            check_continued(adopt_adapter(wider), base, resumes=True)
+            check_continued(adopt_adapter(adopt_adapter(wider)), base, resumes=True)

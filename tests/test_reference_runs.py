@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
+import torch
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 from distributed import run_recipe_ranks, run_toolkit
 from test_prefer_recipe import TEMPLATE, pair, reference_of
+from transformers import AutoModelForCausalLM
 
 from toolkit.checkpoint.reference_file import FILE, PARTS
 from toolkit.formats.metrics_file import read_metrics
@@ -186,6 +189,28 @@ def test_rows_that_a_resume_reads_anew_are_evaluated_by_the_start(
     for now, then in zip(read_metrics(here / "run")[2:], read_metrics(here / "whole")[2:]):  # noqa: B905
         for name in ("loss", "margin", "eval_loss", "eval_accuracy"):
             assert now[name] == pytest.approx(then[name], rel=2e-5, abs=2e-5)
+
+
+def test_rows_that_a_resume_reads_anew_are_evaluated_with_lora_from(here: Path) -> None:
+    """The start is the base with the adapter that the run continues, not the base."""
+    base = AutoModelForCausalLM.from_pretrained(here / "model")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=2))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(here / "adapter")
+    lora = {"lora__from": "adapter", "lora__target_modules": "[v_proj, q_proj]"}
+    assert run(here, 1, output_dir="whole", train__max_steps=4, **lora).returncode == 0
+    assert run(here, 1, **lora).returncode == 0
+    done = run(here, 1, train__max_steps=4, **lora)
+    assert done.returncode == 0, done.stderr
+    assert "by the model of the first step" in done.stdout
+    np.testing.assert_allclose(values(here, 4), values(here, 4, "whole"), rtol=1e-5)
+    shutil.rmtree(here / "adapter")
+    lost = run(here, 1, train__max_steps=6, **lora)
+    assert lost.returncode == 2
+    assert "lora.from adapter" in lost.stderr
+    assert lost.stderr.strip().count("\n") == 0
 
 
 def test_rows_are_refused_when_the_start_cannot_be_built_again(here: Path) -> None:

@@ -300,13 +300,13 @@ def adopt_recorded(cfg: Any, recorded: Any) -> Any:
     lora = getattr(cfg, "lora", None)
     if lora is None or lora.from_ is None or recorded.lora.from_ != lora.from_:
         return cfg
-    known = {name: getattr(recorded.lora, name) for name in STRUCTURE}
-    others = {
+    structure = {name: getattr(recorded.lora, name) for name in STRUCTURE}
+    contradictions = {
         name: value
         for name, value in lora.requested().items()
-        if comparable(value) not in (comparable(known[name]), ALL_LINEAR)
+        if comparable(value) not in (comparable(structure[name]), ALL_LINEAR)
     }
-    return dataclasses.replace(cfg, lora=lora.with_structure(known | others))
+    return dataclasses.replace(cfg, lora=lora.with_structure(structure | contradictions))
 
 
 def check_shared(folder: Path) -> None:

@@ -99,6 +99,7 @@ class LoraConfig:
         names `all-linear`: which modules those are, the model says.
         """
         wants_all = comparable(self.requested().get("target_modules")) == ALL_LINEAR
+        wants_all |= ALL_LINEAR in self.explicit  # an earlier call found it
         adopted = dataclasses.replace(self, **structure)
         object.__setattr__(adopted, "explicit", frozenset({ALL_LINEAR} if wants_all else ()))
         return adopted
