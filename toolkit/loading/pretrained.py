@@ -123,8 +123,8 @@ def load_pretrained(
             _settle(base, target, home or target, folder, info, frozen, seed)
         seconds, proof = time.perf_counter() - begun, ""
         if prove:
-            files = formats.weight_files(folder, str(path))
-            proof = prove_load(base, ranks.on_all(lambda: _entries(base, files)))
+            entries = ranks.on_all(lambda: _entries(base, formats.weight_files(folder, str(path))))
+            proof = prove_load(base, entries)
         sums = base_sums(base) if has_adapters(model) else None
     if has_adapters(model):
         digest = ranks.on_main(lambda: base_digest(folder, str(path)))
