@@ -74,7 +74,7 @@ API: dict[str, tuple[str, ...] | None] = {
     "toolkit.export": None,
     "toolkit.planning": None,
     "toolkit.hub": None,
-    "toolkit.assembly": ("build", "check_before_loading"),
+    "toolkit.assembly": ("build", "check_before_loading", "load_weights"),
     "toolkit.ranks": (
         *("any_of", "broadcast", "collective", "gather", "least", "main_first", "on_all"),
         *("on_main", "rank", "same", "say", "totals", "world_size"),

@@ -62,10 +62,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """
 
     @contextlib.contextmanager
-    def sharded(*_: Any, **__: Any) -> Iterator[tuple[None, None]]:
-        yield None, None
+    def sharded(*_: Any, **__: Any) -> Iterator[tuple[SimpleNamespace, None]]:
+        yield SimpleNamespace(model=None), None
 
     monkeypatch.setattr(measuring, "sharded", sharded)
+    monkeypatch.setattr(measuring, "base_of", lambda model: model)
+    monkeypatch.setattr(measuring, "planned_packing", lambda *_: "bfd")
     step = lambda *_, around, **__: around(lambda: None)  # noqa: E731
     monkeypatch.setattr(measuring, "run_step", step)
     planned = lambda fn, *args: (0, 10**9) if fn is preflight._place else fn(*args)  # noqa: E731

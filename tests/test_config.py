@@ -19,10 +19,13 @@ from toolkit.config import (
     PreferConfig,
     PretrainConfig,
     ShardingConfig,
+    data,
+    lora,
     names,
     outputs,
     settings,
 )
+from toolkit.config.data import SourceConfig
 from toolkit.config.keywords import setting_name
 from toolkit.config.names import GONE
 from toolkit.errors import ConfigError
@@ -186,7 +189,7 @@ def test_the_demo_config_is_good() -> None:
 def sentences() -> dict[tuple[str, str], str]:
     """Return (class, field) -> the docstring below the field, as `config.py` has it."""
     found = {}
-    texts = [Path(module.__file__).read_text("utf-8") for module in (settings, outputs)]
+    texts = [Path(module.__file__).read_text("utf-8") for module in (settings, data, lora, outputs)]
     for node in itertools.chain(*(ast.parse(text).body for text in texts)):
         if not isinstance(node, ast.ClassDef):
             continue
@@ -366,7 +369,7 @@ def test_every_name_that_people_bring_leads_to_a_setting() -> None:
 
 
 def test_what_is_near_nothing_gets_no_suggestion() -> None:
-    for cls, name in ((PretrainConfig, "zzzz"), (settings.SourceConfig, "learning_rate")):
+    for cls, name in ((PretrainConfig, "zzzz"), (SourceConfig, "learning_rate")):
         assert names.meant(cls, cls, "", name) is None
 
 

@@ -19,7 +19,8 @@ from toolkit.config.data import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import LATE_COLUMN, Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.notes import LATE_COLUMN
 from toolkit.errors import ConfigError, DataError
 
 

@@ -17,7 +17,8 @@ from toolkit.data.report import render, supervision_report
 from toolkit.data.samples.sequences import SampleShape
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
-from toolkit.data.tokens.encode import SAME_PROMPT, EncodedSource, Encoder, encode
+from toolkit.data.tokens.encode import EncodedSource, Encoder, encode
+from toolkit.data.tokens.notes import SAME_PROMPT
 
 Row = dict[str, Any]
 

@@ -89,7 +89,7 @@ def on_two_machines(rank: int, world: int, port: int) -> list[Any]:
     os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="2")
     socket.gethostname = lambda: f"node{rank // 2}"
-    launch._connect(rank, world, cpu=True)
+    launch._connect(rank, world, True, None)
     store = dist.distributed_c10d._get_default_store()
     ranks.object_group("checkpoint")
     ranks.gather(0)
@@ -138,10 +138,10 @@ def test_the_error_names_gloos_interface(monkeypatch) -> None:
     environment = {"MASTER_ADDR": "node0", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "mgmt0"}
     monkeypatch.setattr(os, "environ", environment)
     with pytest.raises(LaunchError, match=r"uses the interface GLOO_SOCKET_IFNAME \(mgmt0\)"):
-        launch._connect(0, 2, cpu=True)
+        launch._connect(0, 2, True, None)
     two_hosts = network.Location(here=2)
     with pytest.raises(LaunchError) as one_machine:
-        launch._connect(0, 2, cpu=True)
+        launch._connect(0, 2, True, None)
     assert "GLOO" not in str(one_machine.value)
     assert "this host has lo 127.0.0.1" in str(one_machine.value)
 

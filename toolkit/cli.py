@@ -301,7 +301,7 @@ def _plan(args: argparse.Namespace) -> int:
     memory = None if args.device_memory is None else parse_size(args.device_memory)
     if args.device_memory is not None and memory is None:
         return _fail(f"--device_memory {args.device_memory} is not a size; write 80GB", code=2)
-    cfg = _load_planned(args.config or args.file, args.settings)
+    cfg, note = _load_planned(args.config or args.file, args.settings)
     from toolkit.planning import calibrate_by_run, calibrate_here, device_of, plan_run
     from toolkit.planning.fake_ranks import planned_ranks
 
@@ -311,13 +311,15 @@ def _plan(args: argparse.Namespace) -> int:
         device = calibrate_here(cfg, world, args.device)
     elif args.calibrate is not None:
         run = Path(args.calibrate)
-        device = calibrate_by_run(run, _load_config(str(run / "config.yaml")), args.device)
+        _, recorded, _ = recipes.load_config(run / "config.yaml")
+        device = calibrate_by_run(run, recorded, args.device)
     else:
         device = device_of(args.device or "h100")
     if memory is None and args.device is not None:
         memory = int(device.memory)
     report = plan_run(cfg, args.world_size, device, memory, sweep=args.sweep, sizes=args.longest)
     print(json.dumps(report.summary()) if args.json else report.text(), flush=True)
+    _print_note(note)
     return 0 if report.fits else 1
 
 
@@ -367,22 +369,25 @@ def _rehearse(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load_config(file: str, settings: Sequence[str] = ()) -> Any:
-    """Read the config of a run of any kind; print how the kind was chosen."""
+def _load_planned(file: str, settings: Sequence[str]) -> tuple[Any, str | None]:
+    """Read the config that is to be planned, with the rank and targets of `lora.from`.
+
+    Returns:
+        The config, and a note on how its kind was chosen, for `_print_note`.
+    """
     _, cfg, note = recipes.load_config(file, settings)
-    if note:
-        print(f"note: {note}", file=sys.stderr, flush=True)
-    return cfg
-
-
-def _load_planned(file: str, settings: Sequence[str]) -> Any:
-    """Read the config that is to be planned, with the rank and targets of `lora.from`."""
-    cfg = _known_shape(_load_config(file, settings))
+    cfg = _known_shape(cfg)
     if getattr(getattr(cfg, "lora", None), "from_", None) is None:
-        return cfg
+        return cfg, note
     from toolkit.checkpoint import adopt_adapter
 
-    return adopt_adapter(cfg)
+    return adopt_adapter(cfg), note
+
+
+def _print_note(note: str | None) -> None:
+    """Print a note after the result: a failure is one line on stderr."""
+    if note:
+        print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 def _known_shape(cfg: Any) -> Any:
@@ -473,10 +478,12 @@ def _inspect(args: argparse.Namespace) -> int:
     from toolkit import config
 
     render: Callable[[dict], str]
+    note = None
     if args.plan is not None:
         from toolkit.planning.unit_summary import plan_summary, render_plan
 
-        found = plan_summary(_load_planned(args.plan, args.settings), args.world_size)
+        cfg, note = _load_planned(args.plan, args.settings)
+        found = plan_summary(cfg, args.world_size)
         render = render_plan
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data
@@ -503,6 +510,7 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.data is not None and not args.json:
         title = f"read as a config of {kind.title}"
         print(f"\npacking {found['packing']}: {found['why']} ({title})")
+    _print_note(note)
     return 0
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from toolkit.adapters.peft_folder import file_keys, without_storage
 from toolkit.errors import one_line
+from toolkit.models.packed_linear import PackedLinear
 from toolkit.models.patterns import numbered
 from toolkit.models.peft_model import (
     ADAPTER,
@@ -86,12 +87,12 @@ def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
     """Return the parameters of `adapted` that do not get their value when PEFT loads `keys`."""
     from peft import set_peft_model_state_dict
 
-    # PEFT casts adapters to the dtype of their layer's weight, of packed ones to that of their
-    # computation. Only float64 holds the distinct values.
+    # PEFT moves adapters to the device and the dtype of their layer's weight, or to the dtype that
+    # a layer of 4 bits computes in.
     model: Any = without_storage(copy.deepcopy(adapted).double())  # type: ignore[arg-type]
-    for module in model.modules():
-        if hasattr(module, "compute_dtype"):
-            module.compute_dtype = torch.float64
+    for layer in model.modules():
+        if isinstance(layer, PackedLinear):
+            layer.compute_dtype = torch.float64
     shapes = {name: t.shape for name, t in model.state_dict().items()}
     values = {key: _distinct(i, shapes[name]) for i, (key, name) in enumerate(keys.items())}
     with warnings.catch_warnings(action="ignore"):

@@ -13,7 +13,8 @@ from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.prepared import PreparedFeed, SourceSamples
 from toolkit.data.samples.sequences import EncodedRows
 from toolkit.data.sources.row_values import escaped
-from toolkit.data.tokens.encode import LABELS, WARNINGS, EncodedSource
+from toolkit.data.tokens.encode import EncodedSource
+from toolkit.data.tokens.notes import LABELS, WARNINGS
 from toolkit.errors import DataError
 from toolkit.tables import table
 

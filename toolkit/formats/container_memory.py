@@ -22,7 +22,7 @@ class ContainerMemory:
 
 
 @dataclass(frozen=True)
-class _Files:
+class _ControlFiles:
     """Names of the files in which a version of control groups keeps its numbers."""
 
     folder: str
@@ -32,8 +32,8 @@ class _Files:
     """Key of `memory.stat`."""
 
 
-_V2 = _Files("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-_V1 = _Files(
+_V2 = _ControlFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_V1 = _ControlFiles(
     *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     "total_inactive_file",
 )
@@ -52,7 +52,7 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory:
     )
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+def _groups(root: Path) -> Iterator[tuple[Path, _ControlFiles]]:
     """Give the folders of the groups of this process, from its own to that of the container."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -69,7 +69,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
             yield root.joinpath(files.folder, *parts[:count]), files
 
 
-def _read(folder: Path, files: _Files) -> ContainerMemory:
+def _read(folder: Path, files: _ControlFiles) -> ContainerMemory:
     try:
         limit = int((folder / files.limit).read_text())
     except (OSError, ValueError):  # no such group here, or "max"

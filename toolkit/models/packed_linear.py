@@ -11,6 +11,7 @@ into it: bitsandbytes' own layer repacks its weight in place in an evaluation on
 forward takes the gathered column apart without a copy.
 """
 
+import copy
 import functools
 from typing import Any
 
@@ -62,15 +63,25 @@ class PackedLinear(nn.Module):
         shape = (self.nbytes // storage.itemsize, 1)
         empty = torch.empty(shape, dtype=storage, device=linear.weight.device)
         self.weight = nn.Parameter(empty, requires_grad=False)
-        # What PEFT reads of bitsandbytes' parameter, to describe its adapter.
-        self.weight.quant_type = self.quant_type  # type: ignore[attr-defined]
-        self.weight.compress_statistics = self.double_quant  # type: ignore[attr-defined]
+        self._describe_weight()
         self.compute_dtype = storage
         self._tables: Any = None
         self.bias = linear.bias
         if self.bias is not None:
             self.bias.requires_grad_(False)
         self.train(linear.training)
+
+    def _describe_weight(self) -> None:
+        """Give the weight the attributes of bitsandbytes' parameter that PEFT reads."""
+        self.weight.quant_type = self.quant_type  # type: ignore[attr-defined]
+        self.weight.compress_statistics = self.double_quant  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._describe_weight()  # a copy of a parameter has no attributes
+        return copied
 
     @property
     def shape(self) -> tuple[int, int]:

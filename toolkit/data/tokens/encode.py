@@ -23,13 +23,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from toolkit import ranks
 from toolkit.config.data import DataConfig, FinetuneDataConfig
-from toolkit.data.chat import BLOCK_NOTES, TODAY, Chat, Rendered, chat_templates
+from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
 from toolkit.data.examples.pairs import Answer, Pair
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources import tables
 from toolkit.data.sources.row_values import BadRow, LeftOut, Row, or_bad
 from toolkit.data.sources.rows import DataSource
+from toolkit.data.tokens.notes import LABELS, LATE_COLUMN, OTHER_PROMPT, SAME_PROMPT, WITH_MARGIN
 from toolkit.data.tokens.partners import (
     NO_PARTNER,
     choose_partners,
@@ -42,8 +43,6 @@ from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
 from toolkit.formats.synced_files import replacing
 
-LATE_COLUMN = "rows with a column {!r}, which the first rows do not have and nothing uses"
-
 _CHAT_ROWS, _TEXT_ROWS = 512, 20_000  # that are encoded at a time, at most
 _PLACES = 3
 _ROWS_OF_A_PROCESS = 200  # conversations for which a further process is worth its start
@@ -54,16 +53,6 @@ _WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
 _IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
 _OF_PAIRS = (("second", pa.int32()), ("desirable", pa.bool_()), ("margin", pa.float32()))
 _PAIRS = pa.schema([*_IN_PART, *_OF_PAIRS])
-OTHER_PROMPT = "pairs whose prompts end in other tokens"
-WITH_MARGIN = "pairs with a margin, which preference.loss_type reward asks for"
-LABELS = {True: "answers with the label true", False: "answers with the label false"}
-SAME_PROMPT = (
-    "answers whose KL reference point is another answer to the same prompt, because all rows have "
-    "one prompt; add rows with other prompts"
-)
-
-WARNINGS = (SAME_PROMPT, *BLOCK_NOTES)
-"""Beginnings of the notes that the report shows as warnings."""
 
 _NOTHING = np.zeros(0, np.int32)
 _work: Any = None  # of a worker process
