@@ -26,10 +26,11 @@ FILE = "model.safetensors"
     [
         ("attention_dropout", 2.0, "attention_dropout is 2.0, expected a probability from 0 to 1"),
         ("attention_dropout", -0.1, "attention_dropout is -0.1, expected a probability"),
-        ("rms_norm_eps", -1e-6, "rms_norm_eps is -1e-06, expected a number above 0"),
+        ("rms_norm_eps", -1e-6, "rms_norm_eps is -1e-06, expected 0 or more"),
         ("num_hidden_layers", -1, "num_hidden_layers is -1, expected no negative number"),
         ("attention_dropout", 0.5, ""),
         ("rms_norm_eps", 1e-12, ""),
+        ("rms_norm_eps", 0.0, ""),
     ],
 )
 def test_numbers_that_no_forward_can_use(

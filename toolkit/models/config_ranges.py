@@ -9,7 +9,8 @@ from toolkit.errors import ModelError
 from toolkit.formats import nested_items
 
 _PROBABILITY = re.compile(r"dropout(_prob|_rate|_p)?$|_pdrop$|layer_?drop$|drop_path_rate$")
-_POSITIVE = re.compile(r"(norm_eps(ilon)?|^rope_theta)$")
+_POSITIVE = re.compile(r"^rope_theta$")
+_EPSILON = re.compile(r"norm_eps(ilon)?$")
 _SIZES = re.compile(r"^(num_\w*(heads|layers|experts)|hidden_size|head_dim|vocab_size)$")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -27,6 +28,8 @@ def check_ranges(content: dict[str, Any], file: Path) -> None:
             expected = "a probability from 0 to 1"
         elif _POSITIVE.search(name) and not (value > 0 and math.isfinite(value)):
             expected = "a number above 0"
+        elif _EPSILON.search(name) and not (value >= 0 and math.isfinite(value)):
+            expected = "0 or more"
         elif _SIZES.search(name) and value < 0:
             expected = "no negative number"
         if expected:
