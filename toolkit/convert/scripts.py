@@ -184,8 +184,8 @@ def _refuse_unreadable(
 def _loads(tree: ast.AST) -> Iterator[Any]:
     """Yield the calls of `OWNER.from_pretrained` in a script."""
     for node in ast.walk(tree):
-        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if is_method and node.func.attr == "from_pretrained":  # type: ignore[attr-defined]
+        func = node.func if isinstance(node, ast.Call) else None
+        if isinstance(func, ast.Attribute) and func.attr == "from_pretrained":
             yield node
 
 
