@@ -30,7 +30,7 @@ def _own_cache(tmp_path_factory, monkeypatch):
 
 
 def source_of(
-    folder: Path, rows: list[dict[str, Any]], learned: Learned = "pairs", **columns: str
+    folder: Path, rows: list[dict[str, Any]], learned: Learned = "pairs", **columns: str | None
 ) -> DataSource:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -154,3 +154,24 @@ def test_tools_next_to_plain_texts_are_not_called_used(tmp_path) -> None:
         assert "not used" not in str(source.layout)
         assert source.layout.uses_template
         assert last_of(source).chosen.tools == TOOLS
+
+
+def test_a_prompt_that_the_answers_repeat_is_not_learned(tmp_path) -> None:
+    prompt = "\n\nHuman: Two and two?\n\nAssistant:"
+    rows = [{"prompt": prompt, "chosen": f"{prompt} Four.", "rejected": f"{prompt} Five."}] * 2
+    with pytest.raises(DataError, match=r"begin with it in all first rows; .*\{prompt: null\}"):
+        source_of(tmp_path, rows)
+    result = last_of(source_of(tmp_path, rows, prompt=None))
+    assert [turn["content"] for turn in result.chosen.messages] == ["Two and two?", "Four."]
+    labelled = [{"prompt": prompt, "completion": f"{prompt} Four.", "label": True}]
+    with pytest.raises(DataError, match="write it without the prompt"):
+        source_of(tmp_path, labelled, "answers")
+    other = {"prompt": prompt, "chosen": "Four.", "rejected": f"{prompt} Five."}
+    assert last_of(source_of(tmp_path, [rows[0], other])).chosen.completion == "Four."
+
+
+@pytest.mark.parametrize("value", ["x", 3, {"a": 1}])
+def test_a_labelled_conversation_is_a_list_of_turns(tmp_path, value: Any) -> None:
+    good = {"messages": ASK + YES, "label": True}
+    result = last_of(source_of(tmp_path, [good, good | {"messages": value}], "answers"))
+    assert isinstance(result, BadRow)

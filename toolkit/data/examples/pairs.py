@@ -185,6 +185,8 @@ def _answer_value(value: Any, name: str, layout: Layout) -> str | list[Row]:
         return turns.read_turns(value, name)
     if name in layout.json_turns:
         wrong(value, name, "turns as in the first rows", "no turns")
+    if name in turns.TURN_COLUMNS:
+        wrong(value, name, "a list of turns", "no turns")
     return string(value, name)
 
 

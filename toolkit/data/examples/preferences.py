@@ -73,6 +73,7 @@ _NO_PROMPT = re.compile(
     re.IGNORECASE,
 )
 _IDENTIFIER = re.compile(r"[\w./:+-]*\d[\w./:+-]*")  # such as 8.0, a hash or a path
+_SHORTEST_PROMPT = 8  # characters: a shorter text may begin an answer by chance
 _ENOUGH_ROWS = 4  # to tell numbers of answers from differences
 _HUMAN = re.compile(r"\s*Human:")
 _DIALOGUE = Remark("dialogues of 'Human:' and 'Assistant:', read as turns")
@@ -336,6 +337,8 @@ def _take_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, tex
             chat = True
         chat = chat or first.holds("prompt", lambda value: not isinstance(value, str))
         first.remarks.append(Remark("the prompt in {}", ("prompt",)))
+        if texts and not chat:
+            _refuse_repeated_prompts(first, answers)
     elif (column := _column_of_turns(first)) is not None:
         first.fields["prompt"] = column
         first.prompt.append("prompt")
@@ -423,6 +426,31 @@ def _column_of_question(first: _FirstRows) -> str | None:
             "several prompts",
         )
     return columns[0] if columns else None
+
+
+def _refuse_repeated_prompts(first: _FirstRows, answers: Sequence[str]) -> None:
+    """Refuse texts that begin with their prompt in all first rows: it would be there twice, and
+    learned.
+    """
+    columns = [first.fields[name] for name in answers]
+    for row in first.rows:
+        prompt, texts = str(row.get("prompt")).strip(), [row.get(column) for column in columns]
+        if len(prompt) < _SHORTEST_PROMPT:
+            return
+        if not all(isinstance(text, str) and _goes_on(prompt, text.strip()) for text in texts):
+            return
+    cure = "set data.columns {prompt: null}, which takes the prompt out of them"
+    if len(answers) == 1:
+        cure = "write it without the prompt"
+    raise BadRow(
+        f"expected answers that follow the text in 'prompt', got {named(columns)} that begin with "
+        f"it in all first rows; {cure}",
+        "prompt in the answer",
+    )
+
+
+def _goes_on(prompt: str, text: str) -> bool:
+    return text.startswith(prompt) and len(text) > len(prompt)
 
 
 def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
