@@ -47,8 +47,8 @@ _OF_ROWS = {"map", "filter", "select", "take", "skip", "rename_column", "rename_
 }
 _UNSLOTH = {"FastLanguageModel", "FastModel", "FastVisionModel", "FastTextModel"}
 # What Unsloth takes where a script gives nothing, read in `unsloth/models/loader.py`.
-_UNSLOTH_MODEL = {"load_in_4bit": True}
-_UNSLOTH_LORA = {
+_UNSLOTH_MODEL: dict[str, Any] = {"load_in_4bit": True}
+_UNSLOTH_LORA: dict[str, Any] = {
     "r": 16,
     "lora_alpha": 16,
     "lora_dropout": 0.0,
