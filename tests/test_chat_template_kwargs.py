@@ -2,6 +2,7 @@
 only their position tells.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -107,6 +108,29 @@ def test_reserved_names_are_refused(name):
         FinetuneDataConfig(chat_template_kwargs={name: 1})
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({1: 2}, "expected names of variables, got 1"),
+        ({"a-b": 2}, "expected names of variables, got 'a-b'"),
+        (
+            {"n": float("nan")},
+            r"kwargs.n: expected texts, finite numbers, .* got nan",
+        ),
+        ({"n": [{"m": {1}}]}, r"chat_template_kwargs.n: expected texts"),
+    ],
+)
+def test_names_and_values_that_no_template_holds_are_refused(values, said):
+    with pytest.raises(ConfigError, match=said):
+        FinetuneDataConfig(chat_template_kwargs=values)
+
+
+def test_characters_beyond_16_bits_stay_whole():
+    (made,) = with_defaults({"default": "{{ note.a }}"}, {"note": {"a": "é 世 🙂"}}).values()
+    text = tokenizer_of("bytes", made).apply_chat_template([user("q")], tokenize=False)
+    assert text == "é 世 🙂"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -134,6 +158,20 @@ def test_inspect_warns_and_the_line_that_it_names_ends_the_warning(folder):
     assert report["sources"][0]["warnings"] == []
     shown = "".join(part["text"] for part in report["sources"][0]["first"][1]["parts"])
     assert BLOCK in shown
+
+
+def test_a_setting_that_changes_no_row_is_reported(folder, capsys):
+    plain = folder / "texts.jsonl"
+    plain.write_text(json.dumps({"prompt": "a", "completion": " b"}) + "\n")
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}, "packing": "none"}
+    inspect_data(config_of(folder, **kwargs))
+    assert "changes no row" not in capsys.readouterr().out
+    cfg = config_of(folder, **kwargs)
+    data = dataclasses.replace(cfg.data, train_files=str(plain))
+    inspect_data(dataclasses.replace(cfg, data=data))
+    shown = capsys.readouterr().out
+    assert "chat_template_kwargs (enable_thinking) changes no row" in shown
+    assert "got prompts and completions" in shown
 
 
 def test_prompts_are_asked_and_exports_answer_with_the_setting(folder):

@@ -4,6 +4,7 @@
 by hand what each of them trains.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -298,17 +299,43 @@ def test_settings_of_tools(given, expected) -> None:
     "given",
     [
         LF | {"stage": "dpo", "adapter_name_or_path": "old", "lora_rank": 4},
+        LF | {"stage": "sft", "adapter_name_or_path": ["old"], "lora_rank": 4},
         {"base_model": "m", "adapter": "lora", "lora_model_dir": "old", "lora_r": 4},
         {"rlhf_type": "dpo", "tuner_type": "lora", "model": "m", "adapters": ["old"]},
     ],
 )
-def test_a_trained_adapter_is_continued(given) -> None:
+def test_a_trained_adapter_is_continued(tmp_path, given) -> None:
     out = convert(given)
     assert out.settings["lora.from"] == "old"
     # Rank and alpha are the adapter's own.
     assert not {"lora.r", "lora.lora_alpha", "lora.target_modules"} & {*out.settings}
+    # The result is a config of the toolkit.
+    file = tmp_path / "other.yaml"
+    file.write_text(yaml.safe_dump(given))
+    converted = convert_config(file)
+    written = tmp_path / "mine.yaml"
+    written.write_text(converted.text)
+    cfg = load(PreferConfig if converted.recipe == "prefer" else FinetuneConfig, written)
+    assert (cfg.lora.from_, cfg.lora.r, cfg.adapters) == ("old", 0, cfg.lora)
+    # Tools that turn adapters off to ask the reference have another one.
+    is_noted = any(note.startswith("lora.from old: the reference") for note in out.notes)
+    assert is_noted == (converted.recipe == "prefer")
     with pytest.raises(ConfigError, match="adapter_name_or_path a,b"):
         convert(LF | {"stage": "dpo", "adapter_name_or_path": "a,b"})
+
+
+def test_values_of_other_types_are_refused(tmp_path) -> None:
+    axolotl = {"base_model": "m", "sequence_len": 8, "micro_batch_size": 1, "adapter": "lora"}
+    for given, said in (
+        (axolotl | {"lora_model_dir": ["a", "b"]}, "expected one adapter to continue"),
+        (axolotl | {"rl": "dpo", "trl": "x"}, "trl: expected a mapping of settings, got x"),
+        (LF | {"stage": ["dpo"]}, "has a value of another type than llama-factory takes"),
+        (LF | {"stage": "sft", "finetuning_type": {"a": 1}}, "expected lora or full"),
+    ):
+        file = tmp_path / "other.yaml"
+        file.write_text(yaml.safe_dump(given))
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            convert_config(file)
 
 
 def test_a_config_of_this_toolkit_is_kept(tmp_path, capsys) -> None:

@@ -73,6 +73,18 @@ def test_less_than_a_step_is_refused():
     assert feed(8, max_repeats=1).steps_for(1) == 1
 
 
+def test_sources_that_are_evaluated_on_are_not_called_empty():
+    """A source has `0 to evaluate` only if nothing at all is evaluated on."""
+    tokens = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 8})
+    one, other = EncodedSource("one", tokens), EncodedSource("other", tokens)
+    settings = {"seed": 1, "global_batch": 4}
+    shape = SampleShape("bfd", 6)
+    assert "0 to evaluate" in PreparedFeed([one], shape, **settings).lines()[0]
+    lines = PreparedFeed([one], shape, eval_sources=[other], **settings).lines()
+    assert not any(" 0 to evaluate" in line for line in lines)
+    assert lines[-1] == "other: 4 to evaluate"
+
+
 def test_a_batch_larger_than_the_data_is_said_once():
     data = check_feed(config(), feed(20))
     assert not any("WARNING" in line for line in data.lines())

@@ -470,6 +470,14 @@ def test_the_best_of_a_metric_that_should_fall_is_the_smallest() -> None:
     assert not stopping.greater_is_better
 
 
+def test_the_loss_of_a_recipe_has_no_perplexity() -> None:
+    """Unless the recipe says that it is a cross entropy of tokens."""
+    model, objective, batch = micro_batch("simpo", "none")
+    sharded, sources = sharded_of(model), {"": [batch]}
+    assert "eval_perplexity" not in evaluate_metrics(sharded, sources, objective)
+    assert "eval_perplexity" in evaluate_metrics(sharded, sources, objective, perplexity=True)
+
+
 def test_an_evaluation_without_a_label_has_no_mean_of_it() -> None:
     model, objective, batch = micro_batch("kto", "none")
     labels = torch.ones_like(batch.desirable)  # type: ignore[arg-type]

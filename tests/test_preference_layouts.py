@@ -449,7 +449,7 @@ def test_a_row_without_the_prompt_of_the_others_is_refused(tmp_path: Path) -> No
     for row, message in (
         (good | {"prompt": None}, "expected a prompt in 'prompt'"),
         (good | {"prompt": []}, "expected a prompt in 'prompt'"),
-        ({"ask": Q, "chosen": GOOD, "rejected": BAD}, "without one next to 'ask'"),
+        ({"ask": Q, "chosen": GOOD, "rejected": BAD}, "got none next to 'ask'"),
     ):
         source = sources_of(tmp_path, [good, good, row], "pairs")
         with pytest.raises(BadRow, match=message):

@@ -28,7 +28,7 @@ from toolkit.convert.preferences import objective_of_script
 from toolkit.convert.scripts import read_script
 from toolkit.convert.torchtune import translate_torchtune
 from toolkit.convert.translation import Translation
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, one_line
 from toolkit.parsing import read_json, read_yaml
 
 _RECIPES = {"pretrain": PretrainConfig, "finetune": FinetuneConfig, "prefer": PreferConfig}
@@ -94,7 +94,13 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
         tool = _recognise(file, content)
     if tool == OWN:
         return _keep(file, content)
-    out = convert(content, tool, computed)
+    try:
+        out = convert(content, tool, computed)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{file} cannot be converted: a setting has a value of another type than {tool} takes "
+            f"({one_line(error)}); correct it, or leave the setting out"
+        ) from error
     out.tool = "unsloth" if unsloth else out.tool
     out.text = _render(file, out)
     _check(file, out)

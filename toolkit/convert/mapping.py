@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config.accelerate_yaml import translate
+from toolkit.config.lora import STRUCTURE
 from toolkit.config.names import setting_of
 from toolkit.config.other_tools import ADAPTER_HINT, OBJECTIVE_HINT
 from toolkit.config.outputs import Tracker
@@ -41,11 +42,8 @@ _ATTENTION = {"flash_attention": "flash_attention_2", "flash": "flash_attention_
     "eager_attention": "eager",
 }
 # Settings that the adapter of `lora.from` has already.
-_STRUCTURE = {
-    *("lora.r", "lora.lora_alpha", "lora.target_modules", "lora.target_parameters"),
-    *("lora.modules_to_save", "lora.use_rslora", "lora.use_dora"),
-    *("lora.rank_pattern", "lora.alpha_pattern"),
-}
+_STRUCTURE = {f"lora.{name}" for name in STRUCTURE}
+_REFERRING = ("dpo", "kto")  # objectives that compare with a reference
 _DATA = {"data.train_files", "data.dataset_name", "data.sources"}
 _PARALLEL = {"tensor_parallel_size": "tensor", "context_parallel_size": "context"} | {
     "sequence_parallel_degree": "sequence",
@@ -485,7 +483,16 @@ class Converter(Keys):
 
     def _continue_adapter(self, adapter: Any) -> None:
         """Set `lora.from`; what the adapter brings along is not set a second time."""
-        self.settings["lora.from"] = adapter
+        adapters = adapter if isinstance(adapter, list) else [adapter]
+        if len(adapters) != 1 or not isinstance(adapters[0], str):
+            raise ConfigError(
+                f"expected one adapter to continue (lora.from), got {str(adapter)[:80]}; merge the "
+                "others into the base"
+            )
+        self.settings["lora.from"] = adapters[0]
+        if self.objective in _REFERRING:
+            reason = "the reference is the base with this adapter here; a tool that turns adapters"
+            self.note("lora.from", f"{reason} off to ask it has the base alone", adapters[0])
         structure = [
             key
             for key in self.left

@@ -73,7 +73,9 @@ def take_preference(keys: Keys, objective: str, *, told: bool) -> None:
     loss = _loss(keys, objective)
     keys.settings["preference.loss_type"] = loss
     key, beta = keys.take("beta", "rl_beta", "dpo_beta", "orpo_alpha")
-    inner = keys.take("trl")[1]
+    section, inner = keys.take("trl")
+    if section and not isinstance(inner, Mapping):
+        raise ConfigError(f"{section}: expected a mapping of settings, got {str(inner)[:80]}")
     for name, value in (inner or {}).items():  # axolotl's own section
         if name == "beta":
             key, beta = "trl.beta", value

@@ -47,8 +47,8 @@ _OF_ROWS = {"map", "filter", "select", "take", "skip", "rename_column", "rename_
 }
 _UNSLOTH = {"FastLanguageModel", "FastModel", "FastVisionModel", "FastTextModel"}
 # What Unsloth takes where a script gives nothing, read in `unsloth/models/loader.py`.
-_UNSLOTH_MODEL = {"load_in_4bit": True}
-_UNSLOTH_LORA = {
+_UNSLOTH_MODEL: dict[str, Any] = {"load_in_4bit": True}
+_UNSLOTH_LORA: dict[str, Any] = {
     "r": 16,
     "lora_alpha": 16,
     "lora_dropout": 0.0,
@@ -184,8 +184,8 @@ def _refuse_unreadable(
 def _loads(tree: ast.AST) -> Iterator[Any]:
     """Yield the calls of `OWNER.from_pretrained` in a script."""
     for node in ast.walk(tree):
-        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if is_method and node.func.attr == "from_pretrained":  # type: ignore[attr-defined]
+        func = node.func if isinstance(node, ast.Call) else None
+        if isinstance(func, ast.Attribute) and func.attr == "from_pretrained":
             yield node
 
 

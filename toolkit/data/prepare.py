@@ -160,6 +160,7 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
             f"WARNING: {both[0]}{more} is trained on and evaluated on: evaluations tell what was "
             "learned by heart (data.eval_files)"
         )
+    _warn_of_unused_variables(data, [*sources, *others])
     rows = train.micro_batch * train.gradient_accumulation_steps
     settings: dict[str, Any] = {
         "seed": cfg.seed,
@@ -181,6 +182,18 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
         for s in sources
     ]
     return StreamFeed(streams, shape, lanes=data.stream_lanes, **settings)
+
+
+def _warn_of_unused_variables(data: DataConfig, sources: Sequence[DataSource]) -> None:
+    """Log that `data.chat_template_kwargs` is set and no source is rendered by a chat template."""
+    values = data.chat_template_kwargs if isinstance(data, FinetuneDataConfig) else {}
+    if values and not any(source.layout.uses_template for source in sources):
+        formats = ", ".join(dict.fromkeys(source.layout.title for source in sources))
+        ranks.say(
+            f"WARNING: data.chat_template_kwargs ({', '.join(values)}) changes no row: expected "
+            f"conversations, which a chat template renders, got {formats}. Remove the setting, or "
+            "give rows of turns (docs/finetuning.md)"
+        )
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,9 @@ def _with_defaults(text: str, values: Mapping[str, Any]) -> str:
 def _literal(value: Any) -> str:
     """Return a value of YAML as Jinja writes it."""
     if isinstance(value, dict):
-        inner = ", ".join(f"{json.dumps(str(k))}: {_literal(v)}" for k, v in value.items())
+        inner = ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items())
         return f"{{{inner}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_literal, value))}]"
-    return "none" if value is None else json.dumps(value)
+    # Jinja does not join the two escapes by which ASCII writes a character above U+FFFF.
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -110,8 +110,9 @@ def _with_plain_prompt(row: Row) -> Row:
     prompt = row.get("prompt")
     if not isinstance(prompt, dict) or "messages" not in prompt:
         return row
-    tools = row.get("tools") or prompt.get("tools")
-    return row | {"prompt": prompt["messages"], "tools": tools}
+    messages, tools = prompt["messages"], row.get("tools") or prompt.get("tools")
+    messages = None if messages is None else listed(messages, "prompt.messages")
+    return row | {"prompt": messages, "tools": tools}
 
 
 def _with_sides(row: Row, layout: Layout) -> Row:
@@ -135,16 +136,20 @@ def _with_sides(row: Row, layout: Layout) -> Row:
 def _margin(row: Row) -> float | None:
     if (margin := row.get("margin")) is None:
         return None
-    number = isinstance(margin, int | float) and not isinstance(margin, bool)
-    if not (number and math.isfinite(margin)):
+    if not _is_number(margin):
         wrong(margin, "margin", "a number", "wrong margin")
     return float(margin)
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 def _compared(row: Row) -> tuple[Any, Any]:
     """Return the better and the worse of two answers."""
     preference = row["preference"]
-    if isinstance(preference, bool) or not isinstance(preference, int | float):
+    if not _is_number(preference):
         wrong(preference, "preference", "a number, below 0 where the first answer is better")
     if preference == 0:
         raise LeftOut("preference is 0: neither answer is better", "no preference")
@@ -157,7 +162,15 @@ def _ranked(completions: Any) -> tuple[Any, Any]:
     answers = listed(completions, RANKED)
     mappings = all(isinstance(a, dict) and {"rank", "completion"} <= {*a} for a in answers)
     if len(answers) != 2 or not mappings:
-        wrong(completions, RANKED, "two mappings of 'rank' and 'completion'", "not two answers")
+        raise BadRow(
+            f"expected two mappings of 'rank' and 'completion' in {RANKED!r}, got {len(answers)} "
+            "entries; write the pairs to learn from, such as the best and the worst answer, as "
+            "rows of 'prompt', 'chosen' and 'rejected'",
+            "not two answers",
+        )
+    for answer in answers:
+        if not _is_number(answer["rank"]):
+            wrong(answer["rank"], f"{RANKED}.rank", "a number", "wrong rank")
     better, worse = sorted(answers, key=lambda answer: answer["rank"])
     if better["rank"] == worse["rank"]:
         raise LeftOut("both ranks are the same: neither answer is better", "no preference")
@@ -172,6 +185,8 @@ def _answer_value(value: Any, name: str, layout: Layout) -> str | list[Row]:
         return turns.read_turns(value, name)
     if name in layout.json_turns:
         wrong(value, name, "turns as in the first rows", "no turns")
+    if name in turns.TURN_COLUMNS:
+        wrong(value, name, "a list of turns", "no turns")
     return string(value, name)
 
 
@@ -181,28 +196,40 @@ def _prompt_of(
     """Return the prompt that a row has in columns next to its answers: text or messages.
 
     Raises:
-        BadRow: the source has a column of prompts, and it is null in this row or has another name.
+        BadRow: the source has a column of prompts, and it is null, missing or, before turns, empty
+            in this row, or has another name.
     """
     if "instruction" in layout.prompt:
         if row.get("instruction") is None:
             raise BadRow(f"expected a column 'instruction', got {named(row)}", "missing column")
         return turns.instruction_turns(row)
     value = row.get("prompt") if "prompt" in layout.prompt else None
+    is_within = layout.dialogue or all(map(turns.holds_prompt, answers))
+    as_turns = layout.chat or any(isinstance(answer, list) for answer in answers)
+    if isinstance(value, str) and not value.strip() and as_turns and not is_within:
+        wrong(value, "prompt", "text", "empty prompt")
     if isinstance(value, list) and value:
         return turns.read_turns(value, "prompt")
     if value is not None and value != []:
         if "prompt" in layout.json_turns:
             wrong(value, "prompt", "turns as in the first rows", "no turns")
         return string(value, "prompt")
-    if not layout.dialogue and not all(map(turns.holds_prompt, answers)):
-        used = (*layout.columns, *layout.optional, *SIDES)
-        null = "prompt" in layout.prompt and "prompt" in row
-        if possible := ["prompt"] if null else possible_prompts([row], used):
-            message = f"expected a prompt in 'prompt', got {named(row)}"
-            if not null:
-                message = f"expected a prompt, got an answer without one next to {named(possible)}"
-            raise BadRow(message, "no prompt")
+    if is_within:
+        return None
+    possible = possible_prompts([row], (*layout.columns, *layout.optional, *SIDES))
+    beside = f" next to {named(possible)}" if possible else ""
+    missing = "prompt" in layout.prompt and ("prompt" in row or layout.mostly_prompts)
+    if missing and not all(map(_has_user_turn, answers)):
+        said = "none" if row.get("prompt") is None else "an empty one"
+        message = f"expected a prompt in 'prompt', as in the first rows, got {said}{beside}"
+        raise BadRow(message, "no prompt")
+    if possible:
+        raise BadRow(f"expected a prompt, got an answer without one{beside}", "no prompt")
     return None
+
+
+def _has_user_turn(answer: str | list[Row]) -> bool:
+    return isinstance(answer, list) and any(turn["role"] == "user" for turn in answer)
 
 
 def _pair_of_texts(
@@ -301,7 +328,8 @@ def _join(prompt: str | list[Row] | None, answer: list[Row], chosen: list[Row]) 
     """Return the turns of a prompt and an answer, without the chosen answer at the prompt's end."""
     before = turns.split_prompt(prompt, answer)
     if before and before[-1]["role"] == "assistant" and answer[0]["role"] == "assistant":
-        if before[-1]["content"] != chosen[-1].get("content"):
+        calls = before[-1].get("tool_calls")
+        if calls or before[-1].get("content") != chosen[-1].get("content"):
             raise BadRow(
                 "expected a prompt that ends before the answer, got one that ends with a turn of "
                 "the assistant",

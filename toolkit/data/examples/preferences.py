@@ -73,6 +73,8 @@ _NO_PROMPT = re.compile(
     re.IGNORECASE,
 )
 _IDENTIFIER = re.compile(r"[\w./:+-]*\d[\w./:+-]*")  # such as 8.0, a hash or a path
+_SHORTEST_PROMPT = 8  # characters: a shorter text may begin an answer by chance
+_ENOUGH_ROWS = 4  # to tell numbers of answers from differences
 _HUMAN = re.compile(r"\s*Human:")
 _DIALOGUE = Remark("dialogues of 'Human:' and 'Assistant:', read as turns")
 _DIALOGUE_TEXTS = Remark(
@@ -113,6 +115,13 @@ class _FirstRows:
         values = self.values(column)
         return bool(values) and 2 * sum(map(test, values)) > len(values)
 
+    def all_texts(self, columns: Iterable[str]) -> bool:
+        """Whether no value of the prompt or of the columns with these standard names is a list or
+        a mapping.
+        """
+        names = (self.fields.get(name, name) for name in ("prompt", *columns))
+        return not any(isinstance(v, list | dict) for name in names for v in self.values(name))
+
     def layout(self, shape: Any, columns: tuple[str, ...]) -> Layout:
         return Layout(
             shape,
@@ -123,6 +132,8 @@ class _FirstRows:
             dialogue=self.dialogue,
             system=self.system,
             chat=self.chat,
+            plain=not self.chat and self.all_texts(columns),
+            mostly_prompts=2 * len(self.values("prompt")) >= max(1, len(self.rows)),
             remarks=tuple(self.remarks),
         )
 
@@ -138,10 +149,12 @@ def pair_layout(rows: Sequence[Row], names: Names) -> Layout:
     if columns is None:
         raise BadRow(
             f"expected pairs of answers ('chosen' and 'rejected', or 'response_1', 'response_2' "
-            f"and 'preference'), got {named(rows[0])}. {suggest_pair_columns([*rows[0]])}; single "
+            f"and 'preference'), got {named(rows[0])}. {suggest_pair_columns(rows)}; single "
             "answers with a label are for preference.loss_type kto",
             "unknown format",
         )
+    if columns == COMPARED:
+        _refuse_answer_numbers(first)
     answers = columns[:2] if columns[0] not in TURN_COLUMNS else columns[1:2]
     if columns[0] in TURN_COLUMNS:
         first.remarks.append(Remark("the prompt and the chosen answer in {}", columns[:1]))
@@ -170,7 +183,7 @@ def without_chat_template(layout: Layout) -> Layout:
     if not layout.dialogue or layout.system:
         return layout
     remarks = (_DIALOGUE_TEXTS if remark == _DIALOGUE else remark for remark in layout.remarks)
-    return replace(layout, chat=False, remarks=tuple(remarks))
+    return replace(layout, chat=False, plain=True, remarks=tuple(remarks))
 
 
 def answer_layout(rows: Sequence[Row], names: Names) -> Layout:
@@ -230,6 +243,25 @@ def _take_sides(first: _FirstRows) -> tuple[str, ...] | None:
         first.fields[RANKED] = RANKED
         return (RANKED,)
     return None
+
+
+def _refuse_answer_numbers(first: _FirstRows) -> None:
+    """Refuse a preference that is the number of the better answer, from 0 or from 1.
+
+    Read as a difference, 1 and 2 would both say that the second answer is better. A few rows may
+    have such differences by chance.
+    """
+    name = first.fields["preference"]
+    values = first.values(name)
+    numbers = sorted({v for v in values if isinstance(v, int | float)})
+    if len(values) >= _ENOUGH_ROWS and numbers in ([0, 1], [1, 2]):
+        shown = " and ".join(f"{number:g}" for number in numbers)
+        raise BadRow(
+            f"expected numbers below 0 in {name!r} where the first answer is better, and above 0 "
+            f"where the second is, got only {shown}, which may be the number of the better answer. "
+            "Write the better answer to 'chosen' and the other one to 'rejected'",
+            "number of an answer",
+        )
 
 
 def _is_ranked(value: Any) -> bool:
@@ -305,6 +337,8 @@ def _take_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, tex
             chat = True
         chat = chat or first.holds("prompt", lambda value: not isinstance(value, str))
         first.remarks.append(Remark("the prompt in {}", ("prompt",)))
+        if texts and not chat:
+            _refuse_repeated_prompts(first, answers)
     elif (column := _column_of_turns(first)) is not None:
         first.fields["prompt"] = column
         first.prompt.append("prompt")
@@ -392,6 +426,31 @@ def _column_of_question(first: _FirstRows) -> str | None:
             "several prompts",
         )
     return columns[0] if columns else None
+
+
+def _refuse_repeated_prompts(first: _FirstRows, answers: Sequence[str]) -> None:
+    """Refuse texts that begin with their prompt in all first rows: it would be there twice, and
+    learned.
+    """
+    columns = [first.fields[name] for name in answers]
+    for row in first.rows:
+        prompt, texts = str(row.get("prompt")).strip(), [row.get(column) for column in columns]
+        if len(prompt) < _SHORTEST_PROMPT:
+            return
+        if not all(isinstance(text, str) and _goes_on(prompt, text.strip()) for text in texts):
+            return
+    cure = "set data.columns {prompt: null}, which takes the prompt out of them"
+    if len(answers) == 1:
+        cure = "write it without the prompt"
+    raise BadRow(
+        f"expected answers that follow the text in 'prompt', got {named(columns)} that begin with "
+        f"it in all first rows; {cure}",
+        "prompt in the answer",
+    )
+
+
+def _goes_on(prompt: str, text: str) -> bool:
+    return text.startswith(prompt) and len(text) > len(prompt)
 
 
 def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:

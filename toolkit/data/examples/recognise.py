@@ -137,6 +137,8 @@ class Layout:
     dialogue: bool = False  # whether texts are turns after "Human:" and "Assistant:"
     system: bool = False  # whether a column has system texts; of preferences
     chat: bool = False  # whether prompt and answers of preferences that are texts become turns
+    plain: bool = False  # whether all first rows of preferences are plain texts
+    mostly_prompts: bool = False  # whether half of the first rows or more have a `prompt`
     remarks: tuple["Remark", ...] = ()  # decisions, for the report
 
     @property
@@ -150,7 +152,17 @@ class Layout:
     @property
     def optional(self) -> tuple[str, ...]:
         """Standard names of further columns that are read if a row has them."""
-        return () if self.whole else (*self.prompt, *_SHAPES[self.shape].extras)
+        if self.whole:
+            return ()
+        extras = _SHAPES[self.shape].extras
+        if self.plain:  # tools are for chat templates
+            extras = tuple(name for name in extras if name in ("margin", "system"))
+        return (*self.prompt, *extras)
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether rows are rendered by a chat template."""
+        return self.format == "conversation" or (self.format == "preferences" and not self.plain)
 
     def __str__(self) -> str:
         def join(names: Sequence[str]) -> str:

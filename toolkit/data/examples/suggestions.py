@@ -32,6 +32,11 @@ _SIDES = (
     ("answer_chosen", "answer_rejected"),
     ("chosen_text", "rejected_text"),
 )
+# Two answers, the column that tells the better one, and how.
+_NUMBERED = (
+    (("response_0", "response_1"), "better_response_id", "0 or 1, the number of the better answer"),
+    (("human_ref_A", "human_ref_B"), "labels", "1 where human_ref_A is the better answer"),
+)
 _LABELS = ("kto_tag", "is_good", "good", "desirable", "feedback", "thumbs_up", "preferred")
 
 
@@ -65,13 +70,29 @@ def suggest_example_columns(rows: Sequence[Row]) -> str:
     return "Set data.columns, such as {prompt: question, completion: answer} or {text: body}"
 
 
-def suggest_pair_columns(names: Sequence[str]) -> str:
-    """Return the sentence that tells how to map the columns of rows that are no pairs."""
-    pair = next((sides for sides in _SIDES if {*sides} <= {*names}), None)
+def suggest_pair_columns(rows: Sequence[Row]) -> str:
+    """Return the sentence that tells how to map the columns of rows that are no pairs, or how to
+    write pairs of them where no mapping makes some.
+    """
+    names = {name for row in rows for name in row}
+    pair = next((sides for sides in _SIDES if {*sides} <= names), None)
     if pair is None:
+        for columns, number, better in _NUMBERED:
+            if {*columns, number} <= names:
+                first, second = columns
+                return (
+                    f"No mapping reads {number!r}, which is {better}: write the better one of "
+                    f"{first!r} and {second!r} to 'chosen' and the other one to 'rejected'"
+                )
+        if ranked := next((name for name, v in rows[0].items() if _holds_ranks(v)), None):
+            return (
+                f"No mapping reads {ranked!r}, which are several answers with a rank: write the "
+                "pairs to learn from, such as the best and the worst answer, to 'chosen' and "
+                "'rejected'"
+            )
         return "Set data.columns, such as {chosen: better, rejected: worse}"
     mapping = dict(zip(("chosen", "rejected"), pair, strict=True))
-    if not {"prompt", "instruction"} & {*names} and (ask := _first(QUESTIONS, {*names})):
+    if not {"prompt", "instruction"} & names and (ask := _first(QUESTIONS, names)):
         mapping["instruction"] = ask
     return f"Set data.columns: {shown_mapping(mapping)}"
 
@@ -96,6 +117,10 @@ def shown_mapping(mapping: Mapping[str, str]) -> str:
 
 def _first(candidates: Sequence[str], names: set[Any]) -> str | None:
     return next((name for name in candidates if name in names), None)
+
+
+def _holds_ranks(value: Any) -> bool:
+    return _holds_turns(value) and all("rank" in answer for answer in value)
 
 
 def _holds_turns(value: Any) -> bool:

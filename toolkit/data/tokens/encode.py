@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from toolkit import ranks
 from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
-from toolkit.data.examples.pairs import Answer, Pair
+from toolkit.data.examples.pairs import Pair
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources import tables
@@ -34,7 +34,7 @@ from toolkit.data.tokens.notes import LABELS, LATE_COLUMN, OTHER_PROMPT, SAME_PR
 from toolkit.data.tokens.partners import (
     NO_PARTNER,
     choose_partners,
-    have_same_prompt,
+    join_partner,
     partners_among,
     stored_rows,
 )
@@ -160,7 +160,7 @@ class Encoder:
                 if partners is None
                 else [row and or_bad(source.example, row) for row in partners]
             )
-            examples = [*map(_with_partner, examples, others)]
+            examples = [*map(join_partner, examples, others)]
         results = self.batch(examples)
         for at, (row, values, result) in enumerate(zip(stored, read, results, strict=True)):
             if isinstance(values, dict) and not isinstance(result, BadRow):
@@ -369,17 +369,6 @@ class Encoder:
                 "no supervised token within sequence_length",
             )
         return BadRow("expected a token to learn, got none", "no supervised token")
-
-
-def _with_partner(example: Any, other: Any) -> Any:
-    """Return an answer as a pair with the answer `other` to its prompt; anything else as it is."""
-    if not isinstance(example, Answer):
-        return example
-    partner = other if isinstance(other, Answer) else None
-    pair = example.with_partner(partner)
-    if isinstance(pair, Pair) and partner is not None and have_same_prompt(example, partner):
-        return replace(pair, same_prompt=True)
-    return pair
 
 
 def _notes_on(pair: Pair) -> dict[str, int]:

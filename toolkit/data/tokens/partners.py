@@ -15,11 +15,12 @@ rows have the same prompt, partners have it too, which is reported.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from toolkit.data.examples.pairs import Answer
+from toolkit.data.examples.pairs import Answer, Pair
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import or_bad
 from toolkit.data.sources.rows import DataSource
@@ -66,6 +67,17 @@ def partners_among(examples: Sequence[Any]) -> list[Answer | None]:
         at = next(places) if isinstance(example, Answer) else NO_PARTNER
         partners.append(None if at == NO_PARTNER else answers[at])
     return partners
+
+
+def join_partner(example: Any, other: Any) -> Any:
+    """Return an answer as a pair with the answer `other` to its prompt; anything else as it is."""
+    if not isinstance(example, Answer):
+        return example
+    partner = other if isinstance(other, Answer) else None
+    pair = example.with_partner(partner)
+    if isinstance(pair, Pair) and partner is not None and have_same_prompt(example, partner):
+        return replace(pair, same_prompt=True)
+    return pair
 
 
 def have_same_prompt(first: Answer, second: Answer) -> bool:
