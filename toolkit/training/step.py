@@ -85,7 +85,7 @@ class Update:
                 f"update, got {len(counts)}"
             )
         self._sharded, self._batches, self._ranks = sharded, micro_batches, sharded.mesh.loss
-        tokens = torch.stack([batch.count for batch in micro_batches]).sum().double()
+        tokens = torch.stack([batch.trained.count for batch in micro_batches]).sum().double()
         count = tokens if counts is None else torch.stack([*counts]).sum(0).double()
         self._router, routed = router, tokens
         if router is not None:
@@ -108,7 +108,7 @@ class Update:
         """Give the micro-batches, the units of the model set for each of them."""
         for i, batch in enumerate(self._batches):
             watchdog.progress()
-            self._sharded.accumulation.begin(batch.targets, i, len(self._batches))
+            self._sharded.accumulation.begin(batch.trained.targets, i, len(self._batches))
             with self._phase:
                 self._phase.enter_context(record_function(FORWARD))
                 if self._router is not None:
