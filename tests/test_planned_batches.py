@@ -113,7 +113,7 @@ def test_auto_plans_the_padded_batch_of_a_model_that_cannot_be_packed(tmp_path: 
 def test_a_plan_compiles_what_the_run_compiles(model: Path, objective: str, expected: str) -> None:
     cfg = config(model, objective, "bfd")
     assert has_fixed_length("bfd", cfg.learned) == (expected == "layer")
-    with fake_ranks.sharded(cfg, 1, "cuda", compile_by=fake_ranks.TRACED) as (_, sharding):
+    with fake_ranks.sharded(cfg, 1, 0, "cuda", compile_by=fake_ranks.TRACED) as (_, sharding):
         assert sharding.torch_compile == expected
 
 
@@ -136,7 +136,8 @@ def test_a_plan_of_a_stream_counts_the_forward_of_its_reference(model: Path) -> 
     def planned(streaming: bool) -> tuple[float, int]:
         cfg = config(model, "sigmoid", "bfd")
         data = replace(cfg.data, streaming=streaming)
-        cfg = replace(cfg, data=data, lora=LoraConfig(r=4, lora_dropout=0.0))
+        train, lora = replace(cfg.train, max_steps=2), LoraConfig(r=4)
+        cfg = replace(cfg, data=data, train=train, lora=lora)
         plan = simulate(cfg, 1, device_type="cpu")
         operations = plan.work["last micro-batch"].operations
         return sum(n * c for (n, *_), c in operations.items()), plan.peak.nbytes

@@ -228,7 +228,7 @@ def choose_packing(
     return Choice("none", verdict.why)
 
 
-def has_fixed_length(packing: Packing, learned: Learned) -> bool:
+def has_fixed_length(packing: str, learned: Learned) -> bool:
     """Return whether all micro-batches of a run have one width, by which layers are compiled once.
 
     Rows that are not packed are as wide as the longest of them. Answers with a label are trained

@@ -307,7 +307,8 @@ class _Extreme(TorchDispatchMode):
         if name in ("rand", "rand_like"):
             return result.fill_(self._end * below_1)
         if name == "uniform_":
-            low, high = (*args[1:3], *(0.0, 1.0)[len(args) - 1 :])
+            low = args[1] if len(args) > 1 else 0.0
+            high = args[2] if len(args) > 2 else 1.0
             return result.fill_(low + (high - low) * self._end * below_1)
         if name in ("bernoulli_", "bernoulli"):
             return result.fill_(self._end)
