@@ -114,6 +114,7 @@ def main() -> int:
         text = report(read_results(results), all_cases(), revision()["commit"].rstrip("+"))
         (args.write or out / "gpu.md").write_text(text, "utf-8")
         return 0
+    chosen = chosen_cases(args.only) if args.only else []
     work = args.work or Path(tempfile.mkdtemp(prefix="toolkit-gpu-", dir=_roomy()))
     os.environ["HF_DATASETS_CACHE"] = str(work / "datasets")
     call = Call(out, results, work, args.device, args.tiny, STARTED + args.deadline)
@@ -121,8 +122,8 @@ def main() -> int:
         prepare(call)
         known = read_results(results)
         cases = by_debt(all_cases(), known, call.stamp["commit"])
-        if args.only:
-            cases = [case for case in all_cases() if case.name in args.only]
+        if chosen:
+            cases = chosen
         run_cases([*preparations(cases), *cases], call)
     finally:
         if args.work is None:
@@ -215,6 +216,15 @@ def all_cases() -> list[Case]:
     barred = [case for module in modules for case in module.CASES]
     cases = [*barred, *gpu_bench.LATER, *gpu_cases.CASES]
     return sorted(cases, key=lambda case: _FIRST.index(case.name) if case.name in _FIRST else 99)
+
+
+def chosen_cases(names: Sequence[str]) -> list[Case]:
+    """Return the cases of these names; exit with code 2 for a name that no case has."""
+    cases = all_cases()
+    if unknown := sorted({*names} - {case.name for case in cases}):
+        print(f"--only {' '.join(unknown)}: no such case", file=sys.stderr)
+        raise SystemExit(2)
+    return [case for case in cases if case.name in names]
 
 
 def preparations(cases: Sequence[Case]) -> list[Case]:

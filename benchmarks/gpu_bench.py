@@ -115,7 +115,7 @@ def bare(place: Place, shape: str, **changes: Any) -> None:
         mesh = init_mesh(run.device.type, 1, cfg.sharding).fsdp
         base = models.prepare(model_settings(cfg))
         layers = list(models.decoder_layers(base).values())
-        model = adapters.prepare_adapters(base, cfg.lora, "bfloat16")
+        model = adapters.prepare_adapters(base, cfg.adapters, "bfloat16")
         if cfg.sharding.activation_checkpointing == "full":
             base.gradient_checkpointing_enable({"use_reentrant": False})
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

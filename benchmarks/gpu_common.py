@@ -282,11 +282,11 @@ class ToolkitLoop:
         self.cfg = cfg
         free(place)
         mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
-        models.check_quantisation(cfg.lora, cfg.sharding, cfg.model, run.device)
+        models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, run.device)
         model_cfg = model_settings(cfg)
         base = models.prepare(model_cfg)
         self.data = prepare_data(cfg, base, model_cfg, run, mesh.data)
-        self.model = adapters.prepare_adapters(base, cfg.lora, cfg.sharding.param_dtype)
+        self.model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
         fixed = self.data.fixed_length
         self.sharded = apply_fsdp(self.model, mesh, cfg.sharding, fixed_length=fixed)
         begun = time.perf_counter()

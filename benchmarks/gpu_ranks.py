@@ -108,7 +108,7 @@ def as_one_of_8(place: Place, rank: int, rows: int, sharding: dict[str, Any]) ->
 def build(place: Place, cfg: FinetuneConfig, wire: "Wire") -> tuple[Sharded, Any]:
     """Return the sharded model and the optimizer of this rank, filled from the weights' folder."""
     model = models.prepare(model_settings(cfg))
-    model = adapters.prepare_adapters(model, cfg.lora, cfg.sharding.param_dtype)
+    model = adapters.prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
     mesh = init_mesh(place.device, WORLD, cfg.sharding)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=True)
     one_rank.local_collectives(model, wire)

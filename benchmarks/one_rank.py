@@ -140,19 +140,21 @@ def _modes() -> list[Any]:
     return torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-def differing(orders: list[list[str]]) -> str:
+def differing(orders: list[list[str]] | dict[int, list[str]]) -> str:
     """Return the first exchange at which ranks wait for each other forever, "" if there is none.
 
     An exchange completes when it is the next one of every rank of its group, under the same name
-    and with the same shapes. `orders[rank]` are the exchanges of that rank in order.
+    and with the same shapes. `orders[rank]` are the exchanges of that rank in order. Ranks that a
+    dict does not have were not run, and are taken to do what the others of their groups do.
     """
-    counts = [0] * len(orders)
-    waiting = set(range(len(orders)))
+    orders = dict(enumerate(orders)) if isinstance(orders, list) else orders
+    counts = dict.fromkeys(orders, 0)
+    waiting = set(orders)
     while waiting:
         rank = waiting.pop()
         if counts[rank] == len(orders[rank]):
             continue
-        members = _members(orders[rank][counts[rank]])
+        members = orders.keys() & _members(orders[rank][counts[rank]])
         heads = {
             r: orders[r][counts[r]] if counts[r] < len(orders[r]) else "nothing" for r in members
         }
@@ -161,10 +163,10 @@ def differing(orders: list[list[str]]) -> str:
         for member in members:
             counts[member] += 1
         waiting.update(members)
-    stuck = [rank for rank, order in enumerate(orders) if counts[rank] < len(order)]
+    stuck = [rank for rank, order in orders.items() if counts[rank] < len(order)]
     if not stuck:
         return ""
-    members = _members(orders[stuck[0]][counts[stuck[0]]])
+    members = sorted(orders.keys() & _members(orders[stuck[0]][counts[stuck[0]]]))
     heads = {r: orders[r][counts[r]] if counts[r] < len(orders[r]) else "nothing" for r in members}
     usual, _ = Counter(heads.values()).most_common(1)[0]
     odd = next(rank for rank, head in heads.items() if head != usual)
@@ -173,5 +175,5 @@ def differing(orders: list[list[str]]) -> str:
     return f"rank {odd}, {at}: {heads[odd]}, of rank {other}: {usual}"
 
 
-def _members(exchange: str) -> list[int]:
-    return [int(rank) for rank in exchange.rpartition(_AMONG)[2].split(",")]
+def _members(exchange: str) -> set[int]:
+    return {int(rank) for rank in exchange.rpartition(_AMONG)[2].split(",")}

@@ -309,7 +309,7 @@ def resume() -> str | None:
 def resume_adapters() -> str | None:
     cfg = settings("finetune")
     model = build_on_meta(own_tokenizer(model_settings(cfg)))
-    return _resumed(adapters.prepare_adapters(model, cfg.lora, "float32"), "lora")
+    return _resumed(adapters.prepare_adapters(model, cfg.adapters, "float32"), "lora")
 
 
 def _resumed(model: Any, run: str, data: Any = None) -> str | None:

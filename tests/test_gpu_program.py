@@ -45,6 +45,16 @@ def test_dry_run_of_all_cases(tmp_path):
     assert "Of an older commit" not in owed
 
 
+def test_cases_that_do_not_exist_are_refused(capsys):
+    import gpu
+
+    assert [case.name for case in gpu.chosen_cases(["numbers", "start"])] == ["start", "numbers"]
+    with pytest.raises(SystemExit) as error:
+        gpu.chosen_cases(["numbers", "start,numbers"])
+    assert error.value.code == 2
+    assert "--only start,numbers: no such case" in capsys.readouterr().err
+
+
 def test_without_a_gpu_it_says_what_to_do(tmp_path):
     import torch
 

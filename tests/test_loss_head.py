@@ -151,6 +151,29 @@ def test_a_kernel_that_does_not_compile_or_is_wrong_is_said_and_not_taken(monkey
     loss_kernel._kernel.cache_clear()
 
 
+@pytest.mark.parametrize("error", [0.0, 1e-2])
+def test_a_kernel_that_rounds_otherwise_is_taken(monkeypatch, error):
+    """Sure answers have a loss near 0: the difference of numbers as large as the logits, whose
+    rounding is all that two kernels differ in.
+    """
+    logits, targets = torch.full((4, 1003), 1.0), torch.arange(4)
+    logits[:, :4] += 29.0 * torch.eye(4)
+    monkeypatch.setattr(loss_kernel, "_refused", set())
+
+    def rounding(plain):
+        def kernel(*tensors):
+            logps, grad = plain(*tensors)
+            return logps + 2.0**-19 + error, grad  # the last bit of 30
+
+        return kernel
+
+    monkeypatch.setattr(torch, "compile", rounding)
+    loss_kernel._kernel.cache_clear()
+    loss_kernel.weighted_logps(logits, targets, torch.ones(4, 1), 1.0, None)
+    assert bool(loss_kernel._refused) == bool(error)
+    loss_kernel._kernel.cache_clear()
+
+
 def test_a_plan_knows_what_the_kernel_allocates():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

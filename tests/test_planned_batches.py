@@ -1,5 +1,6 @@
 """The batch that plans are of: as large as the largest that a run reads."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 from test_planning import _save, _wide
 
 from toolkit.config import FinetuneConfig, parse
+from toolkit.config.lora import LoraConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import RunConfig
+from toolkit.data.prepare import has_fixed_length
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sequences import Piece, SampleShape
-from toolkit.planning import measuring
+from toolkit.planning import fake_ranks, measuring
 from toolkit.planning.largest_batch import largest_batch
 from toolkit.planning.measuring import measure
 from toolkit.planning.simulation import simulate
@@ -104,3 +107,41 @@ def test_auto_plans_the_padded_batch_of_a_model_that_cannot_be_packed(tmp_path: 
         for packing in ("auto", "none", "bfd")
     }
     assert peaks["auto"] == peaks["none"] > peaks["bfd"]
+
+
+@pytest.mark.parametrize(("objective", "expected"), [("sigmoid", "layer"), ("kto", "none")])
+def test_a_plan_compiles_what_the_run_compiles(model: Path, objective: str, expected: str) -> None:
+    cfg = config(model, objective, "bfd")
+    assert has_fixed_length("bfd", cfg.learned) == (expected == "layer")
+    with fake_ranks.sharded(cfg, 1, 0, "cuda", compile_by=fake_ranks.TRACED) as (_, sharding):
+        assert sharding.torch_compile == expected
+
+
+def test_a_plan_of_pairs_keeps_no_masks_of_dropout(tmp_path: Path) -> None:
+    rates = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+    def planned(objective: str, rate: float) -> int:
+        folder = tmp_path / str(rate)
+        sizes = _wide("gpt2")
+        for name in rates:
+            setattr(sizes, name, rate)
+        cfg = config(_save(sizes, folder), objective, "bfd" if objective else "none")
+        return simulate(cfg, 1, device_type="cpu").peak.nbytes
+
+    assert planned("sigmoid", 0.1) == planned("sigmoid", 0.0)
+    assert planned("", 0.1) > planned("", 0.0)  # fine-tuning drops
+
+
+def test_a_plan_of_a_stream_counts_the_forward_of_its_reference(model: Path) -> None:
+    def planned(streaming: bool) -> tuple[float, int]:
+        cfg = config(model, "sigmoid", "bfd")
+        data = replace(cfg.data, streaming=streaming)
+        train, lora = replace(cfg.train, max_steps=2), LoraConfig(r=4)
+        cfg = replace(cfg, data=data, train=train, lora=lora)
+        plan = simulate(cfg, 1, device_type="cpu")
+        operations = plan.work["last micro-batch"].operations
+        return sum(n * c for (n, *_), c in operations.items()), plan.peak.nbytes
+
+    (known, peak), (streamed, peak_of_stream) = planned(False), planned(True)
+    assert 1.4 < streamed / known < 1.6  # with a frozen base 6 instead of 4 products
+    assert peak_of_stream == pytest.approx(peak, rel=0.02)

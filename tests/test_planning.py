@@ -90,7 +90,7 @@ def _steps(rank: int, world: int, cfg: RunConfig, steps: int) -> tuple[State, in
     model: Any = build_on_meta(model_settings(cfg))
     vocabulary = model.config.get_text_config().vocab_size
     if isinstance(cfg, FinetuneConfig):
-        model = prepare_adapters(model, cfg.lora, cfg.sharding.param_dtype)
+        model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
     apply_fsdp(model, init_mesh("cpu", world, cfg.sharding), cfg.sharding)
     gradients, profiler = [0], nullcontext()
     if steps > 1:

@@ -23,9 +23,11 @@ from toolkit.config.preference import PreferenceConfig
 from toolkit.config.settings import ShardingConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.models.attention import attend_within_documents
-from toolkit.models.peft_model import disabled_adapters
+from toolkit.models.layers import decoder_layers
+from toolkit.models.peft_model import base_of, disabled_adapters
+from toolkit.sharding.compiled import compile_forward
 from toolkit.training import preference
-from toolkit.training.preference import Objective, base_model_logps
+from toolkit.training.preference import Objective, base_model_logps, sequence_logps
 from toolkit.training.step import Update
 
 DTYPES = ShardingConfig(param_dtype="bfloat16", reduce_dtype="float32")
@@ -173,3 +175,22 @@ def test_a_switch_that_freezes_adapters_would_lose_the_reduction_in_fp32() -> No
     assert run_ranks(with_peft_switch, 2, torch.bfloat16)[0] == {torch.bfloat16}
     with pytest.raises(Exception, match="attempting to assign a gradient"):
         run_ranks(with_peft_switch, 2, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "head"])
+def test_compiled_layers_follow_the_switch_of_the_adapters(kind: str) -> None:
+    """A graph that was made with the adapters off, or on, is not run with them on, or off."""
+    cfg, (model, _) = settings("sigmoid"), models()
+    attend_within_documents(model)
+    batch = batch_of(cfg, "bfd", [0, 1, 2, 3], None)
+    with torch.no_grad():
+        base = sequence_logps(model, batch)[0][:-1]
+        peft = adapted(model, **(KINDS[kind] or {}))
+        policy = sequence_logps(peft, batch)[0][:-1]
+        assert not torch.allclose(base, policy, atol=1e-2)
+        torch._dynamo.reset()
+        for layer in decoder_layers(base_of(peft)).values():
+            compile_forward(layer, backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(base_model_logps(peft, batch), base)
+            torch.testing.assert_close(sequence_logps(peft, batch)[0][:-1], policy)

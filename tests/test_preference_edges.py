@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_reward
@@ -36,7 +37,7 @@ from toolkit.training import loss_kernel, preference
 from toolkit.training.early_stopping import early_stopping
 from toolkit.training.metrics import Metrics, evaluate_metrics
 from toolkit.training.preference import Objective, log_odds, sequence_logps
-from toolkit.training.step import StepStats
+from toolkit.training.step import StepStats, Update
 
 # ---- Values and gradients ------------------------------------------------------------------------
 
@@ -336,6 +337,28 @@ def test_answers_that_were_not_split_have_the_same_loss() -> None:
             torch.testing.assert_close(value, whole.parts[name])
 
 
+def test_a_step_of_kto_counts_the_answers_that_are_trained() -> None:
+    sums = {}
+    for kind in ("kto", "sigmoid"):
+        model, objective, batch = micro_batch(kind, "bfd")
+        sharded = sharded_of(model.train())
+        shapes: list[torch.Size] = []
+        with mock.patch.object(
+            sharded.accumulation, "begin", lambda targets, *_, to=shapes: to.append(targets.shape)
+        ):
+            update = Update(sharded, [batch, batch], [objective.counts(batch)] * 2)
+            for one in update:
+                update.mean(objective(model, one)).backward()
+        stats = update.step(torch.optim.SGD(model.parameters(), 0.1))
+        trained = batch.trained
+        assert shapes == [trained.targets.shape] * 2
+        assert int(stats.tokens) == 2 * int(trained.count)
+        assert stats.terms is not None
+        assert int(stats.terms) == batch.n_sequences  # two micro-batches of half as many
+        sums[kind] = int(batch.count) - int(trained.count)
+    assert sums["kto"] > 0 == sums["sigmoid"]  # compared answers are no part of what is trained
+
+
 def test_pairs_are_no_answers() -> None:
     cfg, (model, _) = settings("kto"), models()
     batch = batch_of(settings("sigmoid"), "none", [0, 1], torch.zeros(6, 2))
@@ -347,15 +370,13 @@ def test_pairs_are_no_answers() -> None:
 def test_a_plan_of_kto_has_compared_answers_apart(tmp_path: Path, device_type: str) -> None:
     save_tiny_model(tmp_path)
     flags = ["--model.name_or_path", str(tmp_path), "--data.sequence_length", "512"]
-    peaks = {
-        kind: simulate(
-            parse(PreferConfig, [*flags, "--preference.loss_type", kind]),
-            2,
-            device_type=device_type,
-        ).peak.nbytes
-        for kind in ("sigmoid", "kto")
-    }
-    assert 0 < peaks["kto"] < peaks["sigmoid"]  # half of the tokens have activations
+
+    def planned(kind: str) -> int:
+        cfg = parse(PreferConfig, [*flags, "--data.packing=none", f"--preference.loss_type={kind}"])
+        return simulate(cfg, 2, device_type=device_type).peak.nbytes
+
+    # Both have two rows for each of the data, of which one alone has activations.
+    assert 0 < planned("kto") < 0.8 * planned("sigmoid")
 
 
 # ---- Settings and metrics ------------------------------------------------------------------------
@@ -506,16 +527,24 @@ def test_a_line_has_means_over_its_logging_window(tmp_path: Path) -> None:
     one, no = torch.tensor(1.0), torch.tensor(False)
     # Sums and numbers of pairs of each step; the third one is skipped.
     steps = [(2.0, 2.0), (9.0, 3.0), (1e9, 1.0), (4.0, 5.0), (6.0, 4.0)]
+    tokens = [7, 100, 5, 10, 3]
     for step, (total, count) in enumerate(steps, 1):
         sums = {
             "margin": (torch.tensor([total]), torch.tensor([count])),
             "reward_rejected": (torch.zeros(1), torch.zeros(1)),  # no row has the label
         }
         skipped = torch.tensor(step == 3)
-        stats = StepStats(one, one, torch.tensor(1), skipped, no, part_sums=sums)
+        stats = StepStats(
+            *(step * one, one, torch.tensor(tokens[step - 1]), skipped, no),
+            part_sums=sums,
+            terms=torch.tensor(count),
+        )
         metrics.step(step, stats, 1e-3)
     metrics.close()
     lines = {line["step"]: line for line in read_metrics(tmp_path)}
     assert lines[1]["margin"] == pytest.approx(2.0 / 2)
     assert lines[4]["margin"] == pytest.approx((9.0 + 4.0) / (3 + 5))
+    # The mean loss is one over pairs too; tokens are counted by themselves.
+    assert lines[4]["mean_loss"] == pytest.approx((2 * 3 + 4 * 5) / (3 + 5))
+    assert lines[4]["tokens"] == 7 + 100 + 5 + 10
     assert not any("reward_rejected" in line for line in lines.values())

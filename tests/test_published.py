@@ -107,6 +107,8 @@ def test_flops_of_dense_models_leave_out_only_the_embedding() -> None:
         looked_up = 0 if tied else config["vocab_size"] * config["hidden_size"]
         weights = PUBLISHED[name].parameters - looked_up
         assert training_flops(model_of(name), LENGTH) == flops(weights, layers, heads)
+        forward = training_flops(model_of(name), LENGTH, forward_only=True)
+        assert 3 * forward == pytest.approx(flops(weights, layers, heads), rel=1e-12)
 
 
 def test_flops_count_the_wider_heads_of_some_layers() -> None:

@@ -123,9 +123,8 @@ def _check_rows(cfg: RunConfig, model: PreTrainedModel, model_cfg: Any) -> str:
         return ""
     encoder = encoder_for(cfg, model_cfg, model)
     uses: tuple[What, ...] = ("train", "eval")
-    load = partial(
-        *(load_sources, cfg.data), learned=cfg.learned, has_template=encoder.has_chat_template
-    )
+    has_template = encoder.has_chat_template
+    load = partial(load_sources, cfg.data, learned=cfg.learned, has_template=has_template)
     sources = [source for use in uses for source in load(what=use, streaming=True)]
     looks = []
     deadline = time.monotonic() + _SECONDS

@@ -12,6 +12,7 @@ from toolkit import ranks
 from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.config.settings import (
     FinetuneConfig,
+    Learned,
     ModelConfig,
     RunConfig,
     model_settings,
@@ -240,6 +241,15 @@ def choose_packing(
     return Choice("none", verdict.why)
 
 
+def has_fixed_length(packing: str, learned: Learned) -> bool:
+    """Return whether all micro-batches of a run have one width, by which layers are compiled once.
+
+    Rows that are not packed are as wide as the longest of them. Answers with a label are trained
+    apart from the answers that they are compared with, in rows as wide as the fullest of them.
+    """
+    return packing != "none" and learned != "answers"
+
+
 def check_data(data: "TrainingData", own_metrics: Sequence[str] = ()) -> None:
     """Refuse data that cannot be trained on as the settings ask; see `prepare_data`. Collective."""
     ranks.on_all(lambda: data.feed.check_enough(data.run.world_size))
@@ -318,8 +328,7 @@ class TrainingData:
     @property
     def fixed_length(self) -> bool:
         """Whether every sample has as many tokens, padding counted."""
-        # Packed answers with labels are cut down to their tokens, apart from those compared with.
-        return self.feed.shape.packing != "none" and self.cfg.learned != "answers"
+        return has_fixed_length(self.feed.shape.packing, self.cfg.learned)
 
     @property
     def accumulation(self) -> int:

@@ -48,7 +48,7 @@ def disable_dropout(model: nn.Module) -> None:
         ModelError: a module computes something else in training than in eval mode, or in each
             forward, whatever its settings are; the error names it.
     """
-    _disable_modules(model)
+    disable_dropout_modules(model)
     base = base_of(model)
     if not isinstance(base, PreTrainedModel):
         return
@@ -87,7 +87,7 @@ def noise_settings(
                 problem = f"it would have {size / 1e6:.0f} M parameters"
                 continue
             copy = drawn_copy(model_class, small, torch.device("cpu"))
-            _disable_modules(copy)
+            disable_dropout_modules(copy)
             trial = _Trial(copy)
         except Exception as error:  # the code of any model
             problem = one_line(error, 200)
@@ -103,8 +103,11 @@ def _use_plain_attention(config: PreTrainedConfig, model_class: Any) -> None:
         config._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
 
 
-def _disable_modules(model: nn.Module) -> None:
-    """Set the rates of dropout modules, and attributes of modules named dropout, to 0."""
+def disable_dropout_modules(model: nn.Module) -> None:
+    """Set the rates of dropout modules, and attributes of modules named dropout, to 0.
+
+    Not collective. `disable_dropout` also finds what else adds noise.
+    """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -304,8 +307,8 @@ class _Extreme(TorchDispatchMode):
         if name in ("rand", "rand_like"):
             return result.fill_(self._end * below_1)
         if name == "uniform_":
-            bounds: list[float] = [*args[1:3], *[0.0, 1.0][len(args) - 1 :]]
-            low, high = bounds
+            low = args[1] if len(args) > 1 else 0.0
+            high = args[2] if len(args) > 2 else 1.0
             return result.fill_(low + (high - low) * self._end * below_1)
         if name in ("bernoulli_", "bernoulli"):
             return result.fill_(self._end)

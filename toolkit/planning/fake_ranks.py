@@ -16,12 +16,13 @@ from torch import nn
 
 from toolkit.adapters import prepare_adapters
 from toolkit.config.settings import RunConfig, ShardingConfig, TorchCompile, model_settings
-from toolkit.data.prepare import choose_packing
+from toolkit.data.prepare import choose_packing, has_fixed_length
 from toolkit.data.samples.sequences import Packing
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import torch_private
 from toolkit.mesh import init_mesh, mesh_shape
 from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.dropout import disable_dropout_modules
 from toolkit.models.peft_model import base_of
 from toolkit.sharding.accumulation import reduces_each
 from toolkit.sharding.fsdp import (
@@ -88,6 +89,8 @@ def sharded(
     with fake_world(world_size, rank):
         model = build_on_meta(model_settings(cfg)) if model is None else model
         model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
+        if cfg.learned in ("pairs", "answers"):  # their recipe switches dropout off
+            disable_dropout_modules(model)
         sharding = _decided(model, cfg.sharding, world_size, device_type, memory)
         sharding = replace(sharding, torch_compile=torch_compile)
         if compile_by is not None and _compiles(model, cfg, sharding, device_type):
@@ -137,4 +140,5 @@ def _compiles(model: Any, cfg: RunConfig, sharding: ShardingConfig, device_type:
     sharding = replace(sharding, torch_compile=asked)
     own_kernels = cfg.model.kernels != "none"
     plan = plan_units(model, sharding)
-    return compiles_layers(plan, sharding, device_type, packing != "none", own_kernels)[0]
+    fixed_length = has_fixed_length(packing, cfg.learned)
+    return compiles_layers(plan, sharding, device_type, fixed_length, own_kernels)[0]

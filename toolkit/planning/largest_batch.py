@@ -50,7 +50,8 @@ def _pairs(cfg: PreferConfig, packing: Packing, rows: int, length: int) -> Batch
     is_equal = packing != "none" and cfg.preference.paired
     second = -(-length // 2) if is_equal else max(1, length - _SHORT)
     sample = shape.sample([_piece(length, second)])
-    sample["reference"] = torch.zeros(2)
+    if not cfg.data.streaming:  # whose reference is a forward of each micro-batch
+        sample["reference"] = torch.zeros(2)
     sample["margin"] = torch.zeros(1)
     sample["desirable"] = torch.zeros(0 if cfg.preference.paired else 1, dtype=torch.bool)
     return _without_positions(shape.batch([dict(sample) for _ in range(rows)]))
@@ -59,7 +60,10 @@ def _pairs(cfg: PreferConfig, packing: Packing, rows: int, length: int) -> Batch
 def _without_positions(batch: Batch) -> Batch:
     """Return a batch whose documents are told apart by their borders, which take no memory."""
     inputs = {name: x for name, x in batch.inputs.items() if name != "position_ids"}
-    halves = batch.halves and tuple(map(_without_positions, batch.halves))
+    halves = None
+    if batch.halves is not None:
+        first, second = batch.halves
+        halves = _without_positions(first), _without_positions(second)
     return replace(batch, inputs=inputs, halves=halves)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -46,9 +47,11 @@ def fitting_names(lora: LoraConfig, model: PreTrainedModel) -> LoraConfig:
             continue
         kept = []
         for name in listed:
-            alone = replace(LoraConfig(r=1, target_modules="all-linear"), **{setting: [name]})
+            one_name: dict[str, Any] = {setting: [name]}
+            alone = replace(LoraConfig(r=1, target_modules="all-linear"), **one_name)
             with contextlib.suppress(ModelError):  # it names nothing in the small model
                 check_named(model, alone)
                 kept.append(name)
-        lora = replace(lora, **{setting: kept or listed})
+        fitting: dict[str, Any] = {setting: kept or listed}
+        lora = replace(lora, **fitting)
     return lora

@@ -8,6 +8,7 @@ that a plan, on tensors without bytes, knows what it allocates.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +125,8 @@ def _kernel(function: Callable[..., Any], rule: tuple, device: torch.device) -> 
             if isinstance(expected, torch.Tensor):
                 expected, actual = (expected,), (actual,)
             pairs = zip(expected, actual, strict=True)
-            why = "" if all(_close(a, b) for a, b in pairs) else "it gives other values"
+            size = _largest_logit(few[0], rule)
+            why = "" if all(_close(a, b, size) for a, b in pairs) else "it gives other values"
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # no compiler, no Triton, a fault of theirs
@@ -139,11 +141,22 @@ def _kernel(function: Callable[..., Any], rule: tuple, device: torch.device) -> 
     return first
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether they agree but for rounding in their dtype."""
+def _largest_logit(logits: torch.Tensor, rule: tuple) -> float:
+    """Return the largest absolute value of logits as the model maps them."""
+    size, cap = abs(rule[0]) * float(logits.abs().max()), rule[1]
+    return size if cap is None else min(size, cap)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, size: float) -> bool:
+    """Return whether two results agree but for rounding in their dtype.
+
+    Args:
+        a: one number a row or in all, a difference of numbers as large as `size`, whose rounding it
+            has; or a gradient, which is of the same size as its terms.
+    """
     within = 8 * torch.finfo(a.dtype).eps
-    a, b = a.float(), b.float()
-    return bool((a - b).norm() <= within * a.norm())
+    scale = a.float().norm() + (size * math.sqrt(a.numel()) if a.ndim < 2 else 0.0)
+    return bool((a.float() - b.float()).norm() <= within * scale)
 
 
 def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) -> _Found:

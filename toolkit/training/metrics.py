@@ -96,7 +96,7 @@ class Metrics:
         self._file, self._main = self.run_dir / METRICS, ranks.rank() == 0
         # Of steps whose tensors are not read yet; of those that are, since the last line.
         self._pending = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
-        self._tokens, self._loss, self._loss_tokens = self.tokens_before, 0.0, 0.0
+        self._tokens, self._loss, self._loss_terms = self.tokens_before, 0.0, 0.0
         # Metric -> sums and counts of the steps since the last line, on the device.
         self._parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._began = self._since = time.perf_counter()
@@ -119,7 +119,8 @@ class Metrics:
 
     def step(self, step: int, stats: Any, learning_rate: float, **more: float) -> None:
         """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""
-        counted = torch.where(stats.skipped, 0, stats.tokens)
+        terms = stats.tokens if stats.terms is None else stats.terms
+        counted = torch.where(stats.skipped, 0, terms)
         self._pending.append((stats.loss.masked_fill(stats.skipped, 0), counted, stats.tokens))
         for name, pair in stats.part_sums.items():
             sums, counts = (x.double().masked_fill(stats.skipped, 0) for x in pair)
@@ -199,7 +200,7 @@ class Metrics:
                 torch.stack(values).double() for values in zip(*self._pending, strict=True)
             )
             self._loss += float(loss @ counted)
-            self._loss_tokens += float(counted.sum())
+            self._loss_terms += float(counted.sum())
             self._tokens += int(tokens.sum())
             self._pending.clear()
         return self._tokens
@@ -254,9 +255,9 @@ class Metrics:
             "time": time.time(),
         }
         # Of the steps since the last line that were not skipped; the tokens above brought it here.
-        if self._loss_tokens:
-            line["mean_loss"] = self._loss / self._loss_tokens
-        self._loss = self._loss_tokens = 0.0
+        if self._loss_terms:
+            line["mean_loss"] = self._loss / self._loss_terms
+        self._loss = self._loss_terms = 0.0
         if self.epochs_per_step is not None:
             line["epoch"] = step * self.epochs_per_step
         on_gpu = self.device.type == "cuda"
@@ -355,7 +356,9 @@ def start_metrics(
         run.say(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
     else:
         _record_start(cfg, run, folder, state.step, data, opening, supervision)
-    reading = data.position
+    reading, flops = data.position, training_flops(model, cfg.data.sequence_length)
+    if cfg.learned == "answers":  # about half of the tokens are of answers to compare with
+        flops = (flops + training_flops(model, cfg.data.sequence_length, forward_only=True)) / 2
     metrics = Metrics(
         folder,
         device=run.device,
@@ -363,7 +366,7 @@ def start_metrics(
         max_steps=data.max_steps,
         tokens_before=state.tokens,
         tokens_per_step=data.tokens_per_step,
-        flops_per_token=training_flops(model, cfg.data.sequence_length),
+        flops_per_token=flops,
         logging_steps=cfg.train.logging_steps,
         epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
         trackers=_trackers(cfg, run, folder, data, state, {"dtypes": dtypes, "parameters": total}),
@@ -535,12 +538,12 @@ def evaluate_metrics(
     )
 
 
-def training_flops(model: nn.Module, sequence_length: int) -> float:
+def training_flops(model: nn.Module, sequence_length: int, *, forward_only: bool = False) -> float:
     """Return the FLOPs of one token of forward and backward, for the MFU: 6 N + 12 L H T, for N
     parameters, L layers whose heads are H wide together and sequences of T tokens, after PaLM
     (Chowdhery et al. 2022, appendix B). Of routed experts N counts those that a token is sent to.
     An untied embedding is only looked up, towers for images idle, a frozen parameter costs two
-    less; recomputation is no work.
+    less; recomputation is no work. `forward_only`: 2 N + 4 L H T.
     """
     base = base_of(model)
     head = base.get_output_embeddings()
@@ -552,13 +555,14 @@ def training_flops(model: nn.Module, sequence_length: int) -> float:
     for name, p in model.named_parameters():
         values = packed[name].elements if name in packed else p.numel()
         if id(p) not in idle:
-            weights += values * shares.get(name, 1.0) * (6 if p.requires_grad else 4)
+            products = 2 if forward_only else 6 if p.requires_grad else 4
+            weights += values * shares.get(name, 1.0) * products
     config = base.config.get_text_config()
     if config.is_heterogeneous:  # Gemma 4: heads of full attention are wider
         widths = sum(_width(layer) for layer in config.per_layer_config)
     else:
         widths = len(decoder_layers(base)) * _width(config)
-    return weights + 12.0 * widths * sequence_length
+    return weights + (4.0 if forward_only else 12.0) * widths * sequence_length
 
 
 def _width(config: Any) -> int:

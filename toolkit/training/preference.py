@@ -80,7 +80,9 @@ def sequence_logps(
     return sums, _counts(batch)
 
 
-def base_model_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
+def base_model_logps(
+    model: nn.Module, batch: Batch, *, device_type: str | None = None
+) -> torch.Tensor:
     """Compute the log-probability of each sequence with the adapters switched off, [n_sequences].
 
     Costs a forward. Raises TrainingError for a model without adapters.
@@ -88,7 +90,7 @@ def base_model_logps(model: nn.Module, batch: Batch) -> torch.Tensor:
     if not has_adapters(model):
         raise TrainingError("expected reference values in a batch, or a model with adapters")
     with torch.no_grad(), disabled_adapters(model):
-        return sequence_logps(model, batch)[0][:-1]
+        return sequence_logps(model, batch, device_type=device_type)[0][:-1]
 
 
 def _owners(batch: Batch) -> torch.Tensor:
@@ -136,7 +138,7 @@ class Objective:
             return self._reward_loss(model, batch)
         reference = batch.reference
         if self.cfg.needs_reference and reference is None:
-            reference = base_model_logps(model, batch)
+            reference = base_model_logps(model, batch, device_type=self.device_type)
         if not self.cfg.paired:
             assert reference is not None
             return self._kto_loss(model, batch, reference.view(-1, 2))

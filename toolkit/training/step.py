@@ -39,7 +39,7 @@ class StepStats:
 
     loss: torch.Tensor  # mean over the global batch (its supervised tokens), before the step
     grad_norm: torch.Tensor  # global gradient norm before clipping
-    tokens: torch.Tensor  # supervised tokens of the global batch
+    tokens: torch.Tensor  # supervised tokens of the global batch, whose forward has a gradient
     skipped: torch.Tensor  # bool: loss or gradient is not finite, or a spike: nothing was changed
     bad_here: torch.Tensor  # bool: this rank's part of the loss is NaN or infinite
     spike: torch.Tensor | None = None  # bool: skipped for being far above the last; None: not asked
@@ -49,6 +49,8 @@ class StepStats:
     part_sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Metric -> the sums and the counts of which `parts` has the mean, over the global batch, each
     1-d; steps of a logging window are added up by them."""
+    terms: torch.Tensor | None = None
+    """Number of terms of the mean in `loss`, such as pairs of answers; None: `tokens`."""
 
 
 class Update:
@@ -85,7 +87,7 @@ class Update:
                 f"update, got {len(counts)}"
             )
         self._sharded, self._batches, self._ranks = sharded, micro_batches, sharded.mesh.loss
-        tokens = torch.stack([batch.count for batch in micro_batches]).sum().double()
+        tokens = torch.stack([batch.trained.count for batch in micro_batches]).sum().double()
         count = tokens if counts is None else torch.stack([*counts]).sum(0).double()
         self._router, routed = router, tokens
         if router is not None:
@@ -95,6 +97,7 @@ class Update:
         # In one exchange; a double holds any number of tokens exactly.
         tokens, routed, *of_means = self._ranks.sum(torch.stack([tokens, routed, *count.flatten()]))
         self._tokens, count = tokens.long(), torch.stack(of_means).view_as(count)
+        self._terms = count.flatten()[0]
         if router is not None:
             router.begin(routed)
         # FSDP averages over the ranks what is to be added up.
@@ -108,7 +111,7 @@ class Update:
         """Give the micro-batches, the units of the model set for each of them."""
         for i, batch in enumerate(self._batches):
             watchdog.progress()
-            self._sharded.accumulation.begin(batch.targets, i, len(self._batches))
+            self._sharded.accumulation.begin(batch.trained.targets, i, len(self._batches))
             with self._phase:
                 self._phase.enter_context(record_function(FORWARD))
                 if self._router is not None:
@@ -166,7 +169,8 @@ class Update:
             balance = None if self._router is None else self._router.step(fine)
         self._sharded.accumulation.end(device, len(self._batches))
         return StepStats(
-            mean, grad_norm, self._tokens, ~fine, bad_here, spike, parts, balance, part_sums
+            *(mean, grad_norm, self._tokens, ~fine, bad_here, spike, parts, balance, part_sums),
+            terms=self._terms,
         )
 
 
