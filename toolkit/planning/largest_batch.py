@@ -44,17 +44,24 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
 def _pairs(cfg: PreferConfig, packing: Packing, rows: int, length: int) -> Batch:
     """Return a pair a row: equal sides if pairs are packed, otherwise one side as long as can be.
 
-    Of answers with a label only the row's own answer is trained, so it is the long side.
+    Of answers with a label only the row's own answer is trained, so it is the long side; the answer
+    that it is compared with is long in the last of several rows, since each has a batch of its own.
     """
     shape = SampleShape(packing, length, _PAD, pairs=True, prompts=cfg.learns_prompts)
     is_equal = packing != "none" and cfg.preference.paired
     second = -(-length // 2) if is_equal else max(1, length - _SHORT)
-    sample = shape.sample([_piece(length, second)])
-    if not cfg.data.streaming:  # whose reference is a forward of each micro-batch
-        sample["reference"] = torch.zeros(2)
-    sample["margin"] = torch.zeros(1)
-    sample["desirable"] = torch.zeros(0 if cfg.preference.paired else 1, dtype=torch.bool)
-    return _without_positions(shape.batch([dict(sample) for _ in range(rows)]))
+    seconds = [second] * rows
+    if not cfg.preference.paired and rows > 1:
+        seconds[-1] = _SHORT
+    samples = []
+    for second in seconds:
+        sample = shape.sample([_piece(length, second)])
+        if not cfg.data.streaming:  # whose reference is a forward of each micro-batch
+            sample["reference"] = torch.zeros(2)
+        sample["margin"] = torch.zeros(1)
+        sample["desirable"] = torch.zeros(0 if cfg.preference.paired else 1, dtype=torch.bool)
+        samples.append(sample)
+    return _without_positions(shape.batch(samples))
 
 
 def _without_positions(batch: Batch) -> Batch:
