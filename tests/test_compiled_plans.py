@@ -162,7 +162,8 @@ def test_a_plan_says_whether_it_is_of_compiled_layers(tmp_path: Path, capsys: An
         assert max(map(len, said.splitlines())) <= 80
         assert main([*argv, "--json"]) == 0
         needs[name] = json.loads(capsys.readouterr().out)["memory"]
-    assert needs["compiled"] < needs["off"] == needs["lengths"]
+    assert needs["compiled"] < needs["off"]
+    assert needs["off"] <= needs["lengths"] < 1.01 * needs["off"]  # padded rows have a mask
 
 
 def test_nccl_has_its_room_where_there_are_ranks() -> None:

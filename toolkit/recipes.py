@@ -321,11 +321,19 @@ def find_kind(name: str) -> Kind:
         return shipped
     if shipped is not None and script.read_bytes() == (root() / script).read_bytes():
         return shipped
-    return kind_of(_settings_class(script))
+    settings = _settings_class(script)
+    if settings is None and shipped is not None:
+        return shipped
+    if settings is None:
+        raise ConfigError(
+            f"expected {script} to end with `training.main(RECIPE, SETTINGS, demo=FILE)`, SETTINGS "
+            "being a class of toolkit.config or one that extends it"
+        )
+    return kind_of(settings)
 
 
-def _settings_class(script: Path) -> type[RunConfig]:
-    """Return the class of settings that a recipe gives to `training.main`.
+def _settings_class(script: Path) -> type[RunConfig] | None:
+    """Return the class of settings that a recipe gives to `training.main`; None if it gives none.
 
     A script with a class of its own, or of another module, is imported; one with a class of
     `toolkit.config` is only parsed.
@@ -339,12 +347,8 @@ def _settings_class(script: Path) -> type[RunConfig]:
         settings = getattr(config, name, None)
     else:
         settings = getattr(_import_script(script), name, None) if name else None
-    if not (isinstance(settings, type) and issubclass(settings, RunConfig)):
-        raise ConfigError(
-            f"expected {script} to end with `training.main(RECIPE, SETTINGS, demo=FILE)`, SETTINGS "
-            "being a class of toolkit.config or one that extends it"
-        )
-    return settings
+    is_config = isinstance(settings, type) and issubclass(settings, RunConfig)
+    return settings if is_config else None
 
 
 def _import_script(script: Path) -> ModuleType:

@@ -174,7 +174,7 @@ def prepare_adapters(
     model: PreTrainedModel, cfg: LoraConfig | None, param_dtype: str
 ) -> "PreTrainedModel | PeftModel":
     """Put on `model` what `cfg` asks for: 4-bit weights and adapters, or nothing. Collective."""
-    if cfg is None:
+    if cfg is None or not (cfg.r or cfg.from_):
         return model
     if cfg.load_in_4bit:
         quantise_on_meta(model, cfg, param_dtype)
