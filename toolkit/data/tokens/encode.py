@@ -572,6 +572,7 @@ def encoding_digest(source: DataSource, encoder: Encoder) -> str:
         _VERSION,
         source.layout,
         source.names,
+        source.files,  # counts name the places of rows
         b"" if tokenizer is None else content_of(tokenizer),
         {} if tokenizer is None else tokenizer.special_tokens_map,
         sorted(templates.items()),
