@@ -442,7 +442,9 @@ def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
     """
     templates = _may_use_template(source, encoder.tokenizer, encoder.cfg)
     by = (transformers.__version__, TODAY, _MASKS) if templates else ""
-    key = tables.digest_of(source.rows._fingerprint, encoding_digest(source, encoder), by)
+    # The cached counts name the places of rows, so the key holds the paths of the files, too.
+    settings = encoding_digest(source, encoder)
+    key = tables.digest_of(source.rows._fingerprint, source.files, settings, by)
     name = f"encoded-{key}"
     counted = tables.cache_folder() / f"{name}.json"
     if not counted.is_file():  # it is written before the tokens get their name
@@ -572,7 +574,6 @@ def encoding_digest(source: DataSource, encoder: Encoder) -> str:
         _VERSION,
         source.layout,
         source.names,
-        source.files,  # counts name the places of rows
         b"" if tokenizer is None else content_of(tokenizer),
         {} if tokenizer is None else tokenizer.special_tokens_map,
         sorted(templates.items()),
