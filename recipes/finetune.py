@@ -52,7 +52,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     # ---- The loop --------------------------------------------------------------------------------
     loss_of = partial(training.causal_lm_loss, label_smoothing=cfg.train.label_smoothing_factor)
     model.train()
-    run.say(stopping.line(state.step))
+    run.log(stopping.line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
         update = training.Update(sharded, micro_batches, router=metrics.router)  # of all ranks
         for batch in update:
@@ -70,21 +70,21 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
                 evaluated = training.evaluate_metrics(sharded, data.evals)
                 training.answer_prompts(model, data.tokenizer, cfg.train, folder.samples, step)
             last = stopping.update(evaluated) or last
-            run.say(stopping.line(step))
+            run.log(stopping.line(step))
         metrics.step(step, stats, learning_rate, **evaluated)
         if step == metrics.first_step + 5:  # not at the first, whose learning rate may be zero
-            run.say(*adapters.idle_adapter_lines(model))
+            run.log(*adapters.idle_adapter_lines(model))
         if last or training.due(step, cfg.checkpoint.save_steps):
             metrics.check_finite(step)
             state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
             with metrics.pause():
                 path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
-                run.say(checkpoint.saved_line(path))
-                run.say(*data.reading_lines(), export.prove_adapter(state, path))
+                run.log(checkpoint.saved_line(path))
+                run.log(*data.reading_lines(), export.prove_adapter(state, path))
         if training.due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
             with metrics.pause():
-                run.say(export.export_step(model, folder.path, step, may_fail=not last))
+                run.log(export.export_step(model, folder.path, step, may_fail=not last))
         if last:
             break
 
@@ -92,9 +92,9 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     checkpoint.wait()
     training.leave_loop(state.step)
     if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):
-        run.say(export.export_step(model, folder.path, state.step))
-    run.say(metrics.close(), *folder.next_lines(state.step, adapted=cfg.adapters is not None))
-    hub.publish(folder.path, cfg.hub, run.say)
+        run.log(export.export_step(model, folder.path, state.step))
+    run.log(metrics.close(), *folder.next_lines(state.step, adapted=cfg.adapters is not None))
+    hub.publish(folder.path, cfg.hub, run.log)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     restored = saved is not None and reference.is_complete
     assembly.load_weights(sharded, cfg, run, empty=restored)  # and those of `lora.from`
     training.seed_everything(cfg.seed, run.rank)
-    run.say(reference.complete(sharded))  # the model is the one that training starts from
+    run.log(reference.complete(sharded))  # the model is the one that training starts from
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
     state = TrainState(model, optimizer, scheduler, data.position, files=reference.files)
@@ -55,7 +55,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     # ---- The loop --------------------------------------------------------------------------------
     objective = preference.Objective(cfg.preference, mesh.loss)
     model.train()
-    run.say(stopping.line(state.step))
+    run.log(stopping.line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
         counts = [objective.counts(batch) for batch in micro_batches]
         update = training.Update(sharded, micro_batches, counts, metrics.router)  # of all ranks
@@ -76,21 +76,21 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
                 )
                 training.answer_prompts(model, data.tokenizer, cfg.train, folder.samples, step)
             last = stopping.update(evaluated) or last
-            run.say(stopping.line(step))
+            run.log(stopping.line(step))
         metrics.step(step, stats, learning_rate, **evaluated)
         if step == metrics.first_step + 5:  # not at the first, whose learning rate may be zero
-            run.say(*adapters.idle_adapter_lines(model))
+            run.log(*adapters.idle_adapter_lines(model))
         if last or training.due(step, cfg.checkpoint.save_steps):
             metrics.check_finite(step)
             state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
             with metrics.pause():
                 path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
-                run.say(checkpoint.saved_line(path))
-                run.say(*data.reading_lines(), export.prove_adapter(state, path))
+                run.log(checkpoint.saved_line(path))
+                run.log(*data.reading_lines(), export.prove_adapter(state, path))
         if training.due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
             with metrics.pause():
-                run.say(export.export_step(model, folder.path, step, may_fail=not last))
+                run.log(export.export_step(model, folder.path, step, may_fail=not last))
         if last:
             break
 
@@ -98,9 +98,9 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     checkpoint.wait()
     training.leave_loop(state.step)
     if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):
-        run.say(export.export_step(model, folder.path, state.step))
-    run.say(metrics.close(), *folder.next_lines(state.step, adapted=cfg.adapters is not None))
-    hub.publish(folder.path, cfg.hub, run.say)
+        run.log(export.export_step(model, folder.path, state.step))
+    run.log(metrics.close(), *folder.next_lines(state.step, adapted=cfg.adapters is not None))
+    hub.publish(folder.path, cfg.hub, run.log)
 
 
 if __name__ == "__main__":

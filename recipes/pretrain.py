@@ -68,12 +68,12 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
             state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
             with metrics.pause():
                 path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
-            run.say(checkpoint.saved_line(path))
-            run.say(*data.reading_lines())
+            run.log(checkpoint.saved_line(path))
+            run.log(*data.reading_lines())
         if training.due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
             with metrics.pause():
-                run.say(export.export_step(model, folder.path, step, may_fail=not last))
+                run.log(export.export_step(model, folder.path, step, may_fail=not last))
         if last:
             break
 
@@ -81,9 +81,9 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     checkpoint.wait()
     training.leave_loop(state.step)
     if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):
-        run.say(export.export_step(model, folder.path, state.step))
-    run.say(metrics.close(), *folder.next_lines(state.step))
-    hub.publish(folder.path, cfg.hub, run.say)
+        run.log(export.export_step(model, folder.path, state.step))
+    run.log(metrics.close(), *folder.next_lines(state.step))
+    hub.publish(folder.path, cfg.hub, run.log)
 
 
 if __name__ == "__main__":

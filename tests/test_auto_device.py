@@ -78,7 +78,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def test_auto_ends_well_on_a_device_without_an_index(driver: Driver, tmp_path: Path) -> None:
     cfg = _auto(_save(_wide("llama", layers=1), tmp_path), AUTO_RECOMPUTED, *AUTO_BATCH)
     said: list[str] = []
-    run: Any = SimpleNamespace(world_size=1, rank=0, device=torch.device("cuda"), say=said.append)
+    run: Any = SimpleNamespace(world_size=1, rank=0, device=torch.device("cuda"), log=said.append)
     memory = preflight.memory_for(cfg.sharding, run.device)
     found = choose_candidate(cfg, run, KNOWN["h100"], memory)
     assert found.sharding.activation_checkpointing == "none"

@@ -81,7 +81,7 @@ def test_auto_saves_behind_the_loop_where_copies_fit_host_memory(
     part = SimpleNamespace(device=torch.device(kind), nbytes=10_000)
     monkeypatch.setattr(saving, "local_tensor", lambda tensor: part)
     monkeypatch.setattr(saving.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
-    monkeypatch.setattr(saving.ranks, "ranks_here", lambda: here)
+    monkeypatch.setattr(saving.ranks, "local_world_size", lambda: here)
     auto, tensors = CheckpointConfig(), {"a": torch.zeros(1), "b": torch.zeros(1)}
     assert auto.async_save == "auto"
     assert [saving._goes_behind(state, tensors, auto) for _ in range(2)] == [expected] * 2

@@ -127,7 +127,7 @@ def two_gpus(monkeypatch) -> Any:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "set_device_index", made.set_device)
     monkeypatch.setattr(dist, "init_process_group", made.group)
-    monkeypatch.setattr(ranks, "nodes", lambda: [0, 0])
+    monkeypatch.setattr(ranks, "node_indices", lambda: [0, 0])
     monkeypatch.setattr(torch, "ones", lambda *_, device: made.ones(device) and torch.tensor([1.0]))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(2))
     for name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"):

@@ -69,7 +69,7 @@ def test_auto_saves_behind_the_loop_where_copies_fit_the_container(
     host = SimpleNamespace(available=10**12)
     monkeypatch.setattr(saving, "local_tensor", lambda tensor: part)
     monkeypatch.setattr(saving.psutil, "virtual_memory", lambda: host)
-    monkeypatch.setattr(saving.ranks, "ranks_here", lambda: 1)
+    monkeypatch.setattr(saving.ranks, "local_world_size", lambda: 1)
     monkeypatch.setattr(saving, "container_memory", lambda: ContainerMemory(10**6, free))
     state = checkpoint.TrainState(nn.Linear(1, 1))
     tensors = {"a": torch.zeros(1), "b": torch.zeros(1)}

@@ -364,7 +364,9 @@ def encode_on(rank: int, world: int, folder: str, cache: str) -> list:
         except DataError as error:
             made.append(str(error).removesuffix(" (on rank 0)"))
     # What all are about to say one of them says, what one alone has to say it says itself.
-    said = ranks.gather((ranks.first_to_report("the same"), ranks.first_to_report(f"of {rank}")))
+    said = ranks.gather(
+        (ranks.is_first_to_report("the same"), ranks.is_first_to_report(f"of {rank}"))
+    )
     return [*made, said]
 
 

@@ -229,7 +229,7 @@ def test_a_mapping_that_nothing_uses_is_refused(tmp_path, row, columns, learned)
 
 def test_a_name_that_no_first_row_has_is_reported(tmp_path, monkeypatch):
     lines = []
-    monkeypatch.setattr("toolkit.ranks.say", lines.append)
+    monkeypatch.setattr("toolkit.ranks.log_once", lines.append)
     source_of(tmp_path, [{"messages": ASKED}], columns={"bard": "assistant", "mood": None})
     assert [line.partition("has ")[2] for line in lines] == [
         "'mood' (data.columns)",

@@ -429,7 +429,7 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
     datasets.disable_caching()
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(ranks, "cores", lambda: {0, 1, 2})
+            patched.setattr(ranks, "available_cores", lambda: {0, 1, 2})
             patched.setattr(encode_module, "_ROWS_OF_A_PROCESS", 1)
             three = encode(source, Encoder(tokenizer, cfg, 300))
     finally:
@@ -464,7 +464,7 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
 
 def in_two(monkeypatch) -> None:
     """Have conversations encoded in two processes, also where there are few."""
-    monkeypatch.setattr(ranks, "cores", lambda: {0, 1})
+    monkeypatch.setattr(ranks, "available_cores", lambda: {0, 1})
     monkeypatch.setattr(encode_module, "_ROWS_OF_A_PROCESS", 1)
 
 

@@ -109,7 +109,7 @@ def test_batches_and_processes_do_not_change_partners(
     expected = sides(tokenizer, encoded(tmp_path, tokenizer, rows))
     monkeypatch.setattr(encode_module, "_ROWS_OF_A_PROCESS", 9)
     monkeypatch.setattr(encode_module, "_CHAT_ROWS", 5)
-    monkeypatch.setattr(encode_module.ranks, "cores", lambda: {0, 1, 2})
+    monkeypatch.setattr(encode_module.ranks, "available_cores", lambda: {0, 1, 2})
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "another"))
     assert sides(tokenizer, encoded(tmp_path, tokenizer, rows)) == expected
 

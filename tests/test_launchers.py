@@ -218,7 +218,7 @@ def test_torchruns_own_choice_is_told_from_the_users() -> None:
 
 
 def test_the_share_of_processors(monkeypatch) -> None:
-    monkeypatch.setattr(ranks, "cores", lambda: set(range(128)))
+    monkeypatch.setattr(ranks, "available_cores", lambda: set(range(128)))
     quota = mock.patch.object(Path, "read_text", autospec=True)
     with quota as read:
         read.return_value = "max 100000\n"
@@ -238,7 +238,7 @@ def threads_and_workers(rank: int, world: int, set_by_user: bool) -> list[Any]:
     if set_by_user:
         os.environ.update({name: "7", "OMP_NUM_THREADS": "1"})
     torch._inductor.config.compile_threads = 32
-    ranks.cores = lambda: set(range(64))
+    ranks.available_cores = lambda: set(range(64))
     device.limit_compilers(8)
     line = device.use_threads(8)
     return [os.environ[name], torch._inductor.config.compile_threads, torch.get_num_threads(), line]

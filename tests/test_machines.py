@@ -21,9 +21,9 @@ def chosen(
 ) -> tuple[tuple[int, int], str]:
     said: list[str] = []
     run: Any = SimpleNamespace(
-        world_size=len(machines), rank=0, device=torch.device(device), say=said.append
+        world_size=len(machines), rank=0, device=torch.device(device), log=said.append
     )
-    monkeypatch.setattr(ranks, "nodes", lambda: machines)
+    monkeypatch.setattr(ranks, "node_indices", lambda: machines)
     cfg = PretrainConfig(ModelConfig("x"), sharding=ShardingConfig(**knobs))
     with torch.device("meta"):
         model = nn.Linear(1000, 1000, bias=False)
@@ -65,7 +65,7 @@ def test_what_is_asked_for_or_unlike_stays(monkeypatch, machines, device, knobs)
 
 
 def test_the_run_keeps_what_was_asked_for(monkeypatch) -> None:
-    monkeypatch.setattr(ranks, "nodes", lambda: TWO_OF_FOUR)
+    monkeypatch.setattr(ranks, "node_indices", lambda: TWO_OF_FOUR)
     monkeypatch.setattr(preflight, "memory_for", lambda *_: 10**12)
     monkeypatch.setattr(preflight, "figures_of", lambda _: None)
     monkeypatch.setattr(preflight, "_prediction", lambda *_: "")
@@ -76,7 +76,7 @@ def test_the_run_keeps_what_was_asked_for(monkeypatch) -> None:
         world_size=8,
         rank=0,
         device=torch.device("cuda"),
-        say=lambda *_: None,
+        log=lambda *_: None,
         at_end=contextlib.ExitStack(),
     )
     with torch.device("meta"):

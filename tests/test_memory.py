@@ -208,7 +208,7 @@ def _chosen(rank: int, world: int, cfg: Any, memories: list[int]) -> tuple[int, 
     """Return batch and accumulation of what ranks with different memories choose."""
     own = with_settings(cfg, "sharding", device_memory=str(memories[rank]))
     run: Any = SimpleNamespace(
-        world_size=world, rank=rank, device=torch.device("cpu"), say=ranks.say
+        world_size=world, rank=rank, device=torch.device("cpu"), log=ranks.log_once
     )
     found = choose_candidate(own, run, this_host(), max(memories))
     return found.train.micro_batch, found.train.gradient_accumulation_steps

@@ -101,10 +101,10 @@ def on_two_machines(rank: int, world: int, port: int) -> list[Any]:
             ranks.on_all(lambda: 1 // (rank != 2))
         except Exception as error:
             said = type(error).__name__
-        return [ranks.least(rank), ranks.gather(rank), ranks.on_main(lambda: rank), said]
+        return [ranks.min_over_ranks(rank), ranks.gather(rank), ranks.on_main(lambda: rank), said]
 
     found = exchange()
-    with ranks.exchanges_over("checkpoint"):
+    with ranks.use_channel("checkpoint"):
         found += exchange()
     ranks.gather(0)
     met_again = store.num_keys() - before
@@ -113,7 +113,7 @@ def on_two_machines(rank: int, world: int, port: int) -> list[Any]:
     ranks.gather(0)
     lazy, new = os.environ["TORCH_GLOO_LAZY_INIT"], store.num_keys() > before
     ranks.gather(0)  # rank 0 has the store
-    return [ranks.nodes(), lazy, found, met_again == 0, new]
+    return [ranks.node_indices(), lazy, found, met_again == 0, new]
 
 
 def test_ranks_of_two_machines_connect_to_those_they_speak_to_and_once() -> None:

@@ -156,7 +156,7 @@ def test_the_grace_is_over_with_the_checkpoint(monkeypatch) -> None:
     """What follows, such as a tracker's upload, may take longer; the code stays."""
     ended = list[int]()
     monkeypatch.setattr(preemption, "_end", ended.append)
-    monkeypatch.setattr(preemption.ranks, "post", lambda key: None)
+    monkeypatch.setattr(preemption.ranks, "post_notice", lambda key: None)
 
     def run(saved: bool) -> None:
         with preemption.listening(["SIGUSR1"], 0.2):

@@ -505,7 +505,7 @@ def test_two_possible_prompts_are_refused(tmp_path: Path) -> None:
 
 def test_a_part_of_a_prompt_that_is_not_used_is_reported(tmp_path: Path, monkeypatch) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("toolkit.ranks.say", lines.append)
+    monkeypatch.setattr("toolkit.ranks.log_once", lines.append)
     row = {"prompt": Q, "context": "Two is 2.", "chosen": GOOD, "rejected": BAD}
     sources_of(tmp_path, [row], "pairs")
     assert "the column 'context' is not used" in lines[0]

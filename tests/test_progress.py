@@ -73,7 +73,7 @@ def train(folder: Path) -> None:
     stats = StepStats(2.5 * one, one, torch.tensor(90), *torch.tensor([False, False]))
     for step in (1, 2, 3):
         metrics.step(step, stats, 1e-3)
-        ranks.say(f"saved step-{step}")
+        ranks.log_once(f"saved step-{step}")
     metrics.close()
 
 
@@ -99,7 +99,7 @@ def test_in_a_terminal_lines_stand_above_one_bar(tmp_path, monkeypatch, columns)
 
 def test_plain_prints_would_break_the_bar(tmp_path, monkeypatch) -> None:
     """The control: what was printed before through `print`."""
-    monkeypatch.setattr(ranks, "show", lambda line, file=None: print(line, flush=True))
+    monkeypatch.setattr(ranks, "print_line", lambda line, file=None: print(line, flush=True))
     with terminal(monkeypatch, 80) as shown:
         train(tmp_path)
     assert not all(STEP.match(line) or line.startswith("saved") for line in shown[:6])
@@ -182,7 +182,7 @@ def test_a_step_is_one_line_of_a_terminal(tmp_path, monkeypatch, columns) -> Non
 def test_lines_of_a_report_are_broken_between_words_but_not_its_tables(monkeypatch) -> None:
     text = "Report\n  one source is left out since its rows are too long\n  a  b  " + "c" * 40
     with terminal(monkeypatch, 30) as shown:
-        ranks.show(text)
+        ranks.print_line(text)
     assert shown[:4] == [
         *("Report", "  one source is left out since", "    its rows are too long"),
         "  a  b  " + "c" * 40,
@@ -194,7 +194,7 @@ def test_lines_are_broken_between_words(monkeypatch, capsys) -> None:
     path = "saved /a/path/that/is/longer/than/this-terminal/has/columns/step-00000001"
     with terminal(monkeypatch, 40) as shown:
         for text in (line, path, "two\nlines that are not touched even where they are long"):
-            ranks.show(text)
+            ranks.print_line(text)
     assert shown[:5] == [
         "batch      8 samples = 4 a device x 1",
         "           accumulated x 2 processes on",
@@ -202,7 +202,7 @@ def test_lines_are_broken_between_words(monkeypatch, capsys) -> None:
         "saved",
         f"    {path.split()[1]}",
     ]
-    ranks.show(line)
+    ranks.print_line(line)
     assert capsys.readouterr().out == f"{line}\n"  # as it is, elsewhere
 
 

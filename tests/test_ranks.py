@@ -40,10 +40,14 @@ def exchanged(rank: int, world: int) -> dict[str, Any]:
     alone, two = fails_on((2,), DataError("bad row")), fails_on((1, 3), KeyError("k"))
     unfit = (lambda: lambda: 0) if rank == 1 else (lambda: "fits")
     return {
-        "least": (ranks.least(7 - rank), ranks.least(2.5 * (rank + 1))),
-        "large": ranks.least(2**52 + rank),
-        "any_of": ranks.any_of([False, rank == 2, True]),
-        "same": (ranks.same({"a": [1, 2]}), ranks.same({"a": rank}), ranks.same({"a": rank == 3})),
+        "least": (ranks.min_over_ranks(7 - rank), ranks.min_over_ranks(2.5 * (rank + 1))),
+        "large": ranks.min_over_ranks(2**52 + rank),
+        "any_of": ranks.any_over_ranks([False, rank == 2, True]),
+        "same": (
+            ranks.all_equal({"a": [1, 2]}),
+            ranks.all_equal({"a": rank}),
+            ranks.all_equal({"a": rank == 3}),
+        ),
         "gather": ranks.gather({"rank": rank}),
         "to_main": ranks.gather_to_main("x" * 10**rank),
         "results": ranks.gather_results(lambda: rank**2),
@@ -132,7 +136,7 @@ def by_node(rank: int, world: int) -> tuple[list[int], int, list[int]]:
     order: list[int] = []
     store = dist.distributed_c10d._get_default_store()
     ranks.main_first(lambda: order.append(store.add("turn", 1)))
-    return ranks.nodes(), ranks.ranks_here(), order
+    return ranks.node_indices(), ranks.local_world_size(), order
 
 
 def test_one_rank_of_each_machine_goes_before_the_others_of_it() -> None:
@@ -161,7 +165,7 @@ def late(rank: int, world: int, before_the_group: bool) -> int:
         ranks.object_group()
     if rank == 1:
         time.sleep(3)
-    return ranks.least(rank)
+    return ranks.min_over_ranks(rank)
 
 
 def test_a_group_is_made_within_minutes_and_then_waits_for_a_day() -> None:
@@ -176,7 +180,7 @@ def second_channel(rank: int, world: int) -> list[int]:
     if rank == 1:
         time.sleep(3)  # work of its own before all make the next one
     ranks.object_group("checkpoint")
-    with ranks.exchanges_over("checkpoint"):
+    with ranks.use_channel("checkpoint"):
         return ranks.gather(rank)
 
 
@@ -189,9 +193,9 @@ def test_hosts_of_one_name_are_told_apart(monkeypatch, tmp_path) -> None:
     for boot in ("1", "2"):
         (tmp_path / boot).write_text(boot)
         monkeypatch.setattr(ranks, "Path", lambda _, boot=boot: tmp_path / boot)
-        found.add(ranks.host())
+        found.add(ranks.host_id())
     monkeypatch.setattr(ranks, "Path", lambda _: tmp_path / "none")
-    found.add(ranks.host())  # not Linux
+    found.add(ranks.host_id())  # not Linux
     assert len(found) == 3
     assert all(socket.gethostname() in host for host in found)
 
@@ -199,9 +203,13 @@ def test_hosts_of_one_name_are_told_apart(monkeypatch, tmp_path) -> None:
 def test_a_world_that_does_not_exist_agrees() -> None:
     with fake_world(8, 3):
         assert ranks.gather(5) == ranks.gather_to_main(5) == [5] * 8
-        assert (ranks.least(5), ranks.any_of([False]), ranks.same(5)) == (5, [False], True)
+        assert (ranks.min_over_ranks(5), ranks.any_over_ranks([False]), ranks.all_equal(5)) == (
+            5,
+            [False],
+            True,
+        )
         assert ranks.gather_results_to_main(lambda: 1) == [1] * 8
         assert ranks.main_first(lambda: ranks.rank()) == 3
-        assert (ranks.nodes(), ranks.ranks_here()) == ([0] * 8, 8)
+        assert (ranks.node_indices(), ranks.local_world_size()) == ([0] * 8, 8)
         with pytest.raises(ToolkitError, match="bad"):
             ranks.on_all(fails_on((3,), DataError("bad")))

@@ -220,7 +220,7 @@ def test_only_what_is_written_to_is_computed_again(body, again, keeps_thin):
 
 
 def test_what_is_not_kept_is_said_once_for_each_kind_of_layer(capsys, keeps_thin):
-    recompute._say_once.cache_clear()
+    recompute._log_once.cache_clear()
     gradients(WRITES["add"], SELECTIVE)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == (

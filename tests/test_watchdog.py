@@ -353,8 +353,8 @@ def test_what_a_rank_says_last_is_heard(monkeypatch, said, alive, code, gone) ->
 def test_whose_fault_an_error_of_nccl_is() -> None:
     others = "NCCL error: remote process exited or there was a network error, ncclRemoteError"
     own = "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO), ncclUnhandledCudaError"
-    assert ranks.lost_another(dist.DistBackendError(others))
-    assert not ranks.lost_another(dist.DistBackendError(own))
+    assert ranks.is_peer_loss(dist.DistBackendError(others))
+    assert not ranks.is_peer_loss(dist.DistBackendError(own))
 
 
 def test_it_is_of_the_standard_library_alone() -> None:

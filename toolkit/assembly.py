@@ -33,7 +33,7 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
     tokenizer where that is asked. Collective.
     """
     models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, run.device)
-    hub.check(cfg.hub, run.say, adapted=cfg.model.name_or_path if cfg.adapters else None)
+    hub.check(cfg.hub, run.log, adapted=cfg.model.name_or_path if cfg.adapters else None)
 
     def with_tokenizer(model: ModelConfig) -> ModelConfig:
         if cfg.learned == "documents":
@@ -45,7 +45,7 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
     def check() -> str:
         return check_continued(cfg, built[0], resumes=bool(committed_steps(folder.root)))
 
-    run.say(ranks.on_main(check))
+    run.log(ranks.on_main(check))
     return built
 
 
@@ -91,7 +91,7 @@ def load_weights(sharded: Sharded, cfg: RunConfig, run: Run, *, empty: bool) -> 
     """
     loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=empty)
     if not empty and isinstance(cfg, FinetuneConfig) and cfg.lora.from_ is not None:
-        run.say(*export.load_adapter(sharded.model, cfg))
+        run.log(*export.load_adapter(sharded.model, cfg))
 
 
 def build_checked(

@@ -506,7 +506,7 @@ def _inspect(args: argparse.Namespace) -> int:
     else:
         from toolkit import ranks
 
-        ranks.show(render(found))
+        ranks.print_line(render(found))
     if args.data is not None and not args.json:
         title = f"read as a config of {kind.title}"
         print(f"\npacking {found['packing']}: {found['why']} ({title})")

@@ -75,7 +75,7 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
     replicas, shards = mesh_shape(world_size, cfg)
     first = 1 if replicas == 1 else 0
     shape, names = (replicas, shards)[first:], (DP_REPLICATE, DP_SHARD)[first:]
-    everyone = View(ranks.rank(), world_size, ranks.everyone())
+    everyone = View(ranks.rank(), world_size, ranks.world_group())
     return Mesh(
         init_device_mesh(device_type, shape, mesh_dim_names=names),
         {DP_REPLICATE: replicas, DP_SHARD: shards, CP: 1, EP: 1},

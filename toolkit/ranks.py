@@ -59,14 +59,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def everyone() -> dist.ProcessGroup | None:
+def world_group() -> dist.ProcessGroup | None:
     """Return the group of all processes, which has collectives on the run's devices; None without a
     process group.
     """
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def host() -> str:
+def host_id() -> str:
     """Return what tells this machine from others: its name, and the start of its kernel, since
     copies of one machine may have one name.
     """
@@ -75,14 +75,14 @@ def host() -> str:
     return socket.gethostname()
 
 
-def cores() -> set[int]:
+def available_cores() -> set[int]:
     """Return the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
-def nodes() -> list[int]:
+def node_indices() -> list[int]:
     """Return the number of each rank's machine, from 0, in rank order. Collective at its first use,
     which therefore no thread beside the main one may be: `launch.start` makes it.
     """
@@ -90,7 +90,7 @@ def nodes() -> list[int]:
         return [0] * world_size()
     world = dist.group.WORLD
     if world not in _nodes:
-        names = gather_to_main(host())
+        names = gather_to_main(host_id())
         numbers: dict[str, int] = {}
         found = broadcast([numbers.setdefault(name, len(numbers)) for name in names])
         _nodes.clear()  # of a process group that is gone
@@ -98,24 +98,24 @@ def nodes() -> list[int]:
     return _nodes[world]
 
 
-def ranks_here() -> int:
-    """Return how many processes of the run are on this machine. Collective as `nodes` is."""
-    machines = nodes()
+def local_world_size() -> int:
+    """Return how many processes of the run are on this machine. Collective as `node_indices` is."""
+    machines = node_indices()
     return machines.count(machines[rank()])
 
 
-def say(*lines: str | None) -> None:
+def log_once(*lines: str | None) -> None:
     """Print lines once, from rank 0, above a progress bar; empty ones are left out."""
     for line in filter(None, lines if rank() == 0 else ()):
-        show(line)
+        print_line(line)
 
 
-def fits(line: str) -> bool:
+def fits_terminal(line: str) -> bool:
     """Return whether a line is no longer than the terminal; elsewhere every one fits."""
     return not sys.stdout.isatty() or len(line) <= shutil.get_terminal_size().columns
 
 
-def show(line: str, file: TextIO | None = None) -> None:
+def print_line(line: str, file: TextIO | None = None) -> None:
     """Print a line of this process above its progress bars, where there are any; in a terminal that
     is narrower it is broken between words, as is each line of a text but for rows of a table.
     """
@@ -159,7 +159,7 @@ def mark_collective(error: ToolkitError) -> ToolkitError:
     return error
 
 
-def first_to_report(text: str) -> bool:
+def is_first_to_report(text: str) -> bool:
     """Return whether this rank is the first that is about to print `text`. Not collective: a rank
     that fails alone says it itself, and so does one whose store has left with another rank: what
     all raise for sure is marked by
@@ -170,13 +170,13 @@ def first_to_report(text: str) -> bool:
     return _of_store(lambda store: store.compare_set(key, "", own)) in (None, own.encode())
 
 
-def post(name: str) -> None:
+def post_notice(name: str) -> None:
     """Leave `name` for ranks that lose this one, which is about to leave. Not collective."""
     _of_store(lambda store: store.set(f"posted/{name}", ""))
 
 
-def posted(name: str) -> bool:
-    """Return whether any rank did `post` this. Not collective."""
+def has_notice(name: str) -> bool:
+    """Return whether any rank posted this notice. Not collective."""
     return bool(_of_store(lambda store: store.check([f"posted/{name}"])))
 
 
@@ -189,19 +189,19 @@ def broadcast(value: T) -> T:
     return box[0]
 
 
-def least(number: N) -> N:
+def min_over_ranks(number: N) -> N:
     """Return the smallest of the ranks' numbers (exact up to 2**53). Collective, 8 bytes a rank."""
     return type(number)(_least([number])[0])
 
 
-def any_of(flags: Sequence[bool]) -> list[bool]:
+def any_over_ranks(flags: Sequence[bool]) -> list[bool]:
     """Return for each of the flags whether it is set on any rank; all have as many. Collective, 8
     bytes a rank and flag.
     """
     return [not number for number in _least([not flag for flag in flags])]
 
 
-def same(value: object) -> bool:
+def all_equal(value: object) -> bool:
     """Return whether all ranks have the same `value`, by its JSON. Collective, 16 bytes a rank."""
     text = json.dumps(value, sort_keys=True, default=repr)
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
@@ -211,7 +211,7 @@ def same(value: object) -> bool:
 
 def gather(value: T) -> list[T]:
     """Return the `value` of every rank, in rank order, on every rank. Collective; rank 0 sends W
-    pickled objects to each of W ranks: take `gather_to_main`, `least` or `any_of` where they do.
+    pickled objects to each of W ranks: take `gather_to_main`, `min_over_ranks` or `any_over_ranks` where they do.
     """
     return broadcast(gather_to_main(value))
 
@@ -238,7 +238,7 @@ def gather_integers(values: list[int]) -> list[list[int]]:
     return [one.tolist() for one in every]
 
 
-def totals(values: list[int]) -> list[int] | None:
+def sum_over_ranks(values: list[int]) -> list[int] | None:
     """Return the sums over all ranks of `values`, which wrap around at 64 bits; each rank brings as
     many. Collective, 8 bytes a value. None where the other ranks do not exist (`fake_world`).
     """
@@ -310,7 +310,7 @@ def main_first(fn: Callable[[], T]) -> T:
     """Run `fn` on rank 0, then on the first rank of every other machine, then on the others: each
     fills a cache that those after it read, on storage that all share or on the machine's own.
     """
-    machines, result = nodes(), None
+    machines, result = node_indices(), None
     turns = [
         0 if r == 0 else 1 if machines.index(machines[r]) == r else 2 for r in range(world_size())
     ]
@@ -320,7 +320,7 @@ def main_first(fn: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def lost_another(error: BaseException) -> bool:
+def is_peer_loss(error: BaseException) -> bool:
     """Return whether an error says that another rank is gone, which is the cause to look for."""
     if isinstance(error, dist.DistBackendError):  # of NCCL, which has faults of its own, too
         return _LOST_NCCL.search(str(error)) is not None
@@ -359,7 +359,9 @@ def set_timeouts(timeout: datetime.timedelta) -> None:
     own = {id(group) for channels in _groups.values() for group in channels.values()}
     set_timeout, groups = _timeouts()
     if set_timeout is None:
-        say(f"NOTE: collectives keep their timeout: torch {torch.__version__} lets none be set")
+        log_once(
+            f"NOTE: collectives keep their timeout: torch {torch.__version__} lets none be set"
+        )
     for group in groups:
         if id(group) not in own:
             set_timeout(timeout, group)
@@ -374,7 +376,7 @@ def _timeouts() -> tuple[Any, list[dist.ProcessGroup]]:
 
 
 @contextmanager
-def exchanges_over(channel: str) -> Iterator[None]:
+def use_channel(channel: str) -> Iterator[None]:
     """Let this thread's exchanges use a group of their own, made by `object_group(channel)`: two
     threads that exchange over one group take each other's messages.
     """

@@ -106,7 +106,7 @@ def idle_adapters(model: nn.Module) -> list[str]:
     own = [peft_model.layer_parameters(layer) for layer in layers.values()]
     # Of each pair of factors the one that begins at zero.
     zero = [p.get("lora_B", p.get("lora_embedding_A")) for p in own]
-    moved = ranks.any_of([p is not None and bool(local_tensor(p).any()) for p in zero])
+    moved = ranks.any_over_ranks([p is not None and bool(local_tensor(p).any()) for p in zero])
     idle = [n for n, adds in zip(layers, moved, strict=True) if not adds]
     if len(idle) == len(layers):
         return []

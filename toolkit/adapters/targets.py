@@ -52,7 +52,7 @@ class Targets:
         """Return the targets without the modules of those `ends` of names, and say so."""
         left = set[str]().union(*(_ending(end, self.names) for end in ends))
         shown = ", ".join(sorted(ends)[:5]) + " ..." * (len(ends) > 5)
-        ranks.say(f"adapters   all-linear leaves out {shown}: {why}")
+        ranks.log_once(f"adapters   all-linear leaves out {shown}: {why}")
         modules, excluded = self.modules - left, self.excluded | left
         return replace(self, modules=modules, excluded=excluded, unfit=self.unfit | ends)
 
@@ -396,7 +396,9 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
     lost = sorted(expected - modules)
     if lost and targets.all_linear:  # PEFT knows why: it has its own list of what it cannot adapt
         kinds = ", ".join(dict.fromkeys(map(numbered, lost)))
-        ranks.say(f"adapters   all-linear leaves out {kinds:.200}: PEFT adapts its experts instead")
+        ranks.log_once(
+            f"adapters   all-linear leaves out {kinds:.200}: PEFT adapts its experts instead"
+        )
     elif lost:
         raise ModelError(
             f"PEFT left out {len(lost)} module(s) of lora.target_modules, such as {lost[0]}; "

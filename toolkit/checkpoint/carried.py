@@ -113,11 +113,11 @@ class Carried:
         said: dict[str, Any] = {}
         keys, origin = self.assets.source or (), self.assets.origin
         if self.left_out:
-            ranks.show(f"left out   {told(self.left_out, keys)}, of the source")
+            ranks.print_line(f"left out   {told(self.left_out, keys)}, of the source")
             said["left_out"] = self.left_out
         if self.tensors:
             whose = f", from {origin['name_or_path']}" if origin else ""
-            ranks.show(f"carried    {told(self.tensors, keys)}{whose}")
+            ranks.print_line(f"carried    {told(self.tensors, keys)}{whose}")
         if self.tensors and origin:
             name = str(origin["name_or_path"])
             named = {"name": Path(name).name if is_path(name) else name}

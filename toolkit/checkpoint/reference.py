@@ -219,7 +219,7 @@ class Reference:
             raise ranks.mark_collective(CheckpointError(self._another_start(self.saved)))
         self._origin["model"] = digest
         usable, warnings = ranks.on_main(self._take_parts)
-        ranks.say(*warnings)
+        ranks.log_once(*warnings)
         for values in usable:
             _insert(self._logps, values)
             self.files = {}  # with more values than a checkpoint's
@@ -318,7 +318,7 @@ def model_digest(model: nn.Module) -> str:
             for n in names
         ]
 
-    totals = ranks.totals(ranks.on_all(sums)) or [0] * len(names)
+    totals = ranks.sum_over_ranks(ranks.on_all(sums)) or [0] * len(names)
     content = xxhash.xxh3_128()
     for name, total in zip(names, totals, strict=True):
         tensor = tensors[name]

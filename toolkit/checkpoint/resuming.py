@@ -136,7 +136,9 @@ def quarantine(checkpoint: str | Folder, what: str) -> None:
     checkpoint = where(checkpoint)
     aside = ranks.on_main(lambda: str(storage_of(checkpoint).set_aside()))
     name = checkpoint.name
-    ranks.say(f"WARNING: checkpoint {name} is damaged and not used ({what}); it is kept: {aside}")
+    ranks.log_once(
+        f"WARNING: checkpoint {name} is damaged and not used ({what}); it is kept: {aside}"
+    )
 
 
 def _verify(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
@@ -157,7 +159,7 @@ def _verify(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
     mine = spread(sorted(sizes), sizes.__getitem__, ranks.world_size())[ranks.rank()]
     found = ranks.gather_results(lambda: commit.damaged_files(checkpoint, mine, files=files))
     damage = list(dict.fromkeys(itertools.chain(damage, *found)))
-    ranks.say(
+    ranks.log_once(
         f"{'read' if damage else 'verified'} {checkpoint.name}: {size_text(sum(sizes.values()))} "
         f"hashed by {len(found)} rank(s) in {time.perf_counter() - begun:.1f} s"
         + f"; of {len(shards)} shards the sizes (checkpoint.verify_on_resume)"
@@ -235,7 +237,9 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     ranks.on_all(settle)
     _prove(checkpoint, model_tensors(state.model) | optimizer_tensors(state))
     own = size_text(sum(local_tensor(t).nbytes for t in tensors.values()))
-    ranks.say(f"read {checkpoint.name}: {own} of this rank in {time.perf_counter() - begun:.1f} s")
+    ranks.log_once(
+        f"read {checkpoint.name}: {own} of this rank in {time.perf_counter() - begun:.1f} s"
+    )
     return state.step
 
 
@@ -246,7 +250,7 @@ def _prove(checkpoint: Folder, tensors: Tensors) -> None:
     saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(commit.SUMS, {}))
     names = sorted(n for n, tensor in tensors.items() if n in saved and cut_by_rows(tensor))
     if len(names) < len(tensors):
-        ranks.say(
+        ranks.log_once(
             f"NOTE: {len(tensors) - len(names)} of {len(tensors)} tensors, not cut by rows or "
             "without a sum in the manifest, were loaded without a proof"
         )
@@ -267,7 +271,7 @@ def tensors_with_other_sums(tensors: Tensors, expected: dict[str, int]) -> list[
     sum of rows; see [Note: bit sums]. Collective, 8 bytes a tensor.
     """
     shares = ranks.on_all(lambda: [int(part_sums(tensor)[1]) for tensor in tensors.values()])
-    sums = ranks.totals(shares)
+    sums = ranks.sum_over_ranks(shares)
     if sums is None:
         return []  # of ranks that do not exist
     return [
@@ -291,7 +295,7 @@ def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:
     if before == now:
         rng_state.restore(checkpoint / RNG, ranks.rank())
         return
-    ranks.say(
+    ranks.log_once(
         f"resuming on {now[0]} rank(s) of {now[1]} what {before[0]} of {before[1]} saved: weights, "
         "optimizer and data continue exactly, random state (dropout) is derived anew"
     )

@@ -76,4 +76,4 @@ def _warns(what: str) -> Iterator[None]:
         with disk_errors(what):
             yield
     except CheckpointError as error:
-        ranks.show(f"WARNING: {error}. The next save tries again")
+        ranks.print_line(f"WARNING: {error}. The next save tries again")

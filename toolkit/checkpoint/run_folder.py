@@ -66,7 +66,7 @@ class RunFolder:
         self.path, self.root = Path(cfg.output_dir), root_of(cfg)
         # Before anything is written or tokenised that a second start would do as well.
         for folder, setting in ((self.path, "output_dir"), (self.root, "checkpoint.root")):
-            ranks.say(ranks.on_main(partial(lock.take, folder, run.job, setting)))
+            ranks.log_once(ranks.on_main(partial(lock.take, folder, run.job, setting)))
             run.at_end.callback(lock.release, folder)
         if storage_of(self.root).is_disk:  # else the hosts may have nothing in common but the store
             for shared in dict.fromkeys((self.path, self.root)):
@@ -96,20 +96,22 @@ class RunFolder:
             disk.refuse_overflow(estimate, cfg)
             return str(estimate)
 
-        ranks.say(f"disk       {ranks.on_main(needed)}")
+        ranks.log_once(f"disk       {ranks.on_main(needed)}")
 
     def save_config(self, state: TrainState, data: TrainingData, *, done: bool = False) -> None:
         """Write the settings that hold from here on, and say which of them an earlier start did not
         have. Where the run is `done`, or has no step left, the settings of what was done stay.
         """
         if state.step:
-            ranks.say(f"resuming   {self.path} after step {state.step}")
+            ranks.log_once(f"resuming   {self.path} after step {state.step}")
         if done or state.step >= data.max_steps:
             return
         train, batch, used = self._cfg.train, data.position.global_batch, data.accumulation
         asked_batch, asked = train.global_batch_size, train.gradient_accumulation_steps
         if asked_batch not in (None, batch):
-            ranks.say(f"note: train.global_batch_size {asked_batch} has no effect, it is {batch}")
+            ranks.log_once(
+                f"note: train.global_batch_size {asked_batch} has no effect, it is {batch}"
+            )
         holds: dict[str, Any] = {
             "global_batch_size": asked_batch and batch,
             "gradient_accumulation_steps": used,
@@ -118,15 +120,17 @@ class RunFolder:
         changes = config.differences(self.before, cfg) if state.step and self.before else {}
         for name, (old, new) in changes.items():
             if not name.startswith((*_SILENT, _ACCUMULATION)):
-                ranks.say(f"changed    {name}: {old!r} -> {new!r}, from step {state.step + 1} on")
+                ranks.log_once(
+                    f"changed    {name}: {old!r} -> {new!r}, from step {state.step + 1} on"
+                )
         if asked != used and asked_batch is None:
-            ranks.say(
+            ranks.log_once(
                 f"note: {_ACCUMULATION} {asked} has no effect, it is {used}: the global batch of a "
                 f"run stays, here {batch} samples"
             )
         ranks.on_main(lambda: save_config(cfg))
         ranks.on_main(lambda: keep_until(self.samples, state.step))
-        ranks.say(*ranks.on_main(lambda: self._set_exports_aside(state.step)))
+        ranks.log_once(*ranks.on_main(lambda: self._set_exports_aside(state.step)))
 
     def _set_exports_aside(self, after: int) -> list[str]:
         """Rename the exports of later steps: this start trains those anew."""

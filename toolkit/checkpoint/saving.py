@@ -81,7 +81,7 @@ def save(
     background.wait()
     begun = time.perf_counter()
     ranks.object_group(CHANNEL)  # every rank is here now, and not when it is needed
-    ranks.nodes()
+    ranks.node_indices()
     run = ranks.on_all(lambda: where(run_dir))
     model, optimizer = model_tensors(state.model), optimizer_tensors(state)
     needed = sum(t.numel() * t.itemsize for t in (*model.values(), *optimizer.values()))
@@ -97,11 +97,11 @@ def save(
 
         def write_behind() -> None:
             with (
-                ranks.exchanges_over(CHANNEL),
+                ranks.use_channel(CHANNEL),
                 _disk_may_fail(needed, run, cfg, may_fail, failed, path),
             ):
                 snapshot.write()
-                ranks.say(
+                ranks.log_once(
                     f"committed {path} after {time.perf_counter() - begun:.3f} s, of which the "
                     f"loop waited {blocked:.3f} s"
                 )
@@ -127,12 +127,12 @@ def _goes_behind(state: TrainState, tensors: Tensors, cfg: CheckpointConfig) -> 
         parts = [local_tensor(t) for t in tensors.values()]
         own = sum(part.nbytes for part in parts) * _PINNED
         free = min(psutil.virtual_memory().available, container_memory().free)
-        room = _SHARE * free / ranks.ranks_here()
+        room = _SHARE * free / ranks.local_world_size()
         on_device = any(part.device.type != "cpu" for part in parts)
         asked = on_device and not has_adapters(state.model)
-        saves.behind = asked and ranks.least(room - own) >= 0
+        saves.behind = asked and ranks.min_over_ranks(room - own) >= 0
         if asked:
-            ranks.say(
+            ranks.log_once(
                 f"auto       async_save {str(saves.behind).lower()} (copies of up to "
                 f"{size_text(own)} a process, {size_text(int(room))} of host memory are for them)"
             )
@@ -159,7 +159,7 @@ def _disk_may_fail(
         left = cfg.max_failed_saves - len(failed)
         setting = f"checkpoint.max_failed_saves {cfg.max_failed_saves}"
         if may_fail and left >= 0:
-            ranks.say(
+            ranks.log_once(
                 f"WARNING: {text}. Training goes on; {left} more in a row may fail ({setting})"
             )
             return
@@ -235,7 +235,7 @@ class _Snapshot:
         writer = HashingWriter(
             self.folder / DCP,
             self.target / DCP,
-            ranks_here=ranks.ranks_here(),
+            ranks_here=ranks.local_world_size(),
             expected=expected,
             in_host_memory=all(local_tensor(t).is_cpu for t in self.tensors.values()),
         )

@@ -48,7 +48,7 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str, saves: Sa
     one could not write, or together they hold a tensor not at all or twice.
     """
     last = saves.written or _Saved()
-    if not ranks.same(sorted(tensors)):
+    if not ranks.all_equal(sorted(tensors)):
         raise CheckpointError(f"{failed}: the ranks hold tensors of other names")
     saved = _Saved()
 

@@ -67,7 +67,7 @@ class HashingWriter(FileSystemWriter):
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> "Future[Any]":
         """Write this rank's items; what `dcp.save` calls."""
-        most = min(_FILES, len(ranks.cores()) // self.ranks_here)
+        most = min(_FILES, len(ranks.available_cores()) // self.ranks_here)
         count = max(1, min(most, sum(map(_size, plan.items)) // _WORTH_A_FILE))
         write, prefix = super().write_data, plan.storage_data.prefix
         # Not by torch's own threads: what fails in one of those is lost. torch's checksums of blobs

@@ -72,10 +72,10 @@ def prepare_data(
     feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, view.size))
     if cfg.learned != "documents" and encoder.tokenizer is not None:
         if reward_head(model) is not None:
-            ranks.say(reward_at(model, encoder.tokenizer))
+            ranks.log_once(reward_at(model, encoder.tokenizer))
         else:
             ends = ranks.on_main(partial(learned_ends, feed, encoder.tokenizer))
-            ranks.say(end_with(model, ends, encoder.tokenizer))
+            ranks.log_once(end_with(model, ends, encoder.tokenizer))
     readers = Readers(run.device, view.rank, view.size, run.loader)
     data = TrainingData(cfg, feed, choice, encoder.tokenizer, readers)
     check_data(data, own_metrics)
@@ -157,7 +157,7 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
     )
     if both := sorted(trained & evaluated):
         more = f" and {len(both) - 1} more" if len(both) > 1 else ""
-        ranks.say(
+        ranks.log_once(
             f"WARNING: {both[0]}{more} is trained on and evaluated on: evaluations tell what was "
             "learned by heart (data.eval_files)"
         )
@@ -190,7 +190,7 @@ def _warn_of_unused_variables(data: DataConfig, sources: Sequence[DataSource]) -
     values = data.chat_template_kwargs if isinstance(data, FinetuneDataConfig) else {}
     if values and not any(source.layout.uses_template for source in sources):
         formats = ", ".join(dict.fromkeys(source.layout.title for source in sources))
-        ranks.say(
+        ranks.log_once(
             f"WARNING: data.chat_template_kwargs ({', '.join(values)}) changes no row: expected "
             f"conversations, which a chat template renders, got {formats}. Remove the setting, or "
             "give rows of turns (docs/finetuning.md)"
@@ -254,7 +254,7 @@ def check_data(data: "TrainingData", own_metrics: Sequence[str] = ()) -> None:
     """Refuse data that cannot be trained on as the settings ask; see `prepare_data`. Collective."""
     ranks.on_all(lambda: data.feed.check_enough(data.run.world_size))
     state = data.position.state_dict()
-    states = [state] if ranks.same(state) else ranks.gather(state)
+    states = [state] if ranks.all_equal(state) else ranks.gather(state)
     ours = states[0]
     for rank, theirs in enumerate(states):
         if names := [name for name in ours if theirs.get(name) != ours[name]]:
@@ -287,7 +287,9 @@ def _check_evaluations(cfg: Any, sources: list[str], own_metrics: Sequence[str])
     for name, value in unused.items() if not sources else ():
         if value:
             why = "there is nothing to evaluate on (nothing is split off a stream)"
-            ranks.say(f"WARNING: {name} {value} has no effect: {why}; data.eval_files gives it")
+            ranks.log_once(
+                f"WARNING: {name} {value} has no effect: {why}; data.eval_files gives it"
+            )
     prefixes = ["eval", *(f"eval_{name}" for name in sources if len(sources) > 1)]
     names = [metric.name for metric in cfg.evaluation_metrics]
     known = {f"{prefix}_{name}" for prefix in prefixes for name in names} | {*own_metrics}

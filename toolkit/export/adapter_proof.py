@@ -57,7 +57,7 @@ def prove(model: nn.Module, checkpoint: str | Path) -> str:
     trained = trained_tensors(model)
     loaded = ranks.on_all(lambda: _load(checkpoint, trained) if ranks.rank() == 0 else {})
     different = [name for name in trained if not _same(name, trained[name], loaded)]
-    failed = any(ranks.any_of([bool(different)]))
+    failed = any(ranks.any_over_ranks([bool(different)]))
     for rank, names in enumerate(ranks.gather(different) if failed else ()):
         if names:
             raise CheckpointError(

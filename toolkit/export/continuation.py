@@ -259,7 +259,7 @@ def _refuse_other_base(
             dist.broadcast(full, src=0, group=group)
         part = local_tensor(tensor).cpu()
         differs.append(not bool(same_values(part_of(full, tensor), part).all()))
-    if any(flags := ranks.any_of(differs)):
+    if any(flags := ranks.any_over_ranks(differs)):
         name = names[flags.index(True)]
         raise ranks.mark_collective(
             ConfigError(

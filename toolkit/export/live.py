@@ -101,7 +101,7 @@ def export_live(
         # No `finally`: where a signal comes in the middle of a gather, this rank leaves at once.
         ranks.broadcast(None)  # the end of what the others serve
         if isinstance(failure, ExportError) and may_fail and is_refusal(failure.__cause__):
-            ranks.show(f"WARNING: there is no export: {failure}. Training goes on")
+            ranks.print_line(f"WARNING: there is no export: {failure}. Training goes on")
         elif failure is not None:
             raise failure
         return path
@@ -122,7 +122,7 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: b
     def prepare() -> dict[str, Any] | None:
         if os.path.lexists(target):
             try:
-                ranks.show(set_export_aside(target))
+                ranks.print_line(set_export_aside(target))
             except OSError as error:
                 raise ExportError(f"{target} cannot be renamed: {error.strerror}") from error
         return run_facts(run_dir, step) or None
@@ -209,11 +209,13 @@ def _sum_here(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torch.d
         ]
         return [int(share) for share in shares]
 
-    totals = ranks.totals(ranks.on_all(sums))
+    totals = ranks.sum_over_ranks(ranks.on_all(sums))
     if totals is None:
         return {}  # of ranks that do not exist
     if ranks.rank() == 0 and (without := len(request.keys() - {name for name, _ in pairs})):
-        ranks.show(f"NOTE: {without} tensors are not cut by rows: of them only the write is proven")
+        ranks.print_line(
+            f"NOTE: {without} tensors are not cut by rows: of them only the write is proven"
+        )
     return dict(zip(pairs, totals, strict=True))
 
 

@@ -270,7 +270,7 @@ def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
             snapshot_download(name_or_path, revision=folder.name, allow_patterns=more)
     except (OSError, ValueError) as error:  # whether there is such a model, who reads it says
         if not is_offline_mode():
-            ranks.say(
+            ranks.log_once(
                 f"WARNING: files of {name_or_path} were not downloaded ({one_line(error)}): "
                 "exports carry what the cache has"
             )

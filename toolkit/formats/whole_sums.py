@@ -47,7 +47,7 @@ def whole_sums(
     names = [name for name, tensor in tensors.items() if cut_by_rows(tensor)]
     shares = ranks.on_all(lambda: [int(part(tensors[name])) for name in names])
     firsts = [s * _is_first_copy(tensors[n]) for s, n in zip(shares, names, strict=True)]
-    totals = ranks.totals(firsts + shares)
+    totals = ranks.sum_over_ranks(firsts + shares)
     if totals is None:
         return None
     pairs = zip(totals[: len(names)], totals[len(names) :], strict=True)

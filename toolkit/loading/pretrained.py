@@ -53,7 +53,7 @@ def load_or_init(
     seed: int,
     *,
     empty: bool = False,
-    say: Callable[[str], object] = ranks.say,
+    say: Callable[[str], object] = ranks.log_once,
 ) -> None:
     """Materialise a sharded model on `device` as a run begins. Collective.
 
@@ -173,20 +173,20 @@ def _note_carried(
     if assets.drawn:
         names = ", ".join(assets.head_left_out)
         left = f"; {names} of {cfg.name_or_path} is left out" if names else ""
-        ranks.say(
+        ranks.log_once(
             f"head       {', '.join(assets.drawn)} of {plain_name(model)} is new, drawn from the "
             f"run's seed{left}"
         )
     if assets.whole is not None:
         whole = assets.whole[0].__name__
-        ranks.say(
+        ranks.log_once(
             f"text part  {plain_name(model)} is trained: {whole} has no forward for text alone "
             f"({text_fault(*assets.whole)})"
         )
     if assets.stored:
         kept = f"{len(assets.stored)} of {len(assets.source or ())} tensors of {cfg.name_or_path}"
         method = assets.reader.quantization_config.quant_method
-        ranks.say(
+        ranks.log_once(
             f"stored     {kept} are in {getattr(method, 'value', method)}, read in full precision; "
             "exports hold them so, without a quantization_config"
         )
@@ -198,7 +198,7 @@ def _note_carried(
     assets.origin = {**named, "digest": digest}
     size = sum(entries[k].nbytes for n in carried for k in assets.stored.get(n, (n,)))
     beside = formats.told(carried, assets.source or ())
-    ranks.say(
+    ranks.log_once(
         f"carried    {plain_name(model)} does not load {beside}; {size_text(size)}, which exports "
         f"copy from {cfg.name_or_path}: keep that"
     )

@@ -84,7 +84,7 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
             for name in groups
         ]
 
-    in_files = ranks.totals(ranks.on_all(read))
+    in_files = ranks.sum_over_ranks(ranks.on_all(read))
     pairs = zip(groups, in_files or (), strict=True)
     wrong = [name for name, total in pairs if not sums[name].is_of(total)]
     wrong = _without_cast_nan(wrong, groups, entries, tensors)
@@ -116,7 +116,7 @@ def _without_cast_nan(
         is_cast = any(entries[key].dtype != tensor.dtype for key in groups[name].keys)
         return is_cast and bool(formats.local_tensor(tensor).isnan().any())
 
-    flags = ranks.any_of(ranks.on_all(lambda: [is_cast_nan(name) for name in wrong]))
+    flags = ranks.any_over_ranks(ranks.on_all(lambda: [is_cast_nan(name) for name in wrong]))
     return [name for name, flag in zip(wrong, flags, strict=True) if not flag]
 
 
@@ -131,7 +131,9 @@ def refuse_not_finite(model: nn.Module, path: str) -> None:
     names = sorted(parameters)
     finite = [bool(formats.local_tensor(parameters[name]).isfinite().all()) for name in names]
     bad = [
-        n for n, is_bad in zip(names, ranks.any_of([not f for f in finite]), strict=True) if is_bad
+        n
+        for n, is_bad in zip(names, ranks.any_over_ranks([not f for f in finite]), strict=True)
+        if is_bad
     ]
     trained = [name for name in bad if parameters[name].requires_grad]
     if trained:
@@ -143,7 +145,7 @@ def refuse_not_finite(model: nn.Module, path: str) -> None:
             )
         )
     if bad:
-        ranks.say(
+        ranks.log_once(
             f"WARNING: the checkpoint {path} has non-finite values (NaN or infinity) in "
             f"{_first_names(bad)}, which is frozen: a loss that depends on them is NaN, and "
             "exports hold them"

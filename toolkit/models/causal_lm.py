@@ -191,7 +191,7 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
     if cfg.kernels == "liger":
         check_kernels(device)
     if cfg.trust_remote_code:
-        ranks.say(
+        ranks.log_once(
             "WARNING: model.trust_remote_code is on: Python code that comes with "
             f"{cfg.name_or_path} runs with your rights"
         )

@@ -58,9 +58,9 @@ def disable_dropout(model: nn.Module) -> None:
             setattr(owner, setting.attribute, 0.0)
     names = ", ".join(f"{s.owner}.{s.attribute}" for s in settings)
     if settings:
-        ranks.say(f"dropout    off, as is {names}")
+        ranks.log_once(f"dropout    off, as is {names}")
     if problem:
-        ranks.say(
+        ranks.log_once(
             f"WARNING: dropout modules are off, but whether {plain_class_name(base)} draws "
             f"anything else in training could not be tried on a tiny copy: {problem}"
         )

@@ -66,7 +66,7 @@ def use_kernels(model: PreTrainedModel) -> None:
         raise ModelError(f"{_ASKED}: Liger changed nothing in {type(model).__name__}; leave it out")
     assets_of(model).kernels = "liger"
     listed = ", ".join(f"{count} {name}" for name, count in found.items())
-    ranks.say(f"kernels    Liger's in {listed}")
+    ranks.log_once(f"kernels    Liger's in {listed}")
 
 
 def _call_instead(model: nn.Module, functions: dict[str, types.FunctionType]) -> None:

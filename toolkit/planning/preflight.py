@@ -78,7 +78,7 @@ def resolve_auto(cfg: RunConfig, model: nn.Module, run: Run, folder: RunFolder) 
     state take more than there is, or no candidate fits.
     """
     ranks.on_all(lambda: mesh_shape(run.world_size, cfg.sharding))
-    memory = ranks.least(memory_for(cfg.sharding, run.device))
+    memory = ranks.min_over_ranks(memory_for(cfg.sharding, run.device))
     device, parts = figures_of(run.device), least_bytes(cfg, model, run.world_size, run.device.type)
     least = sum(parts.values())
     if least > memory:
@@ -88,10 +88,10 @@ def resolve_auto(cfg: RunConfig, model: nn.Module, run: Run, folder: RunFolder) 
     if automatic.chosen_names(cfg):
         cfg = choose_candidate(cfg, run, device, memory)
     elif run.device.type != "cpu" or least > memory / 2:
-        run.say(ranks.on_main(lambda: _prediction(cfg, run.world_size, device, memory)))
+        run.log(ranks.on_main(lambda: _prediction(cfg, run.world_size, device, memory)))
     cfg = ranks.on_all(lambda: automatic.accumulated(cfg, run.world_size))
     if asked != cfg and automatic.chosen_names(asked):
-        run.say(f"auto       {automatic.in_words(asked, cfg)}")
+        run.log(f"auto       {automatic.in_words(asked, cfg)}")
     # The mesh belongs to the machines of this start, not to the run.
     mesh = {name: getattr(asked.sharding, name) for name in ("dp_replicate", "dp_shard")}
     folder.use(replace(cfg, sharding=replace(cfg.sharding, **mesh)))
@@ -104,7 +104,7 @@ def shard_within_machines(cfg: RunConfig, model: nn.Module, run: Run, memory: in
     one to the other, where the mesh is left open, accelerators of several machines take part, and
     what a rank then holds leaves room for a step; see `sharding.dp_shard`. Says what it chose.
     """
-    sharding, machines = cfg.sharding, ranks.nodes()
+    sharding, machines = cfg.sharding, ranks.node_indices()
     count, world = max(machines) + 1, run.world_size
     here = world // count
     open_ = sharding.dp_replicate == sharding.dp_shard == -1 and not sharding.cpu_offload
@@ -118,12 +118,12 @@ def shard_within_machines(cfg: RunConfig, model: nn.Module, run: Run, memory: in
     needs = sum(least_bytes(own, model, world, run.device.type).values())
     sizes = f"{size_text(needs)} of {size_text(memory)}"
     if needs > _HELD_SHARE * memory:
-        run.say(
+        run.log(
             f"mesh       one copy over all {world} ranks: over the {here} of a machine each would "
             f"hold {sizes} (sharding.dp_shard: {here} asks for that)"
         )
         return cfg
-    run.say(
+    run.log(
         f"mesh       {count} copies, each over the {here} ranks of a machine, which hold {sizes} "
         f"each (sharding.dp_shard: {world} makes one over all)"
     )
@@ -144,7 +144,7 @@ def choose_candidate(cfg: RunConfig, run: Run, device: Device, memory: int) -> R
         found = [peak for peak in peaks if peak is not None]
         if len(found) == world:
             most = f"{size_text(max(found) + reserve)} of {size_text(memory)}"
-            run.say(f"memory     {most}, as tried on the device, {size_text(plan)} by the plan")
+            run.log(f"memory     {most}, as tried on the device, {size_text(plan)} by the plan")
             return candidate
     raise MemoryShortageError(
         f"no setting that `auto` may choose fits into {size_text(memory)} of each device; the last "
@@ -169,7 +169,7 @@ def memory_for(cfg: ShardingConfig, device: torch.device) -> int:
     """Return the bytes that this rank may take of its device, of a CPU its part of the free host
     memory: `sharding.device_memory` where that is set. Collective.
     """
-    here = ranks.ranks_here()
+    here = ranks.local_world_size()
     given = cfg.device_memory and parse_size(cfg.device_memory)
     if given:
         return given
@@ -290,12 +290,12 @@ def _told_if_out_of_memory(cfg: RunConfig, run: Run, device: Device, memory: int
             f"out of memory on rank {run.rank}: {one_line(error)} (batch {batch}; "
             f"{size_text(peak)} at the peak, {size_text(memory)} given)"
         )
-        if not ranks.first_to_report("out of memory"):
-            ranks.show(f"[rank {run.rank}] {said}", sys.stderr)
+        if not ranks.is_first_to_report("out of memory"):
+            ranks.print_line(f"[rank {run.rank}] {said}", sys.stderr)
             with watchdog.patient("out of memory"):
                 time.sleep(2 * _LONGEST)  # the launcher ends this one when the first has spoken
             raise MemoryShortageError(said) from error
-        ranks.show(f"{said}; planning what would fit ...", sys.stderr)
+        ranks.print_line(f"{said}; planning what would fit ...", sys.stderr)
         with watchdog.patient("planning what would fit"):
             advice = _advice(cfg, run.world_size, device, memory)
         raise MemoryShortageError(f"{said}. Cheapest changes: {advice}") from error

@@ -57,7 +57,7 @@ class Accumulation:
     def begin(self, ids: torch.Tensor, index: int, count: int) -> None:
         """Prepare for micro-batch `index` of `count`. Collective at the first."""
         if self.reduce_each is None and count > 1:
-            total = ranks.least(_memory(ids.device)[1])
+            total = ranks.min_over_ranks(_memory(ids.device)[1])
             shards = _shards(self._model)
             self.reduce_each = reduces_each(self._model, self._reduce_size, total, shards)
         last, keep = index == count - 1, self.keep and count > 1
@@ -77,10 +77,10 @@ class Accumulation:
             return
         self._to_measure -= 1
         if not self._to_measure:
-            room = ranks.least(self._room(device))
+            room = ranks.min_over_ranks(self._room(device))
             self.keep = room > 0
             way = "reduce_each" if self.reduce_each else "reduce_once"
-            ranks.say(
+            ranks.log_once(
                 f"auto       accumulation {'keep_gathered' if self.keep else way} (beside the "
                 f"gathered model {room / 1e9:,.2f} GB are left)"
             )
@@ -122,7 +122,7 @@ def frozen_fits(
     more = sum(p.numel() * p.element_size() for p in parameters) * (1 - 1 / shards)
     if free is None:
         index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
-        free = ranks.least(_memory(torch.device(device_type, index))[0])
+        free = ranks.min_over_ranks(_memory(torch.device(device_type, index))[0])
     return more <= _FROZEN_SHARE * free, f"{more / 1e9:,.2f} GB more, {free / 1e9:,.2f} GB are free"
 
 
@@ -136,7 +136,7 @@ def _memory(device: torch.device) -> tuple[int, int, int]:
         peak, now = api.max_memory_allocated(device), api.memory_allocated(device)
         return free + api.memory_reserved(device) - peak, total, peak - now
     above = max(0, host_memory_peak() - psutil.Process().memory_info().rss)
-    host, container, here = psutil.virtual_memory(), container_memory(), ranks.ranks_here()
+    host, container, here = psutil.virtual_memory(), container_memory(), ranks.local_world_size()
     free, total = min(host.available, container.free), min(host.total, container.limit)
     return int(free // here) - above, int(total // here), above
 

@@ -64,7 +64,7 @@ _KEPT_OF = {
 # its result is small, and computing it again reads the layer's whole input.
 _THIN = 256
 _INSTEAD = "set sharding.activation_checkpointing: none"
-_say_once = functools.cache(ranks.say)
+_log_once = functools.cache(ranks.log_once)
 
 
 def recompute_in_backward(
@@ -259,7 +259,7 @@ class _Keep(TorchDispatchMode):
         again = self._written | self.layer.unseen if self._first else set()
         if again and not any(isinstance(t, FakeTensor) for t in _plain(out)):  # a run, no plan
             names = ", ".join(sorted({func._schema.name.split("::")[1] for func in again}))
-            _say_once(
+            _log_once(
                 f"recompute  {self.layer.kind} writes in place to results of {names}: those run "
                 "again in the backward instead of being kept"
             )

@@ -89,12 +89,12 @@ def answer_prompts(
     def keep() -> None:
         lines = []
         for prompt, answer in zip(cfg.eval_prompts, answers, strict=True):
-            ranks.show(f"step {step}  {prompt!r}\n    {answer!r}")
+            ranks.print_line(f"step {step}  {prompt!r}\n    {answer!r}")
             lines.append({"step": step, "prompt": prompt, "answer": answer})
         try:
             append(file, lines)
         except OSError as error:
-            ranks.show(f"WARNING: {file} lacks the answers of step {step}: {error.strerror}")
+            ranks.print_line(f"WARNING: {file} lacks the answers of step {step}: {error.strerror}")
 
     ranks.on_main(keep)
 

@@ -64,7 +64,7 @@ class Run:
     place: network.Location = network.ALONE
     """Where this process is among the others."""
 
-    say = staticmethod(ranks.say)
+    log = staticmethod(ranks.log_once)
 
     def loader(
         self,
@@ -151,7 +151,7 @@ def start(*, deterministic: bool = False, connect_seconds: float | None = None) 
         try:
             background.wait(_LET_FINISH.total_seconds())
         except Exception as error:
-            if not ranks.lost_another(error):
+            if not ranks.is_peer_loss(error):
                 _print_error(error)
         # Taking NCCL down waits for the other ranks, which may wait for this one in a collective:
         # a rank that fails just leaves, so that the launcher ends the others.
@@ -187,15 +187,15 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
             ) as run,
         ):
             slow = device.slow_dtype(run.device, cfg.sharding.param_dtype) if run.rank == 0 else ""
-            run.say(network.restart_line(), network.hosts_line(run.place, run.world_size), slow)
+            run.log(network.restart_line(), network.hosts_line(run.place, run.world_size), slow)
             shared = device.shared_memory_of_workers(run.place.here, cfg.data.num_workers)
             if shared and run.place.local == 0:
-                ranks.show(shared)
+                ranks.print_line(shared)
             if cfg.sharding.cpu_offload:
-                run.say(device.use_threads(run.place.sharers))
+                run.log(device.use_threads(run.place.sharers))
             watchdog.begin(cfg.train.hang_seconds, Path(cfg.output_dir), background.busy)
             if not own:
-                run.say(f"no --config and no model given: running the demo's config, {demo}")
+                run.log(f"no --config and no model given: running the demo's config, {demo}")
                 if not Path(cfg.model.name_or_path).is_dir():
                     raise LaunchError(
                         f"the demo's model {cfg.model.name_or_path} is not here ({Path.cwd()}): "
@@ -237,9 +237,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
             "sharding.activation_checkpointing: full"
         )
         return 1, ""
-    if not isinstance(error, ToolkitError) and ranks.posted(preemption.MARK):
+    if not isinstance(error, ToolkitError) and ranks.has_notice(preemption.MARK):
         return preemption.EXIT_CODE, ""
-    if ranks.lost_another(error):
+    if ranks.is_peer_loss(error):
         code = watchdog.verdict()
         if code is None:
             _print_error(f"lost another rank: {one_line(error)}")
@@ -258,7 +258,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
         time.sleep(_LET_SPEAK.total_seconds())
         quiet = "TORCHELASTIC_RUN_ID" in os.environ
     mine = not quiet and not getattr(error, "already_reported", False)
-    if mine and ranks.first_to_report(str(error)):  # all ranks may raise the same
+    if mine and ranks.is_first_to_report(str(error)):  # all ranks may raise the same
         _print_error(error)
         if os.environ.get("TOOLKIT_TRACEBACK"):
             traceback.print_exc()
@@ -350,9 +350,9 @@ def _connect(rank: int, world: int, cpu: bool, seconds: float | None) -> network
     not connect them in time.
     """
     if dist.is_initialized():  # by the program itself
-        machines, local = ranks.nodes(), launchers.local_rank()[0]
+        machines, local = ranks.node_indices(), launchers.local_rank()[0]
         before = machines[:rank].count(machines[rank])
-        place = network.Location(before if local is None else local, ranks.ranks_here())
+        place = network.Location(before if local is None else local, ranks.local_world_size())
         if not cpu:
             _bind(place)
         return place

@@ -105,7 +105,7 @@ def share_of_cores(sharers: int) -> int:
     """Return how many processors are this process's, one at least, where `sharers` use the same. A
     container may have less of their time than there are (`docker run --cpus`).
     """
-    count = float(len(ranks.cores()))
+    count = float(len(ranks.available_cores()))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):  # no container, or an older kernel's

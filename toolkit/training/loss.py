@@ -253,7 +253,7 @@ def _find_out(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -
             # first forward FSDP2 has no state that could be reset.
             if forwards and callable(recover := getattr(model, "reset_iter_state", None)):
                 recover()
-    ranks.say(
+    ranks.log_once(
         f"loss: from all logits of a micro-batch at once, which takes more memory: "
         f"{type(base_of(model)).__name__}: {why}"
     )

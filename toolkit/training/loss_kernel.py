@@ -133,7 +133,9 @@ def _kernel(function: Callable[..., Any], rule: tuple, device: torch.device) -> 
             why = one_line(error)
         if not why:
             return compiled(*tensors)
-        ranks.say(f"NOTE       the loss takes plain operations, not a kernel of its own: {why}")
+        ranks.log_once(
+            f"NOTE       the loss takes plain operations, not a kernel of its own: {why}"
+        )
         _refused.add(device)
         return plain(*tensors)
 

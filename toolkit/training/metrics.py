@@ -150,7 +150,7 @@ class Metrics:
         self._bar.update(1)
         if self.profiler is not None and self.profiler.end_step(step):
             with watchdog.patient("writing what was profiled"):
-                ranks.say(*self.profiler.write())
+                ranks.log_once(*self.profiler.write())
                 if self.snapshot is not None:
                     write_snapshot(self.snapshot)
             self._since = time.perf_counter()
@@ -177,14 +177,14 @@ class Metrics:
             append(self._file, self._unwritten)
         except OSError as error:
             if count == 1:
-                ranks.show(
+                ranks.print_line(
                     f"WARNING: {self._file} cannot be written: {error.strerror}; its lines wait in "
                     "memory"
                 )
             return
         self._unwritten.clear()
         if count > 1:
-            ranks.show(f"note: {self._file} is written again: {count} lines, which waited")
+            ranks.print_line(f"note: {self._file} is written again: {count} lines, which waited")
 
     def check_finite(self, step: int) -> None:
         """Raise a `TrainingError` where too many steps up to here were skipped, or what would be
@@ -226,13 +226,15 @@ class Metrics:
     def close(self) -> str:
         """End the progress bar; return the line that sums up the steps, empty without a step."""
         if self.profiler is not None and self.profiler.open:
-            ranks.say("WARNING: the run ended before train.profile_steps did: there is no profile")
+            ranks.log_once(
+                "WARNING: the run ended before train.profile_steps did: there is no profile"
+            )
         self.close_bar()
         if self._unwritten:
             self._append()
         if self._unwritten:
             lost = f"the last {len(self._unwritten)} line(s) of {self._file} were never written"
-            ranks.show(f"WARNING: {lost}")
+            ranks.print_line(f"WARNING: {lost}")
         last, seconds = self._last_line, time.perf_counter() - self._began
         if not last:
             return ""
@@ -312,14 +314,14 @@ class Metrics:
             f"{head}  {loss}{evaluated}",
         )
         room = len("  eta 00:00:00") * (self._paced is not None and self._bar.disable is True)
-        fitting = (some for some in (whole, *shorter) if ranks.fits(some + " " * room))
+        fitting = (some for some in (whole, *shorter) if ranks.fits_terminal(some + " " * room))
         text = next(fitting, shorter[-1])
         if self._paced is None:  # the first step compiles, and says nothing of those to come
             self._paced = step, now
         elif self._bar.disable:
             left = (self.max_steps - step) * (now - self._paced[1]) / (step - self._paced[0])
             text += f"  eta {tqdm.format_interval(left)}"
-        ranks.show(text)
+        ranks.print_line(text)
         self._bar.set_postfix_str(f"{loss}  {speed}  {memory}")
 
 
@@ -346,14 +348,14 @@ def start_metrics(
         None if router is None else router.plan.line,
         *data.lines(),
     ]
-    run.say(*opening, *untrained_token_lines(model, data.feed, data.tokenizer))
+    run.log(*opening, *untrained_token_lines(model, data.feed, data.tokenizer))
     asked = cfg.sharding.torch_compile not in (False, "none", "auto")
     if asked or "torch_compile layer" in auto_line:
-        run.say("compiling  in the first step, which takes up to some minutes")
+        run.log("compiling  in the first step, which takes up to some minutes")
     supervision: str = ranks.on_main(data.report) if state.step == 0 else ""
-    run.say(supervision)
+    run.log(supervision)
     if state.step >= data.max_steps:
-        run.say(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
+        run.log(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
     else:
         _record_start(cfg, run, folder, state.step, data, opening, supervision)
     reading, flops = data.position, training_flops(model, cfg.data.sequence_length)
@@ -439,7 +441,7 @@ def _profiling(
             run.at_end.enter_context(memory_history(found["snapshot"]))
     elif train.profile_steps:
         steps = f"{first_step + 1} to {max_steps}"
-        run.say(f"WARNING: train.profile_steps {train.profile_steps}: not within steps {steps}")
+        run.log(f"WARNING: train.profile_steps {train.profile_steps}: not within steps {steps}")
     return found
 
 

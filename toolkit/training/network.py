@@ -104,11 +104,11 @@ def meet(store: dist.Store, rank: int, world: int, *, nccl: bool) -> Location:
     master = os.environ.get("MASTER_ADDR")
     mine = {
         "name": socket.gethostname(),
-        "host": ranks.host(),
+        "host": ranks.host_id(),
         "local": local,
         "sure": sure,
         "here": int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
-        "cores": f"{sum(1 << core for core in ranks.cores()):x}",
+        "cores": f"{sum(1 << core for core in ranks.available_cores()):x}",
         "master": master and _resolved(master),
         "loopback": _is_loopback(os.environ.get(INTERFACE, "")),
         "error": interface_error(os.environ, nccl=nccl),
@@ -182,12 +182,12 @@ def connect(
         given: Any = {"store": store, "rank": rank, "world_size": world, "device_id": bound}
         dist.init_process_group(backend, timeout=timeout, **given)
         if place.here < world:  # gloo connects at its first use
-            dist.all_reduce(torch.zeros(1), group=ranks.everyone())
-        ranks.nodes()
+            dist.all_reduce(torch.zeros(1), group=ranks.world_group())
+        ranks.node_indices()
         if device is not None and world > 1:
             over[0] = own
             total = torch.ones(1, device=device)
-            dist.all_reduce(total, group=ranks.everyone())
+            dist.all_reduce(total, group=ranks.world_group())
             if (found := total.item()) != world:
                 raise RuntimeError(f"a sum over {world} processes came out as {found:g}")
 

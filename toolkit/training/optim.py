@@ -146,7 +146,7 @@ def build_scheduler(
     """
     warmup = _warmup(cfg, max_steps)
     if 0 < max_steps <= warmup:
-        ranks.say(
+        ranks.log_once(
             f"WARNING: the run has {max_steps} steps, and optim.warmup_steps are {warmup}: it ends "
             f"before its learning rate has risen to {cfg.learning_rate:g}"
         )

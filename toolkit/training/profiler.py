@@ -144,7 +144,7 @@ def write_snapshot(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)
-    ranks.show(f"memory     {file} (pytorch.org/memory_viz)")
+    ranks.print_line(f"memory     {file} (pytorch.org/memory_viz)")
 
 
 _PRIVATE = ("_record_memory_history", "_dump_snapshot")  # documented by PyTorch nevertheless

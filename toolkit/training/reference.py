@@ -243,7 +243,7 @@ def evaluate_answers(
                 sums.append(sequence_logps(model, batch)[0][:-1])
                 position += 1
                 if time.monotonic() - logged > _LOG_SECONDS:
-                    ranks.say(f"reference  batch {position:,} of {len(rounds):,}")
+                    ranks.log_once(f"reference  batch {position:,} of {len(rounds):,}")
                     logged = time.monotonic()
             part = _gather_part(sharded, data, work, of_part, torch.cat(sums))
             evaluated += sum(len(answers) for answers, _ in part.values())

@@ -123,7 +123,7 @@ class Trackers:
         except Exception as error:
             del self._trackers[name]
             what = f"metrics.report_to: {name} failed and gets no more: {one_line(error)}"
-            ranks.say(f"WARNING: {what}; metrics.jsonl has every line")
+            ranks.log_once(f"WARNING: {what}; metrics.jsonl has every line")
 
 
 def _begun(file: Path) -> dict[str, str]:
@@ -135,7 +135,7 @@ def _begun(file: Path) -> dict[str, str]:
         if not isinstance(known, dict):
             raise CheckpointError(f"{file} holds {type(known).__name__}, expected an object")
     except CheckpointError as error:
-        ranks.show(f"WARNING: {error}; trackers begin new runs")
+        ranks.print_line(f"WARNING: {error}; trackers begin new runs")
         return {}
     return {name: run for name, run in known.items() if isinstance(run, str)}
 

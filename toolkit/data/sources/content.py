@@ -28,7 +28,7 @@ def digest_contents(files: Sequence[Path], where: str) -> list[tuple[str | int, 
     total = sum(stat.st_size for stat in stats)
     whole = total <= WHOLE_BYTES
     if not whole:
-        ranks.say(
+        ranks.log_once(
             f"cache      {where}: {size_text(total)} are too much to read at each start. Encoded "
             f"rows are found again by size, times and {_SAMPLES} MiB of each file; after a change "
             "of a few bytes elsewhere that keeps the times of a file, delete the cache"

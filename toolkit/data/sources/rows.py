@@ -210,7 +210,7 @@ def _say_splits(patterns: str | list[str], setting: str) -> None:
         if split is not None and (split.others or split.name != "train"):
             others = ", ".join(f"{name} ({count})" for name, count in split.others.items())
             left = f", not {others}" if others else ""
-            ranks.say(
+            ranks.log_once(
                 f"data       {setting} {pattern}: split {split.name} ({len(split.files)} "
                 f"file(s)){left}"
             )
@@ -225,14 +225,14 @@ def _check_text(files: list[Path], where: str) -> None:
         advice = "let its name end in .jsonl, or put texts that look so into a column 'text'"
         if isinstance(layout, recognise.Layout):
             raise DataError(f"{where}: {file}: expected text, got JSON lines ({layout}); {advice}")
-        ranks.say(f"WARNING: {file} looks like JSON lines and is read as plain text; {advice}")
+        ranks.log_once(f"WARNING: {file} looks like JSON lines and is read as plain text; {advice}")
 
 
 def _warn_of_unused_prompts(where: str, unused: tuple[str, ...], rows: list[Row]) -> None:
     """Log the columns that usually belong to a prompt and that the layout does not use."""
     for name in unused:
         if name in _PROMPT_NAMES and any(recognise.has_text(row, name) for row in rows):
-            ranks.say(
+            ranks.log_once(
                 f"WARNING: {where}: the column {name!r} is not used, and its name is that of a "
                 f"part of a prompt. Map it in data.columns, or set {{{name}: null}} if the prompt "
                 "is complete without it"
@@ -265,7 +265,9 @@ def _recognised(source: DataSource, learned: Learned, unread: list[Row]) -> Data
     padded = chain(unread, repeat(no_values))
     rows = [{**more, **row} for more, (_, row) in zip(padded, readable, strict=False)]
     for name in names.check_exist(rows, source.where):
-        ranks.say(f"data       {source.where}: no row of the first has {name!r} (data.columns)")
+        ranks.log_once(
+            f"data       {source.where}: no row of the first has {name!r} (data.columns)"
+        )
     try:
         renamed = [names.renamed(row) for row in rows]
         layout = FORMATS[learned].recognise(renamed, names)

@@ -465,7 +465,7 @@ def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa
     total, whole = len(source.rows), source.layout.whole
     most, processes = _TEXT_ROWS, 1
     if source.layout.format in ("conversation", "preferences"):
-        processes = min(len(ranks.cores()), 1 + total // _ROWS_OF_A_PROCESS, total)
+        processes = min(len(ranks.available_cores()), 1 + total // _ROWS_OF_A_PROCESS, total)
         most = min(_CHAT_ROWS, -(-total // processes))
     step = max(1, min(most, BATCH_BYTES * total // max(1, source.rows.data.nbytes)))
     starts = range(0, total, step)

@@ -61,14 +61,14 @@ class BadSteps:
             said = self._describe(step, bool(here), far if spike else "")
             if self._streak > self.most:
                 self._stop(step, said)
-            ranks.say(f"WARNING: step {step} is skipped, its {said}")
+            ranks.log_once(f"WARNING: step {step} is skipped, its {said}")
 
     def check_values(self, step: int) -> None:
         """Raise a `TrainingError` where a trained weight or the optimizer's state is not finite
         after `step`, so that it is not saved. Collective; reads this rank's bytes of them once.
         """
         bad = [] if self.state is None else _not_finite(self.state)
-        if not any(ranks.any_of([bool(bad)])):
+        if not any(ranks.any_over_ranks([bool(bad)])):
             return
         said = ranks.gather(bad[:3])
         named = "; ".join(f"rank {r}: {', '.join(b)}" for r, b in enumerate(said) if b)

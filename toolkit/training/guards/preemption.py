@@ -36,7 +36,7 @@ from toolkit.training.guards import watchdog
 T = TypeVar("T")
 
 EXIT_CODE = EXIT_CODE_PREEMPTED
-MARK = "preempted"  # `ranks.posted` by a rank that leaves by a signal
+MARK = "preempted"  # `ranks.post_notice` by a rank that leaves by a signal
 _SAME = 2.0  # seconds in which a signal that comes again, as from terminal and launcher, is one
 _PR_SET_PDEATHSIG = 1  # prctl(2): a signal when the parent ends
 _LAUNCHER = os.getppid()
@@ -92,7 +92,7 @@ def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
         # Code in C that was calling Python may make an error of its own of what a signal raised.
         if not (isinstance(error, Preempted) or _state.raised):
             raise
-        ranks.post(MARK)  # for those that got no signal, and lose this rank
+        ranks.post_notice(MARK)  # for those that got no signal, and lose this rank
         raise Preempted from error
     finally:
         leaving = _state.signal is not None or _state.agreed  # what now comes is the launcher's
@@ -145,7 +145,9 @@ def leave_loop(step: int) -> None:
     _state.in_loop = False
     _state.stop_timer()  # the checkpoint is whole
     if _state.agreed:
-        ranks.say(f"stopped    by a signal after step {step}; the same command goes on from there")
+        ranks.log_once(
+            f"stopped    by a signal after step {step}; the same command goes on from there"
+        )
     if _state.agreed or _state.signal is not None:
         _state.leaving = True
         raise Preempted
@@ -185,7 +187,7 @@ def _tell(stop: bool) -> tuple[Callable[[], object], torch.Tensor]:
     """Begin to tell all ranks; return what waits until they have, and where the answer then is."""
     device = _device()
     flag = torch.full((1,), int(stop), dtype=torch.int32, device=device)
-    work: Any = dist.all_reduce(flag, dist.ReduceOp.MAX, group=ranks.everyone(), async_op=True)
+    work: Any = dist.all_reduce(flag, dist.ReduceOp.MAX, group=ranks.world_group(), async_op=True)
     if device.type == "cpu":
         return work.wait, flag
     work.wait()  # the stream does, not the host
@@ -198,7 +200,7 @@ def _tell(stop: bool) -> tuple[Callable[[], object], torch.Tensor]:
 def _device() -> torch.device:
     """Return the accelerator where the process group has collectives on it, else the CPU."""
     kind = torch.accelerator.current_accelerator()
-    backends = dist.get_backend_config(ranks.everyone()).split(",")
+    backends = dist.get_backend_config(ranks.world_group()).split(",")
     own = [] if kind is None else [b for b in backends if b.startswith(f"{kind.type}:")]
     if kind is None or not own or own == [f"{kind.type}:gloo"]:
         return torch.device("cpu")

@@ -53,7 +53,7 @@ class _Watch:
 
     def _start(self, folder: Path) -> None:
         """Start the watcher with a connection to the judge. Collective."""
-        rank, one_host = ranks.rank(), len({*ranks.nodes()}) == 1
+        rank, one_host = ranks.rank(), len({*ranks.node_indices()}) == 1
         self.judges = rank == 0  # its watcher lives as long as any other
         sockets = list[socket.socket]()  # the watcher's
 
