@@ -81,7 +81,7 @@ def prepare(scratch: Path, megabytes: int) -> None:
     """Write the rows of text and a tokenizer trained on a part of them."""
     import datasets
 
-    from toolkit.data.sources.text_files import pieces
+    from toolkit.data.sources.file_readers import pieces
     from toolkit.data.tokens.tokenizer import train_tokenizer
     from toolkit.errors import DataError
 

@@ -24,7 +24,7 @@ import yaml
 
 from toolkit import cli
 from toolkit.config.data import SourceConfig
-from toolkit.config.keywords import setting_name
+from toolkit.config.fields import setting_name
 from toolkit.config.kinds import KINDS
 from toolkit.config.parse import flat, in_words
 from toolkit.config.preference import PreferConfig

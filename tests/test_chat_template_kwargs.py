@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig
 from toolkit.data.chat.masks import NO_STOP, Rendered
-from toolkit.data.chat.template import Chat
-from toolkit.data.chat.variables import with_defaults
+from toolkit.data.chat.template import Chat, with_defaults
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.prepare import encoder_for, inspect_data
 from toolkit.data.report import render

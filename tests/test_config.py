@@ -21,13 +21,13 @@ from toolkit.config import (
     ShardingConfig,
     data,
     lora,
-    names,
+    other_tools,
     outputs,
     settings,
 )
 from toolkit.config.data import SourceConfig
-from toolkit.config.keywords import setting_name
-from toolkit.config.names import GONE
+from toolkit.config.fields import setting_name
+from toolkit.config.other_tools import GONE
 from toolkit.errors import ConfigError
 
 MODEL = "model: {name_or_path: here}\n"
@@ -356,7 +356,7 @@ def test_a_name_of_preference_tuning_names_its_command(cls: type, given: str, tm
 
 
 def test_every_name_that_people_bring_leads_to_a_setting() -> None:
-    known, elsewhere = fields(PreferConfig), names.ELSEWHERE
+    known, elsewhere = fields(PreferConfig), other_tools.ELSEWHERE
     count = collections.Counter(itertools.chain(*map(str.split, elsewhere.values())))
     assert count.most_common(1)[0][1] == 1
     for here, others in elsewhere.items():
@@ -364,13 +364,13 @@ def test_every_name_that_people_bring_leads_to_a_setting() -> None:
         assert setting in known or " " in setting, setting
         for name in others.split():
             assert not [n for n in known if n.split(".")[-1] == name], f"{name} is a name of ours"
-            said = names.meant(PreferConfig, PreferConfig, "", name)
+            said = other_tools.meant(PreferConfig, PreferConfig, "", name)
             assert said == here, name
 
 
 def test_what_is_near_nothing_gets_no_suggestion() -> None:
     for cls, name in ((PretrainConfig, "zzzz"), (SourceConfig, "learning_rate")):
-        assert names.meant(cls, cls, "", name) is None
+        assert other_tools.meant(cls, cls, "", name) is None
 
 
 def test_a_switch_without_its_value_and_a_key_of_a_source(refusal) -> None:

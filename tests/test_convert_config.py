@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig
 
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, PreferConfig, load
-from toolkit.config.names import ELSEWHERE, leaves_of
+from toolkit.config.other_tools import ELSEWHERE, leaves_of
 from toolkit.convert.converter import Conversion, convert, convert_config
 from toolkit.convert.tables_of_tools import LEFT
 from toolkit.errors import ConfigError

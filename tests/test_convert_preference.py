@@ -6,7 +6,7 @@ from conftest import ROOT
 
 from toolkit.cli import main
 from toolkit.config import PreferConfig, load
-from toolkit.config.names import leaves_of
+from toolkit.config.other_tools import leaves_of
 from toolkit.convert.converter import convert, convert_config
 from toolkit.errors import ConfigError
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from toolkit import ranks
 from toolkit.config.data import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data.examples.recognise import Conversation, Example
-from toolkit.data.sources import lines
+from toolkit.data.sources import file_readers
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens.encode import Counts, Encoder, encode
@@ -239,7 +239,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        patch.setattr(lines, "ROW_BYTES", LIMIT)
+        patch.setattr(file_readers, "ROW_BYTES", LIMIT)
         for base, bad in BAD.items():
             good = as_bytes_of(GOOD[base])
             for kind, first, between, last in (
@@ -347,7 +347,7 @@ def test_each_bad_row_ends_the_run_by_one_policy_and_is_counted_by_the_other(fol
 
 def encode_on(rank: int, world: int, folder: str, cache: str) -> list:
     datasets.config.HF_DATASETS_CACHE = Path(cache)
-    lines.ROW_BYTES = LIMIT
+    file_readers.ROW_BYTES = LIMIT
     made: list = []
     for name, policy in (
         ("messages.jsonl", "skip"),
@@ -401,7 +401,7 @@ CSV = {
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", CSV)
 def test_csv(tmp_path, monkeypatch, name, streaming):
-    monkeypatch.setattr(lines, "ROW_BYTES", LIMIT)
+    monkeypatch.setattr(file_readers, "ROW_BYTES", LIMIT)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     row, expected = CSV[name]
     path = tmp_path / "a.csv"
@@ -523,12 +523,12 @@ def test_a_huge_line_is_never_in_memory(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "' + b"x" * (40 << 20) + b'"}\n{"text": "good"}')
     tracemalloc.start()
-    tables = list(lines.line_tables(str(path), kind="json", limit=1 << 20))
+    tables = list(file_readers.line_tables(str(path), kind="json", limit=1 << 20))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     bad, good = (row for table in tables for row in table.to_pylist())
-    assert (bad[lines.FAULT] is None, good[lines.FAULT] is None) == (False, True)
-    assert json.loads(good[lines.RAW]) == {"text": "good"}
+    assert (bad[file_readers.FAULT] is None, good[file_readers.FAULT] is None) == (False, True)
+    assert json.loads(good[file_readers.RAW]) == {"text": "good"}
     assert peak < 12 << 20
 
 
@@ -547,8 +547,8 @@ def test_a_huge_line_is_never_in_memory(tmp_path):
 )
 def test_a_broken_list_is_one_error(tmp_path, monkeypatch, text, came):
     if "at most" in came:
-        monkeypatch.setattr(lines, "LIST_BYTES", 200)
-        monkeypatch.setattr(lines, "LIST_VALUES", 50)
+        monkeypatch.setattr(file_readers, "LIST_BYTES", 200)
+        monkeypatch.setattr(file_readers, "LIST_VALUES", 50)
     (tmp_path / "a.json").write_bytes(text)
     for streaming in (False, True):
         with pytest.raises(DataError) as caught:
@@ -641,7 +641,7 @@ def test_documents_in_csv_parquet_and_token_ids(tmp_path, caplog):
 @pytest.mark.usefixtures("_own_cache")
 def test_a_document_of_any_length_costs_little_memory(tmp_path, monkeypatch):
     """A line beyond the bound is a bad row; one below it is tokenised in parts."""
-    monkeypatch.setattr(lines, "ROW_BYTES", 12 << 20)
+    monkeypatch.setattr(file_readers, "ROW_BYTES", 12 << 20)
     text = "ab " * (3 << 20)  # 9 MB
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": text * 2}) + "\n")

@@ -15,7 +15,7 @@ from test_pairs import TEMPLATE, assistant, user
 from transformers import AutoTokenizer
 
 from toolkit.config.data import FinetuneDataConfig
-from toolkit.data.sources import content
+from toolkit.data.sources import tables
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder, encode
 
@@ -103,17 +103,17 @@ def test_another_template_for_pairs_is_seen(tmp_path: Path, tokenizer: Any) -> N
 def test_of_large_files_samples_and_times_are_compared_and_reported(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(content, "WHOLE_BYTES", 1000)
-    monkeypatch.setattr(content, "_BLOCK", 16)
-    monkeypatch.setattr(content, "_SAMPLES", 4)
+    monkeypatch.setattr(tables, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(tables, "_BLOCK", 16)
+    monkeypatch.setattr(tables, "_SAMPLES", 4)
     file = tmp_path / "a.jsonl"
     rows = [json.dumps({"text": f"row {i:03}"}) for i in range(80)]
     file.write_text("\n".join(rows))
-    before, stat = content.digest_contents([file], "here"), file.stat()
+    before, stat = tables.digest_contents([file], "here"), file.stat()
     assert "here: 1.6 kB are too much to read at each start" in capsys.readouterr().out
     for at in (0, 79):  # at the ends
         changed = [*rows]
         changed[at] = changed[at].replace("row", "now")
         file.write_text("\n".join(changed))
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        assert content.digest_contents([file], "here")[0][2] != before[0][2]
+        assert tables.digest_contents([file], "here")[0][2] != before[0][2]

@@ -20,9 +20,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
-from toolkit.data.chat.alike import found_alike
+from toolkit.data.chat.checks import EARLIER_REASONING, NOT_PRINTED, check_printed
+from toolkit.data.chat.long_chats import found_alike
 from toolkit.data.chat.masks import Rendered
-from toolkit.data.chat.printed import EARLIER_REASONING, NOT_PRINTED, check_printed
 from toolkit.data.chat.template import Chat, learned_turns
 from toolkit.data.chat.traits import find_traits
 from toolkit.data.examples.recognise import Conversation

@@ -14,7 +14,7 @@ from toolkit.config.data import DataConfig
 from toolkit.config.settings import ModelConfig, PretrainConfig, TrainConfig
 from toolkit.data.feed.stream import SourceStream
 from toolkit.data.prepare import Choice, read_sources
-from toolkit.data.sources import text_files
+from toolkit.data.sources import file_readers
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder, encode
@@ -84,7 +84,7 @@ def test_ids_of_rows(tokenizer, tmp_path, rows, append_eos):
 
 
 def test_ids_of_a_text_file_in_pieces(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files.pieces, "__defaults__", (64,))
+    monkeypatch.setattr(file_readers.pieces, "__defaults__", (64,))
     file = tmp_path / "a.txt"
     file.write_text("".join(f"Line {i}.\n" for i in range(50)) + "\0")
     cfg = DataConfig(train_files=str(file))

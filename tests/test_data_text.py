@@ -12,10 +12,10 @@ from conftest import save_byte_tokenizer
 from transformers import AutoTokenizer
 
 from toolkit.config.data import DataConfig
+from toolkit.data.sources.file_readers import parts_of, pieces
 from toolkit.data.sources.files import find_files, stdlib_files
 from toolkit.data.sources.row_values import or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.sources.text_files import parts_of, pieces
 from toolkit.data.tokens.encode import Encoder, encode
 from toolkit.errors import DataError
 

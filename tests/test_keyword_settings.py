@@ -6,7 +6,7 @@ import pytest
 
 from toolkit import config
 from toolkit.config import FinetuneConfig
-from toolkit.config.keywords import to_fields, to_settings
+from toolkit.config.fields import to_fields, to_settings
 from toolkit.errors import ConfigError
 from toolkit.hub.card import render
 

@@ -22,7 +22,7 @@ from trl_figures import models, pairs, reward_model
 
 from toolkit.checkpoint.retention import expendable
 from toolkit.config import CheckpointConfig, parse
-from toolkit.config.measures import is_greater_better, preference_metrics
+from toolkit.config.outputs import is_greater_better, preference_metrics
 from toolkit.config.preference import PreferConfig, PreferenceConfig
 from toolkit.config.settings import FinetuneModelConfig, FinetuneTrainConfig
 from toolkit.data.prepare import _check_evaluations

@@ -36,8 +36,7 @@ from toolkit.config import (
     parse,
     saved_kind_name,
 )
-from toolkit.config.paths import check_folder
-from toolkit.config.settings import RunConfig
+from toolkit.config.settings import RunConfig, check_folder
 from toolkit.data.sources.files import configured, find_files
 from toolkit.data.sources.files import kind_of as kind_of_files
 from toolkit.errors import (

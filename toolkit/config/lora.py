@@ -4,8 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from toolkit.config.keywords import setting_name
-from toolkit.config.ranges import AtLeast1, Fraction, NotNegative, Positive
+from toolkit.config.fields import AtLeast1, Fraction, NotNegative, Positive, setting_name
 from toolkit.errors import ConfigError
 
 # Settings that an adapter which a run continues (`lora.from`) brings with it.

@@ -23,7 +23,8 @@ from jsonargparse import (
     set_parsing_settings,
 )
 
-from toolkit.config.keywords import (
+from toolkit.config.fields import (
+    WORDS,
     field_path,
     setting_name,
     setting_path,
@@ -32,9 +33,7 @@ from toolkit.config.keywords import (
     to_settings,
 )
 from toolkit.config.kinds import check_kind, kind_of
-from toolkit.config.names import GONE, meant, nearest, nearest_value
-from toolkit.config.other_tools import refuse_foreign_config
-from toolkit.config.ranges import WORDS
+from toolkit.config.other_tools import GONE, meant, nearest, nearest_value, refuse_foreign_config
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
 from toolkit.parsing import parse_yaml, read_yaml

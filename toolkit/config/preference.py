@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from toolkit.config.measures import Metric, preference_metrics
-from toolkit.config.ranges import Fraction, NonNegative, Positive
+from toolkit.config.fields import Fraction, NonNegative, Positive
+from toolkit.config.outputs import Metric, preference_metrics
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig, Learned, OptimConfig
 from toolkit.errors import ConfigError
 

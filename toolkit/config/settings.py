@@ -8,21 +8,14 @@ files that a run will read.
 import dataclasses
 import operator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.config.data import DataConfig, FinetuneDataConfig
+from toolkit.config.fields import AllOrCount, AtLeast1, Fraction, NonNegative, NotNegative, Positive
 from toolkit.config.lora import LoraConfig
-from toolkit.config.measures import TOKEN_METRICS, Metric
-from toolkit.config.outputs import CheckpointConfig, HubConfig, MetricsConfig
-from toolkit.config.ranges import (
-    AllOrCount,
-    AtLeast1,
-    Fraction,
-    NonNegative,
-    NotNegative,
-    Positive,
-)
-from toolkit.errors import ConfigError
+from toolkit.config.outputs import TOKEN_METRICS, CheckpointConfig, HubConfig, Metric, MetricsConfig
+from toolkit.errors import ConfigError, ModelError
 from toolkit.parsing import parse_size
 
 Dtype = Literal["float32", "bfloat16"]
@@ -499,3 +492,14 @@ def model_settings(cfg: RunConfig) -> ModelConfig:
     """Return the model's settings with the dtype filled in: the checkpoint's own under adapters."""
     dtype = cfg.model.dtype or ("auto" if cfg.adapters else "float32")
     return dataclasses.replace(cfg.model, dtype=dtype)
+
+
+def check_folder(name_or_path: str) -> None:
+    """Refuse a model's path where no folder is (ModelError); what may be a Hub id passes."""
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return
+    if path.exists():
+        raise ModelError(f"model.name_or_path {path} is a file; give the folder that holds it")
+    if path.is_absolute() or name_or_path.startswith("."):  # no Hub id
+        raise ModelError(f"there is no folder {name_or_path} (current folder: {Path.cwd()})")

@@ -11,8 +11,7 @@ from typing import Any
 
 from toolkit.config.accelerate_yaml import translate
 from toolkit.config.lora import STRUCTURE
-from toolkit.config.names import setting_of
-from toolkit.config.other_tools import ADAPTER_HINT, OBJECTIVE_HINT
+from toolkit.config.other_tools import ADAPTER_HINT, OBJECTIVE_HINT, setting_of
 from toolkit.config.outputs import Tracker
 from toolkit.config.settings import Schedule
 from toolkit.convert.keys import Keys

@@ -7,7 +7,7 @@ would be another objective here is refused; names and reasons stand in `tables_o
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from toolkit.config.names import setting_of
+from toolkit.config.other_tools import setting_of
 from toolkit.convert.keys import Keys
 from toolkit.convert.tables_of_tools import (
     AXOLOTLS,

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 
 from toolkit.data.report import check_supervised
-from toolkit.data.sources import lines
+from toolkit.data.sources import file_readers
 from toolkit.data.sources.rows import DataSource
 from toolkit.data.sources.tables import as_data_error
 from toolkit.data.tokens.encode import Counts, EncodedSource, Encoder
@@ -66,7 +66,7 @@ def look_at_rows(source: DataSource, encoder: Encoder, seconds: float) -> RowLoo
             at = number * (shards - 1) // (min(LOOK_SHARDS, shards) - 1)
             shard = source.rows.shard(num_shards=shards, index=at)
             _add(look, source, encoder, islice(iter(shard), SHARD_ROWS), 0)
-        if not look.is_complete and lines.RAW in (source.rows.column_names or ()):
+        if not look.is_complete and file_readers.RAW in (source.rows.column_names or ()):
             last = source.rows.shard(num_shards=shards, index=shards - 1)
             _add(look, source, encoder, _last_rows(last, end), 0)
     except Exception as error:

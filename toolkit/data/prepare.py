@@ -18,7 +18,7 @@ from toolkit.config.settings import (
     model_settings,
 )
 from toolkit.data.chat import chat_templates
-from toolkit.data.chat.variables import with_defaults
+from toolkit.data.chat.template import with_defaults
 from toolkit.data.ends import end_with, learned_ends, reward_at
 from toolkit.data.feed.feed import Feed, Processes, Readers
 from toolkit.data.feed.prepared import PreparedFeed

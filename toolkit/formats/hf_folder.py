@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 from transformers.utils.hub import is_offline_mode
 
 from toolkit import ranks
-from toolkit.config.paths import check_folder
+from toolkit.config.settings import check_folder
 from toolkit.errors import LoadingError, ModelError, one_line
 from toolkit.formats.hub_access import say_unreachable, why_unreachable
 from toolkit.formats.named_assets import vocabulary_files

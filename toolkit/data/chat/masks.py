@@ -69,7 +69,7 @@ class Rendered:
 class Search:
     """The true rendering of a conversation, `text`, and what changed ones tell of its turns.
 
-    BadRow: the template refuses the conversation. What it leaves out: see `printed.py`.
+    BadRow: the template refuses the conversation. What it leaves out: see `checks.py`.
     """
 
     def __init__(

@@ -6,11 +6,12 @@ fixed day, and `random` is seeded, so that a run that is resumed reads the same 
 
 import copy
 import datetime
+import difflib
 import json
 import logging
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,14 +19,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from toolkit.data.chat.alike import found_alike
-from toolkit.data.chat.beginnings import align_beginnings
+from toolkit.data.chat.checks import align_beginnings, check_printed
+from toolkit.data.chat.long_chats import found_alike
 from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
-from toolkit.data.chat.printed import check_printed
 from toolkit.data.chat.traits import (
     TEMPLATE_ERRORS,
     Marks,
@@ -39,7 +39,7 @@ from toolkit.data.chat.traits import (
 )
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow, clean
-from toolkit.errors import DataError
+from toolkit.errors import ConfigError, DataError
 from toolkit.formats import MAX_TEMPLATE_BYTES
 from toolkit.formats.private import transformers_private
 
@@ -413,3 +413,60 @@ def _read(name: str, names: list[str]) -> str:
             f"data.chat_template {name!r} is no Jinja text, and cannot be read as a file{known}: "
             f"{said}"
         ) from error
+
+
+_OF_ALL = {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
+
+
+def with_defaults(templates: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, str]:
+    """Return named templates in which variables have default values.
+
+    Raises:
+        ConfigError: no template has such a variable.
+    """
+    used = {name: _variables(text) for name, text in templates.items()}
+    variables = set().union(*used.values())
+    for name in values:
+        if name not in variables:
+            choices = sorted(variables - _OF_ALL)
+            near = difflib.get_close_matches(name, choices, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"data.chat_template_kwargs: the chat template has no variable {name!r}, only "
+                f"{', '.join(choices) or 'none'}{hint}"
+            )
+    return {
+        name: _with_defaults(text, {k: v for k, v in values.items() if k in used[name]})
+        for name, text in templates.items()
+    }
+
+
+def _variables(text: str) -> set[str]:
+    """Return the names that a template reads from outside; none if it cannot be parsed, which
+    whoever renders it reports.
+    """
+    try:
+        compiled = transformers_private(_UTILS, "_compile_jinja_template")(text)
+        return meta.find_undeclared_variables(compiled.environment.parse(text))
+    except TemplateSyntaxError:
+        return set()
+
+
+def _with_defaults(text: str, values: Mapping[str, Any]) -> str:
+    # The newline after a block is not printed, and the template's own first line stays the first.
+    blocks = (
+        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
+        for name, value in values.items()
+    )
+    return "".join(blocks) + text
+
+
+def _literal(value: Any) -> str:
+    """Return a value of YAML as Jinja writes it."""
+    if isinstance(value, dict):
+        inner = ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    # Jinja does not join the two escapes by which ASCII writes a character above U+FFFF.
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -27,18 +27,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from toolkit.data.examples.columns import Names
+from toolkit.data.examples.columns import (
+    Names,
+    shown_mapping,
+    suggest_answer_columns,
+    suggest_pair_columns,
+)
 from toolkit.data.examples.recognise import (
     SYSTEM_REMARK,
     Layout,
     Remark,
     has_text,
     system_column,
-)
-from toolkit.data.examples.suggestions import (
-    shown_mapping,
-    suggest_answer_columns,
-    suggest_pair_columns,
 )
 from toolkit.data.examples.turns import SPELLINGS, TURN_COLUMNS, holds_prompt
 from toolkit.data.sources.row_values import BadRow, Row, named

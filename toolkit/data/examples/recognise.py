@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from toolkit.data.examples import turns
-from toolkit.data.examples.suggestions import suggest_example_columns
+from toolkit.data.examples.columns import suggest_example_columns
 from toolkit.data.samples.sequences import IGNORED
 from toolkit.data.sources.row_values import (
     BadRow,

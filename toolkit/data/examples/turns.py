@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
-from toolkit.config.template_kwargs import RESERVED_ARGUMENTS
+from toolkit.config.data import RESERVED_ARGUMENTS
 from toolkit.data.sources.row_values import (
     BadRow,
     Row,

@@ -14,9 +14,8 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 
-from toolkit.data.sources.content import digest_contents
 from toolkit.data.sources.files import stdlib_files
-from toolkit.data.sources.tables import cached, digest_of, in_tables
+from toolkit.data.sources.tables import cached, digest_contents, digest_of, in_tables
 
 BODY_LINES, BODY_CHARACTERS = 30, 1200  # a function whose body has more is left out
 DOCSTRING_CHARACTERS = 400  # a longer one is cut after a paragraph

@@ -15,7 +15,8 @@ from toolkit.config.settings import Learned
 from toolkit.data.examples import preferences, recognise
 from toolkit.data.examples.columns import Names
 from toolkit.data.examples.formats import FORMATS, Parsed, format_of
-from toolkit.data.sources import instructions, lines, tables
+from toolkit.data.sources import file_readers, instructions, tables
+from toolkit.data.sources.file_readers import PIECES, text_tables
 from toolkit.data.sources.files import (
     What,
     configured,
@@ -25,7 +26,6 @@ from toolkit.data.sources.files import (
     stdlib_files,
 )
 from toolkit.data.sources.row_values import BadRow, Row, or_bad
-from toolkit.data.sources.text_files import PIECES, text_tables
 from toolkit.errors import DataError
 
 _OF_FILES = (tables.FILE, tables.PLACE)
@@ -62,8 +62,8 @@ class DataSource:
         """Return the columns of a stored row, by their own names; raise BadRow where it cannot be
         read.
         """
-        if lines.RAW in stored:
-            return lines.decoded(stored)
+        if file_readers.RAW in stored:
+            return file_readers.decoded(stored)
         of, names = self._features, [name for name in stored if name not in _OF_FILES]
         return {name: tables.plain(stored[name], name, of.get(name)) for name in names}
 
@@ -179,12 +179,15 @@ def _source(
             _check_text(files, where)
             reader, schema = partial(text_tables), PIECES
         elif kind in ("json", "csv"):
-            reader = partial(lines.line_tables, kind=kind, limit=lines.ROW_BYTES)
-            schema = lines.LINES
+            reader = partial(file_readers.line_tables, kind=kind, limit=file_readers.ROW_BYTES)
+            schema = file_readers.LINES
         else:
             reader = partial(tables.arrow_tables, kind=kind, columns=columns)
             unread = tables.first_values(str(files[0]), kind, columns)
-        cuts: dict[str, tables.Cut] = {"json": lines.cut_lines, "parquet": tables.cut_parquet}
+        cuts: dict[str, tables.Cut] = {
+            "json": file_readers.cut_lines,
+            "parquet": tables.cut_parquet,
+        }
         shards = tables.file_shards(files, cuts.get(kind) if streaming else None)
         rows = tables.read_files(reader, shards, where, schema, streaming=streaming)
     made = DataSource(
@@ -219,7 +222,7 @@ def _say_splits(patterns: str | list[str], setting: str) -> None:
 def _check_text(files: list[Path], where: str) -> None:
     """Refuse JSON lines of a known format that would be read as plain text; say it of others."""
     for file in files[:LOOK_AT]:
-        if (row := lines.first_row(file)) is None:
+        if (row := file_readers.first_row(file)) is None:
             continue
         layout = or_bad(recognise.recognise, [row])
         advice = "let its name end in .jsonl, or put texts that look so into a column 'text'"
@@ -287,7 +290,7 @@ def _recognised(source: DataSource, learned: Learned, unread: list[Row]) -> Data
         renamed=tuple((name, names.columns[name]) for name in names.columns),
         unused=() if learned == "documents" else unused,
     )
-    stored_columns = dict.fromkeys((*used, lines.RAW, lines.FAULT, *_OF_FILES))
+    stored_columns = dict.fromkeys((*used, file_readers.RAW, file_readers.FAULT, *_OF_FILES))
     columns = [name for name in stored_columns if name in source.rows.column_names]
     return replace(
         source,

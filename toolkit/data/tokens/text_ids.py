@@ -28,9 +28,9 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.sources.file_readers import parts_of
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.tables import groups
-from toolkit.data.sources.text_files import parts_of
 from toolkit.errors import DataError
 
 Span = tuple[int, int]

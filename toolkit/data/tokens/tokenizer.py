@@ -14,8 +14,7 @@ from transformers.utils import cached_file
 
 from toolkit import ranks
 from toolkit.config.data import DataConfig
-from toolkit.config.paths import check_folder
-from toolkit.config.settings import ModelConfig
+from toolkit.config.settings import ModelConfig, check_folder
 from toolkit.data.examples.recognise import Text
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources

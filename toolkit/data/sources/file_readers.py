@@ -1,9 +1,15 @@
-"""Rows of JSON lines, JSON lists and CSV files as bytes, each with its place.
+"""Read JSON lines, JSON lists, CSV and text files as Arrow tables.
 
 [Note: raw rows]
-Arrow has one type for a column, and its JSON readers guess one: text that looks like a date becomes
-a date, and rows get each other's keys. So a row is kept as it stands in the file, one binary, and
-parsed when it is used; a line that is not UTF-8 or too long is one bad row, not a broken file.
+Arrow has one type per column, and its JSON readers guess it: text that looks like a date becomes a
+date, and every row gets the keys of the others. Therefore a row is stored as the bytes of the file
+and parsed when it is used. A line that is not UTF-8 or that is too long is one bad row, not a
+broken file.
+
+[Note: documents]
+A text file is one document. Its bytes are kept, except for a byte order mark. A large file is cut
+into several rows, so that it can be tokenised in parallel without holding all of it. `start` marks
+the first row of a document, `end` the last one.
 """
 
 import bz2
@@ -16,9 +22,9 @@ import lzma
 import os
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import pyarrow as pa
 
@@ -227,3 +233,74 @@ def _too_long(limit: int) -> BadRow:
 
 def _not_utf8(byte: int, where: str = "") -> BadRow:
     return BadRow(f"expected UTF-8, got byte 0x{byte:02x}{where}", "not UTF-8")
+
+
+PIECE_BYTES = 1 << 17  # a longer text is cut: a few megabytes keep every core busy
+
+_TEXT, _FLAG = pa.string(), pa.bool_()
+PIECES = pa.schema({"text": _TEXT, "start": _FLAG, "end": _FLAG, PLACE: _TEXT})
+
+
+def text_tables(file: str) -> Iterator[pa.Table]:
+    """Yield a text file as tables of `PIECES`; see `pieces`."""
+    texts = enumerate(pairwise(chain(pieces(Path(file)), [None])))
+    rows = (
+        (text or "", not number, following is None, f"piece {number} (counted from 0)")
+        for number, (text, following) in texts
+    )
+    return in_tables(rows, PIECES)
+
+
+def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
+    """Yield the text of a file in pieces of about `size` bytes; what is not UTF-8 is a DataError
+    that names the offset.
+    """
+    with open(file, "rb") as stream:
+        offset = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
+        stream.seek(offset)
+        for block in _pieces(stream, size):
+            try:
+                yield block.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{file} is not UTF-8 text: byte 0x{block[error.start]:02x} at offset "
+                    f"{offset + error.start}. Convert it (iconv -f latin1 -t utf-8) or leave it out"
+                ) from error
+            offset += len(block)
+
+
+def parts_of(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
+    """Yield `text` in parts of about `size` bytes, cut as a file is."""
+    return (block.decode() for block in _pieces(io.BytesIO(text.encode()), size))
+
+
+def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    rest = b""
+    while len(block := stream.read(size)) == size:
+        rest += block
+        end = cut(rest)
+        yield rest[:end]
+        rest = rest[end:]
+    if rest or block:
+        yield rest + block
+
+
+def cut(block: bytes) -> int:
+    """Return where to end a piece of UTF-8 text: where a tokenizer ends a token anyway.
+
+    After a newline between two lines that neither end nor begin with white space; where there is
+    none, after any newline, before a space, or at least between two characters.
+    """
+    at = block.rfind(b"\n", 1, -1)
+    while at > 0 and (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):
+        at = block.rfind(b"\n", 1, at)
+    if at > 0:
+        return at + 1
+    if (at := block.rfind(b"\n")) >= 0:
+        return at + 1
+    if (at := block.rfind(b" ")) > 0:
+        return at
+    at = len(block) - 1
+    while at > len(block) - 4 and at > 0 and block[at] & 0xC0 == 0x80:
+        at -= 1
+    return at or len(block)
