@@ -1,8 +1,9 @@
-"""The processes of a run as a mesh: its axes, and views of ranks by name (data, loss, fsdp).
+"""The processes of a run as a mesh, and named groups of its ranks (data, loss, fsdp).
 
-An axis belongs to the mesh, a dim to a tensor. `dp_replicate` and `dp_shard` are a run's; `cp` (the
-parts of a sequence) and `ep` (experts) have size 1. Nobody beside this file and `ranks` asks
-torch's default group: who adds up a loss asks `mesh.loss`, who deals out samples `mesh.data`.
+An axis belongs to the mesh, a dim to a tensor. A run uses the axes `dp_replicate` and `dp_shard`;
+`cp` (context parallel) and `ep` (expert parallel) have size 1. Only this file and `ranks` use
+torch's default process group: code that adds up a loss uses `mesh.loss`, code that deals out
+samples uses `mesh.data`.
 """
 
 from dataclasses import dataclass
@@ -15,25 +16,28 @@ from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
 
-DP_REPLICATE, DP_SHARD, CP, EP = "dp_replicate", "dp_shard", "cp", "ep"
+DP_REPLICATE = "dp_replicate"
+DP_SHARD = "dp_shard"
+CP = "cp"
+EP = "ep"
 
 
 @dataclass(frozen=True)
 class View:
-    """Ranks that belong together, as one of them sees it."""
+    """A group of ranks, with this process's place in it."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add `tensor` up over the ranks, in place; return it. Collective, one all-reduce."""
+        """Sum `tensor` over the ranks in place, and return it. Collective, one all-reduce."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def same(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite `tensor` by the first rank's; return it. Collective, one broadcast."""
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Overwrite `tensor` with the first rank's values, and return it. Collective."""
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
@@ -41,12 +45,12 @@ class View:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a run and their sizes, and the views of its ranks."""
+    """The axes of a run with their sizes, and the groups of its ranks."""
 
     fsdp: DeviceMesh
-    """Over which parameters are sharded: (dp_shard,), or (dp_replicate, dp_shard)."""
+    """The mesh that parameters are sharded over: (dp_shard,), or (dp_replicate, dp_shard)."""
     axes: dict[str, int]
-    """Axis -> its size, outermost first."""
+    """Size of each axis, outermost first."""
     data: View
     """Ranks that read different samples."""
     loss: View
@@ -56,41 +60,54 @@ class Mesh:
 
     @property
     def device_type(self) -> str:
+        """Type of the devices, such as "cuda"."""
         return self.fsdp.device_type
 
     @property
     def size(self) -> int:
-        """The processes of the run."""
+        """World size: the number of processes of the run."""
         return self.fsdp.size()
 
     @property
     def shards(self) -> int:
-        """The ranks that share a copy of the parameters."""
+        """Number of ranks that share one copy of the parameters."""
         return self.axes[DP_SHARD]
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that read different samples; see the function `data_ranks`."""
+        return self.data.size
 
 
 @ranks.collective
 def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
-    """Return the mesh of all processes, which the settings divide; see `mesh_shape`. Collective."""
+    """Create the mesh of all processes with the shape that `mesh_shape` computes. Collective."""
     replicas, shards = mesh_shape(world_size, cfg)
-    first = 1 if replicas == 1 else 0
-    shape, names = (replicas, shards)[first:], (DP_REPLICATE, DP_SHARD)[first:]
-    everyone = View(ranks.rank(), world_size, ranks.world_group())
+    all_ranks = View(ranks.rank(), world_size, ranks.world_group())
+    shape: tuple[int, ...] = (replicas, shards)
+    names: tuple[str, ...] = (DP_REPLICATE, DP_SHARD)
+    if replicas == 1:
+        shape, names = shape[1:], names[1:]
     return Mesh(
         init_device_mesh(device_type, shape, mesh_dim_names=names),
         {DP_REPLICATE: replicas, DP_SHARD: shards, CP: 1, EP: 1},
-        data=everyone,
-        loss=everyone,
+        data=all_ranks,
+        loss=all_ranks,
     )
 
 
 def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
-    """Return (replicas, ranks that share a copy) of `world_size` processes.
+    """Compute the number of replicas, and of ranks that share one of them.
 
-    Every combination that does not hold is refused here: ShardingError where the product is another
-    number, or `reshard_after_forward` does not divide the ranks that share a copy.
+    Returns:
+        (replicas, ranks per replica); their product is `world_size`.
+
+    Raises:
+        ShardingError: `dp_replicate` x `dp_shard` is another number than `world_size`, or a value
+            of `reshard_after_forward` does not divide the ranks that share a replica.
     """
-    replicas, shards = cfg.dp_replicate, cfg.dp_shard
+    replicas = cfg.dp_replicate
+    shards = cfg.dp_shard
     if shards == -1:
         shards = world_size // max(1, replicas)
     if replicas == -1:
@@ -98,14 +115,27 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
     if replicas < 1 or shards < 1 or replicas * shards != world_size:
         raise ShardingError(
             f"sharding.dp_replicate {cfg.dp_replicate} x dp_shard {cfg.dp_shard} does not make "
-            f"{world_size} processes; -1 takes all that the other leaves"
+            f"{world_size} processes; set one of them to -1 to derive it from the other"
         )
-    overrides = cfg.reshard_after_forward_overrides.items()
-    values = {f"reshard_after_forward_overrides[{pattern}]": own for pattern, own in overrides}
-    for name, value in {"reshard_after_forward": cfg.reshard_after_forward, **values}.items():
+    reshard_values: dict[str, bool | int | str] = {
+        "reshard_after_forward": cfg.reshard_after_forward
+    }
+    for pattern, value in cfg.reshard_after_forward_overrides.items():
+        reshard_values[f"reshard_after_forward_overrides[{pattern}]"] = value
+    for name, value in reshard_values.items():
         if not isinstance(value, bool | str) and (value < 1 or shards % value):
             raise ShardingError(
                 f"sharding.{name} {value} must divide the {shards} rank(s) that share a copy, or "
                 "be true, false or auto"
             )
     return replicas, shards
+
+
+def data_ranks(world_size: int, cfg: ShardingConfig) -> int:
+    """Compute the number of ranks that read different samples.
+
+    Today that is every rank. A future axis whose ranks share their samples, such as context
+    parallelism, divides it. Use this number for batch sizes, and `world_size` for processes.
+    """
+    replicas, shards = mesh_shape(world_size, cfg)
+    return replicas * shards

@@ -226,7 +226,7 @@ def clip_gradients(
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if any(mesh is not None and mesh.ndim > 1 for mesh in by_mesh):
         # Each replica adds its shards up by itself; their sums may differ in the last bit.
-        among.same(total)
+        among.broadcast(total)
     if max_norm > 0:
         for part in by_mesh.values():
             torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
