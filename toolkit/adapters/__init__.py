@@ -1,6 +1,13 @@
 """Adapters (LoRA and its kin) on a model: targets, first values, PEFT's folder, coverage."""
 
-from toolkit.adapters.base import base_digest
-from toolkit.adapters.coverage import coverage_lines, idle_adapter_lines
-from toolkit.adapters.lora import add_adapters, prepare_adapters
-from toolkit.adapters.targets import check_named
+from typing import TYPE_CHECKING
+
+from toolkit.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from toolkit.adapters.base import base_digest
+    from toolkit.adapters.coverage import coverage_lines, idle_adapter_lines
+    from toolkit.adapters.lora import add_adapters, prepare_adapters
+    from toolkit.adapters.targets import check_named
+
+import_when_used(__name__)

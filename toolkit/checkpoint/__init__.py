@@ -13,9 +13,16 @@ carried      tensors that no parameter takes     summary    `toolkit inspect`
 lock         one process at a time           adapter_source  the adapter that a run continues
 """
 
-from toolkit.checkpoint.adapter_source import adopt_adapter
-from toolkit.checkpoint.resuming import find_resumable, newest, restore, resume
-from toolkit.checkpoint.run_folder import RunFolder, local_copy
-from toolkit.checkpoint.saving import save, saved_line
-from toolkit.checkpoint.state import TrainState
-from toolkit.training.background import wait
+from typing import TYPE_CHECKING
+
+from toolkit.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from toolkit.checkpoint.adapter_source import adopt_adapter
+    from toolkit.checkpoint.resuming import find_resumable, newest, restore, resume
+    from toolkit.checkpoint.run_folder import RunFolder, local_copy
+    from toolkit.checkpoint.saving import save, saved_line
+    from toolkit.checkpoint.state import TrainState
+    from toolkit.training.background import wait
+
+import_when_used(__name__)

@@ -6,10 +6,17 @@ plan           what the folder consists of   weight_file  one file: its bytes, a
 continuation   the adapter that a run continues
 """
 
-from toolkit.export.adapter_proof import prove_adapter
-from toolkit.export.consolidation import consolidate
-from toolkit.export.continuation import check_adapter, load_adapter
-from toolkit.export.live import export_live, export_step, exported
+from typing import TYPE_CHECKING
+
+from toolkit.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from toolkit.export.adapter_proof import prove_adapter
+    from toolkit.export.consolidation import consolidate
+    from toolkit.export.continuation import check_adapter, load_adapter
+    from toolkit.export.live import export_live, export_step, exported
+
+import_when_used(__name__)
 
 __all__ = [
     "check_adapter",

@@ -1,7 +1,14 @@
 """What a run will take, before it is begun: memory, traffic, time, disk. No weights, no device."""
 
-from toolkit.planning.devices import device_of
-from toolkit.planning.measuring import calibrate_by_run, calibrate_here
-from toolkit.planning.preflight import resolve_auto
-from toolkit.planning.published import with_known_shape
-from toolkit.planning.report import plan_run
+from typing import TYPE_CHECKING
+
+from toolkit.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from toolkit.planning.devices import device_of
+    from toolkit.planning.measuring import calibrate_by_run, calibrate_here
+    from toolkit.planning.preflight import resolve_auto
+    from toolkit.planning.published import with_known_shape
+    from toolkit.planning.report import plan_run
+
+import_when_used(__name__)

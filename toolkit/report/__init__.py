@@ -4,4 +4,11 @@ runs    a run's folder, read      curves    what is drawn, as numbers
 tables  what stands beside it     page      HTML with plotly      picture    PNG with matplotlib
 """
 
-from toolkit.report.writing import follow, write_report
+from typing import TYPE_CHECKING
+
+from toolkit.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from toolkit.report.writing import follow, write_report
+
+import_when_used(__name__)
