@@ -44,7 +44,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
     state = TrainState(model, optimizer, scheduler, data.position)
     checkpoint.restore(state, saved)
-    stopping = training.early_stopping(cfg.train, cfg.checkpoint, state.extra)
+    stopping = training.build_early_stopping(cfg.train, cfg.checkpoint, state.extra)
     folder.save_config(state, data, done=stopping.stop)
     metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
     training.add_embedding_noise(model, cfg.train.neftune_noise_alpha)

@@ -37,7 +37,7 @@ from toolkit.errors import ModelError, TrainingError
 from toolkit.loading.pretrained import check_fits, load_pretrained, materialise
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.training import head_loss, loss
-from toolkit.training.early_stopping import KEY, EarlyStopping, early_stopping
+from toolkit.training.early_stopping import KEY, EarlyStopping, build_early_stopping
 from toolkit.training.neftune import add_embedding_noise, sample_lengths
 from toolkit.training.optim import build_optimizer
 
@@ -642,7 +642,7 @@ def test_new_rows_of_a_head_with_a_bias_and_of_a_smaller_vocabulary(tmp_path):
 
 def stopper(patience: int = 2, kept: Any = None, **saving: Any) -> EarlyStopping:
     train = FinetuneTrainConfig(early_stopping_patience=patience, eval_steps=1)
-    return early_stopping(train, CheckpointConfig(**saving), kept or {})
+    return build_early_stopping(train, CheckpointConfig(**saving), kept or {})
 
 
 def test_a_run_stops_after_so_many_evaluations_without_a_better_one():
@@ -650,7 +650,7 @@ def test_a_run_stops_after_so_many_evaluations_without_a_better_one():
     losses = [3.0, 2.0, 2.5, 1.9, 1.9, math.nan]  # an equal one is not better, nor is none at all
     assert [one.update({"eval_loss": x}) for x in losses] == [False] * 5 + [True]
     assert one.best == 1.9
-    none = early_stopping(FinetuneTrainConfig(), CheckpointConfig(), {KEY: one.state_dict()})
+    none = build_early_stopping(FinetuneTrainConfig(), CheckpointConfig(), {KEY: one.state_dict()})
     assert not any(none.update({}) or none.stop for _ in range(9))
     assert none.state_dict() == {}
     assert none.line(9) == ""

@@ -32,7 +32,7 @@ from toolkit.export import consolidate
 from toolkit.models.causal_lm import prepare
 from toolkit.planning.fake_ranks import fake_world
 from toolkit.sharding import accumulation, fsdp
-from toolkit.sharding.unit_table import dtype_ledger, unit_table
+from toolkit.sharding.unit_table import dtype_ledger, format_unit_table
 from toolkit.training.optim import build_optimizer
 
 FP32 = ShardingConfig(param_dtype="float32", accumulation="reduce_once")
@@ -149,7 +149,7 @@ def test_the_start_says_what_auto_chose(folder):
         model = build(folder, "lora", 8, cfg, fill=False)
         assert "frozen" not in sharded_of(model).auto_line  # it was asked for
         assert dtype_ledger(sharded_of(model), cfg)["reduction"] == "float32"
-        assert "(replicated)" in unit_table(sharded_of(model), cfg)
+        assert "(replicated)" in format_unit_table(sharded_of(model), cfg)
         assert all(
             "lora" in name for unit in sharded_of(model).plan.units for name in unit.parameters
         )

@@ -34,7 +34,7 @@ from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
 from toolkit.planning.simulation import simulate
 from toolkit.training import loss_kernel, preference
-from toolkit.training.early_stopping import early_stopping
+from toolkit.training.early_stopping import build_early_stopping
 from toolkit.training.metrics import Metrics, evaluate_metrics
 from toolkit.training.preference import Objective, log_odds, sequence_logps
 from toolkit.training.step import StepStats, Update
@@ -485,7 +485,7 @@ def test_the_best_of_a_metric_that_should_fall_is_the_smallest() -> None:
     cfg = CheckpointConfig(metric_for_best_model="eval_e1_reward_rejected", keep_best=1)
     verified = {step: {"eval_e1_reward_rejected": float(step)} for step in range(1, 6)}
     assert expendable(verified, cfg) == {2, 3}
-    stopping = early_stopping(
+    stopping = build_early_stopping(
         FinetuneTrainConfig(early_stopping_patience=2, eval_steps=500), cfg, {}
     )
     assert not stopping.greater_is_better

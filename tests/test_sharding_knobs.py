@@ -45,7 +45,7 @@ from toolkit.sharding.accumulation import Accumulation
 from toolkit.sharding.compiled import compile_forward
 from toolkit.sharding.fsdp import offload_policy
 from toolkit.sharding.host_memory import HostMemory
-from toolkit.sharding.unit_table import dtype_ledger, ledger_line, unit_rows, unit_table
+from toolkit.sharding.unit_table import dtype_ledger, format_unit_table, ledger_line, unit_rows
 from toolkit.training.optim import build_optimizer
 
 FP32 = ShardingConfig(param_dtype="float32")
@@ -255,7 +255,7 @@ def test_what_transformers_keeps_in_fp32_stays_so(tmp_path):
                 assert parameter.dtype == (
                     torch.float32 if name in sharded_of(model).plan.replicated else other
                 )
-            assert "replicated" in unit_table(sharded_of(model), ShardingConfig())
+            assert "replicated" in format_unit_table(sharded_of(model), ShardingConfig())
         assert not sharded_of(build(str(tmp_path), 8, FP32)).plan.replicated
 
 
@@ -539,7 +539,7 @@ def test_the_table_shows_the_plan(folders):
     with fake_world(8):
         model = build(folders["llama"], 8, cfg)
         rows = {row.name: row for row in unit_rows(sharded_of(model), cfg)}
-        table = unit_table(sharded_of(model), cfg)
+        table = format_unit_table(sharded_of(model), cfg)
     total = sum(p.numel() for p in model.parameters())
     assert sum(row.parameters for row in rows.values()) == total
     row, inside = rows["model.layers.1"], rows["model.layers.1.input_layernorm"]

@@ -8,7 +8,7 @@ from toolkit.mesh import DP_REPLICATE, DP_SHARD
 from toolkit.models.classes import plain_name
 from toolkit.models.peft_model import base_of
 from toolkit.planning.fake_ranks import planned_ranks, sharded
-from toolkit.sharding.unit_table import dtype_ledger, ledger_line, unit_rows, unit_table
+from toolkit.sharding.unit_table import dtype_ledger, format_unit_table, ledger_line, unit_rows
 
 
 def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any
             "units": [asdict(row) for row in rows],
             "dtypes": dtype_ledger(made, sharding),
             "layers": list(made.plan.layers),
-            "table": unit_table(made, sharding),
+            "table": format_unit_table(made, sharding),
             "ledger": ledger_line(made, sharding),
         }
 

@@ -52,7 +52,7 @@ def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
     return rows
 
 
-def unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
+def format_unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
     """Return the units as a table; neighbours that differ in their numbers only share a line."""
     head = "unit,units,modules,parameters,MB a rank,MB gathered,stored,computed,reduced,freed"
     ahead = f"{cfg.forward_prefetch or 'auto'} / {cfg.backward_prefetch or 'auto'}"

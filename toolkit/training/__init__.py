@@ -6,7 +6,7 @@ from toolkit.lazy import import_when_used
 
 if TYPE_CHECKING:
     from toolkit.training.device import collect_garbage
-    from toolkit.training.early_stopping import early_stopping
+    from toolkit.training.early_stopping import build_early_stopping
     from toolkit.training.generation import answer_prompts, check_prompts, generate
     from toolkit.training.guards.preemption import leave_loop, stop_requested
     from toolkit.training.launch import Run, main, seed_everything

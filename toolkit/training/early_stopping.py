@@ -68,7 +68,7 @@ class EarlyStopping:
         return {"metric": self.metric, "best": self.best, "waited": self.waited}
 
 
-def early_stopping(
+def build_early_stopping(
     train: FinetuneTrainConfig, saving: CheckpointConfig, kept: dict[str, Any]
 ) -> EarlyStopping:
     """Return the count, continued from a checkpoint's `extra`, where it keeps itself up to date;

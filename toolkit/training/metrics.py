@@ -34,7 +34,7 @@ from toolkit.models.peft_model import base_of, has_adapters
 from toolkit.models.text_part import beside_line, untaught
 from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import Sharded
-from toolkit.sharding.unit_table import ledger_line, unit_table
+from toolkit.sharding.unit_table import format_unit_table, ledger_line
 from toolkit.tables import size_text
 from toolkit.training.guards import preemption, watchdog
 from toolkit.training.guards.run_guards import Guards, guards_of
@@ -342,7 +342,7 @@ def start_metrics(
         beside_line(model),
         *(coverage_lines(model) if has_adapters(model) else []),
         quantise.describe(model, 1 if whole else sharded.mesh.shards),
-        *unit_table(sharded, cfg.sharding).splitlines(),
+        *format_unit_table(sharded, cfg.sharding).splitlines(),
         f"dtypes     {dtypes}",
         auto_line and f"auto       {auto_line}",
         None if router is None else router.plan.line,
