@@ -45,7 +45,7 @@ from toolkit.errors import TrainingError
 from toolkit.training import head_loss, launch, loss_kernel
 from toolkit.training.head_logps import HeadLogps
 from toolkit.training.head_loss import HeadLoss
-from toolkit.training.preference import Objective
+from toolkit.training.preference import PreferenceLoss
 
 FP32 = {"param_dtype": "float32"}
 STEPS = 3
@@ -406,7 +406,7 @@ def preference_steps(
     if kind == "reward":
         cfg = replace(cfg, model=RewardModelConfig(**vars(cfg.model)))
     loop = ToolkitLoop(place, cfg, run)
-    objective = Objective(PreferenceConfig(loss_type=kind), loop.sharded.mesh.loss)
+    objective = PreferenceLoss(PreferenceConfig(loss_type=kind), loop.sharded.mesh.loss)
     length, drawn = cfg.data.sequence_length, torch.Generator().manual_seed(3)
     shape = SampleShape("bfd", length, borders=True, pairs=True, prompts=kind == "orpo")
     batches = []

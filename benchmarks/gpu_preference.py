@@ -20,8 +20,9 @@ from toolkit.config.preference import PreferenceConfig
 from toolkit.config.settings import CheckpointConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sequences import Piece, SampleShape
+from toolkit.models.dropout import disable_dropout
 from toolkit.training import background, launch
-from toolkit.training.preference import Objective, disable_dropout
+from toolkit.training.preference import PreferenceLoss
 
 STEPS = 4
 LN_2 = 0.6931
@@ -48,7 +49,7 @@ def streamed_dpo(place: Place) -> None:
     cfg = small(place, lora=LORA, data={"packing": "bfd"}, optim={"learning_rate": 1e-3})
     with launch.start() as run:
         loop = ToolkitLoop(place, cfg, run)
-        objective = Objective(PreferenceConfig(beta=1.0), loop.sharded.mesh.loss)
+        objective = PreferenceLoss(PreferenceConfig(beta=1.0), loop.sharded.mesh.loss)
         batch = pairs_of(cfg.data.sequence_length, cfg.train.micro_batch).to(run.device)
         loop.model.train()
         disable_dropout(loop.model)

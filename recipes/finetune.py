@@ -9,10 +9,9 @@ command on the same output_dir resumes.
 Every call below is made by every rank; those that can fail on one rank fail on all of them.
 """
 
-from functools import partial
 from pathlib import Path
 
-from toolkit import adapters, assembly, checkpoint, export, hub, planning, training
+from toolkit import adapters, assembly, checkpoint, export, hub, objectives, planning, training
 from toolkit.checkpoint import RunFolder, TrainState
 from toolkit.config import FinetuneConfig
 from toolkit.data.prepare import prepare_data
@@ -30,9 +29,10 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     base, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
     cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
-    data = prepare_data(cfg, base, model_cfg, run, mesh.data)
+    objective = objectives.build(cfg, mesh)  # the loss and its metrics
+    data = prepare_data(cfg, base, model_cfg, run, mesh.data, objective.metrics)
     model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
-    assembly.check_before_loading(cfg, model, data, folder)
+    assembly.check_before_loading(cfg, model, data, folder, objective)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
@@ -50,13 +50,12 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     training.add_embedding_noise(model, cfg.train.neftune_noise_alpha)
 
     # ---- The loop --------------------------------------------------------------------------------
-    loss_of = partial(training.causal_lm_loss, label_smoothing=cfg.train.label_smoothing_factor)
     model.train()
     run.log(stopping.line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
         update = training.Update(sharded, micro_batches, router=metrics.router)  # of all ranks
         for batch in update:
-            loss = loss_of(model, batch, z_loss=cfg.train.z_loss)  # a sum over the batch's targets
+            loss = objective(model, batch)  # a sum over the batch's targets
             update.mean(loss).backward()  # of the global batch
         stats = update.step(optimizer, cfg.optim.max_grad_norm, metrics.guards.spikes)
         learning_rate = float(scheduler.get_last_lr()[0])
@@ -67,7 +66,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
         evaluated = {}
         if data.evals and (last or training.due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = training.evaluate_metrics(sharded, data.evals)
+                evaluated = training.evaluate_metrics(sharded, data.evals, objective)
                 training.answer_prompts(model, data.tokenizer, cfg.train, folder.samples, step)
             last = stopping.update(evaluated) or last
             run.log(stopping.line(step))

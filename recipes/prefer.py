@@ -11,14 +11,13 @@ Every call below is made by every rank; those that can fail on one rank fail on 
 
 from pathlib import Path
 
-from toolkit import adapters, assembly, checkpoint, export, hub, planning, training
+from toolkit import adapters, assembly, checkpoint, export, hub, objectives, planning, training
 from toolkit.checkpoint import RunFolder, TrainState
-from toolkit.checkpoint.reference import Reference
 from toolkit.config import PreferConfig
 from toolkit.data.prepare import prepare_data
 from toolkit.mesh import init_mesh
 from toolkit.sharding import apply_fsdp
-from toolkit.training import Run, preference
+from toolkit.training import Run
 
 DEMO = Path(__file__).parent / "configs" / "prefer_tiny.yaml"
 
@@ -30,30 +29,30 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     base, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
     cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
-    data = prepare_data(cfg, base, model_cfg, run, mesh.data)
+    objective = objectives.build(cfg, mesh)  # the loss, its metrics and its reference
+    data = prepare_data(cfg, base, model_cfg, run, mesh.data, objective.metrics)
     model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
-    preference.disable_dropout(model)  # it must be the same function as its reference
-    assembly.check_before_loading(cfg, model, data, folder)
+    objective.prepare_model(model)  # no dropout: the model and its reference are one function
+    assembly.check_before_loading(cfg, model, data, folder, objective)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
     # The newest checkpoint that verifies; the data's position is moved to it.
     saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
-    reference = Reference(cfg, model, data, folder.root, saved)
-    restored = saved is not None and reference.is_complete
-    assembly.load_weights(sharded, cfg, run, empty=restored)  # and those of `lora.from`
+    objective.restore(model, data, folder.root, saved)  # the reference values that it holds
+    empty = saved is not None and not objective.needs_start
+    assembly.load_weights(sharded, cfg, run, empty=empty)  # and those of `lora.from`
     training.seed_everything(cfg.seed, run.rank)
-    run.log(reference.complete(sharded))  # the model is the one that training starts from
+    run.log(objective.prepare(sharded))  # the reference, from the model that training starts from
     optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
-    state = TrainState(model, optimizer, scheduler, data.position, files=reference.files)
+    state = TrainState(model, optimizer, scheduler, data.position, files=objective.files)
     checkpoint.restore(state, saved)
     stopping = training.build_early_stopping(cfg.train, cfg.checkpoint, state.extra)
     folder.save_config(state, data, done=stopping.stop)
     metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
 
     # ---- The loop --------------------------------------------------------------------------------
-    objective = preference.Objective(cfg.preference, mesh.loss)
     model.train()
     run.log(stopping.line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
@@ -71,9 +70,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
         evaluated = {}
         if data.evals and (last or training.due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = training.evaluate_metrics(
-                    sharded, data.evals, objective, perplexity=False
-                )
+                evaluated = training.evaluate_metrics(sharded, data.evals, objective)
                 training.answer_prompts(model, data.tokenizer, cfg.train, folder.samples, step)
             last = stopping.update(evaluated) or last
             run.log(stopping.line(step))

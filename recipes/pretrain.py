@@ -11,7 +11,7 @@ Every call below is made by every rank; those that can fail on one rank fail on 
 
 from pathlib import Path
 
-from toolkit import assembly, checkpoint, export, hub, loading, planning, training
+from toolkit import assembly, checkpoint, export, hub, loading, objectives, planning, training
 from toolkit.checkpoint import RunFolder, TrainState
 from toolkit.config import PretrainConfig
 from toolkit.data.prepare import prepare_data
@@ -28,8 +28,9 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     model, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
     cfg = planning.resolve_auto(cfg, model, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
-    data = prepare_data(cfg, model, model_cfg, run, mesh.data)
-    assembly.check_before_loading(cfg, model, data, folder)
+    objective = objectives.build(cfg, mesh)  # the loss and its metrics
+    data = prepare_data(cfg, model, model_cfg, run, mesh.data, objective.metrics)
+    assembly.check_before_loading(cfg, model, data, folder, objective)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------
@@ -49,7 +50,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     for step, micro_batches in data.steps(after=state.step):
         update = training.Update(sharded, micro_batches, router=metrics.router)  # of all ranks
         for batch in update:
-            loss = training.causal_lm_loss(model, batch, z_loss=cfg.train.z_loss)  # a sum
+            loss = objective(model, batch)  # a sum over the batch's targets
             update.mean(loss).backward()  # of the global batch
         stats = update.step(optimizer, cfg.optim.max_grad_norm, metrics.guards.spikes)
         learning_rate = float(scheduler.get_last_lr()[0])
@@ -60,7 +61,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
         evaluated = {}
         if data.evals and (last or training.due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = training.evaluate_metrics(sharded, data.evals)
+                evaluated = training.evaluate_metrics(sharded, data.evals, objective)
         metrics.step(step, stats, learning_rate, **evaluated)
 
         if last or training.due(step, cfg.checkpoint.save_steps):

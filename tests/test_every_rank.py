@@ -156,10 +156,10 @@ def objective_of(model: Any, sharding: dict[str, Any]) -> Any:
     from sharded import sharded_of
 
     from toolkit.config.preference import PreferenceConfig
-    from toolkit.training.preference import Objective
+    from toolkit.training.preference import PreferenceLoss
 
     kind = sharding.get("objective")
-    return kind and Objective(PreferenceConfig(loss_type=kind), sharded_of(model).mesh.loss)
+    return kind and PreferenceLoss(PreferenceConfig(loss_type=kind), sharded_of(model).mesh.loss)
 
 
 def evaluation(state: Any, rank: int, world: int, sharding: dict[str, Any], r: int) -> Any:

@@ -16,8 +16,8 @@ from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import has_fixed_length
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sequences import Piece, SampleShape
+from toolkit.objectives.largest_batch import largest_batch
 from toolkit.planning import fake_ranks, measuring
-from toolkit.planning.largest_batch import largest_batch
 from toolkit.planning.measuring import measure
 from toolkit.planning.simulation import simulate
 

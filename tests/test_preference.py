@@ -19,7 +19,7 @@ from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sequences import IGNORED, Piece, Sample, SampleShape
 from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
-from toolkit.training.preference import Objective, sequence_logps
+from toolkit.training.preference import PreferenceLoss, sequence_logps
 from toolkit.training.step import Update, evaluate
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: its files have plain names
@@ -84,7 +84,7 @@ def test_an_objective_is_trls(name: str, packing: str) -> None:
     cfg, (model, reference) = settings(name), models()
     attend_within_documents(model)
     batch = batch_of(cfg, packing, [*range(len(pairs()))], reference_of(cfg, reference))
-    loss = Objective(cfg, View(0, 1))(model, batch)
+    loss = PreferenceLoss(cfg, View(0, 1))(model, batch)
     total = (loss.total / loss.count).sum()
     total.backward()
     wanted = FIGURES[name]
@@ -132,7 +132,7 @@ def test_kto_is_trls(name: str, packing: str) -> None:
         attend_within_documents(one)
     with torch.no_grad():
         values = sequence_logps(reference, answers_of(cfg, packing, None))[0][:-1].view(-1, 2)
-    loss = Objective(cfg, View(0, 1))(model, answers_of(cfg, packing, values))
+    loss = PreferenceLoss(cfg, View(0, 1))(model, answers_of(cfg, packing, values))
     total = (loss.total / loss.count).sum()
     total.backward()
     wanted = FIGURES[name]
@@ -167,7 +167,7 @@ def of_ranks(rank: int, world: int, packing: str, lora: bool) -> dict[str, Any]:
             batch_of(cfg, packing, half, values) if half else empty(cfg, packing, values)
             for half in halves
         ]
-        objective = Objective(cfg, mesh.loss)
+        objective = PreferenceLoss(cfg, mesh.loss)
         update = Update(sharded, batches, [objective.counts(batch) for batch in batches])
         for batch in update:
             update.mean(objective(tuned, batch)).backward()
@@ -232,7 +232,7 @@ def kto_of_ranks(rank: int, world: int, packing: str) -> tuple[float, dict[str, 
     sharded = apply_fsdp(model, mesh, ShardingConfig(param_dtype="float32"))
     mine = {1: [range(12)], 2: [range(9), range(9, 12)], 3: [range(1), range(1, 4), range(4, 12)]}
     batch = answers_of(cfg, packing, values, mine[world][rank])
-    objective = Objective(cfg, mesh.loss)
+    objective = PreferenceLoss(cfg, mesh.loss)
     update = Update(sharded, [batch], [objective.counts(batch)])
     for own in update:
         update.mean(objective(model, own)).backward()
@@ -265,7 +265,7 @@ def with_adapters_off(rank: int, world: int, copied: list[str]) -> list[tuple[fl
         sharded = apply_fsdp(tuned, mesh, ShardingConfig(param_dtype="float32"))
         numbers = SPLITS[world][rank]
         batches = [batch_of(cfg, "bfd", numbers, values if known else None) for _ in range(2)]
-        objective = Objective(cfg, mesh.loss)
+        objective = PreferenceLoss(cfg, mesh.loss)
         update = Update(sharded, batches, [objective.counts(batch) for batch in batches])
         for batch in update:
             update.mean(objective(tuned, batch)).backward()
@@ -290,12 +290,12 @@ def test_adapters_turned_off_are_the_reference(copied: list[str]) -> None:
 def test_the_first_step_of_dpo_is_log_2_and_swapped_sides_lose() -> None:
     cfg, (model, _) = settings("sigmoid"), models()
     values = reference_of(cfg, model)
-    found = Objective(cfg, View(0, 1))(model, batch_of(cfg, "none", [0, 1, 2], values))
+    found = PreferenceLoss(cfg, View(0, 1))(model, batch_of(cfg, "none", [0, 1, 2], values))
     assert float((found.total / found.count).sum()) == pytest.approx(np.log(2), abs=1e-6)
     assert float(found.parts["margin"]) == pytest.approx(0.0, abs=1e-5)
     assert values is not None
     higher = torch.cat([values[:, :1] - 1.0, values[:, 1:]], 1)  # chosen answers are likelier now
     for own, accuracy in ((higher, 1.0), (higher.flip(1), 0.0)):
         shown = own if accuracy else torch.cat([values[:, :1] + 1.0, values[:, 1:]], 1)
-        found = Objective(cfg, View(0, 1))(model, batch_of(cfg, "none", [0, 1, 2], shown))
+        found = PreferenceLoss(cfg, View(0, 1))(model, batch_of(cfg, "none", [0, 1, 2], shown))
         assert float(found.parts["accuracy"] / found.count[0]) == accuracy

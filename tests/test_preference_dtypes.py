@@ -27,7 +27,7 @@ from toolkit.models.layers import decoder_layers
 from toolkit.models.peft_model import base_of, disabled_adapters
 from toolkit.sharding.compiled import compile_forward
 from toolkit.training import preference
-from toolkit.training.preference import Objective, base_model_logps, sequence_logps
+from toolkit.training.preference import PreferenceLoss, base_model_logps, sequence_logps
 from toolkit.training.step import Update
 
 DTYPES = ShardingConfig(param_dtype="bfloat16", reduce_dtype="float32")
@@ -93,7 +93,7 @@ def step_of(
             batch = replace(batch, reference=base_model_logps(other.model, batch))
         sharded = sharded_model(kind, world, adapter_dtype, reward)
         model: Any = sharded.model
-        objective = Objective(cfg, sharded.mesh.loss)
+        objective = PreferenceLoss(cfg, sharded.mesh.loss)
         update = Update(sharded, [batch], [objective.counts(batch)])
         with Reductions() as reductions:
             for own in update:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from trl_figures import models, pairs, reward_model
 
 from toolkit.checkpoint.retention import expendable
 from toolkit.config import CheckpointConfig, parse
-from toolkit.config.outputs import is_greater_better, preference_metrics
+from toolkit.config.measures import TOKEN_METRICS, is_greater_better, preference_metrics
 from toolkit.config.preference import PreferConfig, PreferenceConfig
 from toolkit.config.settings import FinetuneModelConfig, FinetuneTrainConfig
 from toolkit.data.prepare import _check_evaluations
@@ -36,7 +37,7 @@ from toolkit.planning.simulation import simulate
 from toolkit.training import loss_kernel, preference
 from toolkit.training.early_stopping import build_early_stopping
 from toolkit.training.metrics import Metrics, evaluate_metrics
-from toolkit.training.preference import Objective, log_odds, sequence_logps
+from toolkit.training.preference import PreferenceLoss, log_odds, sequence_logps
 from toolkit.training.step import StepStats, Update
 
 # ---- Values and gradients ------------------------------------------------------------------------
@@ -118,7 +119,7 @@ def test_values_and_gradients_are_exact_and_finite(name: str, given_logps: Any) 
         sums = (means * TOKENS).flatten().requires_grad_()
         reference = torch.full_like(sums, of_reference * TOKENS)
         given_logps(sums)
-        loss = Objective(cfg, View(0, 1))(
+        loss = PreferenceLoss(cfg, View(0, 1))(
             nn.Identity(), bare_batch(len(means), reference=reference)
         )
         total = (loss.total / loss.count).sum()
@@ -137,7 +138,7 @@ def test_orpo_of_answers_that_are_certain_is_finite(given_logps: Any) -> None:
         sums = (means * TOKENS).flatten().requires_grad_()
         given_logps(sums)
         cfg = PreferenceConfig(loss_type="orpo", beta=beta)
-        loss = Objective(cfg, View(0, 1))(nn.Identity(), bare_batch(len(means)))
+        loss = PreferenceLoss(cfg, View(0, 1))(nn.Identity(), bare_batch(len(means)))
         (grad,) = torch.autograd.grad((loss.total / loss.count).sum(), sums)
         assert torch.isfinite(loss.total).all()
         assert torch.isfinite(grad).all()
@@ -162,7 +163,7 @@ def test_kto_is_exact_and_finite(name: str, given_logps: Any) -> None:
         reference = torch.full_like(sums, of_reference * TOKENS)
         given_logps(sums)
         batch = bare_batch(len(means), reference=reference, desirable=labels)
-        loss = Objective(cfg, View(0, 1))(nn.Identity(), batch)
+        loss = PreferenceLoss(cfg, View(0, 1))(nn.Identity(), batch)
         (grad,) = torch.autograd.grad((loss.total / loss.count).sum(), sums)
         wide = sums.detach().double().requires_grad_()
         own, other = (wide - reference.double()).view(-1, 2).unbind(1)
@@ -185,7 +186,7 @@ def test_rewards_of_any_size_are_finite(
     scores = (torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 0.0, 0.0]) * size).requires_grad_()
     monkeypatch.setattr(preference, "sequence_rewards", lambda *_: scores)
     cfg = PreferenceConfig(loss_type="reward", center_rewards_coefficient=coefficient)
-    loss = Objective(cfg, View(0, 1))(nn.Identity(), bare_batch(4))
+    loss = PreferenceLoss(cfg, View(0, 1))(nn.Identity(), bare_batch(4))
     (grad,) = torch.autograd.grad(loss.total.sum(), scores)
     chosen, rejected = scores.detach().double().view(-1, 2).unbind(1)
     expected = F.softplus(rejected - chosen) + coefficient * (chosen + rejected) ** 2
@@ -198,7 +199,9 @@ def test_rewards_whose_square_overflows_have_a_loss_without_centring(
 ) -> None:
     scores = torch.tensor([1e30, 1e30], requires_grad=True)
     monkeypatch.setattr(preference, "sequence_rewards", lambda *_: scores)
-    loss = Objective(PreferenceConfig(loss_type="reward"), View(0, 1))(nn.Identity(), bare_batch(1))
+    loss = PreferenceLoss(PreferenceConfig(loss_type="reward"), View(0, 1))(
+        nn.Identity(), bare_batch(1)
+    )
     assert float(loss.total) == pytest.approx(math.log(2))
 
 
@@ -233,14 +236,14 @@ class Waits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def micro_batch(name: str, packing: Any) -> tuple[Any, Objective, Batch]:
+def micro_batch(name: str, packing: Any) -> tuple[Any, PreferenceLoss, Batch]:
     """Return a model, its objective, and a micro-batch with reference values."""
     if name == "reward":
         model, cfg = reward_model(), test_reward.settings("reward_centred")
         attend_within_documents(model)
         return (
             model,
-            Objective(cfg, View(0, 1)),
+            PreferenceLoss(cfg, View(0, 1)),
             test_reward.batch_of("reward", packing, [*range(6)]),
         )
     cfg, (model, reference) = settings(name), models()
@@ -249,9 +252,9 @@ def micro_batch(name: str, packing: Any) -> tuple[Any, Objective, Batch]:
     if not cfg.paired:
         with torch.no_grad():
             values = sequence_logps(reference, answers_of(cfg, packing, None))[0][:-1].view(-1, 2)
-        return model, Objective(cfg, View(0, 1)), answers_of(cfg, packing, values)
+        return model, PreferenceLoss(cfg, View(0, 1)), answers_of(cfg, packing, values)
     values = reference_of(cfg, reference)
-    return model, Objective(cfg, View(0, 1)), batch_of(cfg, packing, [*range(6)], values)
+    return model, PreferenceLoss(cfg, View(0, 1)), batch_of(cfg, packing, [*range(6)], values)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +314,7 @@ def test_answers_that_kto_compares_with_cost_a_forward(packing: str) -> None:
         | {"desirable": torch.ones(each, dtype=torch.bool), "reference": torch.zeros(2 * each)}
         for at in range(0, len(pieces), each)
     ]
-    batch, objective = shape.batch(samples), Objective(cfg, View(0, 1))
+    batch, objective = shape.batch(samples), PreferenceLoss(cfg, View(0, 1))
 
     def step(of: Batch) -> None:
         objective(model, of).total.sum().backward()
@@ -363,7 +366,7 @@ def test_pairs_are_no_answers() -> None:
     cfg, (model, _) = settings("kto"), models()
     batch = batch_of(settings("sigmoid"), "none", [0, 1], torch.zeros(6, 2))
     with pytest.raises(TrainingError, match="needs answers with a label, not pairs"):
-        Objective(cfg, View(0, 1))(model, batch)
+        PreferenceLoss(cfg, View(0, 1))(model, batch)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
@@ -471,12 +474,12 @@ def test_a_metric_that_no_evaluation_gives_is_refused(
         train=FinetuneTrainConfig(eval_steps=500),
     )
     if fits:
-        _check_evaluations(cfg, ["e1", "e2"], ())
+        _check_evaluations(cfg, ["e1", "e2"], preference_metrics(kind))
         return
     with pytest.raises(
         ConfigError, match="expected a metric that an evaluation of this run gives"
     ) as e:
-        _check_evaluations(cfg, ["e1", "e2"], ())
+        _check_evaluations(cfg, ["e1", "e2"], preference_metrics(kind))
     assert "eval_margin" in str(e.value)
     assert "eval_perplexity," not in str(e.value)
 
@@ -496,19 +499,18 @@ def test_the_loss_of_a_recipe_has_no_perplexity() -> None:
     model, objective, batch = micro_batch("simpo", "none")
     sharded, sources = sharded_of(model), {"": [batch]}
     assert "eval_perplexity" not in evaluate_metrics(sharded, sources, objective)
-    assert "eval_perplexity" in evaluate_metrics(sharded, sources, objective, perplexity=True)
+    declared = SimpleNamespace(metrics=TOKEN_METRICS, evaluation_loss=objective)
+    assert "eval_perplexity" in evaluate_metrics(sharded, sources, declared)
 
 
 def test_an_evaluation_without_a_label_has_no_mean_of_it() -> None:
     model, objective, batch = micro_batch("kto", "none")
     labels = torch.ones_like(batch.desirable)  # type: ignore[arg-type]
     sharded = sharded_of(model)
-    found = evaluate_metrics(
-        sharded, {"": [replace(batch, desirable=labels)]}, objective, perplexity=False
-    )
+    found = evaluate_metrics(sharded, {"": [replace(batch, desirable=labels)]}, objective)
     assert {"eval_loss", "eval_reward_chosen", "eval_kl", "eval_accuracy"} <= found.keys()
     assert not {"eval_reward_rejected", "eval_margin", "eval_logps_rejected"} & found.keys()
-    both = evaluate_metrics(sharded, {"": [batch]}, objective, perplexity=False)
+    both = evaluate_metrics(sharded, {"": [batch]}, objective)
     assert {"eval_reward_rejected", "eval_margin", "eval_logps_rejected"} <= both.keys()
 
 

@@ -25,8 +25,8 @@ from toolkit.data.samples.sequences import FILLER, SampleShape
 from toolkit.data.tokens.encode import EncodedSource
 from toolkit.errors import CheckpointError, DataError, StorageError
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.training import reference
-from toolkit.training.reference import RowTable, row_tables
+from toolkit.objectives import reference_pass
+from toolkit.objectives.reference_pass import RowTable, row_tables
 from toolkit.training.train_state import StateFile
 from toolkit.verify import verify_checkpoint
 
@@ -97,7 +97,7 @@ def test_an_eval_file_named_like_the_training_file_has_its_own_values() -> None:
     assert {name: len(table.rows) for name, table in tables.items()} == {"train.a": 30, "eval.a": 7}
     assert tables["train.a"].digest() != tables["eval.a"].digest()
     logps = {name: np.full((len(t.rows), 2), i, "f4") for i, (name, t) in enumerate(tables.items())}
-    reference.use_reference(list(tables.values()), logps)
+    reference_pass.use_reference(list(tables.values()), logps)
     assert feed.train[0][3]["reference"].tolist() == [0.0, 0.0]
     assert feed.eval_sets["a"][3]["reference"].tolist() == [1.0, 1.0]
 
@@ -119,7 +119,7 @@ def work_of(packing: str, count: int = 300) -> tuple[Any, list[RowTable], dict[s
     data, _ = data_of([pairs("a", count)], packing, 10**4, eval_split=0.1)
     tables = row_tables(data)
     missing = {t.name: np.ones((len(t.rows), 2), bool) for t in tables}
-    return reference._Work(tables, missing), tables, missing
+    return reference_pass._Work(tables, missing), tables, missing
 
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])
@@ -154,7 +154,7 @@ def test_only_missing_answers_are_evaluated() -> None:
     _, tables, missing = work_of("none")
     missing["train.a"][:] = False
     missing["train.a"][[3, 8], [1, 0]] = True
-    work = reference._Work(tables, missing)
+    work = reference_pass._Work(tables, missing)
     assert work.answers(np.arange(len(work)))[1].tolist() == [7, 16]
     side = work.samples[0].pieces.rows
     assert work[0]["input_ids"].tolist() == side.ids(3)[side.second(3) :].tolist()

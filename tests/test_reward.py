@@ -45,7 +45,7 @@ from toolkit.planning.simulation import simulate
 from toolkit.rehearsal import rehearse
 from toolkit.training.loss import sequence_rewards
 from toolkit.training.optim import build_optimizer
-from toolkit.training.preference import Objective
+from toolkit.training.preference import PreferenceLoss
 from toolkit.training.step import Update
 
 # ---- The loss -----------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_a_reward_model_learns_as_trls(name: str, packing: str) -> None:
     model = reward_model()
     attend_within_documents(model)
     batch = batch_of(name, packing, [*range(len(pairs()))])
-    loss = Objective(settings(name), View(0, 1))(model, batch)
+    loss = PreferenceLoss(settings(name), View(0, 1))(model, batch)
     total = (loss.total / loss.count).sum()
     total.backward()
     wanted = FIGURES[name]
@@ -122,7 +122,7 @@ def of_ranks(rank: int, world: int, packing: str, lora: bool) -> dict[str, Any]:
         mine = SPLITS[world][rank]
         halves = [mine[: len(mine) // 2], mine[len(mine) // 2 :]]  # some have no pair
         batches = [batch_of(name, packing, half) for half in halves]
-        objective = Objective(settings(name), mesh.loss)
+        objective = PreferenceLoss(settings(name), mesh.loss)
         update = Update(sharded, batches, [objective.counts(batch) for batch in batches])
         for batch in update:
             update.mean(objective(tuned, batch)).backward()

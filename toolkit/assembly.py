@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from toolkit import export, hub, loading, models, ranks, training
 from toolkit.adapters import add_adapters
 from toolkit.checkpoint.commit import committed_steps
-from toolkit.checkpoint.reference import reference_bytes
 from toolkit.checkpoint.run_folder import RunFolder
 from toolkit.config.lora import ALL_LINEAR, LoraConfig
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, model_settings
@@ -22,6 +21,7 @@ from toolkit.data.prepare import TrainingData
 from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
 from toolkit.errors import ConfigError
 from toolkit.models.peft_model import adapted_modules
+from toolkit.objectives import Objective
 from toolkit.sharding.fsdp import Sharded
 from toolkit.training.launch import Run
 from toolkit.training.router import plan_router
@@ -113,7 +113,7 @@ def build_checked(
 
 
 def check_before_loading(
-    cfg: RunConfig, model: nn.Module, data: TrainingData, folder: RunFolder
+    cfg: RunConfig, model: nn.Module, data: TrainingData, folder: RunFolder, objective: Objective
 ) -> None:
     """Refuse what a run whose data is known would fail at after its weights are read: prompts that
     cannot be asked, experts that cannot be balanced as asked, a disk that is too small. Says what
@@ -122,4 +122,4 @@ def check_before_loading(
     plan_router(model, cfg)
     if isinstance(cfg, FinetuneConfig):
         training.check_prompts(model, data.tokenizer, cfg.train)
-    folder.check_disk(model, data.max_steps, reference_bytes(cfg, data))
+    folder.check_disk(model, data.max_steps, objective.file_bytes(data))

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from toolkit.config.fields import Fraction, NonNegative, Positive
-from toolkit.config.outputs import Metric, preference_metrics
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig, Learned, OptimConfig
 from toolkit.errors import ConfigError
 
@@ -110,11 +109,6 @@ class PreferConfig(FinetuneConfig):
     def learned(self) -> Learned:
         """Return what is learned: pairs of answers, or single answers with a label."""
         return "pairs" if self.preference.paired else "answers"
-
-    @property
-    def evaluation_metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics that an evaluation of this objective gives."""
-        return preference_metrics(self.preference.loss_type)
 
     @property
     def learns_prompts(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.config.fields import AllOrCount, AtLeast1, Fraction, NonNegative, NotNegative, Positive
 from toolkit.config.lora import LoraConfig
-from toolkit.config.outputs import TOKEN_METRICS, CheckpointConfig, HubConfig, Metric, MetricsConfig
+from toolkit.config.outputs import CheckpointConfig, HubConfig, MetricsConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.parsing import parse_size
 
@@ -384,9 +384,18 @@ class RunConfig:
         return "documents"
 
     @property
-    def evaluation_metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics that an evaluation of this run gives."""
-        return TOKEN_METRICS
+    def frozen_models(self) -> dict[str, ModelConfig]:
+        """Frozen models next to the trained one: role -> settings, such as "teacher".
+
+        The role is the name of the section; every section but `model` that holds a `ModelConfig`
+        is a frozen model.
+        """
+        sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            name: section
+            for name, section in sections.items()
+            if name != "model" and isinstance(section, ModelConfig)
+        }
 
     @property
     def learns_prompts(self) -> bool:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.config.data import DataConfig, FinetuneDataConfig
+from toolkit.config.measures import TOKEN_METRICS, Metric
 from toolkit.config.settings import (
     FinetuneConfig,
     Learned,
@@ -46,7 +47,7 @@ def prepare_data(
     model_cfg: ModelConfig,
     run: Processes,
     view: View,
-    own_metrics: Sequence[str] = (),
+    metrics: Sequence[Metric] = TOKEN_METRICS,
 ) -> "TrainingData":
     """Return what the run reads. Collective; encodes on all cores, once, cached.
 
@@ -56,8 +57,8 @@ def prepare_data(
         model: on meta, before adapters and sharding.
         model_cfg: the model's settings with the tokenizer that the run uses.
         view: the ranks that read different samples (`Mesh.data`).
-        own_metrics: names (`eval_NAME`) of the metrics that a recipe's evaluations give in addition
-            to `cfg.evaluation_metrics`.
+        metrics: the metrics of an evaluation (`Objective.metrics`), which
+            `checkpoint.metric_for_best_model` may name.
 
     DataError: the tokenizer, a file, a row or the number of samples cannot be trained with, nothing
     of a source is learned, the model mixes packed samples, ranks read different data, the global
@@ -78,7 +79,7 @@ def prepare_data(
             ranks.log_once(end_with(model, ends, encoder.tokenizer))
     readers = Readers(run.device, view.rank, view.size, run.loader)
     data = TrainingData(cfg, feed, choice, encoder.tokenizer, readers)
-    check_data(data, own_metrics)
+    check_data(data, metrics)
     return data
 
 
@@ -250,7 +251,7 @@ def has_fixed_length(packing: str, learned: Learned) -> bool:
     return packing != "none" and learned != "answers"
 
 
-def check_data(data: "TrainingData", own_metrics: Sequence[str] = ()) -> None:
+def check_data(data: "TrainingData", metrics: Sequence[Metric] = TOKEN_METRICS) -> None:
     """Refuse data that cannot be trained on as the settings ask; see `prepare_data`. Collective."""
     ranks.on_all(lambda: data.feed.check_enough(data.run.world_size))
     state = data.position.state_dict()
@@ -264,11 +265,11 @@ def check_data(data: "TrainingData", own_metrics: Sequence[str] = ()) -> None:
                 f"{[ours[n] for n in names]}); the files of all machines must be equal, or on "
                 "storage that they share"
             )
-    _check_evaluations(data.cfg, list(data.feed.eval_sets), own_metrics)
+    _check_evaluations(data.cfg, list(data.feed.eval_sets), metrics)
     ranks.on_all(data.check_steps)
 
 
-def _check_evaluations(cfg: Any, sources: list[str], own_metrics: Sequence[str]) -> None:
+def _check_evaluations(cfg: Any, sources: list[str], metrics: Sequence[Metric]) -> None:
     """Refuse settings that need evaluations which the eval sets `sources` do not give."""
     needing = {
         "checkpoint.keep_best": bool(cfg.checkpoint.keep_best),
@@ -291,10 +292,7 @@ def _check_evaluations(cfg: Any, sources: list[str], own_metrics: Sequence[str])
                 f"WARNING: {name} {value} has no effect: {why}; data.eval_files gives it"
             )
     prefixes = ["eval", *(f"eval_{name}" for name in sources if len(sources) > 1)]
-    names = [metric.name for metric in cfg.evaluation_metrics]
-    known = {f"{prefix}_{name}" for prefix in prefixes for name in names} | {*own_metrics}
-    # A recipe may compare by metrics of its own that its evaluations give of each file.
-    known |= {f"{p}_{name.removeprefix('eval_')}" for p in prefixes for name in own_metrics}
+    known = {f"{prefix}_{metric.name}" for prefix in prefixes for metric in metrics}
     metric, _ = cfg.checkpoint.best_metric()
     is_set = cfg.checkpoint.metric_for_best_model != type(cfg.checkpoint).metric_for_best_model
     if metric not in known and (is_set or {*asked} - {"train.eval_prompts"}):

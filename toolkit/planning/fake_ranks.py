@@ -24,6 +24,7 @@ from toolkit.mesh import init_mesh, mesh_shape
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.dropout import disable_dropout_modules
 from toolkit.models.peft_model import base_of
+from toolkit.objectives import objective_class
 from toolkit.sharding.accumulation import reduces_each
 from toolkit.sharding.fsdp import (
     Sharded,
@@ -89,7 +90,7 @@ def sharded(
     with fake_world(world_size, rank):
         model = build_on_meta(model_settings(cfg)) if model is None else model
         model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
-        if cfg.learned in ("pairs", "answers"):  # their recipe switches dropout off
+        if not objective_class(type(cfg)).has_dropout:
             disable_dropout_modules(model)
         sharding = _decided(model, cfg.sharding, world_size, device_type, memory)
         sharding = replace(sharding, torch_compile=torch_compile)

@@ -19,12 +19,12 @@ from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError
 from toolkit.formats.metrics_file import STARTS, number, read_lines, read_metrics
 from toolkit.models.peft_model import base_of
+from toolkit.objectives import build
 from toolkit.planning.calibration import calibration_of, remember
 from toolkit.planning.changes import with_settings
 from toolkit.planning.devices import Device, device_here, device_of, named_as
 from toolkit.planning.estimates import estimate
 from toolkit.planning.fake_ranks import planned_packing, sharded
-from toolkit.planning.largest_batch import largest_batch
 from toolkit.planning.meter import Meter
 from toolkit.planning.simulation import run_step, simulate
 
@@ -60,8 +60,10 @@ def measure(
     where, backend = device.type, cfg.sharding.torch_compile_backend
     own = sharded(cfg, world_size, rank, where, mesh_type=where, compile_by=backend)
     with own as (made, _):
-        batch = largest_batch(cfg, planned_packing(cfg, base_of(made.model)))
-        run_step(made, cfg, meter, device, batch, device_type=device.type, around=around)
+        objective = build(cfg, made.mesh, device.type)
+        objective.shard_models()
+        batch = objective.largest_batch(planned_packing(cfg, base_of(made.model)))
+        run_step(made, objective, meter, device, batch, around=around)
     return found[0]
 
 

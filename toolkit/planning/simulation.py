@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils
 
 from toolkit.checkpoint.disk import checkpoint_bytes, export_bytes
-from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import RunConfig, ShardingConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import ToolkitError, one_line
@@ -42,16 +41,15 @@ from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
 from toolkit.models.reward import reward_head
 from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
+from toolkit.objectives import Objective, build
 from toolkit.planning.fake_ranks import TRACED, planned_packing, sharded
-from toolkit.planning.largest_batch import largest_batch
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.fsdp import Sharded
-from toolkit.training.loss import LossSum, causal_lm_loss, take_loss_from
+from toolkit.training.loss import LossSum, take_loss_from
 from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
-from toolkit.training.preference import Objective
 from toolkit.training.router import watch_router
-from toolkit.training.step import Loss, train_step
+from toolkit.training.step import train_step
 
 Device = str | torch.device
 _SECTOR = 512  # bytes that CUDA's allocator rounds up to
@@ -174,13 +172,15 @@ def _simulated(
         apart = sharding.cpu_offload and device_type != "cpu"  # there it is one memory
         absent = [PARAMETERS, GRADIENTS, STATE] if apart else []
         host = device_type == "cpu"
-        batch = largest_batch(cfg, planned_packing(cfg, base))
+        objective = build(cfg, made.mesh, device_type)
+        objective.shard_models()
+        batch = objective.largest_batch(planned_packing(cfg, base))
         meter = Meter(absent, 1 if host else _SECTOR, gloo=gloo and host and world_size > 1)
         with FakeTensorMode(allow_non_fake_inputs=True):
             try:
                 padded = "attention_mask" in batch.inputs
                 with meter.running(compiled=compiles), _silent(), _values_told(padded):
-                    state = run_step(made, cfg, meter, "cpu", batch, device_type=device_type)
+                    state = run_step(made, objective, meter, "cpu", batch)
             except ToolkitError:
                 raise
             except Exception as error:  # an architecture may do anything on its way
@@ -242,6 +242,14 @@ def _filled(
     model: Any, cfg: RunConfig, device: Device
 ) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
     """Give a sharded model on meta its memory; return its optimizer, begun, and the state."""
+    _materialise(model, device)
+    optimizer = build_optimizer(model, cfg.optim)
+    begin_state(optimizer)
+    return optimizer, [t for s in optimizer.state.values() for t in s.values()]
+
+
+def _materialise(model: Any, device: Device) -> None:
+    """Allocate the parameters and buffers of a sharded model on meta, with small values."""
     for names in tied_families(model).values():
         reference = model.get_parameter(names[0])
         part = torch.zeros_like(local_tensor(reference), device=device)
@@ -250,30 +258,27 @@ def _filled(
         place(model, names, part, reference)
     for name, buffer in list(model.named_buffers()):
         put(model, name, torch.zeros_like(buffer, device=device))
-    optimizer = build_optimizer(model, cfg.optim)
-    begin_state(optimizer)
-    return optimizer, [t for s in optimizer.state.values() for t in s.values()]
 
 
 def run_step(
     sharded: Sharded,
-    cfg: RunConfig,
+    objective: Objective,
     meter: Meter,
     device: Device,
     batch: Batch,
     *,
-    device_type: str,
     around: Callable[[Callable[[], object]], object] = lambda step: step(),
 ) -> State:
     """Run a step of a sharded model on meta, with memory on `device`; see [Note: fake step].
 
     Args:
         batch: on the host, the micro-batch that every micro-batch of the step copies.
-        device_type: of the device whose loss head is meant.
         around: calls the step, which it is given.
     """
-    model = sharded.model
+    model, cfg = sharded.model, objective.cfg
     optimizer, states = _filled(model, cfg, device)
+    for frozen in objective.frozen.values():
+        _materialise(frozen.model, device)
     gradients = 0
 
     def before_step(*_: Any) -> None:
@@ -286,14 +291,6 @@ def run_step(
 
     optimizer.register_step_pre_hook(before_step)
     model.train()
-    if isinstance(cfg, PreferConfig):
-        loss: Loss = Objective(cfg.preference, sharded.mesh.loss, device_type)
-    else:
-        smoothing = getattr(cfg.train, "label_smoothing_factor", 0.0)
-        z_loss = cfg.train.z_loss
-        loss = partial(
-            causal_lm_loss, label_smoothing=smoothing, z_loss=z_loss, device_type=device_type
-        )
     accumulated, count = cfg.train.gradient_accumulation_steps, 0
 
     def measured(module: nn.Module, batch: Batch) -> LossSum:
@@ -301,13 +298,14 @@ def run_step(
         count += 1
         last = count == min(2, accumulated)
         meter.begin("forward", "last micro-batch" if last else "other micro-batches")
-        out = loss(module, batch)
+        out = objective(module, batch)
         meter.begin("backward")
         return out
 
     with _layers_told(model, meter):
-        meter.claim(model.parameters(), PARAMETERS)
-        meter.claim(model.buffers(), BUFFERS)
+        for held in (model, *(frozen.model for frozen in objective.frozen.values())):
+            meter.claim(held.parameters(), PARAMETERS)
+            meter.claim(held.buffers(), BUFFERS)
         meter.claim(states, STATE)
         batches = [batch.to(device, copy=True) for _ in range(min(2, accumulated))]
         meter.claim((tensor for copy in batches for tensor in copy.tensors()), BUFFERS)
@@ -316,7 +314,9 @@ def run_step(
         around(lambda: step(sharded, optimizer, batches))
     if accumulated > 1:
         meter.work["other micro-batches"] *= accumulated - 1
-    return State(local_bytes(model.parameters()), gradients, local_bytes(states))
+    frozen_bytes = sum(local_bytes(f.model.parameters()) for f in objective.frozen.values())
+    parameter_bytes = local_bytes(model.parameters()) + frozen_bytes
+    return State(parameter_bytes, gradients, local_bytes(states))
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from toolkit import config, hub, recipes, training
+from toolkit import config, hub, objectives, recipes, training
 from toolkit.assembly import build_checked, check_continued
 from toolkit.checkpoint import disk
 from toolkit.checkpoint.adapter_source import adopt_adapter
@@ -221,7 +221,8 @@ class Rehearsal:
             own: Any = SimpleNamespace(device=torch.device("cpu"), loader=None)
             with fake_world(self.ranks):
                 view = View(0, self.ranks)
-                prepare_data(on_cpu(cfg), model, self.model_cfg, own, view)
+                metrics = objectives.build(cfg).metrics
+                prepare_data(on_cpu(cfg), model, self.model_cfg, own, view, metrics)
         return _seen(heads, evals, untrained)
 
     def check_sharding(self) -> str:

@@ -6,9 +6,9 @@ its head's output is neither itself, a scale nor a soft cap, it comes from the m
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
+from toolkit.config.measures import Metric
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import TrainingError, one_line
 from toolkit.models.modes import forked_rng, replaced_forward
@@ -60,6 +61,18 @@ class LossSum:
     def sums(self) -> list[torch.Tensor]:
         """Return everything that ranks add up: total, count, metrics, counts of metrics."""
         return [self.total, self.count, *self.parts.values(), *self.all_part_counts().values()]
+
+
+@runtime_checkable
+class EvaluatedLoss(Protocol):
+    """A loss that lists its metrics, such as an objective of `toolkit.objectives`."""
+
+    @property
+    def metrics(self) -> Sequence[Metric]:
+        """Metrics of an evaluation, the loss included."""
+
+    def evaluation_loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        """Compute the loss of an evaluation, with a part for each of the other metrics."""
 
 
 def causal_lm_loss(

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from toolkit import __version__, ranks
 from toolkit.adapters.coverage import coverage_lines
 from toolkit.config import flat
+from toolkit.config.measures import PERPLEXITY, TOKEN_METRICS, shown_metrics
 from toolkit.config.published import publishable_settings
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
@@ -39,6 +40,7 @@ from toolkit.tables import size_text
 from toolkit.training.guards import preemption, watchdog
 from toolkit.training.guards.run_guards import Guards, guards_of
 from toolkit.training.launch import Run
+from toolkit.training.loss import EvaluatedLoss
 from toolkit.training.optim import state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
 from toolkit.training.router import Router, watch_router
@@ -487,30 +489,34 @@ def _evaluated(line: dict[str, Any]) -> str:
 
 def _measures(line: dict[str, Any], prefix: str) -> list[str]:
     """Return what a line has beside a loss, as it is shown."""
-    ways = {"perplexity": ",.1f", "margin": ".3f", "accuracy": ".1%"}
-    return [f"{n} {line[prefix + n]:{way}}" for n, way in ways.items() if prefix + n in line]
+    return [
+        f"{metric.name} {line[prefix + metric.name]:{metric.format_spec}}"
+        for metric in shown_metrics()
+        if prefix + metric.name in line
+    ]
 
 
 def evaluate_metrics(
     sharded: Sharded,
     sources: EvalSets,
-    loss: Loss | None = None,
-    *,
-    perplexity: bool | None = None,
+    objective: EvaluatedLoss | Loss | None = None,
 ) -> dict[str, float]:
     """Evaluate, and return the metrics by the names that they have in a metrics line.
 
     Args:
-        loss: the recipe's own loss; None: the cross entropy of tokens.
-        perplexity: whether to add the exponential of the loss. None: for the cross entropy only,
-            since the exponential of another loss is no perplexity.
+        objective: the objective of the run, or a loss alone, which has no perplexity; None: the
+            cross entropy of tokens.
 
     Returns:
         `eval_loss`, `eval_perplexity` and `eval_` before each part of the loss, such as
         `eval_accuracy`; with several sources also `eval_NAME_loss` and so on of each. Empty if a
         signal ended the evaluation. Collective; waits for the device.
     """
-    perplexity = loss is None if perplexity is None else perplexity
+    loss: Loss | None
+    if isinstance(objective, EvaluatedLoss):
+        loss, metrics = objective.evaluation_loss, tuple(objective.metrics)
+    else:
+        loss, metrics = objective, () if objective is not None else TOKEN_METRICS
     if preemption.stopping():
         return {}
     until_stop = {name: preemption.until_stop(batches) for name, batches in sources.items()}
@@ -525,7 +531,7 @@ def evaluate_metrics(
     exp = {
         f"{name}_perplexity": float(one.loss.double().exp())
         for name, one in named.items()
-        if perplexity
+        if PERPLEXITY in metrics
     }
     # A metric without a term has no mean, as the reward of a label that no row has.
     return (

@@ -35,11 +35,9 @@ from toolkit.config.preference import PreferenceConfig
 from toolkit.data.samples.batch import IGNORED, Batch
 from toolkit.errors import TrainingError
 from toolkit.mesh import View
-from toolkit.models.dropout import disable_dropout
 from toolkit.models.peft_model import disabled_adapters, has_adapters
 from toolkit.training.loss import LossSum, sequence_rewards, token_logps
 
-__all__ = ["Objective", "base_model_logps", "disable_dropout", "log_odds", "sequence_logps"]
 _LEAST = 2.0**-149  # the smallest positive float32 number
 _LOG_2 = math.log(2.0)
 
@@ -109,7 +107,7 @@ def _counts(batch: Batch) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Objective:
+class PreferenceLoss:
     """The loss of a micro-batch of pairs; see [Note: preference objectives]."""
 
     cfg: PreferenceConfig

@@ -1,7 +1,7 @@
 """The reference of preference tuning: found in a checkpoint, or evaluated before the first step.
 
 [Note: life of the reference] A pass before the first step evaluates the answers that the run reads
-(`toolkit.training.reference`). Its parts are kept next to the checkpoints, fsynced, so that a
+(`toolkit.objectives.reference_pass`). Its parts are kept next to the checkpoints, fsynced, so that a
 preemption loses one part; a restart, on any number of ranks, continues with the parts that are of
 the same model and rows. Then every checkpoint holds all values as one file, which is in its
 manifest: a save commits it, `verify` and each resume hash it, retention, copies and moves take it
@@ -51,8 +51,7 @@ from toolkit.formats.bit_sums import part_sums, wrapped
 from toolkit.formats.layout import cut_by_rows
 from toolkit.models.peft_model import base_of
 from toolkit.models.quantise import quantisation_settings
-from toolkit.sharding.fsdp import Sharded
-from toolkit.training.reference import (
+from toolkit.objectives.reference_pass import (
     Logps,
     Part,
     RowTable,
@@ -60,6 +59,7 @@ from toolkit.training.reference import (
     row_tables,
     use_reference,
 )
+from toolkit.sharding.fsdp import Sharded
 from toolkit.training.train_state import StateFile
 
 

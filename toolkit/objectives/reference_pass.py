@@ -3,7 +3,7 @@
 [Note: reference] Before the first step the model is the reference, under full tuning and with
 adapters. So no second model is held: the answers that a run reads go through the sharded model
 once, without a gradient, about a third of the cost of an epoch. The result is a number for each
-answer; `toolkit.checkpoint.reference` keeps them with the checkpoints.
+answer; `toolkit.objectives.reference` keeps them with the checkpoints.
 
 Only rows that the run reads are evaluated: the order of samples is known before the first step. Of
 padded data each answer is a sample of its own, and answers of like length share a batch, so that

@@ -1,0 +1,80 @@
+"""The metrics of evaluations: their names, and which direction is better.
+
+A metric is logged as `eval_NAME`, and for each of several evaluation files as `eval_FILE_NAME`. An
+objective lists its metrics (`toolkit.objectives`); everything that compares or shows them reads the
+direction here.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A value that an evaluation returns, by its name without `eval_`."""
+
+    name: str
+    direction: Literal["max", "min"]
+    """`max` if a larger value is better, `min` if a smaller one is."""
+    format_spec: str = ""
+    """How the progress bar and the summary show it, such as ".1%"; empty: only the log has it."""
+
+
+LOSS = Metric("loss", "min")
+PERPLEXITY = Metric("perplexity", "min", ",.1f")
+ACCURACY = Metric("accuracy", "max", ".1%")
+TOKEN_METRICS = (LOSS, PERPLEXITY, ACCURACY)
+"""Metrics of a cross entropy of tokens."""
+_REWARDS = (
+    Metric("reward_chosen", "max"),
+    Metric("reward_rejected", "min"),
+    Metric("margin", "max", ".3f"),
+)
+_LOGPS = (Metric("logps_chosen", "max"), Metric("logps_rejected", "min"))
+
+
+def preference_metrics(loss_type: str) -> tuple[Metric, ...]:
+    """List the metrics of a preference objective."""
+    if loss_type == "reward":
+        return (LOSS, *_REWARDS, ACCURACY)
+    kl = (Metric("kl", "min"),) if loss_type == "kto" else ()
+    return (LOSS, *_REWARDS, ACCURACY, *_LOGPS, *kl)
+
+
+_declared = {metric.name: metric for metric in (*TOKEN_METRICS, *preference_metrics("kto"))}
+
+
+def declare(metrics: Iterable[Metric]) -> None:
+    """Make metrics of an objective known to everything that compares or shows metrics.
+
+    Raises:
+        ConfigError: a metric of this name has the other direction.
+    """
+    for metric in metrics:
+        known = _declared.setdefault(metric.name, metric)
+        if known.direction != metric.direction:
+            raise ConfigError(
+                f"the metric {metric.name} of this objective is better when it is "
+                f"{'larger' if metric.direction == 'max' else 'smaller'}, and that of the toolkit "
+                "is better the other way; give it another name"
+            )
+
+
+def shown_metrics() -> list[Metric]:
+    """List the declared metrics that the progress bar and the summary show, in their order."""
+    return [metric for metric in _declared.values() if metric.format_spec]
+
+
+def is_greater_better(name: str) -> bool:
+    """Return True if more of a metric is better, by the end of its name (`eval_FILE_NAME`).
+
+    Metrics that nobody declared are better when larger, unless their name ends in `loss` or
+    `perplexity`.
+    """
+    matches = [metric for metric in _declared if f"_{name}".endswith(f"_{metric}")]
+    if matches:
+        return _declared[max(matches, key=len)].direction == "max"
+    return not name.endswith(("loss", "perplexity"))

@@ -1,0 +1,37 @@
+"""The cross entropy of the next token: the objective of pretraining and fine-tuning."""
+
+from torch import nn
+
+from toolkit.config.measures import TOKEN_METRICS
+from toolkit.config.settings import RunConfig
+from toolkit.data.samples.batch import Batch
+from toolkit.objectives.objective import Objective, register
+from toolkit.training.loss import LossSum, causal_lm_loss
+
+
+@register(RunConfig)
+class CausalLM(Objective):
+    """The mean cross entropy of the supervised tokens of the global batch."""
+
+    metrics = TOKEN_METRICS
+
+    def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
+        """Sum the cross entropy over the supervised tokens of a micro-batch.
+
+        `train.z_loss` and, in fine-tuning, `train.label_smoothing_factor` are added.
+        """
+        train = self.cfg.train
+        return causal_lm_loss(
+            model,
+            batch,
+            label_smoothing=getattr(train, "label_smoothing_factor", 0.0),
+            z_loss=train.z_loss,
+            device_type=self.device_type,
+        )
+
+    def evaluation_loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        """Sum the plain cross entropy, and count the tokens that the model ranks first.
+
+        Without z-loss and label smoothing, so that evaluations compare between runs.
+        """
+        return causal_lm_loss(model, batch, device_type=self.device_type, accuracy=True)
