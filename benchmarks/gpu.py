@@ -191,7 +191,7 @@ def machine(cuda: bool) -> dict[str, Any]:
         if shutil.which("nvidia-smi"):
             asked = subprocess.run(query, capture_output=True, text=True, check=False)
             about["driver"] = asked.stdout.strip()
-        from toolkit.training.metrics import peak_flops
+        from toolkit.training.flops import peak_flops
 
         about["peak_tflops"] = (peak_flops(card.name) or 0) / 1e12
     return about | {

@@ -50,7 +50,7 @@ from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.prepare import prepare_data
 from toolkit.mesh import init_mesh
 from toolkit.sharding import apply_fsdp
-from toolkit.training.metrics import training_flops
+from toolkit.training.flops import training_flops
 
 T = TypeVar("T")
 

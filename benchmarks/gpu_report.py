@@ -156,7 +156,7 @@ def found_speed(results: Sequence[Line]) -> dict[str, Line]:
 def speed_table(results: Sequence[Line]) -> list[str]:
     lines = [
         "2 warm-up and 5 timed steps of 4 micro-batches; medians. MFU by the toolkit's formula "
-        "(docs of `toolkit.training.metrics`), and against the best measured bf16 product. "
+        "(docs of `toolkit.training.flops`), and against the best measured bf16 product. "
         "`one_of_8`: one micro-batch a step, this rank's tokens alone.",
         "",
         "| case | recomputed | tokens/s | step s | spread | MFU | of measured | peak GB "

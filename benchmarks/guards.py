@@ -36,10 +36,9 @@ from toolkit.mesh import init_mesh
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.sharding.fsdp import apply_fsdp
 from toolkit.training.guards import preemption, watchdog
-from toolkit.training.guards.bad_steps import BadSteps
+from toolkit.training.guards.bad_steps import BadSteps, Spikes
 from toolkit.training.guards.integrity import Integrity
 from toolkit.training.guards.run_guards import Guards
-from toolkit.training.guards.spikes import Spikes
 from toolkit.training.metrics import Metrics
 from toolkit.training.optim import build_optimizer, build_scheduler
 from toolkit.training.step import train_step

@@ -64,7 +64,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
         training.collect_garbage(step)
         last = step == data.max_steps or training.stop_requested()
         evaluated = {}
-        if data.evals and (last or training.due(step, cfg.train.eval_steps)):
+        if data.evals and (last or training.is_due(step, cfg.train.eval_steps)):
             with metrics.pause():
                 evaluated = training.evaluate_metrics(sharded, data.evals, objective)
                 training.answer_prompts(model, data.tokenizer, cfg.train, folder.samples, step)
@@ -73,14 +73,14 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
         metrics.step(step, stats, learning_rate, **evaluated)
         if step == metrics.first_step + 5:  # not at the first, whose learning rate may be zero
             run.log(*adapters.idle_adapter_lines(model))
-        if last or training.due(step, cfg.checkpoint.save_steps):
+        if last or training.is_due(step, cfg.checkpoint.save_steps):
             metrics.check_finite(step)
             state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
             with metrics.pause():
                 path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
                 run.log(checkpoint.saved_line(path))
                 run.log(*data.reading_lines(), export.prove_adapter(state, path))
-        if training.due(step, cfg.checkpoint.export_steps):
+        if training.is_due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
             with metrics.pause():
                 run.log(export.export_step(model, folder.path, step, may_fail=not last))

@@ -51,7 +51,7 @@ from toolkit.planning.simulation import (
 )
 from toolkit.tables import count_text
 from toolkit.training import build_optimizer
-from toolkit.training.metrics import training_flops
+from toolkit.training.flops import training_flops
 
 VOCABULARY, LENGTH, ROWS = 2000, 128, 4
 # Ten architectures: dense, tied, capped, experts, states. No number of ranks divides their rows.

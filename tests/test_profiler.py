@@ -17,8 +17,15 @@ from tiny_models import tiny_model
 from toolkit.config import ShardingConfig, TrainConfig
 from toolkit.errors import ConfigError, TrainingError
 from toolkit.formats.metrics_file import read_metrics
-from toolkit.training.profiler import StepProfiler, memory_history, part_table, write_snapshot
-from toolkit.training.trace import HIDDEN, PARTS, time_parts
+from toolkit.training.profiler import (
+    HIDDEN,
+    PARTS,
+    StepProfiler,
+    memory_history,
+    part_table,
+    time_parts,
+    write_snapshot,
+)
 
 
 def event(name: str, cat: str, begin: float, end: float, tid: int = 1, **args: Any) -> dict:

@@ -18,7 +18,7 @@ from toolkit.config import FinetuneConfig, ModelConfig, PretrainConfig, load
 from toolkit.models import build_on_meta
 from toolkit.planning.changes import make_plan
 from toolkit.planning.devices import device_of
-from toolkit.training.metrics import training_flops
+from toolkit.training.flops import training_flops
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.training.guards.spikes import Spikes
+from toolkit.training.guards.bad_steps import Spikes
 from toolkit.training.optim import build_optimizer
 
 CPU = torch.device("cpu")
@@ -130,7 +130,7 @@ def test_a_spike_of_one_rank_changes_nothing_on_any(tmp_path, optim, watched) ->
 SPIKY = """
 import runpy
 from toolkit import training
-from toolkit.training.guards.spikes import Spikes
+from toolkit.training.guards.bad_steps import Spikes
 
 Spikes.__init__.__kwdefaults__["window"] = 6
 plain = training.causal_lm_loss

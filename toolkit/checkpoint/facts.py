@@ -9,7 +9,7 @@ from toolkit.checkpoint.run_folder import CONFIG, beside_recorded, plain_config
 from toolkit.checkpoint.store import read_object
 from toolkit.config.published import mapping, publishable, publishable_settings
 from toolkit.formats.metrics_file import METRICS, STARTS, read_lines, read_metrics
-from toolkit.training.metrics import versions
+from toolkit.training.run_start import versions
 
 
 def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:

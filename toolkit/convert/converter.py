@@ -19,6 +19,7 @@ from toolkit.config.parse import parse
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, PretrainConfig
 from toolkit.convert.command_lines import read_command_line
+from toolkit.convert.keys import Translation
 from toolkit.convert.llama_factory import translate_llama_factory
 from toolkit.convert.mapping import Converter
 from toolkit.convert.ms_swift import translate_ms_swift
@@ -27,7 +28,6 @@ from toolkit.convert.openrlhf import translate_openrlhf
 from toolkit.convert.preferences import objective_of_script
 from toolkit.convert.scripts import read_script
 from toolkit.convert.torchtune import translate_torchtune
-from toolkit.convert.translation import Translation
 from toolkit.errors import ConfigError, one_line
 from toolkit.parsing import read_json, read_yaml
 

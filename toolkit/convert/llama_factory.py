@@ -7,8 +7,7 @@ Names and defaults are those of `src/llamafactory/hparams` (version 0.9.5), obje
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.convert.keys import Keys
-from toolkit.convert.translation import Translation, refuse_settings, rename_keys, split_names
+from toolkit.convert.keys import Keys, Translation, refuse_settings, rename_keys, split_names
 from toolkit.errors import ConfigError
 
 _TOOL = "LLaMA-Factory"

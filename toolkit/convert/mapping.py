@@ -14,11 +14,10 @@ from toolkit.config.lora import STRUCTURE
 from toolkit.config.other_tools import ADAPTER_HINT, OBJECTIVE_HINT, setting_of
 from toolkit.config.outputs import Tracker
 from toolkit.config.settings import Schedule
-from toolkit.convert.keys import Keys
+from toolkit.convert.keys import Keys, Translation
 from toolkit.convert.preferences import objective_of, take_preference
 from toolkit.convert.sources import take_sources
 from toolkit.convert.tables_of_tools import UNSAID, UNSAID_OF_LORA, UNSAID_RATES, why_left
-from toolkit.convert.translation import Translation
 from toolkit.errors import ConfigError, LaunchError, is_secret_name
 
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")

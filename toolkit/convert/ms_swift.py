@@ -6,8 +6,7 @@ Names and defaults are those of `swift/arguments` and `swift/trainers/arguments.
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.convert.keys import Keys
-from toolkit.convert.translation import Translation, refuse_settings, rename_keys
+from toolkit.convert.keys import Keys, Translation, refuse_settings, rename_keys
 from toolkit.errors import ConfigError
 
 _TOOL = "ms-swift"

@@ -6,8 +6,7 @@ Names and defaults are those of `open_instruct/finetune.py` and `open_instruct/d
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.convert.keys import Keys
-from toolkit.convert.translation import Translation, rename_keys
+from toolkit.convert.keys import Keys, Translation, rename_keys
 from toolkit.errors import ConfigError
 
 _TOOL = "open-instruct"

@@ -7,8 +7,7 @@ before: `--train_batch_size`), losses those of `openrlhf/models/loss.py`.
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.convert.keys import Keys
-from toolkit.convert.translation import Translation, refuse_settings, rename_keys, split_names
+from toolkit.convert.keys import Keys, Translation, refuse_settings, rename_keys, split_names
 from toolkit.errors import ConfigError
 
 _TOOL = "OpenRLHF"

@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.convert.keys import Keys
-from toolkit.convert.translation import Translation
+from toolkit.convert.keys import Keys, Translation
 from toolkit.errors import ConfigError
 
 _TOOL = "torchtune"

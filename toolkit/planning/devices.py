@@ -10,7 +10,7 @@ import torch
 from toolkit.config import load
 from toolkit.errors import ConfigError
 from toolkit.formats.container_memory import container_memory
-from toolkit.training.metrics import peak_flops
+from toolkit.training.flops import peak_flops
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _device(
     """Return a device of GB, TFLOP/s and GB/s."""
     bf16 = peak_flops(name)
     if bf16 is None:
-        raise KeyError(f"training.metrics has no peak of {name}")
+        raise KeyError(f"training.flops has no peak of {name}")
     return Device(name, memory * 1e9, bf16, fp32 * 1e12, bandwidth * 1e9, link * 1e9, sheet)
 
 

@@ -45,8 +45,8 @@ from toolkit.objectives import Objective, build
 from toolkit.planning.fake_ranks import TRACED, planned_packing, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.fsdp import Sharded
+from toolkit.training.flops import training_flops
 from toolkit.training.loss import LossSum, take_loss_from
-from toolkit.training.metrics import training_flops
 from toolkit.training.optim import build_optimizer
 from toolkit.training.router import watch_router
 from toolkit.training.step import train_step

@@ -4,71 +4,32 @@ Where and with what it was started is kept in `starts.jsonl`, a line for each st
 """
 
 import dataclasses
-import importlib.metadata
 import os
-import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from toolkit import __version__, ranks
-from toolkit.adapters.coverage import coverage_lines
-from toolkit.config import flat
+from toolkit import ranks
 from toolkit.config.measures import PERPLEXITY, TOKEN_METRICS, shown_metrics
-from toolkit.config.published import publishable_settings
-from toolkit.config.settings import RunConfig
-from toolkit.data.prepare import TrainingData
 from toolkit.errors import TrainingError
-from toolkit.formats.metrics_file import METRICS, STARTS, append, keep_until, read_metrics
-from toolkit.models import causal_lm as models
-from toolkit.models import quantise
-from toolkit.models.layers import decoder_layers, routed_shares
-from toolkit.models.packed_linear import count_values, packed_weights
-from toolkit.models.peft_model import base_of, has_adapters
-from toolkit.models.text_part import beside_line, untaught
+from toolkit.formats.metrics_file import METRICS, append, keep_until
 from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import Sharded
-from toolkit.sharding.unit_table import format_unit_table, ledger_line
 from toolkit.tables import size_text
+from toolkit.training.flops import peak_flops
 from toolkit.training.guards import preemption, watchdog
-from toolkit.training.guards.run_guards import Guards, guards_of
-from toolkit.training.launch import Run
+from toolkit.training.guards.run_guards import Guards
 from toolkit.training.loss import EvaluatedLoss
-from toolkit.training.optim import state_dtypes
-from toolkit.training.profiler import FOLDER, StepProfiler, memory_history, write_snapshot
-from toolkit.training.router import Router, watch_router
+from toolkit.training.profiler import PAUSE, StepProfiler, write_snapshot
+from toolkit.training.router import Router
 from toolkit.training.step import EvalSets, Loss, evaluate
-from toolkit.training.token_rows import untrained_token_lines
-from toolkit.training.trace import PAUSE
 from toolkit.training.trackers import Trackers
-from toolkit.training.train_state import TrainState
-
-_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
-# Dense bf16 tensor-core peaks of the vendors' data sheets, FLOP/s; longest name first.
-_PEAKS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H20": 148e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-    "MI300X": 1307e12,
-    "MI250X": 191e12,
-}
 
 
 @dataclasses.dataclass
@@ -327,160 +288,6 @@ class Metrics:
         self._bar.set_postfix_str(f"{loss}  {speed}  {memory}")
 
 
-def start_metrics(
-    cfg: RunConfig, run: Run, folder: Path, sharded: Sharded, data: TrainingData, state: TrainState
-) -> Metrics:
-    """Print the lines that a run opens with; return its metrics from `state` on. From here on a
-    signal waits for the loop (`stop_requested`). Collective.
-    """
-    model, auto_line, router = sharded.model, sharded.auto_line, watch_router(sharded, cfg)
-    total = count_values(model)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
-    whole = not packed_weights(model).keys().isdisjoint(sharded.plan.replicated)
-    dtypes = ledger_line(sharded, cfg.sharding, state_dtypes(state.required_optimizer))
-    opening = [
-        f"model      {models.plain_name(base_of(model))}, {total / 1e6:,.1f} M parameters{share}",
-        beside_line(model),
-        *(coverage_lines(model) if has_adapters(model) else []),
-        quantise.describe(model, 1 if whole else sharded.mesh.shards),
-        *format_unit_table(sharded, cfg.sharding).splitlines(),
-        f"dtypes     {dtypes}",
-        auto_line and f"auto       {auto_line}",
-        None if router is None else router.plan.line,
-        *data.lines(),
-    ]
-    run.log(*opening, *untrained_token_lines(model, data.feed, data.tokenizer))
-    asked = cfg.sharding.torch_compile not in (False, "none", "auto")
-    if asked or "torch_compile layer" in auto_line:
-        run.log("compiling  in the first step, which takes up to some minutes")
-    supervision: str = ranks.on_main(data.report) if state.step == 0 else ""
-    run.log(supervision)
-    if state.step >= data.max_steps:
-        run.log(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
-    else:
-        _record_start(cfg, run, folder, state.step, data, opening, supervision)
-    reading, flops = data.position, training_flops(model, cfg.data.sequence_length)
-    if cfg.learned == "answers":  # about half of the tokens are of answers to compare with
-        flops = (flops + training_flops(model, cfg.data.sequence_length, forward_only=True)) / 2
-    metrics = Metrics(
-        folder,
-        device=run.device,
-        first_step=state.step,
-        max_steps=data.max_steps,
-        tokens_before=state.tokens,
-        tokens_per_step=data.tokens_per_step,
-        flops_per_token=flops,
-        logging_steps=cfg.train.logging_steps,
-        epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
-        trackers=_trackers(cfg, run, folder, data, state, {"dtypes": dtypes, "parameters": total}),
-        guards=guards_of(cfg, data, state, () if router is None else router.plan.biases.values()),
-        router=router,
-        **_profiling(cfg, run, folder, state.step, data.max_steps),
-    )
-    run.at_end.callback(metrics.close_bar)
-    preemption.enter_loop()
-    return metrics
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the toolkit, of Python and of the packages that shape the weights."""
-    installed = {package: importlib.metadata.version(package) for package in _PACKAGES}
-    return {"toolkit": __version__, "python": platform.python_version(), **installed}
-
-
-def _record_start(
-    cfg: RunConfig,
-    run: Run,
-    folder: Path,
-    step: int,
-    data: TrainingData,
-    opening: Sequence[str | None],
-    supervision: str,
-) -> None:
-    """Append the start after `step` to the file, on rank 0; starts after later steps are dropped.
-    Collective.
-    """
-    settings = dataclasses.asdict(cfg)
-    settings["train"]["gradient_accumulation_steps"] = data.accumulation
-    on_gpu = run.device.type == "cuda"
-    line: dict[str, Any] = {
-        "step": step,
-        "max_steps": data.max_steps,
-        "time": time.time(),
-        "hosts": sorted(set(ranks.gather_to_main(platform.node()))),
-        "world_size": run.world_size,
-        "device": torch.cuda.get_device_name(run.device) if on_gpu else run.device.type,
-        "versions": versions(),
-        "opening": [text for text in opening if text],
-        "supervision": supervision,
-    }
-
-    def write() -> None:
-        line["run"] = publishable_settings(settings, folder)
-        try:
-            keep_until(folder / STARTS, step)
-            append(folder / STARTS, [line])
-        except OSError as error:
-            raise TrainingError(f"{folder / STARTS} cannot be written: {error.strerror}") from error
-
-    ranks.on_main(write)
-
-
-def _profiling(
-    cfg: RunConfig, run: Run, folder: Path, first_step: int, max_steps: int
-) -> dict[str, Any]:
-    """Start the profiler, on CUDA with a record of memory, where steps are to be profiled; return
-    them as arguments of `Metrics`.
-    """
-    found: dict[str, Any] = {}
-    train, folder = cfg.train, folder / FOLDER
-    if train.profile_steps and first_step < train.profile_steps[1] <= max_steps:
-        first, last = train.profile_steps
-        found["profiler"] = StepProfiler(folder, run.device, first, last, after=first_step)
-        if run.device.type == "cuda":
-            found["snapshot"] = folder / f"memory-rank-{run.rank}.pickle"
-            run.at_end.enter_context(memory_history(found["snapshot"]))
-    elif train.profile_steps:
-        steps = f"{first_step + 1} to {max_steps}"
-        run.log(f"WARNING: train.profile_steps {train.profile_steps}: not within steps {steps}")
-    return found
-
-
-def _trackers(
-    cfg: RunConfig,
-    run: Run,
-    folder: Path,
-    data: TrainingData,
-    state: TrainState,
-    more: dict[str, Any],
-) -> Trackers | None:
-    """Start the trackers of `metrics.report_to`, where there are steps to be done; they are sent
-    the settings, and `more`. Collective.
-    """
-    if not cfg.metrics.trackers() or state.step >= data.max_steps:
-        return None
-    settings = {
-        name: value if isinstance(value, bool | int | float | str | None) else str(value)
-        for name, value in flat(cfg).items()
-    } | {
-        **more,
-        "world_size": run.world_size,
-        "global_batch": data.position.global_batch,
-    }
-    logged = ranks.on_main(lambda: [line["step"] for line in read_metrics(folder)])
-    last = max(logged, default=0)
-    started = Trackers(cfg.metrics, folder, settings, first_step=state.step, last_logged=last)
-    return run.at_end.enter_context(started)
-
-
-def due(step: int, every: int | None) -> bool:
-    """Whether something happens after `step` that happens every so many steps, unless the run is to
-    end now.
-    """
-    return every is not None and step % every == 0 and not preemption.stopping()
-
-
 def _evaluated(line: dict[str, Any]) -> str:
     """Return what is shown of an evaluation: its loss, then what there is of other measures."""
     more = _measures(line, "eval_")
@@ -544,43 +351,3 @@ def evaluate_metrics(
             if int(one.part_counts[part])
         }
     )
-
-
-def training_flops(model: nn.Module, sequence_length: int, *, forward_only: bool = False) -> float:
-    """Return the FLOPs of one token of forward and backward, for the MFU: 6 N + 12 L H T, for N
-    parameters, L layers whose heads are H wide together and sequences of T tokens, after PaLM
-    (Chowdhery et al. 2022, appendix B). Of routed experts N counts those that a token is sent to.
-    An untied embedding is only looked up, towers for images idle, a frozen parameter costs two
-    less; recomputation is no work. `forward_only`: 2 N + 4 L H T.
-    """
-    base = base_of(model)
-    head = base.get_output_embeddings()
-    multiplied = set() if head is None else {id(p) for p in head.parameters()}
-    tables = (m for m in base.modules() if isinstance(m, nn.Embedding))
-    idle = {id(p) for m in tables for p in m.parameters()} - multiplied
-    idle |= {id(model.get_parameter(name)) for name in untaught(model)}
-    shares, packed, weights = routed_shares(model), packed_weights(model), 0.0
-    for name, p in model.named_parameters():
-        values = packed[name].elements if name in packed else p.numel()
-        if id(p) not in idle:
-            products = 2 if forward_only else 6 if p.requires_grad else 4
-            weights += values * shares.get(name, 1.0) * products
-    config = base.config.get_text_config()
-    if config.is_heterogeneous:  # Gemma 4: heads of full attention are wider
-        widths = sum(_width(layer) for layer in config.per_layer_config)
-    else:
-        widths = len(decoder_layers(base)) * _width(config)
-    return weights + (4.0 if forward_only else 12.0) * widths * sequence_length
-
-
-def _width(config: Any) -> int:
-    """Return how wide the heads of a layer are together."""
-    heads, size = (getattr(config, n, None) for n in ("num_attention_heads", "head_dim"))
-    if type(heads) is int and type(size) is int:
-        return heads * size
-    return getattr(config, "hidden_size", 0)
-
-
-def peak_flops(name: str) -> float | None:
-    """Return the dense bf16 peak in FLOP/s of the GPU of that name, None of one not known."""
-    return next((_PEAKS[k] for k in sorted(_PEAKS, key=len, reverse=True) if k in name), None)

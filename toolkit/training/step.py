@@ -24,10 +24,10 @@ from toolkit.formats import reshard
 from toolkit.mesh import View
 from toolkit.sharding.fsdp import Sharded
 from toolkit.training.guards import watchdog
-from toolkit.training.guards.spikes import Spikes
+from toolkit.training.guards.bad_steps import Spikes
 from toolkit.training.loss import LossSum, causal_lm_loss
+from toolkit.training.profiler import BACKWARD, FORWARD, OPTIMIZER
 from toolkit.training.router import Balance, Router
-from toolkit.training.trace import BACKWARD, FORWARD, OPTIMIZER
 
 EvalSets = Mapping[str, Iterable[Batch]]  # source -> its batches
 Loss = Callable[[nn.Module, Batch], LossSum]

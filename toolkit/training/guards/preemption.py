@@ -128,6 +128,14 @@ def stopping() -> bool:
     return _state.agreed
 
 
+def is_due(step: int, every: int | None) -> bool:
+    """Return True if an action that happens every `every` steps is due after `step`.
+
+    Never due if `every` is None or if the run is about to stop.
+    """
+    return every is not None and step % every == 0 and not stopping()
+
+
 def until_stop(values: Iterable[T]) -> Iterator[T]:
     """Yield `values`, at least the first, until the run is to end. Collective at each."""
     for value in values:

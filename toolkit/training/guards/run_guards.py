@@ -10,9 +10,8 @@ import torch
 from toolkit import ranks
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
-from toolkit.training.guards.bad_steps import BadSteps
+from toolkit.training.guards.bad_steps import SPIKES, BadSteps, Spikes
 from toolkit.training.guards.integrity import Integrity
-from toolkit.training.guards.spikes import SPIKES, Spikes
 from toolkit.training.train_state import TrainState
 
 _NANO = 10**9

@@ -1,0 +1,69 @@
+"""FLOPs of a training step and peaks of GPUs, for the model FLOPs utilisation (MFU)."""
+
+from typing import Any
+
+from torch import nn
+
+from toolkit.models.layers import decoder_layers, routed_shares
+from toolkit.models.packed_linear import packed_weights
+from toolkit.models.peft_model import base_of
+from toolkit.models.text_part import untaught
+
+# Dense bf16 tensor-core peaks of the vendors' data sheets, FLOP/s; longest name first.
+_PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+    "MI300X": 1307e12,
+    "MI250X": 191e12,
+}
+
+
+def training_flops(model: nn.Module, sequence_length: int, *, forward_only: bool = False) -> float:
+    """Return the FLOPs of one token of forward and backward, for the MFU: 6 N + 12 L H T, for N
+    parameters, L layers whose heads are H wide together and sequences of T tokens, after PaLM
+    (Chowdhery et al. 2022, appendix B). Of routed experts N counts those that a token is sent to.
+    An untied embedding is only looked up, towers for images idle, a frozen parameter costs two
+    less; recomputation is no work. `forward_only`: 2 N + 4 L H T.
+    """
+    base = base_of(model)
+    head = base.get_output_embeddings()
+    multiplied = set() if head is None else {id(p) for p in head.parameters()}
+    tables = (m for m in base.modules() if isinstance(m, nn.Embedding))
+    idle = {id(p) for m in tables for p in m.parameters()} - multiplied
+    idle |= {id(model.get_parameter(name)) for name in untaught(model)}
+    shares, packed, weights = routed_shares(model), packed_weights(model), 0.0
+    for name, p in model.named_parameters():
+        values = packed[name].elements if name in packed else p.numel()
+        if id(p) not in idle:
+            products = 2 if forward_only else 6 if p.requires_grad else 4
+            weights += values * shares.get(name, 1.0) * products
+    config = base.config.get_text_config()
+    if config.is_heterogeneous:  # Gemma 4: heads of full attention are wider
+        widths = sum(_width(layer) for layer in config.per_layer_config)
+    else:
+        widths = len(decoder_layers(base)) * _width(config)
+    return weights + (4.0 if forward_only else 12.0) * widths * sequence_length
+
+
+def _width(config: Any) -> int:
+    """Return how wide the heads of a layer are together."""
+    heads, size = (getattr(config, n, None) for n in ("num_attention_heads", "head_dim"))
+    if type(heads) is int and type(size) is int:
+        return heads * size
+    return getattr(config, "hidden_size", 0)
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the dense bf16 peak in FLOP/s of the GPU of that name, None of one not known."""
+    return next((_PEAKS[k] for k in sorted(_PEAKS, key=len, reverse=True) if k in name), None)

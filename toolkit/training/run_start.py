@@ -1,0 +1,187 @@
+"""The start of a run: its first lines, `starts.jsonl`, the profiler, trackers and metrics."""
+
+import dataclasses
+import importlib.metadata
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit import __version__, ranks
+from toolkit.adapters.coverage import coverage_lines
+from toolkit.config import flat
+from toolkit.config.published import publishable_settings
+from toolkit.config.settings import RunConfig
+from toolkit.data.prepare import TrainingData
+from toolkit.errors import TrainingError
+from toolkit.formats.metrics_file import STARTS, append, keep_until, read_metrics
+from toolkit.models import causal_lm as models
+from toolkit.models import quantise
+from toolkit.models.packed_linear import count_values, packed_weights
+from toolkit.models.peft_model import base_of, has_adapters
+from toolkit.models.text_part import beside_line
+from toolkit.sharding.fsdp import Sharded
+from toolkit.sharding.unit_table import format_unit_table, ledger_line
+from toolkit.training.flops import training_flops
+from toolkit.training.guards import preemption
+from toolkit.training.guards.run_guards import guards_of
+from toolkit.training.launch import Run
+from toolkit.training.metrics import Metrics
+from toolkit.training.optim import state_dtypes
+from toolkit.training.profiler import FOLDER, StepProfiler, memory_history
+from toolkit.training.router import watch_router
+from toolkit.training.token_rows import untrained_token_lines
+from toolkit.training.trackers import Trackers
+from toolkit.training.train_state import TrainState
+
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
+
+
+def start_metrics(
+    cfg: RunConfig, run: Run, folder: Path, sharded: Sharded, data: TrainingData, state: TrainState
+) -> Metrics:
+    """Print the lines that a run opens with; return its metrics from `state` on. From here on a
+    signal waits for the loop (`stop_requested`). Collective.
+    """
+    model, auto_line, router = sharded.model, sharded.auto_line, watch_router(sharded, cfg)
+    total = count_values(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
+    whole = not packed_weights(model).keys().isdisjoint(sharded.plan.replicated)
+    dtypes = ledger_line(sharded, cfg.sharding, state_dtypes(state.required_optimizer))
+    opening = [
+        f"model      {models.plain_name(base_of(model))}, {total / 1e6:,.1f} M parameters{share}",
+        beside_line(model),
+        *(coverage_lines(model) if has_adapters(model) else []),
+        quantise.describe(model, 1 if whole else sharded.mesh.shards),
+        *format_unit_table(sharded, cfg.sharding).splitlines(),
+        f"dtypes     {dtypes}",
+        auto_line and f"auto       {auto_line}",
+        None if router is None else router.plan.line,
+        *data.lines(),
+    ]
+    run.log(*opening, *untrained_token_lines(model, data.feed, data.tokenizer))
+    asked = cfg.sharding.torch_compile not in (False, "none", "auto")
+    if asked or "torch_compile layer" in auto_line:
+        run.log("compiling  in the first step, which takes up to some minutes")
+    supervision: str = ranks.on_main(data.report) if state.step == 0 else ""
+    run.log(supervision)
+    if state.step >= data.max_steps:
+        run.log(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
+    else:
+        _record_start(cfg, run, folder, state.step, data, opening, supervision)
+    reading, flops = data.position, training_flops(model, cfg.data.sequence_length)
+    if cfg.learned == "answers":  # about half of the tokens are of answers to compare with
+        flops = (flops + training_flops(model, cfg.data.sequence_length, forward_only=True)) / 2
+    metrics = Metrics(
+        folder,
+        device=run.device,
+        first_step=state.step,
+        max_steps=data.max_steps,
+        tokens_before=state.tokens,
+        tokens_per_step=data.tokens_per_step,
+        flops_per_token=flops,
+        logging_steps=cfg.train.logging_steps,
+        epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
+        trackers=_trackers(cfg, run, folder, data, state, {"dtypes": dtypes, "parameters": total}),
+        guards=guards_of(cfg, data, state, () if router is None else router.plan.biases.values()),
+        router=router,
+        **_profiling(cfg, run, folder, state.step, data.max_steps),
+    )
+    run.at_end.callback(metrics.close_bar)
+    preemption.enter_loop()
+    return metrics
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the toolkit, of Python and of the packages that shape the weights."""
+    installed = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    return {"toolkit": __version__, "python": platform.python_version(), **installed}
+
+
+def _record_start(
+    cfg: RunConfig,
+    run: Run,
+    folder: Path,
+    step: int,
+    data: TrainingData,
+    opening: Sequence[str | None],
+    supervision: str,
+) -> None:
+    """Append the start after `step` to the file, on rank 0; starts after later steps are dropped.
+    Collective.
+    """
+    settings = dataclasses.asdict(cfg)
+    settings["train"]["gradient_accumulation_steps"] = data.accumulation
+    on_gpu = run.device.type == "cuda"
+    line: dict[str, Any] = {
+        "step": step,
+        "max_steps": data.max_steps,
+        "time": time.time(),
+        "hosts": sorted(set(ranks.gather_to_main(platform.node()))),
+        "world_size": run.world_size,
+        "device": torch.cuda.get_device_name(run.device) if on_gpu else run.device.type,
+        "versions": versions(),
+        "opening": [text for text in opening if text],
+        "supervision": supervision,
+    }
+
+    def write() -> None:
+        line["run"] = publishable_settings(settings, folder)
+        try:
+            keep_until(folder / STARTS, step)
+            append(folder / STARTS, [line])
+        except OSError as error:
+            raise TrainingError(f"{folder / STARTS} cannot be written: {error.strerror}") from error
+
+    ranks.on_main(write)
+
+
+def _profiling(
+    cfg: RunConfig, run: Run, folder: Path, first_step: int, max_steps: int
+) -> dict[str, Any]:
+    """Start the profiler, on CUDA with a record of memory, where steps are to be profiled; return
+    them as arguments of `Metrics`.
+    """
+    found: dict[str, Any] = {}
+    train, folder = cfg.train, folder / FOLDER
+    if train.profile_steps and first_step < train.profile_steps[1] <= max_steps:
+        first, last = train.profile_steps
+        found["profiler"] = StepProfiler(folder, run.device, first, last, after=first_step)
+        if run.device.type == "cuda":
+            found["snapshot"] = folder / f"memory-rank-{run.rank}.pickle"
+            run.at_end.enter_context(memory_history(found["snapshot"]))
+    elif train.profile_steps:
+        steps = f"{first_step + 1} to {max_steps}"
+        run.log(f"WARNING: train.profile_steps {train.profile_steps}: not within steps {steps}")
+    return found
+
+
+def _trackers(
+    cfg: RunConfig,
+    run: Run,
+    folder: Path,
+    data: TrainingData,
+    state: TrainState,
+    more: dict[str, Any],
+) -> Trackers | None:
+    """Start the trackers of `metrics.report_to`, where there are steps to be done; they are sent
+    the settings, and `more`. Collective.
+    """
+    if not cfg.metrics.trackers() or state.step >= data.max_steps:
+        return None
+    settings = {
+        name: value if isinstance(value, bool | int | float | str | None) else str(value)
+        for name, value in flat(cfg).items()
+    } | {
+        **more,
+        "world_size": run.world_size,
+        "global_batch": data.position.global_batch,
+    }
+    logged = ranks.on_main(lambda: [line["step"] for line in read_metrics(folder)])
+    last = max(logged, default=0)
+    started = Trackers(cfg.metrics, folder, settings, first_step=state.step, last_logged=last)
+    return run.at_end.enter_context(started)
