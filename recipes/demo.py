@@ -18,6 +18,7 @@ from textwrap import indent
 from typing import Any
 
 from toolkit.checkpoint import commit
+from toolkit.config.kinds import kind_named
 from toolkit.formats.metrics_file import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -121,9 +122,10 @@ def prepare(run: Path, mark: str, fresh: bool, *exports: Path) -> bool:
 
 
 def launch(recipe: str, run: Path, *more: object) -> int:
-    command = {"pretrain": "train"}.get(recipe, recipe)
+    kind = kind_named(recipe)
+    assert kind is not None
     config = f"recipes/configs/{recipe}_tiny.yaml"
-    return call("toolkit", command, config, *processes(), "--output_dir", run, *more)
+    return call("toolkit", kind.command, config, *processes(), "--output_dir", run, *more)
 
 
 def processes() -> list[str]:

@@ -491,7 +491,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
         _quiet()
         kind, cfg, _ = recipes.load_config(args.data, args.settings, remote=True)
-        if kind.name == "pretrain":  # as fine-tuning would read its rows
+        if not issubclass(kind.config, config.FinetuneConfig):  # read rows as fine-tuning would
             kind = recipes.find_kind("finetune")
             cfg = config.load(kind.config, args.data, args.settings)
         found = inspect_data(cfg)

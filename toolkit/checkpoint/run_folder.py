@@ -25,6 +25,7 @@ from toolkit.checkpoint.local_folder import LocalFolder, beside, disk_errors, ex
 from toolkit.checkpoint.reference_file import PARTS
 from toolkit.checkpoint.state import TrainState
 from toolkit.checkpoint.store import Folder, is_url, storage_of, where
+from toolkit.config.kinds import defines_run
 from toolkit.config.lora import ALL_LINEAR, STRUCTURE, comparable
 from toolkit.config.published import mapping
 from toolkit.config.settings import RunConfig
@@ -36,9 +37,6 @@ from toolkit.training.launch import Run
 
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
-# Settings that define a run; others (length, schedule, ranks, logging) may change between starts.
-_IDENTITY = ("model.", "data.", "lora.", "preference.", "seed")
-_HARMLESS = ("data.num_workers", "data.max_eval_samples")
 _ACCUMULATION = "train.gradient_accumulation_steps"
 _SILENT = (
     "output_dir",
@@ -385,7 +383,7 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
     changed = [
         f"{name} was {old!r}, is {new!r}"
         for name, (old, new) in differences.items()
-        if name.startswith(_IDENTITY) and name not in _HARMLESS
+        if defines_run(name)
     ]
     if changed:
         raise ConfigError(

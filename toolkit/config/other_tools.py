@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config.fields import setting_types
-from toolkit.config.preference import PreferConfig
+from toolkit.config.kinds import KINDS, section_names
 from toolkit.config.settings import FinetuneConfig, RunConfig
 from toolkit.errors import ConfigError
 
@@ -279,19 +279,20 @@ def meant(cls: type, section: type, walked: str, path: str) -> str | None:
     if found := leaves_of(cls, leaf):
         return " or ".join(found)
     preferred = _HERE.get(leaf, path)
-    if preferred in {"preference", *_settings(PreferConfig)} - {*_settings(FinetuneConfig), *known}:
-        return f"{preferred} of preference tuning (toolkit prefer, recipes/prefer.py)"
-    finetuning = _settings(FinetuneConfig)
-    of_finetuning = [name for name in finetuning if name == path or name.endswith(f".{leaf}")]
-    if path in {field.name for field in dataclasses.fields(FinetuneConfig)}:
-        of_finetuning = [path]  # a section that only fine-tuning has
-    if leaf in _HERE and not of_finetuning:
-        setting = _HERE[leaf].partition(":")[0]
-        if setting in known or setting not in finetuning:
-            return _HERE[leaf]
-        of_finetuning = [_HERE[leaf]]
-    if of_finetuning:
-        return f"{of_finetuning[0]} of fine-tuning (toolkit finetune, recipes/finetune.py)"
+    # Kinds that extend `cls` or stand next to it, each with what the kinds before it lack.
+    here, earlier = preferred.partition(":")[0], {*known, *section_names(cls)}
+    for kind in KINDS:
+        settings, sections = _settings(kind.config), section_names(kind.config)
+        names = [name for name in settings if name not in earlier and name.endswith(f".{leaf}")]
+        if path in sections - earlier:  # a section that only this kind has
+            names = [path]
+        elif here in {*settings} - earlier:
+            names = [preferred]
+        if names:
+            return f"{names[0]} of {kind.title} (toolkit {kind.command}, recipes/{kind.name}.py)"
+        earlier |= {*settings, *sections}
+    if leaf in _HERE:
+        return _HERE[leaf]
     leaves = {name.split(".")[-1]: name for name in reversed(known)}
     near = [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
     return next(iter([*near_here, *near]), None)

@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.kinds import is_published, is_special
 from toolkit.errors import ConfigError, is_secret_name, scrub
 from toolkit.parsing import parse_yaml
 
-_SECTIONS = ("model", "sharding", "data", "optim", "train", "lora", "preference", "seed")
 # Settings that may hold a path, or words of the user's own.
 _PATHS = (
     *("name_or_path", "tokenizer_name_or_path", "train_files", "eval_files", "dataset_name"),
@@ -32,7 +32,7 @@ def publishable_settings(config: dict[str, Any], run: Path) -> dict[str, Any]:
     found = {
         "base_model": base_model(mapping(config, "model"), run),
         "data": _data(mapping(config, "data"), run, finetuned="lora" in config),
-        "hyperparameters": _settings(config),
+        "hyperparameters": _settings(config, run),
     }
     return publishable(found)
 
@@ -133,14 +133,29 @@ def _dataset(data: dict[str, Any], run: Path) -> dict[str, Any]:
     }
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return dotted name -> value of the settings that shaped the weights, paths left out."""
-    found: dict[str, Any] = {}
-    for section in (s for s in _SECTIONS if s in config):
-        value = config[section]
-        fields = value.items() if isinstance(value, dict) else [("", value)]
-        found |= {f"{section}.{k}".strip("."): v for k, v in fields if k not in _PATHS}
-    return found
+def _settings(config: dict[str, Any], run: Path) -> dict[str, Any]:
+    """Select the settings that shaped the weights: dotted name -> value, without paths.
+
+    Sections that a user's recipe adds are included. Of a frozen model, such as a teacher, the name
+    is published as that of the base model is.
+    """
+    selected: dict[str, Any] = {}
+    for section, content in config.items():
+        if not is_published(section):
+            continue
+        settings = content.items() if isinstance(content, dict) else [("", content)]
+        for name, value in settings:
+            if name not in _PATHS and not (is_special(section) and _may_be_path(value)):
+                selected[f"{section}.{name}".strip(".")] = value
+        if is_special(section) and isinstance(content, dict) and "name_or_path" in content:
+            selected[f"{section}.name"] = base_model(content, run)["name"]
+    return selected
+
+
+def _may_be_path(value: Any) -> bool:
+    """Return True if a setting of a user's recipe may hold a path, or text of the user's own."""
+    texts = value if isinstance(value, list) else [value]
+    return any(isinstance(text, str) and re.search(r"[\\/\s~]", text) for text in texts)
 
 
 def _last_part(path: str) -> str:

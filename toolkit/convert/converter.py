@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
+from toolkit.config.kinds import KINDS
 from toolkit.config.other_tools import OWN, TITLES, is_convertible, recognise_tool
 from toolkit.config.parse import parse
-from toolkit.config.preference import PreferConfig
-from toolkit.config.settings import FinetuneConfig, PretrainConfig
 from toolkit.convert.command_lines import read_command_line
 from toolkit.convert.keys import Translation
 from toolkit.convert.llama_factory import translate_llama_factory
@@ -31,7 +30,7 @@ from toolkit.convert.torchtune import translate_torchtune
 from toolkit.errors import ConfigError, one_line
 from toolkit.parsing import read_json, read_yaml
 
-_RECIPES = {"pretrain": PretrainConfig, "finetune": FinetuneConfig, "prefer": PreferConfig}
+_SETTINGS = {kind.name: kind.config for kind in KINDS}
 _TRANSLATORS: dict[str, Callable[[Mapping[str, Any], str], Translation]] = {
     "llama-factory": translate_llama_factory,
     "ms-swift": translate_ms_swift,
@@ -153,7 +152,7 @@ def _keep(file: Path, content: dict[str, Any]) -> Conversion:
     errors = []
     for name in (recipe, *([] if recipe == "prefer" else ["pretrain"])):
         try:
-            parse(_RECIPES[name], ["--config", str(file)])
+            parse(_SETTINGS[name], ["--config", str(file)])
         except ConfigError as error:
             errors.append(error)
             continue
@@ -168,7 +167,7 @@ def _render(file: Path, out: Conversion) -> str:
     for name, value in out.settings.items():
         section, _, leaf = name.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[leaf] = value
-    order = [f.name for f in dataclasses.fields(_RECIPES[out.recipe]) if f.name in nested]  # type: ignore[arg-type]
+    order = [f.name for f in dataclasses.fields(_SETTINGS[out.recipe]) if f.name in nested]  # type: ignore[arg-type]
     body = yaml.safe_dump({n: nested[n] for n in order}, sort_keys=False, allow_unicode=True)
     return f"# From {file.name} ({out.tool}), for recipes/{out.recipe}.py.\n{body}"
 
@@ -179,6 +178,6 @@ def _check(file: Path, out: Conversion) -> None:
         written = Path(folder, "converted.yaml")
         written.write_text(out.text, encoding="utf-8")
         try:
-            parse(_RECIPES[out.recipe], ["--config", str(written)])
+            parse(_SETTINGS[out.recipe], ["--config", str(written)])
         except ConfigError as error:
             raise ConfigError(f"{file} cannot be converted: {error}") from error

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from toolkit.config import KINDS, flat, kind_named, saved_kind_name
+from toolkit.config.kinds import is_special, section_names
 from toolkit.config.preference import PreferenceConfig
 from toolkit.report.runs import RunRecord, evaluation_key, number
 from toolkit.tables import size_text
@@ -53,12 +54,16 @@ def overview(runs: list[RunRecord]) -> Table:
 
 
 def objective(run: RunRecord) -> str:
-    """Return the preference objective of a run and its settings, also those that are defaults;
-    empty for a run that trains on tokens.
+    """Describe the objective of a run by its settings; empty for a cross entropy of tokens.
+
+    Of preference tuning the defaults that matter are listed too, of a user's recipe the settings of
+    the sections that it adds.
     """
     asked = run.config.get("preference")
     if not isinstance(asked, dict):
-        return ""
+        sections = {n: s for n, s in run.config.items() if is_special(n) and isinstance(s, dict)}
+        settings = [f"{n} {_shown(v)}" for s in sections.values() for n, v in s.items()]
+        return ", ".join([saved_kind_name(run.config), *settings]) if sections else ""
     defaults = vars(PreferenceConfig())
     kind = asked.get("loss_type", defaults["loss_type"])
     always = {"beta"} if kind != "reward" else set()
@@ -97,6 +102,9 @@ def notes(runs: list[RunRecord]) -> list[str]:
     for run in runs:
         known = _defaults(run.config)
         unknown = [name for name in _flattened(run.config, known) if name not in known]
+        if kind_named(saved_kind_name(run.config)) is None:
+            # The sections that a user's recipe adds are known to that recipe only.
+            unknown = [name for name in unknown if not is_special(name.partition(".")[0])]
         what = "config.yaml has settings that this version does not know"
         odd = [f"{what}: {', '.join(unknown)}"] if unknown else []
         found += [f"{run.name}: {note}" for note in run.notes + odd]
@@ -181,8 +189,10 @@ def _trained_for(run: RunRecord) -> str:
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:
-    # Of a kind that is the user's own the common settings are known.
-    kind = kind_named(saved_kind_name(config)) or KINDS["lora" in config]
+    kind = kind_named(saved_kind_name(config))
+    if kind is None:
+        # A user's recipe extends the settings of a shipped kind: the one with most of its sections.
+        kind = max(KINDS, key=lambda shipped: len(section_names(shipped.config) & config.keys()))
     model = typing.get_type_hints(kind.config)["model"]
     return flat(kind.config(model("-"))) | {"model.name_or_path": None}
 
