@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from toolkit import checkpoint, config
 from toolkit.adapters.lora import add_adapters, prepare_adapters
-from toolkit.assembly import check_continued
+from toolkit.start_checks import check_continued_adapter
 from toolkit.checkpoint.adapter_source import adopt_adapter
 from toolkit.checkpoint.run_folder import claim, save_config
 from toolkit.config import FinetuneConfig, PreferConfig
@@ -82,7 +82,7 @@ def continued(cfg: Any) -> Any:
     """Return the model of a run that continues the adapter of `cfg`, as the recipes build it."""
     cfg = adopt_adapter(cfg)
     base = build_on_meta(model_settings(cfg))
-    assert "continues" in check_continued(cfg, base, resumes=False)
+    assert "continues" in check_continued_adapter(cfg, base, resumes=False)
     model = prepare_adapters(base, cfg.adapters, "float32")
     load_pretrained(model, cfg.model.name_or_path, "cpu")
     assert "bit sums equal" in load_adapter(model, cfg)[0]
@@ -181,11 +181,11 @@ def test_the_same_command_resumes_with_targets_in_any_spelling(
     again = adopt_adapter(parsed(targets))
     assert again.lora == first.lora
     base = build_on_meta(again.model)
-    assert "that of the run's checkpoint" in check_continued(again, base, resumes=True)
+    assert "that of the run's checkpoint" in check_continued_adapter(again, base, resumes=True)
     with pytest.raises(ConfigError, match=r"lora\.target_modules was"):
         claim(parsed("[k_proj]"))
     if source == "adapter":  # which modules `all-linear` means is known once there is a model
         wider = parsed("all-linear")
         claim(wider)
         with pytest.raises(ConfigError, match="adapts other modules"):
-            check_continued(adopt_adapter(adopt_adapter(wider)), base, resumes=True)
+            check_continued_adapter(adopt_adapter(adopt_adapter(wider)), base, resumes=True)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from toolkit import checkpoint, config
 from toolkit.adapters.lora import add_adapters
-from toolkit.assembly import check_continued
+from toolkit.start_checks import check_continued_adapter
 from toolkit.checkpoint.adapter_source import adopt_adapter, structure_of
 from toolkit.checkpoint.run_folder import save_config
 from toolkit.config import FinetuneConfig, PreferConfig
@@ -70,7 +70,7 @@ def refusal(fn: Callable[[], object]) -> str:
 def start(cfg: FinetuneConfig) -> str:
     """Do what a run does before its data is prepared; return its line."""
     cfg = adopt_adapter(cfg)
-    return check_continued(cfg, build_on_meta(cfg.model), resumes=False)
+    return check_continued_adapter(cfg, build_on_meta(cfg.model), resumes=False)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneDataConfig, FinetuneModelConfig
 from toolkit.data.first_rows import LOOK_ROWS
 from toolkit.errors import DataError
-from toolkit.refusals import check_start
+from toolkit.start_checks import check_start
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_mistakes_are_found_before_the_start(folder: Path, tmp_path: Path, case:
 
 
 def test_the_line_says_what_was_looked_at(folder: Path, tmp_path: Path) -> None:
-    assert checked(folder, tmp_path, good(70)) == "checked    70 rows, all that there are"
+    assert checked(folder, tmp_path, good(70)) == "checked    70 rows, which are all rows"
     line = checked(folder, tmp_path, good(LOOK_ROWS + 500))
     assert f"checked    {LOOK_ROWS + 5:,} rows: up to {LOOK_ROWS:,} at the beginning" in line
     assert "toolkit inspect --data" in line

@@ -20,8 +20,13 @@ from toolkit.config import DataConfig, MetricsConfig, PretrainConfig, ShardingCo
 from toolkit.config.settings import FinetuneConfig, ModelConfig, OptimConfig, TrainConfig
 from toolkit.recipes import load_config
 from toolkit.rehearsal import Result, launches, rehearse
-from toolkit.rehearsal.preflight import real_world
-from toolkit.rehearsal.settings import not_rehearsed, notes_on, on_other_ranks, rehearsal_config
+from toolkit.rehearsal.preflight import count_processes
+from toolkit.rehearsal.settings import (
+    build_notes,
+    list_not_rehearsed,
+    plan_other_ranks,
+    rehearsal_config,
+)
 from toolkit.rehearsal.shrunk import Shrunk, shrink
 from toolkit.rehearsal.stages import STAGES
 from toolkit.training import check_optimizer
@@ -240,9 +245,9 @@ def test_settings_for_gpus_are_mapped_and_named() -> None:
     shrunk = Shrunk(Path("small"), 10**8, (2, 32), 1, "float32")
     files = ([Path("a.jsonl")], [])
     own = rehearsal_config(cfg, shrunk, SimpleNamespace(), 2, 64, files, Path("run"))
-    ranks = real_world(cfg.sharding, 2)
+    ranks = count_processes(cfg.sharding, 2)
     assert ranks == 32
-    lacking = not_rehearsed(cfg.sharding, ranks, 2)
+    lacking = list_not_rehearsed(cfg.sharding, ranks, 2)
     text = Result(changed=differences(cfg, own), not_rehearsed=lacking).text()
     for name, there, here in (
         ("model.attn_implementation", "flash_attention_2", "null"),
@@ -260,7 +265,7 @@ def test_settings_for_gpus_are_mapped_and_named() -> None:
     for what in ("32 processes: 2 here", "NCCL", "between device and host"):
         assert what in text
     assert "seed" not in text, "it is the run's"
-    assert len(not_rehearsed(ShardingConfig(), 2, 2)) == 2
+    assert len(list_not_rehearsed(ShardingConfig(), 2, 2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -275,7 +280,7 @@ def test_a_step_divides_over_other_ranks(micro_batch, repeats, world, other) -> 
     train = TrainConfig(
         max_steps=1, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=repeats
     )
-    assert on_other_ranks(train, world) == other
+    assert plan_other_ranks(train, world) == other
     if other is not None:
         ranks, again = other
         assert micro_batch * repeats * world % (ranks * again) == 0
@@ -296,13 +301,13 @@ def test_a_step_of_one_micro_batch_on_one_rank(folder, batch) -> None:
 
 def test_what_may_not_be_meant_is_noted() -> None:
     cfg = PretrainConfig(model=ModelConfig("model"), train=TrainConfig(max_steps=10, eval_steps=20))
-    notes = notes_on(replace(cfg, optim=OptimConfig(warmup_steps=10)))
+    notes = build_notes(replace(cfg, optim=OptimConfig(warmup_steps=10)))
     assert [note.split()[0] for note in notes] == [
         *("checkpoint.save_steps", "train.eval_steps", "optim.warmup_steps")
     ]
     assert "notes:\n    checkpoint.save_steps 500" in Result(notes=notes).text()
     few = replace(cfg.checkpoint, save_steps=5)
-    assert not notes_on(replace(cfg, checkpoint=few, train=replace(cfg.train, eval_steps=5)))
+    assert not build_notes(replace(cfg, checkpoint=few, train=replace(cfg.train, eval_steps=5)))
 
 
 def test_a_schedule_is_cut_to_the_steps_of_a_rehearsal() -> None:
@@ -331,9 +336,9 @@ def test_the_cause_and_its_stage_are_found_in_a_log() -> None:
         '  File "/x/toolkit/loading/pretrained.py", line 1, in load_or_init\n    raise\n'
         "toolkit.errors.LoadingError: no such tensor\n"
     )
-    assert launches.cause_in(log) == ("load", "LoadingError: no such tensor")
-    assert launches.cause_in(f"error: give another\n{log}") == ("load", "give another")
-    assert launches.cause_in("fine\n") == (None, None)
+    assert launches.find_cause(log) == ("load", "LoadingError: no such tensor")
+    assert launches.find_cause(f"error: give another\n{log}") == ("load", "give another")
+    assert launches.find_cause("fine\n") == (None, None)
     assert {*launches._CALLS.values()} <= {*STAGES}
 
 

@@ -78,7 +78,7 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
     """Run `accelerate launch` on a recipe; return the exit code: of the first that failed.
 
     Settings are parsed before, as the recipe will, without torch; then what this machine's files
-    show to be wrong is refused (`refusals`). A copy of the recipe in the current folder
+    show to be wrong is refused (`start_checks`). A copy of the recipe in the current folder
     (`recipes/NAME.py`) is started instead of the toolkit's own.
 
     Args:
@@ -170,7 +170,7 @@ def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:
     """Refuse what is wrong with the run before a process starts. Raises any ToolkitError."""
     import torch
 
-    from toolkit.refusals import check_start
+    from toolkit.start_checks import check_start
     from toolkit.training import device
     from toolkit.training.launch import no_gpu
 

@@ -16,10 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from toolkit import config, ranks
-from toolkit.checkpoint import commit, disk, lock
+from toolkit.checkpoint import commit, lock
 from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
 from toolkit.checkpoint.local_folder import LocalFolder, beside, disk_errors, existing
 from toolkit.checkpoint.reference_file import PARTS
@@ -76,25 +74,6 @@ class RunFolder:
     def use(self, cfg: RunConfig) -> None:
         """Record these settings, in which `auto` is decided, instead of those asked for."""
         self._cfg = cfg
-
-    def check_disk(self, model: nn.Module, max_steps: int, file_bytes: int = 0) -> None:
-        """Log what the run will write, and refuse a disk that is too small (CheckpointError).
-
-        Args:
-            max_steps: -1 where it is not known yet.
-            file_bytes: of `TrainState.files`, which each checkpoint holds.
-        """
-        cfg, steps = self._cfg.checkpoint, None if max_steps == -1 else max_steps
-
-        def needed() -> str:
-            world = ranks.world_size()
-            estimate = disk.need(
-                model, self.path, cfg, steps, world, self._cfg.optim, file_bytes=file_bytes
-            )
-            disk.refuse_overflow(estimate, cfg)
-            return str(estimate)
-
-        ranks.log_once(f"disk       {ranks.on_main(needed)}")
 
     def save_config(self, state: TrainState, data: TrainingData, *, done: bool = False) -> None:
         """Write the settings that hold from here on, and say which of them an earlier start did not

@@ -1,10 +1,10 @@
-"""The whole life of a run on this machine's CPU, before the run: `toolkit rehearse`.
+"""The life of a run on this machine's CPU, before the run: `toolkit rehearse`.
 
-rehearse   the stages in order       stages    what a stage says, and why one failed
-preflight  what needs no training    life      train, kill, resume, export, read back
-shrunk     the model, cut down       rows      the first rows of the data, judged and kept
-settings   the run's config, for a CPU         launches  processes, and the cause in their logs
-reader     what a reader of the export does, without the toolkit
+rehearse   runs the stages in order         stages    what a stage reports, and why one failed
+preflight  the stages before training       life      train, kill, resume, export, read back
+shrunk     the scaled-down model            rows      the first rows of the data
+settings   the config, changed for a CPU    launches  processes, and the causes in their logs
+reader     reads the export as users do, without the toolkit
 """
 
 from toolkit.rehearsal.rehearse import rehearse

@@ -1,4 +1,4 @@
-"""Processes of a rehearsal: started as users start them, watched, killed; the cause in a log."""
+"""Processes of a rehearsal: how they are started and killed, and the causes in their logs."""
 
 import os
 import re
@@ -15,18 +15,27 @@ import psutil
 from toolkit import recipes
 from toolkit.rehearsal.stages import StageError
 
-_POLL = 0.01  # seconds
-_LONGEST = 600.0  # seconds of one launch
-_FOREIGN = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "ACCELERATE_", "FSDP_", "TORCHELASTIC")
+_POLL_SECONDS = 0.01
+_TIMEOUT_SECONDS = 600.0  # of one launch
+# Variables of the surrounding launcher, which the new processes must not inherit.
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "MASTER_",
+    "ACCELERATE_",
+    "FSDP_",
+    "TORCHELASTIC",
+)
 
-# What a recipe calls -> the stage that a failure in it belongs to.
-_CALLS = {
+# Pattern of a call in a recipe -> the stage that a failure in that call belongs to.
+_STAGE_OF_CALL = {
     r"\bhub\.check|hub\.publish": "hub",
     r"RunFolder\(": "output",
     r"assembly\.build|check_quantisation|check_usable|tokenizer|prepare_adapters": "model",
     r"prepare_data|check_prompts": "data",
     r"init_mesh|apply_fsdp": "sharding",
-    r"check_before_loading|check_disk": "disk",
+    r"check_before_loading": "disk",
     r"check_fits|loading\.": "load",
     r"checkpoint\.(find|restore)": "resume",
     r"evaluate|answer_prompts": "evaluate",
@@ -41,14 +50,20 @@ _STATEMENT = re.compile(rf'File "[^"]*?([\w-]+\.py)", line \d+, in \w+\n\s*{_RAN
 
 
 class Launch:
-    """A command that runs in the background, its output in `log`; as a context it ends with it.
+    """A command that runs in the background and writes to a log file.
 
-    `blame`: the stage that a failure belongs to; None: what its log shows that the recipe called.
+    As a context manager it kills its processes at the end.
+
+    Args:
+        cache: folder for the cache of `datasets`.
+        blame: the stage that a failure belongs to; None to find it by the traceback in the log.
     """
 
     def __init__(self, command: list[str], log: Path, cache: Path, blame: str | None = None):
-        self.log, self.blame, self._begun = log, blame, time.monotonic()
-        env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+        self.log = log
+        self.blame = blame
+        self._start_time = time.monotonic()
+        env = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_VARIABLES)}
         threads = max(1, (os.cpu_count() or 1) // 2)
         env |= {
             "HF_DATASETS_CACHE": str(cache),
@@ -68,31 +83,36 @@ class Launch:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def wait_for(self, happened: Callable[[], bool]) -> None:
-        """Return when `happened`; StageError where the processes ended before, or take too long."""
-        while not happened():
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition is true.
+
+        Raises:
+            StageError: the processes ended before that, or it took too long.
+        """
+        while not condition():
             if (code := self._process.poll()) is not None:
-                if code == 0 and happened():
+                if code == 0 and condition():
                     return
                 raise self._failure(code)
-            if time.monotonic() - self._begun > _LONGEST:
+            if time.monotonic() - self._start_time > _TIMEOUT_SECONDS:
                 self.kill()
-                raise StageError(f"nothing came of it in {_LONGEST:.0f} s", log=self.log)
-            time.sleep(_POLL)
+                raise StageError(f"no result within {_TIMEOUT_SECONDS:.0f} s", log=self.log)
+            time.sleep(_POLL_SECONDS)
 
-    def finish(self) -> None:
-        """Wait for a good end."""
+    def wait(self) -> None:
+        """Wait until the processes have ended successfully."""
         self.wait_for(lambda: self._process.poll() == 0)
 
     @property
     def running(self) -> bool:
+        """True while the command runs."""
         return self._process.poll() is None
 
     def kill(self) -> None:
         """End all processes at once, by SIGKILL."""
         if self.running:
             parent = psutil.Process(self._process.pid)
-            # Children first: their launcher would end them politely.
+            # Children first, because their launcher would shut them down in an orderly way.
             for process in [*parent.children(recursive=True), parent]:
                 try:
                     process.kill()
@@ -101,35 +121,44 @@ class Launch:
         self._process.wait()
 
     def _failure(self, code: int) -> StageError:
+        """Build the error of processes that have ended, from their exit code and log."""
         text = self.log.read_text("utf-8", "replace")
         if code == 0:
-            return StageError("it ended well, but without doing what was waited for", log=self.log)
-        stage, cause = cause_in(text)
+            message = "the processes ended without an error before the expected event"
+            return StageError(message, log=self.log)
+        stage, cause = find_cause(text)
         if cause is None:
-            killed = " (perhaps for its memory)" if code in (-9, 137) else ""
-            cause = f"the processes ended with exit code {code}{killed} and no message"
+            hint = " (perhaps out of memory)" if code in (-9, 137) else ""
+            cause = f"the processes ended with exit code {code}{hint} and no message"
         return StageError(cause, self.blame or stage, self.log)
 
 
-def cause_in(log: str) -> tuple[str | None, str | None]:
-    """Return the stage that a launch failed in, where its log shows that, and the clear line."""
-    said, raised = _ERROR.search(log), _RAISED.search(log)
-    cause = said[1] if said else raised[1].partition("errors.")[2] or raised[1] if raised else None
-    files = {"assembly.py", *(f"{name}.py" for name in recipes.NAMES)}
+def find_cause(log: str) -> tuple[str | None, str | None]:
+    """Find the stage in which a launch failed, and the message of its error.
+
+    Returns:
+        Each None if the log does not show it.
+    """
+    cause = None
+    if reported := _ERROR.search(log):
+        cause = reported[1]
+    elif raised := _RAISED.search(log):
+        cause = raised[1].partition("errors.")[2] or raised[1]
+    files = {"assembly.py", "start_checks.py", *(f"{name}.py" for name in recipes.NAMES)}
     statements = [text for file, text in _STATEMENT.findall(log) if file in files]
     for statement in reversed(statements):  # the innermost first
-        for pattern, stage in _CALLS.items():
+        for pattern, stage in _STAGE_OF_CALL.items():
             if re.search(pattern, statement):
                 return stage, cause
     return None, cause
 
 
-def recipe_command(recipe: str, config: Path, world: int) -> list[str]:
-    """Return the command that starts a recipe on `world` CPU processes, as users start it."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+def recipe_command(recipe: str, config: Path, world_size: int) -> list[str]:
+    """Build the command that starts a recipe on CPU processes, as users start it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     options = ["--config_file", str(recipes.root() / "accelerate_configs" / "cpu.yaml")]
-    options += ["--num_processes", str(world), "--main_process_port", str(port)]
+    options += ["--num_processes", str(world_size), "--main_process_port", str(port)]
     return [*launcher, *options, str(recipes.script_of(recipe)), "--config", str(config)]

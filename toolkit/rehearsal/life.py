@@ -1,9 +1,11 @@
-"""The life of a run, lived by the small model: each method is a stage.
+"""The life of a run, lived by the small model: each method is a stage of the rehearsal.
 
-    start, two checkpoints, kill -9 | resume from the first: the second again, to the bit, and on
-    | the same on another number of ranks | export, proof, read by transformers and PEFT
+    start, save two checkpoints, kill -9
+    resume from the first: the second must come out bitwise identical; run to the end
+    do the last steps again on another number of ranks
+    export, verify, read the export with transformers and PEFT
 
-The checkpoint that the killed run wrote last is set aside: a resume has to write it again.
+The killed run's last checkpoint is moved away, so that the resumed run writes it again.
 """
 
 import contextlib
@@ -24,22 +26,28 @@ from toolkit.export import consolidate
 from toolkit.formats.metrics_file import SAMPLES, read_lines, read_metrics
 from toolkit.hub.local import read_export
 from toolkit.rehearsal.launches import Launch, recipe_command
-from toolkit.rehearsal.settings import EVERY, LAST, on_other_ranks
-from toolkit.rehearsal.stages import NotAskedError, StageError
+from toolkit.rehearsal.settings import LAST_STEP, SAVE_STEPS, plan_other_ranks
+from toolkit.rehearsal.stages import SkippedError, StageError
 from toolkit.tables import size_text
 from toolkit.verify import verify_checkpoint, verify_export
 
-_AGAIN = 2 * EVERY  # the step that is done twice
-_SAME = ("loss", "grad_norm", "learning_rate", "tokens")  # of a step that is done twice
-_CLOSE = 0.05  # of the loss on other ranks: sums are rounded otherwise, dropout differs
+_REPEATED_STEP = 2 * SAVE_STEPS
+_COMPARED_METRICS = ("loss", "grad_norm", "learning_rate", "tokens")
+# Of the loss on another number of ranks, where sums round differently and dropout differs.
+_LOSS_TOLERANCE = 0.05
 
 
 @dataclass
 class Life:
-    """One run of the small model in `folder`, as `cfg` says; `real` is the config of the user."""
+    """One run of the small model in `folder`, with the settings `cfg`.
+
+    Args:
+        real_cfg: the config of the user's run.
+        logs: folder for the output of the processes.
+    """
 
     recipe: str
-    real: RunConfig
+    real_cfg: RunConfig
     cfg: RunConfig
     world_size: int
     folder: Path
@@ -48,9 +56,10 @@ class Life:
 
     def __post_init__(self) -> None:
         self.run = Path(self.cfg.output_dir)
-        self.aside = self.folder / "before"
-        self.export, self.merged = export_path(self.run), self.folder / "merged"
-        self.adapted = self.cfg.adapters is not None
+        self.before_kill = self.folder / "before"
+        self.export = export_path(self.run)
+        self.merged = self.folder / "merged"
+        self.has_adapter = self.cfg.adapters is not None
         self.config = self.folder / "rehearsal.yaml"
         self.config.write_text(config.dump(self.cfg), "utf-8")
 
@@ -60,202 +69,239 @@ class Life:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    # ---- A start that is killed
+    # ---- A start that is killed ------------------------------------------------------------------
 
     def load(self) -> str:
+        """Start the recipe, and wait for its first step."""
         command = recipe_command(self.recipe, self.config, self.world_size)
         launch = Launch(command, self.logs / "train.log", self.folder / "cache")
-        self.first: Launch = self._open.enter_context(launch)
-        self.first.wait_for(lambda: self._line(1) is not None)
+        self.first_launch: Launch = self._open.enter_context(launch)
+        self.first_launch.wait_for(lambda: self._has_logged(1))
         return f"{self.world_size} processes started as {command[-3]}, first step done"
 
     def train(self) -> str:
-        self.first.wait_for(lambda: self._line(EVERY) is not None)
+        """Wait for the step of the first checkpoint, and check that losses are finite."""
+        self.first_launch.wait_for(lambda: self._has_logged(SAVE_STEPS))
         losses = [line["loss"] for line in read_metrics(self.run) if "loss" in line]
         if not all(map(math.isfinite, losses)):
-            raise StageError(f"the loss is not finite: {losses}", log=self.first.log)
-        return f"loss {losses[0]:.4f} at step 1, {losses[EVERY - 1]:.4f} at step {EVERY}"
+            raise StageError(f"the loss is not finite: {losses}", log=self.first_launch.log)
+        last = losses[SAVE_STEPS - 1]
+        return f"loss {losses[0]:.4f} at step 1, {last:.4f} at step {SAVE_STEPS}"
 
     def save(self) -> str:
-        self.first.wait_for(lambda: {EVERY, _AGAIN} <= committed_steps(self.run).keys())
-        return f"checkpoints of steps {EVERY} and {_AGAIN}"
+        """Wait for two checkpoints."""
+        steps = {SAVE_STEPS, _REPEATED_STEP}
+        self.first_launch.wait_for(lambda: steps <= committed_steps(self.run).keys())
+        return f"checkpoints of steps {SAVE_STEPS} and {_REPEATED_STEP}"
 
     def kill(self) -> str:
-        over = not self.first.running
-        self.first.kill()
+        """Kill all processes, verify the checkpoints, and move the second one away."""
+        has_ended = not self.first_launch.running
+        self.first_launch.kill()
         steps = committed_steps(self.run)
-        if over or LAST in steps:
-            raise StageError("the run was over before it could be killed", log=self.first.log)
-        self.before = {line["step"]: line for line in read_metrics(self.run)}
-        for step in (EVERY, _AGAIN):
-            _refuse(verify_checkpoint(steps[step]))
-        self.aside.mkdir()
-        shutil.move(steps[_AGAIN], self.aside / step_name(_AGAIN))
-        return f"SIGKILL to all processes in step {max(self.before) + 1}; checkpoints are whole"
+        if has_ended or LAST_STEP in steps:
+            message = "the run ended before it could be killed"
+            raise StageError(message, log=self.first_launch.log)
+        self.first_metrics = {line["step"]: line for line in read_metrics(self.run)}
+        for step in (SAVE_STEPS, _REPEATED_STEP):
+            _check_report(verify_checkpoint(steps[step]))
+        self.before_kill.mkdir()
+        shutil.move(steps[_REPEATED_STEP], self.before_kill / step_name(_REPEATED_STEP))
+        step = max(self.first_metrics) + 1
+        return f"SIGKILL to all processes in step {step}; the checkpoints are intact"
 
-    # ---- And goes on
+    # ---- The resumed run -------------------------------------------------------------------------
 
     def resume(self) -> str:
-        log = self._to_the_end("resume", self.world_size)
+        """Resume to the last step; metrics and the second checkpoint must repeat bit for bit."""
+        log = self._run_to_end("resume", self.world_size)
         if "resuming " not in log.read_text("utf-8"):
-            raise StageError("the recipe began anew instead of resuming", log=log)
-        after = {line["step"]: line for line in read_metrics(self.run)}
-        for step in range(EVERY + 1, _AGAIN + 1):
-            for name in _SAME:
-                old, new = (lines[step].get(name) for lines in (self.before, after))
-                if old != new:
+            raise StageError("the recipe started from scratch instead of resuming", log=log)
+        resumed_metrics = {line["step"]: line for line in read_metrics(self.run)}
+        for step in range(SAVE_STEPS + 1, _REPEATED_STEP + 1):
+            for name in _COMPARED_METRICS:
+                before = self.first_metrics[step].get(name)
+                after = resumed_metrics[step].get(name)
+                if before != after:
                     raise StageError(
-                        f"the resumed run is not the undisturbed one: step {step}, done again "
-                        f"after a kill, has {name} {new}, not {old}",
+                        f"the resumed run differs from the run before the kill: {name} of step "
+                        f"{step} is {after}, expected {before}",
                         log=log,
                     )
-        again = self.run / CHECKPOINTS / step_name(_AGAIN)
-        if differing := _differences(self.aside / step_name(_AGAIN), again):
+        repeated = self.run / CHECKPOINTS / step_name(_REPEATED_STEP)
+        differences = _compare_checkpoints(self.before_kill / step_name(_REPEATED_STEP), repeated)
+        if differences:
             raise StageError(
-                f"the resumed run is not the undisturbed one: the checkpoint of step {_AGAIN} has "
-                f"other {', '.join(differing)}",
+                f"the resumed run differs from the run before the kill: its checkpoint of step "
+                f"{_REPEATED_STEP} has other {', '.join(differences)}",
                 log=log,
             )
-        return f"steps {EVERY + 1} to {_AGAIN} again, bit for bit; then to step {LAST}"
+        steps = f"steps {SAVE_STEPS + 1} to {_REPEATED_STEP}"
+        return f"{steps} again, bitwise identical; then to step {LAST_STEP}"
 
     def evaluate(self) -> str:
-        last = read_metrics(self.run)[-1]
-        found = {k: v for k, v in last.items() if k.startswith("eval_") and k.endswith("loss")}
-        if not found:
-            data = self.real.data
+        """Check that the last step was evaluated, with finite losses."""
+        metrics = read_metrics(self.run)[-1]
+        losses = {
+            name: value
+            for name, value in metrics.items()
+            if name.startswith("eval_") and name.endswith("loss")
+        }
+        if not losses:
+            data = self.real_cfg.data
             if data.eval_files or data.eval_sources or (data.eval_split and not data.streaming):
-                raise StageError("the last step has no evaluation in metrics.jsonl")
-            raise NotAskedError("no data.eval_files, and no data.eval_split of rows at hand")
-        if not all(math.isfinite(v) for v in found.values()):
-            raise StageError(f"an evaluation is not finite: {found}")
-        said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-        if getattr(self.real.train, "eval_prompts", None):
-            said += f"; {len(read_lines(self.run / SAMPLES))} answers to prompts"
-        return said
+                raise StageError("metrics.jsonl has no evaluation of the last step")
+            raise SkippedError("no data.eval_files, and no data.eval_split of rows on disk")
+        if not all(math.isfinite(value) for value in losses.values()):
+            raise StageError(f"an evaluation is not finite: {losses}")
+        text = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
+        if getattr(self.real_cfg.train, "eval_prompts", None):
+            text += f"; {len(read_lines(self.run / SAMPLES))} answers to prompts"
+        return text
 
     def other_ranks(self) -> str:
-        """Do the last steps again on half the ranks (on two where there is one)."""
-        other = on_other_ranks(self.cfg.train, self.world_size)
-        if other is None:
-            raise NotAskedError("a step of one sample cannot be divided over two ranks")
-        world, micro_batch = other
-        last = self.run / CHECKPOINTS / step_name(LAST)
-        expected = _position(last), read_metrics(self.run)[-1]["loss"]
-        shutil.move(last, self.aside / step_name(LAST))
-        batch = ("--train.per_device_train_batch_size", str(micro_batch))
-        log = self._to_the_end("other_ranks", world, *batch)
-        position, loss = _position(last), read_metrics(self.run)[-1]["loss"]
-        if position != expected[0]:
+        """Do the last steps again on half of the ranks (on two if there is one)."""
+        layout = plan_other_ranks(self.cfg.train, self.world_size)
+        if layout is None:
+            raise SkippedError("a step of one sample cannot be divided over two ranks")
+        world_size, micro_batch = layout
+        checkpoint = self.run / CHECKPOINTS / step_name(LAST_STEP)
+        expected_position = _read_position(checkpoint)
+        expected_loss = read_metrics(self.run)[-1]["loss"]
+        shutil.move(checkpoint, self.before_kill / step_name(LAST_STEP))
+        flags = ("--train.per_device_train_batch_size", str(micro_batch))
+        log = self._run_to_end("other_ranks", world_size, *flags)
+        position = _read_position(checkpoint)
+        loss = read_metrics(self.run)[-1]["loss"]
+        if position != expected_position:
             raise StageError(
-                f"on {world} rank(s) the position in the data is {position}, not {expected[0]}",
+                f"on {world_size} rank(s) the position in the data is {position}, expected "
+                f"{expected_position}",
                 log=log,
             )
-        off = abs(loss - expected[1]) / max(abs(expected[1]), 1e-6)
-        if not off < _CLOSE:
+        difference = abs(loss - expected_loss) / max(abs(expected_loss), 1e-6)
+        # Written so that a difference of NaN fails, too.
+        if not difference < _LOSS_TOLERANCE:
             raise StageError(
-                f"on {world} rank(s) the last loss is {loss:.6f}, on {self.world_size} it was "
-                f"{expected[1]:.6f}",
+                f"on {world_size} rank(s) the last loss is {loss:.6f}, on {self.world_size} it was "
+                f"{expected_loss:.6f}",
                 log=log,
             )
-        return f"steps {_AGAIN + 1} to {LAST} on {world} rank(s): same data, loss within {off:.1e}"
+        steps = f"steps {_REPEATED_STEP + 1} to {LAST_STEP}"
+        return f"{steps} on {world_size} rank(s): same data, loss within {difference:.1e}"
 
-    # ---- What comes out of it
+    # ---- The export ------------------------------------------------------------------------------
 
     def consolidate(self) -> str:
+        """Export the last checkpoint; an adapter merged into its base, too."""
         consolidate(self.run, self.export)
-        if self.adapted:
+        if self.has_adapter:
             consolidate(self.run, self.merged, merge=True)
         nbytes = sum(file.stat().st_size for file in self.export.iterdir())
-        return f"{size_text(nbytes)}{', an adapter, and merged' if self.adapted else ''}"
+        return f"{size_text(nbytes)}{', an adapter, and merged' if self.has_adapter else ''}"
 
     def verify(self) -> str:
-        checkpoint = committed_steps(self.run)[LAST]
-        _refuse(verify_checkpoint(checkpoint))
-        for folder in [self.export, *([self.merged] if self.adapted else [])]:
-            _refuse(verify_export(checkpoint, folder))
-        return "every file and tensor, to the bit"
+        """Verify the last checkpoint, and each export against it."""
+        checkpoint = committed_steps(self.run)[LAST_STEP]
+        _check_report(verify_checkpoint(checkpoint))
+        for folder in [self.export, *([self.merged] if self.has_adapter else [])]:
+            _check_report(verify_export(checkpoint, folder))
+        return "every file and tensor is bitwise identical"
 
     def reload(self) -> str:
-        whole = self.merged if self.adapted else self.export
+        """Start the reader of the export, and wait until transformers has loaded it."""
+        folder = self.merged if self.has_adapter else self.export
         script = Path(__file__).with_name("reader.py")
-        command = [sys.executable, "-P", str(script), str(whole)]
-        if self.adapted:
+        command = [sys.executable, "-P", str(script), str(folder)]
+        if self.has_adapter:
             command += ["--adapter", str(self.export), "--base", self.cfg.model.name_or_path]
         if self.cfg.model.trust_remote_code:
             command.append("--trust_remote_code")
-        if (whole / "tokenizer_config.json").exists() or (whole / "tokenizer.json").exists():
+        if (folder / "tokenizer_config.json").exists() or (folder / "tokenizer.json").exists():
             command.append("--tokenizer")
         launch = Launch(command, self.logs / "reload.log", self.folder / "cache", "reload")
         self.reader = self._open.enter_context(launch)
-        return self._read("reload")
+        return self._wait_for_reader("reload")
 
     def generate(self) -> str:
-        return self._read("generate")
+        """Wait until the reader has generated tokens."""
+        return self._wait_for_reader("generate")
 
     def adapter(self) -> str:
-        if not self.adapted:
-            raise NotAskedError("no adapters: lora.r is 0")
-        return self._read("adapter")
+        """Wait until the reader has merged the adapter with PEFT and compared the result."""
+        if not self.has_adapter:
+            raise SkippedError("no adapters: lora.r is 0")
+        return self._wait_for_reader("adapter")
 
     def push(self) -> str:
-        asked, folder = self.real.hub, self.merged if self.adapted else self.export
-        if asked.hub_model_id is None:
+        """Find out what a push would send, without sending it."""
+        hub_cfg = self.real_cfg.hub
+        folder = self.merged if self.has_adapter else self.export
+        if hub_cfg.hub_model_id is None:
             files = read_export(folder, "ORG/NAME", None).entries
             size = size_text(sum(file["size"] for file in files.values()))
             return f"{len(files)} files, {size}, are ready; hub.hub_model_id is not set"
-        private = asked.hub_private_repo
-        seen = hub.preview(folder, asked.hub_model_id, private=private)
-        notes = "".join(f"; {note}" for note in seen.notes)
-        return f"would send {len(seen.send)} files to {asked.hub_model_id}{notes}"
+        preview = hub.preview(folder, hub_cfg.hub_model_id, private=hub_cfg.hub_private_repo)
+        notes = "".join(f"; {note}" for note in preview.notes)
+        return f"would send {len(preview.send)} files to {hub_cfg.hub_model_id}{notes}"
 
-    # ---- Helpers
+    # ---- Helpers ---------------------------------------------------------------------------------
 
-    def _line(self, step: int) -> dict[str, Any] | None:
-        return next((m for m in read_metrics(self.run) if m["step"] == step and "loss" in m), None)
+    def _has_logged(self, step: int) -> bool:
+        return any(line["step"] == step and "loss" in line for line in read_metrics(self.run))
 
-    def _to_the_end(self, name: str, world_size: int, *flags: str) -> Path:
+    def _run_to_end(self, name: str, world_size: int, *flags: str) -> Path:
+        """Run the recipe until it ends.
+
+        Returns:
+            Its log.
+        """
         command = [*recipe_command(self.recipe, self.config, world_size), *flags]
-        log, stage = self.logs / f"{name}.log", name.replace("_", " ")
-        with Launch(command, log, self.folder / "cache", stage) as launch:
-            launch.finish()
-        if LAST not in committed_steps(self.run):
-            raise StageError(f"it ended without a checkpoint of step {LAST}", log=log)
+        log = self.logs / f"{name}.log"
+        with Launch(command, log, self.folder / "cache", name.replace("_", " ")) as launch:
+            launch.wait()
+        if LAST_STEP not in committed_steps(self.run):
+            raise StageError(f"the run ended without a checkpoint of step {LAST_STEP}", log=log)
         return log
 
-    def _read(self, stage: str) -> str:
-        """Wait until the reader has passed a stage; return what it said."""
-        found: list[str] = []
+    def _wait_for_reader(self, stage: str) -> str:
+        """Wait until the reader reports a stage, and return the text of its report."""
+        texts: list[str] = []
 
-        def said() -> bool:
+        def has_reported() -> bool:
             for line in self.reader.log.read_text("utf-8", "replace").splitlines():
                 if line.startswith(f'{{"stage": "{stage}"'):
-                    found.append(json.loads(line)["said"])
-            return bool(found)
+                    texts.append(json.loads(line)["said"])
+            return bool(texts)
 
         self.reader.blame = stage
-        self.reader.wait_for(said)
-        return found[0]
+        self.reader.wait_for(has_reported)
+        return texts[0]
 
 
-def _differences(one: Path, other: Path) -> list[str]:
-    """Return what a resume must not change, and has changed, between two checkpoints of a step."""
-    found = []
-    mine, theirs = (read_manifest(folder)[SUMS] for folder in (one, other))
-    if wrong := [name for name in mine if mine[name] != theirs.get(name)]:
-        more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
-        found.append(f"weights or optimizer state ({wrong[0]}{more})")
-    if _position(one) != _position(other):
-        found.append("position in the data")
-    for file in sorted((one / "rng").iterdir()):
-        if file.read_bytes() != (other / "rng" / file.name).read_bytes():
-            found.append(f"random state ({file.name})")
-    return found
+def _compare_checkpoints(first: Path, second: Path) -> list[str]:
+    """List the differences between two checkpoints of a step that must be bitwise identical."""
+    differences = []
+    first_sums = read_manifest(first)[SUMS]
+    second_sums = read_manifest(second)[SUMS]
+    changed = [name for name in first_sums if first_sums[name] != second_sums.get(name)]
+    if changed:
+        more = f" and {len(changed) - 1} more" if changed[1:] else ""
+        differences.append(f"weights or optimizer state ({changed[0]}{more})")
+    if _read_position(first) != _read_position(second):
+        differences.append("position in the data")
+    for file in sorted((first / "rng").iterdir()):
+        if file.read_bytes() != (second / "rng" / file.name).read_bytes():
+            differences.append(f"random state ({file.name})")
+    return differences
 
 
-def _position(checkpoint: Path) -> Any:
+def _read_position(checkpoint: Path) -> Any:
+    """Read the position in the data from a checkpoint."""
     return json.loads((checkpoint / "state.json").read_text("utf-8")).get("data")
 
 
-def _refuse(report: Any) -> None:
+def _check_report(report: Any) -> None:
+    """Raise a ToolkitError with the first findings of a verification that failed."""
     if not report.ok:
         raise ToolkitError("; ".join(report.lines()[:3]))

@@ -1,14 +1,11 @@
-"""What a run would be refused for before its first step, asked here of the real config.
+"""Check the real config for a rehearsal, then cut the run down to one that this machine can live.
 
-The same pass makes the small run that then lives (`life`).
+The checks are those of `toolkit.start_checks`; `life` runs the small run that is made here.
 """
 
-import ast
-import importlib.util
 import math
-import os
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,84 +13,74 @@ from typing import Any
 
 import torch
 
-from toolkit import config, hub, objectives, recipes, training
-from toolkit.assembly import build_checked, check_continued
-from toolkit.checkpoint import disk
+from toolkit import config, objectives, recipes
 from toolkit.checkpoint.adapter_source import adopt_adapter
-from toolkit.checkpoint.run_folder import claim, recorded_config, root_of
-from toolkit.checkpoint.store import is_url, where
 from toolkit.config.settings import FinetuneConfig, ShardingConfig
-from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import encoder_for, prepare_data
-from toolkit.data.tokens.encode import Encoder
-from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer
-from toolkit.errors import ConfigError, DataError
-from toolkit.mesh import DP_REPLICATE, DP_SHARD, View
-from toolkit.models import build_on_meta, check_quantisation, plain_name, vocabulary_size
-from toolkit.planning.fake_ranks import fake_world, sharded
+from toolkit.data.tokens.tokenizer import load_tokenizer
+from toolkit.errors import DataError
+from toolkit.mesh import View
+from toolkit.models import build_on_meta
+from toolkit.planning.fake_ranks import fake_world
 from toolkit.rehearsal.life import Life
-from toolkit.rehearsal.rows import Head, length_for, read_heads, refuse_long
+from toolkit.rehearsal.rows import Head, choose_length, read_heads, refuse_long
 from toolkit.rehearsal.settings import (
     affordable_length,
-    not_rehearsed,
-    notes_on,
-    on_cpu,
+    build_notes,
+    list_not_rehearsed,
     rehearsal_config,
+    settings_for_cpu,
 )
-from toolkit.rehearsal.shrunk import shrink
-from toolkit.rehearsal.small_adapter import write_small_adapter
-from toolkit.rehearsal.stages import STAGES, NotAskedError, Recorder
-from toolkit.sharding.unit_table import unit_rows
-from toolkit.tables import size_text
-
-# Attention kernels -> packages of which one must be there; transformers takes kernels of the Hub
-# through the last.
-_ATTENTION = {
-    "flash_attention_2": ("flash_attn", "kernels"),
-    "flash_attention_3": ("flash_attn_interface", "flash_attn_3", "kernels"),
-    "flash_attention_4": ("flash_attn_4", "flash_attn", "kernels"),
-}
+from toolkit.rehearsal.shrunk import Shrunk, shrink, write_small_adapter
+from toolkit.rehearsal.stages import STAGES, Recorder, SkippedError
+from toolkit.start_checks import Start, run_checks
 
 
-def real_world(cfg: ShardingConfig, world_size: int) -> int:
-    """Return the number of processes of the run as far as the mesh says it."""
-    sizes = [n for n in (cfg.dp_replicate, cfg.dp_shard) if n != -1]
-    named = math.prod(sizes)
-    return named if len(sizes) == 2 or named % world_size == 0 else named * world_size
+def count_processes(cfg: ShardingConfig, world_size: int) -> int:
+    """Count the processes of the real run, as far as its mesh fixes them.
+
+    Args:
+        world_size: the processes of the rehearsal, used for an axis that the mesh leaves open.
+    """
+    fixed_sizes = [size for size in (cfg.dp_replicate, cfg.dp_shard) if size != -1]
+    product = math.prod(fixed_sizes)
+    is_complete = len(fixed_sizes) == 2 or product % world_size == 0
+    return product if is_complete else product * world_size
 
 
 @dataclass
 class Rehearsal:
-    """The stages, and what they hand on to each other; those that ask what a run would be refused
-    for before its first step return what they found, and raise what the run would.
+    """The stages of a rehearsal, and what each leaves for the later ones.
+
+    A stage returns the text that is reported, and raises what the run would raise.
     """
 
     file: Path
     flags: Sequence[str]
     world_size: int
     recipe: str | None
-    most_too_long: float
+    max_too_long: float
     folder: Path
     recorder: Recorder
     cfg: Any = None
-    model_cfg: Any = None
-    model: Any = None
-    """The real one, on meta; sharded after `check_sharding`."""
+    start: Any = None
+    """The `Start` of the real run; its model is on meta."""
     heads: tuple[list[Head], list[Head]] = field(default_factory=lambda: ([], []))
-    """First rows to train on, and to evaluate on."""
+    """First rows of each source for training, and for evaluation."""
     life: Life | None = None
 
     def run(self) -> None:
-        """Run the stages, to the first that fails; those before the first start all."""
-        record, model = self.recorder.run, ("settings", "packages", "model")
+        """Run the stages up to the first that fails; those before the first start always run."""
+        record = self.recorder.run
         record("settings", self.read_settings)
-        record("packages", self.check_packages, model[:1])
-        record("output", self.check_output, model[:2])
-        record("hub", self.check_hub, model[:1])
-        record("model", self.check_model, model)
-        record("data", self.check_rows, model)
-        record("sharding", self.check_sharding, model)
-        record("disk", self.check_disk, (*model, "output", "sharding"))
+        record("packages", lambda: self.check("packages"), ("settings",))
+        record("output", lambda: self.check("output"), ("settings", "packages"))
+        record("hub", self.check_hub, ("settings",))
+        record("model", lambda: self.check("model"), ("settings", "packages", "model"))
+        needs_model = ("settings", "packages", "model")
+        record("data", self.check_rows, needs_model)
+        record("sharding", lambda: self.check("sharding"), needs_model)
+        record("disk", lambda: self.check("disk"), (*needs_model, "output", "sharding"))
         record("load", self.load)
         if self.life is None:
             return
@@ -102,203 +89,120 @@ class Rehearsal:
             for name in names[names.index("load") + 1 :]:
                 record(name, getattr(self.life, name.replace(" ", "_")))
 
-    @property
-    def ranks(self) -> int:
-        """Processes of the real run."""
-        return real_world(self.cfg.sharding, self.world_size)
+    def check(self, name: str) -> str:
+        """Run the checks of a stage; see `toolkit.start_checks.CHECKS`."""
+        return run_checks(self.start, "rehearse", name).get(name, "")
 
     def read_settings(self) -> str:
+        """Read the config, and find the recipe that it is for."""
         kind, self.cfg, note = recipes.load_config(self.file, self.flags, self.recipe, remote=True)
         self.cfg = adopt_adapter(self.cfg)
-        self.recorder.result.recipe, self.recorder.result.notes = kind.name, notes_on(self.cfg)
-        return f"of the recipe {recipes.script_of(kind.name)}" + (f" ({note})" if note else "")
-
-    def check_packages(self) -> str:
-        """Refuse packages that the settings, the recipe or the model's own code need, and lack."""
-        cfg = self.cfg
-        cfg.metrics.trackers()
-        kernel = cfg.model.attn_implementation or ""
-        wanted = _ATTENTION.get(kernel, ("kernels",) if "/" in kernel else ())
-        if wanted and not any(importlib.util.find_spec(name) for name in wanted):
-            raise ConfigError(
-                f"model.attn_implementation {kernel} needs {' or '.join(wanted)}, which cannot be "
-                "imported here; pip install it, or set sdpa"
-            )
-        asked = {"liger_kernel": cfg.model.kernels == "liger" and "model.kernels: liger"}
-        asked["bitsandbytes"] = (cfg.optim.optim == "adamw_8bit" and "optim.optim: adamw_8bit") or (
-            cfg.adapters and cfg.adapters.load_in_4bit and "lora.load_in_4bit"
+        script = recipes.script_of(kind.name)
+        self.start = Start(
+            self.cfg,
+            count_processes(self.cfg.sharding, self.world_size),
+            build_cfg=settings_for_cpu(self.cfg),
+            script=script,
         )
-        for package, setting in asked.items():
-            if setting and importlib.util.find_spec(package) is None:
-                raise ConfigError(
-                    f"{setting} needs {package}, which cannot be imported here; pip install "
-                    f"{package.replace('_', '-')}, or leave it out"
-                )
-        if is_url(cfg.checkpoint.root):
-            where(cfg.checkpoint.root)  # its driver
-        script = recipes.script_of(self.recorder.result.recipe)
-        files = [script]
-        model = Path(cfg.model.name_or_path).expanduser()
-        if cfg.model.trust_remote_code and model.is_dir():
-            files += model.glob("*.py")
-        for file in files:
-            if lacking := sorted(_missing(file)):
-                raise ConfigError(
-                    f"{file} imports {', '.join(lacking)}, which cannot be found here; pip install "
-                    f"{' '.join(lacking)}"
-                )
-        return f"all that the settings and {script} import"
-
-    def check_output(self) -> str:
-        """Refuse an output_dir or checkpoint.root that is not free, or that a file cannot go to."""
-        cfg = self.cfg
-        claim(cfg)
-        places = {"output_dir": Path(cfg.output_dir)}
-        root = root_of(cfg)
-        if cfg.checkpoint.root is not None and isinstance(root, Path):
-            places["checkpoint.root"] = root
-        for setting, folder in places.items():
-            above = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
-            try:
-                with (
-                    tempfile.TemporaryDirectory(prefix=".rehearsal-", dir=above) as scratch,
-                    open(Path(scratch, "file"), "wb") as file,
-                ):
-                    file.write(b"rehearsal")
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:
-                raise ConfigError(
-                    f"{setting} {folder}: {above} cannot be written to ({error.strerror}); give "
-                    "another"
-                ) from error
-        return f"{' and '.join(map(str, places.values()))} can be written"
+        self.recorder.result.recipe = kind.name
+        self.recorder.result.notes = build_notes(self.cfg)
+        return f"of the recipe {script}" + (f" ({note})" if note else "")
 
     def check_hub(self) -> str:
-        """Refuse what publishing would be refused for; creates no repository."""
-        cfg = self.cfg
-        adapted = cfg.model.name_or_path if cfg.adapters else None
-        hub.check(cfg.hub, adapted=adapted, create=False)
-        if not cfg.hub.push_to_hub:
-            raise NotAskedError("hub.push_to_hub is off")
-        return f"{cfg.hub.hub_model_id} may be pushed to"
-
-    def check_model(self) -> str:
-        """Build the real model on meta; refuse a tokenizer that gives ids beyond the embedding."""
-        cfg, own = self.cfg, on_cpu(self.cfg)
-        check_quantisation(cfg.adapters, cfg.sharding, own.model, "cpu")
-        model, self.model_cfg = build_checked(own, "cpu", own_tokenizer)
-        self.model = model
-        check_continued(cfg, model, resumes=recorded_config(cfg) is not None)
-        tokenizer = load_tokenizer(self.model_cfg)
-        Encoder(tokenizer, cfg.data, vocabulary_size(model))
-        if isinstance(cfg, FinetuneConfig):
-            training.check_prompts(model, tokenizer, cfg.train)
-        tokens = "no tokenizer" if tokenizer is None else f"{len(tokenizer):,} tokens"
-        values = sum(p.numel() for p in model.parameters())
-        rows = f"{vocabulary_size(model):,} rows of the embedding"
-        return f"{plain_name(model)}, {values:,} parameters; {tokens}, {rows}"
+        """Run the checks of publishing; they create no repository."""
+        text = self.check("hub")
+        if not self.cfg.hub.push_to_hub:
+            raise SkippedError("hub.push_to_hub is off")
+        return text
 
     def check_rows(self) -> str:
         """Read the first rows; refuse what the run would, and sources with too many long rows."""
-        cfg, model = self.cfg, self.model
-        tokenizer = load_tokenizer(self.model_cfg)
-        untrained = tokenizer is None and cfg.model.train_tokenizer
-        encoder = None if untrained else encoder_for(cfg, self.model_cfg, model)
-        self.heads = heads, evals = read_heads(cfg, encoder), read_heads(cfg, encoder, "eval")
-        refuse_long([*heads, *evals], cfg.data.sequence_length, self.most_too_long)
-        formats = {head.source.layout.format for head in heads}
-        if tokenizer is None and not untrained and formats != {"tokenised"}:
+        self.check("data")
+        cfg, model = self.cfg, self.start.model
+        tokenizer = load_tokenizer(self.start.model_cfg)
+        trains_tokenizer = tokenizer is None and cfg.model.train_tokenizer
+        encoder = None if trains_tokenizer else encoder_for(cfg, self.start.model_cfg, model)
+        train_heads = read_heads(cfg, encoder)
+        eval_heads = read_heads(cfg, encoder, "eval")
+        self.heads = (train_heads, eval_heads)
+        refuse_long([*train_heads, *eval_heads], cfg.data.sequence_length, self.max_too_long)
+        formats = {head.source.layout.format for head in train_heads}
+        if tokenizer is None and not trains_tokenizer and formats != {"tokenised"}:
             raise DataError(
-                f"expected a tokenizer for the text, {cfg.model.name_or_path} comes with none; set "
-                "model.tokenizer_name_or_path"
+                f"expected a tokenizer for the text, and {cfg.model.name_or_path} comes with none; "
+                "set model.tokenizer_name_or_path"
             )
-        batch, size = cfg.train.global_batch_size, cfg.train.per_device_train_batch_size
-        if batch is not None and size != "auto":
-            accumulation_for(batch, size, self.ranks)  # refuses what does not divide
-        whole = all(head.whole for head in [*heads, *evals]) and not untrained
-        if whole and not cfg.data.streaming:  # little enough to be prepared as the run will
-            own: Any = SimpleNamespace(device=torch.device("cpu"), loader=None)
-            with fake_world(self.ranks):
-                view = View(0, self.ranks)
+        is_complete = all(head.is_complete for head in [*train_heads, *eval_heads])
+        if is_complete and not trains_tokenizer and not cfg.data.streaming:
+            # There are few enough rows to prepare them as the run will.
+            process: Any = SimpleNamespace(device=torch.device("cpu"), loader=None)
+            world_size = self.start.world_size
+            with fake_world(world_size):
+                view = View(0, world_size)
                 metrics = objectives.build(cfg).metrics
-                prepare_data(on_cpu(cfg), model, self.model_cfg, own, view, metrics)
-        return _seen(heads, evals, untrained)
-
-    def check_sharding(self) -> str:
-        """Shard the real model as on the ranks of the run, but on meta."""
-        cfg, model = self.cfg, self.model
-        own = on_cpu(cfg)
-        how: Any = {"model": model, "torch_compile": own.sharding.torch_compile}
-        with sharded(own, self.ranks, **how) as (made, sharding):
-            rows = unit_rows(made, sharding)
-            replicas, shards = made.mesh.axes[DP_REPLICATE], made.mesh.axes[DP_SHARD]
-            held = size_text(sum(row.bytes_sharded for row in rows))
-            self.model = made.model
-            return f"{len(rows)} units on {replicas} x {shards} ranks, {held} of parameters each"
-
-    def check_disk(self) -> str:
-        """Refuse a disk too small for what the real run writes."""
-        cfg, model = self.cfg, self.model
-        steps = cfg.train.max_steps if cfg.train.max_steps > 0 else None
-        need = disk.need(model, cfg.output_dir, cfg.checkpoint, steps, self.ranks, cfg.optim)
-        disk.refuse_overflow(need, cfg.checkpoint)
-        return str(need)
+                model_cfg = self.start.model_cfg
+                prepare_data(self.start.build_cfg, model, model_cfg, process, view, metrics)
+        return _describe_rows(train_heads, eval_heads, trains_tokenizer)
 
     def load(self) -> str:
-        small, own = self.prepare()
-        said = (self.recorder.result.recipe, self.cfg, own, self.world_size)
-        self.life = Life(*said, self.folder, self.recorder.logs)
-        return f"{self.life.load()}; {small}"
+        """Start the small run, and wait for its first step."""
+        shrunk, cfg = self.write_small_run()
+        recipe = self.recorder.result.recipe
+        logs = self.recorder.logs
+        self.life = Life(recipe, self.cfg, cfg, self.world_size, self.folder, logs)
+        return f"{self.life.load()}; {shrunk}"
 
-    def prepare(self) -> tuple[Any, Any]:
-        """Write the small model and the first rows; return it, and the config of the rehearsal."""
-        cfg, data, cpu = self.cfg, self.cfg.data, on_cpu(self.cfg)
-        small = shrink(cpu.model, cfg.sharding.param_dtype, self.folder / "model")
-        length = length_for(self.heads[0], affordable_length(cpu, small), data.sequence_length)
-        train, evals = (
+    def write_small_run(self) -> tuple[Shrunk, Any]:
+        """Write the small model and the first rows.
+
+        Returns:
+            The small model, and the config of the rehearsal.
+        """
+        cfg, cpu_cfg = self.cfg, self.start.build_cfg
+        shrunk = shrink(cpu_cfg.model, cfg.sharding.param_dtype, self.folder / "model")
+        affordable = affordable_length(cpu_cfg, shrunk)
+        length = choose_length(self.heads[0], affordable, cfg.data.sequence_length)
+        train_files, eval_files = (
             [
-                head.write(self.folder / "data" / f"{what}-{i}", length)
-                for i, head in enumerate(heads)
+                head.write(self.folder / "data" / f"{purpose}-{number}", length)
+                for number, head in enumerate(heads)
             ]
-            for what, heads in zip(("train", "eval"), self.heads, strict=True)
+            for purpose, heads in zip(("train", "eval"), self.heads, strict=True)
         )
         trusted = cfg.model.trust_remote_code
-        built = type(cfg.model)(str(small.folder), init="random", trust_remote_code=trusted)
-        model, files, output = build_on_meta(built), (train, evals), self.folder / "run"
-        own = rehearsal_config(cfg, small, model, self.world_size, length, files, output)
-        if isinstance(own, FinetuneConfig) and own.lora.from_ is not None:
-            place = self.folder / "adapter"
-            own = replace(own, lora=write_small_adapter(own.lora, build_on_meta(built), place))
+        small_cfg = type(cfg.model)(str(shrunk.folder), init="random", trust_remote_code=trusted)
+        output = self.folder / "run"
+        files = (train_files, eval_files)
+        model = build_on_meta(small_cfg)
+        small_run = rehearsal_config(cfg, shrunk, model, self.world_size, length, files, output)
+        if isinstance(small_run, FinetuneConfig) and small_run.lora.from_ is not None:
+            model = build_on_meta(small_cfg)
+            lora = write_small_adapter(small_run.lora, model, self.folder / "adapter")
+            small_run = replace(small_run, lora=lora)
         result = self.recorder.result
-        result.changed = config.differences(cfg, own)
-        result.not_rehearsed = not_rehearsed(cfg.sharding, self.ranks, self.world_size)
-        return small, own
+        result.changed = config.differences(cfg, small_run)
+        processes = self.start.world_size
+        result.not_rehearsed = list_not_rehearsed(cfg.sharding, processes, self.world_size)
+        return shrunk, small_run
 
 
-def _missing(file: Path) -> Iterable[str]:
-    """Return the packages that a module imports at its top level and that are not there."""
-    for node in ast.parse(file.read_text("utf-8"), str(file)).body:
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names = [node.module]
-        for name in (n.partition(".")[0] for n in names):
-            beside = file.parent / f"{name}.py", file.parent / name
-            if importlib.util.find_spec(name) is None and not any(p.exists() for p in beside):
-                yield name
-
-
-def _seen(heads: list[Head], evals: list[Head], untrained: bool) -> str:
-    rows = sum(head.counts.rows or len(head.rows) for head in heads)
-    said = f"{'all' if all(h.whole for h in heads) else 'the first'} {rows:,} rows"
-    if untrained:
-        return f"{said}; the tokenizer is trained on them"
-    tokens = sum(head.counts.tokens for head in heads)
-    learned = sum(head.counts.supervised for head in heads)
-    cut = max(head.too_long for head in heads)
-    said += f", {tokens:,} tokens, {learned / max(1, tokens):.0%} learned"
-    if cut:
-        said += f", {cut:.0%} of the rows too long"
-    left = {why: n for head in heads for why, n in head.counts.dropped.items()}
-    said += f"; left out: {', '.join(f'{n} {why}' for why, n in left.items())}" if left else ""
-    return said + (f"; {sum(e.counts.rows for e in evals):,} to evaluate on" if evals else "")
+def _describe_rows(train: list[Head], evals: list[Head], trains_tokenizer: bool) -> str:
+    """Format what was read of the sources for the report."""
+    rows = sum(head.counts.rows or len(head.rows) for head in train)
+    is_complete = all(head.is_complete for head in train)
+    parts = [f"{'all' if is_complete else 'the first'} {rows:,} rows"]
+    if trains_tokenizer:
+        return f"{parts[0]}; the tokenizer is trained on them"
+    tokens = sum(head.counts.tokens for head in train)
+    supervised = sum(head.counts.supervised for head in train)
+    parts[0] += f", {tokens:,} tokens, {supervised / max(1, tokens):.0%} supervised"
+    if too_long := max(head.too_long for head in train):
+        parts[0] += f", {too_long:.0%} of the rows too long"
+    dropped: Counter[str] = Counter()
+    for head in train:
+        dropped.update(head.counts.dropped)
+    if dropped:
+        parts.append(f"skipped: {', '.join(f'{n} {reason}' for reason, n in dropped.items())}")
+    if evals:
+        parts.append(f"{sum(head.counts.rows for head in evals):,} to evaluate on")
+    return "; ".join(parts)

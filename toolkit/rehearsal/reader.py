@@ -1,6 +1,6 @@
-"""Read an export as its users do: with transformers and PEFT alone. Run as a program.
+"""Read an export as its users do, with transformers and PEFT alone. Run as a program.
 
-    reader.py MODEL [--adapter FOLDER --base FOLDER] [--trust_remote_code]
+    reader.py MODEL [--adapter FOLDER --base FOLDER] [--trust_remote_code] [--tokenizer]
 
 Prints a JSON line for each stage that passed; a failure is a traceback.
 """
@@ -14,16 +14,18 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, logging
 
 _NEW_TOKENS = 8
-_CLOSE = 0.01  # of a matrix's largest value: a merge rounds to the base's dtype
+# Relative to a matrix's largest value, because a merge rounds to the dtype of the base.
+_MERGE_TOLERANCE = 0.01
 
 
 def main() -> None:
+    """Load the export, generate with it, and compare a merged adapter with PEFT's merge."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--adapter")
     parser.add_argument("--base")
     parser.add_argument("--trust_remote_code", action="store_true")
-    parser.add_argument("--tokenizer", action="store_true", help="there must be one")
+    parser.add_argument("--tokenizer", action="store_true", help="the export must have one")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -32,33 +34,37 @@ def main() -> None:
     model, tokenizer = reload(args.model, args.tokenizer, options)
     generate(model, tokenizer)
     if args.adapter:
-        compare(model, args.adapter, args.base, options)
+        compare_merge(model, args.adapter, args.base, options)
 
 
-def loader(folder: str, options: dict[str, Any]) -> Any:
-    """Return the class that config.json names, where it is not one that AutoModelForCausalLM
-    would take.
-    """
-    named = (AutoConfig.from_pretrained(folder, **options).architectures or [""])[0]
-    if named.endswith("ForCausalLM"):
+def model_class(folder: str, options: dict[str, Any]) -> Any:
+    """Find the class that loads the export: the one in config.json, or AutoModelForCausalLM."""
+    name = (AutoConfig.from_pretrained(folder, **options).architectures or [""])[0]
+    if name.endswith("ForCausalLM"):
         return AutoModelForCausalLM
-    return getattr(transformers, named, AutoModelForCausalLM)
+    return getattr(transformers, name, AutoModelForCausalLM)
 
 
 def reload(folder: str, with_tokenizer: bool, options: dict[str, Any]) -> tuple[Any, Any]:
-    model, info = loader(folder, options).from_pretrained(
+    """Load model and tokenizer.
+
+    Raises:
+        ValueError: transformers reports keys that it did not load.
+    """
+    model, info = model_class(folder, options).from_pretrained(
         folder, output_loading_info=True, **options
     )
-    wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
-    if wrong:
-        raise ValueError(f"transformers does not load every key of {folder}: {wrong}")
+    not_loaded = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
+    if not_loaded:
+        raise ValueError(f"transformers does not load every key of {folder}: {not_loaded}")
     tokenizer = AutoTokenizer.from_pretrained(folder, **options) if with_tokenizer else None
     values = sum(p.numel() for p in model.parameters())
-    tell("reload", f"{type(model).__name__}, {values:,} parameters, every key found")
+    report("reload", f"{type(model).__name__}, {values:,} parameters, every key found")
     return model.eval(), tokenizer
 
 
 def generate(model: Any, tokenizer: Any) -> None:
+    """Generate some tokens, or compute a reward, from finite logits."""
     if tokenizer is None:
         ids = torch.arange(1, 5)[None]
     elif tokenizer.chat_template:
@@ -72,39 +78,49 @@ def generate(model: Any, tokenizer: Any) -> None:
         logits = model(input_ids=ids).logits
         if not torch.isfinite(logits).all():
             raise ValueError("the logits of the reloaded model are not finite")
-        if logits.ndim == 2:  # of a reward model, which generates nothing
-            tell("generate", f"a reward of {float(logits):.3f} for {ids.shape[1]} tokens")
+        # A reward model has one value per sequence, and generates nothing.
+        if logits.ndim == 2:
+            report("generate", f"a reward of {float(logits):.3f} for {ids.shape[1]} tokens")
             return
         out = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=_NEW_TOKENS
         )
     new = out[0, ids.shape[1] :].tolist()
     if not new:
-        raise ValueError("generate() gave no token")
+        raise ValueError("generate() returned no new token")
     text = "" if tokenizer is None else f": {tokenizer.decode(new)!r}"
-    tell("generate", f"{len(new)} tokens after {ids.shape[1]}{text[:60]}")
+    report("generate", f"{len(new)} tokens after {ids.shape[1]}{text[:60]}")
 
 
-def compare(merged: Any, adapter: str, base: str, options: dict[str, Any]) -> None:
+def compare_merge(merged: Any, adapter: str, base: str, options: dict[str, Any]) -> None:
+    """Merge the adapter with PEFT, and compare every weight with those of the merged export.
+
+    Raises:
+        ValueError: a weight differs by more than rounding.
+    """
     from peft import PeftModel
 
-    model: Any = loader(base, options).from_pretrained(base, **options)
+    model: Any = model_class(base, options).from_pretrained(base, **options)
     rows = merged.get_input_embeddings().weight.shape[0]
     if model.get_input_embeddings().weight.shape[0] != rows:
         model.resize_token_embeddings(rows, mean_resizing=False)
-    by_peft: Any = PeftModel.from_pretrained(model, adapter)
-    expected, most = merged.state_dict(), 0.0
-    for name, value in by_peft.merge_and_unload().state_dict().items():
-        other = expected[name].float()
-        off = float((value.float() - other).abs().max() / other.abs().max().clamp(min=1e-6))
-        if not off < _CLOSE:
-            raise ValueError(f"{name} merged by PEFT and as exported differ by {off:.1%}")
-        most = max(most, off)
-    tell("adapter", f"PEFT loads it, and merges it into the same weights (within {most:.1e})")
+    peft_model: Any = PeftModel.from_pretrained(model, adapter)
+    exported = merged.state_dict()
+    largest = 0.0
+    for name, value in peft_model.merge_and_unload().state_dict().items():
+        expected = exported[name].float()
+        scale = expected.abs().max().clamp(min=1e-6)
+        difference = float((value.float() - expected).abs().max() / scale)
+        # Written so that a difference of NaN fails, too.
+        if not difference < _MERGE_TOLERANCE:
+            raise ValueError(f"{name} merged by PEFT and as exported differ by {difference:.1%}")
+        largest = max(largest, difference)
+    report("adapter", f"PEFT loads it, and merges it into the same weights (within {largest:.1e})")
 
 
-def tell(stage: str, said: str) -> None:
-    print(json.dumps({"stage": stage, "said": said}), flush=True)
+def report(stage: str, text: str) -> None:
+    """Print the JSON line of a stage that passed."""
+    print(json.dumps({"stage": stage, "said": text}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The stages of a rehearsal in order, from the config to the dry run of a push."""
+"""Run the stages of a rehearsal in order, from the config to the dry run of a push."""
 
 import os
 import shutil
@@ -25,19 +25,20 @@ def rehearse(
     keep: bool = False,
     show: Callable[[str], None] = print,
 ) -> Result:
-    """Rehearse the run of a config on this machine's CPU; return what came of each stage.
+    """Rehearse the run of a config on this machine's CPU.
 
-    About a minute and a half on two cores: four starts of Python with its libraries, and a dozen
-    steps of a small model. Works in a temporary folder, which is kept where something failed, or
-    with `keep`; the run's own output_dir is written to and cleaned again. The recipe is the current
-    folder's copy, or the toolkit's own.
+    Takes about a minute and a half on two cores: four starts of Python with its libraries, and a
+    dozen steps of a small model. Works in a temporary folder, which stays if a stage failed. Writes
+    one file to the run's own output_dir and removes it. Uses the recipe in the current folder, or
+    the toolkit's own.
 
     Args:
-        settings: `--section.field value`, which win over the file.
-        recipe: name of a kind of run; None: as the config shows (`recipes.load_config`).
-        skip: stages that ask about this machine and are left out: packages, output, hub, disk.
+        settings: `--section.field value`, which override the file.
+        recipe: name of a kind of run; None to let the config decide (`recipes.load_config`).
+        skip: stages that check this machine and are omitted: packages, output, hub, disk.
         most_too_long: share of a source's rows that may be longer than data.sequence_length.
-        show: gets a line for each stage as it ends.
+        keep: keep the temporary folder in any case.
+        show: called with a line for each stage when it ends.
 
     Raises:
         ConfigError: there is no such file, stage, recipe or number of processes.
@@ -51,27 +52,26 @@ def rehearse(
         raise ConfigError(f"--skip {unknown[0]} is none of {', '.join(SKIPPABLE)}")
     if recipe is not None:
         recipes.find_kind(recipe)
-    begun = time.monotonic()
+    start_time = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="toolkit-rehearsal-"))
     logs = folder / "logs"
     logs.mkdir()
     recorder = Recorder(logs, tuple(skip), show)
     result = recorder.result
-    cached = os.environ.get(_CACHE)
-    # Read when `datasets` is imported, which is below: nothing is cached for good.
+    previous_cache = os.environ.get(_CACHE)
+    # `datasets` reads the variable when it is imported, which is below. So nothing stays cached.
     os.environ[_CACHE] = str(folder / "cache")
     try:
         from toolkit.rehearsal.preflight import Rehearsal
 
-        given = (file, settings, world_size, recipe, most_too_long)
-        Rehearsal(*given, folder, recorder).run()
+        Rehearsal(file, settings, world_size, recipe, most_too_long, folder, recorder).run()
     finally:
         os.environ.pop(_CACHE)
-        if cached is not None:
-            os.environ[_CACHE] = cached
+        if previous_cache is not None:
+            os.environ[_CACHE] = previous_cache
         if result.ok and not keep:
             shutil.rmtree(folder, ignore_errors=True)
         else:
             result.folder = str(folder)
-        result.seconds = time.monotonic() - begun
+        result.seconds = time.monotonic() - start_time
     return result

@@ -1,6 +1,7 @@
-"""The first rows of a run's data: judged by the run's own settings, and kept for the rehearsal.
+"""The first rows of a run's data: checked by the run's own settings, and kept for the rehearsal.
 
-Files of any size, and streams: so many rows are read, from the front, and nothing is cached.
+Files and streams may have any size: a limited number of rows is read from their beginning, and
+nothing is cached.
 """
 
 import json
@@ -27,11 +28,15 @@ from toolkit.data.tokens.encode import (
 )
 from toolkit.errors import DataError
 
-LOOK_ROWS, LOOK_BYTES = 1000, 4 << 20  # of each source, that are judged
-_KEEP_ROWS, _KEEP_BYTES = 256, 512 << 10  # of those, that are trained on
-_BATCH = 50
-_FEW = 8  # rows that must fit into the rehearsal's samples
-_OF_LENGTH = ("too long", "no supervised token within sequence_length")
+LOOK_ROWS = 1000
+"""Rows of each source that are checked, at most."""
+LOOK_BYTES = 4 << 20
+"""Bytes of each source that are checked, about."""
+_KEEP_ROWS = 256  # of the checked rows, those that the rehearsal trains on
+_KEEP_BYTES = 512 << 10
+_BATCH_ROWS = 50
+_MIN_FITTING_ROWS = 8  # rows of each source that must fit into the rehearsal's samples
+_LENGTH_REASONS = ("too long", "no supervised token within sequence_length")
 
 
 @dataclass
@@ -41,58 +46,70 @@ class Head:
     source: DataSource
     counts: Counts = field(default_factory=Counts)
     rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """(tokens, columns) of each that can be trained on."""
+    """(tokens, columns) of each row that can be trained on."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens of each row before it is cut."""
-    whole: bool = True
-    """Whether the source has no other rows."""
+    """Tokens of each row before truncation."""
+    is_complete: bool = True
+    """True if the source has no other rows."""
 
     @property
-    def bounded(self) -> bool:
-        """Whether a row is an example that is cut off, and not text that is cut into samples."""
+    def has_whole_examples(self) -> bool:
+        """True if a row is one example; False if it is text that is cut into samples."""
         return self.source.layout.format not in ("text", "tokenised")
 
     @property
     def too_long(self) -> float:
-        """Share of the rows that lose something to `sequence_length`."""
-        lost = self.counts.truncated + sum(self.counts.dropped.get(why, 0) for why in _OF_LENGTH)
-        return lost / max(1, self.counts.rows)
+        """Share of the rows that are truncated or dropped because of `sequence_length`."""
+        dropped = sum(self.counts.dropped.get(reason, 0) for reason in _LENGTH_REASONS)
+        return (self.counts.truncated + dropped) / max(1, self.counts.rows)
 
-    def write(self, folder: Path, longest: int) -> Path:
-        """Write the rows as JSON lines, of examples those of `longest` tokens at most; return the
-        file.
+    def write(self, folder: Path, max_tokens: int) -> Path:
+        """Write the rows as a file of JSON lines, without examples of more than `max_tokens`.
+
+        Returns:
+            The file.
         """
-        file, left = folder / f"{self.source.name}.jsonl", _KEEP_BYTES
+        file = folder / f"{self.source.name}.jsonl"
         folder.mkdir(parents=True)
-        pieces = self.source.layout.shape == "pieces"
+        has_text_only = self.source.layout.shape == "pieces"
+        fitting = (
+            row for tokens, row in self.rows if not self.has_whole_examples or tokens <= max_tokens
+        )
+        bytes_left = _KEEP_BYTES
         with open(file, "w", encoding="utf-8") as out:
-            fitting = (row for n, row in self.rows if not self.bounded or n <= longest)
             for row in islice(fitting, _KEEP_ROWS):
-                named = {"text": row["text"]} if pieces else row
-                line = json.dumps(named, ensure_ascii=False, default=str) + "\n"
+                columns = {"text": row["text"]} if has_text_only else row
+                line = json.dumps(columns, ensure_ascii=False, default=str) + "\n"
                 out.write(line)
-                left -= len(line)
-                if left <= 0:
+                bytes_left -= len(line)
+                if bytes_left <= 0:
                     break
         return file
 
 
 def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") -> list[Head]:
-    """Return the first rows of each source that `cfg` names, judged as the run will judge them; of
-    an `encoder` of None, as the tokenizer would be trained on them. Raises what the run would.
+    """Read the first rows of each source of the config, and check them as the run will.
+
+    Args:
+        encoder: None if the tokenizer is yet to be trained on the rows.
+        what: the purpose of the sources: training or evaluation.
+
+    Raises:
+        DataError: the run would refuse a row or a source.
     """
-    data, heads = replace(cfg.data, streaming=True), []
+    data = replace(cfg.data, streaming=True)
+    heads = []
     has_template = encoder is None or encoder.has_chat_template
     for source in load_sources(data, what=what, learned=cfg.learned, has_template=has_template):
         rows = source.rows
         if isinstance(rows, datasets.Dataset):
             source = replace(source, rows=rows.select(range(min(len(rows), LOOK_ROWS + 1))))
         head = Head(source)
-        for first, stored in _batches(head):
-            results: Sequence[EncodedRow | None] = [None] * len(stored)
+        for first, stored_rows in _read_batches(head):
+            encoded_rows: Sequence[EncodedRow | None] = [None] * len(stored_rows)
             if encoder is not None:
-                results = encoder.rows(source, stored, first)
-            _add(head, stored, results)
+                encoded_rows = encoder.rows(source, stored_rows, first)
+            _add_rows(head, stored_rows, encoded_rows)
         if encoder is not None and cfg.learned != "documents":
             encoded = EncodedSource(source.name, datasets.Dataset.from_dict({}), head.counts)
             check_supervised(encoded, cfg.data.sequence_length)
@@ -102,59 +119,70 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") ->
     return heads
 
 
-def _batches(head: Head) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield (number of the first, rows) until enough is read."""
-    rows, first, left = iter(head.source.rows), 0, LOOK_BYTES
-    while batch := list(islice(rows, min(_BATCH, LOOK_ROWS - first))):
+def _read_batches(head: Head) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield (number of the first row, rows) until the limits are reached."""
+    rows = iter(head.source.rows)
+    first = 0
+    bytes_left = LOOK_BYTES
+    while batch := list(islice(rows, min(_BATCH_ROWS, LOOK_ROWS - first))):
         yield first, batch
         first += len(batch)
-        left -= sum(len(str(row)) for row in batch)
-        if left <= 0 or first >= LOOK_ROWS:
-            head.whole = next(rows, None) is None
+        bytes_left -= sum(len(str(row)) for row in batch)
+        if bytes_left <= 0 or first >= LOOK_ROWS:
+            head.is_complete = next(rows, None) is None
             return
 
 
-def _add(head: Head, stored: list[dict[str, Any]], results: Sequence[EncodedRow | None]) -> None:
-    for row, result in zip(stored, results, strict=True):
-        columns = or_bad(head.source.row, row)
-        if result is not None:
-            head.counts.add(result)
-        if isinstance(columns, BadRow) or isinstance(result, BadRow):
+def _add_rows(
+    head: Head, stored_rows: list[dict[str, Any]], encoded_rows: Sequence[EncodedRow | None]
+) -> None:
+    """Count the encoded rows, and keep the columns of those that can be trained on."""
+    layout = head.source.layout
+    has_text_only = layout.shape == "pieces"
+    names = ("text",) if has_text_only else (*layout.columns, *layout.optional)
+    for stored, encoded in zip(stored_rows, encoded_rows, strict=True):
+        columns = or_bad(head.source.row, stored)
+        if encoded is not None:
+            head.counts.add(encoded)
+        if isinstance(columns, BadRow) or isinstance(encoded, BadRow):
             continue
-        length = 0
-        if isinstance(result, EncodedExample):
-            length = len(result.input_ids) + result.cut_off
-            head.lengths.append(length)
-        layout = head.source.layout
-        pieces = layout.shape == "pieces"  # of a text file: its text is all that is kept
-        named = ("text",) if pieces else (*layout.columns, *layout.optional)
-        kept = {k: v for k, v in columns.items() if k in named and v is not None}
-        head.rows.append((length, kept))
+        tokens = 0
+        if isinstance(encoded, EncodedExample):
+            tokens = len(encoded.input_ids) + encoded.cut_off
+            head.lengths.append(tokens)
+        used = {name: v for name, v in columns.items() if name in names and v is not None}
+        head.rows.append((tokens, used))
 
 
-def refuse_long(heads: list[Head], sequence_length: int, most: float) -> None:
-    """Refuse a source of which more than the share `most` of the rows is cut off or left out."""
+def refuse_long(heads: list[Head], sequence_length: int, max_share: float) -> None:
+    """Raise a DataError if more than `max_share` of a source's rows are truncated or dropped."""
     for head in heads:
-        if head.too_long > most:
-            lost, rows = round(head.too_long * head.counts.rows), head.counts.rows
-            said = f"{lost:,} of the first {rows:,} rows of {head.source.where} are longer than"
-            fit = ""
-            if head.lengths:
-                most = sorted(head.lengths)[int(0.95 * (len(head.lengths) - 1))]
-                fit = f": raise it (95 % of them have at most {most:,} tokens), or shorten the rows"
-            raise DataError(
-                f"{said} data.sequence_length {sequence_length} and cut off or left out{fit}; "
-                "where that is meant, rehearse with --most_too_long 1"
+        if head.too_long <= max_share:
+            continue
+        rows = head.counts.rows
+        affected = round(head.too_long * rows)
+        advice = ""
+        if head.lengths:
+            tokens = sorted(head.lengths)[int(0.95 * (len(head.lengths) - 1))]
+            advice = (
+                f": raise it (95 % of them have at most {tokens:,} tokens), or shorten the rows"
             )
+        raise DataError(
+            f"{affected:,} of the first {rows:,} rows of {head.source.where} are longer than "
+            f"data.sequence_length {sequence_length} and are truncated or dropped{advice}; if that "
+            "is intended, rehearse with --most_too_long 1"
+        )
 
 
-def length_for(heads: list[Head], affordable: int, sequence_length: int) -> int:
-    """Return the sequence length of the rehearsal: the run's own, or the `affordable` one, which
-    is raised until some rows of each source fit.
+def choose_length(heads: list[Head], affordable: int, sequence_length: int) -> int:
+    """Choose the sequence length of the rehearsal, in tokens.
+
+    It is the `affordable` length, raised until some rows of each source fit, and at most the run's
+    own `sequence_length`.
     """
     length = min(affordable, sequence_length)
     for head in heads:
-        ordered = sorted(n for n, _ in head.rows)
-        if head.bounded and ordered:
-            length = max(length, ordered[min(_FEW, len(ordered)) - 1])
+        lengths = sorted(tokens for tokens, _ in head.rows)
+        if head.has_whole_examples and lengths:
+            length = max(length, lengths[min(_MIN_FITTING_ROWS, len(lengths)) - 1])
     return min(length, sequence_length)

@@ -1,4 +1,4 @@
-"""The config of a run as this machine's CPU can rehearse it."""
+"""The config of a run, changed so that this machine's CPU can rehearse it."""
 
 import contextlib
 import math
@@ -14,25 +14,30 @@ from toolkit.errors import ModelError
 from toolkit.models.patterns import matching_modules, matching_parameters
 from toolkit.rehearsal.shrunk import Shrunk
 
-EVERY, LAST = 4, 12
-"""Steps from one checkpoint to the next, and of the whole rehearsal."""
-_FLOPS = 1e10  # of a step on one process
-_LEAST = 64  # tokens of a sample
-_ROWS, _REPEATS = 2, 2  # of a micro-batch, and micro-batches of a step, at most
-_SCHEDULED = 2  # steps of warm-up, or decay
-_GPU_ATTENTION = ("flash", "paged", "/")  # in names of kernels
+SAVE_STEPS = 4
+"""Steps of the rehearsal from one checkpoint to the next."""
+LAST_STEP = 12
+_STEP_FLOPS = 1e10  # of a step on one process
+_MIN_TOKENS = 64  # of a sample
+_MAX_MICRO_BATCH = 2
+_MAX_ACCUMULATION = 2
+_SCHEDULE_STEPS = 2  # of warm-up, or of decay
+_GPU_ATTENTION = ("flash", "paged", "/")  # parts of the names of attention kernels
 
 
-def on_cpu(cfg: Any) -> Any:
-    """Return the config without kernels that only GPUs have, and with `auto` decided: a sample a
-    micro-batch, all layers recomputed, none compiled.
+def settings_for_cpu(cfg: Any) -> Any:
+    """Remove kernels that only GPUs have from a config, and decide `auto`.
+
+    That is a micro-batch of one sample, recomputation of all layers, and no compilation.
     """
     kernel = cfg.model.attn_implementation or ""
-    kept = None if any(part in kernel for part in _GPU_ATTENTION) else kernel or None
-    model = replace(cfg.model, kernels="none", attn_implementation=kept)
-    train, sharding = cfg.train, cfg.sharding
+    needs_gpu = any(part in kernel for part in _GPU_ATTENTION)
+    attention = None if needs_gpu else kernel or None
+    model = replace(cfg.model, kernels="none", attn_implementation=attention)
+    train = cfg.train
     if train.per_device_train_batch_size == "auto":
         train = replace(train, per_device_train_batch_size=1)
+    sharding = cfg.sharding
     if sharding.activation_checkpointing == "auto":
         sharding = replace(sharding, activation_checkpointing="full")
     if sharding.torch_compile == "auto":
@@ -40,22 +45,33 @@ def on_cpu(cfg: Any) -> Any:
     return replace(cfg, model=model, train=train, sharding=sharding)
 
 
-def on_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:
-    """Return the ranks that do a step again and their micro-batch: two for one, else at most half
-    as many, over which the samples of a step divide; None: a step of one rank has a single sample.
+def plan_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:
+    """Choose another number of ranks that can do a step again, and their micro-batch.
+
+    It is two for one rank; otherwise the largest number up to half of the ranks that divides the
+    samples of a step.
+
+    Returns:
+        (ranks, micro-batch); None if the step of a single rank has a single sample.
     """
     samples = train.micro_batch * train.gradient_accumulation_steps * world_size
-    others = [2] if world_size == 1 else range(world_size // 2, 0, -1)
-    world = next((n for n in others if samples % n == 0), None)
-    return None if world is None else (world, math.gcd(samples // world, train.micro_batch))
+    candidates = [2] if world_size == 1 else range(world_size // 2, 0, -1)
+    ranks = next((number for number in candidates if samples % number == 0), None)
+    if ranks is None:
+        return None
+    return ranks, math.gcd(samples // ranks, train.micro_batch)
 
 
 def affordable_length(cfg: RunConfig, shrunk: Shrunk) -> int:
-    """Return the tokens of a sample that a step is quick with; `cfg` as `on_cpu` gives it."""
-    rows = min(cfg.train.micro_batch, _ROWS)
-    repeats = min(cfg.train.gradient_accumulation_steps, _REPEATS)
-    tokens = _FLOPS / (6 * shrunk.parameters) / (rows * repeats)
-    return max(_LEAST, min(cfg.data.sequence_length, int(tokens)))
+    """Compute the tokens of a sample with which a step is quick.
+
+    Args:
+        cfg: the config for a CPU; see `settings_for_cpu`.
+    """
+    rows = min(cfg.train.micro_batch, _MAX_MICRO_BATCH)
+    accumulation = min(cfg.train.gradient_accumulation_steps, _MAX_ACCUMULATION)
+    tokens = _STEP_FLOPS / (6 * shrunk.parameters) / (rows * accumulation)
+    return max(_MIN_TOKENS, min(cfg.data.sequence_length, int(tokens)))
 
 
 def rehearsal_config(
@@ -67,80 +83,90 @@ def rehearsal_config(
     files: tuple[list[Path], list[Path]],
     output: Path,
 ) -> RunConfig:
-    """Return the config of the rehearsal.
+    """Build the config of the rehearsal from that of the run.
 
-    `model` is the small one on meta, `files` hold the rows to train on and to evaluate on, one for
-    each source.
+    Args:
+        model: the small model, on meta.
+        length: tokens of a sample.
+        files: the rows for training and for evaluation, one file for each source.
+        output: the output_dir of the rehearsal.
     """
-    own: Any = on_cpu(cfg)
-    sharding = {**_mesh(cfg.sharding, world_size), **_sharding(own.sharding, shrunk)}
-    own = replace(
-        own,
-        model=replace(own.model, name_or_path=str(shrunk.folder), revision=None),
-        sharding=replace(own.sharding, **sharding),
-        data=replace(own.data, sequence_length=length, **_data(cfg, files, length)),
-        train=replace(own.train, **_train(own)),
-        optim=replace(own.optim, **_optim(cfg.optim)),
-        checkpoint=replace(own.checkpoint, **_checkpoint(cfg.checkpoint)),
-        metrics=replace(own.metrics, report_to="none"),
-        hub=type(own.hub)(),
+    small: Any = settings_for_cpu(cfg)
+    sharding = {**_mesh(cfg.sharding, world_size), **_sharding(small.sharding, shrunk)}
+    small = replace(
+        small,
+        model=replace(small.model, name_or_path=str(shrunk.folder), revision=None),
+        sharding=replace(small.sharding, **sharding),
+        data=replace(small.data, sequence_length=length, **_data(cfg, files, length)),
+        train=replace(small.train, **_train(small)),
+        optim=replace(small.optim, **_optim(cfg.optim)),
+        checkpoint=replace(small.checkpoint, **_checkpoint(cfg.checkpoint)),
+        metrics=replace(small.metrics, report_to="none"),
+        hub=type(small.hub)(),
         output_dir=str(output),
     )
-    return _matching(own, model)
+    return _drop_unmatched_patterns(small, model)
 
 
-def not_rehearsed(cfg: ShardingConfig, ranks: int, world_size: int) -> list[str]:
-    """Return what no setting of the rehearsal shows: what `ranks` processes on devices have."""
-    lacking = [
+def list_not_rehearsed(cfg: ShardingConfig, processes: int, world_size: int) -> list[str]:
+    """List what differs between run and rehearsal apart from settings.
+
+    Args:
+        processes: of the run.
+        world_size: processes of the rehearsal.
+    """
+    entries = [
         "GPU kernels, NCCL, what `auto` chooses on GPUs",
         "the real model's memory and speed, which `toolkit plan CONFIG` estimates",
     ]
-    if ranks != world_size:
-        lacking.append(
-            f"{ranks} processes: {world_size} here (the stage sharding set up the mesh of {ranks})"
+    if processes != world_size:
+        entries.append(
+            f"{processes} processes: {world_size} here (the stage sharding set up the mesh of "
+            f"{processes})"
         )
     if cfg.cpu_offload or cfg.activation_offload:
-        lacking.append("copies between device and host: on a CPU they are one memory")
-    return lacking
+        entries.append("copies between device and host: on a CPU they are one memory")
+    return entries
 
 
-def _mesh(asked: ShardingConfig, world_size: int) -> dict[str, Any]:
-    if asked.dp_shard == 1:
+def _mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:
+    if cfg.dp_shard == 1:
         return {"dp_replicate": -1, "dp_shard": 1}
-    if asked.dp_replicate > 1 and world_size % 4 == 0:
+    if cfg.dp_replicate > 1 and world_size % 4 == 0:
         return {"dp_replicate": 2, "dp_shard": -1}
     return {"dp_replicate": 1, "dp_shard": -1}
 
 
-def _sharding(asked: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
-    overrides = asked.reshard_after_forward_overrides.items()
-    changed: dict[str, Any] = {
+def _sharding(cfg: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
+    overrides = cfg.reshard_after_forward_overrides.items()
+    changes: dict[str, Any] = {
         "param_dtype": shrunk.dtype,
         "reshard_after_forward_overrides": {name: bool(v) for name, v in overrides},
     }
-    if isinstance(asked.reshard_after_forward, int):
-        changed["reshard_after_forward"] = bool(asked.reshard_after_forward)
-    if asked.torch_compile not in (False, "none"):  # graphs are captured, not compiled
-        changed |= {"torch_compile_backend": "aot_eager", "torch_compile_mode": None}
-    return changed
+    if isinstance(cfg.reshard_after_forward, int):
+        changes["reshard_after_forward"] = bool(cfg.reshard_after_forward)
+    if cfg.torch_compile not in (False, "none"):
+        # Captures the graphs without compiling them.
+        changes |= {"torch_compile_backend": "aot_eager", "torch_compile_mode": None}
+    return changes
 
 
 def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> dict[str, Any]:
-    train, evals = ([str(file) for file in some] for some in files)
-    # The rows have their standard names now.
-    changed_source: dict[str, Any] = {"dataset_name": None, "dataset_config_name": None}
-    changed_source |= {"max_repeats": None, "columns": {}}
+    train_files, eval_files = ([str(file) for file in purpose_files] for purpose_files in files)
+    # The rows were written under their standard column names.
+    source_changes: dict[str, Any] = {"dataset_name": None, "dataset_config_name": None}
+    source_changes |= {"max_repeats": None, "columns": {}}
     sources = [
-        replace(s, files=file, **changed_source)
-        for s, file in zip(cfg.data.sources, train, strict=False)
+        replace(source, files=file, **source_changes)
+        for source, file in zip(cfg.data.sources, train_files, strict=False)
     ]
     split = cfg.data.eval_split
-    changed: dict[str, Any] = {
-        "train_files": [] if sources else train,
+    changes: dict[str, Any] = {
+        "train_files": [] if sources else train_files,
         "sources": sources,
         "dataset_name": None,
         "dataset_config_name": None,
-        "eval_files": evals,
+        "eval_files": eval_files,
         "eval_sources": [],
         "columns": {},
         "eval_split": max(split, 0.1) if split else 0.0,
@@ -148,44 +174,48 @@ def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> 
         "num_workers": min(cfg.data.num_workers, 1),
     }
     if isinstance(cfg, FinetuneConfig) and length < cfg.data.sequence_length:
-        changed["too_long"] = "truncate"
-    return changed
+        changes["too_long"] = "truncate"
+    return changes
 
 
-def _optim(asked: OptimConfig) -> dict[str, Any]:
-    """Return the schedule's own numbers of steps, cut to a run of `LAST`."""
-    given = {"warmup_steps": asked.warmup_steps, **asked.lr_scheduler_kwargs}
-    for name, value in given.items():
+def _optim(cfg: OptimConfig) -> dict[str, Any]:
+    """Shorten the schedule's numbers of steps for a run of `LAST_STEP` steps."""
+    schedule = {"warmup_steps": cfg.warmup_steps, **cfg.lr_scheduler_kwargs}
+    for name, value in schedule.items():
         if name.endswith("_steps") and isinstance(value, int):
-            given[name] = min(value, _SCHEDULED)
-    return {"warmup_steps": given.pop("warmup_steps"), "lr_scheduler_kwargs": given}
+            schedule[name] = min(value, _SCHEDULE_STEPS)
+    return {"warmup_steps": schedule.pop("warmup_steps"), "lr_scheduler_kwargs": schedule}
 
 
 def _train(cfg: RunConfig) -> dict[str, Any]:
-    asked: Any = cfg.train
-    changed: dict[str, Any] = {
-        "max_steps": LAST,
-        "per_device_train_batch_size": min(asked.micro_batch, _ROWS),
-        "per_device_eval_batch_size": _ROWS,
-        "gradient_accumulation_steps": min(asked.gradient_accumulation_steps, _REPEATS),
+    train: Any = cfg.train
+    changes: dict[str, Any] = {
+        "max_steps": LAST_STEP,
+        "per_device_train_batch_size": min(train.micro_batch, _MAX_MICRO_BATCH),
+        "per_device_eval_batch_size": _MAX_MICRO_BATCH,
+        "gradient_accumulation_steps": min(train.gradient_accumulation_steps, _MAX_ACCUMULATION),
         "global_batch_size": None,
         "logging_steps": 1,
-        "profile_steps": [LAST - 1, LAST] if asked.profile_steps else [],
-        "eval_steps": EVERY if asked.eval_steps else None,
+        "profile_steps": [LAST_STEP - 1, LAST_STEP] if train.profile_steps else [],
+        "eval_steps": SAVE_STEPS if train.eval_steps else None,
     }
     if isinstance(cfg, FinetuneConfig):
-        patience = asked.early_stopping_patience
-        changed["early_stopping_patience"] = patience and max(patience, LAST)
-    return changed
+        patience = train.early_stopping_patience
+        changes["early_stopping_patience"] = patience and max(patience, LAST_STEP)
+    return changes
 
 
-def _checkpoint(asked: CheckpointConfig) -> dict[str, Any]:
-    exports = EVERY if asked.export_steps else None
-    return {"save_steps": EVERY, "root": None, "export_at_end": False, "export_steps": exports}
+def _checkpoint(cfg: CheckpointConfig) -> dict[str, Any]:
+    return {
+        "save_steps": SAVE_STEPS,
+        "root": None,
+        "export_at_end": False,
+        "export_steps": SAVE_STEPS if cfg.export_steps else None,
+    }
 
 
-def _matching(cfg: Any, model: nn.Module) -> Any:
-    """Return the config without patterns that name what the small model does not have."""
+def _drop_unmatched_patterns(cfg: Any, model: nn.Module) -> Any:
+    """Remove the patterns from a config that match nothing in the small model."""
     for section, name in (
         ("model", "frozen_parameters"),
         ("sharding", "ignored_parameters"),
@@ -193,31 +223,44 @@ def _matching(cfg: Any, model: nn.Module) -> Any:
         ("sharding", "param_dtype_overrides"),
         ("sharding", "reshard_after_forward_overrides"),
     ):
-        find = matching_parameters if name.endswith("parameters") else matching_modules
-        value = getattr(getattr(cfg, section), name)
-        kept: list[str] = []
-        for pattern in value:
-            with contextlib.suppress(ModelError):  # it names nothing in the small model
-                find(model, [pattern], name)
-                kept.append(pattern)
-        new = kept if isinstance(value, list) else {pattern: value[pattern] for pattern in kept}
-        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: new})})
+        match = matching_parameters if name.endswith("parameters") else matching_modules
+        patterns = getattr(getattr(cfg, section), name)
+        matched: list[str] = []
+        for pattern in patterns:
+            with contextlib.suppress(ModelError):
+                match(model, [pattern], name)
+                matched.append(pattern)
+        is_list = isinstance(patterns, list)
+        remaining = matched if is_list else {pattern: patterns[pattern] for pattern in matched}
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: remaining})})
     return cfg
 
 
-def notes_on(cfg: RunConfig) -> list[str]:
-    """Return what a run of `cfg` will do that may not be meant."""
-    steps, notes = cfg.train.max_steps, list[str]()
+def build_notes(cfg: RunConfig) -> list[str]:
+    """List what a run of the config will do that the user may not intend."""
+    notes = list[str]()
     if isinstance(cfg, FinetuneConfig) and cfg.lora.from_ is not None:
-        notes.append("lora.from: the small model continues an adapter like it, of random values")
-    every, evals, warmup = cfg.checkpoint.save_steps, cfg.train.eval_steps, cfg.optim.warmup_steps
+        notes.append(
+            "lora.from: the small model continues an adapter of the same kind with random values"
+        )
+    steps = cfg.train.max_steps
     if steps < 1:
         return notes
-    if every >= steps:
-        what = f"checkpoint.save_steps {every} of train.max_steps {steps}: the one checkpoint is"
-        notes.append(f"{what} made at the end, and a run that is killed begins anew")
-    if evals is not None and evals > steps:
-        notes.append(f"train.eval_steps {evals} of train.max_steps {steps}: only at the end")
+    save_steps = cfg.checkpoint.save_steps
+    if save_steps >= steps:
+        notes.append(
+            f"checkpoint.save_steps {save_steps} of train.max_steps {steps}: the only checkpoint "
+            "is written at the end, and a run that is killed starts from scratch"
+        )
+    eval_steps = cfg.train.eval_steps
+    if eval_steps is not None and eval_steps > steps:
+        notes.append(
+            f"train.eval_steps {eval_steps} of train.max_steps {steps}: evaluates only at the end"
+        )
+    warmup = cfg.optim.warmup_steps
     if warmup >= 1 and warmup >= steps:
-        notes.append(f"optim.warmup_steps {warmup} of train.max_steps {steps}: below its peak")
+        notes.append(
+            f"optim.warmup_steps {warmup} of train.max_steps {steps}: the learning rate never "
+            "reaches its peak"
+        )
     return notes

@@ -1,9 +1,11 @@
-"""The model of a rehearsal: every kind of layer of the real one, few and narrow, real tokens.
+"""The scaled-down model of a rehearsal: every kind of layer of the real one, few and narrow.
 
-Its folder looks like the real one: config.json, tokenizer, code, and, where pretrained weights are
-asked for, random ones under the names and in the dtype of a checkpoint.
+Its folder looks like the real one: config.json, tokenizer and code. If pretrained weights are asked
+for, it holds random ones under the names and in the dtype of a checkpoint. An adapter that the run
+continues (`lora.from`) gets a small counterpart.
 """
 
+import contextlib
 import json
 import shutil
 from collections import Counter
@@ -13,30 +15,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from toolkit.adapters.lora import add_adapters
+from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, file_keys
+from toolkit.adapters.targets import check_named
+from toolkit.checkpoint.adapter_source import structure_of
+from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError, one_line
 from toolkit.formats import DTYPES, assets_of, local_folder
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.classes import build, plain_class, plain_name
 from toolkit.models.modes import forked_rng
+from toolkit.models.peft_model import adapter_config, trained_tensors
 from toolkit.models.tiny_copy import cuts, layer_kinds
 
-_MOST = 2**28  # parameters of a copy
+_MAX_PARAMETERS = 2**28
+_TARGET_SETTINGS = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """The folder of a small model, and what came of the cut."""
+    """The folder of a small model, and how it differs from the real one."""
 
     folder: Path
     parameters: int
     layers: tuple[int, int]
-    """Of it and of the real model."""
+    """Decoder layers of the small model and of the real one."""
     kinds: int
+    """Kinds of decoder layers."""
     dtype: str
-    """In which its steps can be computed here: `param_dtype`, or float32."""
+    """The dtype in which this machine can compute its steps: `param_dtype`, or float32."""
 
     def __str__(self) -> str:
         kinds = f"{self.kinds} kind{'s' * (self.kinds > 1)}"
@@ -45,43 +56,50 @@ class Shrunk:
 
 
 def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
-    """Write a small model of the kind of `cfg` into `folder`. ModelError: none of the cuts runs.
+    """Write a scaled-down model of the same kind into `folder`.
 
-    `cfg` as a run has it, but without kernels for GPUs.
+    Args:
+        cfg: the settings of the run's model, without kernels for GPUs.
+
+    Raises:
+        ModelError: no scaled-down model can compute a step on this machine.
     """
-    own = replace(cfg, resize_embeddings=False, frozen_parameters=[])
-    real = build_on_meta(own)
+    cfg = replace(cfg, resize_embeddings=False, frozen_parameters=[])
+    real = build_on_meta(cfg)
     kinds = layer_kinds(real)
-    why = "it has no decoder layers to look at"
-    tries = cuts(real.config, kinds, None, real_text=True) if kinds else ()
-    for config in chain(tries, [real.config]):  # one that is small already may be taken as it is
+    reason = "it has no decoder layers"
+    small_configs = cuts(real.config, kinds, None, real_text=True) if kinds else ()
+    # A model that is small already is used as it is.
+    for config in chain(small_configs, [real.config]):
         try:
-            small = _built(real, config)
-            dtype = next(d for d in (param_dtype, "float32") if _steps(small, getattr(torch, d)))
-            _write(small, real, own, folder)
+            small = _build_small(real, config)
+            dtypes = (param_dtype, "float32")
+            dtype = next(d for d in dtypes if _can_step(small, getattr(torch, d)))
+            _write(small, real, cfg, folder)
         except StopIteration:
-            why = "no step can be computed on this machine's CPU"
-        except Exception as error:  # the next, milder cut is to be tried
-            why = one_line(error)
+            reason = "no step can be computed on this machine's CPU"
+        except Exception as error:  # the next config is closer to the real one
+            reason = one_line(error)
         else:
             count = sum(p.numel() for p in small.parameters())
-            depth = len(layer_kinds(small))
-            return Shrunk(folder, count, (depth, len(kinds)), len({*kinds}), dtype)
-    raise ModelError(f"{plain_name(real)} cannot be cut down to a size to rehearse with: {why}")
+            layers = (len(layer_kinds(small)), len(kinds))
+            return Shrunk(folder, count, layers, len({*kinds}), dtype)
+    raise ModelError(f"{plain_name(real)} cannot be scaled down for a rehearsal: {reason}")
 
 
-def _built(real: PreTrainedModel, config: Any) -> PreTrainedModel:
+def _build_small(real: PreTrainedModel, config: Any) -> PreTrainedModel:
+    """Build a model of the class of `real` with random weights, unless it is too large."""
     with torch.device("meta"), forked_rng():
         size = sum(p.numel() for p in build(plain_class(real), config, torch.float32).parameters())
-    if size > _MOST:
-        raise ModelError(f"cut down it still has {size:,} parameters")
+    if size > _MAX_PARAMETERS:
+        raise ModelError(f"scaled down it still has {size:,} parameters")
     with forked_rng():
         torch.manual_seed(0)
         return build(plain_class(real), config, torch.float32)
 
 
-def _steps(model: Any, dtype: torch.dtype) -> bool:
-    """Return whether a forward and a backward can be computed in `dtype` here."""
+def _can_step(model: Any, dtype: torch.dtype) -> bool:
+    """Return True if this machine can compute a forward and a backward in `dtype`."""
     ids = torch.arange(1, 9)[None]
     try:
         with forked_rng():
@@ -97,28 +115,71 @@ def _steps(model: Any, dtype: torch.dtype) -> bool:
 
 
 def _write(small: Any, real: PreTrainedModel, cfg: ModelConfig, folder: Path) -> None:
-    assets, source = assets_of(real), local_folder(cfg.name_or_path, cfg.revision)
+    """Write config, tokenizer and code, and weights if the real model has them in files."""
+    assets = assets_of(real)
     common = Counter((assets.source or {}).values()).most_common(1)
-    stored = assets.config.get("dtype", assets.config.get("torch_dtype"))
+    stored_dtype = assets.config.get("dtype", assets.config.get("torch_dtype"))
     small.config.use_cache = True
     if common:
         small.to(DTYPES[common[0][0]])
         small.save_pretrained(folder)
-        stored = str(small.dtype).removeprefix("torch.")
+        stored_dtype = str(small.dtype).removeprefix("torch.")
     else:
         small.config.architectures = [plain_name(real)]
         small.config.save_pretrained(folder)
-    for file in source.glob("*.py"):
+    for file in local_folder(cfg.name_or_path, cfg.revision).glob("*.py"):
         shutil.copyfile(file, folder / file.name)
     for name, content in assets.files.items():
         (folder / name).write_bytes(content)
     file = folder / "config.json"
-    content = json.loads(file.read_text("utf-8"))
+    config = json.loads(file.read_text("utf-8"))
     for key in ("auto_map", "architectures"):
         if key in assets.config:
-            content[key] = assets.config[key]
-    if assets.whole is not None:  # what is rehearsed is the text part alone
-        content["architectures"] = [plain_name(real)]
-    content.pop("dtype", None)
-    content |= {} if stored is None else {"dtype": stored}
-    file.write_text(json.dumps(content, indent=2), "utf-8")
+            config[key] = assets.config[key]
+    # Of a model for several modalities only the text part is rehearsed.
+    if assets.whole is not None:
+        config["architectures"] = [plain_name(real)]
+    config.pop("dtype", None)
+    config |= {} if stored_dtype is None else {"dtype": stored_dtype}
+    file.write_text(json.dumps(config, indent=2), "utf-8")
+
+
+def write_small_adapter(lora: LoraConfig, model: PreTrainedModel, folder: Path) -> LoraConfig:
+    """Write a PEFT folder with random values, like the adapter of `lora.from` but smaller.
+
+    Args:
+        model: the small model, on meta; the adapter is added to it.
+
+    Returns:
+        The settings that continue the small adapter.
+    """
+    lora = replace(drop_unmatched_targets(lora, model), from_=str(folder), revision=None)
+    adapted = add_adapters(model, lora)
+    parameters = trained_tensors(adapted)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        key: torch.randn(parameters[name].shape, generator=generator) * 0.02
+        for key, name in file_keys(adapted).items()
+    }
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(adapter_config(adapted), indent=2), "utf-8")
+    return replace(lora, **structure_of(adapter_config(adapted), str(folder)))
+
+
+def drop_unmatched_targets(lora: LoraConfig, model: PreTrainedModel) -> LoraConfig:
+    """Remove the names from adapter settings that match no layer of the small model."""
+    for setting in _TARGET_SETTINGS:
+        names = getattr(lora, setting)
+        if not isinstance(names, list):
+            continue
+        matched = []
+        for name in names:
+            target: dict[str, Any] = {setting: [name]}
+            single = replace(LoraConfig(r=1, target_modules="all-linear"), **target)
+            with contextlib.suppress(ModelError):
+                check_named(model, single)
+                matched.append(name)
+        remaining: dict[str, Any] = {setting: matched or names}
+        lora = replace(lora, **remaining)
+    return lora

@@ -1,4 +1,4 @@
-"""Stages of a rehearsal: what each found, how long it took, and why one failed."""
+"""Stages of a rehearsal: what each one found, how long it took, and why it failed."""
 
 import contextlib
 import json
@@ -17,164 +17,186 @@ STAGES = {
     "settings": "change the config; `toolkit train CONFIG --help` lists the settings",
     "packages": "install it where the run will be; --skip packages if only this machine lacks it",
     "output": "give a folder that can be written; --skip output if the run's machine has another",
-    "hub": "see to the token and the id; --skip hub where this machine cannot reach the Hub",
-    "model": "see to model.name_or_path, which must be there before the run, and to the tokenizer",
+    "hub": "check the token and the id; --skip hub if this machine cannot reach the Hub",
+    "model": "check model.name_or_path, which must exist before the run, and the tokenizer",
     "data": "look at the rows with `toolkit inspect --data CONFIG`",
     "sharding": "change the section sharding; `toolkit inspect --plan CONFIG` shows the units",
-    "disk": "make room, or save less; --skip disk where the run's machine has another disk",
-    "load": "see the log; `toolkit plan CONFIG` and docs/evidence/architectures.md say more",
-    "train": "see the log: the recipe failed in its loop",
-    "save": "see the log: a checkpoint could not be written",
-    "kill": "see the log",
-    "resume": "all that a step depends on must be in the state that the recipe keeps: draw from "
-    "torch's, numpy's or python's own generator, which the run seeds and saves, and take the data "
-    "from its position",
-    "evaluate": "see data.eval_files and data.eval_split",
-    "other ranks": "the global batch must divide over the ranks; see docs/checkpoints.md",
-    "consolidate": "see the log; the weights are safe in the checkpoint",
-    "verify": "see the findings; a recipe must not change what it has saved",
-    "reload": "what transformers cannot load nobody can use: see to the model's config, code and "
+    "disk": "make room, or save less; --skip disk if the run's machine has another disk",
+    "load": "read the log; `toolkit plan CONFIG` and docs/evidence/architectures.md say more",
+    "train": "read the log: the recipe failed in its loop",
+    "save": "read the log: a checkpoint could not be written",
+    "kill": "read the log",
+    "resume": "everything that a step depends on must be in the state that the recipe saves: draw "
+    "random numbers from the generators of torch, numpy or Python, which the run seeds and saves, "
+    "and take the data from its position",
+    "evaluate": "check data.eval_files and data.eval_split",
+    "other ranks": "the ranks must divide the global batch; see docs/checkpoints.md",
+    "consolidate": "read the log; the weights are safe in the checkpoint",
+    "verify": "read the findings; a recipe must not change what it has saved",
+    "reload": "nobody can use what transformers cannot load: check the model's config, code and "
     "tokenizer files",
-    "generate": "see to the tokenizer, the chat template and generation_config.json",
-    "adapter": "see the log; the merged model may still be used (toolkit consolidate --merge)",
-    "push": "see to the section hub and the export",
+    "generate": "check the tokenizer, the chat template and generation_config.json",
+    "adapter": "read the log; the merged model may still be used (toolkit consolidate --merge)",
+    "push": "check the section hub and the export",
 }
-"""Name -> what to do where it fails, in the order in which they run."""
+"""Name -> what to do if the stage fails, in the order in which they run."""
 SKIPPABLE = ("packages", "output", "hub", "disk")
-"""Those that ask about this machine, which need not be the run's."""
+"""Stages that check this machine, which may not be the machine of the run."""
 
-
-_WIDEST = 40  # letters of a setting's value
+_MAX_VALUE_LENGTH = 40  # characters of a setting's value in the report
 
 
 @dataclass
 class Stage:
-    """One stage; `ok` is None where it was not run, for the reason in `said`."""
+    """One stage of a rehearsal; `ok` is None if it was not run, for the reason in `said`."""
 
     stage: str
     ok: bool | None = None
     seconds: float = 0.0
     said: str = ""
+    """What the stage found, or why it failed or was not run."""
     advice: str = ""
     log: str | None = None
 
     def line(self) -> str:
-        utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        marks = {True: "✓", False: "✗", None: "-"} if utf8 else {True: "ok", False: "NO", None: "-"}
-        took = f"{self.seconds:5.1f} s" if self.ok is not None else " " * 7
-        return f"{marks[self.ok]} {self.stage:<12}{took}  {self.said}".rstrip()
+        """Format the stage as a line, with marks that the terminal can show."""
+        is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+        marks = {True: "ok", False: "NO", None: "-"}
+        if is_utf8:
+            marks = {True: "✓", False: "✗", None: "-"}
+        duration = f"{self.seconds:5.1f} s" if self.ok is not None else " " * 7
+        return f"{marks[self.ok]} {self.stage:<12}{duration}  {self.said}".rstrip()
 
 
 class StageError(ToolkitError):
-    """A stage failed; `stage` is the one to blame where it is not the one that ran."""
+    """A stage failed; `stage` names the one to blame if it is not the one that ran."""
 
     def __init__(self, message: str, stage: str | None = None, log: Path | None = None) -> None:
         super().__init__(message)
-        self.stage, self.log = stage, log
+        self.stage = stage
+        self.log = log
 
 
-class NotAskedError(Exception):
-    """What a stage is about, the config does not ask for."""
+class SkippedError(Exception):
+    """The config does not ask for what a stage checks."""
 
 
 @dataclass
 class Result:
-    """What a rehearsal found."""
+    """The outcome of a rehearsal."""
 
     recipe: str = ""
     stages: list[Stage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the run will do that may not be meant."""
+    """What the run will do that the user may not intend."""
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Setting that differs -> its value in the run and in the rehearsal."""
     not_rehearsed: list[str] = field(default_factory=list)
-    """What of the run no setting shows."""
+    """What differs between run and rehearsal apart from settings."""
     seconds: float = 0.0
     folder: str | None = None
-    """Where everything lies; None where it was removed."""
+    """The folder with all files; None if it was removed."""
 
     @property
     def failed(self) -> Stage | None:
-        return next((s for s in self.stages if s.ok is False), None)
+        """The first stage that failed."""
+        return next((stage for stage in self.stages if stage.ok is False), None)
 
     @property
     def ok(self) -> bool:
+        """True if stages ran and none of them failed."""
         return self.failed is None and bool(self.stages)
 
     def summary(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
+        """Convert the outcome to values for JSON."""
         failed = None if self.failed is None else self.failed.stage
         return {"ok": self.ok, "failed": failed, **asdict(self)}
 
     def text(self) -> str:
-        """Return what follows the lines of the stages."""
+        """Format the text that follows the lines of the stages."""
         lines = []
-        for stage in (s for s in self.stages if s.ok is False):
+        for stage in (stage for stage in self.stages if stage.ok is False):
             lines += ["", f"{stage.stage} failed: {stage.said}", f"  what to do: {stage.advice}"]
             lines += [f"  log: {stage.log}"] if stage.log else []
         for title, entries in (("notes", self.notes), ("not rehearsed", self.not_rehearsed)):
             lines += ["", f"{title}:", *(f"    {entry}" for entry in entries)] if entries else []
         if self.changed:
-            pairs = asdict(self)["changed"].items()
-            rows = [["setting", "run", "rehearsal"], *([n, *map(_shown, p)] for n, p in pairs)]
+            rows = [["setting", "run", "rehearsal"]]
+            for name, values in asdict(self)["changed"].items():
+                rows.append([name, *map(_shorten_value, values)])
             lines += ["", "rehearsed with other settings:"]
             lines += [f"    {line}" for line in table(rows, set(), margin=4)]
-        end = f"{'passed' if self.ok else 'FAILED'} in {self.seconds:.0f} s"
-        return "\n".join([*lines, "", end + (f"; kept in {self.folder}" if self.folder else "")])
+        verdict = f"{'passed' if self.ok else 'FAILED'} in {self.seconds:.0f} s"
+        place = f"; the files are in {self.folder}" if self.folder else ""
+        return "\n".join([*lines, "", verdict + place])
 
 
-def _shown(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
+    """Format a setting's value, and cut the middle out of a long one."""
     text = value if isinstance(value, str) else json.dumps(value)
-    half = _WIDEST // 2
-    return text if len(text) <= _WIDEST else f"{text[: half - 1]}…{text[-half:]}"
+    if len(text) <= _MAX_VALUE_LENGTH:
+        return text
+    half = _MAX_VALUE_LENGTH // 2
+    return f"{text[: half - 1]}…{text[-half:]}"
 
 
 class Recorder:
-    """Runs stages in order, keeps what they print in logs, and stops after one that failed."""
+    """Runs stages in order, redirects what they print to log files, and stops after a failure."""
 
     def __init__(self, logs: Path, skip: tuple[str, ...], show: Callable[[str], None]) -> None:
         self.result = Result()
-        self.logs, self._skip, self._show = logs, skip, show
+        self.logs = logs
+        self._skip = skip
+        self._show = show
 
     def run(self, name: str, work: Callable[[], str], needs: tuple[str, ...] | None = None) -> None:
-        """Run a stage where none that it `needs` failed (None: none at all); `work` returns what
-        it found.
+        """Run a stage, unless one that it needs has failed, and add it to the result.
+
+        Args:
+            work: does the work of the stage and describes what it found.
+            needs: the stages that must not have failed; None for all earlier ones.
         """
-        stage = blamed = Stage(name)
-        begun, log = time.monotonic(), self.logs / f"{name.replace(' ', '_')}.log"
-        failed = {s.stage for s in self.result.stages if s.ok is False}
+        stage = Stage(name)
+        reported = stage
+        start_time = time.monotonic()
+        log = self.logs / f"{name.replace(' ', '_')}.log"
+        failed = {earlier.stage for earlier in self.result.stages if earlier.ok is False}
         if name in self._skip:
-            stage.said = "left out, as asked"
+            stage.said = "skipped by --skip"
         elif failed if needs is None else failed & {*needs}:
             return
         else:
             try:
-                with _printing_to(log):
-                    stage.said, stage.ok = work(), True
-            except NotAskedError as reason:
+                with _redirect_output(log):
+                    stage.said = work()
+                    stage.ok = True
+            except SkippedError as reason:
                 stage.said = str(reason)
-            except Exception as error:  # of whatever the run would meet
-                blamed = self._blame(stage, error, log)
-            stage.seconds = time.monotonic() - begun
-        if blamed is stage:
+            except Exception as error:  # whatever the run would meet
+                reported = self._record_failure(stage, error, log)
+            stage.seconds = time.monotonic() - start_time
+        if reported is stage:
             self.result.stages.append(stage)
-        self._show(blamed.line())
+        self._show(reported.line())
 
-    def _blame(self, stage: Stage, error: Exception, log: Path) -> Stage:
-        """Return the stage that failed: the one that ran, or an earlier one that it shows wrong."""
+    def _record_failure(self, stage: Stage, error: Exception, log: Path) -> Stage:
+        """Mark the stage that failed: the one that ran, or an earlier one that the error blames."""
         name = getattr(error, "stage", None) or stage.stage
-        own = next((s for s in self.result.stages if s.stage == name), stage)
-        own.stage, own.ok, own.said, own.advice = name, False, one_line(error, 1000), STAGES[name]
-        told = getattr(error, "log", None)
-        own.log = str(told or log)
-        if told is None:
+        blamed = next((earlier for earlier in self.result.stages if earlier.stage == name), stage)
+        blamed.stage = name
+        blamed.ok = False
+        blamed.said = one_line(error, 1000)
+        blamed.advice = STAGES[name]
+        launch_log = getattr(error, "log", None)
+        blamed.log = str(launch_log or log)
+        if launch_log is None:
             with open(log, "a", encoding="utf-8") as file:
                 file.writelines(traceback.format_exception(error))
-        return own
+        return blamed
 
 
 @contextlib.contextmanager
-def _printing_to(file: Path) -> Iterator[None]:
+def _redirect_output(file: Path) -> Iterator[None]:
     with (
         open(file, "a", encoding="utf-8") as log,
         contextlib.redirect_stdout(log),

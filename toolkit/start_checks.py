@@ -1,0 +1,505 @@
+"""Refuse at its start a run that would fail later: one list of checks for all commands.
+
+`CHECKS` holds every check in the order in which it runs. `toolkit train` runs those that need only
+the settings and the files of this machine, `toolkit rehearse` runs all that one process can, and a
+recipe runs those that need its ranks or its device. So a mistake gets the same message everywhere.
+"""
+
+import ast
+import contextlib
+import copy
+import importlib.util
+import io
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from toolkit import export, hub, loading, models, ranks, training
+from toolkit.adapters import add_adapters, check_named
+from toolkit.checkpoint import disk
+from toolkit.checkpoint.adapter_source import adopt_adapter, check_base, open_adapter
+from toolkit.checkpoint.commit import committed_steps
+from toolkit.checkpoint.run_folder import claim, root_of
+from toolkit.checkpoint.store import is_url, where
+from toolkit.config.lora import ALL_LINEAR, LoraConfig
+from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, model_settings
+from toolkit.data.first_rows import LOOK_ROWS, LOOK_SHARDS, SHARD_ROWS, RowLook, look_at_rows
+from toolkit.data.order.position import accumulation_for
+from toolkit.data.prepare import encoder_for
+from toolkit.data.sources.files import What, configured
+from toolkit.data.sources.rows import load_sources
+from toolkit.data.tokens.encode import Encoder
+from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer, prepare_tokenizer
+from toolkit.errors import ConfigError
+from toolkit.mesh import DP_REPLICATE, DP_SHARD, mesh_shape
+from toolkit.models.peft_model import adapted_modules, has_adapters
+from toolkit.planning.fake_ranks import sharded
+from toolkit.sharding.unit_table import unit_rows
+from toolkit.tables import size_text
+from toolkit.training.router import plan_router
+
+Moment = Literal["train", "rehearse", "build", "load"]
+"""When a check runs.
+
+`train`: before any process starts. `rehearse`: in the one process of a rehearsal. `build`: on all
+ranks, before the data is prepared. `load`: on all ranks, before the weights are read.
+"""
+
+# Attention kernels -> packages, of which one must be installed. Transformers takes kernels of the
+# Hub through the package `kernels`.
+_ATTENTION_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "kernels"),
+    "flash_attention_3": ("flash_attn_interface", "flash_attn_3", "kernels"),
+    "flash_attention_4": ("flash_attn_4", "flash_attn", "kernels"),
+}
+_ROW_SECONDS = 10.0  # for reading rows before processes start
+
+
+@dataclass
+class Start:
+    """A start of a run as the checks see it: its settings, and what earlier checks have built."""
+
+    cfg: RunConfig
+    world_size: int | None
+    """Number of processes; None if it is not known yet."""
+    device: torch.device | str = "cpu"
+    build_cfg: Any = None
+    """The settings by which this machine can build the model, by default `cfg`."""
+    add_tokenizer: Callable[[ModelConfig], ModelConfig] = own_tokenizer
+    """Completes the model's settings with the tokenizer of the run."""
+    log: Callable[[str], object] = print
+    script: Path | None = None
+    """The recipe's file, if it is known."""
+    model: Any = None
+    """On meta: without adapters after `build_model`, sharded after `check_sharding`."""
+    model_cfg: Any = None
+    tokenizer: Any = None
+    max_steps: int | None = None
+    """Steps of the run; None if they are not known yet."""
+    file_bytes: int = 0
+    """Bytes of the additional files in each checkpoint."""
+
+    def __post_init__(self) -> None:
+        self.build_cfg = self.build_cfg or self.cfg
+        if self.max_steps is None and self.cfg.train.max_steps > 0:
+            self.max_steps = self.cfg.train.max_steps
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of a start, the stage of a rehearsal that it belongs to, and when it runs."""
+
+    name: str
+    moments: tuple[Moment, ...]
+    run: Callable[[Start], str]
+    """Raises a ToolkitError if the run would fail; describes what it found, which may be empty."""
+
+
+def run_checks(start: Start, moment: Moment, name: str | None = None) -> dict[str, str]:
+    """Run the checks of a moment in order, or only those with this `name`.
+
+    Collective at `build` and `load`.
+
+    Returns:
+        Name of a check -> what it found; several checks of one name are joined.
+
+    Raises:
+        ToolkitError: the run would fail. The subclass is that of the failing check.
+    """
+    texts: dict[str, str] = {}
+    for check in CHECKS:
+        if moment in check.moments and name in (None, check.name) and (text := check.run(start)):
+            texts[check.name] = "; ".join(filter(None, (texts.get(check.name), text)))
+    return texts
+
+
+def check_start(cfg: RunConfig, world_size: int | None, device: str) -> str:
+    """Refuse a run before its processes start, as far as the files of this machine allow.
+
+    Takes seconds, most of them for imports. Reads no weights and starts no device. The weights of
+    a Hub id are not requested.
+
+    Args:
+        world_size: the number of processes; None if it is not known yet.
+        device: a device type of torch.
+
+    Returns:
+        A log line that says which rows of the data were checked; empty if there were none.
+
+    Raises:
+        ToolkitError: the run would fail.
+    """
+    with _silence():
+        cfg = adopt_adapter(cfg)
+        is_local = Path(cfg.model.name_or_path).expanduser().is_dir()
+        build_cfg = cfg if is_local else replace(cfg, model=replace(cfg.model, init="random"))
+        add_tokenizer = partial(_add_local_tokenizer, cfg)
+        start = Start(cfg, world_size, device, build_cfg, add_tokenizer)
+        return run_checks(start, "train").get("data", "")
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Suppress what the checks print: the run prints it again."""
+    disabled_level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(disabled_level)
+
+
+def _add_local_tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
+    """Add the tokenizer of the run if it exists already, and leave out kernels of the device."""
+    model = replace(own_tokenizer(model), kernels="none")
+    if cfg.learned != "documents" or model.train_tokenizer or _has_remote_rows(cfg):
+        return model
+    return prepare_tokenizer(model, replace(cfg.data, streaming=True), Path(cfg.output_dir))
+
+
+def _has_remote_rows(cfg: RunConfig) -> bool:
+    """Return True if a source is a data set that is not a folder of this machine."""
+    names = [source.dataset_name for _, source in configured(cfg.data)]
+    return any(name and not Path(name).expanduser().is_dir() for name in names)
+
+
+# ---- Packages, output folder, repository ---------------------------------------------------------
+
+
+def check_packages(start: Start) -> str:
+    """Refuse missing packages that the settings, the recipe or the model's own code import."""
+    cfg = start.cfg
+    cfg.metrics.trackers()
+    kernel = cfg.model.attn_implementation or ""
+    packages = _ATTENTION_PACKAGES.get(kernel, ("kernels",) if "/" in kernel else ())
+    if packages and not any(importlib.util.find_spec(name) for name in packages):
+        raise ConfigError(
+            f"model.attn_implementation {kernel} needs {' or '.join(packages)}, which cannot be "
+            "imported here; pip install it, or set sdpa"
+        )
+    settings = {}
+    if cfg.model.kernels == "liger":
+        settings["liger_kernel"] = "model.kernels: liger"
+    if cfg.adapters and cfg.adapters.load_in_4bit:
+        settings["bitsandbytes"] = "lora.load_in_4bit"
+    if cfg.optim.optim == "adamw_8bit":
+        settings["bitsandbytes"] = "optim.optim: adamw_8bit"
+    for package, setting in settings.items():
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{setting} needs {package}, which cannot be imported here; pip install "
+                f"{package.replace('_', '-')}, or leave it out"
+            )
+    if is_url(cfg.checkpoint.root):
+        where(cfg.checkpoint.root)  # raises if the store's driver is missing
+    files = [] if start.script is None else [start.script]
+    model = Path(cfg.model.name_or_path).expanduser()
+    if cfg.model.trust_remote_code and model.is_dir():
+        files += model.glob("*.py")
+    for file in files:
+        if missing := sorted(_find_missing_imports(file)):
+            raise ConfigError(
+                f"{file} imports {', '.join(missing)}, which cannot be found here; pip install "
+                f"{' '.join(missing)}"
+            )
+    return f"all that the settings and {start.script} import"
+
+
+def _find_missing_imports(file: Path) -> Iterable[str]:
+    """Yield the packages that a module imports at its top level and that are not installed."""
+    for node in ast.parse(file.read_text("utf-8"), str(file)).body:
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            modules = [node.module]
+        for package in (module.partition(".")[0] for module in modules):
+            siblings = (file.parent / f"{package}.py", file.parent / package)
+            is_sibling = any(path.exists() for path in siblings)
+            if importlib.util.find_spec(package) is None and not is_sibling:
+                yield package
+
+
+def check_output(start: Start) -> str:
+    """Refuse an output_dir or a checkpoint.root that holds something other than this run."""
+    claim(start.cfg)
+    return ""
+
+
+def check_writable(start: Start) -> str:
+    """Refuse an output_dir or a checkpoint.root that no file can be written to, by writing one."""
+    cfg = start.cfg
+    folders = {"output_dir": Path(cfg.output_dir)}
+    root = root_of(cfg)
+    if cfg.checkpoint.root is not None and isinstance(root, Path):
+        folders["checkpoint.root"] = root
+    for setting, folder in folders.items():
+        parents = (folder.absolute(), *folder.absolute().parents)
+        existing = next(path for path in parents if path.is_dir())
+        try:
+            with (
+                tempfile.TemporaryDirectory(prefix=".rehearsal-", dir=existing) as scratch,
+                open(Path(scratch, "file"), "wb") as file,
+            ):
+                file.write(b"rehearsal")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ConfigError(
+                f"{setting} {folder}: {existing} cannot be written to ({error.strerror}); give "
+                "another folder"
+            ) from error
+    return f"{' and '.join(map(str, folders.values()))} can be written"
+
+
+def check_hub(start: Start, *, create: bool) -> str:
+    """Refuse a run whose export could not be published at its end; may create the repository."""
+    cfg = start.cfg
+    base = cfg.model.name_or_path if cfg.adapters else None
+    hub.check(cfg.hub, start.log, adapted=base, create=create)
+    return f"{cfg.hub.hub_model_id} can be pushed to" if cfg.hub.push_to_hub else ""
+
+
+# ---- Model and adapter ---------------------------------------------------------------------------
+
+
+def check_quantisation(start: Start) -> str:
+    """Refuse 4-bit settings that cannot work, by a small trial on the device. Collective."""
+    cfg = start.build_cfg
+    models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, start.device)
+    return ""
+
+
+def build_model(start: Start) -> str:
+    """Build the model on meta, without adapters, and complete its settings by the tokenizer.
+
+    Refuses what settings, config and the headers of the weights show to be wrong. Collective; takes
+    seconds.
+
+    Raises:
+        ToolkitError: a ConfigError, ModelError, LoadingError or DataError.
+    """
+    cfg = start.build_cfg
+    training.check_optimizer(cfg.optim, cfg.train.max_steps)
+    models.check_usable(cfg.model, cfg.data.sequence_length, start.device)
+    start.model_cfg = start.add_tokenizer(model_settings(cfg))
+    start.model = models.prepare(start.model_cfg)
+    loading.check_fits(start.model, cfg.model)
+    count = sum(p.numel() for p in start.model.parameters())
+    return f"{models.plain_name(start.model)}, {count:,} parameters"
+
+
+def check_adapter_files(start: Start) -> str:
+    """Refuse adapters that name no module of the model, or that continue one of another base.
+
+    Reads small files only. PEFT would start a device, so it is left to the run.
+    """
+    cfg = start.cfg
+    if cfg.adapters:
+        check_named(start.model, cfg.adapters)
+        continues = isinstance(cfg, FinetuneConfig) and cfg.lora.from_ is not None
+        if continues and not committed_steps(root_of(cfg)):
+            with open_adapter(cfg.lora) as source:
+                check_base(cfg, source)
+    return ""
+
+
+def check_adapter(start: Start) -> str:
+    """Refuse an adapter (`lora.from`) that the run cannot continue. Collective."""
+
+    def check() -> str:
+        resumes = bool(committed_steps(root_of(start.cfg)))
+        return check_continued_adapter(start.cfg, start.model, resumes=resumes)
+
+    start.log(ranks.on_main(check))
+    return ""
+
+
+def check_continued_adapter(cfg: RunConfig, base: PreTrainedModel, *, resumes: bool) -> str:
+    """Refuse an adapter (`lora.from`) that a new run cannot continue; format the log line.
+
+    A resumed run does not read that adapter. One process.
+
+    Args:
+        base: on meta, without adapters; it is not changed.
+
+    Raises:
+        ConfigError: names what does not fit.
+    """
+    if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
+        return ""
+    if ALL_LINEAR in cfg.lora.explicit:
+        _refuse_other_targets(cfg.lora, base)
+    if resumes:
+        return f"adapter    that of the run's checkpoint, which continued {cfg.lora.from_}"
+    return export.check_adapter(add_adapters(copy.deepcopy(base), cfg.lora), cfg)
+
+
+def _refuse_other_targets(lora: LoraConfig, base: PreTrainedModel) -> None:
+    """Refuse an adapter (`lora.from`) of other modules if the user asks for `all-linear`."""
+    all_linear = replace(lora, from_=None, target_modules=ALL_LINEAR, exclude_modules=[])
+    expected, present = (
+        adapted_modules(add_adapters(copy.deepcopy(base), settings)).keys()
+        for settings in (all_linear, lora)
+    )
+    if differing := sorted(expected ^ present):
+        raise ConfigError(
+            f"lora.target_modules is all-linear, and the adapter that lora.from names "
+            f"({lora.from_}) adapts other modules: {differing[0]} is in one of them only; "
+            "leave lora.target_modules out"
+        )
+
+
+def check_tokenizer(start: Start) -> str:
+    """Refuse a tokenizer whose ids go beyond the embedding."""
+    start.tokenizer = load_tokenizer(start.model_cfg)
+    vocabulary = models.vocabulary_size(start.model)
+    Encoder(start.tokenizer, start.cfg.data, vocabulary)
+    tokens = "no tokenizer" if start.tokenizer is None else f"{len(start.tokenizer):,} tokens"
+    return f"{tokens}, {vocabulary:,} rows of the embedding"
+
+
+def check_prompts(start: Start) -> str:
+    """Refuse `train.eval_prompts` that the model cannot answer. Collective."""
+    if isinstance(start.cfg, FinetuneConfig):
+        training.check_prompts(start.model, start.tokenizer, start.cfg.train)
+    return ""
+
+
+def check_router(start: Start) -> str:
+    """Refuse settings by which the experts of the model cannot be balanced. Collective."""
+    plan_router(start.model, start.cfg)
+    return ""
+
+
+# ---- Data, sharding, disk ------------------------------------------------------------------------
+
+
+def check_mesh(start: Start) -> str:
+    """Refuse a mesh that the processes of the run cannot form."""
+    if start.world_size is not None:
+        mesh_shape(start.world_size, start.cfg.sharding)
+    return ""
+
+
+def check_batch(start: Start) -> str:
+    """Refuse a global batch that the ranks and their micro-batches do not divide."""
+    global_batch = start.cfg.train.global_batch_size
+    micro_batch = start.cfg.train.per_device_train_batch_size
+    if start.world_size is not None and global_batch is not None:
+        micro_batch = micro_batch if isinstance(micro_batch, int) else 1
+        accumulation_for(global_batch, micro_batch, start.world_size)
+    return ""
+
+
+def check_rows(start: Start) -> str:
+    """Refuse rows that the run would refuse, and sources of which it could use no row.
+
+    Returns:
+        A log line that says how many rows were checked; empty if none could be.
+    """
+    cfg, model_cfg = start.cfg, start.model_cfg
+    has_no_tokenizer = model_cfg.tokenizer_name_or_path is None and model_cfg.train_tokenizer
+    if has_no_tokenizer or _has_remote_rows(cfg):
+        return ""
+    encoder = encoder_for(cfg, model_cfg, start.model)
+    purposes: tuple[What, ...] = ("train", "eval")
+    has_template = encoder.has_chat_template
+    load = partial(load_sources, cfg.data, learned=cfg.learned, has_template=has_template)
+    sources = [source for purpose in purposes for source in load(what=purpose, streaming=True)]
+    looks: list[RowLook] = []
+    deadline = time.monotonic() + _ROW_SECONDS
+    for number, source in enumerate(sources):
+        seconds = (deadline - time.monotonic()) / (len(sources) - number)
+        looks.append(look_at_rows(source, encoder, max(1.0, seconds)))
+        if cfg.learned != "documents":
+            looks[-1].check(source, cfg.data.sequence_length)
+    return f"checked    {sum(look.counts.rows for look in looks):,} rows{_row_limits(looks)}"
+
+
+def _row_limits(looks: list[RowLook]) -> str:
+    """Format the part of the log line that says which rows were not checked."""
+    if all(look.is_complete for look in looks):
+        return ", which are all rows"
+    return (
+        f": up to {LOOK_ROWS:,} at the beginning of each source and {LOOK_SHARDS * SHARD_ROWS:,} "
+        f"spread over it, within about {_ROW_SECONDS:.0f} s. The run checks all; so does `toolkit "
+        "inspect --data`"
+    )
+
+
+def shard_on_meta(start: Start) -> str:
+    """Shard the model on meta as a rank of the run would, and keep it as `start.model`."""
+    cfg = start.build_cfg
+    world_size = start.world_size
+    assert world_size is not None
+    compiled = cfg.sharding.torch_compile
+    with sharded(cfg, world_size, model=start.model, torch_compile=compiled) as (made, sharding):
+        rows = unit_rows(made, sharding)
+        replicas = made.mesh.axes[DP_REPLICATE]
+        shards = made.mesh.axes[DP_SHARD]
+        rank_bytes = size_text(sum(row.bytes_sharded for row in rows))
+        start.model = made.model
+        return f"{len(rows)} units on {replicas} x {shards} ranks, {rank_bytes} of parameters each"
+
+
+def check_disk(start: Start) -> str:
+    """Refuse a disk that is too small for what the run writes, and log that. Collective.
+
+    Skipped if the number of ranks is not known, or if the adapters are not on the model yet.
+    """
+    cfg, model, world_size = start.cfg, start.model, start.world_size
+    if world_size is None or (cfg.adapters and not has_adapters(model)):
+        return ""
+
+    def check() -> str:
+        estimate = disk.need(
+            model,
+            cfg.output_dir,
+            cfg.checkpoint,
+            start.max_steps,
+            world_size,
+            cfg.optim,
+            file_bytes=start.file_bytes,
+        )
+        disk.refuse_overflow(estimate, cfg.checkpoint)
+        return str(estimate)
+
+    text = ranks.on_main(check)
+    start.log(f"disk       {text}")
+    return text
+
+
+CHECKS = (
+    Check("packages", ("rehearse",), check_packages),
+    Check("sharding", ("train",), check_mesh),
+    Check("data", ("train", "rehearse"), check_batch),
+    # A recipe does this when it opens its folder.
+    Check("output", ("train", "rehearse"), check_output),
+    Check("output", ("rehearse",), check_writable),
+    Check("model", ("rehearse", "build"), check_quantisation),
+    Check("hub", ("rehearse",), partial(check_hub, create=False)),
+    # Only creating the repository proves that it can be created.
+    Check("hub", ("build",), partial(check_hub, create=True)),
+    Check("model", ("train", "rehearse", "build"), build_model),
+    Check("model", ("train",), check_adapter_files),
+    Check("model", ("rehearse", "build"), check_adapter),
+    Check("model", ("rehearse",), check_tokenizer),
+    Check("model", ("load",), check_router),
+    Check("model", ("rehearse", "load"), check_prompts),
+    # A recipe reads and encodes all rows; a rehearsal keeps those that it reads.
+    Check("data", ("train",), check_rows),
+    Check("sharding", ("rehearse",), shard_on_meta),
+    Check("disk", ("train", "rehearse", "load"), check_disk),
+)
+"""Every check, in order. The name is that of a stage in `toolkit.rehearsal.stages`."""
