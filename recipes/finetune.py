@@ -32,7 +32,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     objective = objectives.build(cfg, mesh)  # the loss and its metrics
     data = prepare_data(cfg, base, model_cfg, run, mesh.data, objective.metrics)
     model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
-    assembly.check_before_loading(cfg, model, data, folder, objective)
+    assembly.check_before_loading(cfg, model, data, objective)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------

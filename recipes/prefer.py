@@ -33,7 +33,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     data = prepare_data(cfg, base, model_cfg, run, mesh.data, objective.metrics)
     model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
     objective.prepare_model(model)  # no dropout: the model and its reference are one function
-    assembly.check_before_loading(cfg, model, data, folder, objective)
+    assembly.check_before_loading(cfg, model, data, objective)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------

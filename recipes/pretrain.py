@@ -30,7 +30,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     objective = objectives.build(cfg, mesh)  # the loss and its metrics
     data = prepare_data(cfg, model, model_cfg, run, mesh.data, objective.metrics)
-    assembly.check_before_loading(cfg, model, data, folder, objective)
+    assembly.check_before_loading(cfg, model, data, objective)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
     # ---- The state: a new one, or where an earlier start left off --------------------------------

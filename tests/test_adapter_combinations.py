@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from toolkit import checkpoint, config
 from toolkit.adapters.lora import add_adapters, prepare_adapters
-from toolkit.start_checks import check_continued_adapter
 from toolkit.checkpoint.adapter_source import adopt_adapter
 from toolkit.checkpoint.run_folder import claim, save_config
 from toolkit.config import FinetuneConfig, PreferConfig
@@ -31,6 +30,7 @@ from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import trained_tensors
+from toolkit.start_checks import check_continued_adapter
 
 WEIGHTS = "adapter_model.safetensors"
 

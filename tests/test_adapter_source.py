@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from toolkit import checkpoint, config
 from toolkit.adapters.lora import add_adapters
-from toolkit.start_checks import check_continued_adapter
 from toolkit.checkpoint.adapter_source import adopt_adapter, structure_of
 from toolkit.checkpoint.run_folder import save_config
 from toolkit.config import FinetuneConfig, PreferConfig
@@ -28,6 +27,7 @@ from toolkit.formats import read_config
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.peft_model import adapted_modules, trained_tensors
+from toolkit.start_checks import check_continued_adapter
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 

@@ -339,7 +339,7 @@ def test_the_cause_and_its_stage_are_found_in_a_log() -> None:
     assert launches.find_cause(log) == ("load", "LoadingError: no such tensor")
     assert launches.find_cause(f"error: give another\n{log}") == ("load", "give another")
     assert launches.find_cause("fine\n") == (None, None)
-    assert {*launches._CALLS.values()} <= {*STAGES}
+    assert {*launches._STAGE_OF_CALL.values()} <= {*STAGES}
 
 
 # ---- Whole rehearsals

@@ -39,7 +39,7 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
 
 
 def check_before_loading(
-    cfg: RunConfig, model: nn.Module, data: TrainingData, folder: RunFolder, objective: Objective
+    cfg: RunConfig, model: nn.Module, data: TrainingData, objective: Objective
 ) -> None:
     """Refuse a run that would fail after its weights are read, and log what it will write.
 
