@@ -110,8 +110,8 @@ def test_reserved_names_are_refused(name):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({1: 2}, "expected names of variables, got 1"),
-        ({"a-b": 2}, "expected names of variables, got 'a-b'"),
+        ({1: 2}, "expected the name of a variable, got 1"),
+        ({"a-b": 2}, "expected the name of a variable, got 'a-b'"),
         (
             {"n": float("nan")},
             r"kwargs.n: expected texts, finite numbers, .* got nan",

@@ -211,7 +211,7 @@ def test_help_shows_every_setting_with_its_sentence(capsys) -> None:
         assert known[owners[0], field.name] in said, name
     for section in dataclasses.fields(PretrainConfig):  # each is listed by its settings alone
         assert f"--{section.name} CONFIG" not in said
-    assert "the dtype they compute in, and recomputation:" in said  # a heading is a whole sentence
+    assert "compute dtype, and recomputation:" in said  # a heading is a whole sentence
     assert len(said.split(" options: ")[0]) < 200  # usage is one line, not all flags
 
 
@@ -579,7 +579,7 @@ def test_a_command_line_that_is_none(refusal, flags, said) -> None:
         ("data: {sources: [{files: a, max_repeats: -1}]}", "max_repeats must be a number above 0"),
         (
             "data: {sources: [{files: a, weight: 1}, {files: b}]}",
-            "data.sources: give every source a weight, or none",
+            "data.sources: set a weight for every source, or for none",
         ),
         ("train: {num_train_epochs: 0}", "train.num_train_epochs must be a number above 0, got 0"),
         (

@@ -156,7 +156,7 @@ def test_the_start_says_what_auto_chose(folder):
 
 
 def test_what_cannot_lie_whole_is_refused(folder):
-    with pytest.raises(ConfigError, match="replicated keeps on the device what cpu_offload moves"):
+    with pytest.raises(ConfigError, match="replicated keeps parameters on the device that cpu_offload moves"):
         ShardingConfig(frozen="replicated", cpu_offload=True)
     cfg = ShardingConfig(frozen="replicated")  # bf16, of a base in fp32
     with fake_world(8), pytest.raises(ShardingError, match=r"stored in torch.float32 and computes"):

@@ -54,9 +54,9 @@ def test_it_is_shown_and_read_under_its_name(tmp_path: Path, capsys) -> None:
         ),
         (["--lora.from"], "--lora.from must be followed by its value"),
         (["--lora.from", ""], "lora.from is an empty text"),
-        (["--lora.revision", "v1"], "lora.revision is that of lora.from, which is not set"),
-        (["--lora.lora_alpha", "8"], "lora.lora_alpha without lora.r does nothing"),
-        (["--lora.from", "x", "--model.frozen_parameters", "[a]"], "model.frozen_parameters with"),
+        (["--lora.revision", "v1"], "lora.revision has no effect without lora.from"),
+        (["--lora.lora_alpha", "8"], "lora.lora_alpha has no effect without lora.r"),
+        (["--lora.from", "x", "--model.frozen_parameters", "[a]"], "model.frozen_parameters has no effect with lora.r"),
     ],
 )
 def test_what_is_wrong_with_it_names_it(flags: list[str], said: str) -> None:

@@ -857,5 +857,5 @@ def test_copies_lie_as_their_originals_do(folders):
 def test_frozen_parameters_beside_adapters_are_refused(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("model: {name_or_path: x, frozen_parameters: [a]}\nlora: {r: 4}\n")
-    with pytest.raises(ConfigError, match="adapters freeze the whole base"):
+    with pytest.raises(ConfigError, match="adapters freeze the complete base"):
         parse(FinetuneConfig, ["--config", str(file)])

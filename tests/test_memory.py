@@ -188,7 +188,7 @@ def test_a_batch_that_is_chosen_needs_a_global_batch(model: Path) -> None:
         _auto(model, AUTO_BATCH[0])
     with pytest.raises(ConfigError, match="is not a size"):
         _auto(model, "--sharding.device_memory=much")
-    with pytest.raises(ConfigError, match="does nothing without activation_checkpointing"):
+    with pytest.raises(ConfigError, match="has no effect without activation_checkpointing"):
         _auto(model, AUTO_RECOMPUTED, "--sharding.activation_offload=true")
 
 

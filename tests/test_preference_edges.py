@@ -400,7 +400,7 @@ def test_a_plan_of_kto_has_compared_answers_apart(tmp_path: Path, device_type: s
 )
 def test_a_setting_without_effect_is_refused(kind: Any, setting: str, value: float) -> None:
     with pytest.raises(
-        ConfigError, match=f"preference.{setting} does nothing with loss_type {kind}, got {value}"
+        ConfigError, match=f"preference.{setting} has no effect with loss_type {kind}, got {value}"
     ):
         PreferenceConfig(loss_type=kind, **{setting: value})
     default = PreferenceConfig()

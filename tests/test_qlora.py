@@ -615,7 +615,7 @@ def test_settings_that_cannot_work(lora, model, said):
 
 
 def test_weights_in_4_bits_are_not_trained_in_full():
-    with pytest.raises(ConfigError, match=r"load_in_4bit.* without lora\.r does nothing"):
+    with pytest.raises(ConfigError, match=r"load_in_4bit.* has no effect without lora\.r"):
         dataclasses.replace(LORA, r=0)
 
 

@@ -292,13 +292,13 @@ def test_a_reward_model_is_planned(tmp_path: Path, lora: list[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--preference.rpo_alpha", "1"], "preference.rpo_alpha does nothing"),
-        (["--preference.label_smoothing", "0.1"], "preference.label_smoothing does nothing"),
-        (["--data.streaming", "true", "--train.max_steps", "2"], "not trained on streams"),
-        (["--train.eval_prompts", "[a]"], "train.eval_prompts asks for answers"),
+        (["--preference.rpo_alpha", "1"], "preference.rpo_alpha has no effect"),
+        (["--preference.label_smoothing", "0.1"], "preference.label_smoothing has no effect"),
+        (["--data.streaming", "true", "--train.max_steps", "2"], "cannot be trained on streams"),
+        (["--train.eval_prompts", "[a]"], "train.eval_prompts needs a model that generates"),
         (
             ["--preference.loss_type", "ipo", "--preference.center_rewards_coefficient", "0.1"],
-            "preference.center_rewards_coefficient does nothing with loss_type ipo",
+            "preference.center_rewards_coefficient has no effect with loss_type ipo",
         ),
     ],
 )

@@ -9,62 +9,73 @@ import dataclasses
 import keyword
 import math
 import typing
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import typing as restricted
 
 
 def setting_name(field: str) -> str:
-    """Return the name that users see for a field of a dataclass: `from` for `from_`."""
+    """Convert the name of a dataclass field to that of its setting: `from_` to `from`."""
     return field[:-1] if field.endswith("_") and keyword.iskeyword(field[:-1]) else field
 
 
 def field_name(setting: str) -> str:
-    """Return the field of a dataclass that holds a setting: `from_` for `from`."""
+    """Convert the name of a setting to that of its dataclass field: `from` to `from_`."""
     return f"{setting}_" if keyword.iskeyword(setting) else setting
 
 
 def setting_path(path: str) -> str:
-    """Return a dotted path of fields as users see it."""
+    """Convert a dotted path of dataclass fields to the setting that users see."""
     return ".".join(map(setting_name, path.split(".")))
 
 
 def field_path(path: str) -> str:
-    """Return the dotted path of fields of a setting."""
+    """Convert a dotted setting to the path of its dataclass fields."""
     return ".".join(map(field_name, path.split(".")))
 
 
 def setting_types(cls: type) -> dict[str, Any]:
-    """Return setting -> type of a dataclass."""
+    """Map the settings of a dataclass to their types."""
     return {setting_name(name): kind for name, kind in typing.get_type_hints(cls).items()}
 
 
-def to_fields(cls: type, content: Any) -> Any:
-    """Return a mapping of settings with the names of the fields of `cls`.
+def _field_types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
-    Keys inside of a setting's own value, such as `data.columns: {from: role}`, stay as they are.
+
+def to_fields(cls: type, content: Any) -> Any:
+    """Rename the keys of a mapping of settings to the field names of `cls`, including sections.
+
+    Keys within the value of a setting, such as `data.columns: {from: role}`, stay as they are.
     """
-    return _rename(cls, content, setting_types(cls), field_name)
+    return _rename_keys(cls, content, setting_types, field_name)
 
 
 def to_settings(cls: type, content: Any) -> Any:
-    """Return a mapping of the fields of `cls` with the names that users see."""
-    return _rename(cls, content, typing.get_type_hints(cls), setting_name)
+    """Rename the keys of a mapping of fields of `cls` to the names that users see."""
+    return _rename_keys(cls, content, _field_types, setting_name)
 
 
-def _rename(cls: type, content: Any, types: dict[str, Any], rename: Any) -> Any:
+def _rename_keys(
+    cls: type,
+    content: Any,
+    types_of: Callable[[type], dict[str, Any]],
+    rename: Callable[[str], str],
+) -> Any:
     if not isinstance(content, dict):
         return content
+    types = types_of(cls)
     renamed = {}
     for key, value in content.items():
-        kind = types.get(key) if isinstance(key, str) else None
-        if dataclasses.is_dataclass(kind):
-            again = setting_types if rename is field_name else typing.get_type_hints
-            value = _rename(kind, value, again(kind), rename)  # type: ignore[arg-type]
+        section = types.get(key) if isinstance(key, str) else None
+        if dataclasses.is_dataclass(section):
+            value = _rename_keys(section, value, types_of, rename)  # type: ignore[arg-type]
         renamed[rename(key) if key in types else key] = value
     return renamed
 
 
+# For type checkers, a restricted number is a plain one. jsonargparse checks the range.
 if TYPE_CHECKING:
     AtLeast1 = int
     AtLeast2 = int
@@ -86,7 +97,7 @@ else:
     Fraction = restricted.restricted_number_type("Fraction", float, [(">=", 0), ("<", 1)])
     UnitInterval = restricted.ClosedUnitInterval
 
-WORDS: dict[Any, str] = {
+RANGE_WORDS: dict[Any, str] = {
     AtLeast1: "an integer of at least 1",
     AtLeast2: "an integer of at least 2",
     NotNegative: "an integer of at least 0",
@@ -96,3 +107,4 @@ WORDS: dict[Any, str] = {
     Fraction: "a number from 0 to below 1",
     UnitInterval: "a number from 0 to 1",
 }
+"""Number type -> the description of its range in error messages."""

@@ -1,8 +1,8 @@
-"""Kinds of runs: pretraining, fine-tuning, preference tuning, and those of a user's own recipes.
+"""Kinds of runs: pretraining, fine-tuning, preference tuning, and those of users' recipes.
 
-A kind is known by the class of its settings. A user's recipe adds a kind by subclassing one of the
-classes: `class DistillConfig(FinetuneConfig)` is the kind `distill` of `recipes/distill.py`.
-Everything that differs by kind without depending on torch is answered here.
+The class of its settings identifies a kind. A user's recipe defines a kind by subclassing one of
+these classes: `class DistillConfig(FinetuneConfig)` is the kind `distill` of `recipes/distill.py`.
+This module answers everything that differs by kind and does not depend on torch.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ class Kind:
     name: str
     """Name of the recipe's file, and `kind` in the saved config.yaml."""
     command: str
-    """Command of `toolkit` that starts it; empty for a user's own recipe."""
+    """Command of `toolkit` that starts it; empty for a user's recipe."""
     title: str
-    """Its name in messages, cards and reports."""
+    """Its name in messages, model cards and reports."""
     config: type[RunConfig]
 
     @property
     def start(self) -> str:
-        """How to start a run of this kind, for messages."""
+        """Command that starts a run of this kind, for messages."""
         script = f"recipes/{self.name}.py"
         return f"`toolkit {self.command}` or {script}" if self.command else script
 
@@ -40,19 +40,19 @@ KINDS = (
     Kind("finetune", "finetune", "fine-tuning", FinetuneConfig),
     Kind("prefer", "prefer", "preference tuning", PreferConfig),
 )
-"""The kinds that come with the toolkit. A kind follows those whose settings it extends."""
+"""The toolkit's own kinds, each after those whose settings it extends."""
 # Sections that may change between two starts of a run. All others define the run, also those that
 # a user's recipe adds.
 _CHANGEABLE = frozenset(
     {"sharding", "optim", "train", "checkpoint", "metrics", "hub", "output_dir", "kind"}
 )
 _CHANGEABLE_SETTINGS = frozenset({"data.num_workers", "data.max_eval_samples"})
-# Sections that say where a run writes to, which nobody else needs to know.
+# Sections that say where a run writes its output. They are not published.
 _PRIVATE = frozenset({"checkpoint", "metrics", "hub", "output_dir", "kind"})
 
 
 def kind_of(config: type[RunConfig]) -> Kind:
-    """Return the kind of the runs that have these settings."""
+    """Find the kind of run that a class of settings configures."""
     name = config.kind_name()
     shipped = kind_named(name)
     if shipped is None:
@@ -62,29 +62,42 @@ def kind_of(config: type[RunConfig]) -> Kind:
 
 
 def kind_named(name: str) -> Kind | None:
-    """Return the kind of this name that comes with the toolkit; None if there is none."""
+    """Find one of the toolkit's own kinds by its name; None if there is none."""
     return next((kind for kind in KINDS if kind.name == name), None)
 
 
 def saved_kind_name(content: Mapping[str, Any]) -> str:
-    """Return the name of the kind of run that wrote a config.yaml with this content."""
+    """Determine the kind of run that a saved config.yaml belongs to.
+
+    Args:
+        content: the parsed file.
+
+    Returns:
+        The file's `kind`, or without one the kind whose sections it has.
+    """
     name = content.get("kind")
     if isinstance(name, str) and name:
         return name
-    # A file without `kind` is known by a section that only a later kind has.
-    for before, kind in reversed([*itertools.pairwise(KINDS)]):
-        if (section_names(kind.config) - section_names(before.config)) & content.keys():
+    # A section that only a later kind has identifies a file without `kind`.
+    for base, kind in reversed([*itertools.pairwise(KINDS)]):
+        if (section_names(kind.config) - section_names(base.config)) & content.keys():
             return kind.name
     return KINDS[0].name
 
 
 def check_kind(config: type[RunConfig], content: Mapping[str, Any], source: str) -> None:
-    """Refuse the content of a config file if its `kind` is not that of `config`.
+    """Check that a config file is of the same kind as the settings class `config`.
+
+    Args:
+        config: settings class of the recipe that was started.
+        content: the parsed file.
+        source: path of the file, for the message.
 
     Raises:
-        ConfigError: names both kinds, and how to start a run of the file's kind.
+        ConfigError: names both kinds and the command that starts a run of the file's kind.
     """
-    name, expected = content.get("kind"), kind_of(config)
+    name = content.get("kind")
+    expected = kind_of(config)
     if name in (None, "", expected.name):
         return
     if not isinstance(name, str):

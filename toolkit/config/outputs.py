@@ -9,7 +9,7 @@ from toolkit.config.measures import is_greater_better
 from toolkit.errors import ConfigError
 
 MAX_SHARD_SIZE = "5GB"
-"""Of one weight file of an export."""
+"""Largest size of one weight file of an export."""
 _PREEMPTION: Final = ("SIGTERM", "SIGINT", "SIGUSR1")
 Signal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT"]
 Tracker = Literal[
@@ -19,79 +19,93 @@ Tracker = Literal[
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written and how many stay."""
+    """When checkpoints are written and which ones are kept."""
 
     save_steps: AtLeast1 = 500
-    """A checkpoint every so many steps, and at the end."""
+    """Write a checkpoint every so many steps, and at the end."""
     save_total_limit: AtLeast2 | None = 2
-    """Keep the newest so many (at least 2: one is whole while another is written); empty: all."""
+    """Number of newest checkpoints to keep. At least 2, so that a complete one exists while another
+    is written. Empty: all."""
     keep_best: bool | NotNegative = False
-    """Keep so many of the best by metric_for_best_model beside the newest; true: one."""
+    """Number of best checkpoints by metric_for_best_model to keep in addition to the newest.
+    `true`: one."""
     metric_for_best_model: str = "eval_loss"
-    """Metric of an evaluation that `keep_best` and early stopping compare, such as `eval_accuracy`,
-    or `eval_FILE_accuracy` of one of several evaluation files; `eval_` may be omitted. Less is
-    better of a loss, a perplexity, `kl`, `reward_rejected` and `logps_rejected`, more of others."""
+    """Evaluation metric that `keep_best` and early stopping compare, such as `eval_accuracy`, or
+    `eval_FILE_accuracy` for one of several evaluation files. `eval_` may be omitted. Lower is
+    better for a loss, a perplexity, `kl`, `reward_rejected` and `logps_rejected`, higher for all
+    others."""
     async_save: bool | Literal["auto"] = "auto"
-    """Go on training while a checkpoint is written: the loop waits only for a copy in host memory,
-    which costs each process its parameters and optimizer state once more there. False: when the
-    loop goes on, the checkpoint is on the disk. `auto`: on an accelerator, where the copies take at
-    most half of the free memory of the host or of the container; never with adapters."""
+    """Continue training while a checkpoint is written. The loop waits only for a copy in host
+    memory, which takes the size of the parameters and optimizer state of each process. `false`: the
+    loop waits until the checkpoint is on the disk. `auto`: true on an accelerator if the copies
+    take at most half of the free memory of the host or container; never with adapters."""
     max_failed_saves: NotNegative = 2
-    """Saves in a row that a full, read-only or broken disk, or the store, may refuse. Each is a
-    warning, and training goes on; one more ends the run, as does a failure of the last save or of
-    the one after a signal. 0: the first one ends it."""
+    """Number of consecutive saves that may fail because the disk is full, read-only or broken, or
+    because of the object store. Each is a warning and training continues. One more ends the run, as
+    does a failure of the last save or of the save after a signal. 0: the first one ends it."""
     verify_on_resume: Literal["bytes", "sizes"] = "bytes"
-    """Check of a checkpoint before a start goes on from it: reads every byte, or of the shards
-    (nearly all of it) the sizes only, which finds no flipped bit."""
+    """Check of a checkpoint before a run resumes from it. `bytes`: every byte. `sizes`: only the
+    file sizes of the shards, which are nearly all of it, so that a flipped bit is not found."""
     root: str | None = None
-    """Folder or URL of an object store, such as s3://bucket/run, that holds this run's checkpoints;
-    empty: output_dir, which keeps everything else in any case. A store needs its fsspec driver
-    (s3fs, gcsfs, adlfs) and finds its credentials where that driver looks for them."""
+    """Folder or URL of an object store, such as s3://bucket/run, for the checkpoints of this run.
+    Empty: output_dir, which always holds everything else. A store needs its fsspec driver (s3fs,
+    gcsfs, adlfs), which also finds the credentials."""
     export_steps: AtLeast1 | None = None
-    """Write the model as a Hugging Face folder every so many steps, to exports/step-N of the run;
-    all of them stay; empty: none."""
+    """Export the model every so many steps as a Hugging Face folder exports/step-N in the run
+    directory. All exports are kept. Empty: none."""
     export_at_end: bool = False
-    """Write it after the last step. Off: `toolkit consolidate` can at any time, in one process."""
+    """Export the model after the last step. `false`: `toolkit consolidate` can do so at any time,
+    in one process."""
     preemption_signals: list[Signal] = field(default_factory=lambda: [*_PREEMPTION])
-    """Signals, to the launcher or any rank, that end the run after a checkpoint."""
+    """Signals to the launcher or to any rank that end the run after a checkpoint."""
     grace_seconds: Positive = 300.0
-    """Time for that checkpoint; the process then ends. Not more than what the scheduler gives. When
-    `accelerate launch` or torchrun itself gets SIGTERM, it kills after 30 s, or after
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT of its environment; `toolkit train` waits."""
+    """Seconds for the checkpoint after a signal, after which the process ends. Set no more than the
+    scheduler allows. When `accelerate launch` or torchrun receives SIGTERM itself, it kills the
+    ranks after 30 s, or after TORCH_ELASTIC_SHUTDOWN_TIMEOUT of its environment; `toolkit train`
+    waits."""
 
     def __post_init__(self) -> None:
         if self.save_total_limit is None and self.keep_best:
             raise ConfigError(
-                "checkpoint.keep_best does nothing where save_total_limit is empty: all "
-                "checkpoints are kept"
+                "checkpoint.keep_best has no effect if save_total_limit is empty, because all "
+                "checkpoints are kept; remove one of them"
             )
 
     def best_metric(self) -> tuple[str, bool]:
-        """Return the name of the metric in a line of metrics.jsonl, and whether more is better."""
+        """Resolve `metric_for_best_model`.
+
+        Returns:
+            The key of the metric in metrics.jsonl, and True if a larger value is better.
+        """
         name = f"eval_{self.metric_for_best_model.removeprefix('eval_')}"
         return name, is_greater_better(name)
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Metrics shown while training, and trackers that get them; metrics.jsonl is always written."""
+    """Trackers that receive the metrics of a run; metrics.jsonl is always written."""
 
     report_to: Literal["none"] | Tracker | list[Tracker] = "none"
-    """Tracker of experiments, or a list of them, each with its package. Where a tracker sends to,
-    and as whom, is its own affair: `wandb login`, WANDB_MODE, MLFLOW_TRACKING_URI and the like."""
+    """Experiment tracker, or a list of them. Each needs its package. A tracker has its own settings
+    for server and account, such as `wandb login`, WANDB_MODE or MLFLOW_TRACKING_URI."""
     project: str = "fsdp2-toolkit"
-    """Project (MLflow's experiment) that trackers file the run under."""
+    """Project of the run in trackers (MLflow's experiment)."""
     run_name: str | None = None
-    """Name of the run in trackers; empty: the name of output_dir."""
+    """Name of the run in trackers. Empty: the name of output_dir."""
 
     def trackers(self) -> list[str]:
-        """Return the trackers of `report_to`; ConfigError where a package is not there."""
-        asked = [self.report_to] if isinstance(self.report_to, str) else self.report_to
-        names: list[str] = [name for name in dict.fromkeys(asked) if name != "none"]
+        """List the trackers of `report_to`.
+
+        Raises:
+            ConfigError: the package of a tracker is not installed.
+        """
+        trackers = [self.report_to] if isinstance(self.report_to, str) else self.report_to
+        names: list[str] = [name for name in dict.fromkeys(trackers) if name != "none"]
         if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+            packages = " ".join(missing)
             raise ConfigError(
-                f"metrics.report_to: {', '.join(missing)} cannot be imported here; pip install "
-                f"{' '.join(missing)}, or leave the tracker out"
+                f"metrics.report_to: {', '.join(missing)} cannot be imported; run `pip install "
+                f"{packages}`, or remove the tracker"
             )
         return names
 
@@ -101,13 +115,13 @@ class HubConfig:
     """Publishing of the run at its end. The token comes from `hf auth login` or HF_TOKEN."""
 
     push_to_hub: bool = False
-    """Export the last checkpoint and push it when the run is done. Whether that is allowed is
-    asked before training, and a missing repository is created then."""
+    """Export the last checkpoint and push it when the run is done. Permission is checked before
+    training, and a missing repository is created then."""
     hub_model_id: str | None = None
-    """Repository, ORG/NAME."""
+    """Repository, as ORG/NAME."""
     hub_private_repo: bool = True
-    """Create the repository as a private one; a public one is refused unless this is false."""
+    """Create a private repository. A public repository is refused unless this is false."""
 
     def __post_init__(self) -> None:
         if self.push_to_hub and not self.hub_model_id:
-            raise ConfigError("hub.push_to_hub needs hub.hub_model_id: give ORG/NAME")
+            raise ConfigError("hub.push_to_hub needs hub.hub_model_id; set it to ORG/NAME")

@@ -24,7 +24,7 @@ from jsonargparse import (
 )
 
 from toolkit.config.fields import (
-    WORDS,
+    RANGE_WORDS,
     field_path,
     setting_name,
     setting_path,
@@ -426,7 +426,7 @@ def _in_plain_words(cls: type, said: str) -> str:
 
 def in_words(kind: Any) -> str:
     """Return a type as a user would name it: `int | None` is "an integer or empty"."""
-    names = WORDS | {
+    names = RANGE_WORDS | {
         int: "an integer",
         float: "a number",
         bool: "true or false",

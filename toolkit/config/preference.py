@@ -11,27 +11,28 @@ from toolkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class RewardModelConfig(FinetuneModelConfig):
-    """A model whose head gives one number for a sequence, its reward, instead of logits of tokens;
-    see `toolkit.models.reward`. It adds no settings.
+    """A reward model, whose head returns one number per sequence instead of logits.
+
+    It adds no settings. See `toolkit.models.reward`.
     """
 
 
-_REFERRING = ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero")  # to a reference
+_WITH_REFERENCE = ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero")  # and kto
 _USERS: dict[str, tuple[str, ...]] = {
-    "beta": (*_REFERRING, "simpo", "orpo", "kto"),
+    "beta": (*_WITH_REFERENCE, "simpo", "orpo", "kto"),
     "label_smoothing": ("sigmoid", "sigmoid_norm", "robust", "simpo"),
-    "rpo_alpha": (*_REFERRING, "simpo"),
+    "rpo_alpha": (*_WITH_REFERENCE, "simpo"),
     "simpo_gamma": ("simpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
     "center_rewards_coefficient": ("reward",),
 }
-"""Setting -> the objectives that it changes; settings that are not listed change all."""
+"""Setting -> the objectives that use it. All objectives use the settings that are not listed."""
 
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    """The objective of preference tuning, and its settings."""
+    """The objective of preference tuning and its settings."""
 
     loss_type: Literal[
         "sigmoid",
@@ -45,61 +46,62 @@ class PreferenceConfig:
         "kto",
         "reward",
     ] = "sigmoid"
-    """`sigmoid` is DPO, `sigmoid_norm` the same on means of tokens; `robust`, `hinge`, `ipo` and
-    `apo_zero` are its variants. `simpo` and `orpo` need no reference. `kto` learns from single
-    answers with a label. `reward` trains a reward model. Formulas: docs/preference.md."""
+    """Objective. `sigmoid` is DPO, and `sigmoid_norm` is DPO on mean log-probabilities per token.
+    `robust`, `hinge`, `ipo` and `apo_zero` are variants of DPO. `simpo` and `orpo` need no
+    reference. `kto` trains on single answers with a label. `reward` trains a reward model.
+    Formulas: docs/preference.md."""
     beta: Positive = 0.1
-    """Strength: a smaller value lets the model move farther from the reference. Of simpo the scale
-    of the margin, of orpo the weight of the odds ratio; not of reward."""
+    """Strength of the reference: a smaller value lets the model move farther away from it. For
+    simpo the scale of the margin, for orpo the weight of the odds ratio. Not used by reward."""
     label_smoothing: Fraction = 0.0
-    """Share of pairs whose sides are taken to be swapped, below 0.5: of sigmoid, sigmoid_norm,
+    """Assumed share of pairs whose sides are swapped, below 0.5. Used by sigmoid, sigmoid_norm,
     robust and simpo."""
     rpo_alpha: NonNegative = 0.0
-    """Weight of the cross entropy of chosen answers, a mean over their tokens, which is added to
-    the loss; not of orpo, kto and reward."""
+    """Weight of the cross entropy of chosen answers (mean over their tokens), which is added to the
+    loss. Not used by orpo, kto and reward."""
     simpo_gamma: NonNegative = 0.5
-    """Of simpo: the margin between both sides that its loss asks for."""
+    """simpo: target margin between the two sides."""
     desirable_weight: Positive = 1.0
-    """Of kto: weight of answers whose label is true."""
+    """kto: weight of answers whose label is true."""
     undesirable_weight: Positive = 1.0
-    """Of kto: weight of answers whose label is false."""
+    """kto: weight of answers whose label is false."""
     center_rewards_coefficient: NonNegative = 0.0
-    """Of reward: weight of the square of the sum of both rewards, which keeps their mean at 0."""
+    """reward: weight of the squared sum of both rewards, which keeps their mean near 0."""
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether the loss compares with the model that training began with."""
+        """True if the loss compares the model with the one that training began with."""
         return self.loss_type not in ("simpo", "orpo", "reward")
 
     @property
     def paired(self) -> bool:
-        """Return whether rows are pairs of answers; else single answers with a label."""
+        """True if rows are pairs of answers, False if they are single answers with a label."""
         return self.loss_type != "kto"
 
     @property
     def learns_prompts(self) -> bool:
-        """Return whether the cross entropy covers prompts too."""
+        """True if the cross entropy covers the prompts too."""
         return self.loss_type == "orpo"
 
     def __post_init__(self) -> None:
-        kind = self.loss_type
         for setting in dataclasses.fields(self):
-            users, value = _USERS.get(setting.name, (kind,)), getattr(self, setting.name)
-            if kind not in users and value != setting.default:
+            users = _USERS.get(setting.name, (self.loss_type,))
+            value = getattr(self, setting.name)
+            if self.loss_type not in users and value != setting.default:
                 raise ConfigError(
-                    f"preference.{setting.name} does nothing with loss_type {kind}, got {value}; "
-                    f"remove it, or set loss_type to one of {', '.join(users)}"
+                    f"preference.{setting.name} has no effect with loss_type {self.loss_type}, got "
+                    f"{value}; remove it, or set loss_type to one of {', '.join(users)}"
                 )
         if self.label_smoothing >= 0.5:
             raise ConfigError(
-                "preference.label_smoothing is the share of pairs whose sides are swapped, and "
+                "preference.label_smoothing is the share of pairs whose sides are swapped; it "
                 f"must be below 0.5, got {self.label_smoothing}"
             )
 
 
 @dataclass(frozen=True)
 class PreferConfig(FinetuneConfig):
-    """A run of preference tuning: of all parameters, or of adapters (lora.r or lora.from)."""
+    """A preference tuning run of all parameters or of adapters (lora.r or lora.from)."""
 
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
@@ -107,78 +109,88 @@ class PreferConfig(FinetuneConfig):
 
     @property
     def learned(self) -> Learned:
-        """Return what is learned: pairs of answers, or single answers with a label."""
+        """Kind of rows that the run trains on: pairs of answers, or answers with a label."""
         return "pairs" if self.preference.paired else "answers"
 
     @property
     def learns_prompts(self) -> bool:
-        """Return whether prompts of chosen answers are targets too."""
+        """True if the loss also covers the prompts of chosen answers."""
         return self.preference.learns_prompts
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.preference.loss_type == "reward":
-            self._be_a_reward_model()
-        for name, value, why in (
+            self._set_up_reward_model()
+        for setting, value, cause in (
             ("train.neftune_noise_alpha", self.train.neftune_noise_alpha, "noise"),
             ("lora.lora_dropout", self.lora.lora_dropout, "dropout"),
         ):
             if value:
                 raise ConfigError(
-                    f"{name}: the model and its reference must be the same function, and {why} "
-                    "makes another of it at each step; leave it out"
+                    f"{setting}: the model and its reference must be the same function, and "
+                    f"{cause} changes the model at each step; remove it"
                 )
         if self.train.label_smoothing_factor:
             raise ConfigError(
-                "train.label_smoothing_factor smooths targets of tokens, which preference tuning "
-                "has none of; preference.label_smoothing is about sides of pairs"
+                "train.label_smoothing_factor smooths the targets of a cross entropy, which "
+                "preference tuning does not have; preference.label_smoothing is for sides of pairs"
             )
         if self.train.z_loss:
             raise ConfigError(
-                "train.z_loss is of a cross entropy, and a preference loss is of sums of "
-                "log-probabilities; leave it out"
-            )
-        if self.data.streaming and not self.preference.paired:
-            raise ConfigError(
-                "data.streaming with preference.loss_type kto: an answer is compared with another "
-                "row's, and rows of a stream are not known before; leave streaming out"
-            )
-        if self.data.streaming and self.preference.needs_reference and self.adapters is None:
-            raise ConfigError(
-                f"data.streaming with preference.loss_type {self.preference.loss_type}: the "
-                "reference is asked for every row before the first step, and rows of a stream are "
-                "not known then; leave streaming out, set lora.r (adapters are turned off to ask "
-                "the base), or take simpo or orpo"
-            )
-        continued = self.lora.from_ is not None
-        if self.data.streaming and self.preference.needs_reference and continued:
-            raise ConfigError(
-                f"data.streaming with lora.from and preference.loss_type "
-                f"{self.preference.loss_type}: the reference is the base with the adapter that the "
-                "run continues, not the base alone, and is computed for every row before the first "
-                "step; leave streaming out, or export the adapter merged (toolkit consolidate "
-                "--merge) and start new adapters on that model"
+                "train.z_loss belongs to a cross entropy, but a preference loss uses sums of "
+                "log-probabilities; remove it"
             )
         if self.data.packing == "wrapped":
             raise ConfigError(
-                "data.packing wrapped cuts samples anywhere, and a pair must stay whole; set auto, "
-                "bfd or none"
+                "data.packing wrapped cuts samples anywhere, but a pair must stay complete; set "
+                "auto, bfd or none"
             )
         if self.data.supervise != "auto":
             raise ConfigError(
-                "data.supervise does nothing in preference tuning, which learns the answers of "
-                "pairs; leave it out"
+                "data.supervise has no effect in preference tuning, where the loss covers the "
+                "answers of pairs; remove it"
+            )
+        if self.data.streaming:
+            self._check_streaming()
+
+    def _check_streaming(self) -> None:
+        """Refuse a stream if the loss needs something about its rows before the first step."""
+        loss_type = self.preference.loss_type
+        if not self.preference.paired:
+            raise ConfigError(
+                "data.streaming with preference.loss_type kto: an answer is compared with that of "
+                "another row, and the rows of a stream are not known in advance; remove streaming"
+            )
+        if not self.preference.needs_reference:
+            return
+        if self.adapters is None:
+            raise ConfigError(
+                f"data.streaming with preference.loss_type {loss_type}: the reference is computed "
+                "for every row before the first step, when the rows of a stream are not known yet; "
+                "remove streaming, set lora.r (the reference is then the base model with adapters "
+                "turned off), or set loss_type to simpo or orpo"
+            )
+        if self.lora.from_ is not None:
+            raise ConfigError(
+                f"data.streaming with lora.from and preference.loss_type {loss_type}: the "
+                "reference is the base model with the adapter that the run continues, and is "
+                "computed for every row before the first step; remove streaming, or export the "
+                "adapter merged (toolkit consolidate --merge) and start new adapters on that model"
             )
 
-    def _be_a_reward_model(self) -> None:
-        """Make the settings of the model those of a reward model, and refuse what that cannot."""
+    def _set_up_reward_model(self) -> None:
+        """Use the settings class of a reward model, and refuse settings that it does not support.
+
+        Raises:
+            ConfigError: the run reads a stream, or is to answer prompts.
+        """
         object.__setattr__(self, "model", RewardModelConfig(**vars(self.model)))
         if self.data.streaming:
             raise ConfigError(
-                "data.streaming: reward models are not trained on streams yet; leave it out"
+                "data.streaming: reward models cannot be trained on streams yet; remove it"
             )
         if self.train.eval_prompts:
             raise ConfigError(
-                "train.eval_prompts asks for answers, which a reward model cannot give; leave it "
-                "out"
+                "train.eval_prompts needs a model that generates text, which a reward model cannot "
+                "do; remove it"
             )

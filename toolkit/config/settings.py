@@ -1,8 +1,8 @@
 """Settings of a run: frozen dataclasses, one per concern.
 
-Owns every default (in its field, with its sentence below it), the range of every number (in its
-type) and the settings that contradict each other (`__post_init__`). Knows neither torch nor the
-files that a run will read.
+Each field has its default and, below it, the sentence that `--help` and the reference pages show.
+The type of a number is its range. `__post_init__` refuses settings that contradict each other.
+This module imports no torch and reads none of the files that a run will read.
 """
 
 import dataclasses
@@ -37,80 +37,83 @@ Schedule = Literal[
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model, and the storage dtype of its parameters."""
+    """The model and the storage dtype of its parameters."""
 
     name_or_path: str
     """Folder of a Hugging Face causal LM checkpoint, or its id on the Hub."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """`pretrained` reads the checkpoint's weights; `random` draws new ones by its config.json."""
+    """`pretrained` reads the weights of the checkpoint. `random` draws new weights as its
+    config.json describes them."""
     dtype: Dtype | Literal["auto"] | None = "float32"
-    """Storage dtype of the parameters (the master weights that the optimizer updates); `auto` is
-    the checkpoint's own; empty: float32."""
+    """Storage dtype of the parameters, the master weights that the optimizer updates. `auto` uses
+    the dtype of the checkpoint. Empty: float32."""
     tokenizer_name_or_path: str | None = None
-    """Folder or Hub id of the tokenizer, where it is not the model's."""
+    """Folder or Hub id of the tokenizer, if it is not that of the model."""
     train_tokenizer: bool = False
-    """Train a byte-level BPE of the model's vocabulary size on the training text before the run,
-    where no tokenizer is found."""
+    """If no tokenizer is found, train a byte-level BPE on the training text before the run. It
+    gets the vocabulary size of the model."""
     resize_embeddings: bool | AtLeast1 = False
-    """Grow or shrink the embedding and the head to the tokenizer's length (`true`), rounded up to a
-    multiple of an integer, such as 64, which matrix products of some devices are faster with; new
-    rows are the mean of the old ones."""
+    """`true` resizes the embedding and the head to the length of the tokenizer. An integer, such as
+    64, rounds that length up to a multiple of it, which speeds up matrix products on some devices.
+    New rows are the mean of the old ones."""
     frozen_parameters: list[str] = field(default_factory=list)
-    """Patterns of parameters that are not trained: `model.embed_tokens.*`; `*` is anything."""
+    """Patterns of parameters that are not trained, such as `model.embed_tokens.*`. `*` matches
+    anything."""
     attn_implementation: str | None = None
-    """Attention kernel, such as `sdpa` or `flash_attention_2`; empty: transformers' choice."""
+    """Attention kernel, such as `sdpa` or `flash_attention_2`. Empty: transformers chooses."""
     kernels: Literal["none", "liger"] = "none"
-    """`liger`: Liger's Triton kernels for norms, rotary positions and gated MLPs, for who does not
-    compile (needs liger-kernel and a GPU); the loss stays the toolkit's."""
+    """`liger`: use Liger's Triton kernels for norms, rotary embeddings and gated MLPs. Useful
+    without torch.compile. Needs liger-kernel and a GPU. The loss remains the toolkit's."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub id."""
+    """Branch, tag or commit of the Hub repository."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the checkpoint."""
+    """Run the Python code that the checkpoint includes."""
 
 
 @dataclass(frozen=True)
 class FinetuneModelConfig(ModelConfig):
-    """The model, and the storage dtype of its parameters."""
+    """The model and the storage dtype of its parameters."""
 
     dtype: Dtype | Literal["auto"] | None = None
-    """Storage dtype of the parameters; `auto` is the checkpoint's own. Empty: float32, the master
-    weights that the optimizer updates; with adapters, whose base is not updated, `auto`."""
+    """Storage dtype of the parameters. `auto` uses the dtype of the checkpoint. Empty: float32 for
+    master weights that the optimizer updates; `auto` with adapters, because their base model is not
+    updated."""
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """Layout of parameters on the devices, the dtype they compute in, and recomputation.
+    """Layout of parameters on the devices, compute dtype, and recomputation.
 
-    A *pattern* names modules: a class (`LlamaMLP`), a whole name (`model.layers.*.mlp`), or the end
-    of one (`mlp.gate`); `*` matches anything, dots included. A pattern that matches nothing is an
-    error.
+    A *pattern* names modules: a class (`LlamaMLP`), a full name (`model.layers.*.mlp`), or the end
+    of a name (`mlp.gate`). `*` matches anything, including dots. A pattern that matches nothing is
+    an error.
     """
 
     # ---- Mesh
     dp_replicate: AllOrCount = -1
-    """Number of replicas of the sharded model (HSDP); the processes are dp_replicate x dp_shard.
-    -1: as many as dp_shard leaves."""
+    """Number of replicas of the sharded model (HSDP). The number of processes is dp_replicate x
+    dp_shard. -1: the number of processes divided by dp_shard."""
     dp_shard: AllOrCount = -1
-    """Number of ranks that share one copy of the model; -1: all that dp_replicate leaves. 1 is
-    plain data parallelism, for models that fit on one device. Where both are -1 and the run is on
-    GPUs of several machines, each machine has a copy if what a rank then holds (parameters,
-    gradients, optimizer state) takes at most 40 % of its memory."""
+    """Number of ranks that share one copy of the model. -1: the number of processes divided by
+    dp_replicate. 1 is plain data parallelism, for models that fit on one device. If both are -1 and
+    the GPUs are in several machines, each machine holds a copy if the parameters, gradients and
+    optimizer state of a rank then take at most 40 % of its memory."""
 
-    # ---- Units: what is gathered, and freed, together
+    # ---- Units: modules whose parameters are gathered and freed together
     layer_classes: list[str] = field(default_factory=list)
-    """Patterns of the modules that become units; empty: the decoder layers of the model."""
+    """Patterns of the modules that become units. Empty: the decoder layers of the model."""
     embedding_units: bool | Literal["auto"] = "auto"
-    """Make units of the embedding (freed after use) and of the head (kept until the backward); tied
-    ones share a unit. Else both stay in the root, gathered throughout. `auto`: on a GPU, where they
-    are not tied."""
+    """Make the embedding and the head separate units. The embedding is freed after use, the head is
+    kept until the backward; a tied pair is one unit. `false`: both belong to the root unit, which
+    stays gathered. `auto`: true on a GPU if they are not tied."""
     ignored_parameters: list[str] = field(default_factory=list)
-    """Patterns of parameter names that are not sharded: a full copy on every rank, in the storage
-    dtype, with its gradient averaged over the ranks."""
+    """Patterns of parameters that are not sharded. Every rank has a full copy in the storage dtype,
+    and the gradient is averaged over the ranks."""
     frozen: Literal["auto", "sharded", "replicated"] = "auto"
-    """Parameters that are not trained, such as the base under adapters: `sharded` are gathered in
-    each forward and backward like the rest; `replicated` lie whole on every rank, never gathered.
-    `auto`: replicated on an accelerator where the rest of the copy takes at most 0.4 of the free
-    memory, and is stored in the dtype that it computes in; else sharded."""
+    """Layout of parameters that are not trained, such as the base model of adapters. `sharded`:
+    they are gathered in each forward and backward like the others. `replicated`: every rank has a
+    full copy and nothing is gathered. `auto`: `replicated` on an accelerator if the rest of the
+    copy takes at most 0.4 of the free memory and is stored in its compute dtype; else `sharded`."""
 
     # ---- Precision
     param_dtype: Dtype = "bfloat16"
@@ -118,27 +121,28 @@ class ShardingConfig:
     reduce_dtype: Dtype = "float32"
     """Dtype of the gradient reduction between ranks."""
     param_dtype_overrides: dict[str, Dtype] = field(default_factory=dict)
-    """Pattern -> param_dtype of modules that compute in another dtype, such as `{"mlp.gate":
-    float32, lm_head: float32}`. Their results are cast back, except those of the head."""
+    """Pattern -> param_dtype, for modules that compute in another dtype, such as `{"mlp.gate":
+    float32, lm_head: float32}`. Their outputs are cast back, except those of the head."""
 
     # ---- Memory against traffic
     reshard_after_forward: bool | int | Literal["auto"] = "auto"
-    """Free a unit's gathered parameters after its forward (`true`: least memory; `false`: one
-    all-gather less; an integer: reshard to that many ranks). `auto` frees every unit but the
-    root."""
+    """Free the gathered parameters of a unit after its forward. `true` needs the least memory,
+    `false` saves one all-gather, and an integer reshards to that many ranks. `auto` frees every
+    unit except the root."""
     reshard_after_forward_overrides: dict[str, bool | int] = field(default_factory=dict)
     """Pattern -> reshard_after_forward of the units that it names."""
     accumulation: Literal["auto", "keep_gathered", "reduce_once", "reduce_each"] = "auto"
-    """Between the micro-batches of a step: `keep_gathered` gathers the parameters once a step and
-    reduces the gradients once (fastest; holds the whole model in param_dtype and a whole gradient);
-    `reduce_once` gathers in each micro-batch; `reduce_each` reduces in each too (least memory).
-    `auto`: the fastest that leaves a tenth of the device free, by the peak of the first two steps;
-    gradients of more than a quarter of the device are reduced in each, and so they are where each
-    rank has a copy of its own."""
+    """Traffic of the micro-batches of a step. `keep_gathered` gathers the parameters and reduces
+    the gradients once a step: fastest, but it holds the full model in param_dtype and a full
+    gradient. `reduce_once` gathers the parameters in each micro-batch. `reduce_each` also reduces
+    the gradients in each, with the least memory. `auto`: the fastest one that leaves a tenth of the
+    device free, measured by the peak of the first two steps. It is `reduce_each` if the gradients
+    take more than a quarter of the device, or if every rank has a full copy of the model."""
     forward_prefetch: NotNegative = 0
-    """Gather so many units ahead in the forward, in the order of the first; 0: PyTorch's own."""
+    """Number of units to gather ahead in the forward, in the order of the first forward. 0:
+    PyTorch's own prefetching."""
     backward_prefetch: NotNegative = 0
-    """Gather so many units ahead in the backward; 0: PyTorch's own (one)."""
+    """Number of units to gather ahead in the backward. 0: PyTorch's own prefetching of one unit."""
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in host memory."""
 
@@ -147,59 +151,61 @@ class ShardingConfig:
         "none"
     )
     """Recompute activations in the backward: of each decoder layer (`full` or true), of every k-th
-    (an integer), or all but matrix products and attention (`selective`). `auto`: the first of
-    none, selective and full that fits by the plan and by a step tried on the device."""
+    layer (an integer k), or all except matrix products and attention (`selective`). `auto`: the
+    first of none, selective and full that fits according to the plan and to a trial step on the
+    device."""
     activation_offload: bool = False
-    """Move what activation_checkpointing keeps, but for the last layer, to host memory until the
-    backward."""
+    """Move the activations that activation_checkpointing keeps to host memory until the backward,
+    except those of the last layer."""
     torch_compile: TorchCompile = "auto"
-    """Compile each decoder layer (`layer` or true; one graph for identical layers), or the whole
-    sharded `model`. `auto`: each layer, on a GPU, with samples of one length (packed or wrapped:
-    each new shape compiles anew) and no unit or offload inside of a layer; else `none`."""
+    """Compile each decoder layer (`layer` or true; identical layers share a graph), or the complete
+    sharded `model`. `auto`: each layer, on a GPU, if all samples have one length (packed or
+    wrapped: each new shape is compiled again) and no layer contains a unit or offloading; else
+    `none`."""
     torch_compile_backend: str = "inductor"
     """Backend of torch.compile."""
     torch_compile_mode: str | None = None
     """Mode of torch.compile: `default` or max-autotune-no-cudagraphs. Modes that record CUDA graphs
-    (reduce-overhead, max-autotune) are refused: FSDP2 moves the parameters at each step."""
+    (reduce-overhead, max-autotune) are refused, because FSDP2 moves the parameters at each step."""
 
     # ---- Planning
     device_memory: str | None = None
-    """Memory of each device that the run may plan with, such as 80GB; empty: what is free at its
-    start (on CPUs the free host memory, shared among the processes of a machine)."""
+    """Memory of each device that the run may use, such as 80GB. Empty: the memory that is free at
+    the start; on CPUs, the free host memory divided among the processes of a machine."""
 
     def __post_init__(self) -> None:
         if self.device_memory is not None and parse_size(self.device_memory) is None:
             raise ConfigError(
                 f"sharding.device_memory {self.device_memory!r} is not a size; write 80GB, or 500MB"
             )
-        freed = self.reshard_after_forward not in ("auto", False)
-        if self.accumulation == "keep_gathered" and freed:
+        is_freed = self.reshard_after_forward not in ("auto", False)
+        if self.accumulation == "keep_gathered" and is_freed:
             raise ConfigError(
-                "sharding.accumulation: keep_gathered keeps what reshard_after_forward frees; set "
-                "one of them to auto"
+                "sharding.accumulation: keep_gathered keeps the parameters that "
+                "reshard_after_forward frees; set one of them to auto"
             )
         if self.frozen == "replicated" and self.cpu_offload:
             raise ConfigError(
-                "sharding.frozen: replicated keeps on the device what cpu_offload moves to the "
-                "host; leave out one of them"
+                "sharding.frozen: replicated keeps parameters on the device that cpu_offload moves "
+                "to the host; remove one of them"
             )
-        records = self.torch_compile_mode in ("reduce-overhead", "max-autotune")
+        records_graphs = self.torch_compile_mode in ("reduce-overhead", "max-autotune")
         compiles = self.torch_compile not in (False, "none")
-        if records and compiles and self.torch_compile_backend == "inductor":
+        if records_graphs and compiles and self.torch_compile_backend == "inductor":
             raise ConfigError(
                 f"sharding.torch_compile_mode {self.torch_compile_mode} records CUDA graphs, which "
-                "need parameters at fixed addresses, and FSDP2 gathers them into other memory at "
+                "need parameters at fixed addresses, but FSDP2 gathers them into other memory at "
                 "each step; set max-autotune-no-cudagraphs or default"
             )
         if self.activation_offload and self.torch_compile not in (False, "none", "auto"):
             raise ConfigError(
-                "sharding.activation_offload runs uncompiled code in each layer: torch_compile "
-                "would compile none of it; leave out one of them"
+                "sharding.activation_offload runs uncompiled code in each layer, so torch_compile "
+                "would compile nothing; remove one of them"
             )
         if self.activation_offload and self.activation_checkpointing in (False, "none", "auto"):
             raise ConfigError(
-                "sharding.activation_offload does nothing without activation_checkpointing: full, "
-                "selective or a number; set that"
+                "sharding.activation_offload has no effect without activation_checkpointing; set "
+                "that to full, selective or a number"
             )
 
 
@@ -208,10 +214,11 @@ class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
     optim: Literal["adamw_torch_fused", "adamw_8bit", "adafactor", "muon"] = "adamw_torch_fused"
-    """AdamW (8 bytes of state a value in fp32); AdamW with moments of 8 bits (2 bytes; needs
-    bitsandbytes); Adafactor (next to none), whose learning rate is relative to a parameter's size
-    (1e-2 is usual); Muon for hidden matrices (4 bytes) and AdamW for the rest, with AdamW's
-    learning rate and decay."""
+    """`adamw_torch_fused`: AdamW, with 8 bytes of fp32 state per value. `adamw_8bit`: AdamW with
+    moments of 8 bits (2 bytes per value; needs bitsandbytes). `adafactor`: Adafactor, which has
+    hardly any state and whose learning rate is relative to the size of a parameter (1e-2 is usual).
+    `muon`: Muon for hidden matrices (4 bytes per value) and AdamW for the other parameters, both
+    with AdamW's learning rate and decay."""
     learning_rate: NonNegative = 5e-5
     """Peak learning rate."""
     weight_decay: NonNegative = 0.0
@@ -221,79 +228,83 @@ class OptimConfig:
     adam_beta2: Fraction = 0.999
     """Decay of the second moment."""
     adam_epsilon: NonNegative = 1e-8
-    """Added to the denominator."""
+    """Value added to the denominator."""
     lr_scheduler_type: Schedule = "linear"
-    """Schedule after the warm-up, as transformers names it."""
+    """Schedule after the warm-up, named as in transformers."""
     lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further settings of the schedule, as transformers has them, such as `{"num_decay_steps":
-    1000}` of warmup_stable_decay (empty: a tenth of all steps), or `{"min_lr_rate": 0.05}` of
-    cosine_with_min_lr (empty: 0.1 of the peak)."""
+    """Further settings of the schedule, named as in transformers: `{"num_decay_steps": 1000}` of
+    warmup_stable_decay (empty: a tenth of all steps), `{"min_lr_rate": 0.05}` of
+    cosine_with_min_lr (empty: 0.1 of the peak), and the like."""
     warmup_steps: NotNegative | Fraction = 0
-    """Steps in which the learning rate rises from 0; below 1: their share of all steps."""
+    """Number of steps in which the learning rate rises from 0. A value below 1 is a share of all
+    steps."""
     max_grad_norm: NonNegative = 1.0
-    """Gradients are clipped to this global norm; 0: not clipped (the norm is still logged)."""
+    """Clip gradients to this global norm. 0: no clipping; the norm is still logged."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Length of the run, and its batches."""
+    """Length of the run and its batches."""
 
     max_steps: AllOrCount = -1
-    """Optimizer steps; -1: as many as num_train_epochs needs."""
+    """Number of optimizer steps. -1: the number that num_train_epochs needs."""
     num_train_epochs: Positive = 1.0
-    """Passes over the training samples where max_steps is -1."""
+    """Passes over the training samples if max_steps is -1."""
     per_device_train_batch_size: AtLeast1 | Literal["auto"] = 8
-    """Samples of one micro-batch on one process. `auto`: as many as fit, by the plan and by a step
-    tried on the device, of those that divide global_batch_size."""
+    """Samples of one micro-batch on one process. `auto`: the largest divisor of global_batch_size
+    that fits according to the plan and to a trial step on the device."""
     global_batch_size: AtLeast1 | None = None
-    """Samples of one optimizer step on all processes together; gradient_accumulation_steps follows
-    from it. Empty: what the batch of a process, the accumulation and the processes make up."""
+    """Samples of one optimizer step on all processes together, from which
+    gradient_accumulation_steps follows. Empty: per_device_train_batch_size x
+    gradient_accumulation_steps x number of processes."""
     per_device_eval_batch_size: AtLeast1 | None = None
-    """Samples of one evaluation forward on one process; empty: as in training."""
+    """Samples of one evaluation forward on one process. Empty: as in training."""
     gradient_accumulation_steps: AtLeast1 = 1
     """Micro-batches of one optimizer step on one process."""
     deterministic: bool = False
-    """Use only operations that give the same bits each time, so that on CUDA too a resumed run has
-    the losses of an undisturbed one, to the bit, on as many devices of the same kind. Slower; one
-    that has no such form ends the run by its name."""
+    """Use only deterministic operations, so that on CUDA too a resumed run has bitwise the losses
+    of an uninterrupted one on the same number of devices of the same kind. Slower. An operation
+    without a deterministic form ends the run with an error that names it."""
     max_bad_steps: NotNegative = 3
-    """Steps in a row whose loss or gradient may be NaN or infinite on any rank. Each is skipped on
-    all of them (weights and optimizer stay as they are) and told with its samples; one more ends
-    the run before anything is saved. 0: the first one ends it."""
+    """Number of consecutive steps whose loss or gradient may be NaN or infinite on any rank. Every
+    rank skips such a step, which leaves weights and optimizer unchanged, and the log names its
+    samples. One more ends the run before anything is saved. 0: the first one ends it."""
     hang_seconds: NonNegative = 300.0
-    """End the run when no rank makes progress for this many seconds in a step (a micro-batch is
-    progress), with exit code 70 and a report of who waits for whom; at the start, in evaluations,
-    saves and exports 12 times as long. It ends, too, when a rank is gone. 0 (for a debugger):
-    nobody watches."""
+    """End the run if no rank finishes a micro-batch of a step for this many seconds, with exit code
+    70 and a report that shows which rank waits for which. At the start, in evaluations, saves and
+    exports the limit is 12 times as long. The run also ends if a rank has died. 0: no watch, for
+    use in a debugger."""
     connect_seconds: Positive | None = None
-    """Time for the processes to connect to each other once all of them have started; longer ends
-    the run with the reason. Empty: 45 s, and 1 s more for each 32 processes."""
+    """Seconds in which the processes must connect to each other once all of them have started;
+    after that, the run ends with the reason. Empty: 45 s, plus 1 s for every 32 processes."""
     router_aux_loss: Literal["auto", "pooled", "layer", "none"] = "auto"
-    """Auxiliary loss that evens the loads of experts, over the global batch: `pooled` over layers,
-    as transformers has it, or of each `layer`. `auto`: pooled where config.json asks for it
-    (output_router_logits). Its coefficient is config.json's."""
+    """Auxiliary loss that balances the load of experts over the global batch: `pooled` over the
+    layers as in transformers, or for each `layer`. `auto`: `pooled` if config.json requests it
+    (output_router_logits). The coefficient is that of config.json."""
     router_bias_update_rate: NonNegative = 0.0
-    """Move DeepSeek's bias of experts so far after each step, towards even loads; 1e-3 is usual."""
+    """Step by which DeepSeek's expert bias moves towards a balanced load after each update; 1e-3 is
+    usual."""
     z_loss: NonNegative = 0.0
-    """Add so much of the mean square of log Z of the logits to the loss; 1e-4 is usual. Not in
-    preference tuning."""
+    """Weight of the mean square of log Z of the logits, which is added to the loss; 1e-4 is usual.
+    Not available in preference tuning."""
     skip_spikes: Positive | None = None
-    """Skip, and count as bad, a step whose loss or gradient norm lies more than so many deviations
-    above the median of the 128 steps before; 6 is usual; empty: none."""
+    """Skip a step, and count it as bad, if its loss or gradient norm is more than this many
+    deviations above the median of the preceding 128 steps. 6 is usual. Empty: no such check."""
     check_steps: NotNegative | None = None
-    """Compare the bits of trained weights and optimizer state after every so many steps with those
-    before the next step, and end the run where one has changed; 0: never (as for a recipe that
-    writes weights itself), nor the ranks with each other at each line of metrics and before a save.
-    Empty: as logging_steps."""
+    """Every so many steps, compare the bits of trained weights and optimizer state after the step
+    with those before the next step, and end the run if any changed. 0: never, for a recipe that
+    writes weights itself; the ranks are then not compared with each other at each metrics line and
+    before each save either. Empty: as logging_steps."""
     logging_steps: AtLeast1 = 10
-    """A metrics line every so many steps (and at the first and the last)."""
+    """Write a metrics line every so many steps, and at the first and the last step."""
     eval_steps: AtLeast1 | None = None
-    """Evaluate every so many steps and at the end; empty: at the end, where there is eval data."""
+    """Evaluate every so many steps and at the end. Empty: only at the end, if there is evaluation
+    data."""
     profile_steps: list[AtLeast1] = field(default_factory=list)
-    """First and last step to profile, such as `[10, 12]`: a trace of each rank, on CUDA its
-    allocations too (for pytorch.org/memory_viz), and a table of where the time went, in the folder
-    `profile` of the run; empty: none. Few, since a trace has megabytes a step; their times count
-    for no rate."""
+    """First and last step to profile, such as `[10, 12]`. The folder `profile` of the run gets a
+    trace of each rank, on CUDA also its allocations (for pytorch.org/memory_viz), and a table of
+    the time spent. Empty: none. A trace takes megabytes per step. Profiled steps do not count in
+    tokens per second."""
 
     def __post_init__(self) -> None:
         steps = self.profile_steps
@@ -304,16 +315,20 @@ class TrainConfig:
             )
         if self.per_device_train_batch_size == "auto" and self.global_batch_size is None:
             raise ConfigError(
-                "train.per_device_train_batch_size: auto needs train.global_batch_size: the "
-                "samples of a step, which it keeps"
+                "train.per_device_train_batch_size: auto needs train.global_batch_size, the number "
+                "of samples of a step, which stays the same"
             )
 
     @property
     def micro_batch(self) -> int:
-        """`per_device_train_batch_size`; ConfigError where `auto` is not decided yet."""
+        """Samples of one micro-batch on one process.
+
+        Raises:
+            ConfigError: `per_device_train_batch_size` is `auto`, which is not decided yet.
+        """
         if not isinstance(self.per_device_train_batch_size, int):
             raise ConfigError(
-                "train.per_device_train_batch_size: auto is decided when a run starts; give a "
+                "train.per_device_train_batch_size: auto is decided when a run starts; set a "
                 "number here"
             )
         return self.per_device_train_batch_size
@@ -321,26 +336,26 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class FinetuneTrainConfig(TrainConfig):
-    """Length of the run, its batches, and prompts that an evaluation answers."""
+    """Length of the run, its batches, and the prompts that each evaluation answers."""
 
     neftune_noise_alpha: Positive | None = None
-    """Noise on the embeddings while training, uniform in +-alpha / sqrt(tokens x width) (NEFTune);
-    5 is usual; empty: none. Not in preference tuning, whose model must be the same function as its
-    reference."""
+    """Add uniform noise in +-alpha / sqrt(tokens x width) to the embeddings while training
+    (NEFTune). 5 is usual. Empty: none. Not available in preference tuning, because the model and
+    its reference must be the same function."""
     label_smoothing_factor: Fraction = 0.0
-    """Share of the target that is spread over the whole vocabulary; training only. Not in
+    """Share of the target that is spread over the vocabulary while training. Not available in
     preference tuning, which has preference.label_smoothing."""
     early_stopping_patience: AtLeast1 | None = None
-    """Stop after so many evaluations without a better metric_for_best_model; empty: never."""
+    """Stop after so many evaluations without a better metric_for_best_model. Empty: never."""
     eval_prompts: list[str] = field(default_factory=list)
-    """Prompts answered at each evaluation, in 64 tokens at most, as a user's message where there is
-    a chat template."""
+    """Prompts that the model answers at each evaluation, in at most 64 tokens. With a chat template
+    each is a user's message."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.early_stopping_patience is not None and self.eval_steps is None:
             raise ConfigError(
-                "train.early_stopping_patience needs train.eval_steps: it counts evaluations"
+                "train.early_stopping_patience counts evaluations; set train.eval_steps too"
             )
 
 
@@ -357,38 +372,39 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     hub: HubConfig = field(default_factory=HubConfig)
     output_dir: str = "runs"
-    """Run directory: config, metrics and checkpoints. Starting the same command on it resumes."""
+    """Run directory with config, metrics and checkpoints. Starting the same command again resumes
+    the run."""
     seed: int = 42
-    """Seeds the random weights and adapters, the sample order and dropout."""
+    """Seed of the random weights and adapters, the sample order and dropout."""
     kind: str = ""
     """Kind of the run: `pretrain`, `finetune`, `prefer`, or the name of your own recipe. Empty: the
     kind of the recipe that is started. A recipe refuses a config of another kind."""
 
     @classmethod
     def kind_name(cls) -> str:
-        """Return the name of the kind of run that this class configures: `DistillConfig` is
-        `distill`.
-        """
+        """Derive the name of the kind of run from the class: `distill` for `DistillConfig`."""
         return cls.__name__.removesuffix("Config").lower()
 
     @property
     def adapters(self) -> LoraConfig | None:
-        """The adapters that are trained; None: the model itself is."""
+        """Settings of the adapters that are trained, None if the model itself is trained."""
         return None
 
     @property
     def learned(self) -> Learned:
-        """Return what is learned: all of documents, in samples that are cut out of them, some
-        tokens of examples, pairs of answers, or single answers with a label.
+        """Kind of rows that the run trains on.
+
+        `documents` are supervised completely, in samples cut out of them. `examples` are supervised
+        in part. `pairs` are two answers to a prompt, `answers` single answers with a label.
         """
         return "documents"
 
     @property
     def frozen_models(self) -> dict[str, ModelConfig]:
-        """Frozen models next to the trained one: role -> settings, such as "teacher".
+        """Settings of the frozen models next to the trained one, by role, such as "teacher".
 
-        The role is the name of the section; every section but `model` that holds a `ModelConfig`
-        is a frozen model.
+        Every section except `model` that holds a `ModelConfig` is a frozen model, and the name of
+        the section is its role.
         """
         sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
@@ -399,7 +415,7 @@ class RunConfig:
 
     @property
     def learns_prompts(self) -> bool:
-        """Return whether prompts of chosen answers are targets too, of pairs."""
+        """True if the loss also covers the prompts of chosen answers."""
         return False
 
     def __post_init__(self) -> None:
@@ -410,28 +426,30 @@ class RunConfig:
         paths = ("model.name_or_path", "output_dir", "checkpoint.root")
         for name in (*paths, "data.train_files", "data.eval_files"):
             value = operator.attrgetter(name)(self)
-            if value == "" or (isinstance(value, list) and "" in value):  # an unset shell variable
-                raise ConfigError(f"{name} is an empty text; give a path, or leave the setting out")
+            # An unset shell variable becomes an empty text.
+            if value == "" or (isinstance(value, list) and "" in value):
+                raise ConfigError(f"{name} is an empty text; set a path, or remove the setting")
         if self.model.kernels == "liger" and self.sharding.activation_checkpointing == "selective":
             raise ConfigError(
                 "model.kernels: liger: sharding.activation_checkpointing: selective keeps queries "
-                "and keys, which Liger's rotary kernel overwrites, unseen by torch: gradients "
-                "would be wrong. Set it to full, or leave kernels out"
+                "and keys, which Liger's rotary kernel overwrites without torch noticing, so "
+                "gradients would be wrong. Set it to full, or remove model.kernels"
             )
         if self.data.streaming and self.train.max_steps == -1:
             raise ConfigError(
-                "data.streaming needs train.max_steps: the length of a pass is not known before it"
+                "data.streaming needs train.max_steps, because the length of a pass is unknown"
             )
         if self.train.deterministic and "autotune" in (self.sharding.torch_compile_mode or ""):
             raise ConfigError(
-                "train.deterministic: sharding.torch_compile_mode chooses kernels by the time "
-                "that they take; leave one of them out"
+                "train.deterministic: sharding.torch_compile_mode autotune chooses kernels by "
+                "their measured speed, which varies; remove one of them"
             )
-        every, evals = self.checkpoint.save_steps, self.train.eval_steps
-        if self.checkpoint.keep_best and (evals is None or every % evals):
+        save_steps = self.checkpoint.save_steps
+        eval_steps = self.train.eval_steps
+        if self.checkpoint.keep_best and (eval_steps is None or save_steps % eval_steps):
             raise ConfigError(
-                f"checkpoint.keep_best needs an evaluation at each save: save_steps {every} must "
-                f"be a multiple of train.eval_steps, got {evals}"
+                f"checkpoint.keep_best needs an evaluation at each save: save_steps {save_steps} "
+                f"must be a multiple of train.eval_steps, got {eval_steps}"
             )
 
 
@@ -453,7 +471,7 @@ class PretrainConfig(RunConfig):
 
 @dataclass(frozen=True)
 class FinetuneConfig(RunConfig):
-    """A fine-tuning run: of all parameters, or of adapters (lora.r or lora.from)."""
+    """A fine-tuning run of all parameters or of adapters (lora.r or lora.from)."""
 
     model: FinetuneModelConfig
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
@@ -463,12 +481,12 @@ class FinetuneConfig(RunConfig):
 
     @property
     def adapters(self) -> LoraConfig | None:
-        """The adapters that are trained; None: the model itself is."""
+        """Settings of the adapters that are trained, None if the model itself is trained."""
         return self.lora if self.lora.is_used else None
 
     @property
     def learned(self) -> Learned:
-        """Return what is learned: some tokens of examples."""
+        """Kind of rows that the run trains on: examples, which are supervised in part."""
         return "examples"
 
     def __post_init__(self) -> None:
@@ -476,35 +494,42 @@ class FinetuneConfig(RunConfig):
         if self.model.train_tokenizer:
             raise ConfigError(
                 "model.train_tokenizer is for pretraining; set model.tokenizer_name_or_path, or "
-                "leave it out"
+                "remove it"
             )
         if self.adapters is None:
             return
         if self.model.frozen_parameters:
             raise ConfigError(
-                "model.frozen_parameters with lora.r does nothing: adapters freeze the whole "
-                "base; leave it out"
+                "model.frozen_parameters has no effect with lora.r, because adapters freeze the "
+                "complete base model; remove it"
             )
         if self.model.trust_remote_code:
             raise ConfigError(
-                "lora.r with model.trust_remote_code: adapters are proven on a base built without "
-                "code from outside; leave one of them out"
+                "lora.r with model.trust_remote_code is not supported: adapters are verified on a "
+                "base model that is built without code from outside; remove one of them"
             )
         if self.checkpoint.async_save is True:
             raise ConfigError(
-                "checkpoint.async_save with lora.r gains nothing: a save of an adapter is proven "
-                "at once; leave it out"
+                "checkpoint.async_save with lora.r gains nothing, because a saved adapter is "
+                "verified at once; remove it"
             )
 
 
 def model_settings(cfg: RunConfig) -> ModelConfig:
-    """Return the model's settings with the dtype filled in: the checkpoint's own under adapters."""
+    """Fill in the dtype of the model's settings.
+
+    Empty, it is float32, or with adapters the dtype of the checkpoint.
+    """
     dtype = cfg.model.dtype or ("auto" if cfg.adapters else "float32")
     return dataclasses.replace(cfg.model, dtype=dtype)
 
 
 def check_folder(name_or_path: str) -> None:
-    """Refuse a model's path where no folder is (ModelError); what may be a Hub id passes."""
+    """Check that a model's path is a folder; a name that may be a Hub id passes.
+
+    Raises:
+        ModelError: the path is a file, or does not exist.
+    """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return
