@@ -344,7 +344,7 @@ def averages(rank: int, world: int, folder: str) -> dict[str, torch.Tensor]:
     """Return the gradient of a mean per rank, averaged: what is not done."""
     model = build(folder, world)
     batch = packed(dealt(rank, world))
-    (loss_sum(model, batch) / supervised_tokens(batch["labels"])).backward()
+    (loss_sum(model, batch) / supervised_tokens(batch["labels"]) / world).backward()
     return {n: whole(p.grad) for n, p in model.named_parameters()}
 
 

@@ -262,7 +262,7 @@ def test_a_layer_and_its_adapters_are_one_unit(curves, name):
 
 
 def unreduced(rank: int, world: int, folder: str) -> Any:
-    """Adapters that are plain parameters on each rank: averaged, and as the control not."""
+    """Adapters that are plain parameters on each rank: summed, and as the control not."""
     from toolkit.training import step as training
 
     model = build_on_meta(ModelConfig(folder, dtype="auto"))
@@ -270,9 +270,9 @@ def unreduced(rank: int, world: int, folder: str) -> Any:
     with pytest.raises(ModelError, match=r"sharded already.*before apply_fsdp"):
         add_adapters(model, LoraConfig(r=4))
     found: dict[str, Any] = {}
-    average = training._average_replicated
-    for way, do in (("averaged", average), ("not", lambda model, world: None)):
-        training._average_replicated = do
+    add_up = training._sum_replicated
+    for way, do in (("summed", add_up), ("not", lambda model, world: None)):
+        training._sum_replicated = do
         outside = dataclasses.replace(FP32, ignored_parameters=["*.lora_*"])
         plain = build(folder, world, LoraConfig(r=4, target_modules=Q), outside)
         found["start"] = trained(plain)
@@ -280,7 +280,7 @@ def unreduced(rank: int, world: int, folder: str) -> Any:
         found[f"{way}, sharded"] = any(
             isinstance(p, DTensor) for p in plain.parameters() if p.requires_grad
         )
-    training._average_replicated = average
+    training._sum_replicated = add_up
     return found
 
 
@@ -289,8 +289,8 @@ def test_adapters_whose_gradients_nobody_reduces_are_seen(served, folders):
     found = served[0]["unreduced"]
     case = Case("llama", LoraConfig(r=4, target_modules=Q))
     losses = reference(folders["llama"], case, found["start"])
-    assert not found["averaged, sharded"]
-    assert max(abs(a - b) for a, b in zip(found["averaged"], losses, strict=True)) < 1e-5
+    assert not found["summed, sharded"]
+    assert max(abs(a - b) for a, b in zip(found["summed"], losses, strict=True)) < 1e-5
     assert max(abs(a - b) for a, b in zip(found["not"], losses, strict=True)) > 1e-4
 
 

@@ -550,8 +550,8 @@ def _world_of_one():
 # ---- Gradients of what is not sharded ------------------------------------------------------------
 
 
-def averaged(rank: int, world: int) -> list[list[float] | None]:
-    """Average gradients of three parameters: of every rank, of the last rank, of none."""
+def summed(rank: int, world: int) -> list[list[float] | None]:
+    """Sum gradients of three parameters: of every rank, of the last rank, of none."""
     from unittest import mock
 
     from toolkit.training import step
@@ -562,10 +562,10 @@ def averaged(rank: int, world: int) -> list[list[float] | None]:
         model["last"].grad = torch.tensor([3.0, 0.0])
     among = init_mesh("cpu", world, FP32).loss
     with mock.patch.object(ranks, "_least", side_effect=AssertionError("the hosts were asked")):
-        step._average_replicated(model, among)
+        step._sum_replicated(model, among)
     return [None if p.grad is None else p.grad.tolist() for p in model.values()]
 
 
-def test_gradients_of_what_is_not_sharded_are_averaged_without_asking_the_hosts() -> None:
-    for found in run_ranks(averaged, 3):
-        assert found == [[2.0, 2.0], [1.0, 0.0], None]
+def test_gradients_of_what_is_not_sharded_are_summed_without_asking_the_hosts() -> None:
+    for found in run_ranks(summed, 3):
+        assert found == [[6.0, 6.0], [3.0, 0.0], None]

@@ -147,7 +147,7 @@ def sharded_gradients(rank: int, world: int, folder: str, changes: dict[str, Any
     load_pretrained(model, folder, "cpu")
     batch = {k: v[rank::world] for k, v in rows(2 * world).items()}
     value = token_logps(model.train(), as_batch(batch))[:, :-1].square().sum()
-    (value * world).backward()  # FSDP averages
+    value.backward()
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 

@@ -128,16 +128,16 @@ def test_norm_and_clipped_gradients_are_those_of_one_process(world, kind, shallo
                 assert error < 1e-5, (what, float(error))
 
 
-def test_a_gradient_that_is_not_averaged_is_seen(folders, monkeypatch):
-    """The control: without averaging replicated gradients the comparison above must fail."""
-    found = run_ranks(not_averaged, 2, folders["llama"])
+def test_a_gradient_that_is_not_summed_is_seen(folders, monkeypatch):
+    """The control: without summing replicated gradients the comparison above must fail."""
+    found = run_ranks(not_summed, 2, folders["llama"])
     assert any(not torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
 
 
-def not_averaged(rank: int, world: int, folder: str) -> list[torch.Tensor]:
+def not_summed(rank: int, world: int, folder: str) -> list[torch.Tensor]:
     from toolkit.training import step as training
 
-    training._average_replicated = lambda model, world: None
+    training._sum_replicated = lambda model, world: None
     model = build(
         folder, world, dataclasses.replace(FP32, ignored_parameters=["*layernorm.weight"])
     )

@@ -108,7 +108,7 @@ class ShardingConfig:
     stays gathered. `auto`: true on a GPU if they are not tied."""
     ignored_parameters: list[str] = field(default_factory=list)
     """Patterns of parameters that are not sharded. Every rank has a full copy in the storage dtype,
-    and the gradient is averaged over the ranks."""
+    and the gradient is summed over the ranks."""
     frozen: Literal["auto", "sharded", "replicated"] = "auto"
     """Layout of parameters that are not trained, such as the base model of adapters. `sharded`:
     they are gathered in each forward and backward like the others. `replicated`: every rank has a

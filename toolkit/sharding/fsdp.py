@@ -157,7 +157,21 @@ def _shard_unit(
         offload_policy=offload_policy(cfg, mesh.device_type),
         ignored_params=others or None,
     )
+    if mesh.size() > 1:  # on one rank the factor would only cost a copy of the gradient
+        _sum_gradients(modules[0])
     return modules
+
+
+def _sum_gradients(unit: Any) -> None:
+    """Let FSDP2 add up the gradients of a unit over the ranks, where it would average them.
+
+    The loss of a step is a sum over ranks. The division by the size of the unit's mesh, which
+    FSDP2 does by default, is wrong as soon as two units have meshes of different sizes.
+    """
+    unit.set_gradient_divide_factor(1.0)
+    # By default a custom factor is multiplied inside the collective, which gloo cannot do. A sum
+    # without a factor works on every backend.
+    unit.set_force_sum_reduction_for_comms(True)
 
 
 def offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:

@@ -11,7 +11,8 @@ its own makes a joint unit with the embedding that it is tied to.
 
 [Note: replicated parameters] What transformers keeps in fp32 for half precision (routers, decay
 rates, sinks) is small, and often used without a forward of its own, so that no hook would gather
-it. It stays whole on every rank, as scalars do, and its gradient is averaged once a step.
+it. It stays complete on every rank, as scalars do. Its gradient is summed over the ranks once a
+step.
 """
 
 from collections import Counter

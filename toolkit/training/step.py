@@ -2,9 +2,9 @@
 
 [Note: token weighting] The loss is the mean over the supervised tokens of the global batch. So the
 tokens of all micro-batches of all ranks are counted first (one all-reduce of one integer), and each
-micro-batch contributes its sum divided by that count. FSDP averages gradients over ranks, where a
-sum is meant: each contribution is multiplied by the number of ranks. A rank without supervised
-tokens contributes zero, not the NaN of an empty mean.
+micro-batch contributes its sum divided by that count. The gradients of ranks are added up, not
+averaged (`apply_fsdp` sets this on every unit). A rank without supervised tokens contributes zero,
+not the NaN of an empty mean.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,8 +100,7 @@ class Update:
         self._terms = count.flatten()[0]
         if router is not None:
             router.begin(routed)
-        # FSDP averages over the ranks what is to be added up.
-        self._scale = self._ranks.size / torch.where(count > 0, count, 1).float()
+        self._scale = 1.0 / torch.where(count > 0, count, 1).float()
         self._total = torch.zeros((), device=count.device)
         self._parts: dict[str, torch.Tensor] = {}
         self._part_counts: dict[str, torch.Tensor] = {}
@@ -132,7 +131,7 @@ class Update:
                 sums[name] = sums.get(name, 0) + value.flatten().float()
         self._phase.close()
         if self._router is not None:
-            part = part + self._router.part() * self._ranks.size
+            part = part + self._router.part()
         self._phase.enter_context(record_function(BACKWARD))
         return part
 
@@ -150,11 +149,11 @@ class Update:
         """
         model, total, device = self._sharded.model, self._total, self._total.device
         bad_here = ~torch.isfinite(total)
-        _average_replicated(model, self._ranks)
+        _sum_replicated(model, self._ranks)
         local = [total[None], *self._parts.values(), *self._part_counts.values()]
         sizes = [len(values) for values in local]
         loss, *summed = self._ranks.sum(torch.cat(local)).split(sizes)
-        mean, names = loss[0] / self._ranks.size, [*self._parts]
+        mean, names = loss[0], [*self._parts]
         pairs = zip(summed[: len(names)], summed[len(names) :], strict=True)
         part_sums = dict(zip(names, pairs, strict=True))
         parts = {name: (sums / counts).sum() for name, (sums, counts) in part_sums.items()}
@@ -233,8 +232,8 @@ def clip_gradients(
     return total
 
 
-def _average_replicated(model: nn.Module, among: View) -> None:
-    """Average over the ranks the gradients of what FSDP does not shard, by one all-reduce.
+def _sum_replicated(model: nn.Module, among: View) -> None:
+    """Add up over the ranks the gradients of what FSDP does not shard, by one all-reduce.
 
     A rank that did not use a parameter adds zero. A parameter that no rank used gets no gradient.
     The ranks that used each parameter are counted in the same all-reduce. Only a rank without a
@@ -250,7 +249,7 @@ def _average_replicated(model: nn.Module, among: View) -> None:
     for parameter, total, count in zip(parameters, totals, users, strict=True):
         # A rank that has a gradient need not look whether another one has.
         if parameter.grad is not None or bool(count > 0):
-            parameter.grad = (total / among.size).view_as(parameter).to(parameter.dtype)
+            parameter.grad = total.view_as(parameter).to(parameter.dtype)
 
 
 with_accuracy: Loss = partial(causal_lm_loss, accuracy=True)
