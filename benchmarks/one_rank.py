@@ -26,7 +26,14 @@ from toolkit.planning.fake_ranks import fake_world
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 """Namespaces of operations that exchange tensors between ranks."""
 _AMONG = " among "
-_EXCHANGES = ("broadcast", "_least", "gather_to_main", "gather_integers", "totals", "object_group")
+_EXCHANGES = (
+    "broadcast",
+    "_least",
+    "gather_to_main",
+    "gather_integers",
+    "sum_over_ranks",
+    "object_group",
+)
 
 
 class Noted(TorchDispatchMode):
@@ -84,7 +91,7 @@ def as_rank(rank: int, world: int) -> Iterator[Noted]:
         exchange = getattr(ranks, name)
 
         def noting(*args: Any, **options: Any) -> Any:
-            count = len(args[0]) if name in ("_least", "gather_integers", "totals") else ""
+            count = len(args[0]) if name in ("_least", "gather_integers", "sum_over_ranks") else ""
             noted.record(f"exchange {name}", count)
             return exchange(*args, **options)
 

@@ -61,8 +61,8 @@ from toolkit.export import consolidate
 from toolkit.formats import local_tensor
 from toolkit.loading import init_weights, load_pretrained
 from toolkit.models.causal_lm import build_on_meta
+from toolkit.models.layers import untaught
 from toolkit.models.packing_probe import Verdict, keeps_apart
-from toolkit.models.text_part import untaught
 
 TOLERANCE = 1e-5
 LIMIT = 90.0

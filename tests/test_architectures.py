@@ -23,7 +23,7 @@ from toolkit import models
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import LoadingError, ModelError
 from toolkit.formats.hf_folder import HFAssets
-from toolkit.loading.initialise import drawn, with_buffers
+from toolkit.loading.materialisation import drawn, with_buffers
 from toolkit.models.causal_lm import build_on_meta
 
 pytestmark = pytest.mark.slow

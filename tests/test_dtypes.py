@@ -61,7 +61,7 @@ def test_computed_buffers_have_the_dtype_of_the_computation(tmp_path: Path, kind
 
 
 def test_tables_of_integers_come_from_the_constructor(tmp_path: Path) -> None:
-    from toolkit.loading.initialise import drawn, with_buffers
+    from toolkit.loading.materialisation import drawn, with_buffers
 
     model = build_on_meta(ModelConfig(str(save_tiny_model(tmp_path)), init="random"))
     kind = type(model.model)

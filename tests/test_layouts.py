@@ -35,11 +35,10 @@ from toolkit.export.plan import make_plan, model_of_assets
 from toolkit.formats import StoredTensor, assets_of, export_manifest
 from toolkit.loading import load_pretrained
 from toolkit.loading.pretrained import check_fits
-from toolkit.models import text_trial
+from toolkit.models import tiny_copy
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.models.layers import decoder_layers, tied_names
+from toolkit.models.layers import beside_line, beside_text, decoder_layers, tied_names
 from toolkit.models.peft_model import adapted_modules
-from toolkit.models.text_part import beside_line, beside_text
 from toolkit.sharding.units import plan_units
 from toolkit.verify import verify_export
 
@@ -144,7 +143,7 @@ def test_the_text_part_is_trained_where_the_class_has_no_forward_for_text(
     def forward(self: Any, **inputs: Any) -> Any:  # as that of transformers 5.24, not of 5.23
         raise AttributeError("its output has no attribute 'image_outputs'")
 
-    monkeypatch.setattr(text_trial, "_known", {})
+    monkeypatch.setattr(tiny_copy, "_known", {})
     monkeypatch.setattr(Llama4ForConditionalGeneration, "forward", forward)
     model = build_on_meta(ModelConfig(str(layout("llama4", tmp_path))))
     assert type(model).__name__ == "Llama4ForCausalLM"

@@ -300,10 +300,10 @@ def test_what_auto_is_on_a_gpu(kind, device, changes, split, compiled, folders):
     model = build_on_meta(ModelConfig(folders[kind]))
     assert fsdp.splits_ends(model, cfg, device) is split
     plan = fsdp.plan_units(model, cfg)
-    assert fsdp.compiles_layers(plan, cfg, device, True, False)[0] is compiled
+    assert fsdp.should_compile_layers(plan, cfg, device, True, False)[0] is compiled
     if cfg.torch_compile == "auto":  # each new length would compile anew
-        assert not fsdp.compiles_layers(plan, cfg, device, False, False)[0]
-        assert not fsdp.compiles_layers(plan, cfg, device, True, own_kernels=True)[0]
+        assert not fsdp.should_compile_layers(plan, cfg, device, False, False)[0]
+        assert not fsdp.should_compile_layers(plan, cfg, device, True, own_kernels=True)[0]
 
 
 @pytest.mark.parametrize("how", ["none", "layer", "model"])

@@ -9,10 +9,9 @@ from torch import nn
 from toolkit import ranks
 from toolkit.formats import local_tensor
 from toolkit.models import peft_model
-from toolkit.models.layers import numbers_of_experts
+from toolkit.models.layers import numbers_of_experts, untaught
 from toolkit.models.patterns import numbered
 from toolkit.models.reward import reward_head
-from toolkit.models.text_part import untaught
 from toolkit.tables import fold, table
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

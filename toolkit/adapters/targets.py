@@ -16,10 +16,10 @@ from toolkit.config.lora import LoraConfig
 from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
 from toolkit.models.classes import plain_name
+from toolkit.models.layers import beside_text
 from toolkit.models.patterns import no_match, numbered
 from toolkit.models.peft_model import ADAPTER, adapted_modules, adapted_parameters, copied_modules
 from toolkit.models.reward import HEAD, reward_head
-from toolkit.models.text_part import beside_text
 
 if TYPE_CHECKING:
     from peft import PeftModel

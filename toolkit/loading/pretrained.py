@@ -30,7 +30,7 @@ from toolkit.loading.proof import base_sums, prove_load, refuse_not_finite
 from toolkit.models.classes import plain_class, plain_name
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
-from toolkit.models.text_trial import text_fault
+from toolkit.models.tiny_copy import text_fault
 from toolkit.sharding.fsdp import Sharded
 from toolkit.tables import size_text
 

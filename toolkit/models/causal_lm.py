@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 import os
 import re
 from pathlib import Path
@@ -23,6 +24,7 @@ from toolkit import formats, ranks
 from toolkit.config.preference import RewardModelConfig
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError, one_line
+from toolkit.formats import nested_items
 from toolkit.models.classes import (
     build,
     causal_names,
@@ -31,14 +33,12 @@ from toolkit.models.classes import (
     mapped_class,
     plain_name,
 )
-from toolkit.models.config_ranges import check_ranges
 from toolkit.models.kernels import check_kernels, use_kernels
-from toolkit.models.layers import tied_names
+from toolkit.models.layers import tied_names, untaught
 from toolkit.models.patterns import matching_parameters
 from toolkit.models.reward import become_reward_model, reward_class
 from toolkit.models.stored import QUANTISED, as_read, reader_of, stored_parts
-from toolkit.models.text_part import untaught
-from toolkit.models.text_trial import text_fault
+from toolkit.models.tiny_copy import text_fault
 
 _process = {"trusts_code": False}
 _GENERATION, _ROUTER = "generation_config.json", "output_router_logits"
@@ -421,3 +421,39 @@ def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
         section.update(changed)
     named = model.named_parameters(remove_duplicate=False)
     return {n: shapes[n][0] for n, p in named if n in shapes and p.shape != shapes[n]}
+
+
+_PROBABILITY = re.compile(r"dropout(_prob|_rate|_p)?$|_pdrop$|layer_?drop$|drop_path_rate$")
+_POSITIVE = re.compile(r"^rope_theta$")
+_EPSILON = re.compile(r"norm_eps(ilon)?$")
+_SIZES = re.compile(r"^(num_\w*(heads|layers|experts)|hidden_size|head_dim|vocab_size)$")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def check_ranges(content: dict[str, Any], file: Path) -> None:
+    """Refuse a config.json with a number that no forward can use. Raises a ModelError that names
+    the setting, before anything is built.
+    """
+    for name, value in nested_items(content):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        expected = ""
+        if _PROBABILITY.search(name) and not 0 <= value <= 1:
+            expected = "a probability from 0 to 1"
+        elif _POSITIVE.search(name) and not (value > 0 and math.isfinite(value)):
+            expected = "a number above 0"
+        elif _EPSILON.search(name) and not (value >= 0 and math.isfinite(value)):
+            expected = "0 or more"
+        elif _SIZES.search(name) and value < 0:
+            expected = "no negative number"
+        if expected:
+            raise ModelError(f"{file}: {name} is {value}, expected {expected}. Correct it there")
+    for section in (content, *(v for v in content.values() if isinstance(v, dict))):
+        chosen = [section[name] for name in _CHOSEN if isinstance(section.get(name), int)]
+        experts = [section[name] for name in _EXPERTS if isinstance(section.get(name), int)]
+        if chosen and experts and max(chosen) > max(experts) > 0:
+            raise ModelError(
+                f"{file}: {max(chosen)} experts are chosen for a token, of {max(experts)}. Correct "
+                "one of the two there"
+            )

@@ -29,8 +29,8 @@ from toolkit.sharding.accumulation import reduces_each
 from toolkit.sharding.fsdp import (
     Sharded,
     apply_fsdp,
-    compiles_layers,
     replicates_frozen,
+    should_compile_layers,
     splits_ends,
 )
 from toolkit.sharding.units import plan_units
@@ -142,4 +142,4 @@ def _compiles(model: Any, cfg: RunConfig, sharding: ShardingConfig, device_type:
     own_kernels = cfg.model.kernels != "none"
     plan = plan_units(model, sharding)
     fixed_length = has_fixed_length(packing, cfg.learned)
-    return compiles_layers(plan, sharding, device_type, fixed_length, own_kernels)[0]
+    return should_compile_layers(plan, sharding, device_type, fixed_length, own_kernels)[0]

@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.config.settings import ShardingConfig
+from toolkit.errors import ShardingError
 from toolkit.formats import torch_private
 from toolkit.models.attention import mark_borders_dynamic
+from toolkit.sharding.units import UnitPlan, is_inside
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
@@ -32,3 +35,42 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
             torch.backends.cuda.enable_cudnn_sdp(before)
 
     module._compiled_call_impl = without_cudnn
+
+
+def should_compile_layers(
+    plan: UnitPlan, cfg: ShardingConfig, device_type: str, fixed_length: bool, own_kernels: bool
+) -> tuple[bool, str]:
+    """Return whether layers are compiled, and why; refuse units inside one, whose hooks would not
+    run.
+    """
+    units = (name for unit in plan.units for name in unit.modules)
+    inside = next((name for name in units if is_inside(name, plan.layers)), None)
+    if cfg.torch_compile == "auto":
+        against = {
+            device_type: device_type != "cuda",
+            "samples of many lengths": not fixed_length,
+            "model.kernels": own_kernels,
+            f"the unit {inside} inside a layer": inside is not None,
+            "activation_offload": cfg.activation_offload,
+            "only the root is a unit": plan.root_only is not None,
+        }
+        why = next((reason for reason, holds in against.items() if holds), None)
+        return why is None, why or "samples of one length"
+    if cfg.torch_compile not in (True, "layer"):
+        return False, ""
+    if inside is not None:
+        raise ShardingError(
+            f"torch_compile: layer compiles each layer whole, with the unit {inside} inside one; "
+            "set sharding.torch_compile: model, or leave param_dtype_overrides out"
+        )
+    return True, ""
+
+
+def compile_options(cfg: ShardingConfig) -> dict[str, Any]:
+    known = torch.compiler.list_backends(exclude_tags=())
+    if cfg.torch_compile_backend not in known:
+        raise ShardingError(
+            f"sharding.torch_compile_backend {cfg.torch_compile_backend!r} is none of torch "
+            f"{torch.__version__}: {', '.join(known)}"
+        )
+    return {"backend": cfg.torch_compile_backend, "mode": cfg.torch_compile_mode}

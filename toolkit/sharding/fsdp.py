@@ -10,7 +10,6 @@ already, they change nothing.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,14 +37,63 @@ from toolkit.models.modes import forked_rng
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of
 from toolkit.sharding.accumulation import Accumulation, frozen_fits
-from toolkit.sharding.compiled import compile_forward
+from toolkit.sharding.compiled import compile_forward, compile_options, should_compile_layers
 from toolkit.sharding.host_memory import HostMemory
-from toolkit.sharding.prefetch import Prefetch
 from toolkit.sharding.recompute import recompute_in_backward
-from toolkit.sharding.units import Unit, UnitPlan, frozen_parameters, plan_units
+from toolkit.sharding.units import Unit, UnitPlan, frozen_parameters, is_inside, plan_units
 
 _REDUCE_UNUSED = "set_reduce_scatter_unused_params"
 _IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may pass all experts by
+
+
+class Prefetch:
+    """Records the order in which units run in the first forward of `root`, then wires prefetches.
+
+    `units`: name -> modules of all units but the root.
+    """
+
+    def __init__(self, root: nn.Module, units: dict[str, list[nn.Module]], cfg: ShardingConfig):
+        self._root, self._units = root, units
+        self._depths = cfg.forward_prefetch, cfg.backward_prefetch
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+        self.wired: dict[str, tuple[list[str], list[str]]] = {}
+        """Unit -> those it gathers ahead in the forward, and in the backward."""
+        self._handles = [
+            root.register_forward_pre_hook(self._begin),
+            root.register_forward_hook(self._finish),
+        ]
+        for name, modules in units.items():
+            begin = modules[0].register_forward_pre_hook(lambda *_, n=name: self.begun.append(n))
+            end = modules[-1].register_forward_hook(lambda *_, n=name: self.ended.append(n))
+            self._handles += [begin, end]
+
+    def _begin(self, *_: Any) -> None:
+        self.begun.clear()  # an earlier forward may have ended in an error
+        self.ended.clear()
+
+    def _finish(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._wire(_once(self.begun), _once(self.ended))
+
+    def _wire(self, begun: list[str], ended: list[str]) -> None:
+        """Tell each unit what to gather ahead. The root's own is the first of either order."""
+        forward, backward = self._depths
+        begun, back = ["", *begun], ["", *reversed(ended)]
+        ahead = {name: begun[i + 1 : i + 1 + forward] for i, name in enumerate(begun)}
+        behind = {name: back[i + 1 : i + 1 + backward] for i, name in enumerate(back)}
+        for name in ahead:
+            unit: Any = self._units[name][0] if name else self._root
+            if forward:
+                unit.set_modules_to_forward_prefetch([self._units[n][0] for n in ahead[name]])
+            if backward:
+                unit.set_modules_to_backward_prefetch([self._units[n][0] for n in behind[name]])
+            self.wired[name] = ahead[name], behind.get(name, [])
+
+
+def _once(order: list[str]) -> list[str]:
+    return [name for name in order if order.count(name) == 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +140,13 @@ def apply_fsdp(
     recomputed = _recompute(model, plan, cfg)
     assets = getattr(base_of(model), "hf_assets", None)
     own_kernels = assets is not None and assets.kernels != "none"
-    compiled, compile_why = compiles_layers(plan, cfg, device_type, fixed_length, own_kernels)
+    compiled, compile_why = should_compile_layers(plan, cfg, device_type, fixed_length, own_kernels)
     if compiled:
         for name in plan.layers:
-            compile_forward(model.get_submodule(name), **_compile_options(cfg))
+            compile_forward(model.get_submodule(name), **compile_options(cfg))
     for unit in plan.units:
         modules = _shard_unit(model, unit, mesh.fsdp, cfg, _reshard(unit, shards))
-        if len(modules) > 1 or any(_inside(name, recomputed) for name in unit.modules):
+        if len(modules) > 1 or any(is_inside(name, recomputed) for name in unit.modules):
             _cast_each(modules, unit)
         # A rank whose tokens went to no expert reduces zeros, not a smaller buffer. But around the
         # layers what no rank uses (a tower's embedding) must get no gradient, for AdamW's decay.
@@ -107,7 +155,7 @@ def apply_fsdp(
         if not around_layers and hasattr(FSDPModule, _REDUCE_UNUSED):  # from torch 2.13 on
             cast(Any, modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
     if cfg.torch_compile == "model":
-        compile_forward(model, **_compile_options(cfg))
+        compile_forward(model, **compile_options(cfg))
     plain = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     if forgotten := sorted(set(plain) - set(plan.replicated)):
         listed = ", ".join(forgotten[:5])
@@ -246,7 +294,7 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
         )
     # Of nested ones (sharding.layer_classes) the outer recomputes the inner too.
     every = asked if isinstance(asked, int) and not isinstance(asked, bool) else 1
-    names = [n for n in plan.layers if not _inside(n, plan.layers)][::every]
+    names = [n for n in plan.layers if not is_inside(n, plan.layers)][::every]
     host = HostMemory(pin=torch.accelerator.is_available()) if cfg.activation_offload else None
     for name in names:
         # What the backward begins with would be back at once.
@@ -254,10 +302,6 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
         module = model.get_submodule(name)
         recompute_in_backward(module, name=name, selective=asked == "selective", host=own)
     return names
-
-
-def _inside(name: str, others: Iterable[str]) -> bool:
-    return any(name.startswith(other + ".") for other in others)
 
 
 def splits_ends(model: nn.Module, cfg: ShardingConfig, device_type: str) -> bool:
@@ -306,45 +350,6 @@ def replicates_frozen(
     if cfg.frozen == "replicated":
         return True, ""
     return frozen_fits(frozen, shards, device_type, free)
-
-
-def compiles_layers(
-    plan: UnitPlan, cfg: ShardingConfig, device_type: str, fixed_length: bool, own_kernels: bool
-) -> tuple[bool, str]:
-    """Return whether layers are compiled, and why; refuse units inside one, whose hooks would not
-    run.
-    """
-    units = (name for unit in plan.units for name in unit.modules)
-    inside = next((name for name in units if _inside(name, plan.layers)), None)
-    if cfg.torch_compile == "auto":
-        against = {
-            device_type: device_type != "cuda",
-            "samples of many lengths": not fixed_length,
-            "model.kernels": own_kernels,
-            f"the unit {inside} inside a layer": inside is not None,
-            "activation_offload": cfg.activation_offload,
-            "only the root is a unit": plan.root_only is not None,
-        }
-        why = next((reason for reason, holds in against.items() if holds), None)
-        return why is None, why or "samples of one length"
-    if cfg.torch_compile not in (True, "layer"):
-        return False, ""
-    if inside is not None:
-        raise ShardingError(
-            f"torch_compile: layer compiles each layer whole, with the unit {inside} inside one; "
-            "set sharding.torch_compile: model, or leave param_dtype_overrides out"
-        )
-    return True, ""
-
-
-def _compile_options(cfg: ShardingConfig) -> dict[str, Any]:
-    known = torch.compiler.list_backends(exclude_tags=())
-    if cfg.torch_compile_backend not in known:
-        raise ShardingError(
-            f"sharding.torch_compile_backend {cfg.torch_compile_backend!r} is none of torch "
-            f"{torch.__version__}: {', '.join(known)}"
-        )
-    return {"backend": cfg.torch_compile_backend, "mode": cfg.torch_compile_mode}
 
 
 def _reshard(unit: Unit, shards: int) -> bool | int | None:

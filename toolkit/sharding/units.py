@@ -28,11 +28,10 @@ from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
 from toolkit.models.causal_lm import kept_in_fp32
 from toolkit.models.classes import plain_name
-from toolkit.models.layers import decoder_layers, outer_names, tied_families
+from toolkit.models.layers import beside_text, decoder_layers, outer_names, tied_families, untaught
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules, matching_parameters
 from toolkit.models.peft_model import base_of, copies, has_adapters, unwrapped_base
-from toolkit.models.text_part import beside_text, untaught
 
 ROOT = ""
 Member = tuple[str, ...]  # the names of a unit's modules
@@ -147,6 +146,11 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     found |= {id(p) for p in stored if p.dtype == torch.float32 != commonest}
     # What is trained in full lies as its original does: the two are compared and copied by row.
     return found | {id(copy) for original, copy in copies(model) if id(original) in found}
+
+
+def is_inside(name: str, outer: Iterable[str]) -> bool:
+    """Return True if a module's name lies inside any of the modules `outer`."""
+    return any(name.startswith(module + ".") for module in outer)
 
 
 def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -4,10 +4,9 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.models.layers import decoder_layers, routed_shares
+from toolkit.models.layers import decoder_layers, routed_shares, untaught
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of
-from toolkit.models.text_part import untaught
 
 # Dense bf16 tensor-core peaks of the vendors' data sheets, FLOP/s; longest name first.
 _PEAKS = {

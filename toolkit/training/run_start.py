@@ -20,9 +20,9 @@ from toolkit.errors import TrainingError
 from toolkit.formats.metrics_file import STARTS, append, keep_until, read_metrics
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
+from toolkit.models.layers import beside_line
 from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
-from toolkit.models.text_part import beside_line
 from toolkit.sharding.fsdp import Sharded
 from toolkit.sharding.unit_table import format_unit_table, ledger_line
 from toolkit.training.flops import training_flops
