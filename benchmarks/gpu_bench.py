@@ -229,7 +229,7 @@ def packed_rows(place: Place, cfg: FinetuneConfig) -> tuple[list[dict[str, torch
     with launch.start() as run:
         model_cfg = model_settings(cfg)
         mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
-        data = prepare_data(cfg, models.prepare(model_cfg), model_cfg, run, mesh.data)
+        data = prepare_data(cfg, models.prepare(model_cfg), model_cfg, run, mesh)
         rows = []
         for _, micro_batches in islice(data.steps(), STEPS):
             for batch in micro_batches:

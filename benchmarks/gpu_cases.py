@@ -40,7 +40,10 @@ from transformers import AutoModelForCausalLM
 from toolkit import ranks, training
 from toolkit.config import FinetuneConfig
 from toolkit.config.preference import PreferenceConfig, RewardModelConfig
-from toolkit.data.samples.sequences import IGNORED, Piece, SampleShape
+from toolkit.data.row_formats import ANSWERS, PAIRS
+from toolkit.data.samples.batch import IGNORED
+from toolkit.data.samples.pieces import Piece
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.errors import TrainingError
 from toolkit.training import head_loss, launch, loss_kernel
 from toolkit.training.head_logps import HeadLogps
@@ -408,7 +411,8 @@ def preference_steps(
     loop = ToolkitLoop(place, cfg, run)
     objective = PreferenceLoss(PreferenceConfig(loss_type=kind), loop.sharded.mesh.loss)
     length, drawn = cfg.data.sequence_length, torch.Generator().manual_seed(3)
-    shape = SampleShape("bfd", length, borders=True, pairs=True, prompts=kind == "orpo")
+    rows = ANSWERS if kind == "kto" else PAIRS
+    shape = SampleShape("bfd", length, borders=True, row_format=rows, prompts=kind == "orpo")
     batches = []
     for _ in range(2):
         samples = []

@@ -285,7 +285,7 @@ class ToolkitLoop:
         models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, run.device)
         model_cfg = model_settings(cfg)
         base = models.prepare(model_cfg)
-        self.data = prepare_data(cfg, base, model_cfg, run, mesh.data)
+        self.data = prepare_data(cfg, base, model_cfg, run, mesh)
         self.model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
         fixed = self.data.fixed_length
         self.sharded = apply_fsdp(self.model, mesh, cfg.sharding, fixed_length=fixed)

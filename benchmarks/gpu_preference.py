@@ -18,8 +18,10 @@ from toolkit.checkpoint import saving
 from toolkit.checkpoint.shards import HashingWriter
 from toolkit.config.preference import PreferenceConfig
 from toolkit.config.settings import CheckpointConfig
+from toolkit.data.row_formats import PAIRS
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import Piece, SampleShape
+from toolkit.data.samples.pieces import Piece
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.models.dropout import disable_dropout
 from toolkit.training import background, launch
 from toolkit.training.preference import PreferenceLoss
@@ -31,7 +33,7 @@ LN_2 = 0.6931
 def pairs_of(length: int, rows: int) -> Batch:
     """Return rows of two packed pairs each, without reference values, as a stream has them."""
     shape, drawn = (
-        SampleShape("bfd", length, borders=True, pairs=True),
+        SampleShape("bfd", length, borders=True, row_format=PAIRS),
         torch.Generator().manual_seed(5),
     )
 

@@ -98,7 +98,8 @@ def measure(kind: str, samples: int) -> dict[str, Any]:
     bound = -(-int(lengths.sum()) // SEQUENCE_LENGTH)
     data: Any
     if kind == "ours":
-        from toolkit.data.samples.sequences import EncodedRows, Samples, SampleShape, cut_rows
+        from toolkit.data.samples.pieces import EncodedRows, cut_rows
+        from toolkit.data.samples.sample_shape import Samples, SampleShape
 
         start = time.perf_counter()
         shape = SampleShape("bfd", SEQUENCE_LENGTH)

@@ -111,6 +111,7 @@ def measure(kind: str, workers: str, folder: str) -> None:
     from transformers import AutoTokenizer
 
     from toolkit.config.data import DataConfig
+    from toolkit.data.row_formats import DOCUMENTS
     from toolkit.data.sources.rows import load_sources
     from toolkit.data.tokens.encode import Encoder, encode
 
@@ -120,7 +121,7 @@ def measure(kind: str, workers: str, folder: str) -> None:
     start = time.perf_counter()
     if kind == "ours":
         cfg = DataConfig(dataset_name=f"{folder}/text", append_eos=False)
-        (source,) = load_sources(cfg, learned="documents")
+        (source,) = load_sources(cfg, row_format=DOCUMENTS)
         tokens = encode(source, Encoder(tokenizer, cfg, 32000)).tokens
     else:
         tokens = text.map(

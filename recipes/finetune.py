@@ -30,7 +30,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     objective = objectives.build(cfg, mesh)  # the loss and its metrics
-    data = prepare_data(cfg, base, model_cfg, run, mesh.data, objective.metrics)
+    data = prepare_data(cfg, base, model_cfg, run, mesh, objective.metrics)
     model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
     assembly.check_before_loading(cfg, model, data, objective)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)

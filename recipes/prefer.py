@@ -30,7 +30,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     objective = objectives.build(cfg, mesh)  # the loss, its metrics and its reference
-    data = prepare_data(cfg, base, model_cfg, run, mesh.data, objective.metrics)
+    data = prepare_data(cfg, base, model_cfg, run, mesh, objective.metrics)
     model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
     objective.prepare_model(model)  # no dropout: the model and its reference are one function
     assembly.check_before_loading(cfg, model, data, objective)

@@ -29,7 +29,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     cfg = planning.resolve_auto(cfg, model, run, folder)  # `auto` is decided
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     objective = objectives.build(cfg, mesh)  # the loss and its metrics
-    data = prepare_data(cfg, model, model_cfg, run, mesh.data, objective.metrics)
+    data = prepare_data(cfg, model, model_cfg, run, mesh, objective.metrics)
     assembly.check_before_loading(cfg, model, data, objective)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 

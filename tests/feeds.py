@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from toolkit.data.feed.feed import Feed, samples_of
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import Samples, SampleShape
+from toolkit.data.samples.sample_shape import Samples, SampleShape
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.tokens.encode import EncodedExample, EncodedSource
+from toolkit.data.tokens.encoded import EncodedExample, EncodedSource
 
 PAD = 0
 APART = 1_000_000

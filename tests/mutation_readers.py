@@ -40,7 +40,6 @@ from toolkit.errors import ConfigError, ExportError
 from toolkit.export import consolidate
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, keep_until
 from toolkit.hub.local import read_export
-from toolkit.mesh import View
 from toolkit.models.causal_lm import build_on_meta, model_on_meta
 from toolkit.planning import calibrate_by_run, device_of, plan_run
 from toolkit.planning.simulation import PlanningError
@@ -50,6 +49,7 @@ from toolkit.training.generation import generate
 Reader = Callable[[], Any]
 
 ONE_PROCESS = Run(cast(Any, None), torch.device("cpu"), 0, 1)
+ONE_RANK: Any = types.SimpleNamespace(data=View())
 
 
 # ---- The scene
@@ -276,7 +276,7 @@ def documents(**data: Any) -> Any:
     """Read, encode and pack text to pretrain on, up to the first step; return the data."""
     cfg = reading("pretrain", **data)
     model_cfg = prepare_tokenizer(cfg.model, cfg.data, Path("tokenizer"))
-    found = prepare_data(cfg, models.prepare(model_cfg), model_cfg, ONE_PROCESS, View())
+    found = prepare_data(cfg, models.prepare(model_cfg), model_cfg, ONE_PROCESS, ONE_RANK)
     next(found.steps())
     return found
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.errors import ModelError
 from toolkit.models import attention
 from toolkit.models.attention import BORDERS, attend_within_documents, document_borders

@@ -18,11 +18,13 @@ from transformers import PreTrainedTokenizerFast
 
 from toolkit import ranks
 from toolkit.config.data import DataConfig, FinetuneDataConfig, SourceConfig
+from toolkit.data import row_formats
 from toolkit.data.examples.recognise import Conversation, Example
 from toolkit.data.sources import file_readers
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.tokens.encode import Counts, Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encoded import Counts
 from toolkit.data.tokens.text_ids import BATCH_BYTES, TextTokenizer
 from toolkit.errors import DataError
 
@@ -595,7 +597,7 @@ def _own_cache(tmp_path, monkeypatch):
 def documents(path: Path, policy: str = "error") -> list[list[int]]:
     """Return the token ids of each row, a token a byte, without those of its end."""
     cfg = DataConfig(train_files=str(path), on_bad_row=policy, append_eos=False)
-    (source,) = load_sources(cfg, learned="documents")
+    (source,) = load_sources(cfg, row_format=row_formats.DOCUMENTS)
     return encode(source, Encoder(make_tokenizer(), cfg, 300)).tokens["input_ids"][:]
 
 
@@ -666,4 +668,4 @@ def test_a_document_of_any_length_costs_little_memory(tmp_path, monkeypatch):
 def test_documents_of_several_sources(tmp_path):
     missing = [SourceConfig(files=str(tmp_path / "no.jsonl"))]
     with pytest.raises(DataError, match=r"data\.sources\[0\]\.files: .* matches no file"):
-        load_sources(DataConfig(sources=missing), learned="documents")
+        load_sources(DataConfig(sources=missing), row_format=row_formats.DOCUMENTS)

@@ -15,6 +15,7 @@ from test_pairs import TEMPLATE, assistant, user
 from transformers import AutoTokenizer
 
 from toolkit.config.data import FinetuneDataConfig
+from toolkit.data.row_formats import find_row_format
 from toolkit.data.sources import tables
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder, encode
@@ -36,8 +37,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def encoded(file: Path, tokenizer: Any, learned: Any = "examples", **settings: Any) -> list[str]:
     settings = {"chat_template": str(TEMPLATE), "sequence_length": 100} | settings
     cfg = FinetuneDataConfig(train_files=str(file), **settings)
-    (source,) = load_sources(cfg, learned=learned)
-    encoder = Encoder(tokenizer, cfg, 300, pairs=learned != "examples")
+    (source,) = load_sources(cfg, row_format=find_row_format(learned))
+    encoder = Encoder(tokenizer, cfg, 300, row_format=find_row_format(learned))
     return [tokenizer.decode(ids) for ids in encode(source, encoder).tokens["input_ids"]]
 
 

@@ -17,10 +17,11 @@ from transformers import AutoTokenizer
 from toolkit import config
 from toolkit.config.data import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text
+from toolkit.data.row_formats import DOCUMENTS, find_row_format
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder, encode
-from toolkit.data.tokens.notes import LATE_COLUMN
+from toolkit.data.tokens.encoded import LATE_COLUMN
 from toolkit.errors import ConfigError, DataError
 
 
@@ -221,10 +222,10 @@ def test_a_misspelt_name_is_refused_also_next_to_a_standard_column(tmp_path, row
 def test_a_mapping_that_nothing_uses_is_refused(tmp_path, row, columns, learned):
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     cfg = FinetuneDataConfig(train_files=str(tmp_path / "a.jsonl"))
-    load_sources(cfg, learned=learned)
+    load_sources(cfg, row_format=find_row_format(learned))
     ((name, other),) = columns.items()
     with pytest.raises(DataError, match=f"maps '{name}' to '{other}', and nothing uses '{name}'"):
-        load_sources(replace(cfg, columns=columns), learned=learned)
+        load_sources(replace(cfg, columns=columns), row_format=find_row_format(learned))
 
 
 def test_a_name_that_no_first_row_has_is_reported(tmp_path, monkeypatch):
@@ -240,7 +241,7 @@ def test_a_name_that_no_first_row_has_is_reported(tmp_path, monkeypatch):
 def test_pretraining_reads_a_column_of_another_name(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": Q}) + "\n")
     cfg = DataConfig(train_files=str(tmp_path / "a.jsonl"), columns={"text": "body"})
-    (source,) = load_sources(cfg, learned="documents")
+    (source,) = load_sources(cfg, row_format=DOCUMENTS)
     assert examples(source) == [Text(Q)]
 
 

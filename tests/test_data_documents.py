@@ -14,6 +14,7 @@ from toolkit.config.data import DataConfig
 from toolkit.config.settings import ModelConfig, PretrainConfig, TrainConfig
 from toolkit.data.feed.stream import SourceStream
 from toolkit.data.prepare import Choice, read_sources
+from toolkit.data.row_formats import DOCUMENTS
 from toolkit.data.sources import file_readers
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
@@ -39,7 +40,7 @@ def jsonl(path: Path, rows: list) -> str:
 
 def streamed(cfg: DataConfig, tokenizer) -> list:
     """Return the ids of each row, or what is wrong with it."""
-    (source,) = load_sources(cfg, learned="documents")
+    (source,) = load_sources(cfg, row_format=DOCUMENTS)
     encode = partial(Encoder(tokenizer, cfg, 300).row, source)
     found = [encode(stored, number) for number, stored in enumerate(source.rows)]
     for example in found:
@@ -49,7 +50,7 @@ def streamed(cfg: DataConfig, tokenizer) -> list:
 
 
 def prepared(cfg: DataConfig, tokenizer) -> list:
-    (source,) = load_sources(cfg, learned="documents")
+    (source,) = load_sources(cfg, row_format=DOCUMENTS)
     return encode(source, Encoder(tokenizer, cfg, 300)).tokens["input_ids"][:]
 
 

@@ -21,18 +21,12 @@ from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text, Tokens
 from toolkit.data.feed.feed import samples_of
 from toolkit.data.feed.stream import SourceStream, StreamSource
-from toolkit.data.samples.sequences import SampleShape
-from toolkit.data.sources.row_values import BadRow
+from toolkit.data.samples.sample_shape import SampleShape
+from toolkit.data.sources.row_values import BadRow, LeftOut
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
-from toolkit.data.tokens.encode import (
-    Counts,
-    EncodedExample,
-    Encoder,
-    EndsRun,
-    LeftOut,
-    encode,
-)
+from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encoded import Counts, EncodedExample, FatalRow
 from toolkit.data.tokens.text_ids import TextTokenizer
 from toolkit.errors import DataError
 
@@ -190,7 +184,7 @@ def test_too_long(tokenizer):
     assert caught.value.reason == "no supervised token within sequence_length"
     with pytest.raises(LeftOut, match=r"at most 15 tokens \(data.sequence_length\), got 21"):
         OneByOne(tokenizer, config(sequence_length=15, too_long="drop"), 300)(example)
-    with pytest.raises(EndsRun, match=r"got 21; set data.too_long to truncate or drop"):
+    with pytest.raises(FatalRow, match=r"got 21; set data.too_long to truncate or drop"):
         OneByOne(tokenizer, config(sequence_length=15, too_long="error"), 300)(example)
     for fits in ({"sequence_length": 21}, {"sequence_length": 5, "packing": "wrapped"}):
         whole = OneByOne(tokenizer, config(too_long="error", **fits), 300)(example)
@@ -430,7 +424,7 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
     try:
         with monkeypatch.context() as patched:
             patched.setattr(ranks, "available_cores", lambda: {0, 1, 2})
-            patched.setattr(encode_module, "_ROWS_OF_A_PROCESS", 1)
+            patched.setattr(encode_module, "_ROWS_PER_PROCESS", 1)
             three = encode(source, Encoder(tokenizer, cfg, 300))
     finally:
         datasets.enable_caching()
@@ -465,7 +459,7 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
 def in_two(monkeypatch) -> None:
     """Have conversations encoded in two processes, also where there are few."""
     monkeypatch.setattr(ranks, "available_cores", lambda: {0, 1})
-    monkeypatch.setattr(encode_module, "_ROWS_OF_A_PROCESS", 1)
+    monkeypatch.setattr(encode_module, "_ROWS_PER_PROCESS", 1)
 
 
 def test_the_first_bad_row_ends_the_run(tokenizer, tmp_path, monkeypatch):

@@ -15,9 +15,9 @@ from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.order.mixture import Mixture, SampleOrder
 from toolkit.data.order.position import train_batches
-from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.tokens.encode import EncodedExample, EncodedSource
+from toolkit.data.tokens.encoded import EncodedExample, EncodedSource
 from toolkit.errors import DataError
 from toolkit.training.launch import Run
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from toolkit.config.data import DataConfig, FinetuneDataConfig
+from toolkit.data.row_formats import DOCUMENTS, EXAMPLES
 from toolkit.data.sources.rows import load_sources
 from toolkit.errors import DataError
 
@@ -115,7 +116,7 @@ def test_json_lines_are_not_read_as_text(tmp_path, capsys, name, documents):
 
     def load():
         return load_sources(
-            cfg(train_files=[str(file)]), learned="documents" if documents else "examples"
+            cfg(train_files=[str(file)]), row_format=DOCUMENTS if documents else EXAMPLES
         )
 
     file.write_text("\n" + json.dumps({"messages": chat}) + "\n")

@@ -33,10 +33,11 @@ from toolkit.data.feed.shares import GroupReader, RowPlace, Shares, fewer_lanes
 from toolkit.data.feed.stream import Lane, SourceStream, StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.prepare import Choice, read_sources
-from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources import tables
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import EncodedExample, Encoder
+from toolkit.data.tokens.encode import Encoder
+from toolkit.data.tokens.encoded import EncodedExample
 from toolkit.errors import DataError
 
 LANES, LANE_ROWS = 8, 32

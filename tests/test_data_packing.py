@@ -14,13 +14,10 @@ from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.order import grouping
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.mixture import SampleOrder
+from toolkit.data.samples.batch import IGNORED
 from toolkit.data.samples.packing import best_fit
-from toolkit.data.samples.sequences import (
-    FILLER,
-    IGNORED,
-    EncodedRows,
-    SampleShape,
-)
+from toolkit.data.samples.pieces import EncodedRows
+from toolkit.data.samples.sample_shape import FILLER, SampleShape
 from toolkit.errors import DataError
 
 

@@ -17,9 +17,10 @@ from toolkit.config.settings import (
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.prepare import inspect_data
 from toolkit.data.report import check_supervised, render, supervision_report
-from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import Counts, EncodedSource, Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encoded import Counts, EncodedSource
 from toolkit.errors import DataError
 
 MAX = 64

@@ -13,8 +13,10 @@ from feeds import samples
 from torch.utils.data import DataLoader
 
 from toolkit.data.feed.prepared import held_out
-from toolkit.data.samples.sequences import FILLER, IGNORED, SampleShape, windows
-from toolkit.data.tokens.encode import EncodedSource
+from toolkit.data.samples.batch import IGNORED
+from toolkit.data.samples.pieces import windows
+from toolkit.data.samples.sample_shape import FILLER, SampleShape
+from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import DataError
 
 

@@ -17,7 +17,7 @@ from feeds import APART, lockstep, source, stream
 
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream_feed import StreamFeed
-from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.errors import DataError
 
 pytestmark = pytest.mark.faults

@@ -12,6 +12,7 @@ from conftest import save_byte_tokenizer
 from transformers import AutoTokenizer
 
 from toolkit.config.data import DataConfig
+from toolkit.data.row_formats import DOCUMENTS
 from toolkit.data.sources.file_readers import parts_of, pieces
 from toolkit.data.sources.files import find_files, stdlib_files
 from toolkit.data.sources.row_values import or_bad
@@ -42,7 +43,7 @@ def write(path: Path, content: str | bytes | list[dict]) -> str:
 
 def load(*files: str, **settings) -> DataSource:
     cfg = DataConfig(train_files=list(files), **settings)
-    (source,) = load_sources(cfg, learned="documents")
+    (source,) = load_sources(cfg, row_format=DOCUMENTS)
     return source
 
 

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, PreTrainedTo
 from toolkit.config.data import DataConfig
 from toolkit.config.settings import ModelConfig
 from toolkit.data.examples.recognise import Layout
+from toolkit.data.row_formats import DOCUMENTS
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens import text_ids
 from toolkit.data.tokens import tokenizer as tokenizers_of_runs
@@ -237,7 +238,7 @@ def test_a_big_file_in_pieces_gives_the_tokens_of_the_whole(tmp_path, tokenizer)
     text = "".join(TEXTS) * 6
     assert len(text) > 3 << 17
     (tmp_path / "a.py").write_text(text)
-    (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.py")), learned="documents")
+    (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.py")), row_format=DOCUMENTS)
     assert len(source.rows) > 3
     got = encode(source, Encoder(tokenizer, CFG, 600)).tokens["input_ids"]
     assert [i for ids in got for i in ids] == [*tokenizer(text)["input_ids"], 0]
@@ -305,7 +306,7 @@ def test_tokenised_data_is_taken_as_it_is(dtype):
 def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
     (tmp_path / "a.txt").write_text(TEXTS[0])
     cache = Path(datasets.config.HF_DATASETS_CACHE)
-    (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.txt")), learned="documents")
+    (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.txt")), row_format=DOCUMENTS)
     encode(source, Encoder(tokenizer, CFG, 600))
 
     def state() -> dict[str, int]:
@@ -322,7 +323,7 @@ def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
         "Encoder.rows = None  # not needed again\n"
         "tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])\n"
         "cfg = DataConfig(train_files=sys.argv[1])\n"
-        "(source,) = load_sources(cfg, learned='documents')\n"
+        "(source,) = load_sources(cfg, row_format=DOCUMENTS)\n"
         "print(len(encode(source, Encoder(tokenizer, cfg, 700)).tokens))\n"
     )
     done = subprocess.run(

@@ -115,11 +115,14 @@ def pairs(rank: int, world: int, objective: str, r: int, count: int = 2) -> list
     """Packed pairs of this rank, others on each; the last rank has none in its last micro-batch.
     Under adapters they come without a reference, as those of a stream.
     """
-    from toolkit.data.samples.sequences import Piece, SampleShape
+    from toolkit.data.row_formats import ANSWERS, PAIRS
+    from toolkit.data.samples.pieces import Piece
+    from toolkit.data.samples.sample_shape import SampleShape
 
     drawn, made = np.random.default_rng(rank), []
     prompts = objective == "orpo"
-    shape = SampleShape("bfd", 4 * LENGTH, borders=True, pairs=True, prompts=prompts)
+    rows = ANSWERS if objective == "kto" else PAIRS
+    shape = SampleShape("bfd", 4 * LENGTH, borders=True, row_format=rows, prompts=prompts)
     for i in range(count):
         many = 0 if count > 1 and (rank, i) == (world - 1, count - 1) else 1 + (rank + i) % 3
         pieces = []
@@ -128,8 +131,8 @@ def pairs(rank: int, world: int, objective: str, r: int, count: int = 2) -> list
             pieces.append(Piece(ids, ids.copy(), len(ids) // 2))
         sample = shape.sample(pieces)
         sample["margin"] = torch.zeros(many)
-        labels = torch.arange(many) % 2 == 0
-        sample["desirable"] = labels if objective == "kto" else labels[:0]
+        if objective == "kto":
+            sample["desirable"] = torch.arange(many) % 2 == 0
         if not r:
             sample["reference"] = torch.zeros(2 * many)
         made.append(shape.batch([sample]))

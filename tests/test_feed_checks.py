@@ -16,8 +16,8 @@ from toolkit.config.settings import (
 )
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.prepare import Choice, TrainingData, check_data
-from toolkit.data.samples.sequences import SampleShape
-from toolkit.data.tokens.encode import EncodedSource
+from toolkit.data.samples.sample_shape import SampleShape
+from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import ConfigError, DataError
 
 

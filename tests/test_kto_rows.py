@@ -14,11 +14,12 @@ from transformers import AutoTokenizer
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.report import render, supervision_report
-from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.row_formats import ANSWERS
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
-from toolkit.data.tokens.encode import EncodedSource, Encoder, encode
-from toolkit.data.tokens.notes import SAME_PROMPT
+from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encoded import SAME_PROMPT, EncodedSource
 
 Row = dict[str, Any]
 
@@ -41,8 +42,8 @@ def encoded(folder: Path, tokenizer: Any, rows: list[Row], name: str = "rows") -
     cfg = FinetuneDataConfig(
         train_files=str(file), sequence_length=200, chat_template=str(TEMPLATE)
     )
-    (source,) = load_sources(cfg, learned="answers")
-    return encode(source, Encoder(tokenizer, cfg, 300, pairs=True))
+    (source,) = load_sources(cfg, row_format=ANSWERS)
+    return encode(source, Encoder(tokenizer, cfg, 300, row_format=ANSWERS))
 
 
 def sides(tokenizer: Any, source: EncodedSource) -> list[tuple[str, str]]:
@@ -107,7 +108,7 @@ def test_batches_and_processes_do_not_change_partners(
 ) -> None:
     rows = chats([i // 3 for i in range(31)])
     expected = sides(tokenizer, encoded(tmp_path, tokenizer, rows))
-    monkeypatch.setattr(encode_module, "_ROWS_OF_A_PROCESS", 9)
+    monkeypatch.setattr(encode_module, "_ROWS_PER_PROCESS", 9)
     monkeypatch.setattr(encode_module, "_CHAT_ROWS", 5)
     monkeypatch.setattr(encode_module.ranks, "available_cores", lambda: {0, 1, 2})
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "another"))
@@ -115,7 +116,7 @@ def test_batches_and_processes_do_not_change_partners(
 
 
 def report_of(tokenizer: Any, *sources: EncodedSource) -> dict[str, Any]:
-    shape = SampleShape("none", 200, borders=False, pairs=True)
+    shape = SampleShape("none", 200, borders=False, row_format=ANSWERS)
     feed = PreparedFeed(sources, shape, seed=1, global_batch=2)
     return supervision_report(feed, tokenizer, samples=2)
 

@@ -9,8 +9,10 @@ import torch
 from tiny_models import tiny_class, tiny_config
 from torch._dynamo.utils import counters
 
+from toolkit.data.row_formats import EXAMPLES, PAIRS
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import Piece, SampleShape
+from toolkit.data.samples.pieces import Piece
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.models import attention
 from toolkit.models.attention import attend_within_documents
 from toolkit.sharding.compiled import compile_forward
@@ -111,7 +113,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def batch_of(rows: list[list[int]], *, pairs: bool = False) -> Batch:
-    shape = SampleShape("bfd", LENGTH, borders=True, pairs=pairs)
+    shape = SampleShape("bfd", LENGTH, borders=True, row_format=PAIRS if pairs else EXAMPLES)
     drawn = np.random.default_rng(len(rows[0]))
     samples = []
     for row in rows:

@@ -14,7 +14,9 @@ from transformers import AutoTokenizer
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.examples.pairs import pair_of
 from toolkit.data.feed.feed import samples_of
-from toolkit.data.samples.sequences import IGNORED, SampleShape
+from toolkit.data.row_formats import PAIRS, find_row_format
+from toolkit.data.samples.batch import IGNORED
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder, encode
@@ -46,8 +48,8 @@ def encoded(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"chat_template": str(TEMPLATE)} | settings
     cfg = FinetuneDataConfig(train_files=str(file), sequence_length=length, **settings)
-    (source,) = load_sources(cfg, learned="pairs")
-    return encode(source, Encoder(tokenizer, cfg, 300, pairs=True))
+    (source,) = load_sources(cfg, row_format=PAIRS)
+    return encode(source, Encoder(tokenizer, cfg, 300, row_format=PAIRS))
 
 
 def shown(tokenizer: Any, source: Any, row: int = 0) -> tuple[list[str], list[str]]:
@@ -284,7 +286,7 @@ def test_hostile_rows_are_left_out_or_right(tmp_path: Path, tokenizer: Any, pack
     assert counts.rows == 200 == counts.kept + sum(counts.dropped.values())
     assert counts.kept > 40
     assert len(counts.dropped) > 4
-    shape = SampleShape(packing, 256, borders=packing == "bfd", pairs=True)
+    shape = SampleShape(packing, 256, borders=packing == "bfd", row_format=PAIRS)
     samples = samples_of(source, shape)
     seen = 0
     for first in range(0, len(samples), 4):
@@ -325,4 +327,4 @@ def test_rows_for_another_recipe_name_it(tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         cfg = FinetuneDataConfig(train_files=str(tmp_path / "rows.jsonl"))
         with pytest.raises(DataError, match=said):
-            load_sources(cfg, learned=learned)
+            load_sources(cfg, row_format=find_row_format(learned))

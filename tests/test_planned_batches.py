@@ -13,9 +13,10 @@ from toolkit.config import FinetuneConfig, parse
 from toolkit.config.lora import LoraConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import RunConfig
-from toolkit.data.prepare import has_fixed_length
+from toolkit.data.row_formats import find_row_format
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import Piece, SampleShape
+from toolkit.data.samples.pieces import Piece
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.objectives.largest_batch import largest_batch
 from toolkit.planning import fake_ranks, measuring
 from toolkit.planning.measuring import measure
@@ -43,7 +44,13 @@ def config(folder: Path, objective: str, packing: str = "none") -> RunConfig:
 def batch_of(cfg: RunConfig, rows: list[tuple[int, int]]) -> Batch:
     """Return the micro-batch of padded rows whose sides have so many tokens."""
     pairs = isinstance(cfg, PreferConfig)
-    shape = SampleShape("none", LENGTH, pad_id=1, pairs=pairs, prompts=cfg.learns_prompts)
+    shape = SampleShape(
+        "none",
+        LENGTH,
+        pad_id=1,
+        row_format=find_row_format(cfg.rows),
+        prompts=cfg.learns_prompts,
+    )
     samples = []
     for first, second in rows:
         ids = np.random.default_rng(first).integers(8, 100, first + second)
@@ -115,7 +122,7 @@ def test_auto_plans_the_padded_batch_of_a_model_that_cannot_be_packed(tmp_path: 
 @pytest.mark.parametrize(("objective", "expected"), [("sigmoid", "layer"), ("kto", "none")])
 def test_a_plan_compiles_what_the_run_compiles(model: Path, objective: str, expected: str) -> None:
     cfg = config(model, objective, "bfd")
-    assert has_fixed_length("bfd", cfg.learned) == (expected == "layer")
+    assert find_row_format(cfg.rows).has_fixed_width("bfd") == (expected == "layer")
     with fake_ranks.sharded(cfg, 1, 0, "cuda", compile_by=fake_ranks.TRACED) as (_, sharding):
         assert sharding.torch_compile == expected
 

@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.config.preference import PreferenceConfig
 from toolkit.config.settings import ShardingConfig
-from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import IGNORED, Piece, Sample, SampleShape
+from toolkit.data.row_formats import ANSWERS, PAIRS
+from toolkit.data.samples.batch import IGNORED, Batch
+from toolkit.data.samples.pieces import Piece
+from toolkit.data.samples.sample_shape import Sample, SampleShape
 from toolkit.mesh import View
 from toolkit.models.attention import attend_within_documents
 from toolkit.training.preference import PreferenceLoss, sequence_logps
@@ -65,7 +67,11 @@ def samples(shape: SampleShape, numbers: list[int], reference: torch.Tensor | No
 
 
 def batch_of(cfg: PreferenceConfig, packing: Any, numbers: list[int], reference: Any) -> Batch:
-    options = {"borders": packing == "bfd", "pairs": True, "prompts": cfg.learns_prompts}
+    options = {
+        "borders": packing == "bfd",
+        "row_format": PAIRS if cfg.paired else ANSWERS,
+        "prompts": cfg.learns_prompts,
+    }
     shape = SampleShape(packing, LENGTH, **options)
     return shape.batch(samples(shape, numbers, reference))
 
@@ -111,7 +117,7 @@ def answers_of(
 ) -> Batch:
     """Return answers (all) as single ones, each beside that of the next or last row."""
     rows = [(p["prompt"], p[side]) for p in pairs() for side in ("chosen", "rejected")]
-    shape = SampleShape(packing, 2 * LENGTH, borders=packing == "bfd", pairs=True)
+    shape = SampleShape(packing, 2 * LENGTH, borders=packing == "bfd", row_format=ANSWERS)
     samples = []
     for at in range(len(rows)) if numbers is None else numbers:
         prompt, answer = rows[at]
@@ -190,7 +196,11 @@ def adapted(model: Any, **settings: Any) -> Any:
 
 def empty(cfg: PreferenceConfig, packing: Any, values: Any) -> Batch:
     """Return a micro-batch without a pair, as a rank has where others have more."""
-    options = {"borders": packing == "bfd", "pairs": True, "prompts": cfg.learns_prompts}
+    options = {
+        "borders": packing == "bfd",
+        "row_format": PAIRS if cfg.paired else ANSWERS,
+        "prompts": cfg.learns_prompts,
+    }
     shape = SampleShape(packing, LENGTH, **options)
     sample = shape.sample([])
     if values is not None:

@@ -75,7 +75,8 @@ def rank_batch(name: str, numbers: list[int], reference: torch.Tensor | None) ->
         batch = batch_of(cfg, "bfd", numbers, None)
     else:
         batch = answers_of(cfg, "bfd", None, [2 * number for number in numbers])
-    return replace(batch, reference=reference)
+    columns = {} if reference is None else {"reference": reference}
+    return replace(batch, columns={**batch.columns, **columns})
 
 
 def step_of(
@@ -90,7 +91,8 @@ def step_of(
         batch = rank_batch(name, numbers, None)
         if cfg.needs_reference and not streamed:
             other = sharded_model("lora", world, torch.float32, reward)
-            batch = replace(batch, reference=base_model_logps(other.model, batch))
+            values = {"reference": base_model_logps(other.model, batch)}
+            batch = replace(batch, columns={**batch.columns, **values})
         sharded = sharded_model(kind, world, adapter_dtype, reward)
         model: Any = sharded.model
         objective = PreferenceLoss(cfg, sharded.mesh.loss)

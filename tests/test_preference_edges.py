@@ -27,8 +27,9 @@ from toolkit.config.measures import TOKEN_METRICS, is_greater_better, preference
 from toolkit.config.preference import PreferConfig, PreferenceConfig
 from toolkit.config.settings import FinetuneModelConfig, FinetuneTrainConfig
 from toolkit.data.prepare import _check_evaluations
+from toolkit.data.row_formats import ANSWERS
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.errors import ConfigError, TrainingError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.mesh import View
@@ -104,11 +105,11 @@ def given_logps(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], Non
     return use
 
 
-def bare_batch(count: int, **fields: Any) -> Batch:
+def bare_batch(count: int, **columns: torch.Tensor) -> Batch:
     """Return a batch of `count` pairs of `TOKENS` tokens a side, as far as a loss reads it."""
     sequences = torch.arange(2 * count).repeat_interleave(TOKENS)[None]
     targets = torch.ones_like(sequences)
-    return Batch({}, targets, sequences=sequences, n_sequences=2 * count, **fields)
+    return Batch({}, targets, sequences=sequences, n_sequences=2 * count, columns=columns)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("kto")])
@@ -303,7 +304,7 @@ def flops(work: Callable[[], Any]) -> int:
 def test_answers_that_kto_compares_with_cost_a_forward(packing: str) -> None:
     cfg, (model, _) = settings("kto"), models()
     attend_within_documents(model)
-    shape = SampleShape(packing, 256, borders=packing == "bfd", pairs=True)
+    shape = SampleShape(packing, 256, borders=packing == "bfd", row_format=ANSWERS)
     drawn = torch.Generator().manual_seed(0)
     # Answers of one length, as many as fit into a row, so that padding is no part of the ratio.
     rows = torch.randint(1, 60, (8, 5 + 27), generator=drawn).tolist()
@@ -414,10 +415,11 @@ def test_kto_reports_rewards_by_label() -> None:
     means = {n: float((x / counts[n]).sum()) for n, x in loss.parts.items()}
     with torch.no_grad():
         sums = sequence_logps(model, batch)[0][:-1].view(-1, 2)
-    assert batch.reference is not None
-    assert batch.desirable is not None
-    rewards = objective.cfg.beta * (sums - batch.reference.view(-1, 2))[:, 0]
-    for side, members in (("chosen", batch.desirable), ("rejected", ~batch.desirable)):
+    rewards = objective.cfg.beta * (sums - batch.columns["reference"].view(-1, 2))[:, 0]
+    for side, members in (
+        ("chosen", batch.columns["desirable"]),
+        ("rejected", ~batch.columns["desirable"]),
+    ):
         assert means[f"reward_{side}"] == pytest.approx(float(rewards[members].mean()), rel=1e-5)
         assert means[f"logps_{side}"] == pytest.approx(float(sums[members, 0].mean()), rel=1e-5)
     assert means["margin"] == pytest.approx(means["reward_chosen"] - means["reward_rejected"])
@@ -505,9 +507,10 @@ def test_the_loss_of_a_recipe_has_no_perplexity() -> None:
 
 def test_an_evaluation_without_a_label_has_no_mean_of_it() -> None:
     model, objective, batch = micro_batch("kto", "none")
-    labels = torch.ones_like(batch.desirable)  # type: ignore[arg-type]
+    labels = torch.ones_like(batch.columns["desirable"])
     sharded = sharded_of(model)
-    found = evaluate_metrics(sharded, {"": [replace(batch, desirable=labels)]}, objective)
+    relabelled = replace(batch, columns={**batch.columns, "desirable": labels})
+    found = evaluate_metrics(sharded, {"": [relabelled]}, objective)
     assert {"eval_loss", "eval_reward_chosen", "eval_kl", "eval_accuracy"} <= found.keys()
     assert not {"eval_reward_rejected", "eval_margin", "eval_logps_rejected"} & found.keys()
     both = evaluate_metrics(sharded, {"": [batch]}, objective)

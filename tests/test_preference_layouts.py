@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from toolkit.config.data import FinetuneDataConfig
-from toolkit.config.settings import Learned
 from toolkit.data.examples.pairs import Answer, Pair, answer_of, pair_of
 from toolkit.data.examples.recognise import Conversation, PromptCompletion
+from toolkit.data.row_formats import PAIRS, find_row_format
 from toolkit.data.sources.row_values import BadRow, LeftOut, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.errors import DataError
@@ -319,14 +319,16 @@ LAYOUTS = {
 
 
 def sources_of(
-    folder: Path, rows: list[dict[str, Any]], learned: Learned, ending: str = "jsonl", **more: Any
+    folder: Path, rows: list[dict[str, Any]], learned: str, ending: str = "jsonl", **more: Any
 ) -> DataSource:
     file = folder / f"rows.{ending}"
     if ending == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), file)
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    (source,) = load_sources(FinetuneDataConfig(train_files=str(file), **more), learned=learned)
+    (source,) = load_sources(
+        FinetuneDataConfig(train_files=str(file), **more), row_format=find_row_format(learned)
+    )
     return source
 
 
@@ -350,7 +352,7 @@ def expected(layout: Layout) -> Pair | Answer:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_layout_is_read_completely(tmp_path: Path, name: str, ending: str) -> None:
     layout = LAYOUTS[name]
-    learned: Learned = "pairs" if layout.label is None else "answers"
+    learned: str = "pairs" if layout.label is None else "answers"
     rows = [layout.row] * 3
     if layout.mapping is None:
         source = sources_of(tmp_path, rows, learned, ending)
@@ -517,7 +519,7 @@ def test_a_part_of_a_prompt_that_is_not_used_is_reported(tmp_path: Path, monkeyp
 
 
 def test_system_texts_are_used_in_all_formats(tmp_path: Path) -> None:
-    rows: list[tuple[Learned, dict[str, Any]]] = [
+    rows: list[tuple[str, dict[str, Any]]] = [
         ("pairs", {"prompt": Q, "chosen": GOOD, "rejected": BAD}),
         ("pairs", {"chosen": ASK + YES, "rejected": ASK + NO}),
         ("pairs", {"chosen": f"\n\nHuman: {Q}\n\nAssistant: {GOOD}"}),
@@ -552,7 +554,7 @@ def test_system_texts_are_used_in_all_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 @pytest.mark.parametrize("learned", ["pairs", "answers", "examples"])
 def test_a_system_text_that_only_later_rows_have_is_not_lost(
-    tmp_path: Path, learned: Learned, ending: str
+    tmp_path: Path, learned: str, ending: str
 ) -> None:
     row = {"prompt": Q, "chosen": GOOD, "rejected": BAD, "completion": GOOD, "label": True}
     if learned == "examples":
@@ -611,7 +613,7 @@ def test_dialogues_are_read_completely(tmp_path: Path, has_template: bool) -> No
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = FinetuneDataConfig(train_files=str(file))
-    (source,) = load_sources(cfg, learned="pairs", has_template=has_template)
+    (source,) = load_sources(cfg, row_format=PAIRS, has_template=has_template)
     assert ("read as turns" if has_template else "read as texts") in str(source.layout)
     for stored, row, (_, _, reason) in zip(source.rows, rows, DIALOGUES, strict=True):
         found = or_bad(source.example, stored)
@@ -633,7 +635,7 @@ def test_dialogues_are_read_completely(tmp_path: Path, has_template: bool) -> No
     file.write_text(
         "".join(json.dumps(row) + "\n" for row in [*rows, {"chosen": "a b", "rejected": "a c"}])
     )
-    (source,) = load_sources(cfg, learned="pairs")
+    (source,) = load_sources(cfg, row_format=PAIRS)
     assert "dialogues" not in str(source.layout)
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from toolkit.config.data import FinetuneDataConfig
-from toolkit.config.settings import Learned
+from toolkit.data.row_formats import PAIRS, find_row_format
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.errors import DataError
@@ -30,12 +30,12 @@ def _own_cache(tmp_path_factory, monkeypatch):
 
 
 def source_of(
-    folder: Path, rows: list[dict[str, Any]], learned: Learned = "pairs", **columns: str | None
+    folder: Path, rows: list[dict[str, Any]], learned: str = "pairs", **columns: str | None
 ) -> DataSource:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = FinetuneDataConfig(train_files=str(file), columns=dict(columns))
-    (source,) = load_sources(cfg, learned=learned)
+    (source,) = load_sources(cfg, row_format=find_row_format(learned))
     return source
 
 
@@ -89,7 +89,7 @@ def test_a_rank_is_a_number(tmp_path, rank: Any) -> None:
     file = tmp_path / "rows.parquet"
     if isinstance(rank, float):  # JSON has no such number
         pq.write_table(pa.Table.from_pylist([good, bad]), file)
-        (source,) = load_sources(FinetuneDataConfig(train_files=str(file)), learned="pairs")
+        (source,) = load_sources(FinetuneDataConfig(train_files=str(file)), row_format=PAIRS)
     else:
         source = source_of(tmp_path, [good, bad])
     result = last_of(source)

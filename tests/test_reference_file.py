@@ -21,8 +21,9 @@ from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.data.feed.feed import samples_of
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.order.position import train_batches
-from toolkit.data.samples.sequences import FILLER, SampleShape
-from toolkit.data.tokens.encode import EncodedSource
+from toolkit.data.row_formats import PAIRS
+from toolkit.data.samples.sample_shape import FILLER, SampleShape
+from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import CheckpointError, DataError, StorageError
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.objectives import reference_pass
@@ -55,7 +56,7 @@ def data_of(
     sources: list[EncodedSource], packing: Any, max_steps: int, **settings: Any
 ) -> tuple[Any, PreparedFeed]:
     """Return what `row_tables` reads of a run's data, and its feed."""
-    shape = SampleShape(packing, LENGTH, borders=packing == "bfd", pairs=True)
+    shape = SampleShape(packing, LENGTH, borders=packing == "bfd", row_format=PAIRS)
     feed = PreparedFeed(sources, shape, **({"seed": 3, "global_batch": 6} | settings))
     return SimpleNamespace(feed=feed, max_steps=max_steps), feed
 
@@ -103,10 +104,10 @@ def test_an_eval_file_named_like_the_training_file_has_its_own_values() -> None:
 
 
 def test_a_row_without_a_value_enters_no_batch() -> None:
-    samples = samples_of(pairs("a", 8), SampleShape("none", LENGTH, pairs=True))
+    samples = samples_of(pairs("a", 8), SampleShape("none", LENGTH, row_format=PAIRS))
     values = np.zeros((8, 2), np.float32)
     values[5, 1] = np.nan
-    samples.pieces.rows.reference = values
+    samples.pieces.rows.fill_column("reference", values)
     assert samples[4]["reference"].tolist() == [0.0, 0.0]
     with pytest.raises(DataError, match="row 5 has no reference value"):
         samples[5]

@@ -30,8 +30,10 @@ from toolkit.config import PreferConfig, parse
 from toolkit.config.preference import PreferenceConfig, RewardModelConfig
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
 from toolkit.data.examples.pairs import pair_of
-from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import IGNORED, Piece, SampleShape
+from toolkit.data.row_formats import PAIRS
+from toolkit.data.samples.batch import IGNORED, Batch
+from toolkit.data.samples.pieces import Piece
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import assets_of, export_manifest
@@ -63,7 +65,7 @@ def piece_of(chosen: list[int], rejected: list[int]) -> Piece:
 
 def batch_of(name: str, packing: Any, numbers: list[int], pad: int = 0) -> Batch:
     """Return the pairs of these numbers as a micro-batch; packed, two to a sample."""
-    shape = SampleShape(packing, 2 * LENGTH, pad, borders=packing == "bfd", pairs=True)
+    shape = SampleShape(packing, 2 * LENGTH, pad, borders=packing == "bfd", row_format=PAIRS)
     each = 2 if packing == "bfd" else 1
     samples = []
     for at in range(0, max(1, len(numbers)), each):
@@ -163,7 +165,7 @@ def test_rewards_are_what_transformers_reads(packing: str) -> None:
     rows = [[7, 8, 9, 4, 4], [7, 8, 9, 4], [5, 6], [4, 4, 9, 3]]
     for pad in (0, 4):
         model.config.pad_token_id = pad
-        shape = SampleShape(packing, 32, pad, borders=packing == "bfd", pairs=True)
+        shape = SampleShape(packing, 32, pad, borders=packing == "bfd", row_format=PAIRS)
         halves = (rows[:2], rows[2:])
         batch = shape.batch([shape.sample([piece_of(*half)]) for half in halves])
         with torch.no_grad():
@@ -235,7 +237,7 @@ def test_a_checkpoint_for_more_than_text_becomes_one(tmp_path: Path, kind: str) 
     pool_at(model, assets_of(model), 3)
     assert assets_of(model).config["text_config"]["pad_token_id"] == 3
     rows = [[9, 10, 11, 12, 13], [9, 20, 21]]
-    shape = SampleShape("none", 16, 3, pairs=True)
+    shape = SampleShape("none", 16, 3, row_format=PAIRS)
     batch = shape.batch([shape.sample([piece_of(*rows)])])
     with torch.no_grad():
         found = sequence_rewards(model.eval(), batch)
@@ -385,7 +387,7 @@ def test_a_run_is_exported_and_read_by_transformers(
     )
     assert not info["missing_keys"] | info["unexpected_keys"]
     # A reader's padded batch gives what one sequence by itself does, and what training computed.
-    shape = SampleShape("none", 256, 0, pairs=True)
+    shape = SampleShape("none", 256, 0, row_format=PAIRS)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for i, expected in enumerate(rewards_of(model, folder)):
         row = pair(i)

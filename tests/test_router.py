@@ -29,7 +29,8 @@ from toolkit.config.settings import (
     TrainConfig,
 )
 from toolkit.data.samples.batch import IGNORED, Batch
-from toolkit.data.samples.sequences import Piece, SampleShape
+from toolkit.data.samples.pieces import Piece
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.errors import ConfigError, ModelError, TrainingError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.models.attention import attend_within_documents

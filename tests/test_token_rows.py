@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.feed.prepared import PreparedFeed
-from toolkit.data.samples.sequences import SampleShape
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder, encode
 from toolkit.training.token_rows import untrained_token_lines

@@ -7,6 +7,7 @@ from toolkit import export, loading, ranks
 from toolkit.checkpoint.run_folder import RunFolder
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig
 from toolkit.data.prepare import TrainingData
+from toolkit.data.row_formats import find_row_format
 from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
 from toolkit.objectives import Objective
 from toolkit.sharding.fsdp import Sharded
@@ -29,7 +30,7 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
     """
 
     def add_tokenizer(model: ModelConfig) -> ModelConfig:
-        if cfg.learned == "documents":
+        if find_row_format(cfg.rows).is_documents:
             return prepare_tokenizer(model, cfg.data, folder.tokenizer, keep=folder.holds_work)
         return own_tokenizer(model)
 

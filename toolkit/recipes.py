@@ -418,16 +418,17 @@ def load_config(
 
 def _kind_of_rows(data: Any, remote: bool) -> str:
     """Return the name of the kind that rows are for; empty if there are none to look at."""
+    from toolkit.data.row_formats import DOCUMENTS, EXAMPLES, PAIRS
     from toolkit.data.sources.rows import load_sources
 
-    purposes: dict[Any, str] = {"documents": "pretrain", "pairs": "prefer", "examples": "finetune"}
+    kinds = ((DOCUMENTS, "pretrain"), (PAIRS, "prefer"), (EXAMPLES, "finetune"))
     with suppress(ToolkitError):  # files that are on another machine
         sources = [source for _, source in configured(data, "train")]
         if any(source.dataset_name for source in sources) and not remote:
             return ""
-        for purpose, name in purposes.items() if sources else ():
+        for row_format, name in kinds if sources else ():
             with suppress(ToolkitError):  # rows of another kind
-                load_sources(dataclasses.replace(data, streaming=True), learned=purpose)
+                load_sources(dataclasses.replace(data, streaming=True), row_format=row_format)
                 return name
     return ""
 

@@ -35,6 +35,7 @@ from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, mode
 from toolkit.data.first_rows import LOOK_ROWS, LOOK_SHARDS, SHARD_ROWS, RowLook, look_at_rows
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import encoder_for
+from toolkit.data.row_formats import find_row_format
 from toolkit.data.sources.files import What, configured
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
@@ -162,7 +163,7 @@ def _silence() -> Iterator[None]:
 def _add_local_tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
     """Add the tokenizer of the run if it exists already, and leave out kernels of the device."""
     model = replace(own_tokenizer(model), kernels="none")
-    if cfg.learned != "documents" or model.train_tokenizer or _has_remote_rows(cfg):
+    if not find_row_format(cfg.rows).is_documents or model.train_tokenizer or _has_remote_rows(cfg):
         return model
     return prepare_tokenizer(model, replace(cfg.data, streaming=True), Path(cfg.output_dir))
 
@@ -415,14 +416,15 @@ def check_rows(start: Start) -> str:
     encoder = encoder_for(cfg, model_cfg, start.model)
     purposes: tuple[What, ...] = ("train", "eval")
     has_template = encoder.has_chat_template
-    load = partial(load_sources, cfg.data, learned=cfg.learned, has_template=has_template)
+    row_format = encoder.row_format
+    load = partial(load_sources, cfg.data, row_format=row_format, has_template=has_template)
     sources = [source for purpose in purposes for source in load(what=purpose, streaming=True)]
     looks: list[RowLook] = []
     deadline = time.monotonic() + _ROW_SECONDS
     for number, source in enumerate(sources):
         seconds = (deadline - time.monotonic()) / (len(sources) - number)
         looks.append(look_at_rows(source, encoder, max(1.0, seconds)))
-        if cfg.learned != "documents":
+        if not row_format.is_documents:
             looks[-1].check(source, cfg.data.sequence_length)
     return f"checked    {sum(look.counts.rows for look in looks):,} rows{_row_limits(looks)}"
 

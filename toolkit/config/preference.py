@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from toolkit.config.fields import Fraction, NonNegative, Positive
-from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig, Learned, OptimConfig
+from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig, OptimConfig
 from toolkit.errors import ConfigError
 
 
@@ -108,8 +108,8 @@ class PreferConfig(FinetuneConfig):
     output_dir: str = "runs/prefer"
 
     @property
-    def learned(self) -> Learned:
-        """Kind of rows that the run trains on: pairs of answers, or answers with a label."""
+    def rows(self) -> str:
+        """Name of the row format: pairs of answers, or single answers with a label."""
         return "pairs" if self.preference.paired else "answers"
 
     @property

@@ -19,7 +19,6 @@ from toolkit.errors import ConfigError, ModelError
 from toolkit.parsing import parse_size
 
 Dtype = Literal["float32", "bfloat16"]
-Learned = Literal["documents", "examples", "pairs", "answers"]
 TorchCompile = bool | Literal["auto", "none", "layer", "model"]
 Schedule = Literal[
     "linear",
@@ -391,11 +390,9 @@ class RunConfig:
         return None
 
     @property
-    def learned(self) -> Learned:
-        """Kind of rows that the run trains on.
-
-        `documents` are supervised completely, in samples cut out of them. `examples` are supervised
-        in part. `pairs` are two answers to a prompt, `answers` single answers with a label.
+    def rows(self) -> str:
+        """Name of the row format (`toolkit.data.row_formats`): `documents`, `examples`, `pairs`,
+        `answers` (with a label), or one that you registered.
         """
         return "documents"
 
@@ -485,8 +482,8 @@ class FinetuneConfig(RunConfig):
         return self.lora if self.lora.is_used else None
 
     @property
-    def learned(self) -> Learned:
-        """Kind of rows that the run trains on: examples, which are supervised in part."""
+    def rows(self) -> str:
+        """Name of the row format: examples, of which some tokens are supervised."""
         return "examples"
 
     def __post_init__(self) -> None:

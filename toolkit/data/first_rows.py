@@ -13,7 +13,8 @@ from toolkit.data.report import check_supervised
 from toolkit.data.sources import file_readers
 from toolkit.data.sources.rows import DataSource
 from toolkit.data.sources.tables import as_data_error
-from toolkit.data.tokens.encode import Counts, EncodedSource, Encoder
+from toolkit.data.tokens.encode import Encoder
+from toolkit.data.tokens.encoded import Counts, EncodedSource
 
 LOOK_ROWS = 1000
 """Rows at the beginning of a source that are looked at, at most."""

@@ -13,7 +13,6 @@ from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.config.measures import TOKEN_METRICS, Metric
 from toolkit.config.settings import (
     FinetuneConfig,
-    Learned,
     ModelConfig,
     RunConfig,
     model_settings,
@@ -27,14 +26,16 @@ from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.order.position import Position, accumulation_for
 from toolkit.data.report import check_supervised, render, supervision_report
+from toolkit.data.row_formats import RowFormat, find_row_format
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import Packing, SampleShape
+from toolkit.data.samples.sample_shape import Packing, SampleShape
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.tokens.encode import EncodedSource, Encoder, encode, encoding_digest
+from toolkit.data.tokens.encode import Encoder, encode, encoding_digest
+from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer, pad_id
 from toolkit.errors import ConfigError, DataError
 from toolkit.formats import assets_of
-from toolkit.mesh import View
+from toolkit.mesh import Mesh
 from toolkit.models import causal_lm as models
 from toolkit.models import packing_probe
 from toolkit.models.attention import attend_within_documents
@@ -46,7 +47,7 @@ def prepare_data(
     model: PreTrainedModel,
     model_cfg: ModelConfig,
     run: Processes,
-    view: View,
+    mesh: Mesh,
     metrics: Sequence[Metric] = TOKEN_METRICS,
 ) -> "TrainingData":
     """Return what the run reads. Collective; encodes on all cores, once, cached.
@@ -56,7 +57,7 @@ def prepare_data(
     Args:
         model: on meta, before adapters and sharding.
         model_cfg: the model's settings with the tokenizer that the run uses.
-        view: the ranks that read different samples (`Mesh.data`).
+        mesh: the ranks of the run, of which `mesh.data` read different samples.
         metrics: the metrics of an evaluation (`Objective.metrics`), which
             `checkpoint.metric_for_best_model` may name.
 
@@ -70,14 +71,14 @@ def prepare_data(
     choice = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
     if choice.mask is None:
         attend_within_documents(model)
-    feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, view.size))
-    if cfg.learned != "documents" and encoder.tokenizer is not None:
+    feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, mesh.data.size))
+    if encoder.row_format.is_chat and encoder.tokenizer is not None:
         if reward_head(model) is not None:
             ranks.log_once(reward_at(model, encoder.tokenizer))
         else:
             ends = ranks.on_main(partial(learned_ends, feed, encoder.tokenizer))
             ranks.log_once(end_with(model, ends, encoder.tokenizer))
-    readers = Readers(run.device, view.rank, view.size, run.loader)
+    readers = Readers(run.device, mesh.data.rank, mesh.data.size, run.loader)
     data = TrainingData(cfg, feed, choice, encoder.tokenizer, readers)
     check_data(data, metrics)
     return data
@@ -113,8 +114,8 @@ def encoder_for(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) 
             f"train.eval_prompts needs a tokenizer, and {cfg.model.name_or_path} comes with none; "
             "set model.tokenizer_name_or_path"
         )
-    pairs = cfg.learned in ("pairs", "answers")
-    encoder = Encoder(tokenizer, cfg.data, models.vocabulary_size(model), pairs=pairs)
+    row_format = find_row_format(cfg.rows)
+    encoder = Encoder(tokenizer, cfg.data, models.vocabulary_size(model), row_format)
     if isinstance(cfg, FinetuneConfig) and tokenizer is not None:
         _use_chat_template(cfg.data, tokenizer, model)
     return encoder
@@ -142,17 +143,18 @@ def _use_chat_template(
 def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size: int) -> Feed:
     """Read and encode the data; return what a run reads from. Cached on disk: one rank first."""
     data, train = cfg.data, cfg.train
+    row_format = encoder.row_format
 
     def encoded(source: DataSource) -> EncodedSource:
         made = encode(source, encoder)
-        if cfg.learned != "documents":
+        if not row_format.is_documents:
             check_supervised(made, data.sequence_length)
         return made
 
     has_template = encoder.has_chat_template
-    sources = load_sources(data, learned=cfg.learned, has_template=has_template)
+    sources = load_sources(data, row_format=row_format, has_template=has_template)
     # Read before the training data is encoded, which may take an hour.
-    others = load_sources(data, what="eval", learned=cfg.learned, has_template=has_template)
+    others = load_sources(data, what="eval", row_format=row_format, has_template=has_template)
     trained, evaluated = (
         {os.path.realpath(f) for source in some for f in source.files} for some in (sources, others)
     )
@@ -171,8 +173,14 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
         "max_eval_samples": data.max_eval_samples,
     }
     pad = pad_id(encoder.tokenizer)
-    marks = {"borders": choice.mask is None, "pairs": encoder.pairs, "prompts": cfg.learns_prompts}
-    shape = SampleShape(choice.packing, data.sequence_length, pad, **marks)
+    shape = SampleShape(
+        choice.packing,
+        data.sequence_length,
+        pad,
+        borders=choice.mask is None,
+        row_format=row_format,
+        prompts=cfg.learns_prompts,
+    )
     if not data.streaming:
         prepared = [encoded(source) for source in sources]
         return PreparedFeed(prepared, shape, eval_split=data.eval_split, **settings)
@@ -242,15 +250,6 @@ def choose_packing(
     return Choice("none", verdict.why)
 
 
-def has_fixed_length(packing: str, learned: Learned) -> bool:
-    """Return whether all micro-batches of a run have one width, by which layers are compiled once.
-
-    Rows that are not packed are as wide as the longest of them. Answers with a label are trained
-    apart from the answers that they are compared with, in rows as wide as the fullest of them.
-    """
-    return packing != "none" and learned != "answers"
-
-
 def check_data(data: "TrainingData", metrics: Sequence[Metric] = TOKEN_METRICS) -> None:
     """Refuse data that cannot be trained on as the settings ask; see `prepare_data`. Collective."""
     ranks.on_all(lambda: data.feed.check_enough(data.run.world_size))
@@ -313,6 +312,11 @@ class TrainingData:
     run: Processes
 
     @property
+    def row_format(self) -> RowFormat:
+        """What the rows of the run are."""
+        return self.feed.shape.row_format
+
+    @property
     def position(self) -> Position:
         return self.feed.position
 
@@ -328,7 +332,7 @@ class TrainingData:
     @property
     def fixed_length(self) -> bool:
         """Whether every sample has as many tokens, padding counted."""
-        return has_fixed_length(self.feed.shape.packing, self.cfg.learned)
+        return self.row_format.has_fixed_width(self.feed.shape.packing)
 
     @property
     def accumulation(self) -> int:
@@ -414,6 +418,6 @@ class TrainingData:
     def report(self) -> str:
         """Return the supervision report of fine-tuning; empty where the run encodes its rows."""
         encoded = isinstance(self.feed, PreparedFeed) or self.feed.eval_sources
-        if not encoded or self.cfg.learned == "documents":
+        if not encoded or self.row_format.is_documents:
             return ""
         return render(supervision_report(self.feed, self.tokenizer, samples=1))

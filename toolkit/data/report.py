@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.prepared import PreparedFeed, SourceSamples
-from toolkit.data.samples.sequences import EncodedRows
+from toolkit.data.samples.pieces import EncodedRows
 from toolkit.data.sources.row_values import escaped
-from toolkit.data.tokens.encode import EncodedSource
-from toolkit.data.tokens.notes import LABELS, WARNINGS
+from toolkit.data.tokens.encoded import LABELS, WARNINGS, EncodedSource
 from toolkit.errors import DataError
 from toolkit.tables import table
 

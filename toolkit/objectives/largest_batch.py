@@ -9,13 +9,12 @@ the data runs out of the memory that was planned.
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 
-from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import RunConfig
+from toolkit.data.row_formats import find_row_format
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import Packing, Piece, SampleShape
+from toolkit.data.samples.sample_shape import Packing, SampleShape
 
 _PAD = 1  # another id than that of the tokens
 _SHORT = 2  # tokens of the shorter side of a pair: one of its prompt and one answer
@@ -30,37 +29,36 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
         packing: `data.packing`, with `auto` decided.
     """
     rows, length = cfg.train.micro_batch, cfg.data.sequence_length
-    if isinstance(cfg, PreferConfig):
-        return _pairs(cfg, packing, rows, length)
-    if packing == "none":
-        shape = SampleShape("none", length, pad_id=_PAD)
-        # One row is filled up, so that the batch needs a mask.
-        lengths = [length] * (rows - 1) + [max(1, length - 1)]
-        return shape.batch([shape.sample([_piece(tokens)]) for tokens in lengths])
+    row_format = find_row_format(cfg.rows)
+    shape = SampleShape(packing, length, _PAD, row_format=row_format, prompts=cfg.learns_prompts)
+    if row_format.sequences_per_row == 2:
+        return _pairs(cfg, shape, rows)
+    if packing == "none" or row_format.columns or row_format.sequences_per_row:
+        # If rows are padded, one of them is, so that the batch needs a mask.
+        last = max(1, length - 1) if packing == "none" else length
+        lengths = [length] * (rows - 1) + [last]
+        late = not cfg.data.streaming
+        samples = [shape.dummy_sample(tokens, late=late) for tokens in lengths]
+        return _without_positions(shape.batch(samples))
     ids = torch.zeros(rows, length, dtype=torch.int64)
     return Batch({"input_ids": ids}, ids.clone())
 
 
-def _pairs(cfg: PreferConfig, packing: Packing, rows: int, length: int) -> Batch:
+def _pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
     """Return a pair a row: equal sides if pairs are packed, otherwise one side as long as can be.
 
     Of answers with a label only the row's own answer is trained, so it is the long side; the answer
     that it is compared with is long in the last of several rows, since each has a batch of its own.
     """
-    shape = SampleShape(packing, length, _PAD, pairs=True, prompts=cfg.learns_prompts)
-    is_equal = packing != "none" and cfg.preference.paired
+    length, compares_rows = shape.sequence_length, shape.row_format.compares_rows
+    is_equal = shape.packing != "none" and not compares_rows
     second = -(-length // 2) if is_equal else max(1, length - _SHORT)
     seconds = [second] * rows
-    if not cfg.preference.paired and rows > 1:
+    if compares_rows and rows > 1:
         seconds[-1] = _SHORT
-    samples = []
-    for second in seconds:
-        sample = shape.sample([_piece(length, second)])
-        if not cfg.data.streaming:  # whose reference is a forward of each micro-batch
-            sample["reference"] = torch.zeros(2)
-        sample["margin"] = torch.zeros(1)
-        sample["desirable"] = torch.zeros(0 if cfg.preference.paired else 1, dtype=torch.bool)
-        samples.append(sample)
+    # With a stream, the reference is a forward of each micro-batch instead of stored values.
+    late = not cfg.data.streaming
+    samples = [shape.dummy_sample(length, second, late=late) for second in seconds]
     return _without_positions(shape.batch(samples))
 
 
@@ -72,7 +70,3 @@ def _without_positions(batch: Batch) -> Batch:
         first, second = batch.halves
         halves = _without_positions(first), _without_positions(second)
     return replace(batch, inputs=inputs, halves=halves)
-
-
-def _piece(tokens: int, second: int = 0) -> Piece:
-    return Piece(np.zeros(tokens, np.int64), np.zeros(tokens, np.int64), second)

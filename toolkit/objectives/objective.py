@@ -12,7 +12,7 @@ from toolkit.config.measures import LOSS, Metric
 from toolkit.config.settings import ModelConfig, RunConfig, ShardingConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import Packing
+from toolkit.data.samples.sample_shape import Packing
 from toolkit.errors import ConfigError
 from toolkit.loading import load_or_init
 from toolkit.mesh import Mesh

@@ -146,8 +146,8 @@ class Reference:
         use_reference(self.tables, self._logps)
         read = sum(int(table.rows_read.sum()) for table in self.tables)
         total = sum(len(table.rows) for table in self.tables)
-        kind = "pairs" if self.data.cfg.learned == "pairs" else "answers with a label"
-        return f"reference  {read:,} of {total:,} {kind}: {'; '.join(lines) or 'none is read'}"
+        title = self.data.row_format.title
+        return f"reference  {read:,} of {total:,} {title}: {'; '.join(lines) or 'none is read'}"
 
     def _read(self, saved: Folder) -> tuple[Origin, Values]:
         """Return origin and values of the checkpoint's reference; refuse one of another run."""

@@ -30,7 +30,8 @@ from toolkit import ranks
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.order.position import eval_batches
 from toolkit.data.prepare import TrainingData
-from toolkit.data.samples.sequences import FILLER, MULTIPLE, EncodedRows, Sample, Samples
+from toolkit.data.samples.pieces import EncodedRows
+from toolkit.data.samples.sample_shape import FILLER, MULTIPLE, Sample, Samples
 from toolkit.errors import TrainingError
 from toolkit.formats import reshard
 from toolkit.sharding.fsdp import Sharded
@@ -114,7 +115,7 @@ def use_reference(tables: list[RowTable], logps: Logps) -> None:
     """Give the rows of `tables` their log-probabilities, which batches then carry."""
     for table in tables:
         for samples in table.samples:
-            samples.pieces.rows.reference = logps[table.name]
+            samples.pieces.rows.fill_column("reference", logps[table.name])
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ class _Work(Dataset):
         self.names = [table.name for table in tables for _ in table.samples]
         self.shape = self.samples[0].shape
         self.by_answer = self.shape.packing == "none"
+        if self.by_answer:
+            self.shape = self.shape.for_sides()
         items, lengths, answers = [np.zeros((0, 3), np.int64)], [np.zeros(0)], [np.zeros(0)]
         self.tokens = 0
         reads = [(table, *pair) for table in tables for pair in zip(table.samples, table.reads)]  # noqa: B905
@@ -171,12 +174,12 @@ class _Work(Dataset):
 
     def __getitem__(self, item: int) -> Sample:
         if item == FILLER:
-            return self.samples[0][FILLER]
+            return self.shape.sample([])
         number, index, side = self.items[item].tolist()
         samples = self.samples[number]
         if side == FILLER:
             return samples[index]
-        return self.shape.answer(samples.pieces[index].sides()[side])
+        return self.shape.sample([samples.pieces[index].sides()[side]])
 
     def answers(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the samples' number and 2 * row + side of each sequence of `items`, in order."""

@@ -16,8 +16,9 @@ from torch import nn
 
 from toolkit.adapters import prepare_adapters
 from toolkit.config.settings import RunConfig, ShardingConfig, TorchCompile, model_settings
-from toolkit.data.prepare import choose_packing, has_fixed_length
-from toolkit.data.samples.sequences import Packing
+from toolkit.data.prepare import choose_packing
+from toolkit.data.row_formats import find_row_format
+from toolkit.data.samples.sample_shape import Packing
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import torch_private
 from toolkit.mesh import init_mesh, mesh_shape
@@ -141,5 +142,5 @@ def _compiles(model: Any, cfg: RunConfig, sharding: ShardingConfig, device_type:
     sharding = replace(sharding, torch_compile=asked)
     own_kernels = cfg.model.kernels != "none"
     plan = plan_units(model, sharding)
-    fixed_length = has_fixed_length(packing, cfg.learned)
+    fixed_length = find_row_format(cfg.rows).has_fixed_width(packing)
     return should_compile_layers(plan, sharding, device_type, fixed_length, own_kernels)[0]

@@ -138,10 +138,10 @@ class Rehearsal:
             process: Any = SimpleNamespace(device=torch.device("cpu"), loader=None)
             world_size = self.start.world_size
             with fake_world(world_size):
-                view = View(0, world_size)
+                mesh: Any = SimpleNamespace(data=View(0, world_size))
                 metrics = objectives.build(cfg).metrics
                 model_cfg = self.start.model_cfg
-                prepare_data(self.start.build_cfg, model, model_cfg, process, view, metrics)
+                prepare_data(self.start.build_cfg, model, model_cfg, process, mesh, metrics)
         return _describe_rows(train_heads, eval_heads, trains_tokenizer)
 
     def load(self) -> str:

@@ -15,17 +15,12 @@ import datasets
 
 from toolkit.config.settings import RunConfig
 from toolkit.data.report import check_supervised
+from toolkit.data.row_formats import find_row_format
 from toolkit.data.sources.files import What
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.tokens.encode import (
-    Counts,
-    EncodedExample,
-    EncodedRow,
-    EncodedSource,
-    Encoder,
-    check_documents,
-)
+from toolkit.data.tokens.encode import Encoder, check_documents
+from toolkit.data.tokens.encoded import Counts, EncodedExample, EncodedRow, EncodedSource
 from toolkit.errors import DataError
 
 LOOK_ROWS = 1000
@@ -100,7 +95,8 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") ->
     data = replace(cfg.data, streaming=True)
     heads = []
     has_template = encoder is None or encoder.has_chat_template
-    for source in load_sources(data, what=what, learned=cfg.learned, has_template=has_template):
+    row_format = find_row_format(cfg.rows)
+    for source in load_sources(data, what=what, row_format=row_format, has_template=has_template):
         rows = source.rows
         if isinstance(rows, datasets.Dataset):
             source = replace(source, rows=rows.select(range(min(len(rows), LOOK_ROWS + 1))))
@@ -110,7 +106,7 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") ->
             if encoder is not None:
                 encoded_rows = encoder.rows(source, stored_rows, first)
             _add_rows(head, stored_rows, encoded_rows)
-        if encoder is not None and cfg.learned != "documents":
+        if encoder is not None and not row_format.is_documents:
             encoded = EncodedSource(source.name, datasets.Dataset.from_dict({}), head.counts)
             check_supervised(encoded, cfg.data.sequence_length)
         elif encoder is not None:

@@ -134,7 +134,7 @@ class PreferenceLoss:
         """
         if self.cfg.loss_type == "reward":
             return self._reward_loss(model, batch)
-        reference = batch.reference
+        reference = batch.columns.get("reference")
         if self.cfg.needs_reference and reference is None:
             reference = base_model_logps(model, batch, device_type=self.device_type)
         if not self.cfg.paired:
@@ -159,7 +159,7 @@ class PreferenceLoss:
     def _reward_loss(self, model: nn.Module, batch: Batch) -> LossSum:
         """Compute the loss of a reward model."""
         chosen, rejected = sequence_rewards(model, batch).double().view(-1, 2).unbind(1)
-        margin = 0.0 if batch.margin is None else batch.margin
+        margin = batch.columns.get("margin", 0.0)
         terms = -F.logsigmoid(chosen - rejected - margin)
         # Without a coefficient the square, which may overflow, has no part in the loss.
         if coefficient := self.cfg.center_rewards_coefficient:
@@ -184,7 +184,7 @@ class PreferenceLoss:
         those, over the micro-batches of all ranks, is the point from which gains and losses count.
         It has no gradient, so they cost a forward only.
         """
-        cfg, desirable, beta = self.cfg, batch.desirable, self.cfg.beta
+        cfg, desirable, beta = self.cfg, batch.columns.get("desirable"), self.cfg.beta
         answers = batch.n_sequences // 2
         if desirable is None or len(desirable) != answers:
             raise TrainingError("preference.loss_type kto needs answers with a label, not pairs")

@@ -74,7 +74,8 @@ def start_metrics(
     else:
         _record_start(cfg, run, folder, state.step, data, opening, supervision)
     reading, flops = data.position, training_flops(model, cfg.data.sequence_length)
-    if cfg.learned == "answers":  # about half of the tokens are of answers to compare with
+    if data.row_format.compares_rows:
+        # About half of the tokens belong to answers that are compared with, without a gradient.
         flops = (flops + training_flops(model, cfg.data.sequence_length, forward_only=True)) / 2
     metrics = Metrics(
         folder,

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from toolkit.data.examples import turns
 from toolkit.data.examples.columns import suggest_example_columns
-from toolkit.data.samples.sequences import IGNORED
+from toolkit.data.samples.batch import IGNORED
 from toolkit.data.sources.row_values import (
     BadRow,
     Row,

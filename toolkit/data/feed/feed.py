@@ -16,15 +16,9 @@ from torch.profiler import record_function
 
 from toolkit.data.order.position import Position, accumulation_for, eval_batches
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.sequences import (
-    Chosen,
-    EncodedRows,
-    Samples,
-    SampleShape,
-    cut_rows,
-    windows,
-)
-from toolkit.data.tokens.encode import EncodedSource
+from toolkit.data.samples.pieces import Chosen, EncodedRows, cut_rows, windows
+from toolkit.data.samples.sample_shape import Samples, SampleShape
+from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import DataError
 
 Batches = Iterable[Batch]
@@ -57,7 +51,7 @@ class Readers:
 
 def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> Samples:
     """Return `source`, or what is `chosen` of its `units_of`, as samples; no sample is an error."""
-    rows, wrapped = EncodedRows(source.tokens), shape.packing == "wrapped"
+    rows, wrapped = EncodedRows(source.tokens, shape.columns), shape.packing == "wrapped"
     pieces = (windows if wrapped else cut_rows)(rows, shape.sequence_length, chosen)
     if wrapped and rows.total < shape.sequence_length:
         raise DataError(

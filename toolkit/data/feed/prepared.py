@@ -14,8 +14,8 @@ from toolkit.data.order.grouping import WINDOW, ByLength
 from toolkit.data.order.mixture import Mixture, SampleOrder
 from toolkit.data.order.permutation import permute
 from toolkit.data.order.position import Position, train_batches
-from toolkit.data.samples.sequences import Samples, SampleShape
-from toolkit.data.tokens.encode import EncodedSource
+from toolkit.data.samples.sample_shape import Samples, SampleShape
+from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import DataError
 
 _WINDOWS = 20  # of an order that are looked at together

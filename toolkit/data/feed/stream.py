@@ -15,7 +15,7 @@ by themselves: where they differ in samples, one begins the next pass a little b
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,10 +24,12 @@ import numpy as np
 
 from toolkit.data.feed.shares import BEGINNING, GroupReader, RowPlace, Shares
 from toolkit.data.order.permutation import derived_seed, permute
+from toolkit.data.samples.columns import Column, stored_columns
 from toolkit.data.samples.packing import best_fit
-from toolkit.data.samples.sequences import Piece, SampleShape, labels_of
+from toolkit.data.samples.pieces import Piece, join_pieces, labels_of
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.tokens.encode import EncodedExample, EncodedRow
+from toolkit.data.tokens.encoded import EncodedExample, EncodedRow
 from toolkit.errors import DataError
 
 WINDOW = 64  # samples' worth of a lane's tokens that are shuffled and packed together
@@ -143,6 +145,7 @@ class SourceStream:
             )
         self.source, self.shape, self.lane = source, shape, lane
         self.window, self.first = window, first
+        self._columns = stored_columns(shape.columns)
         shared = derived_seed(seed, "stream", number)  # by all lanes
         self.seed, self._lengths = derived_seed(shared, lane.number), derived_seed(shared, "length")
         shares = Shares(source.rows, source.sizes, lane.of, derived_seed(shared, "shards"))
@@ -239,12 +242,12 @@ class SourceStream:
                 example = self.source.encode(row, place.row)
                 if not at.count(place, example) or not isinstance(example, EncodedExample):
                     continue
-                piece = _piece_of(example)
+                piece = _piece_of(example, self._columns)
             taken = len(piece.ids)
             if wrapped and taken > room:
                 taken = room
                 at.at, at.cut = place, used + taken
-                piece, self._rest = piece._replace(second=taken).sides()
+                piece, self._rest = piece.part(0, taken), piece.part(taken)
             pieces += [piece] if wrapped else _cut(piece, self.shape.sequence_length)
             room -= taken
         at.window += 1
@@ -256,7 +259,7 @@ class SourceStream:
         example = found and self.source.encode(found[1], found[0].row)
         if not isinstance(example, EncodedExample) or len(example.input_ids) <= at.cut:
             raise self._other_rows(f"a row of more than {at.cut} tokens at")
-        return _piece_of(example)._replace(second=at.cut).sides()[1]
+        return _piece_of(example, self._columns).part(at.cut)
 
     def _other_rows(self, what: str) -> DataError:
         return DataError(
@@ -272,8 +275,7 @@ class SourceStream:
             plan = best_fit(lengths, self.shape.sequence_length)
             groups = [[pieces[i] for i in plan.bin(b)] for b in range(len(plan))]
         elif self.shape.packing == "wrapped" and pieces:
-            ids, labels = (np.concatenate([piece[i] for piece in pieces]) for i in range(2))
-            groups = [[piece] for piece in _cut(Piece(ids, labels), self.shape.sequence_length)]
+            groups = [[p] for p in _cut(join_pieces(pieces), self.shape.sequence_length)]
         samples = [
             StreamSample(group, sum(len(piece.ids) for piece in group))
             for group in self._permuted(groups, "samples")
@@ -295,14 +297,21 @@ class SourceStream:
         return order
 
 
-def _piece_of(example: EncodedExample) -> Piece:
+def _piece_of(example: EncodedExample, columns: Mapping[str, Column]) -> Piece:
+    """Build the piece of a complete row, with its values of the stored `columns`."""
     ids = example.input_ids.astype(np.int32, copy=False)
     labels = labels_of(ids, [edge for span in example.spans for edge in span])
-    return Piece(ids, labels.astype(np.int32), example.second or 0)
+    per_token, per_row = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for name, column in columns.items():
+        value = example.columns.get(name)
+        if column.per == "token":
+            values = column.blank(len(ids)) if value is None else column.as_array(value)
+            per_token[name] = values
+        elif value is not None:
+            per_row[name] = column.as_array(value)
+    return Piece(ids, labels.astype(np.int32), example.second or 0, per_token, per_row)
 
 
 def _cut(piece: Piece, limit: int) -> list[Piece]:
-    ids, labels, second = piece  # a pair is as long as a sample at most
-    return [
-        Piece(ids[i : i + limit], labels[i : i + limit], second) for i in range(0, len(ids), limit)
-    ]
+    """Cut a piece into pieces of `limit` tokens and a shorter last one; a pair always fits."""
+    return [piece.part(begin, begin + limit) for begin in range(0, len(piece.ids), limit)]

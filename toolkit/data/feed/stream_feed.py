@@ -17,9 +17,10 @@ from toolkit.data.feed.shares import GroupReader, fewer_lanes
 from toolkit.data.feed.stream import WINDOW, Lane, SourceStream, StreamSample, StreamSource
 from toolkit.data.order.mixture import locate, shares
 from toolkit.data.order.position import Position
-from toolkit.data.samples.sequences import IGNORED, SampleShape
+from toolkit.data.samples.batch import IGNORED
+from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.row_values import escaped
-from toolkit.data.tokens.encode import EncodedSource
+from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import DataError
 
 LANE_ROWS = 128  # of each source, at least: with fewer there are fewer lanes
@@ -100,7 +101,7 @@ class StreamFeed(Feed):
     def check_enough(self, world_size: int) -> None:
         # However few samples there are is enough: a stream that is read through begins anew.
         for stream in self.first_windows:
-            labels = [labels[1:] for item in stream.items for _, labels, _ in item.pieces]
+            labels = [piece.labels[1:] for item in stream.items for piece in item.pieces]
             if all((part == IGNORED).all() for part in labels):
                 seen = stream.read()
                 raise DataError(

@@ -8,7 +8,7 @@ import numpy as np
 from toolkit import ranks
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.mixture import Mixture
-from toolkit.data.samples.sequences import FILLER
+from toolkit.data.samples.sample_shape import FILLER
 from toolkit.errors import DataError
 
 

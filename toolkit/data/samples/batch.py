@@ -1,14 +1,14 @@
-"""A micro-batch of a rank: what goes into a model, and what each position is to predict."""
+"""A micro-batch of a rank: the inputs of the model, and the token that each position predicts."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-_OF_SEQUENCES = ("sequences", "reference", "desirable", "ends", "margin")
-IGNORED = -100  # label of a token that the loss leaves out, as in transformers
+IGNORED = -100
+"""Label of a token that the loss does not cover, as in transformers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,82 +16,96 @@ class Batch:
     """Rows of token ids, and the token that follows each position."""
 
     inputs: dict[str, Any]
-    """What the model's forward takes: `input_ids` [B, T] and other tensors by name; of the borders
-    of documents two whole numbers."""
+    """Arguments of the model's forward: `input_ids` [B, T] and other tensors by name. The borders
+    of documents include two integers."""
     targets: torch.Tensor
-    """int64 [B, T]: the token that each position is to predict; `IGNORED`, as at the end of every
-    row: none."""
+    """int64 [B, T]: the token that each position predicts; `IGNORED` for none, as in the last
+    position of every row."""
     n_targets: int | None = None
-    """How many positions have a target, where some others than the last of a row may have none: the
-    host knows it before `targets` are on a device."""
+    """Number of positions with a target, which the host needs before `targets` are on a device;
+    None if only the last position of each row has no target."""
     used: torch.Tensor | None = None
-    """int64 [B]: the tokens of each row before what fills it up; None: those of the attention mask,
-    all where there is none."""
+    """int64 [B]: tokens of each row before its padding. None: the attention mask tells, or there is
+    no padding."""
     sequences: torch.Tensor | None = None
-    """int64 [B, T]: the sequence of each position, counted through the batch, -1: of none. In
-    preference tuning two that follow each other are a pair, the chosen one first."""
+    """int64 [B, T]: the sequence to which each position belongs, counted through the micro-batch;
+    -1 for none. Two consecutive sequences are a pair, of which the first is the chosen one."""
     n_sequences: int = 0
-    reference: torch.Tensor | None = None
-    """float32 [n_sequences]: log-probability of the targets of each by the reference."""
-    desirable: torch.Tensor | None = None
-    """bool [n_sequences / 2]: whether the first of each two is wanted; empty of pairs."""
+    """Number of sequences."""
     ends: torch.Tensor | None = None
-    """int64 [n_sequences, 2]: row and position of each one's last token that is no padding token,
-    at which a reward model reads its reward."""
-    margin: torch.Tensor | None = None
-    """float32 [n_sequences / 2]: by how much the first reward is to be above the second."""
+    """int64 [n_sequences, 2]: row and position of the last token of each sequence that is not the
+    padding token. A reward model reads its reward there."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Values of the columns that the row format declares, by name: [B, T, ...] for values per
+    token, [n_sequences, ...] per sequence, [rows, ...] per row."""
     halves: "tuple[Batch, Batch] | None" = None
-    """Of answers with a label: the first of each two sequences alone, and the second, which get no
-    gradient; both have n_sequences / 2 sequences, and none of the other fields of sequences."""
+    """If each row is compared with the answer of another row: the rows' own answers, and the
+    answers that they are compared with, which get no gradient. Each half has half of the sequences,
+    and of the columns only those with values per token."""
 
     @classmethod
     def of(cls, labels: torch.Tensor, *, count: bool = False, **inputs: Any) -> "Batch":
-        """Return the batch of `labels` [B, T] as transformers has them, each at its own token;
-        `count`: with `n_targets`.
+        """Create a batch from `labels` [B, T] as transformers has them, each at its own token.
+
+        Args:
+            labels: int64 [B, T], not shifted; `IGNORED` for tokens outside of the loss.
+            count: whether to count `n_targets`.
+            inputs: arguments of the model's forward.
         """
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         return cls(inputs, targets, int((targets != IGNORED).sum()) if count else None)
 
     @property
     def count(self) -> torch.Tensor:
-        """The positions with a target, 0-d int64 on the device."""
+        """Number of positions with a target, 0-d int64 on the device."""
         return (self.targets != IGNORED).sum()
 
     @property
     def real(self) -> torch.Tensor:
-        """Which positions hold tokens of the data, bool [B, T]: not what fills rows up."""
+        """Mask of the positions that hold tokens of the data and no padding; bool [B, T]."""
         if self.used is not None:
-            places = torch.arange(self.targets.shape[-1], device=self.targets.device)
-            return places < self.used[:, None]
+            positions = torch.arange(self.targets.shape[-1], device=self.targets.device)
+            return positions < self.used[:, None]
         mask = self.inputs.get("attention_mask")
         return torch.ones_like(self.targets, dtype=torch.bool) if mask is None else mask.bool()
 
     @property
     def trained(self) -> "Batch":
-        """Return the part of the batch whose forward gets a gradient: all of it, unless its
-        sequences are answers with a label.
-        """
+        """The part of the batch whose forward gets a gradient: the first half, or all of it."""
         return self if self.halves is None else self.halves[0]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors of the batch and of its halves."""
-        others = [getattr(self, name) for name in ("targets", "used", *_OF_SEQUENCES)]
-        values = [x for x in (*self.inputs.values(), *others) if isinstance(x, torch.Tensor)]
-        return [*values, *(x for half in self.halves or () for x in half.tensors())]
+        """List all tensors of the batch and of its halves."""
+        values = [*self.inputs.values(), self.targets, self.used, self.sequences, self.ends]
+        values += self.columns.values()
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        return tensors + [tensor for half in self.halves or () for tensor in half.tensors()]
 
-    def to(self, device: torch.device | str, **how: Any) -> "Batch":
-        """Return the batch on `device`, as `Tensor.to` moves a tensor."""
-        return self._each(lambda tensor: tensor.to(device, **how))
+    def to(self, device: torch.device | str, **options: Any) -> "Batch":
+        """Copy the batch to `device`, with the options of `Tensor.to`."""
+        return self._map(lambda tensor: tensor.to(device, **options))
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory; called by PyTorch's `DataLoader`."""
-        return self._each(lambda tensor: tensor.pin_memory())
+        """Copy the batch to page-locked memory; called by PyTorch's `DataLoader`."""
+        return self._map(lambda tensor: tensor.pin_memory())
 
-    def _each(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        inputs = {n: fn(x) if isinstance(x, torch.Tensor) else x for n, x in self.inputs.items()}
-        others = {n: getattr(self, n) for n in ("used", *_OF_SEQUENCES)}
-        moved: dict[str, Any] = {name: fn(x) for name, x in others.items() if x is not None}
-        if self.halves is not None:
-            first, second = self.halves
-            moved["halves"] = first._each(fn), second._each(fn)
-        return replace(self, inputs=inputs, targets=fn(self.targets), **moved)
+    def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Apply `fn` to every tensor of the batch and of its halves."""
+
+        def apply(value: Any) -> Any:
+            return fn(value) if isinstance(value, torch.Tensor) else value
+
+        halves = self.halves
+        if halves is not None:
+            first, second = halves
+            halves = first._map(fn), second._map(fn)
+        return replace(
+            self,
+            inputs={name: apply(value) for name, value in self.inputs.items()},
+            targets=fn(self.targets),
+            used=apply(self.used),
+            sequences=apply(self.sequences),
+            ends=apply(self.ends),
+            columns={name: fn(tensor) for name, tensor in self.columns.items()},
+            halves=halves,
+        )

@@ -11,11 +11,10 @@ import datasets
 
 from toolkit import ranks
 from toolkit.config.data import DataConfig, SourceConfig
-from toolkit.config.settings import Learned
 from toolkit.data.examples import preferences, recognise
 from toolkit.data.examples.columns import Names
-from toolkit.data.examples.formats import FORMATS, Parsed, format_of
-from toolkit.data.sources import file_readers, instructions, tables
+from toolkit.data.row_formats import EXAMPLES, Parsed, RowFormat
+from toolkit.data.sources import file_readers, tables
 from toolkit.data.sources.file_readers import PIECES, text_tables
 from toolkit.data.sources.files import (
     What,
@@ -49,6 +48,7 @@ class DataSource:
     sizes: tuple[int, ...] | None = None  # bytes of each shard of a stream of files
     names: Names = Names({}, {}, {}, ())  # noqa: RUF009 - it is frozen
     seen: frozenset[str] = frozenset()  # columns that are used, or said not to be
+    row_format: RowFormat = EXAMPLES
 
     def files_digest(self) -> str:
         """Return a digest of names and sizes of the files, in order; the folder may move."""
@@ -90,7 +90,7 @@ class DataSource:
             BadRow: the row cannot be used.
         """
         row = self.names.renamed(row, self.layout.json_turns)
-        return format_of(self.layout).parse(row, self.layout)
+        return self.row_format.parse(row, self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
         """Return where the `number`-th row of the source, or of a shard of a stream, stands."""
@@ -111,15 +111,15 @@ def load_sources(
     cfg: DataConfig,
     *,
     what: What = "train",
-    learned: Learned = "examples",
+    row_format: RowFormat = EXAMPLES,
     has_template: bool = True,
     streaming: bool | None = None,
 ) -> list[DataSource]:
     """Return the sources that `cfg` names to train on or to evaluate on, not yet tokenised.
 
-    What is `learned` of `documents` is text or token ids, whatever else rows have, whole:
-    pretraining. Where nothing is named to train on, documents are the files of Python's standard
-    library, other rows the instructions made of them.
+    Documents are texts or token ids, whatever other columns rows have. If no source to train on is
+    configured, documents are the files of Python's standard library, and other rows are the
+    instructions made of them, if their format has such rows.
 
     Files are JSON lines, JSON, CSV, Parquet, Arrow, or text (every other ending; one file is one
     document). Of a folder as the Hub has them only the split to train on, or to evaluate on, is
@@ -135,31 +135,28 @@ def load_sources(
         streaming = cfg.streaming and what == "train"
     configs = configured(cfg, what)
     if not configs and what == "train":
-        if learned == "answers":
-            raise DataError("expected answers with a label: set data.train_files or dataset_name")
-        if learned != "documents":
-            pairs_asked = learned == "pairs"
-            made = instructions.preferences() if pairs_asked else instructions.conversations()
-            rows = made.to_iterable_dataset() if streaming else made
+        if not row_format.is_documents:
+            if row_format.built_in_rows is None:
+                title = row_format.title
+                raise DataError(f"expected {title}: set data.train_files or dataset_name")
+            built_in, layout = row_format.built_in_rows()
+            rows = built_in.to_iterable_dataset() if streaming else built_in
             where = "the built-in instructions (Python's standard library)"
-            layout = recognise.Layout("messages", ("messages",))
-            if pairs_asked:
-                layout = recognise.Layout("pairs", preferences.SIDES, prompt=("prompt",))
-            return [DataSource("stdlib-instructions", where, rows, layout)]
+            return [DataSource("stdlib-instructions", where, rows, layout, row_format=row_format)]
         source = SourceConfig(files=[str(f) for f in stdlib_files()], name="stdlib")
         configs = [("the built-in text", source)]
-    sources = [_source(source, setting, cfg, streaming, learned) for setting, source in configs]
+    sources = [_source(source, setting, cfg, streaming, row_format) for setting, source in configs]
     if has_template:
         return sources
     return [replace(s, layout=preferences.without_chat_template(s.layout)) for s in sources]
 
 
 def _source(
-    source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, learned: Learned
+    source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, row_format: RowFormat
 ) -> DataSource:
-    row_format = FORMATS[learned]
-    renamed = Names.of(source.columns or cfg.columns, row_format.columns)
-    columns = (*row_format.columns, *row_format.candidates, *renamed.columns.values())
+    standard = row_format.standard_names
+    renamed = Names.of(source.columns or cfg.columns, standard)
+    columns = (*standard, *row_format.candidate_names, *renamed.columns.values())
     columns = tuple(dict.fromkeys(columns))
     files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()
     unread = list[Row]()  # first values of columns that are not read
@@ -195,14 +192,16 @@ def _source(
             str(source.name),
             where,
             rows,
-            replace(recognise.PIECE_LAYOUT, whole=learned == "documents"),
+            replace(recognise.PIECE_LAYOUT, whole=row_format.is_documents),
         ),
         *(source.weight, source.max_repeats, tuple(map(str, files))),
         *(tuple(shard.size for shard in shards) or None, renamed),
+        row_format=row_format,
     )
-    if kind == "text" and learned in ("pairs", "answers"):
-        raise DataError(f"{where}: expected preferences, got text files; give rows (.jsonl)")
-    return made if kind == "text" else _recognised(made, learned, unread)
+    if kind == "text" and not row_format.reads_text_files:
+        title = row_format.title
+        raise DataError(f"{where}: expected {title}, got text files; give rows (.jsonl)")
+    return made if kind == "text" else _recognised(made, unread)
 
 
 def _say_splits(patterns: str | list[str], setting: str) -> None:
@@ -242,7 +241,7 @@ def _warn_of_unused_prompts(where: str, unused: tuple[str, ...], rows: list[Row]
             )
 
 
-def _recognised(source: DataSource, learned: Learned, unread: list[Row]) -> DataSource:
+def _recognised(source: DataSource, unread: list[Row]) -> DataSource:
     """Return `source` with the layout of its rows, restricted to the columns that it uses.
 
     Args:
@@ -273,7 +272,7 @@ def _recognised(source: DataSource, learned: Learned, unread: list[Row]) -> Data
         )
     try:
         renamed = [names.renamed(row) for row in rows]
-        layout = FORMATS[learned].recognise(renamed, names)
+        layout = source.row_format.recognise(renamed, names)
     except BadRow as bad:
         number = readable[0][0]
         raise DataError(f"{source.place(first[number][0], number)}: {bad}") from bad
@@ -283,12 +282,12 @@ def _recognised(source: DataSource, learned: Learned, unread: list[Row]) -> Data
     used = tuple(names.columns.get(name, name) for name in used)
     existing = dict.fromkeys(name for row in rows for name in row)
     unused = tuple(name for name in existing if name not in {*used, *names.left_out})
-    if learned != "documents":
+    if not source.row_format.is_documents:
         _warn_of_unused_prompts(source.where, unused, rows)
     layout = replace(
         layout,
         renamed=tuple((name, names.columns[name]) for name in names.columns),
-        unused=() if learned == "documents" else unused,
+        unused=() if source.row_format.is_documents else unused,
     )
     stored_columns = dict.fromkeys((*used, file_readers.RAW, file_readers.FAULT, *_OF_FILES))
     columns = [name for name in stored_columns if name in source.rows.column_names]

@@ -1,7 +1,8 @@
-"""Rows to token ids and what is learned of them, counted, and cached on disk.
+"""Encode rows as token ids with the tokens that the loss covers, and cache them on disk.
 
-Conversations are encoded in a process for each core; other rows in this one, where the Rust
-tokenizer runs on threads (see [Note: threads, not processes] in `text_ids.py`).
+Conversations are encoded in one process per core, because chat templates run in Python. Other rows
+are encoded in this process, where the Rust tokenizer runs on threads; see [Note: threads, not
+processes] in `text_ids.py`.
 """
 
 import json
@@ -10,12 +11,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import transformers
@@ -24,13 +24,21 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from toolkit import ranks
 from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
-from toolkit.data.examples.pairs import Pair
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
-from toolkit.data.samples.sequences import IGNORED
+from toolkit.data.row_formats import EXAMPLES, Parsed, RowFormat
+from toolkit.data.samples.batch import IGNORED
+from toolkit.data.samples.columns import Column, stored_columns
 from toolkit.data.sources import tables
 from toolkit.data.sources.row_values import BadRow, LeftOut, Row, or_bad
 from toolkit.data.sources.rows import DataSource
-from toolkit.data.tokens.notes import LABELS, LATE_COLUMN, OTHER_PROMPT, SAME_PROMPT, WITH_MARGIN
+from toolkit.data.tokens.encoded import (
+    LATE_COLUMN,
+    Counts,
+    EncodedExample,
+    EncodedRow,
+    EncodedSource,
+    FatalRow,
+)
 from toolkit.data.tokens.partners import (
     NO_PARTNER,
     choose_partners,
@@ -43,76 +51,58 @@ from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
 from toolkit.formats.synced_files import replacing
 
-_CHAT_ROWS, _TEXT_ROWS = 512, 20_000  # that are encoded at a time, at most
-_PLACES = 3
-_ROWS_OF_A_PROCESS = 200  # conversations for which a further process is worth its start
-_VERSION = 8  # part of the cache key: raise it when the same row gives other tokens or counts
-_MASKS = 4  # so of conversations: raise it when one gives another mask
+# Maximum number of rows that are encoded at a time.
+_CHAT_ROWS = 512
+_TEXT_ROWS = 20_000
+# Number of conversations for which another process is worth its start.
+_ROWS_PER_PROCESS = 200
+# Part of the cache key: raise it when the same row gives other tokens or counts.
+_VERSION = 8
+# The same for conversations: raise it when the same conversation gives another loss mask.
+_MASK_VERSION = 4
 
-_WHOLE = pa.schema({"input_ids": pa.list_(pa.int32())})
-_IN_PART = pa.schema([*_WHOLE, ("spans", pa.list_(pa.int32())), ("row", pa.int64())])
-_OF_PAIRS = (("second", pa.int32()), ("desirable", pa.bool_()), ("margin", pa.float32()))
-_PAIRS = pa.schema([*_IN_PART, *_OF_PAIRS])
-
-_NOTHING = np.zeros(0, np.int32)
-_work: Any = None  # of a worker process
+_NO_TOKENS = np.zeros(0, np.int32)
+_encode_from: Any = None  # set in each worker process
 
 log = logging.getLogger(__name__)
 
 
-class EndsRun(BadRow):
-    """A row that ends the run, whatever `on_bad_row` says."""
-
-
-@dataclass(frozen=True)
-class EncodedExample:
-    """Token ids of one example, and which of them are learned."""
-
-    input_ids: np.ndarray  # int32 [n]; n up to `sequence_length`, of plain text any number
-    spans: list[Span]  # (begin, end) of token positions that are learned, in order, disjoint
-    cut_off: int = 0  # tokens cut off at its end, which are not among `input_ids`
-    notes: dict[str, int] = field(default_factory=dict)  # to be counted, by kind
-    piece: int | None = None  # tokens of the pieces that packing cuts it into; None: stays whole
-    second: int | None = None  # of a pair: where the rejected answer's tokens begin
-    desirable: bool | None = None  # label of a single answer, whose second is another row's
-    margin: float | None = None  # of a pair, for a reward model
-
-    @property
-    def supervised(self) -> int:
-        """Tokens that the loss covers: nothing predicts the first of all, or of each piece."""
-        if self.second is not None:  # nothing predicts the first token of either
-            labelled = self.desirable is not None  # its second answer has no gradient
-            spans = [s for s in self.spans if not labelled or s[0] < self.second]
-            return sum(end - begin for begin, end in spans)
-        piece = self.piece or max(1, len(self.input_ids))
-        firsts = [-(-end // piece) - -(-begin // piece) for begin, end in self.spans]
-        return sum(end - begin for begin, end in self.spans) - sum(firsts)
-
-
-EncodedRow = EncodedExample | BadRow
-
-
 class Encoder:
-    """Rows of sources, and examples, to token ids and spans; each depends on nothing but itself.
+    """Encode rows and examples as token ids and spans of supervised tokens.
 
     Conversations are tokenised as the chat template renders them. Texts, and pairs of prompt and
     completion as one text, get the special tokens that the tokenizer puts around a text and, with
-    `append_eos`, the end-of-sequence token, which is learned. Token ids are taken with the labels
-    that came with them. Documents to pretrain on are learned whole, also those without a token.
+    `data.append_eos`, the end-of-sequence token, which is supervised. Token ids are used with the
+    labels that came with them. Documents to pretrain on are supervised entirely, and may be empty.
+    What a row becomes depends on no other row, except for rows that are compared.
 
-    The tokenizer is None only where all examples are tokenised already; one that gives ids of
-    `vocab_size` (rows of the model's embedding) or more is a DataError.
+    Args:
+        tokenizer: the tokenizer of the run; None if all rows are token ids already.
+        cfg: settings of the data.
+        vocab_size: number of rows of the model's embedding.
+        row_format: what the rows are.
+
+    Raises:
+        DataError: the tokenizer has ids of `vocab_size` or more.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, cfg: DataConfig, vocab_size: int, *, pairs: bool = False
+        self,
+        tokenizer: Tokenizer | None,
+        cfg: DataConfig,
+        vocab_size: int,
+        row_format: RowFormat = EXAMPLES,
     ) -> None:
-        self.tokenizer, self.cfg, self.vocab_size, self.pairs = tokenizer, cfg, vocab_size, pairs
+        self.tokenizer = tokenizer
+        self.cfg = cfg
+        self.vocab_size = vocab_size
+        self.row_format = row_format
         self.finetune = cfg if isinstance(cfg, FinetuneDataConfig) else None
         self.supervise = "all" if self.finetune is None else self.finetune.supervise
-        # Sides of pairs are fitted together.
-        bounded = self.finetune is not None and cfg.packing != "wrapped" and not pairs
-        self.limit = cfg.sequence_length if bounded else None
+        # The sides of a pair are truncated together, after each was encoded.
+        is_limited = self.finetune is not None and cfg.packing != "wrapped"
+        is_limited = is_limited and row_format.sequences_per_row < 2
+        self.limit = cfg.sequence_length if is_limited else None
         if tokenizer is None:
             return
         check_vocabulary(tokenizer, vocab_size)
@@ -129,12 +119,12 @@ class Encoder:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer or data.chat_template has a template for conversations."""
+        """Whether the tokenizer or `data.chat_template` has a template for conversations."""
         template = self.finetune and self.finetune.chat_template
         return bool(template or getattr(self.tokenizer, "chat_template", None))
 
     def row(self, source: DataSource, stored: Row, number: int) -> EncodedRow:
-        """Return the example of the `number`-th row of a source; see `rows`."""
+        """Encode one row of a source; see `rows`."""
         return self.rows(source, [stored], number)[0]
 
     def rows(
@@ -144,88 +134,101 @@ class Encoder:
         first: int,
         partners: Sequence[Row | None] | None = None,
     ) -> list[EncodedRow]:
-        """Return the example of each stored row, or where it stands and why it is left out; with
-        `on_bad_row` `error` a bad row is a DataError.
+        """Encode consecutive rows of a source.
 
-        `partners` are the stored rows whose answers KTO compares with; None: they are chosen among
-        `stored`. See [Note: KL partners] in `partners.py`.
+        Args:
+            source: where the rows come from.
+            stored: the rows as they are stored.
+            first: number of the first of them.
+            partners: for rows that are compared, the stored rows whose answers they are compared
+                with; None: chosen among `stored`. See [Note: KL partners] in `partners.py`.
+
+        Returns:
+            For each row its token ids, or a BadRow that says where it stands and why it is skipped.
+
+        Raises:
+            DataError: a row ends the run: a bad one with `data.on_bad_row: error`, or one that is
+                refused whatever the settings are.
         """
-        read = [or_bad(source.read, row) for row in stored]
+        readable = [or_bad(source.read, row) for row in stored]
         examples: list[Any] = [
-            row if isinstance(row, BadRow) else or_bad(source.example_of, row) for row in read
+            row if isinstance(row, BadRow) else or_bad(source.example_of, row) for row in readable
         ]
-        if source.layout.shape == "answers":
+        if self.row_format.compares_rows:
             others: Sequence[Any] = (
                 partners_among(examples)
                 if partners is None
                 else [row and or_bad(source.example, row) for row in partners]
             )
             examples = [*map(join_partner, examples, others)]
-        results = self.batch(examples)
-        for at, (row, values, result) in enumerate(zip(stored, read, results, strict=True)):
-            if isinstance(values, dict) and not isinstance(result, BadRow):
+        encoded = self.batch(examples)
+        for at, (row, values) in enumerate(zip(stored, readable, strict=True)):
+            example = encoded[at]
+            if isinstance(values, dict) and not isinstance(example, BadRow):
                 for name in values.keys() - source.seen if source.seen else ():
-                    result.notes[LATE_COLUMN.format(name)] = 1
-            if not isinstance(result, BadRow):
+                    example.notes[LATE_COLUMN.format(name)] = 1
+            if not isinstance(example, BadRow):
                 continue
-            said = f"{source.place(row, first + at)}: {result}"
-            if isinstance(result, EndsRun):
-                raise DataError(said)
-            if not isinstance(result, LeftOut) and self.cfg.on_bad_row == "error":
-                raise source.refusal(row, first + at, result)
-            results[at] = BadRow(said, result.reason)
-        return results
+            message = f"{source.place(row, first + at)}: {example}"
+            if isinstance(example, FatalRow):
+                raise DataError(message)
+            if not isinstance(example, LeftOut) and self.cfg.on_bad_row == "error":
+                raise source.refusal(row, first + at, example)
+            encoded[at] = BadRow(message, example.reason)
+        return encoded
 
-    def batch(self, examples: Sequence[Example | Pair | BadRow]) -> list[EncodedRow]:
-        """Return each example as token ids, or what is wrong with it, in order.
+    def batch(self, examples: Sequence[Parsed | BadRow]) -> list[EncodedRow]:
+        """Encode parsed rows; each BadRow stays as it is.
 
-        A DataError where there is no tokenizer or chat template, or `supervise` does not go with
-        the examples.
+        Raises:
+            DataError: there is no tokenizer or no chat template, or `data.supervise` does not fit
+                the rows.
         """
-        sides = [
-            side
-            for example in examples
-            for side in (
-                (example.chosen, example.rejected) if isinstance(example, Pair) else [example]
-            )
-        ]
-        found = iter(self._batch(sides))
-        return [
-            self._pair(example, next(found), next(found))
-            if isinstance(example, Pair)
-            else next(found)
+        texts = [
+            [example] if isinstance(example, BadRow) else [*self.row_format.texts(example)]
             for example in examples
         ]
+        encoded = iter(self._encode_texts([text for of_row in texts for text in of_row]))
+        rows = list[EncodedRow]()
+        for example, of_row in zip(examples, texts, strict=True):
+            parts = [next(encoded) for _ in of_row]
+            if isinstance(example, BadRow):
+                rows.append(example)
+            else:
+                rows.append(self.row_format.encode(example, parts, self.cfg))
+        return rows
 
-    def _batch(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:
-        out = [self._rendered(example) for example in examples]
-        texts = [(at, text) for at, text in enumerate(out) if isinstance(text, Rendered)]
+    def _encode_texts(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:
+        """Encode single examples, all of their texts in one call of the tokenizer."""
+        encoded = [self._rendered(example) for example in examples]
+        texts = [(at, text) for at, text in enumerate(encoded) if isinstance(text, Rendered)]
         if texts:
-            found = self._texts.encode([t.text for _, t in texts], [t.spans for _, t in texts])
-            for (at, text), tokens in zip(texts, found, strict=True):
+            all_tokens = self._texts.encode([t.text for _, t in texts], [t.spans for _, t in texts])
+            for (at, text), tokens in zip(texts, all_tokens, strict=True):
                 if isinstance(tokens, BadRow):
-                    out[at] = tokens
+                    encoded[at] = tokens
                     continue
-                bare = isinstance(examples[at], Conversation)
-                ids, spans = tokens if bare else self._framed(examples[at], *tokens)
-                out[at] = self._fitted(examples[at], ids, spans, text.notes)
-        return out  # type: ignore[return-value]
+                is_complete = isinstance(examples[at], Conversation)
+                ids, spans = tokens if is_complete else self._framed(examples[at], *tokens)
+                encoded[at] = self._truncate_or_skip(examples[at], ids, spans, text.notes)
+        return encoded  # type: ignore[return-value]
 
-    def _rendered(self, example: Example | BadRow) -> Rendered | EncodedExample | BadRow:
+    def _rendered(self, example: Example | BadRow) -> Rendered | EncodedRow:
+        """Render an example as text with its supervised characters; encode one of token ids."""
         if isinstance(example, BadRow):
             return example
         if isinstance(example, Tokens):
-            return self._of_ids(example)
+            return self._encode_ids(example)
         if self.tokenizer is None:
             raise DataError(
                 "expected a tokenizer, since the data is text; set model.tokenizer_name_or_path, "
                 "or give data with a column input_ids"
             )
         if isinstance(example, Text):
-            self._check_mode("texts", "auto", "all")
+            self._check_supervise("texts", "auto", "all")
             return Rendered(example.text, [(0, len(example.text))])
         if isinstance(example, PromptCompletion):
-            self._check_mode("prompts and completions", "auto", "completion", "all")
+            self._check_supervise("prompts and completions", "auto", "completion", "all")
             text = example.prompt + example.completion
             begin = 0 if self.supervise == "all" else len(example.prompt)
             return Rendered(text, [(begin, len(text))])
@@ -243,91 +246,52 @@ class Encoder:
             template_kwargs=kwargs,
         )
 
-    def _check_mode(self, what: str, *modes: str) -> None:
-        if self.supervise not in modes:
+    def _check_supervise(self, rows: str, *choices: str) -> None:
+        """Refuse a `data.supervise` that does not fit such rows."""
+        if self.supervise not in choices:
             raise DataError(
-                f"data.supervise {self.supervise} does not go with {what}; expected one of "
-                f"{', '.join(modes)}"
+                f"data.supervise {self.supervise} does not go with {rows}; expected one of "
+                f"{', '.join(choices)}"
             )
 
-    def _of_ids(self, example: Tokens) -> EncodedRow:
-        given = example.input_ids  # of any size, while they are Python's
-        if given and not 0 <= min(given) <= max(given) < self.vocab_size:
-            odd = next(i for i in given if not 0 <= i < self.vocab_size)
-            said = (
+    def _encode_ids(self, example: Tokens) -> EncodedRow:
+        """Check token ids that came with the data, and turn their labels into spans."""
+        # Compared as Python's integers, which may be of any size.
+        ids = example.input_ids
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong_id = next(i for i in ids if not 0 <= i < self.vocab_size)
+            fault = (
                 f"expected token ids from 0 to {self.vocab_size - 1} (the model's embedding has "
-                f"{self.vocab_size} rows), got {odd}"
+                f"{self.vocab_size} rows), got {wrong_id}"
             )
             if self.finetune:
-                return BadRow(said, "token id out of the vocabulary")
-            # No row's fault: the data is of another tokenizer.
-            cure = "the tokenizer of this model, or the model a larger embedding"
-            return EndsRun(f"{said}; the data needs {cure} (model.resize_embeddings)")
-        ids = np.asarray(given, np.int64)
-        if example.labels is None:
-            self._check_mode("token ids without labels", "auto", "all")
-            return self._fitted(example, ids, [(0, len(ids))] if len(ids) else [])
-        learned = np.concatenate([[0], np.asarray(example.labels) != IGNORED, [0]]).astype(np.int8)
-        edges = np.flatnonzero(np.diff(learned)).tolist()
-        return self._fitted(example, ids, list(zip(edges[::2], edges[1::2], strict=True)))
-
-    def _pair(self, pair: Pair, chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
-        """Return both sides of a pair as one row, their answers cut to the same length where they
-        are too long together; see [Note: pairs].
-        """
-        for side in (chosen, rejected):
-            if isinstance(side, BadRow):
-                return side
-        assert isinstance(chosen, EncodedExample)
-        assert isinstance(rejected, EncodedExample)
-        begins = [side.spans[0][0] for side in (chosen, rejected)]
-        notes = chosen.notes | rejected.notes
-        if not np.array_equal(chosen.input_ids[: begins[0]], rejected.input_ids[: begins[1]]):
-            notes = notes | {OTHER_PROMPT: 1}
-        notes = notes | _notes_on(pair)
-        limit, sides = self.cfg.sequence_length, (chosen, rejected)
-        answers = [len(side.input_ids) - at for side, at in zip(sides, begins, strict=True)]
-        kept, cut = _most(limit - sum(begins), answers), 0
-        if kept < max(answers):
-            said = (
-                f"expected at most {limit} tokens of both sides (data.sequence_length), got "
-                f"{sum(len(side.input_ids) for side in sides)}"
+                return BadRow(fault, "token id out of the vocabulary")
+            # Not the fault of a single row: the data was encoded by another tokenizer.
+            return FatalRow(
+                f"{fault}; the data needs the tokenizer of this model, or the model a larger "
+                "embedding (model.resize_embeddings)"
             )
-            too_long = self.finetune and self.finetune.too_long
-            if too_long == "error":
-                return EndsRun(f"{said}; set data.too_long to truncate or drop", "too long")
-            if too_long == "drop":
-                return LeftOut(said, "too long")
-            if kept < 1:
-                return LeftOut(f"{said}: the prompt leaves no room for answers", "prompt too long")
-            cut = sum(max(0, answer - kept) for answer in answers)
-        ids, spans = list[np.ndarray](), list[Span]()
-        for side, at in zip(sides, begins, strict=True):
-            end, before = at + kept, sum(len(own) for own in ids)
-            ids.append(side.input_ids[:end])
-            whole = [(b, min(e, end)) for b, e in side.spans if b < end]
-            spans += [(max(b, 1) + before, e + before) for b, e in whole if e > max(b, 1)]
-        if pair.desirable is None and np.array_equal(ids[0], ids[1]):
-            if cut:
-                return LeftOut(
-                    f"{said}: cut to {kept} tokens the answers are equal", "equal once cut"
-                )
-            return LeftOut("both answers give the same tokens", "equal sides")
-        second = len(ids[0])
-        if not (spans and spans[0][0] < second and spans[-1][0] >= second):
-            return LeftOut("an answer has no token to learn", "empty answer")
-        told: dict[str, Any] = {"desirable": pair.desirable, "margin": pair.margin}
-        return EncodedExample(np.concatenate(ids), spans, cut, notes, second=second, **told)
+        array = np.asarray(ids, np.int64)
+        if example.labels is None:
+            self._check_supervise("token ids without labels", "auto", "all")
+            return self._truncate_or_skip(example, array, [(0, len(ids))] if ids else [])
+        is_supervised = np.asarray(example.labels) != IGNORED
+        steps = np.diff(np.concatenate([[0], is_supervised, [0]]).astype(np.int8))
+        edges = np.flatnonzero(steps).tolist()
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        return self._truncate_or_skip(example, array, spans)
 
     def _framed(
         self, example: object, ids: np.ndarray, spans: list[Span]
     ) -> tuple[np.ndarray, list[Span]]:
-        """Put the tokenizer's special tokens around a text."""
+        """Add the tokenizer's special tokens before and after a text."""
         start, end = (example.start, example.end) if isinstance(example, Text) else (True, True)
         if not len(ids) and start and end:
             return ids, []
-        before, after = self._before if start else [], self._after if end else []
-        if before and ids[: len(before)].tolist() == before:  # the text begins with them
+        before = self._before if start else []
+        after = self._after if end else []
+        if before and ids[: len(before)].tolist() == before:
+            # The text begins with these tokens already.
             before = []
         if end and self._eos and [*ids[-1:], *after][-1:] != self._eos:
             after = after + self._eos
@@ -335,173 +299,157 @@ class Encoder:
         if isinstance(example, Text) or self.supervise == "all":
             return framed, [(0, len(framed))] if len(framed) else []
         spans = [(first + len(before), last + len(before)) for first, last in spans]
-        if after:  # the end of a completion is learned with it
+        if after:
+            # The end of a completion is supervised together with it.
             inner = len(before) + len(ids)
             joined = spans and spans[-1][1] == inner
             spans = [*spans[:-1], (spans[-1][0] if joined else inner, len(framed))]
         return framed, spans
 
-    def _fitted(
-        self, of: object, ids: np.ndarray, spans: list[Span], notes: dict[str, int] | None = None
+    def _truncate_or_skip(
+        self,
+        example: object,
+        ids: np.ndarray,
+        spans: list[Span],
+        notes: dict[str, int] | None = None,
     ) -> EncodedRow:
-        """Return an example that is short enough and of which something is learned."""
-        limit, piece, part = self.limit, None, False
-        if isinstance(of, Text):  # packing cuts it; a part of it may be one token
-            limit, piece, part = None, self.limit, len(ids) > 0 and not (of.start and of.end)
+        """Truncate an example that is too long, and skip one without a supervised token."""
+        limit, piece, is_part = self.limit, None, False
+        if isinstance(example, Text):
+            # Packing cuts a text into pieces. A part of a text may be a single token.
+            limit, piece = None, self.limit
+            is_part = len(ids) > 0 and not (example.start and example.end)
         if not len(ids) and self.finetune:
             return LeftOut("the tokenizer gives no token for it", "no token")
-        cut = 0 if limit is None else max(0, len(ids) - limit)
-        if limit is not None and cut:
-            said = f"expected at most {limit} tokens (data.sequence_length), got {len(ids)}"
+        cut_off = 0 if limit is None else max(0, len(ids) - limit)
+        if limit is not None and cut_off:
+            fault = f"expected at most {limit} tokens (data.sequence_length), got {len(ids)}"
             too_long = self.finetune and self.finetune.too_long
             if too_long == "error":
-                return EndsRun(f"{said}; set data.too_long to truncate or drop", "too long")
+                return FatalRow(f"{fault}; set data.too_long to truncate or drop", "too long")
             if too_long == "drop":
-                return LeftOut(said, "too long")
+                return LeftOut(fault, "too long")
             ids = ids[:limit]
             spans = [(begin, min(end, limit)) for begin, end in spans if begin < limit]
-        example = EncodedExample(ids.astype(np.int32, copy=False), spans, cut, notes or {}, piece)
-        if self.finetune is None or part or example.supervised:
-            return example
-        if cut:
+        ids = ids.astype(np.int32, copy=False)
+        encoded = EncodedExample(ids, spans, cut_off, notes or {}, piece)
+        if self.finetune is None or is_part or encoded.supervised:
+            return encoded
+        if cut_off:
             return LeftOut(
-                f"none of its first {limit} tokens (data.sequence_length) is learned",
+                f"none of its first {limit} tokens (data.sequence_length) is supervised",
                 "no supervised token within sequence_length",
             )
-        return BadRow("expected a token to learn, got none", "no supervised token")
-
-
-def _notes_on(pair: Pair) -> dict[str, int]:
-    """Return what is counted of a pair, by kind."""
-    kinds = [WITH_MARGIN] if pair.margin is not None else []
-    kinds += [] if pair.desirable is None else [LABELS[pair.desirable]]
-    kinds += [SAME_PROMPT] if pair.same_prompt else []
-    return dict.fromkeys(kinds, 1)
-
-
-def _most(room: int, answers: Sequence[int]) -> int:
-    """Return the most tokens of each of two answers that fit into `room` together."""
-    shorter, longer = sorted(answers)
-    if shorter + longer <= room:
-        return longer
-    return max(room // 2, room - shorter) if room > 0 else 0
-
-
-@dataclass
-class Counts:
-    """What came of the rows of a source."""
-
-    rows: int = 0  # read; kept and dropped ones add up to them
-    kept: int = 0  # examples made of them
-    truncated: int = 0  # kept ones whose end was cut off
-    cut_off: int = 0  # tokens of these ends, which are not among `tokens`
-    tokens: int = 0  # of the kept ones
-    supervised: int = 0  # of those, tokens that the loss covers
-    dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
-    places: dict[str, list[str]] = field(default_factory=dict)  # reason -> the first, and why
-    notes: dict[str, int] = field(default_factory=dict)  # such as turns without a stop token
-
-    def add(self, result: EncodedRow) -> None:
-        """Count a row: the example it became, or its place and why it was left out."""
-        self.rows += 1
-        if isinstance(result, BadRow):
-            self.dropped[result.reason] = self.dropped.get(result.reason, 0) + 1
-            places = self.places.setdefault(result.reason, [])
-            places += [str(result)][: _PLACES - len(places)]
-            return
-        self.kept += 1
-        self.truncated += bool(result.cut_off)
-        self.cut_off += result.cut_off
-        self.tokens += len(result.input_ids)
-        self.supervised += result.supervised
-        for kind, count in result.notes.items():
-            self.notes[kind] = self.notes.get(kind, 0) + count
-
-
-@dataclass
-class EncodedSource:
-    """A source as token ids; name, weight and max_repeats as in its `SourceConfig`."""
-
-    name: str
-    # A row per kept example, in the order of the source: `input_ids` list<int32>, `spans`
-    # list<int32> (begin, end, begin, end, ...), `row` int64, its row in the source. Of documents to
-    # pretrain on only `input_ids`, and a row per row of the source.
-    tokens: datasets.Dataset
-    counts: Counts = field(default_factory=Counts)
-    weight: float | None = None
-    max_repeats: float | None = None
-    format: str = "examples"  # of its rows, in words
+        return BadRow("expected a supervised token, got none", "no supervised token")
 
 
 def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
-    """Return `source` as token ids, with what came of its rows.
+    """Encode all rows of a source, and count them.
 
-    Works on all cores, and is cached on disk by rows, tokenizer, template and settings: call it on
-    one rank first. Memory: a few hundred megabytes for each process. A row that the settings do not
-    leave out is a DataError that names it; so are documents without any text.
+    Uses all cores. The result is cached on disk by rows, tokenizer, template and settings, so one
+    rank should call this first. Memory: a few hundred megabytes for each process.
+
+    Raises:
+        DataError: a row ends the run (the error names it), or documents have no text at all.
     """
-    templates = _may_use_template(source, encoder.tokenizer, encoder.cfg)
-    by = (transformers.__version__, TODAY, _MASKS) if templates else ""
-    # The cached counts name the places of rows, so the key holds the paths of the files, too.
+    uses_template = _may_use_template(source, encoder.tokenizer, encoder.cfg)
+    rendered_by = (transformers.__version__, TODAY, _MASK_VERSION) if uses_template else ""
+    # The cached counts name the places of rows, so the key includes the paths of the files.
     settings = encoding_digest(source, encoder)
-    key = tables.digest_of(source.rows._fingerprint, source.files, settings, by)
+    columns = stored_columns(encoder.row_format.columns)
+    parts = (source.rows._fingerprint, source.files, settings, rendered_by)
+    key = tables.digest_of(*parts, *([sorted(columns.items())] if columns else []))
     name = f"encoded-{key}"
-    counted = tables.cache_folder() / f"{name}.json"
-    if not counted.is_file():  # it is written before the tokens get their name
-        counted.with_suffix(".arrow").unlink(missing_ok=True)
-    schema = _WHOLE if source.layout.whole else _PAIRS if encoder.pairs else _IN_PART
-    parts, title = _encoded(source, encoder, counted), f"Encoding {source.name}"
-    tokens = tables.cached(name, parts, schema, title, len(source.rows))
-    counts = Counts(**json.loads(counted.read_text("utf-8")))
+    counts_file = tables.cache_folder() / f"{name}.json"
+    # The counts are written before the tokens get their name.
+    if not counts_file.is_file():
+        counts_file.with_suffix(".arrow").unlink(missing_ok=True)
+    schema = _schema(source, encoder.row_format, columns)
+    encoded = _encode_tables(source, encoder, schema, columns, counts_file)
+    tokens = tables.cached(name, encoded, schema, f"Encoding {source.name}", len(source.rows))
+    counts = Counts(**json.loads(counts_file.read_text("utf-8")))
     if source.layout.whole:
         check_documents(source, counts)
-    weight, limit, layout = source.weight, source.max_repeats, str(source.layout)
-    return EncodedSource(source.name, tokens, counts, weight, limit, layout)
+    return EncodedSource(
+        source.name, tokens, counts, source.weight, source.max_repeats, str(source.layout)
+    )
 
 
-def _encoded(source: DataSource, encoder: Encoder, counted: Path) -> Iterator[pa.Table]:
-    """Yield the tokens of rows that follow each other; at the end write their `Counts`."""
+def _schema(source: DataSource, row_format: RowFormat, columns: dict[str, Column]) -> pa.Schema:
+    """Return the columns of a source's encoded rows; see `EncodedSource`."""
+    fields = [("input_ids", pa.list_(pa.int32()))]
+    if not source.layout.whole:
+        fields += [("spans", pa.list_(pa.int32())), ("row", pa.int64())]
+    if row_format.sequences_per_row == 2:
+        fields.append(("second", pa.int32()))
+    return pa.schema(fields + [(name, column.arrow_type) for name, column in columns.items()])
+
+
+def _encode_tables(
+    source: DataSource,
+    encoder: Encoder,
+    schema: pa.Schema,
+    columns: dict[str, Column],
+    counts_file: Path,
+) -> Iterator[pa.Table]:
+    """Yield the encoded rows of a source as tables; write their `Counts` at the end."""
     counts = Counts()
-    total, whole = len(source.rows), source.layout.whole
-    most, processes = _TEXT_ROWS, 1
+    total = len(source.rows)
+    rows_at_once, processes = _TEXT_ROWS, 1
     if source.layout.format in ("conversation", "preferences"):
-        processes = min(len(ranks.available_cores()), 1 + total // _ROWS_OF_A_PROCESS, total)
-        most = min(_CHAT_ROWS, -(-total // processes))
-    step = max(1, min(most, BATCH_BYTES * total // max(1, source.rows.data.nbytes)))
-    starts = range(0, total, step)
-    partners = choose_partners(source) if source.layout.shape == "answers" else None
-    encoded_from = partial(_encoded_from, source, encoder, partners, step)
-    batches = _each(encoded_from, starts, processes, source.where)
-    for first, results in zip(starts, batches, strict=True):
-        for result in results:
-            counts.add(result)
-        if whole:  # a row that is left out is an empty document
-            ids = [_NOTHING if isinstance(r, BadRow) else r.input_ids for r in results]
-            yield pa.table([_lists(ids)], schema=_WHOLE)
-            continue
-        kept = [(at, r) for at, r in enumerate(results, first) if isinstance(r, EncodedExample)]
-        ids = _lists([r.input_ids for _, r in kept])
-        spans = _lists([np.array(r.spans, np.int32).ravel() for _, r in kept])
-        columns = [ids, spans, pa.array([at for at, _ in kept], pa.int64())]
-        if encoder.pairs:
-            columns.append(pa.array([r.second for _, r in kept], pa.int32()))
-            columns.append(pa.array([r.desirable for _, r in kept], pa.bool_()))
-            columns.append(pa.array([r.margin for _, r in kept], pa.float32()))
-        yield pa.table(columns, schema=_PAIRS if encoder.pairs else _IN_PART)
-    with replacing(counted) as scratch:
+        processes = min(len(ranks.available_cores()), 1 + total // _ROWS_PER_PROCESS, total)
+        rows_at_once = min(_CHAT_ROWS, -(-total // processes))
+    rows_of_bytes = BATCH_BYTES * total // max(1, source.rows.data.nbytes)
+    starts = range(0, total, max(1, min(rows_at_once, rows_of_bytes)))
+    partners = choose_partners(source) if encoder.row_format.compares_rows else None
+    encode_from = partial(_encode_rows_from, source, encoder, partners, starts.step)
+    batches = _map_in_processes(encode_from, starts, processes, source.where)
+    for first, encoded in zip(starts, batches, strict=True):
+        for row in encoded:
+            counts.add(row)
+        if source.layout.whole:
+            # A document that is skipped stays as an empty one, so that row numbers match.
+            empty = EncodedExample(_NO_TOKENS, [])
+            encoded = [empty if isinstance(row, BadRow) else row for row in encoded]
+        yield _table_of(list(enumerate(encoded, first)), schema, columns)
+    with replacing(counts_file) as scratch:
         scratch.write_text(json.dumps(asdict(counts)), "utf-8")
 
 
-def _each(
-    encoded_from: Callable[[int], list[EncodedRow]], starts: range, processes: int, where: str
+def _table_of(
+    encoded: list[tuple[int, EncodedRow]], schema: pa.Schema, columns: dict[str, Column]
+) -> pa.Table:
+    """Build a table of the examples among numbered rows."""
+    examples = [(number, row) for number, row in encoded if isinstance(row, EncodedExample)]
+    arrays = dict[str, pa.Array]()
+    arrays["input_ids"] = _list_array([row.input_ids for _, row in examples])
+    if "spans" in schema.names:
+        arrays["spans"] = _list_array([np.array(r.spans, np.int32).ravel() for _, r in examples])
+        arrays["row"] = pa.array([number for number, _ in examples], pa.int64())
+    if "second" in schema.names:
+        arrays["second"] = pa.array([row.second for _, row in examples], pa.int32())
+    for name, column in columns.items():
+        values = [row.columns.get(name) for _, row in examples]
+        if column.per == "token":
+            # A row must have as many values as tokens, since all rows are read as one sequence.
+            values = [
+                column.blank(len(row.input_ids)) if value is None else value
+                for value, (_, row) in zip(values, examples, strict=True)
+            ]
+        arrays[name] = column.to_arrow(values)
+    return pa.table([arrays[name] for name in schema.names], schema=schema)
+
+
+def _map_in_processes(
+    encode_from: Callable[[int], list[EncodedRow]], starts: range, processes: int, where: str
 ) -> Iterator[list[EncodedRow]]:
     """Yield the encoded rows from each start to the next, in order."""
     if processes == 1:
-        yield from map(encoded_from, starts)
+        yield from map(encode_from, starts)
         return
     try:
-        with ProcessPoolExecutor(processes, None, _set_work, (encoded_from,)) as pool:
-            yield from pool.map(_work_here, starts)
+        with ProcessPoolExecutor(processes, None, _set_up_worker, (encode_from,)) as pool:
+            yield from pool.map(_encode_in_worker, starts)
     except BrokenProcessPool as error:
         raise DataError(
             f"{where}: one of {processes} processes that encode it was killed, perhaps for its "
@@ -509,10 +457,10 @@ def _each(
         ) from error
 
 
-def _encoded_from(
+def _encode_rows_from(
     source: DataSource, encoder: Encoder, partners: np.ndarray | None, count: int, first: int
 ) -> list[EncodedRow]:
-    """Return `count` encoded rows from the row `first` on."""
+    """Encode `count` rows from the row `first` on, fewer at the end of the source."""
     numbers = range(first, min(first + count, len(source.rows)))
     stored = stored_rows(source, numbers)
     if partners is None:
@@ -523,17 +471,23 @@ def _encoded_from(
     return encoder.rows(source, stored, first, others)
 
 
-def _set_work(encoded_from: Callable[[int], list[EncodedRow]]) -> None:
-    global _work
-    _work = encoded_from
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
+def _set_up_worker(encode_from: Callable[[int], list[EncodedRow]]) -> None:
+    global _encode_from
+    _encode_from = encode_from
+    # The processes share the cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _work_here(first: int) -> list[EncodedRow]:
-    return _work(first)
+def _encode_in_worker(first: int) -> list[EncodedRow]:
+    return _encode_from(first)
 
 
 def check_documents(source: DataSource, counts: Counts) -> None:
+    """Refuse documents without any token, and log the number of rows that were skipped.
+
+    Raises:
+        DataError: all rows are empty.
+    """
     if not counts.tokens:
         raise DataError(f"{source.where}: expected text, but all {counts.rows} rows are empty")
     if counts.dropped and ranks.rank() == 0:
@@ -546,23 +500,26 @@ def check_documents(source: DataSource, counts: Counts) -> None:
         )
 
 
-def _lists(values: list[np.ndarray]) -> pa.ListArray:
+def _list_array(values: list[np.ndarray]) -> pa.ListArray:
+    """Build an array of lists of int32."""
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
-    flat = np.concatenate([_NOTHING, *values])  # `pa.array` of the arrays takes 7 times as long
+    # Seven times as fast as `pa.array(values)`.
+    flat = np.concatenate([_NO_TOKENS, *values])
     return pa.ListArray.from_arrays(offsets, pa.array(flat, pa.int32()))
 
 
 def _may_use_template(source: DataSource, tokenizer: Tokenizer | None, cfg: DataConfig) -> bool:
-    """Return whether rows of `source` may be rendered by a chat template that there is."""
+    """Check if there is a chat template that may render rows of `source`."""
     if tokenizer is None or source.layout.format not in ("conversation", "preferences"):
         return False
-    given = isinstance(cfg, FinetuneDataConfig) and cfg.chat_template is not None
-    return source.layout.format == "conversation" or given or bool(tokenizer.chat_template)
+    is_set = isinstance(cfg, FinetuneDataConfig) and cfg.chat_template is not None
+    return source.layout.format == "conversation" or is_set or bool(tokenizer.chat_template)
 
 
 def encoding_digest(source: DataSource, encoder: Encoder) -> str:
-    """Return a digest of the settings that decide what a row of `source` becomes."""
-    tokenizer, cfg = encoder.tokenizer, encoder.cfg
+    """Compute a digest of all settings that determine what a row of `source` becomes."""
+    tokenizer = encoder.tokenizer
+    cfg = encoder.cfg
     templates: dict[str, str] = {}
     names = ["on_bad_row", "append_eos"]
     if isinstance(cfg, FinetuneDataConfig):

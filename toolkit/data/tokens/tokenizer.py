@@ -16,6 +16,7 @@ from toolkit import ranks
 from toolkit.config.data import DataConfig
 from toolkit.config.settings import ModelConfig, check_folder
 from toolkit.data.examples.recognise import Text
+from toolkit.data.row_formats import DOCUMENTS
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.sources.tables import as_data_error
@@ -76,7 +77,7 @@ def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> 
     with_trained = replace(model, tokenizer_name_or_path=str(folder))
     if trained and keep:
         return with_trained
-    sources = load_sources(data, learned="documents")
+    sources = load_sources(data, row_format=DOCUMENTS)
     formats = {source.layout.format for source in sources}
     if formats == {"tokenised"}:
         return model

@@ -1,0 +1,216 @@
+"""The row formats: how the rows of each kind of run become training targets.
+
+A config class names its row format (`RunConfig.rows`), and `find_row_format` looks it up. All other
+code asks the format for its properties and never compares names. To train on rows of another kind,
+register a `RowFormat` and return its name from the property `rows` of your config class.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+
+from toolkit.config.data import DataConfig
+from toolkit.data.examples import pairs, preferences, recognise
+from toolkit.data.examples.columns import Names
+from toolkit.data.examples.recognise import Example, Layout
+from toolkit.data.samples.columns import Column
+from toolkit.data.sources import instructions
+from toolkit.data.sources.row_values import Row
+from toolkit.data.tokens.encoded import EncodedRow
+from toolkit.data.tokens.pair_rows import encode_pair
+from toolkit.errors import ConfigError
+
+Parsed = Any
+"""What `RowFormat.parse` returns: an `Example`, a pair of them, or an object of your own."""
+
+_SAMPLE_FIELDS = ("input_ids", "labels", "used", "position_ids", "sequences", "ends", "lengths")
+
+
+def one_text(example: Example) -> Sequence[Example]:
+    """List the only text of a row that is a single example."""
+    return [example]
+
+
+def encode_one(example: Example, encoded: Sequence[EncodedRow], cfg: DataConfig) -> EncodedRow:
+    """Return the encoded text of a row that is a single example, unchanged."""
+    return encoded[0]
+
+
+@dataclass(frozen=True, eq=False)
+class RowFormat:
+    """How rows of one kind are recognised, parsed and encoded, and what micro-batches hold of them.
+
+    Functions are called in this order: `recognise` once for each source, with its first rows; then
+    for every row `parse`, `texts` and `encode`. Their values are pickled for worker processes, so
+    they must be functions of a module.
+
+    Args:
+        name: what `RunConfig.rows` returns for runs of such rows.
+        title: description for messages, in the plural.
+        recognise: determines which columns mean what, from the first rows of a source. Raises
+            BadRow if the rows are of another kind.
+        parse: reads one row. Raises BadRow if it cannot be used.
+        standard_names: names of columns that `data.columns` may map.
+        candidate_names: further columns that `recognise` looks at.
+        texts: lists the examples of a parsed row that are tokenised separately, such as the two
+            sides of a pair.
+        encode: joins the encoded texts of a parsed row into one row, with the values of `columns`.
+        columns: values that accompany each row into micro-batches. See [Note: columns] in
+            `samples/columns.py`.
+        sequences_per_row: 0 if micro-batches need not tell rows apart (a loss of tokens); 1 or 2 if
+            a loss of sequences needs the positions of each row, or of both sides of a pair.
+        is_chat: whether a chat template and end-of-turn tokens may apply.
+        is_documents: whether rows are documents to pretrain on: every token is supervised, and a
+            row may be empty.
+        compares_rows: whether each row is encoded with the answer of another row, which gets no
+            gradient; micro-batches then hold the two in separate halves (`Batch.halves`).
+        reads_text_files: whether a plain text file is a source of such rows.
+        built_in_rows: rows, and their layout, to use if no source is configured; None: a source is
+            required. Documents use text files instead.
+    """
+
+    name: str
+    title: str
+    recognise: Callable[[Sequence[Row], Names], Layout]
+    parse: Callable[[Row, Layout], Parsed]
+    standard_names: tuple[str, ...]
+    candidate_names: tuple[str, ...]
+    texts: Callable[[Parsed], Sequence[Example]] = one_text
+    encode: Callable[[Parsed, Sequence[EncodedRow], DataConfig], EncodedRow] = encode_one
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    sequences_per_row: int = 0
+    is_chat: bool = True
+    is_documents: bool = False
+    compares_rows: bool = False
+    reads_text_files: bool = True
+    built_in_rows: Callable[[], tuple[datasets.Dataset, Layout]] | None = None
+
+    def __post_init__(self) -> None:
+        if reserved := [name for name in self.columns if name in _SAMPLE_FIELDS]:
+            raise ConfigError(
+                f"the row format {self.name} declares a column {reserved[0]!r}, which every sample "
+                "has: expected another name"
+            )
+
+    def has_fixed_width(self, packing: str) -> bool:
+        """Check that all micro-batches of a run have one width, so that layers compile only once.
+
+        Rows that are not packed are as wide as the longest of them. The halves of a micro-batch
+        are as wide as their fullest row.
+        """
+        return packing != "none" and not self.compares_rows
+
+
+def _document_layout(rows: Sequence[Row], names: Names) -> Layout:
+    return recognise.document_layout(rows, text="text" in names.columns)
+
+
+def _example_layout(rows: Sequence[Row], names: Names) -> Layout:
+    return recognise.recognise(rows, text="text" in names.columns)
+
+
+def _built_in_conversations() -> tuple[datasets.Dataset, Layout]:
+    return instructions.conversations(), Layout("messages", ("messages",))
+
+
+def _built_in_pairs() -> tuple[datasets.Dataset, Layout]:
+    return instructions.preferences(), Layout("pairs", preferences.SIDES, prompt=("prompt",))
+
+
+def _sides(pair: pairs.Pair) -> Sequence[Example]:
+    return [pair.chosen, pair.rejected]
+
+
+_STANDARD = recognise.standard_columns()
+_CANDIDATES = recognise.read_columns()
+_PREFERENCES = (*_STANDARD, *preferences.SIDES, *preferences.COMPARED, "label", "margin")
+_PREFERENCE_CANDIDATES = (*_CANDIDATES, *preferences.read_columns(), "margin")
+_REFERENCE = Column("float32", per="sequence", late=True)
+
+DOCUMENTS = RowFormat(
+    name="documents",
+    title="documents",
+    recognise=_document_layout,
+    parse=recognise.example_of,
+    standard_names=_STANDARD,
+    candidate_names=_CANDIDATES,
+    is_chat=False,
+    is_documents=True,
+)
+"""Texts or token ids to pretrain on."""
+
+EXAMPLES = RowFormat(
+    name="examples",
+    title="examples",
+    recognise=_example_layout,
+    parse=recognise.example_of,
+    standard_names=_STANDARD,
+    candidate_names=_CANDIDATES,
+    built_in_rows=_built_in_conversations,
+)
+"""Conversations, prompts with completions, texts or token ids; some tokens are supervised."""
+
+PAIRS = RowFormat(
+    name="pairs",
+    title="pairs of answers",
+    recognise=preferences.pair_layout,
+    parse=pairs.pair_of,
+    standard_names=_PREFERENCES,
+    candidate_names=_PREFERENCE_CANDIDATES,
+    texts=_sides,
+    encode=encode_pair,
+    columns={"margin": Column("float32", per="row"), "reference": _REFERENCE},
+    sequences_per_row=2,
+    reads_text_files=False,
+    built_in_rows=_built_in_pairs,
+)
+"""Two answers to one prompt, of which the first is preferred.
+
+`margin` is by how much a reward model should tell them apart; `reference` are the log-probabilities
+of both answers by the reference model.
+"""
+
+ANSWERS = RowFormat(
+    name="answers",
+    title="answers with a label",
+    recognise=preferences.answer_layout,
+    parse=pairs.answer_of,
+    standard_names=_PREFERENCES,
+    candidate_names=_PREFERENCE_CANDIDATES,
+    texts=_sides,
+    encode=encode_pair,
+    columns={"desirable": Column("bool", per="row"), "reference": _REFERENCE},
+    sequences_per_row=2,
+    compares_rows=True,
+    reads_text_files=False,
+)
+"""Single answers with a label (`desirable`), each paired with the answer of another row."""
+
+_FORMATS = {row_format.name: row_format for row_format in (DOCUMENTS, EXAMPLES, PAIRS, ANSWERS)}
+
+
+def register_row_format(row_format: RowFormat) -> RowFormat:
+    """Make a row format known by its name, so that a config class can name it; return it.
+
+    Raises:
+        ConfigError: another row format has this name.
+    """
+    if _FORMATS.setdefault(row_format.name, row_format) is not row_format:
+        raise ConfigError(f"expected a new name, there is a row format {row_format.name} already")
+    return row_format
+
+
+def find_row_format(name: str) -> RowFormat:
+    """Look up a row format by its name.
+
+    Raises:
+        ConfigError: no row format has this name; the message lists the known ones.
+    """
+    if name not in _FORMATS:
+        raise ConfigError(
+            f"expected one of the row formats {', '.join(_FORMATS)}, got {name!r}; call "
+            "`register_row_format` before the data is prepared"
+        )
+    return _FORMATS[name]

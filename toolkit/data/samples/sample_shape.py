@@ -1,0 +1,372 @@
+"""Samples and micro-batches: pieces of rows, packed, padded or cut to one length."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, default_collate
+
+from toolkit.data.row_formats import EXAMPLES, RowFormat
+from toolkit.data.samples.batch import IGNORED, Batch
+from toolkit.data.samples.columns import Column, stored_columns
+from toolkit.data.samples.packing import BinPlan, best_fit
+from toolkit.data.samples.pieces import Piece, Pieces
+from toolkit.errors import DataError
+from toolkit.models.attention import document_borders
+
+FILLER = -1
+"""Index of the sample without a supervised token that completes a batch; in `Batch.sequences`, the
+number of no sequence."""
+MULTIPLE = 8
+"""Padded lengths are multiples of this: fewer different shapes, and aligned ones."""
+
+Packing = Literal["wrapped", "bfd", "none"]
+"""`data.packing`, with `auto` decided."""
+Sample = dict[str, torch.Tensor]
+"""`input_ids`, `labels` and `used`; `position_ids` if packed; `sequences`, `ends` and `lengths` if
+sequences are told apart; and the columns that the row format declares."""
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    """How pieces of rows become samples, and samples become micro-batches.
+
+    Args:
+        packing: `wrapped` joins all rows and cuts them anywhere, `bfd` packs rows, and `none` pads
+            each row.
+        sequence_length: maximum number of tokens of a sample.
+        pad_id: token id of padding.
+        borders: whether micro-batches hold the borders of documents (`document_borders`).
+        row_format: what the rows are.
+        prompts: for pairs, whether the prompts of chosen answers are targets too, of no sequence.
+
+    Raises:
+        DataError: rows would be cut anywhere, but have columns that belong to complete rows.
+    """
+
+    packing: Packing
+    sequence_length: int
+    pad_id: int = 0
+    borders: bool = False
+    row_format: RowFormat = EXAMPLES
+    prompts: bool = False
+
+    def __post_init__(self) -> None:
+        of_rows = [name for name, column in self.columns.items() if column.per != "token"]
+        if self.packing == "wrapped" and of_rows:
+            raise DataError(
+                f"data.packing wrapped cuts rows anywhere, but {of_rows[0]} belongs to complete "
+                "rows: expected data.packing bfd or none"
+            )
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns that the row format declares, by name."""
+        return dict(self.row_format.columns)
+
+    @property
+    def _has_sequences(self) -> bool:
+        return self.row_format.sequences_per_row > 0
+
+    def sample(self, pieces: Sequence[Piece], names: Collection[str] | None = None) -> Sample:
+        """Join pieces into one sample: `input_ids` [T], `labels` [T] and `used` (), int64.
+
+        T is `sequence_length`, or with `none` the number of tokens of the pieces, which is `used`.
+        Packed pieces (`bfd`) do not attend to each other: `position_ids` [T] restart where a piece
+        begins, by which transformers separates them if there is no attention mask. Padding is one
+        more piece. Nothing predicts the first token of a piece, so its label becomes `IGNORED`.
+
+        Args:
+            pieces: the pieces, whose labels are changed in place; none for a sample of padding.
+            names: columns to include; None: those that encoding stores. Pieces without a value get
+                the fill of the column.
+        """
+        columns = self.columns
+        names = stored_columns(columns) if names is None else names
+        values = {
+            name: self._values_per_row(name, columns[name], pieces)
+            for name in names
+            if columns[name].per != "token"
+        }
+        if self.row_format.sequences_per_row == 2:
+            pieces = [side for piece in pieces for side in piece.sides()]
+        return self._join(pieces, [n for n in names if columns[n].per == "token"]) | values
+
+    def for_sides(self) -> "SampleShape":
+        """Return the shape of samples whose pieces are single sides of pairs, a sequence each."""
+        of_tokens = {name: c for name, c in self.columns.items() if c.per == "token"}
+        row_format = replace(
+            self.row_format, columns=of_tokens, sequences_per_row=1, compares_rows=False
+        )
+        return replace(self, row_format=row_format)
+
+    def dummy_sample(self, tokens: int, second: int = 0, *, late: bool = True) -> Sample:
+        """Create a sample of one row of zeros with values in all columns, to measure memory.
+
+        Args:
+            tokens: number of tokens, all of which are supervised.
+            second: position at which the rejected side of a pair begins.
+            late: whether late columns have values, too.
+        """
+        per_token, per_row = dict[str, np.ndarray](), dict[str, np.ndarray]()
+        for name, column in self.columns.items():
+            if column.late and not late:
+                continue
+            if column.per == "token":
+                per_token[name] = column.blank(tokens)
+            else:
+                per_row[name] = column.blank(self._units_per_row(column))
+        piece = Piece(
+            np.zeros(tokens, np.int64), np.zeros(tokens, np.int64), second, per_token, per_row
+        )
+        return self.sample([piece], [*per_token, *per_row])
+
+    def _units_per_row(self, column: Column) -> int:
+        return max(1, self.row_format.sequences_per_row) if column.per == "sequence" else 1
+
+    def _values_per_row(self, name: str, column: Column, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Join the values that pieces have in a column of rows or sequences: [units, ...]."""
+        blank = column.blank(self._units_per_row(column))
+        values = [piece.per_row.get(name, blank) for piece in pieces]
+        return torch.from_numpy(np.concatenate([column.blank(0), *values]))
+
+    def _join(self, pieces: Sequence[Piece], names: Sequence[str]) -> Sample:
+        """Join pieces, of which each side of a pair is one, with their values per token; see
+        `sample`.
+        """
+        taken = sum(len(piece.ids) for piece in pieces)
+        room = (max(1, taken) if self.packing == "none" else self.sequence_length) - taken
+        pieces = [*pieces, Piece(np.full(room, self.pad_id), np.full(room, IGNORED))]
+        for piece in pieces:
+            piece.labels[:1] = IGNORED
+        ids = np.concatenate([piece.ids for piece in pieces]).astype(np.int64)
+        labels = np.concatenate([piece.labels for piece in pieces]).astype(np.int64)
+        sample = {
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(labels),
+            "used": torch.tensor(taken),
+        }
+        lengths = [len(piece.ids) for piece in pieces]
+        if self.packing == "bfd":
+            positions = np.concatenate([np.arange(length) for length in lengths])
+            sample["position_ids"] = torch.from_numpy(positions)
+        for name in names:
+            column = self.columns[name]
+            values = [p.per_token.get(name, column.blank(len(p.ids))) for p in pieces]
+            sample[name] = torch.from_numpy(np.concatenate(values))
+        return self._mark_sequences(sample, lengths[:-1]) if self._has_sequences else sample
+
+    def _mark_sequences(self, sample: Sample, lengths: list[int]) -> Sample:
+        """Add what tells the sequences of a sample apart; each piece of `lengths` tokens is one.
+
+        Adds `sequences` [T], the number of the sequence whose target each position predicts;
+        `ends` [T], a mask of the last token of each sequence that is not the padding token, as
+        classifiers of transformers look for it; and `lengths` [sequences].
+        """
+        labels, pieces = sample["labels"], torch.tensor(lengths, dtype=torch.int64)
+        number = torch.arange(len(pieces)).repeat_interleave(pieces)
+        number = F.pad(number, (0, len(labels) - len(number)), value=FILLER)
+        predicts = F.pad(labels[1:] != IGNORED, (0, 1))
+        ends = torch.zeros(len(labels), dtype=torch.bool)
+        for positions in torch.arange(sum(lengths)).split(lengths):
+            is_padding = sample["input_ids"][positions] == self.pad_id
+            last = (positions - positions[0]).where(~is_padding, 0).argmax()
+            ends[positions[last]] = True
+        sample |= {"sequences": number.where(predicts, FILLER), "ends": ends, "lengths": pieces}
+        if self.prompts:
+            chosen = number % 2 == 0
+            # Nothing predicts the first token of a side.
+            chosen[F.pad(pieces.cumsum(0), (1, 0))[: len(pieces)]] = False
+            sample["labels"] = sample["input_ids"].where(chosen & (number != FILLER), labels)
+        return sample
+
+    def batch(self, samples: list[Sample]) -> Batch:
+        """Collate samples into a micro-batch of [samples, T].
+
+        With `none`, rows are padded on the right and have an `attention_mask`; each side of a pair
+        is a row. T is then the longest length, rounded up to a multiple of 8, but at most
+        `sequence_length`, since a model may have no more positions. `n_targets` is set if positions
+        other than the last of a row may have no target.
+        """
+        halves = self._split_halves(samples)
+        columns = {
+            name: column
+            for name, column in self.columns.items()
+            if all(name in sample for sample in samples)
+        }
+        of_tokens = [name for name, column in columns.items() if column.per == "token"]
+        values = {
+            name: torch.cat([sample[name] for sample in samples])
+            for name in columns
+            if name not in of_tokens
+        }
+        used = torch.stack([s["used"] for s in samples]) if self.packing == "bfd" else None
+        names = ["input_ids", "labels", "position_ids", *of_tokens]
+        rows = [{name: s[name] for name in names if name in s} for s in samples]
+        if self._has_sequences and self.packing == "none":
+            rows = [
+                side
+                for row, sample in zip(rows, samples, strict=True)
+                for side in _split_row(row, _row_lengths(sample))
+            ]
+        if self.packing == "none":
+            rows = self._pad(rows, {name: columns[name] for name in of_tokens})
+        tensors: dict[str, Any] = default_collate(rows)
+        values |= {name: tensors.pop(name) for name in of_tokens}
+        if self.borders and self.packing != "none":
+            tensors |= document_borders(tensors)
+        batch = Batch.of(**tensors, count=self.packing != "wrapped")
+        batch = replace(batch, used=used, columns=values)
+        if not self._has_sequences:
+            return batch
+        return replace(batch, halves=halves, **self._sequence_fields(samples, batch))
+
+    def _pad(self, rows: list[Sample], columns: dict[str, Column]) -> list[Sample]:
+        """Pad rows on the right to one width, and add their attention masks."""
+        longest = max(len(row["input_ids"]) for row in rows)
+        width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
+        fills = {"input_ids": self.pad_id, "labels": IGNORED, "attention_mask": 0}
+        fills |= {name: column.fill for name, column in columns.items()}
+        rows = [row | {"attention_mask": torch.ones_like(row["labels"])} for row in rows]
+        return [
+            {name: _pad_first(row[name], width, fill) for name, fill in fills.items()}
+            for row in rows
+        ]
+
+    def _sequence_fields(self, samples: list[Sample], batch: Batch) -> dict[str, Any]:
+        """Build the fields of a batch that tell its sequences apart, numbered through the batch."""
+        counts = [len(sample["lengths"]) for sample in samples]
+        numbers, ends = list[torch.Tensor](), list[torch.Tensor]()
+        for sample, before in zip(samples, np.cumsum([0, *counts]), strict=False):
+            local = sample["sequences"]
+            number = local.where(local == FILLER, local + int(before))
+            if self.packing == "none":
+                lengths = _row_lengths(sample)
+                numbers += number.split(lengths)
+                ends += sample["ends"].split(lengths)
+            else:
+                numbers.append(number)
+                ends.append(sample["ends"])
+        sequences = pad_sequence(numbers, True, FILLER)
+        room = batch.targets.shape[1] - sequences.shape[1]
+        return {
+            "n_sequences": sum(counts),
+            "sequences": F.pad(sequences, (0, room), value=FILLER),
+            "ends": pad_sequence(ends, True).nonzero(),
+        }
+
+    def _split_halves(self, samples: list[Sample]) -> tuple[Batch, Batch] | None:
+        """Build a micro-batch of the rows' own answers, and one of those that they are compared
+        with.
+
+        Packed rows are as long as the fullest of them, rounded up to a multiple of 8. None if rows
+        are not compared or there are none.
+        """
+        if not self.row_format.compares_rows or not any(len(s["lengths"]) for s in samples):
+            return None
+        shape, batches = self.for_sides(), list[Batch]()
+        names = [name for name in shape.columns if name in samples[0]]
+        for first in range(2):
+            parts = [_pieces_of(sample, names)[first::2] for sample in samples]
+            fullest = max(1, *(sum(len(piece.ids) for piece in pieces) for pieces in parts))
+            width = min(-(-fullest // MULTIPLE) * MULTIPLE, self.sequence_length)
+            shape = replace(shape, sequence_length=width)
+            batches.append(shape.batch([shape.sample(pieces, names) for pieces in parts]))
+        return batches[0], batches[1]
+
+    def __str__(self) -> str:
+        if self.packing == "wrapped":
+            return f"samples of {self.sequence_length} tokens"
+        how = "packed" if self.packing == "bfd" else "padded"
+        return f"samples of up to {self.sequence_length} tokens, {how}"
+
+
+def _row_lengths(sample: Sample) -> list[int]:
+    """List the lengths of the rows that a padded sample becomes; padding alone is one row."""
+    return sample["lengths"].tolist() or [1]
+
+
+def _split_row(row: Sample, lengths: list[int]) -> list[Sample]:
+    """Split a sample into rows of these lengths; what follows them is dropped."""
+    if not lengths:
+        return []
+    parts = {name: tensor[: sum(lengths)].split(lengths) for name, tensor in row.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(len(lengths))]
+
+
+def _pad_first(tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:
+    """Pad the first dimension of a tensor at its end."""
+    before = [0, 0] * (tensor.ndim - 1)
+    return F.pad(tensor, (*before, 0, length - len(tensor)), value=fill)
+
+
+def _pieces_of(sample: Sample, names: Sequence[str]) -> list[Piece]:
+    """Split a sample of pairs into both sides of its first pair, then of its second, ...
+
+    `names` are columns of tokens, whose values the pieces get.
+    """
+    lengths = sample["lengths"].tolist()
+    row = {name: sample[name] for name in ("input_ids", "labels", *names)}
+    return [
+        Piece(
+            side["input_ids"].numpy(),
+            # A copy, because joining pieces changes their labels in place.
+            side["labels"].numpy().copy(),
+            per_token={name: side[name].numpy() for name in names},
+        )
+        for side in _split_row(row, lengths)
+    ]
+
+
+class Samples(Dataset):
+    """Pieces of rows as samples of a shape, packed if the shape packs; see `SampleShape.sample`.
+
+    The index `FILLER` gives a sample without a supervised token. Pickled as the path of its file
+    and its plan.
+    """
+
+    def __init__(self, pieces: Pieces, shape: SampleShape) -> None:
+        self.pieces, self.shape = pieces, shape
+        self.plan: BinPlan | None = None
+        if shape.packing == "bfd":
+            self.plan = best_fit(pieces.lengths, shape.sequence_length)
+
+    def __len__(self) -> int:
+        return len(self.pieces if self.plan is None else self.plan)
+
+    def __getitem__(self, index: int) -> Sample:
+        if index != FILLER and not 0 <= index < len(self):
+            raise IndexError(f"no sample {index} of {len(self)}")
+        numbers = [] if index == FILLER else self._numbers(index)
+        pieces = [self.pieces[int(number)] for number in numbers]
+        return self.shape.sample(pieces, self.pieces.rows.column_names)
+
+    def first_rows(self, samples: np.ndarray) -> np.ndarray:
+        """Find the encoded row in which each piece of `samples` begins, in their order; int64."""
+        numbers = samples
+        if self.plan is not None:
+            bins = [self.plan.bin(index) for index in samples.tolist()]
+            numbers = np.concatenate([np.zeros(0, np.int64), *bins])
+        begins = np.asarray(self.pieces.begins, np.int64)[numbers]
+        return self.pieces.rows.ends.searchsorted(begins, "right").astype(np.int64)
+
+    def tokens(self, index: int) -> int:
+        """Count the tokens of a sample, without padding."""
+        return int(self.pieces.lengths[self._numbers(index)].sum())
+
+    def rows(self, index: int) -> str:
+        """Describe the encoded rows of which a sample holds a part, counted from 0."""
+        spans = [self.pieces.rows_of(int(number)) for number in self._numbers(index)]
+        first, last = spans[0]
+        if self.plan is None and first != last:
+            return f"rows {first} to {last}"
+        rows = sorted({first for first, _ in spans})
+        return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}"
+
+    def _numbers(self, index: int) -> Sequence[int] | np.ndarray:
+        """List the numbers of the pieces of a sample."""
+        return [index] if self.plan is None else self.plan.bin(index)
