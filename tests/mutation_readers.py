@@ -40,6 +40,7 @@ from toolkit.errors import ConfigError, ExportError
 from toolkit.export import consolidate
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, keep_until
 from toolkit.hub.local import read_export
+from toolkit.mesh import View
 from toolkit.models.causal_lm import build_on_meta, model_on_meta
 from toolkit.planning import calibrate_by_run, device_of, plan_run
 from toolkit.planning.simulation import PlanningError
