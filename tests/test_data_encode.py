@@ -166,7 +166,7 @@ def test_tokens_are_taken_with_their_labels(tokenizer):
     for odd in (300, -1, 2**63, -(2**70)):
         with pytest.raises(BadRow, match=rf"ids from 0 to 299 .* got {odd}"):
             encoder(Tokens([5, odd]))
-    with pytest.raises(BadRow, match="expected a token to learn") as caught:
+    with pytest.raises(BadRow, match="expected a supervised token") as caught:
         encoder(Tokens([5, 6], [5, -100]))  # the first one is predicted by nothing
     assert caught.value.reason == "no supervised token"
     with pytest.raises(DataError, match="expected a tokenizer, since the data is text"):
@@ -231,7 +231,7 @@ def test_texts_are_learned_whole_however_long(tokenizer, tmp_path, too_long):
 def test_a_part_of_a_document_may_be_one_token(tokenizer):
     encoder = OneByOne(tokenizer, config(), 300)
     assert encoder(Text("a", start=False, end=False)).supervised == 0
-    with pytest.raises(BadRow, match="expected a token to learn"):
+    with pytest.raises(BadRow, match="expected a supervised token"):
         OneByOne(tokenizer, config(append_eos=False), 300)(Text("a"))
 
 
@@ -483,7 +483,7 @@ def killed(first: int) -> None:
 
 
 def test_a_process_that_is_killed_ends_the_run(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(encode_module, "_work_here", killed)
+    monkeypatch.setattr(encode_module, "_encode_in_worker", killed)
     in_two(monkeypatch)
     cfg = config()
     with pytest.raises(DataError, match=r"one of 2 processes .* was killed.*taskset"):
