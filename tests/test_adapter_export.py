@@ -529,7 +529,7 @@ def test_the_weights_of_a_base_on_the_hub_are_fetched(trained, copy) -> None:
             return None
         return str((folder / "elsewhere").rename(folder / file))
 
-    with mock.patch("toolkit.formats.hf_folder.cached_file", fetch):
+    with mock.patch("transformers.utils.cached_file", fetch):
         digest = base_digest(folder, "org/base", "abc")
     assert digest == base_digest(trained[0] / "llama/source")
     assert set(asked) == {("org/base", "abc")}
@@ -579,7 +579,7 @@ def test_a_strangers_base_is_not_asked_of_the_hub(copy: Callable[[str], Path]) -
         raise OSError("not here")
 
     name_base(folder, "org/base")
-    with mock.patch("toolkit.formats.hf_folder.cached_file", cached):
+    with mock.patch("transformers.utils.cached_file", cached):
         report = verify_export(None, folder, logits=True)
         assert "give the base's folder or Hub id with --hf_assets" in report.findings[0][2]
         verify_export(None, folder, logits=True, hf_assets="org/mine")

@@ -22,7 +22,7 @@ from tiny_models import TYPES, UNEVEN, tiny_class, tiny_config, tiny_model
 from toolkit import models
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import LoadingError, ModelError
-from toolkit.formats.hf_folder import HFAssets
+from toolkit.formats.hf_assets import HFAssets
 from toolkit.loading.materialisation import drawn, with_buffers
 from toolkit.models.causal_lm import build_on_meta
 

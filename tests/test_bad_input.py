@@ -17,6 +17,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+import transformers.utils
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from conftest import (
@@ -36,7 +37,6 @@ from toolkit.config.settings import ModelConfig
 from toolkit.data import prepare
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import ConfigError, LaunchError, LoadingError
-from toolkit.formats import hf_folder
 from toolkit.loading import materialisation
 from toolkit.loading import pretrained as loading
 from toolkit.models.causal_lm import build_on_meta
@@ -452,7 +452,7 @@ def test_no_model_there(start, tmp_path) -> None:
 
 def test_a_misspelt_path_is_not_asked_of_the_hub(start, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    local, whole, plain = [], [], hf_folder.cached_file
+    local, whole, plain = [], [], transformers.utils.cached_file
 
     def spy(*args, local_files_only: bool, **more):
         local.append(local_files_only)
@@ -462,8 +462,8 @@ def test_a_misspelt_path_is_not_asked_of_the_hub(start, tmp_path, monkeypatch) -
         whole.append(name)
         raise OSError("no such model")
 
-    monkeypatch.setattr(hf_folder, "cached_file", spy)
-    monkeypatch.setattr(hf_folder, "snapshot_download", download)
+    monkeypatch.setattr("transformers.utils.cached_file", spy)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     Path("models").mkdir()
     done = start("--model.name_or_path", "models/none")
     refused(done, "there is a folder models here", "no none in it", "hf download models/none")

@@ -164,7 +164,7 @@ def test_an_index_of_many_names(tmp_path: Path, count: int, what: str) -> None:
         f'"model.layers.{i}.mlp":"model-00001-of-00002.safetensors"' for i in range(count)
     )
     (tmp_path / "index.json").write_text(f'{{"weight_map":{{{names}}}}}')
-    assert at_once("hf_folder.read_index", tmp_path / "index.json") == what
+    assert at_once("safetensors_files.read_index", tmp_path / "index.json") == what
 
 
 def test_shapes_of_many_dimensions(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from conftest import save_byte_tokenizer, save_tiny_model
 
 from toolkit import formats
 from toolkit.config.settings import ModelConfig
-from toolkit.formats import hf_folder
-from toolkit.formats.named_assets import vocabulary_files
+from toolkit.formats.hf_folder import vocabulary_files
 from toolkit.models.causal_lm import build_on_meta
 
 TOKENIZER = """
@@ -61,7 +60,7 @@ def test_what_the_code_names_is_obtained_from_the_hub(
                 shutil.copy(file, hub)
         return str(hub)
 
-    monkeypatch.setattr(hf_folder, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     formats.obtain_assets("org/name", "main")
     code = ("tokenization_foo.py", "deeper_foo.py", "helping_foo.py")
     files = dict.fromkeys(("config.json", "tokenizer_config.json", *code), "main")
@@ -74,8 +73,8 @@ def test_a_hub_that_fails_is_a_warning(
     def download(name: str, **options: object) -> str:
         raise OSError("no answer")
 
-    monkeypatch.setattr(hf_folder, "snapshot_download", download)
-    monkeypatch.setattr(hf_folder, "is_offline_mode", lambda: False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     formats.obtain_assets("org/name")
     assert (
         "WARNING: files of org/name were not downloaded (OSError: no answer)"

@@ -448,9 +448,10 @@ def _verify(args: argparse.Namespace) -> int:
     from toolkit.checkpoint import local_copy
     from toolkit.verify import is_export, verify_checkpoint, verify_export
 
-    _quiet(progress=False)
     _trust(args)
     with local_copy(args.path) as path:
+        if args.export is not None or is_export(path):
+            _quiet(progress=False)
         if args.export is not None:
             report = verify_export(path, args.export, logits=args.logits, hf_assets=args.hf_assets)
         elif is_export(path):

@@ -10,20 +10,20 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from toolkit.errors import ExportError, one_line
-from toolkit.formats import Tensors
+from toolkit.formats import ADAPTER_FILE, Tensors
 from toolkit.models.modes import forked_rng
 from toolkit.models.peft_model import ADAPTER, layer_parameters
 from toolkit.parsing import read_json
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 ENTRY = "adapter"  # of a checkpoint's manifest: which base was adapted
 _ROLE = re.compile(r"lora_(?:embedding_)?(A|B|magnitude)")  # in PEFT's names
 
@@ -44,7 +44,7 @@ class PeftLayout:
     """An adapted model on meta, and how its parameters are called elsewhere."""
 
     model: Any  # the PeftModel around `base`
-    base: PreTrainedModel
+    base: "PreTrainedModel"
     keys: dict[str, str]  # key in the file -> parameter of the adapted model; tied ones: the first
     parts: dict[str, list[AdapterLayer]] = field(default_factory=dict)
     """Parameter of the base -> what adapts it; of tied parameters under the first name."""
@@ -63,16 +63,11 @@ _KNOWN = {
 _SCOPE = "known are LoRA, DoRA, rsLoRA of linear layers, embeddings, experts, and modules_to_save"
 
 
-def is_adapter_folder(folder: Path) -> bool:
-    """Return whether a folder is a PEFT folder, or was one."""
-    return (folder / CONFIG_FILE).is_file() or (folder / WEIGHTS_FILE).is_file()
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Return adapter_config.json, which anybody may have written; ExportError: not supported."""
-    file = folder / CONFIG_FILE
+    file = folder / ADAPTER_FILE
     if not file.is_file():
-        raise ExportError(f"{folder} has no {CONFIG_FILE}; it is no folder of an adapter")
+        raise ExportError(f"{folder} has no {ADAPTER_FILE}; it is no folder of an adapter")
     content = read_json(file, ExportError)
     if not isinstance(content, dict):
         raise ExportError(f"{file} must hold a JSON object, got {type(content).__name__}")
@@ -94,7 +89,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
+def attach_adapters(base: "PreTrainedModel", config: dict[str, Any]) -> Any:
     """Return `base` with the adapters of `config` in it, as a PeftModel; on meta it stays there."""
     from peft import LoraConfig, get_peft_model
 
@@ -108,12 +103,12 @@ def attach_adapters(base: PreTrainedModel, config: dict[str, Any]) -> Any:
             return get_peft_model(base, peft_config, ADAPTER)
     except Exception as error:  # a config from outside: PEFT may raise anything
         raise ExportError(
-            f"PEFT cannot put the adapter of {CONFIG_FILE} into {type(base).__name__}: "
+            f"PEFT cannot put the adapter of {ADAPTER_FILE} into {type(base).__name__}: "
             f"{one_line(error)}"
         ) from error
 
 
-def peft_layout(base: PreTrainedModel, config: dict[str, Any]) -> PeftLayout:
+def peft_layout(base: "PreTrainedModel", config: dict[str, Any]) -> PeftLayout:
     """Return the adapted model of `base`, on meta, and PEFT's names; ExportError: unsupported."""
     names = _first_names(base)
     model = attach_adapters(base, config)
@@ -175,7 +170,7 @@ def _first_names(module: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in reversed(_tensors(module))}
 
 
-def without_storage(base: PreTrainedModel) -> PreTrainedModel:
+def without_storage(base: "PreTrainedModel") -> "PreTrainedModel":
     """Give a model on meta parameters of their shape and one element of memory each (stride 0):
     PEFT's own `from_pretrained` then runs unchanged, at the cost of the adapter alone.
     """
@@ -190,7 +185,7 @@ def without_storage(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def read_as_peft(
-    base: PreTrainedModel, folder: Path, *, empty: bool = False
+    base: "PreTrainedModel", folder: Path, *, empty: bool = False
 ) -> tuple[Any, list[str]]:
     """Load an adapter as its readers do, with `PeftModel.from_pretrained`; return the model and
     PEFT's warnings of keys that it did not find.

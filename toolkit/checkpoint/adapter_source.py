@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from toolkit import ranks
 from toolkit.adapters.base import base_digest
-from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, read_config
+from toolkit.adapters.peft_folder import read_config
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.run_folder import adopt_recorded, local_copy, recorded_config
 from toolkit.checkpoint.sources import Source, base_entry, find_source
@@ -27,6 +27,8 @@ from toolkit.config.published import is_path
 from toolkit.config.settings import FinetuneConfig
 from toolkit.errors import ConfigError, ExportError, ToolkitError, one_line
 from toolkit.formats import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS,
     StoredTensor,
     export_manifest,
     local_folder,
@@ -55,7 +57,7 @@ class AdapterSource:
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Return key of the weights file -> its place; a PEFT folder only."""
-        return read_header(self.folder / WEIGHTS_FILE)
+        return read_header(self.folder / ADAPTER_WEIGHTS)
 
 
 def adopt_adapter(cfg: Any) -> Any:
@@ -116,7 +118,7 @@ def structure_of(config: dict[str, Any], name: str) -> dict[str, Any]:
     }
     if odd := [n for n, fit in fits.items() if not fit]:
         raise ConfigError(
-            f"lora.from {name}: its {CONFIG_FILE} has {odd[0]} {str(structure[odd[0]])[:80]!r}, "
+            f"lora.from {name}: its {ADAPTER_FILE} has {odd[0]} {str(structure[odd[0]])[:80]!r}, "
             "which PEFT does not write; get the adapter again"
         )
     structure["lora_alpha"] = float(structure["lora_alpha"])
@@ -185,7 +187,7 @@ def open_adapter(lora: LoraConfig) -> Iterator[AdapterSource]:
                 path = _of_hub(name, lora.revision)
                 yield _peft_folder(name, path, hub=True)
                 return
-            if not is_url(name) and (path / CONFIG_FILE).is_file():
+            if not is_url(name) and (path / ADAPTER_FILE).is_file():
                 yield _peft_folder(name, path)
                 return
             if not is_url(name):
@@ -204,15 +206,15 @@ def _of_hub(name: str, revision: str | None) -> Path:
     if path.exists():
         raise ConfigError(f"lora.from {name} is a file; give the folder that holds it")
     if is_path(name) or (len(path.parts) == 2 and path.parent.is_dir()):
-        hint = commit.did_you_mean(path, lambda p: (p / CONFIG_FILE).is_file())
+        hint = commit.did_you_mean(path, lambda p: (p / ADAPTER_FILE).is_file())
         raise ConfigError(
             f"lora.from {name}: there is no such folder (current folder: {Path.cwd()}){hint}"
         )
     options: dict[str, Any] = {"revision": revision, "local_files_only": bool(why_unreachable())}
     try:
-        config = cached_file(name, CONFIG_FILE, **options)
+        config = cached_file(name, ADAPTER_FILE, **options)
         options["_raise_exceptions_for_missing_entries"] = False
-        for file in (WEIGHTS_FILE, export_manifest.FILE):
+        for file in (ADAPTER_WEIGHTS, export_manifest.FILE):
             cached_file(name, file, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -224,20 +226,20 @@ def _of_hub(name: str, revision: str | None) -> Path:
 
 def _peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterSource:
     """Return the adapter in a PEFT folder, whose files are checked against an export's manifest."""
-    if not (folder / WEIGHTS_FILE).is_file():
+    if not (folder / ADAPTER_WEIGHTS).is_file():
         if (folder / _PICKLE).is_file():
             raise ConfigError(
                 f"lora.from {name} has its weights in {_PICKLE}, a pickle, which can run code and "
-                f"is not read; load it once with PEFT and save_pretrained it as {WEIGHTS_FILE}"
+                f"is not read; load it once with PEFT and save_pretrained it as {ADAPTER_WEIGHTS}"
             )
         is_assets = commit.is_committed(folder.parent) and folder.name == "hf"
         hint = f"; give the checkpoint: {folder.parent}" if is_assets else ""
-        raise ConfigError(f"lora.from {name} has a {CONFIG_FILE} and no {WEIGHTS_FILE}{hint}")
+        raise ConfigError(f"lora.from {name} has a {ADAPTER_FILE} and no {ADAPTER_WEIGHTS}{hint}")
     try:
         config = read_config(folder)
     except ExportError as error:
         raise ConfigError(f"lora.from {name} cannot be continued: {error}") from error
-    read_header(folder / WEIGHTS_FILE)  # LoadingError: damaged
+    read_header(folder / ADAPTER_WEIGHTS)  # LoadingError: damaged
     keys = ("base_model_name_or_path", "revision")
     base = dict(zip(("name_or_path", "revision"), map(config.get, keys), strict=True))
     origin: dict[str, Any] = {}
@@ -249,7 +251,7 @@ def _peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterSource
         "name": name if hub else folder.resolve().name,
         "hub_id": name if hub else None,
         "revision": folder.name if hub else None,  # the commit
-        "sha256": commit.hash_of(folder / WEIGHTS_FILE),
+        "sha256": commit.hash_of(folder / ADAPTER_WEIGHTS),
         "step": origin.get("step"),
         "continued": _earlier_stage(adapter.get("continued")),
     }
@@ -259,7 +261,7 @@ def _peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterSource
 def _checked_origin(folder: Path) -> dict[str, Any]:
     """Return the origin in an export's manifest; ConfigError: a file is not what it says."""
     manifest = export_manifest.read(folder)
-    for name in (WEIGHTS_FILE, CONFIG_FILE):
+    for name in (ADAPTER_WEIGHTS, ADAPTER_FILE):
         entry, size = manifest["files"].get(name), (folder / name).stat().st_size
         if entry is None or size != entry["size"]:
             raise ExportError(f"{folder / name} is not the file of {export_manifest.FILE}")
@@ -300,8 +302,8 @@ def _own_checkpoint(name: str, path: Path) -> AdapterSource:
 
 def _refuse_other_folders(name: str, path: Path) -> None:
     """Refuse a folder that holds neither an adapter nor a run, and say what it is."""
-    if (path / _PICKLE).is_file() or (path / WEIGHTS_FILE).is_file():
-        raise ConfigError(f"lora.from {name} has no {CONFIG_FILE}; complete the PEFT folder")
+    if (path / _PICKLE).is_file() or (path / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(f"lora.from {name} has no {ADAPTER_FILE}; complete the PEFT folder")
     is_model = (path / "config.json").is_file() and source_dtypes(path) is not None
     if is_model and not commit.is_committed(path):
         raise ConfigError(
@@ -309,10 +311,10 @@ def _refuse_other_folders(name: str, path: Path) -> None:
             f"model.name_or_path: {name} and lora.r for new adapters on it"
         )
     is_own = commit.is_committed(path) or (path / commit.CHECKPOINTS).is_dir()
-    below = sorted(p.parent for p in path.glob(f"*/{CONFIG_FILE}"))
+    below = sorted(p.parent for p in path.glob(f"*/{ADAPTER_FILE}"))
     if below and not is_own:
         near = " or ".join(map(str, below[-3:]))
-        raise ConfigError(f"lora.from {name} has no {CONFIG_FILE}; did you mean {near}?")
+        raise ConfigError(f"lora.from {name} has no {ADAPTER_FILE}; did you mean {near}?")
 
 
 def _mapping(content: Any, name: str) -> dict[str, Any]:
@@ -364,7 +366,7 @@ def check_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
         raise ConfigError(
             f"lora.from {source.name} is an adapter of {base_name}, and model.name_or_path is "
             f"{ours}; {advice}. If both have the same weights, change base_model_name_or_path "
-            f"in its {CONFIG_FILE}"
+            f"in its {ADAPTER_FILE}"
         )
     if both_of_hub:
         return "its base is this one (by the name)"

@@ -14,24 +14,26 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit import config, ranks
 from toolkit.checkpoint import commit, lock
 from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
 from toolkit.checkpoint.local_folder import LocalFolder, beside, disk_errors, existing
 from toolkit.checkpoint.reference_file import PARTS
-from toolkit.checkpoint.state import TrainState
 from toolkit.checkpoint.store import Folder, is_url, storage_of, where
 from toolkit.config.kinds import defines_run
 from toolkit.config.lora import ALL_LINEAR, STRUCTURE, comparable
 from toolkit.config.published import mapping
 from toolkit.config.settings import RunConfig
-from toolkit.data.prepare import TrainingData
 from toolkit.errors import ConfigError, LaunchError
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, keep_until
 from toolkit.parsing import read_yaml
-from toolkit.training.launch import Run
+
+if TYPE_CHECKING:
+    from toolkit.checkpoint.state import TrainState
+    from toolkit.data.prepare import TrainingData
+    from toolkit.training.launch import Run
 
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
@@ -54,7 +56,7 @@ class RunFolder:
     Every method is collective. Raises as `claim` and `check_shared` do.
     """
 
-    def __init__(self, cfg: RunConfig, run: Run) -> None:
+    def __init__(self, cfg: RunConfig, run: "Run") -> None:
         """Claim the folder, and keep every other run out to the end of this one: ConfigError names
         the one that is there.
         """
@@ -75,7 +77,7 @@ class RunFolder:
         """Record these settings, in which `auto` is decided, instead of those asked for."""
         self._cfg = cfg
 
-    def save_config(self, state: TrainState, data: TrainingData, *, done: bool = False) -> None:
+    def save_config(self, state: "TrainState", data: "TrainingData", *, done: bool = False) -> None:
         """Write the settings that hold from here on, and say which of them an earlier start did not
         have. Where the run is `done`, or has no step left, the settings of what was done stay.
         """

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from toolkit import formats
 from toolkit.adapters.base import base_digest
-from toolkit.adapters.peft_folder import ENTRY, is_adapter_folder
+from toolkit.adapters.peft_folder import ENTRY
 from toolkit.checkpoint import commit
 from toolkit.errors import CheckpointError, ExportError, LoadingError, ModelError
+from toolkit.formats import is_adapter_folder
 from toolkit.parsing import parse_json
 
 _PREFIX = "model."  # of model tensors in the toolkit's own checkpoints

@@ -18,13 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from toolkit import ranks
-from toolkit.adapters.peft_folder import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    file_keys,
-    read_as_peft,
-    without_storage,
-)
+from toolkit.adapters.peft_folder import file_keys, read_as_peft, without_storage
 from toolkit.checkpoint.adapter_source import (
     AdapterSource,
     chain_text,
@@ -38,6 +32,8 @@ from toolkit.errors import ConfigError, ExportError
 from toolkit.export.consolidation import consolidate
 from toolkit.export.sources import SavedTensors
 from toolkit.formats import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS,
     Tensors,
     assets_of,
     local_tensor,
@@ -170,7 +166,7 @@ def _read(
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         folder = Path(consolidate(source.folder, Path(scratch, "adapter")))
     keys, extra = file_keys(model), frozen_keys(model)
-    entries = read_header(folder / WEIGHTS_FILE)
+    entries = read_header(folder / ADAPTER_WEIGHTS)
     frozen = {extra[key]: whole(entries[key]) for key in extra.keys() & entries.keys()}
     with _without_frozen(
         folder, {k: e for k, e in entries.items() if k in keys}, frozen
@@ -199,10 +195,10 @@ def _without_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> I
         yield folder
         return
     with tempfile.TemporaryDirectory() as scratch:
-        content = (folder / CONFIG_FILE).read_bytes()
-        Path(scratch, CONFIG_FILE).write_bytes(content)
+        content = (folder / ADAPTER_FILE).read_bytes()
+        Path(scratch, ADAPTER_FILE).write_bytes(content)
         tensors = {key: whole(entry) for key, entry in entries.items()}
-        save_file(tensors, Path(scratch, WEIGHTS_FILE), {"format": "pt"})
+        save_file(tensors, Path(scratch, ADAPTER_WEIGHTS), {"format": "pt"})
         yield Path(scratch)
 
 

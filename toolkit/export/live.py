@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.adapters.base import adapter_entry
-from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.carried import Carried
 from toolkit.checkpoint.commit import EXPORTS, step_name
 from toolkit.checkpoint.facts import run_facts
@@ -38,7 +37,7 @@ from toolkit.export.plan import (
     parse_options,
 )
 from toolkit.export.writer import check_output, write_export
-from toolkit.formats import ExportGroup, Tensors, assets_of, local_tensor
+from toolkit.formats import ADAPTER_FILE, ExportGroup, Tensors, assets_of, local_tensor
 from toolkit.formats.bit_sums import part_sums
 from toolkit.formats.layout import cut_by_rows
 from toolkit.models.peft_model import has_adapters, model_tensors
@@ -154,7 +153,7 @@ def _plan_live(
             plan = make_plan(exported, shapes, override, limit, where=where, carried=carried)
             return plan, carried.told()
         entry = adapter_entry(model)
-        (hf / CONFIG_FILE).write_text(json.dumps(entry["config"]), "utf-8")
+        (hf / ADAPTER_FILE).write_text(json.dumps(entry["config"]), "utf-8")
         plan = make_adapter_plan(hf, shapes, override, where=where, base=entry)
         return plan, {"adapter": adapter_origin(hf, entry, plan)}
 

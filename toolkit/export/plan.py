@@ -17,12 +17,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, peft_layout, read_config
+from toolkit.adapters.peft_folder import peft_layout, read_config
 from toolkit.checkpoint.carried import Carried, CarriedTensor
 from toolkit.checkpoint.sources import travels
 from toolkit.config.published import base_model
 from toolkit.errors import ExportError
 from toolkit.formats import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS,
     DTYPE_NAMES,
     DTYPES,
     INDEX_FILE,
@@ -341,20 +343,20 @@ def make_adapter_plan(
         if names:
             raise ExportError(
                 f"{where} {kind} {min(names)}{_more(names)}: the adapter is not the one of its "
-                f"{CONFIG_FILE}"
+                f"{ADAPTER_FILE}"
             )
     placed = {}
     for key, name in layout.keys.items():
         dtype, shape = stored[name]
         if shape != shapes[name]:
-            raise ExportError(f"{name} is {shape} in {where}, {CONFIG_FILE} says {shapes[name]}")
+            raise ExportError(f"{name} is {shape} in {where}, {ADAPTER_FILE} says {shapes[name]}")
         placed[key] = override if override and dtype.is_floating_point else dtype, shape
-    tensors, headers = _lay_out(placed, math.inf, WEIGHTS_FILE)
+    tensors, headers = _lay_out(placed, math.inf, ADAPTER_WEIGHTS)
     files = {n: content for n, content in assets_of(layout.base).files.items() if travels(n)}
     # For inference, and with the base that it is for.
     named = {"base_model_name_or_path": base["name_or_path"], "revision": base.get("revision")}
     content = {**config, "inference_mode": True, **named}
-    files[CONFIG_FILE] = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+    files[ADAPTER_FILE] = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
     return ExportPlan(
         model=layout.base,
         stored={name: name for name in layout.keys.values()},

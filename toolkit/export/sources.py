@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from toolkit.adapters.peft_folder import (
-    CONFIG_FILE,
     AdapterLayer,
     PeftLayout,
     merge_layer,
@@ -27,6 +26,7 @@ from toolkit.errors import CheckpointError, ExportError
 from toolkit.export.plan import CASTABLE, ExportPlan, TensorShapes, make_plan, model_of_assets
 from toolkit.export.weight_file import TensorValues
 from toolkit.formats import (
+    ADAPTER_FILE,
     ExportGroup,
     StoredTensor,
     assets_of,
@@ -149,7 +149,7 @@ class AdapterMerge:
         self.layout = peft_layout(adapted, read_config(hf))
         if odd := sorted(set(self.layout.keys.values()) ^ tensors.keys.keys()):
             raise ExportError(
-                f"{odd[0]} is not in both {tensors.source.folder} and what {hf / CONFIG_FILE} "
+                f"{odd[0]} is not in both {tensors.source.folder} and what {hf / ADAPTER_FILE} "
                 "describes: the checkpoint is of another adapter"
             )
         _check_parts(self.layout, tied_families(model))

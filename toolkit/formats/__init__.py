@@ -18,24 +18,22 @@ if TYPE_CHECKING:
         coverage_fault,
         tensor_chunks,
     )
+    from toolkit.formats.hf_assets import HFAssets, assets_of
     from toolkit.formats.hf_folder import (
+        ADAPTER_FILE,
+        ADAPTER_WEIGHTS,
         ASSET_FILES,
         INDEX_FILE,
         MAX_TEMPLATE_BYTES,
         NEXT_TOKEN_LAYERS,
         SINGLE_FILE,
-        HFAssets,
         asset_files,
-        assets_of,
         check_config,
-        local_folder,
+        is_adapter_folder,
         nested_items,
-        obtain_assets,
         read_config,
-        read_weights,
-        source_dtypes,
-        weight_files,
     )
+    from toolkit.formats.hub_access import local_folder, obtain_assets
     from toolkit.formats.layout import (
         Tensors,
         like_dtensor,
@@ -60,6 +58,9 @@ if TYPE_CHECKING:
         OpenFiles,
         header_metadata,
         read_header,
+        read_weights,
+        source_dtypes,
+        weight_files,
     )
     from toolkit.formats.source_names import (
         ExportGroup,

@@ -4,6 +4,7 @@ import contextlib
 import math
 import struct
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,18 @@ import torch
 from safetensors import safe_open
 
 from toolkit.errors import LoadingError, one_line
+from toolkit.formats.hf_folder import (
+    ADAPTER_FILE,
+    AGAIN,
+    INDEX_FILE,
+    SINGLE_FILE,
+    is_text_map,
+    refuse_adapter,
+)
+from toolkit.formats.hub_access import obtain_file
+from toolkit.formats.plain_files import is_plain_name, plain_file
 from toolkit.formats.stored_tensors import StoredTensor, in_one_piece
-from toolkit.parsing import MAX_JSON_BYTES, parse_json
+from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_json
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -31,7 +42,6 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_BYTES = 2**48  # of a tensor, its empty dimensions counted as 1
 _MAX_DIMS = 64
-_AGAIN = "copy or download the file again"
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -54,7 +64,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise _damaged(file, error) from error
     if position != size:
         raise LoadingError(
-            f"{file} should be {position} bytes long by its header, and is {size}; {_AGAIN}"
+            f"{file} should be {position} bytes long by its header, and is {size}; {AGAIN}"
         )
     return entries
 
@@ -73,7 +83,7 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 0 <= length <= min(MAX_JSON_BYTES, size - 8):
             about = f"{size} bytes long" + (f", header of {length}" if length >= 0 else "")
-            raise LoadingError(f"{file} is not a safetensors file ({about}); {_AGAIN}")
+            raise LoadingError(f"{file} is not a safetensors file ({about}); {AGAIN}")
         raw = f.read(length)
     if not raw.startswith(b"{"):
         raise _damaged(file, "it is no JSON object")
@@ -106,7 +116,91 @@ def _entry(file: Path, base: int, name: str, info: Any) -> StoredTensor:
 
 def _damaged(file: Path, what: object) -> LoadingError:
     text = one_line(str(what), 200)
-    return LoadingError(f"{file} has a damaged safetensors header: {text}; {_AGAIN}")
+    return LoadingError(f"{file} has a damaged safetensors header: {text}; {AGAIN}")
+
+
+def weight_files(
+    folder: Path, name_or_path: str | None = None, revision: str | None = None
+) -> list[Path]:
+    """Return the safetensors files of a checkpoint, as its index or its single file name them.
+
+    From the Hub id `name_or_path` missing files may be downloaded. LoadingError for no weights,
+    another format, or an index that names a file which is missing or outside the folder.
+    """
+    remote = name_or_path if name_or_path is not None and not Path(name_or_path).is_dir() else None
+    if obtain_file(folder, SINGLE_FILE, remote, revision):  # first, as transformers takes it
+        names = [SINGLE_FILE]
+    elif obtain_file(folder, INDEX_FILE, remote, revision):
+        names = sorted(set(read_index(folder / INDEX_FILE).values()))
+        missing = [n for n in names if not obtain_file(folder, n, remote, revision)]
+        if missing:
+            raise LoadingError(
+                f"{folder / INDEX_FILE} names {len(missing)} file(s) that are not there: "
+                f"{', '.join(missing[:5])}; complete the copy of {folder}"
+            )
+    else:
+        kinds = (".bin", ".pt", ".pth", ".gguf")
+        others = ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in kinds)[:3])
+        refuse_adapter(folder / ADAPTER_FILE, name_or_path or str(folder))
+        if others:
+            raise LoadingError(
+                f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; it has {others}: load it "
+                "once with transformers and save_pretrained it"
+            )
+        raise LoadingError(
+            f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; complete the folder, or set "
+            "model.init: random to start from random weights"
+        )
+    return [plain_file(folder, name, LoadingError) for name in names]
+
+
+def read_weights(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Return every tensor of the given files; reads headers only. LoadingError for a damaged file,
+    a tensor that two files hold, or one that is not where the index says.
+    """
+    entries: dict[str, StoredTensor] = {}
+    files = list(files)
+    for file in files:
+        for name, entry in read_header(file).items():
+            if name in entries:
+                raise LoadingError(f"tensor {name} is in both {entries[name].file} and {file}")
+            entries[name] = entry
+    index = files[0].parent / INDEX_FILE if files else None
+    if index is not None and index.is_file() and files[0].name != SINGLE_FILE:
+        for name, where in read_index(index).items():
+            if name not in entries or entries[name].file.name != where:
+                raise LoadingError(
+                    f"{index} places tensor {name} in {where}, which does not hold it; they are "
+                    "not of one checkpoint. Copy all of them again"
+                )
+    return entries
+
+
+def source_dtypes(folder: Path) -> dict[str, str] | None:
+    """Return key -> safetensors dtype of the weights in `folder`; None where there are none."""
+    try:
+        entries = read_weights(weight_files(folder))
+    except LoadingError:  # damage is said when the weights are asked for
+        return None
+    return {name: DTYPE_NAMES[entry.dtype] for name, entry in entries.items()}
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Return tensor -> file name of a safetensors index; LoadingError if it is none."""
+    content = read_json(file, LoadingError, strict=True)
+    index = content.get("weight_map") if isinstance(content, dict) else None
+    if not index or not is_text_map(index):
+        raise LoadingError(
+            f"{file} is not a safetensors index: its weight_map must map tensor names to file "
+            f"names; {AGAIN}"
+        )
+    for name in sorted(set(index.values())):
+        if not is_plain_name(name):
+            raise LoadingError(
+                f"{file} names {name!r:.200}, which is not a file of its folder; get the "
+                "checkpoint from a source that you trust"
+            )
+    return index
 
 
 class OpenFiles(contextlib.ExitStack):

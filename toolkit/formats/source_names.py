@@ -3,15 +3,17 @@
 import copy
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from toolkit.errors import ExportError
-from toolkit.formats.hf_folder import HFAssets, assets_of
+from toolkit.formats.hf_assets import HFAssets, assets_of
 from toolkit.formats.layout import Tensors
 from toolkit.formats.private import transformers_private
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class ExportGroup:
     converted: bool  # by `convert_back`; else each output has the bytes of the one source
 
 
-def conversion_mapping(model: PreTrainedModel, **options: Any) -> list[Any]:
+def conversion_mapping(model: "PreTrainedModel", **options: Any) -> list[Any]:
     """Return transformers' mapping from source keys to parameters of `model`, not yet sharded."""
     name = "get_model_conversion_mapping"  # a sharded class counts as custom code, and has none
     return transformers_private("conversion_mapping", name)(model, **options)
@@ -47,7 +49,7 @@ class SourceKeys:
 
 
 def loaded_as(
-    model: PreTrainedModel, keys: Iterable[str], conversions: list[Any] | None = None
+    model: "PreTrainedModel", keys: Iterable[str], conversions: list[Any] | None = None
 ) -> Iterator[tuple[str, str, str | None]]:
     """Yield of each of a checkpoint's `keys` (key, the parameter that transformers makes of it, the
     pattern of the converter that does). Of several parameters the first; a key that is none's is
@@ -64,7 +66,7 @@ def loaded_as(
         yield key, target, pattern
 
 
-def source_keys(model: PreTrainedModel, keys: Iterable[str]) -> SourceKeys:
+def source_keys(model: "PreTrainedModel", keys: Iterable[str]) -> SourceKeys:
     """Return how transformers loads a checkpoint's `keys` into `model`. Names only."""
     state, found = model.state_dict(keep_vars=True), SourceKeys({}, [], [])
     for key, target, pattern in loaded_as(model, keys):
@@ -93,7 +95,7 @@ def told(names: Collection[str], keys: Iterable[str]) -> str:
     return f"{sum(counts.values())} tensors: {', '.join(shown[:3])}{more}"
 
 
-def use_source_names(model: PreTrainedModel, assets: HFAssets) -> None:
+def use_source_names(model: "PreTrainedModel", assets: HFAssets) -> None:
     """Make `model` export under the key names of its source; without one, under transformers'.
 
     A mapping covers every spelling a checkpoint of this architecture may have; only the parts that
@@ -115,7 +117,7 @@ def use_source_names(model: PreTrainedModel, assets: HFAssets) -> None:
     vars(model)["_weight_conversions"] = used
 
 
-def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGroup]:
+def export_groups(model: "PreTrainedModel", names: Iterable[str]) -> list[ExportGroup]:
     """Return how the parameters `names` of `model` become exported tensors. Shapes only, on meta.
 
     After `use_source_names`; `names` of parameters and buffers, without tied aliases. ExportError
@@ -144,6 +146,6 @@ def export_groups(model: PreTrainedModel, names: Iterable[str]) -> list[ExportGr
     return groups
 
 
-def convert_back(model: PreTrainedModel, tensors: Tensors) -> Tensors:
+def convert_back(model: "PreTrainedModel", tensors: Tensors) -> Tensors:
     """Return the tensors of one `ExportGroup` under the names and in the shapes of the source."""
     return transformers_private("core_model_loading", "revert_weight_conversion")(model, tensors)

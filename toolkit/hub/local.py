@@ -9,11 +9,10 @@ from typing import Any
 
 import xxhash
 
-from toolkit.adapters.peft_folder import CONFIG_FILE
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError, holds_token, one_line
-from toolkit.formats import BLOCK, export_manifest, plain_file
+from toolkit.formats import ADAPTER_FILE, BLOCK, export_manifest, plain_file
 from toolkit.formats import read_config as read_model_config
 from toolkit.hub import card as model_card
 from toolkit.parsing import read_json
@@ -54,11 +53,11 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
             f"{folder} is not published, it does not verify: {report.lines()[0]}{more}; see "
             f"`toolkit verify {folder}`, or consolidate again"
         )
-    config, whole = folder / CONFIG_FILE, not (folder / CONFIG_FILE).is_file()
+    config, whole = folder / ADAPTER_FILE, not (folder / ADAPTER_FILE).is_file()
     base = None if whole else read_json(config, ExportError)["base_model_name_or_path"]
     if base is not None and is_path(base, folder):
         raise ExportError(
-            f"{folder} is not published: {CONFIG_FILE} names its base by a path, {base!r}. Export "
+            f"{folder} is not published: {ADAPTER_FILE} names its base by a path, {base!r}. Export "
             "again with --hf_assets ORG/NAME, the base's id on the Hub, or with --merge"
         )
     manifest = export_manifest.read(folder)

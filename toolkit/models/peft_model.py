@@ -6,14 +6,16 @@ Told by the modules alone, without PEFT, whose import costs seconds.
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from toolkit.errors import ModelError
 from toolkit.formats import reshard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ADAPTER = "default"  # PEFT's name for the one adapter of a run
 # What PEFT calls the module that it wraps, and what it puts beside.
@@ -28,14 +30,14 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(kind, "get_base_model") and hasattr(kind, "active_peft_config")
 
 
-def base_of(model: nn.Module) -> PreTrainedModel:
+def base_of(model: nn.Module) -> "PreTrainedModel":
     """Return the transformers model inside the adapters, its modules still wrapped; or `model`."""
     found: Any = model
     return found.get_base_model() if has_adapters(model) else found
 
 
 @contextlib.contextmanager
-def unwrapped_base(model: nn.Module) -> Iterator[PreTrainedModel]:
+def unwrapped_base(model: nn.Module) -> Iterator["PreTrainedModel"]:
     """Give the base as it was before the adapters, with the same modules, names and parameters, for
     loaders, which know a model by its names. A forward inside would leave the adapters out.
     """

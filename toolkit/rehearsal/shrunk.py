@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from toolkit.adapters.lora import add_adapters
-from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, file_keys
+from toolkit.adapters.peft_folder import file_keys
 from toolkit.adapters.targets import check_named
 from toolkit.checkpoint.adapter_source import structure_of
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError, one_line
-from toolkit.formats import DTYPES, assets_of, local_folder
+from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, DTYPES, assets_of, local_folder
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.classes import build, plain_class, plain_name
 from toolkit.models.modes import forked_rng
@@ -162,8 +162,8 @@ def write_small_adapter(lora: LoraConfig, model: PreTrainedModel, folder: Path) 
         for key, name in file_keys(adapted).items()
     }
     folder.mkdir(parents=True)
-    save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
-    (folder / CONFIG_FILE).write_text(json.dumps(adapter_config(adapted), indent=2), "utf-8")
+    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    (folder / ADAPTER_FILE).write_text(json.dumps(adapter_config(adapted), indent=2), "utf-8")
     return replace(lora, **structure_of(adapter_config(adapted), str(folder)))
 
 

@@ -18,8 +18,6 @@ from transformers import PreTrainedModel
 
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.peft_folder import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
     PeftLayout,
     peft_layout,
     read_as_peft,
@@ -28,7 +26,7 @@ from toolkit.adapters.peft_folder import (
 )
 from toolkit.checkpoint.sources import Source, base_entry, find_base, travels
 from toolkit.errors import ExportError, ModelError, ToolkitError
-from toolkit.formats import export_manifest, local_folder, whole
+from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, export_manifest, local_folder, whole
 from toolkit.loading import LoadGroup
 from toolkit.models import model_on_meta
 from toolkit.models.peft_model import ADAPTER, layer_parameters
@@ -44,7 +42,7 @@ class AdapterCheck(ExportCheck):
     """One PEFT folder and what is found in it."""
 
     verdict = "holds the adapter of"
-    single_file = WEIGHTS_FILE
+    single_file = ADAPTER_WEIGHTS
     layout: PeftLayout  # there where `model` is
     base: Path  # where the base's weights are, once they are loaded
 
@@ -62,20 +60,20 @@ class AdapterCheck(ExportCheck):
         try:
             self.config = read_config(self.folder)
             if not self.config.get("base_model_name_or_path"):
-                self.add(CONFIG_FILE, None, "names no base model (base_model_name_or_path)")
+                self.add(ADAPTER_FILE, None, "names no base model (base_model_name_or_path)")
             try:
                 base = self._base_on_meta()
             except ToolkitError as error:
                 what = f"keys and shapes were not compared with the base: {error}"
                 if self.source is not None:  # then nothing was compared with the checkpoint either
-                    self.add(CONFIG_FILE, None, what)
+                    self.add(ADAPTER_FILE, None, what)
                 else:
                     self.findings.note(what)
                 return
             self.layout = peft_layout(base, self.config)
             self.model = base
         except ExportError as error:
-            self.add(CONFIG_FILE, None, str(error))
+            self.add(ADAPTER_FILE, None, str(error))
 
     def _base_on_meta(self) -> PreTrainedModel:
         """Return the base without weights, by the config that the manifest keeps, else its own."""
@@ -91,7 +89,7 @@ class AdapterCheck(ExportCheck):
         if self.given_base is not None:
             return local_folder(str(self.given_base))
         if not (name := self.config.get("base_model_name_or_path")):
-            raise ExportError(f"{CONFIG_FILE} names no base; give it with --hf_assets")
+            raise ExportError(f"{ADAPTER_FILE} names no base; give it with --hf_assets")
         try:
             return local_folder(name, self.config.get("revision"), ask=False)
         except ModelError as error:
@@ -105,19 +103,21 @@ class AdapterCheck(ExportCheck):
         wanted = {key: tuple(state[name].shape) for key, name in self.layout.keys.items()}
         missing = sorted(wanted.keys() - self.entries.keys())
         for key in missing:
-            self.add(WEIGHTS_FILE, key, "is missing; PEFT would warn and leave it as it begins")
+            self.add(ADAPTER_WEIGHTS, key, "is missing; PEFT would warn and leave it as it begins")
         for key in sorted(self.entries.keys() - wanted.keys()):
             # It may have been cut, or have been given another prefix.
             near = [k for k in missing if k.endswith(key) or key.endswith(k.removeprefix(_PREFIX))]
             hint = f"; expected was {near[0]}" if near else ""
             what = f"is no key that PEFT reads for this base: it would be left out silently{hint}"
-            self.add(WEIGHTS_FILE, key, what)
+            self.add(ADAPTER_WEIGHTS, key, what)
         self.check_dtypes()
         shapes = {key: entry.shape for key, entry in self.entries.items()}
         for key in wanted.keys() & shapes.keys():
             if wanted[key] != shapes[key]:
-                what = f"has shape {list(shapes[key])}, {CONFIG_FILE} describes {list(wanted[key])}"
-                self.add(WEIGHTS_FILE, key, what)
+                what = (
+                    f"has shape {list(shapes[key])}, {ADAPTER_FILE} describes {list(wanted[key])}"
+                )
+                self.add(ADAPTER_WEIGHTS, key, what)
         if shapes != wanted:
             return
         # Into a base without bytes: every tensor must arrive.
@@ -129,13 +129,13 @@ class AdapterCheck(ExportCheck):
         for key, name in self.layout.keys.items():
             tensor, entry = loaded[name], self.entries[key]
             if tensor.is_meta or not torch.equal(whole(entry).to(tensor.dtype), tensor):
-                self.add(WEIGHTS_FILE, key, f"does not arrive in {name} when PEFT loads it")
+                self.add(ADAPTER_WEIGHTS, key, f"does not arrive in {name} when PEFT loads it")
 
     def _load(self, base: PreTrainedModel, *, empty: bool = False) -> Any:
         """Return `base` with the adapter as PEFT loads it; what PEFT warns of is a finding."""
         model, warned = read_as_peft(base, self.folder, empty=empty)
         for text in warned:
-            self.add(WEIGHTS_FILE, None, text)
+            self.add(ADAPTER_WEIGHTS, None, text)
         return model
 
     def compare_assets(self, source: Source) -> None:
@@ -149,7 +149,7 @@ class AdapterCheck(ExportCheck):
         for name in sorted({*before, *now} - _LOCATION) if now else ():
             if before.get(name) != now.get(name):
                 what = f"is {now.get(name)!r}, with the checkpoint {before.get(name)!r}"
-                self.add(CONFIG_FILE, None, f"{name} {what}")
+                self.add(ADAPTER_FILE, None, f"{name} {what}")
 
     def prove(self, model: PreTrainedModel, source: Source) -> None:
         # Names are those of the checkpoint's config.

@@ -4,15 +4,18 @@ import os
 import re
 from pathlib import Path
 
-from toolkit.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, is_adapter_folder
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT, MANIFEST
-from toolkit.checkpoint.sources import find_source
 from toolkit.errors import CheckpointError, ExportError
-from toolkit.formats import INDEX_FILE, SINGLE_FILE, export_manifest
-from toolkit.verify.adapter import AdapterCheck
+from toolkit.formats import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS,
+    INDEX_FILE,
+    SINGLE_FILE,
+    export_manifest,
+    is_adapter_folder,
+)
 from toolkit.verify.checkpoint import CheckpointCheck
-from toolkit.verify.export import ExportCheck, MergedCheck
 from toolkit.verify.findings import Findings, Report
 
 
@@ -62,6 +65,11 @@ def verify_export(
     Raises:
         CheckpointError, ExportError: there is none at the path; says which path would do.
     """
+    # They import transformers and PEFT, which a checkpoint alone does not need.
+    from toolkit.checkpoint.sources import find_source
+    from toolkit.verify.adapter import AdapterCheck
+    from toolkit.verify.export import ExportCheck, MergedCheck
+
     folder = _export_folder(Path(export).expanduser())
     is_adapter = is_adapter_folder(folder)
     source = None if checkpoint is None else find_source(checkpoint, hf_assets)
@@ -78,8 +86,8 @@ def verify_export(
 def is_export(path: str | Path) -> bool:
     """Return whether a folder is a Hugging Face folder with weights, or was one."""
     path = Path(path).expanduser()
-    weights = (export_manifest.FILE, SINGLE_FILE, INDEX_FILE, WEIGHTS_FILE)
-    configs = ("config.json", CONFIG_FILE)
+    weights = (export_manifest.FILE, SINGLE_FILE, INDEX_FILE, ADAPTER_WEIGHTS)
+    configs = ("config.json", ADAPTER_FILE)
     return not (path / CHECKPOINTS).is_dir() and (
         any(os.path.lexists(path / name) for name in weights)
         or (any((path / n).is_file() for n in configs) and not commit.is_committed(path.parent))
