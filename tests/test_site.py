@@ -133,7 +133,7 @@ def test_readme_and_site_say_the_same_of_what_was_run() -> None:
     said = []
     for page in ("README.md", "docs/index.md"):
         text = (ROOT / page).read_text("utf-8")
-        state = re.search(r"\*\*State\.\*\*(.*?)(?:\n\n|\Z)", text, re.DOTALL)
+        state = re.search(r"\*\*Status\.\*\*(.*?)(?:\n\n|\Z)", text, re.DOTALL)
         assert state is not None
         assert "evidence/benchmarks/gpu.md)" in state[1]
         said.append(" ".join(re.sub(r"\[[^]]*\]\([^)]*\)", "", state[1]).split()))
