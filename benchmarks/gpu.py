@@ -191,9 +191,9 @@ def machine(cuda: bool) -> dict[str, Any]:
         if shutil.which("nvidia-smi"):
             asked = subprocess.run(query, capture_output=True, text=True, check=False)
             about["driver"] = asked.stdout.strip()
-        from toolkit.training.flops import peak_flops
+        from toolkit.training.flops import find_peak_flops
 
-        about["peak_tflops"] = (peak_flops(card.name) or 0) / 1e12
+        about["peak_tflops"] = (find_peak_flops(card.name) or 0) / 1e12
     return about | {
         "cores": os.cpu_count(),
         "python": platform.python_version(),

@@ -50,7 +50,7 @@ from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.prepare import prepare_data
 from toolkit.mesh import init_mesh
 from toolkit.sharding import apply_fsdp
-from toolkit.training.flops import training_flops
+from toolkit.training.flops import flops_per_token
 
 T = TypeVar("T")
 
@@ -301,7 +301,7 @@ class ToolkitLoop:
         logs.mkdir(parents=True, exist_ok=True)
         self.metrics = training.start_metrics(cfg, run, logs, self.sharded, self.data, self.state)
         training.add_embedding_noise(self.model, cfg.train.neftune_noise_alpha)
-        self.flops_per_token = training_flops(self.model, cfg.data.sequence_length)
+        self.flops_per_token = flops_per_token(self.model, cfg.data.sequence_length)
 
     def steps(self, after: int = 0) -> Iterator[training.StepStats]:
         self.model.train()

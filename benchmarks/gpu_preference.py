@@ -97,7 +97,7 @@ def saving_while_training(place: Place) -> None:
                 run_dir.mkdir(parents=True)
                 checkpoint.save(loop.state, run_dir, CheckpointConfig(async_save=True))
                 blocked = time.perf_counter() - begun
-                while background.busy() and count < most:
+                while background.is_running() and count < most:
                     next(steps)
                     count += 1
                 checkpoint.wait()

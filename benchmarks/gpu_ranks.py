@@ -247,7 +247,7 @@ def two_ranks(place: Place, rank: int, port: int) -> Iterator[launch.Run]:
     names = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    device.prepare(deterministic=True)
+    device.prepare_environment(deterministic=True)
     if place.cuda:
         torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:gloo" if place.cuda else "gloo")

@@ -94,7 +94,7 @@ def measure(rank: int, folder: str, length: int, size: int, rounds: int, scratch
     store = dist.FileStore(f"{scratch}/{length}.store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     steps = BLOCK * (rounds + 1)
-    watchdog.begin(300.0, Path(scratch), lambda: False)
+    watchdog.start(300.0, Path(scratch), lambda: False)
     watch = watchdog._watch
     loops = {
         side: trained(folder, length, size, steps, Path(scratch), side, guards)
@@ -118,7 +118,7 @@ def measure(rank: int, folder: str, length: int, size: int, rounds: int, scratch
         Path(scratch, "0.json").write_text(json.dumps(found))
     dist.barrier()
     watchdog._watch = watch
-    watchdog.end(0)
+    watchdog.report_exit(0)
     dist.destroy_process_group()
 
 

@@ -423,26 +423,26 @@ def test_the_environment_is_read_once_and_by_nobody_else(launched, capsys) -> No
         parallelism_config={"parallelism_config_dp_shard_size": 2},
         dynamo_config={"dynamo_backend": "INDUCTOR"},
     )
-    assert launch.settings()["sharding.cpu_offload"] is True
+    assert launch.read_accelerate_settings()["sharding.cpu_offload"] is True
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith("note: fsdp_state_dict_type FULL_STATE_DICT")
     assert not [n for n in os.environ if accelerate_yaml.is_translated(n)]
-    assert launch.settings() == {}
+    assert launch.read_accelerate_settings() == {}
     assert capsys.readouterr().err == ""
 
 
 def test_other_ranks_do_not_repeat_the_notes(launched, monkeypatch, capsys) -> None:
     launched({"fsdp_version": 2, "fsdp_offload_params": True, "fsdp_sharding_strategy": 2})
     monkeypatch.setenv("RANK", "1")
-    assert launch.settings()["sharding.cpu_offload"] is True
+    assert launch.read_accelerate_settings()["sharding.cpu_offload"] is True
     assert capsys.readouterr().err == ""
 
 
 def test_settings_refuse_the_yaml_of_another_engine(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(LaunchError, match="DeepSpeed"):
-        launch.settings()
+        launch.read_accelerate_settings()
 
 
 def test_transformers_does_not_see_efficient_loading(launched, monkeypatch) -> None:
@@ -450,7 +450,7 @@ def test_transformers_does_not_see_efficient_loading(launched, monkeypatch) -> N
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     launched({"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": True})
     assert is_fsdp_enabled()
-    launch.settings()
+    launch.read_accelerate_settings()
     assert not is_fsdp_enabled()
 
 

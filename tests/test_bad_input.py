@@ -851,7 +851,7 @@ def test_more_processes_than_devices(monkeypatch, capsys) -> None:
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as end:
-            launch.guarded(lambda: launch.start().__enter__())
+            launch.run_program(lambda: launch.start().__enter__())
         assert end.value.code == 1
     said = capsys.readouterr().err  # of all three together
     assert said.count("error: 3 processes were started on this machine, which has 2 device(s)") == 1
@@ -875,7 +875,7 @@ def test_what_every_process_sees_is_said_once(monkeypatch, capsys, elastic) -> N
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as end:
-            launch.guarded(main)
+            launch.run_program(main)
         assert end.value.code == 2
     late = "[rank 1] error: seed must be an integer\n"
     assert capsys.readouterr().err == "error: seed must be an integer\n" + late * (not elastic)
@@ -891,7 +891,7 @@ def test_it_is_said_although_another_process_fails_first(tmp_path) -> None:
         "def main():\n"
         "    time.sleep(2 if os.environ['RANK'] == '0' else 0)\n"
         "    raise ConfigError('seed must be an integer')\n"
-        "launch.guarded(main)\n"
+        "launch.run_program(main)\n"
     )
     command = [*torchrun(2, free_port()), str(tmp_path / "late.py")]
     done = subprocess.run(

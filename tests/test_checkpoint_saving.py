@@ -327,7 +327,7 @@ def crash():
 
 if how in ("crash", "interrupt"):
     from toolkit.training import launch
-    launch.guarded(crash)
+    launch.run_program(crash)
 save()
 """
 

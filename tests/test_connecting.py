@@ -103,7 +103,7 @@ def missing(rank: int, world: int, path: str) -> str:
     if rank == 1:
         return ""
     try:
-        network.meet(store, rank, world, nccl=False)
+        network.exchange_locations(store, rank, world, nccl=False)
     except LaunchError as error:
         return str(error)
     return "met"
@@ -190,19 +190,19 @@ def test_a_container_with_little_shared_memory_is_told(monkeypatch) -> None:
     monkeypatch.delenv("NCCL_SHM_DISABLE", raising=False)
     usage = SimpleNamespace(free=64 << 20)  # what docker gives
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    assert device.shared_memory_of_nccl(1) == device.shared_memory_of_nccl(2) == ""
-    said = device.shared_memory_of_nccl(8)
+    assert device.check_nccl_shared_memory(1) == device.check_nccl_shared_memory(2) == ""
+    said = device.check_nccl_shared_memory(8)
     assert said.startswith(f"WARNING: /dev/shm of {socket.gethostname()} has 67.1 MB free, NCCL ")
     assert "between 8 devices may use 154 MB; start the container with a larger --shm-size" in said
-    assert device.shared_memory_of_workers(8, 0) == ""
-    assert "1 data.num_workers of each of 8 processes" in device.shared_memory_of_workers(8, 1)
+    assert device.check_loader_shared_memory(8, 0) == ""
+    assert "1 data.num_workers of each of 8 processes" in device.check_loader_shared_memory(8, 1)
     usage.free = 1 << 16
     with pytest.raises(LaunchError, match=r"^/dev/shm of .* --shm-size .*data.num_workers: 0$"):
-        device.shared_memory_of_workers(8, 1)
+        device.check_loader_shared_memory(8, 1)
     monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
-    assert device.shared_memory_of_nccl(8) == ""
+    assert device.check_nccl_shared_memory(8) == ""
     monkeypatch.setattr(shutil, "disk_usage", mock.Mock(side_effect=FileNotFoundError))
-    assert device.shared_memory_of_workers(8, 1) == ""
+    assert device.check_loader_shared_memory(8, 1) == ""
 
 
 @pytest.mark.faults

@@ -94,7 +94,7 @@ def test_modes_that_record_cuda_graphs_are_refused(mode):
 )
 def test_each_process_takes_its_device(monkeypatch, count, local, here, chosen):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-    assert device.choose(local, here) == chosen
+    assert device.choose_device_index(local, here) == chosen
 
 
 def shared(rank: int, world: int, path: str, same: bool) -> str:
@@ -102,9 +102,11 @@ def shared(rank: int, world: int, path: str, same: bool) -> str:
     module = types.SimpleNamespace(get_device_properties=lambda _: properties)
     store = torch.distributed.FileStore(path, world)
     with mock.patch.object(torch, "get_device_module", return_value=module):
-        mine = device.identity(CUDA, rank)
+        mine = device.identify_device(CUDA, rank)
     try:
-        network.exchange(store, "device", mine, device.refuse_shared, rank, world)
+        network.exchange_and_decide(
+            store, "device", mine, device.refuse_shared_devices, rank, world
+        )
     except LaunchError as error:
         return str(error)
     return ""
@@ -134,13 +136,15 @@ def test_an_accelerator_without_collectives_is_no_accelerator(monkeypatch, capsy
 )
 def test_a_cpu_that_is_slow_in_bfloat16_is_told(monkeypatch, times: float, words: str) -> None:
     cpu, before = torch.device("cpu"), torch.get_rng_state()
-    device.slow_dtype(cpu, "bfloat16")  # as this machine is
+    device.check_dtype_speed(cpu, "bfloat16")  # as this machine is
     assert torch.equal(torch.get_rng_state(), before)
     seconds = {torch.float32: 1e-3, torch.bfloat16: times * 1e-3}
     monkeypatch.setattr(device, "_layer_seconds", seconds.__getitem__)
-    assert words in device.slow_dtype(cpu, "bfloat16")
-    assert bool(words) == bool(device.slow_dtype(cpu, "bfloat16"))
-    assert device.slow_dtype(cpu, "float32") == device.slow_dtype(CUDA, "bfloat16") == ""
+    assert words in device.check_dtype_speed(cpu, "bfloat16")
+    assert bool(words) == bool(device.check_dtype_speed(cpu, "bfloat16"))
+    assert (
+        device.check_dtype_speed(cpu, "float32") == device.check_dtype_speed(CUDA, "bfloat16") == ""
+    )
 
 
 # ---- For the whole run ---------------------------------------------------------------------------
@@ -155,7 +159,7 @@ def test_the_order_of_attention_kernels(monkeypatch, capability, deterministic, 
     monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     before = torch._C._get_sdp_priority_order()
-    with device.attention_order(CUDA, deterministic=deterministic):
+    with device.prefer_cudnn_attention(CUDA, deterministic=deterministic):
         order = torch._C._get_sdp_priority_order()
         assert (order[0] == SDPBackend.CUDNN_ATTENTION.value) is first
         assert (os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1") is first
@@ -207,7 +211,7 @@ def test_garbage_that_others_froze_stays_frozen(monkeypatch):
     monkeypatch.setattr(gc, "unfreeze", thawed)
     for frozen, calls in ((5, 0), (0, 1)):
         monkeypatch.setattr(gc, "get_freeze_count", lambda frozen=frozen: frozen)
-        with device.garbage_as_before():
+        with device.restore_garbage_collection():
             pass
         assert thawed.call_count == calls
 

@@ -48,7 +48,7 @@ def environment(monkeypatch) -> Any:
 
 def test_a_slurm_step_is_a_run(environment) -> None:
     environment(**SLURM)
-    launchers.adopt()
+    launchers.adopt_launcher_variables()
     place = {name: os.environ.get(name) for name in ALL}
     assert place == {
         "RANK": "0",
@@ -58,14 +58,14 @@ def test_a_slurm_step_is_a_run(environment) -> None:
         "MASTER_ADDR": "gpu03",
         "MASTER_PORT": str(15000 + 123458 % 15000),
     }
-    assert launchers.place() == (0, 16)
-    assert launchers.local_rank() == (0, False)
+    assert launchers.read_rank_and_world_size() == (0, 16)
+    assert launchers.read_local_rank() == (0, False)
     environment(**SLURM, MASTER_ADDR="10.0.0.1", MASTER_PORT="1")
-    launchers.adopt()
+    launchers.adopt_launcher_variables()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "1")
     environment(**SLURM, RANK="3", WORLD_SIZE="4")  # of a torchrun that srun started
-    launchers.adopt()
-    assert launchers.place() == (3, 4)
+    launchers.adopt_launcher_variables()
+    assert launchers.read_rank_and_world_size() == (3, 4)
     assert "MASTER_ADDR" not in os.environ
 
 
@@ -82,7 +82,7 @@ def test_a_slurm_step_is_a_run(environment) -> None:
 def test_a_slurm_step_that_does_not_say_where_it_meets(environment, changes, said) -> None:
     environment(**{**SLURM, **changes})
     with pytest.raises(LaunchError) as refused:
-        launchers.adopt()
+        launchers.adopt_launcher_variables()
     assert said in str(refused.value)
     assert "RANK" not in os.environ
 
@@ -93,13 +93,13 @@ def test_mpirun_is_asked_for_a_place_to_meet(environment) -> None:
     ours |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
     environment(**ours)
     with pytest.raises(LaunchError, match=r"mpirun started 8 processes .* set MASTER_ADDR"):
-        launchers.adopt()
-    assert launchers.rank_text() == "5"
-    assert not launchers.speaks()
+        launchers.adopt_launcher_variables()
+    assert launchers.read_rank_text() == "5"
+    assert not launchers.is_host_speaker()
     environment(**ours, MASTER_ADDR="node0", MASTER_PORT="29500")
-    launchers.adopt()
-    assert launchers.place() == (5, 8)
-    assert launchers.local_rank() == (1, False)
+    launchers.adopt_launcher_variables()
+    assert launchers.read_rank_and_world_size() == (5, 8)
+    assert launchers.read_local_rank() == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_mpirun_is_asked_for_a_place_to_meet(environment) -> None:
     ],
 )
 def test_the_first_host_of_slurms_list(nodes, first) -> None:
-    assert launchers.first_host(nodes) == first
+    assert launchers.parse_first_host(nodes) == first
 
 
 # ---- What hosts tell -----------------------------------------------------------------------------
@@ -124,33 +124,39 @@ def said(host: str, local: int | None = None, **more: Any) -> dict[str, Any]:
 
 
 def test_what_is_not_said_follows_from_the_names_of_hosts() -> None:
-    found = network.settle([said("a"), said("b"), said("a"), said("b", master="10.1.0.7")])
+    found = network.assign_locations(
+        [said("a"), said("b"), said("a"), said("b", master="10.1.0.7")]
+    )
     assert [one["local"] for one in found] == [0, 0, 1, 1]
     assert {(one["here"], one["hosts"], one["sharers"]) for one in found} == {(2, 2, 2)}
     assert {one["master"] for one in found} == {"10.1.0.7"}
 
 
 def test_a_launchers_number_counts_where_it_is_one() -> None:
-    local = lambda every: [one["local"] for one in network.settle(every)]  # noqa: E731
+    local = lambda every: [one["local"] for one in network.assign_locations(every)]  # noqa: E731
     assert local([said("a", 1), said("a", 0)]) == [1, 0]
     assert local([said("a", 0), said("a", 0)]) == [0, 1]  # both their parent's
     assert local([said("a", 3), said("a")]) == [0, 1]
     by_user = {"sure": True, "here": 1}  # two agents on one host
-    found = network.settle([said("a", 0, **by_user), said("a", 0, **by_user)])
+    found = network.assign_locations([said("a", 0, **by_user), said("a", 0, **by_user)])
     assert [(one["local"], one["here"]) for one in found] == [(0, 1), (0, 1)]
 
 
 def test_processors_of_each_its_own_are_not_divided() -> None:
-    found = network.settle([said("a", cores="f"), said("a", cores="f0"), said("b", cores="f")])
+    found = network.assign_locations(
+        [said("a", cores="f"), said("a", cores="f0"), said("b", cores="f")]
+    )
     assert [one["sharers"] for one in found] == [1, 1, 1]
 
 
 def test_one_that_cannot_use_its_interface_ends_all() -> None:
     with pytest.raises(LaunchError, match=r"no such card \(on b, of 2 host\(s\)\)"):
-        network.settle([said("a"), said("b", error="no such card")])
+        network.assign_locations([said("a"), said("b", error="no such card")])
     with pytest.raises(LaunchError, match="is a loopback interface, which leads to no other host"):
-        network.settle([said("a", loopback=True), said("b", loopback=True)])
-    assert network.settle([said("a", loopback=True), said("a", loopback=True)])  # one host
+        network.assign_locations([said("a", loopback=True), said("b", loopback=True)])
+    assert network.assign_locations(
+        [said("a", loopback=True), said("a", loopback=True)]
+    )  # one host
 
 
 # ---- Threads -------------------------------------------------------------------------------------
@@ -195,12 +201,14 @@ def test_whether_the_user_chose_the_threads(
 ) -> None:
     environment(**environment_)
     monkeypatch.setattr(psutil.Process, "parents", lambda _: parents)
-    assert launchers.chose_threads() is users
+    assert launchers.has_user_set_threads() is users
 
 
 def threads_of(word: str) -> str:
     """Return what a process says that torchrun started as one of two."""
-    script = "from toolkit.training import launchers; print('chose', launchers.chose_threads())"
+    script = (
+        "from toolkit.training import launchers; print('chose', launchers.has_user_set_threads())"
+    )
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     environment |= dict([word.split("=")]) if word else {}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -222,13 +230,13 @@ def test_the_share_of_processors(monkeypatch) -> None:
     quota = mock.patch.object(Path, "read_text", autospec=True)
     with quota as read:
         read.return_value = "max 100000\n"
-        assert launchers.share_of_cores(8) == 16
+        assert launchers.count_cores_per_process(8) == 16
         read.return_value = "3200000 100000\n"  # docker run --cpus 32
-        assert launchers.share_of_cores(8) == 4
+        assert launchers.count_cores_per_process(8) == 4
         read.return_value = "50000 100000\n"
-        assert launchers.share_of_cores(8) == 1
+        assert launchers.count_cores_per_process(8) == 1
         read.side_effect = OSError
-        assert launchers.share_of_cores(8) == 16
+        assert launchers.count_cores_per_process(8) == 16
 
 
 def threads_and_workers(rank: int, world: int, set_by_user: bool) -> list[Any]:
@@ -239,8 +247,8 @@ def threads_and_workers(rank: int, world: int, set_by_user: bool) -> list[Any]:
         os.environ.update({name: "7", "OMP_NUM_THREADS": "1"})
     torch._inductor.config.compile_threads = 32
     ranks.available_cores = lambda: set(range(64))
-    device.limit_compilers(8)
-    line = device.use_threads(8)
+    device.limit_compile_workers(8)
+    line = device.set_host_threads(8)
     return [os.environ[name], torch._inductor.config.compile_threads, torch.get_num_threads(), line]
 
 
@@ -262,7 +270,7 @@ def recipe(
     """Run the recipe as host node<rank>, with these variables and no others of a launcher; return
     how it ended.
     """
-    for name in (*ALL, network.INTERFACE, "TORCH_GLOO_LAZY_INIT"):
+    for name in (*ALL, network.GLOO_INTERFACE, "TORCH_GLOO_LAZY_INIT"):
         os.environ.pop(name, None)
     os.environ.update(variables[rank])
     socket.gethostname = lambda: f"node{rank}"
@@ -291,7 +299,7 @@ def recipe(
     place = {name: os.environ.get(name) for name in ALL}
     with mock.patch.object(torch.accelerator, "device_count", return_value=8):
         local, here = place["LOCAL_RANK"], place["LOCAL_WORLD_SIZE"]
-        chosen = None if local is None else device.choose(int(local), int(here or 0))
+        chosen = None if local is None else device.choose_device_index(int(local), int(here or 0))
     output = [Path(folder, f"{rank}.{kind}").read_text() for kind in ("out", "err")]
     seen = {"codes": codes, "place": place, "device": chosen, "said": output}
     return seen | {"watchers": watchers, "listens": listens}
@@ -360,7 +368,7 @@ def test_a_card_that_leads_nowhere(tmp_path, tiny_llama, text_file, rank, chosen
     """Each host says so, though one alone has it."""
     port = free_port()
     variables = [plain(r, port) for r in (0, 1)]
-    variables[rank][network.INTERFACE] = chosen
+    variables[rank][network.GLOO_INTERFACE] = chosen
     for one in start(tmp_path, tiny_llama, text_file, variables):
         assert one["codes"] == [1]
         (line,) = [text for text in one["said"][1].splitlines() if "error: " in text]

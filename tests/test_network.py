@@ -58,15 +58,15 @@ def test_gloo_takes_the_interface_that_leads_to_the_master(
     monkeypatch.setattr(network, "_address_towards", routes.get)
     monkeypatch.setattr(os, "environ", {})
     assert network.interface_towards("node0", known_as) == expected
-    network.prepare(16, 8, "node0", known_as)
+    network.prepare_sockets(16, 8, "node0", known_as)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
     asked = {"GLOO_SOCKET_IFNAME": "bond0", "TORCH_GLOO_LAZY_INIT": "0"}
     monkeypatch.setattr(os, "environ", asked)
-    network.prepare(16, 8, "node0")
+    network.prepare_sockets(16, 8, "node0")
     assert asked == {"GLOO_SOCKET_IFNAME": "bond0", "TORCH_GLOO_LAZY_INIT": "0"}
     monkeypatch.setattr(os, "environ", {})
-    network.prepare(8, 8, "node0")  # one machine
+    network.prepare_sockets(8, 8, "node0")  # one machine
     assert not os.environ
 
 
@@ -79,7 +79,7 @@ def test_as_many_files_may_be_open_as_the_system_lets() -> None:
     before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
-        network.prepare(1, 1, None)
+        network.prepare_sockets(1, 1, None)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -132,9 +132,9 @@ def test_the_error_names_gloos_interface(monkeypatch) -> None:
 
     monkeypatch.setattr(dist, "rendezvous", lambda *a, **k: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    monkeypatch.setattr(network, "apart", lambda store, *_: store)
+    monkeypatch.setattr(network, "scope_store_to_start", lambda store, *_: store)
     two_hosts = network.Location(hosts=2)
-    monkeypatch.setattr(network, "exchange", lambda *_: vars(two_hosts))
+    monkeypatch.setattr(network, "exchange_and_decide", lambda *_: vars(two_hosts))
     environment = {"MASTER_ADDR": "node0", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "mgmt0"}
     monkeypatch.setattr(os, "environ", environment)
     with pytest.raises(LaunchError, match=r"uses the interface GLOO_SOCKET_IFNAME \(mgmt0\)"):
@@ -189,7 +189,7 @@ def test_the_timeout_of_steps_is_beyond_the_watchdogs_and_set_on_accelerators_on
     watch.code, watch.why, watch.shared = watcher.RUNS, "", bytearray(watcher.BEAT.size)
     monkeypatch.setattr(watchdog, "_watch", watch)
     for step in range(2, 6):
-        watchdog.doing(f"step {step}")
+        watchdog.set_activity(f"step {step}")
     assert asked == expected
     assert launch._COLLECTIVE_TIMEOUT.total_seconds() > 600  # shorter, by default
 
@@ -197,9 +197,9 @@ def test_the_timeout_of_steps_is_beyond_the_watchdogs_and_set_on_accelerators_on
 def test_for_a_debugger_collectives_wait_a_day(monkeypatch, tmp_path) -> None:
     asked = list[datetime.timedelta]()
     monkeypatch.setattr(ranks, "set_timeouts", asked.append)
-    watchdog.begin(0, tmp_path, lambda: False)
+    watchdog.start(0, tmp_path, lambda: False)
     assert asked == [datetime.timedelta(days=1)]
-    watchdog.doing("step 2")
+    watchdog.set_activity("step 2")
     assert len(asked) == 1
 
 

@@ -23,7 +23,7 @@ from toolkit.training.optim import (
     build_optimizer,
     build_scheduler,
     check_optimizer,
-    state_dtypes,
+    describe_state_dtypes,
 )
 from toolkit.training.sharded_optimizers import Adafactor, AdamW8bit, Muon
 
@@ -133,7 +133,7 @@ def stepped_by_rows(rank: int, world: int) -> dict[str, list[torch.Tensor]]:
     def alone(parameters: list[Any], updates: dict) -> None:
         for p in parameters:
             if updates[p].numel():
-                updates[p].copy_(sharded_optimizers.orthogonal(updates[p].clone()))
+                updates[p].copy_(sharded_optimizers.orthogonalise(updates[p].clone()))
 
     sharded_optimizers._orthogonalise_together = alone
     return stepped(rank, world)
@@ -266,8 +266,8 @@ def test_what_has_8_bits_and_what_is_orthogonalised(folder):
     assert not [n for n in eight if "norm" in n or "embed" in n or "mlp.gate.weight" in n]
     # o_proj has rows of 32 values, no block of 256.
     assert f"{layer}self_attn.o_proj.weight" not in eight
-    assert state_dtypes(build_optimizer(model, config("adamw_8bit"))) == "8 bits/float32"
-    assert state_dtypes(build_optimizer(model, config("muon"))) == "float32"
+    assert describe_state_dtypes(build_optimizer(model, config("adamw_8bit"))) == "8 bits/float32"
+    assert describe_state_dtypes(build_optimizer(model, config("muon"))) == "float32"
     turned = own("muon")
     assert {f"{layer}self_attn.o_proj.weight", f"{layer}mlp.experts.down_proj"} <= turned
     assert not [n for n in turned if "norm" in n or "embed" in n or "lm_head" in n]

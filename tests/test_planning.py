@@ -51,7 +51,7 @@ from toolkit.planning.simulation import (
 )
 from toolkit.tables import count_text
 from toolkit.training import build_optimizer
-from toolkit.training.flops import training_flops
+from toolkit.training.flops import flops_per_token
 
 VOCABULARY, LENGTH, ROWS = 2000, 128, 4
 # Ten architectures: dense, tied, capped, experts, states. No number of ranks divides their rows.
@@ -315,7 +315,7 @@ def test_operations_and_traffic_of_a_step_are_those_of_the_model(tmp_path: Path)
     work = plain.work["last micro-batch"]
     # A causal half of the attention is computed, which the formula of MFU counts whole.
     attention = 6 * 4 * 256 * LENGTH * tokens
-    expected = training_flops(build_on_meta(cfg.model), LENGTH) * tokens - attention
+    expected = flops_per_token(build_on_meta(cfg.model), LENGTH) * tokens - attention
     flops = lambda work: sum(n * c for (n, *_), c in work.operations.items())  # noqa: E731
     assert flops(work) == pytest.approx(expected, rel=0.05)
     recomputed = replace(cfg, sharding=replace(cfg.sharding, activation_checkpointing="full"))

@@ -159,7 +159,7 @@ def test_the_grace_is_over_with_the_checkpoint(monkeypatch) -> None:
     monkeypatch.setattr(preemption.ranks, "post_notice", lambda key: None)
 
     def run(saved: bool) -> None:
-        with preemption.listening(["SIGUSR1"], 0.2):
+        with preemption.listen_for_signals(["SIGUSR1"], 0.2):
             preemption.enter_loop()
             os.kill(os.getpid(), signal.SIGUSR1)
             assert preemption.stop_requested()
@@ -186,7 +186,7 @@ def test_what_code_in_c_makes_of_a_signal_is_the_signal(signalled: bool) -> None
     before = signal.getsignal(signal.SIGUSR1)
     expected = preemption.Preempted if signalled else ValueError
     try:
-        with pytest.raises(expected), preemption.listening(["SIGUSR1"], 1.0):
+        with pytest.raises(expected), preemption.listen_for_signals(["SIGUSR1"], 1.0):
             fails()
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -200,7 +200,7 @@ def test_a_launched_process_that_fails_keeps_its_code(monkeypatch, launched) -> 
         monkeypatch.setenv("RANK", "0")
     before = signal.getsignal(signal.SIGUSR1)
     try:
-        with pytest.raises(ConfigError), preemption.listening(["SIGUSR1"], 1.0):
+        with pytest.raises(ConfigError), preemption.listen_for_signals(["SIGUSR1"], 1.0):
             raise ConfigError("no")
         assert signal.getsignal(signal.SIGUSR1) == (signal.SIG_IGN if launched else before)
     finally:
@@ -214,7 +214,7 @@ def test_a_process_that_goes_on_after_a_run_hears_signals(monkeypatch) -> None:
             monkeypatch.delenv("RANK", raising=False)
             if rank is not None:
                 monkeypatch.setenv("RANK", rank)
-            with preemption.listening(["SIGUSR1"], 1.0):
+            with preemption.listen_for_signals(["SIGUSR1"], 1.0):
                 assert signal.getsignal(signal.SIGUSR1) not in (before, signal.SIG_IGN)
             assert signal.getsignal(signal.SIGUSR1) == after
     finally:

@@ -21,9 +21,9 @@ from toolkit.training.profiler import (
     HIDDEN,
     PARTS,
     StepProfiler,
-    memory_history,
-    part_table,
-    time_parts,
+    format_part_table,
+    measure_parts,
+    record_memory_history,
     write_snapshot,
 )
 
@@ -61,7 +61,7 @@ GPU = [
 
 
 def test_time_of_a_device_by_what_launched_its_kernels() -> None:
-    found = {name: round(s * 1e6, 6) for name, s in time_parts(GPU).items()}
+    found = {name: round(s * 1e6, 6) for name, s in measure_parts(GPU).items()}
     assert found == {
         "data": 20.0,  # the copy, and the wait beside it
         "forward": 30.0,
@@ -75,7 +75,7 @@ def test_time_of_a_device_by_what_launched_its_kernels() -> None:
     }
     assert sum(found[name] for name in PARTS) == 200.0
     by_time = [e for e in GPU if e.get("cat") != "cuda_runtime"]  # the control: no launches
-    assert time_parts(by_time)["backward"] == 0.0
+    assert measure_parts(by_time)["backward"] == 0.0
 
 
 def profiled(rank: int, world: int, folder: Path) -> tuple[float, dict]:
@@ -97,7 +97,7 @@ def profiled(rank: int, world: int, folder: Path) -> tuple[float, dict]:
             begun = time.perf_counter()
     with gzip.open(folder / f"rank-{rank}.json.gz", "rt") as f:
         events = json.load(f)["traceEvents"]
-    return (ended - begun) / 2, time_parts(events)
+    return (ended - begun) / 2, measure_parts(events)
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_memory_is_recorded_from_the_warm_up_on(
 
 def test_the_table_shows_the_ranks_that_differ() -> None:
     zero = dict.fromkeys((*PARTS, HIDDEN), 0.0)
-    lines = part_table([zero | {"forward": 0.03, "idle": 0.01}, zero | {"forward": 0.04}])
+    lines = format_part_table([zero | {"forward": 0.03, "idle": 0.01}, zero | {"forward": 0.04}])
     assert [line.split() for line in lines[1:]] == [
         ["forward", "35.0", "87.5%", "30.0", "0", "40.0", "1"],
         ["idle", "5.0", "12.5%", "0.0", "1", "10.0", "0"],
@@ -200,20 +200,20 @@ def test_other_than_first_and_last_is_refused(steps: list[int]) -> None:
 def test_a_torch_without_memory_snapshots_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.delattr(torch.cuda.memory, "_dump_snapshot")
     expected = r"train\.profile_steps: torch .* has no torch\.cuda\.memory\._dump_snapshot"
-    with pytest.raises(TrainingError, match=expected), memory_history(tmp_path / "x"):
+    with pytest.raises(TrainingError, match=expected), record_memory_history(tmp_path / "x"):
         pass
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_is_written_where_it_runs_out(tmp_path) -> None:
     file = tmp_path / "profile" / "memory.pickle"
-    with pytest.raises(torch.OutOfMemoryError), memory_history(file):
+    with pytest.raises(torch.OutOfMemoryError), record_memory_history(file):
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
     assert "oom" in {
         e["action"] for t in pickle.loads(file.read_bytes())["device_traces"] for e in t
     }
     file.unlink()
-    with memory_history(file):
+    with record_memory_history(file):
         held = torch.ones(2**20, device="cuda")
         write_snapshot(file)
     assert held.numel() * 4 in {

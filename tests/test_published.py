@@ -18,7 +18,7 @@ from toolkit.config import FinetuneConfig, ModelConfig, PretrainConfig, load
 from toolkit.models import build_on_meta
 from toolkit.planning.changes import make_plan
 from toolkit.planning.devices import device_of
-from toolkit.training.flops import training_flops
+from toolkit.training.flops import flops_per_token
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def test_flops_of_mixtures_count_the_experts_that_a_token_meets() -> None:
     attention = width * 4096 * 2 + 2 * width * 512 + 2 * 128
     layer = attention + width * 128 + 8 * 3 * width * inner + 2 * width
     qwen3_moe = 48 * layer + width + 151936 * width
-    found = training_flops(model_of("Qwen/Qwen3-30B-A3B"), LENGTH)
+    found = flops_per_token(model_of("Qwen/Qwen3-30B-A3B"), LENGTH)
     assert found == pytest.approx(flops(qwen3_moe, 48, 4096), rel=1e-12)
     assert qwen3_moe + 151936 * width == pytest.approx(3.3e9, rel=0.02)  # as it is called
 
@@ -84,7 +84,7 @@ def test_flops_of_mixtures_count_the_experts_that_a_token_meets() -> None:
     attention = 2 * width * width + 2 * width * 1024
     layer = attention + width * 8 + 2 * 3 * width * inner + 2 * width
     mixtral = 32 * layer + width + 32000 * width
-    found = training_flops(model_of("mistralai/Mixtral-8x7B-v0.1"), LENGTH)
+    found = flops_per_token(model_of("mistralai/Mixtral-8x7B-v0.1"), LENGTH)
     assert found == pytest.approx(flops(mixtral, 32, 4096), rel=1e-12)
     assert mixtral + 32000 * width == pytest.approx(12.9e9, rel=0.01)
 
@@ -93,7 +93,7 @@ def test_flops_of_mixtures_count_the_experts_that_a_token_meets() -> None:
     experts = 4 * (width * 2 * width + width * width + 2 * width + width)
     layer = attention + width * 32 + 32 + experts + 2 * width
     gpt_oss = 24 * layer + width + 201088 * width
-    found = training_flops(model_of("unsloth/gpt-oss-20b-BF16"), LENGTH)
+    found = flops_per_token(model_of("unsloth/gpt-oss-20b-BF16"), LENGTH)
     assert found == pytest.approx(flops(gpt_oss, 24, 4096), rel=1e-12)
     assert gpt_oss == pytest.approx(3.6e9, rel=0.01)  # the model card counts one embedding
 
@@ -106,8 +106,8 @@ def test_flops_of_dense_models_leave_out_only_the_embedding() -> None:
         config = PUBLISHED[name].config
         looked_up = 0 if tied else config["vocab_size"] * config["hidden_size"]
         weights = PUBLISHED[name].parameters - looked_up
-        assert training_flops(model_of(name), LENGTH) == flops(weights, layers, heads)
-        forward = training_flops(model_of(name), LENGTH, forward_only=True)
+        assert flops_per_token(model_of(name), LENGTH) == flops(weights, layers, heads)
+        forward = flops_per_token(model_of(name), LENGTH, forward_only=True)
         assert 3 * forward == pytest.approx(flops(weights, layers, heads), rel=1e-12)
 
 
@@ -117,7 +117,7 @@ def test_flops_count_the_wider_heads_of_some_layers() -> None:
     tower = sum(p.numel() for n, p in model_of(name).named_parameters() if "vision" in n)
     weights = PUBLISHED[name].parameters - tower
     heads = 50 * 32 * 256 + 10 * 32 * 512
-    assert training_flops(model_of(name), LENGTH) == flops(weights, 1, heads)
+    assert flops_per_token(model_of(name), LENGTH) == flops(weights, 1, heads)
 
 
 # ---- The shipped configs -------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from toolkit.training.guards import preemption
 
 
 def meet(store: dist.Store, rank: int, world: int = 2, seconds: float = 30.0) -> dist.Store:
-    return network.apart(store, rank, world, datetime.timedelta(seconds=seconds))
+    return network.scope_store_to_start(store, rank, world, datetime.timedelta(seconds=seconds))
 
 
 def meet_all(store: dist.Store, world: int) -> list[dist.Store]:
@@ -73,8 +73,8 @@ def killed(monkeypatch, tmp_path) -> list[tuple[int, int]]:
 
 
 def test_the_launcher_is_told_once(killed) -> None:
-    preemption.end_launcher()
-    preemption.end_launcher()
+    preemption.stop_launcher()
+    preemption.stop_launcher()
     assert killed == [(os.getppid(), signal.SIGTERM)]
 
 
@@ -83,14 +83,14 @@ def test_the_launcher_is_told_once(killed) -> None:
 )
 def test_a_launcher_that_starts_nothing_more_is_not_told(killed, monkeypatch, name, value) -> None:
     monkeypatch.setenv(name, value)
-    preemption.end_launcher()
+    preemption.stop_launcher()
     assert not killed
 
 
 def test_only_the_launcher_is_told(killed, monkeypatch) -> None:
     """Not whoever took its place."""
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    preemption.end_launcher()
+    preemption.stop_launcher()
     assert not killed
 
 

@@ -81,8 +81,8 @@ def _stuck(rank: int, world: int, folder: str, fault: str) -> None:
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
-    watchdog.begin(1.5, Path(folder), lambda: False)
-    watchdog.doing("step 7")
+    watchdog.start(1.5, Path(folder), lambda: False)
+    watchdog.set_activity("step 7")
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model[1])
     fully_shard(model)
@@ -125,12 +125,12 @@ def test_where_a_rank_is(tmp_path, code, expected) -> None:
 
 
 def _patient(rank: int, world: int, folder: str) -> float:
-    watchdog.begin(1.0, Path(folder), lambda: False)
-    watchdog.doing("step 1")
-    with watchdog.patient("a save"):
+    watchdog.start(1.0, Path(folder), lambda: False)
+    watchdog.set_activity("step 1")
+    with watchdog.extend_timeout("a save"):
         time.sleep(4.0)
         dist.barrier()  # where the others are through already, less time is left
-    watchdog.end(0)
+    watchdog.report_exit(0)
     return 4.0
 
 
@@ -141,8 +141,8 @@ def test_what_may_take_long_may(tmp_path) -> None:
 
 
 def _goes_on(rank: int, world: int, folder: str) -> int:
-    watchdog.begin(1.0, Path(folder), lambda: False)
-    watchdog.end(1, "a failure that a notebook survives")
+    watchdog.start(1.0, Path(folder), lambda: False)
+    watchdog.report_exit(1, "a failure that a notebook survives")
     time.sleep(8.0)  # longer than the judge and its grace take
     return rank
 
@@ -154,7 +154,7 @@ def test_one_process_alone_may_go_on_after_a_failure(tmp_path, capfd) -> None:
 
 
 def _killed_watcher(rank: int, world: int, folder: str) -> None:
-    watchdog.begin(60.0, Path(folder), lambda: False)
+    watchdog.start(60.0, Path(folder), lambda: False)
     time.sleep(1.0)
     if rank == 1:
         os.kill(watchdog._watch.watcher.pid, signal.SIGKILL)
@@ -173,15 +173,15 @@ def test_a_rank_whose_watcher_is_killed_ends_with_the_others(tmp_path, capfd) ->
 
 
 def _sleeps(rank: int, world: int, folder: str) -> str:
-    watchdog.begin(1.0, Path(folder), lambda: False)
-    watchdog.doing("step 1")
+    watchdog.start(1.0, Path(folder), lambda: False)
+    watchdog.set_activity("step 1")
     both = f"{os.getpid()} {watchdog._watch.watcher.pid}"
     subprocess.Popen(["sh", "-c", f"kill -STOP {both}; sleep 6; kill -CONT {both}"])
     begun = time.monotonic()
     while time.monotonic() - begun < 9.0:
-        watchdog.progress()
+        watchdog.report_progress()
         time.sleep(0.1)
-    watchdog.end(0)
+    watchdog.report_exit(0)
     return "awake"
 
 
@@ -192,10 +192,10 @@ def test_a_machine_may_sleep(tmp_path) -> None:
 
 def _saves(rank: int, world: int, folder: str) -> None:
     saved = threading.Timer(12.0 + rank, Path(folder, str(rank)).touch)
-    watchdog.begin(60.0, Path(folder), lambda: not saved.finished.is_set())
+    watchdog.start(60.0, Path(folder), lambda: not saved.finished.is_set())
     saved.start()
     if rank == 1:
-        watchdog.end(1, "planted")
+        watchdog.report_exit(1, "planted")
     time.sleep(60.0)
 
 
@@ -210,14 +210,14 @@ def test_a_checkpoint_in_flight_becomes_whole(tmp_path, capfd) -> None:
 
 def _two_runs(rank: int, world: int, folder: str) -> list[bool]:
     found = list[bool]()
-    watchdog.begin(5.0, Path(folder), lambda: True)
+    watchdog.start(5.0, Path(folder), lambda: True)
     first = watchdog._watch
-    watchdog.doing("step 7")
-    watchdog.begin(3.0, Path(folder), lambda: False)  # the first was interrupted, and has no end
+    watchdog.set_activity("step 7")
+    watchdog.start(3.0, Path(folder), lambda: False)  # the first was interrupted, and has no end
     second = watchdog._watch
     found += [second is not first, second.doing == "start", second.patience == 3.0]
     found += [first.watcher.wait(10.0) == 0, second.watcher.poll() is None]
-    watchdog.begin(0.0, Path(folder), lambda: False)
+    watchdog.start(0.0, Path(folder), lambda: False)
     found += [watchdog._watch is None, second.watcher.wait(10.0) == 0]
     return found
 
@@ -232,7 +232,7 @@ def _unreachable(rank: int, world: int, folder: str) -> str:
 
     socket.create_connection = refuse
     try:
-        watchdog.begin(5.0, Path(folder), lambda: False)
+        watchdog.start(5.0, Path(folder), lambda: False)
     except LaunchError as error:
         return str(error)
     return ""

@@ -172,7 +172,7 @@ def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:
 
     from toolkit.start_checks import check_start
     from toolkit.training import device
-    from toolkit.training.launch import no_gpu
+    from toolkit.training.launch import build_no_gpu_error
 
     count, machines = launched.get("num_processes"), launched.get("num_machines")
     world = count if isinstance(count, int) and count > 0 else None
@@ -181,9 +181,9 @@ def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:
         kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
         here = (world or 1) // (machines if isinstance(machines, int) and machines > 0 else 1)
         if launched.get("gpu_ids") in (None, "all"):
-            device.choose(0, here)
+            device.choose_device_index(0, here)
     elif not cpu and ((world or 1) > 1 or launched.get("gpu_ids") is not None):
-        raise no_gpu(world or 1)
+        raise build_no_gpu_error(world or 1)
     if kind == "cpu":
         _check_cores((world or 1) // max(1, machines if isinstance(machines, int) else 1))
     if line := check_start(cfg, world, kind):

@@ -18,7 +18,7 @@ from toolkit.errors import CheckpointError
 from toolkit.formats import DTYPES, assets_of
 from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.tables import size_text
-from toolkit.training.optim import state_bytes
+from toolkit.training.optim import compute_state_bytes
 
 _MOMENTS = 2  # tensors of state for each parameter
 _PER_CHUNK = 2048  # a blob's headers, its entries in .metadata and in the manifest
@@ -115,7 +115,7 @@ def checkpoint_bytes(model: nn.Module, world_size: int, optim: OptimConfig = _AD
     chunks = len(tensors) + _MOMENTS * len(trained)
     return (
         sum(t.numel() * t.itemsize for t in tensors.values())
-        + state_bytes(model, optim)
+        + compute_state_bytes(model, optim)
         + chunks * world_size * _PER_CHUNK
         + world_size * _PER_RANK
         + sum(map(len, assets_of(model).files.values()))

@@ -9,7 +9,7 @@ from toolkit.checkpoint.run_folder import CONFIG, beside_recorded, plain_config
 from toolkit.checkpoint.store import read_object
 from toolkit.config.published import mapping, publishable, publishable_settings
 from toolkit.formats.metrics_file import METRICS, STARTS, read_lines, read_metrics
-from toolkit.training.run_start import versions
+from toolkit.training.run_start import read_versions
 
 
 def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
         "metrics": {key: value for key, (value, _) in logged.items()},
         "logged_at": {key: at for key, (_, at) in logged.items()},
         # Of the machine that trained, which need not be the one that exports.
-        "versions": mapping(starts[-1], "versions") if starts else versions(),
+        "versions": mapping(starts[-1], "versions") if starts else read_versions(),
         "steps": steps,
         "tokens": of_state.get("tokens", of_line.get("tokens")),
         "global_batch": mapping(state, "data").get("global_batch"),

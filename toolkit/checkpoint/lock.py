@@ -98,7 +98,7 @@ def release(folder: Folder) -> None:
     """Give the folder back, where this process has it. A save in flight keeps it to the end of the
     process, and then the next owner finds a stale note.
     """
-    if background.busy() or (held := _held.pop(folder.resolve(), None)) is None:
+    if background.is_running() or (held := _held.pop(folder.resolve(), None)) is None:
         return
     held.ended.set()
     # Where it cannot be written any more, the note is as stale as that of a killed process.

@@ -113,7 +113,7 @@ def save(
 
 def saved_line(path: str) -> str:
     """Return the line that says where `save`, which returned `path`, has saved or is saving."""
-    return path and f"{'saving' if background.pending() else 'saved'} {path}"
+    return path and f"{'saving' if background.is_pending() else 'saved'} {path}"
 
 
 def _goes_behind(state: TrainState, tensors: Tensors, cfg: CheckpointConfig) -> bool:

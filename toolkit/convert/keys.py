@@ -40,7 +40,8 @@ class Keys:
         """
         for names, reason in reasons.items():
             key, value = self.take(*names.split())
-            if value is not None and value is not False and value not in harmless:
+            is_harmless = value in harmless and value is not True  # True == 1
+            if value not in (None, False) and not is_harmless:
                 self.note(key, reason, value)
 
     def note_all(self, section: str, settings: Mapping[str, Any], reason: str) -> None:
@@ -103,4 +104,9 @@ def refuse_settings(keys: Keys, tool: str, reasons: Mapping[str, str]) -> None:
     for name, reason in reasons.items():
         key, value = keys.take(name)
         if key and value not in (None, False, 0, "", "none", [], {}):
-            raise ConfigError(f"{tool}'s {key} {value} cannot be converted: {reason}")
+            raise refusal(tool, f"{key} {value}", reason)
+
+
+def refusal(tool: str, setting: str, reason: str) -> ConfigError:
+    """Build the error for a setting of a tool that cannot be carried over."""
+    return ConfigError(f"{tool}'s {setting} cannot be converted: {reason}")

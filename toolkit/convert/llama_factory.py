@@ -7,8 +7,14 @@ Names and defaults are those of `src/llamafactory/hparams` (version 0.9.5), obje
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.convert.keys import Keys, Translation, refuse_settings, rename_keys, split_names
-from toolkit.errors import ConfigError
+from toolkit.convert.keys import (
+    Keys,
+    Translation,
+    refusal,
+    refuse_settings,
+    rename_keys,
+    split_names,
+)
 
 _TOOL = "LLaMA-Factory"
 _STAGES = {"sft": "", "pt": "", "rm": "reward", "dpo": "dpo", "kto": "kto"}
@@ -76,16 +82,18 @@ def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> T
     keys = Keys(dict(settings))
     stage = keys.take("stage")[1] or "sft"
     if stage not in _STAGES:
-        raise ConfigError(
-            f"{_TOOL}'s stage {stage} cannot be converted: expected one of {', '.join(_STAGES)}; "
-            "online reinforcement learning is not supported"
+        raise refusal(
+            _TOOL,
+            f"stage {stage}",
+            f"expected one of {', '.join(_STAGES)}; online reinforcement learning is not supported",
         )
     method = keys.take("finetuning_type")[1] or "lora"
     if method not in ("lora", "full"):
         hint = "; for full, list untrained parameters in model.frozen_parameters"
-        raise ConfigError(
-            f"{_TOOL}'s finetuning_type {method} cannot be converted: expected lora or full"
-            + hint * (method == "freeze")
+        raise refusal(
+            _TOOL,
+            f"finetuning_type {method}",
+            "expected lora or full" + hint * (method == "freeze"),
         )
     refuse_settings(keys, _TOOL, _REFUSED)
     objective, loss = _STAGES[stage], _loss(keys, stage)
@@ -105,9 +113,7 @@ def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> T
     _attention(keys, out)
     _data(keys, out)
     out |= rename_keys(keys, _RENAMED)
-    for key, reason in _NOTED.items():
-        if (value := keys.take(key)[1]) not in (None, False, "concat"):
-            keys.note(key, reason, value)
+    keys.note_settings(_NOTED, harmless=("concat",))
     if keys.take("use_muon")[1]:
         out["optim"] = "muon"
     for name in [k for k in keys.left if k.startswith(("use_galore", "use_apollo", "use_badam"))]:
@@ -117,10 +123,7 @@ def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> T
         out["init"] = "random"
     if not keys.left.get("eval_steps") and not keys.left.get("eval_strategy"):
         out["eval_strategy"] = "no" if not out["val_set_size"] else "steps"
-    if unused := sorted(_WITHOUT_EFFECT & {*keys.left}):
-        keys.popped(unused)
-        keys.note(", ".join(unused), "no effect here")
-    return Translation(out | keys.left, objective, keys.notes)
+    return keys.finish(out, objective, _WITHOUT_EFFECT)
 
 
 def _loss(keys: Keys, stage: str) -> dict[str, Any]:
@@ -129,21 +132,19 @@ def _loss(keys: Keys, stage: str) -> dict[str, Any]:
     weight, gamma = keys.take("pref_ftx")[1] or 0.0, keys.take("simpo_gamma")[1]
     if stage == "dpo":
         if kind == "orpo":
-            raise ConfigError(
-                f"{_TOOL}'s pref_loss orpo cannot be converted: its cross entropy covers answers "
-                "only, that of preference.loss_type orpo covers prompts, too"
+            raise refusal(
+                _TOOL,
+                "pref_loss orpo",
+                "its cross entropy covers answers only, that of preference.loss_type orpo "
+                "covers prompts, too",
             )
         if kind not in ("sigmoid", "hinge", "ipo", "simpo"):
-            raise ConfigError(
-                f"{_TOOL}'s pref_loss {kind} cannot be converted: expected sigmoid, hinge, ipo or "
-                "simpo"
-            )
+            raise refusal(_TOOL, f"pref_loss {kind}", "expected sigmoid, hinge, ipo or simpo")
         out = {"loss_type": kind, "beta": 0.1 if beta is None else beta, "rpo_alpha": weight}
         return out | ({"simpo_gamma": 0.5 if gamma is None else gamma} if kind == "simpo" else {})
     if stage == "kto" and weight:
-        raise ConfigError(
-            f"{_TOOL}'s pref_ftx {weight} with stage kto cannot be converted: preference.rpo_alpha "
-            "does nothing with KTO"
+        raise refusal(
+            _TOOL, f"pref_ftx {weight} with stage kto", "preference.rpo_alpha does nothing with KTO"
         )
     if stage == "kto":
         return {"loss_type": "kto", "beta": 0.1 if beta is None else beta}
@@ -173,17 +174,18 @@ def _adapters(keys: Keys, method: str) -> dict[str, Any]:
     folder, create = keys.take("adapter_name_or_path")[1], keys.take("create_new_adapter")[1]
     if method == "full":
         if bits:
-            raise ConfigError(
-                f"{_TOOL}'s quantization_bit {bits} with finetuning_type full cannot be converted: "
-                "a base in 4 bits needs adapters"
+            raise refusal(
+                _TOOL,
+                f"quantization_bit {bits} with finetuning_type full",
+                "a base in 4 bits needs adapters",
             )
         if folder:
-            raise ConfigError(
-                f"{_TOOL}'s adapter_name_or_path {folder} with finetuning_type full cannot be "
-                "converted: merge the adapter, and train the merged model"
+            raise refusal(
+                _TOOL,
+                f"adapter_name_or_path {folder} with finetuning_type full",
+                "merge the adapter, and train the merged model",
             )
-        for key, value in options.items():
-            keys.note(key, "finetuning_type full trains no adapters", value)
+        keys.note_all("", options, "finetuning_type full trains no adapters")
         return {}
     rank = options.get("lora_rank") or 8
     out = {
@@ -208,9 +210,11 @@ def _adapters(keys: Keys, method: str) -> dict[str, Any]:
     elif bits:
         keys.note("quantization_bit", "lora.load_in_4bit: true is the nearest", bits)
     if folder and (create or "," in str(folder)):
-        raise ConfigError(
-            f"{_TOOL}'s adapter_name_or_path {folder} cannot be converted: adapters are merged "
-            "there before a new one is trained; merge them, and train on the merged model"
+        raise refusal(
+            _TOOL,
+            f"adapter_name_or_path {folder}",
+            "adapters are merged there before a new one is trained; merge them, and train "
+            "on the merged model",
         )
     return out | ({"lora_model_dir": folder} if folder else {})
 

@@ -218,8 +218,7 @@ class Converter(Keys):
         more = dict(kwargs) if isinstance(kwargs, dict) else {}
         if key and more.pop("use_reentrant", True):
             self.note(key, "recomputation is not reentrant here; same numbers", kwargs)
-        for name, value in more.items():
-            self.note(f"{key}.{name}", "no equivalent", value)
+        self.note_all(key, more, "no equivalent")
         key, value = self.take("activation_offloading")
         if value:
             self.settings["sharding.activation_offload"] = True

@@ -6,8 +6,7 @@ Names and defaults are those of `swift/arguments` and `swift/trainers/arguments.
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.convert.keys import Keys, Translation, refuse_settings, rename_keys
-from toolkit.errors import ConfigError
+from toolkit.convert.keys import Keys, Translation, refusal, refuse_settings, rename_keys
 
 _TOOL = "ms-swift"
 _OBJECTIVES = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "cpo": "cpo"} | {
@@ -64,15 +63,15 @@ def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Transl
     keys = Keys(dict(settings))
     kind = keys.take("rlhf_type")[1] or ("dpo" if command == "rlhf" else "")
     if kind and kind not in _OBJECTIVES:
-        raise ConfigError(
-            f"{_TOOL}'s rlhf_type {kind} cannot be converted: expected one of "
-            f"{', '.join(_OBJECTIVES)}; online reinforcement learning is not supported"
+        raise refusal(
+            _TOOL,
+            f"rlhf_type {kind}",
+            f"expected one of {', '.join(_OBJECTIVES)}; online reinforcement learning is "
+            "not supported",
         )
     method = keys.take("tuner_type", "train_type", "sft_type")[1] or "lora"
     if method not in ("lora", "full"):
-        raise ConfigError(
-            f"{_TOOL}'s tuner_type {method} cannot be converted: expected lora or full"
-        )
+        raise refusal(_TOOL, f"tuner_type {method}", "expected lora or full")
     refuse_settings(keys, _TOOL, _REFUSED)
     out: dict[str, Any] = {
         "bf16": True,
@@ -106,13 +105,8 @@ def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Transl
     out["excess_length_strategy"] = "truncate" if strategy == "right" else "drop"
     if strategy not in (None, "right", "delete"):
         keys.note("truncation_strategy", "data.too_long is drop", strategy)
-    for key, reason in _NOTED.items():
-        if (value := keys.take(key)[1]) not in (None, False, [], 1):
-            keys.note(key, reason, value)
-    if unused := sorted(_WITHOUT_EFFECT & {*keys.left}):
-        keys.popped(unused)
-        keys.note(", ".join(unused), "no effect here")
-    return Translation(out | keys.left, _OBJECTIVES.get(kind, ""), keys.notes)
+    keys.note_settings(_NOTED, harmless=([], 1))
+    return keys.finish(out, _OBJECTIVES.get(kind, ""), _WITHOUT_EFFECT)
 
 
 def _loss(keys: Keys, kind: str) -> dict[str, Any]:
@@ -144,12 +138,12 @@ def _adapters(keys: Keys, method: str) -> dict[str, Any]:
     adapters = keys.take("adapters")[1]
     if method == "full":
         if bits or adapters:
-            raise ConfigError(
-                f"{_TOOL}'s {'quant_bits' if bits else 'adapters'} with tuner_type full cannot be "
-                "converted: a base in 4 bits needs adapters, and an adapter is merged before"
+            raise refusal(
+                _TOOL,
+                f"{'quant_bits' if bits else 'adapters'} with tuner_type full",
+                "a base in 4 bits needs adapters, and an adapter is merged before",
             )
-        for key, value in options.items():
-            keys.note(key, "tuner_type full trains no adapters", value)
+        keys.note_all("", options, "tuner_type full trains no adapters")
         return {}
     targets = options.get("target_modules") or "all-linear"
     out = {
@@ -171,9 +165,10 @@ def _adapters(keys: Keys, method: str) -> dict[str, Any]:
     elif bits:
         keys.note("quant_bits", "lora.load_in_4bit: true is the nearest", bits)
     if isinstance(adapters, list) and len(adapters) > 1:
-        raise ConfigError(
-            f"{_TOOL}'s adapters {', '.join(map(str, adapters))} cannot be converted: one adapter "
-            "can be continued; merge the others"
+        raise refusal(
+            _TOOL,
+            f"adapters {', '.join(map(str, adapters))}",
+            "one adapter can be continued; merge the others",
         )
     if adapters:
         out["lora_model_dir"] = adapters[0] if isinstance(adapters, list) else adapters

@@ -6,8 +6,7 @@ Names and defaults are those of `open_instruct/finetune.py` and `open_instruct/d
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.convert.keys import Keys, Translation, rename_keys
-from toolkit.errors import ConfigError
+from toolkit.convert.keys import Keys, Translation, refusal, rename_keys
 
 _TOOL = "open-instruct"
 _LOSSES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "simpo": "simpo"}
@@ -101,22 +100,15 @@ def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> T
     if keys.take("packing")[1]:
         reason = "a batch counts samples there, so data.packing is none; bfd packs several into one"
         keys.note("packing", reason, True)
-    for key, reason in _NOTED.items():
-        if (value := keys.take(key)[1]) not in (None, False, 1):
-            keys.note(key, reason, value)
-    if unused := sorted(_WITHOUT_EFFECT & {*keys.left}):
-        keys.popped(unused)
-        keys.note(", ".join(unused), "no effect here")
-    return Translation(out | keys.left, objective, keys.notes)
+    keys.note_settings(_NOTED, harmless=(1,))
+    return keys.finish(out, objective, _WITHOUT_EFFECT)
 
 
 def _loss(keys: Keys) -> tuple[dict[str, Any], str]:
     """Take the settings of the loss; return those of TRL, and the objective."""
     kind = str(keys.take("loss_type", "dpo_loss_type")[1] or "dpo_norm")
     if kind not in _LOSSES:
-        raise ConfigError(
-            f"{_TOOL}'s loss_type {kind} cannot be converted: expected one of {', '.join(_LOSSES)}"
-        )
+        raise refusal(_TOOL, f"loss_type {kind}", f"expected one of {', '.join(_LOSSES)}")
     beta = keys.take("beta", "dpo_beta")[1]
     ratio = keys.take("gamma_beta_ratio", "dpo_gamma_beta_ratio")[1]
     smoothing = keys.take("label_smoothing", "dpo_label_smoothing")[1]
@@ -140,10 +132,7 @@ def _adapters(keys: Keys) -> dict[str, Any]:
     rank = keys.take("lora_rank")[1]
     alpha, dropout = keys.take("lora_alpha")[1], keys.take("lora_dropout")[1]
     if four and not lora:
-        raise ConfigError(
-            f"{_TOOL}'s use_qlora without use_lora cannot be converted: a base in 4 bits needs "
-            "adapters"
-        )
+        raise refusal(_TOOL, "use_qlora without use_lora", "a base in 4 bits needs adapters")
     if not lora:
         for key, value in (("lora_rank", rank), ("lora_alpha", alpha), ("lora_dropout", dropout)):
             if value is not None:

@@ -7,8 +7,14 @@ before: `--train_batch_size`), losses those of `openrlhf/models/loss.py`.
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.convert.keys import Keys, Translation, refuse_settings, rename_keys, split_names
-from toolkit.errors import ConfigError
+from toolkit.convert.keys import (
+    Keys,
+    Translation,
+    refusal,
+    refuse_settings,
+    rename_keys,
+    split_names,
+)
 
 _TOOL = "OpenRLHF"
 _OBJECTIVES = {"sft": "", "dpo": "dpo", "rm": "reward", "kto": "kto"}
@@ -91,9 +97,11 @@ def translate_openrlhf(settings: Mapping[str, Any], command: str = "") -> Transl
         ConfigError: the command or an option has no equivalent.
     """
     if command not in _OBJECTIVES:
-        raise ConfigError(
-            f"{_TOOL}'s train_{command or '?'} cannot be converted: expected train_sft, train_dpo, "
-            "train_rm or train_kto; online reinforcement learning is not supported"
+        raise refusal(
+            _TOOL,
+            f"train_{command or '?'}",
+            "expected train_sft, train_dpo, train_rm or train_kto; online reinforcement "
+            "learning is not supported",
         )
     keys = Keys(dict(settings))
     refuse_settings(keys, _TOOL, _REFUSED)
@@ -125,14 +133,8 @@ def translate_openrlhf(settings: Mapping[str, Any], command: str = "") -> Transl
     _steps(keys, out)
     _engine(keys, out)
     _data(keys, out, command)
-    for names, reason in _NOTED.items():
-        key, value = keys.take(*names.split())
-        if value not in (None, False):
-            keys.note(key, reason, value)
-    if unused := sorted(_WITHOUT_EFFECT & {*keys.left}):
-        keys.popped(unused)
-        keys.note(", ".join(unused), "no effect here")
-    return Translation(out | keys.left, _OBJECTIVES[command], keys.notes)
+    keys.note_settings(_NOTED)
+    return keys.finish(out, _OBJECTIVES[command], _WITHOUT_EFFECT)
 
 
 def _loss(keys: Keys, command: str) -> dict[str, Any]:
@@ -148,7 +150,7 @@ def _loss(keys: Keys, command: str) -> dict[str, Any]:
         return {"train_on_inputs": True} if pretrain else {}
     if command == "rm":
         if kind not in (None, "sigmoid", "logexp"):
-            raise ConfigError(f"{_TOOL}'s loss {kind} of rewards cannot be converted")
+            raise refusal(_TOOL, f"loss {kind} of rewards", "expected sigmoid or logexp")
         return {"reward_model": True}
     out: dict[str, Any] = {"beta": 0.1 if beta is None else beta}
     if command == "kto":
@@ -178,9 +180,8 @@ def _adapters(keys: Keys) -> dict[str, Any]:
     four = keys.take("ds.load_in_4bit", "load_in_4bit")[1]
     if not rank:
         if four:
-            raise ConfigError(
-                f"{_TOOL}'s load_in_4bit without a rank of LoRA cannot be converted: a base in 4 "
-                "bits needs adapters"
+            raise refusal(
+                _TOOL, "load_in_4bit without a rank of LoRA", "a base in 4 bits needs adapters"
             )
         return {}
     targets = [targets] if isinstance(targets, str) and targets != "all-linear" else targets

@@ -47,8 +47,7 @@ def take_sources(keys: Keys, objective: str) -> None:
         more = {k: v for k, v in entries.items() if k != "datasets" and v is not None}
         if "test_split_size" in more:
             keys.left["test_split_size"] = more.pop("test_split_size")
-        for key, value in more.items():
-            keys.note(f"{where}.{key}", "no equivalent", value)
+        keys.note_all(where, more, "no equivalent")
         entries = entries["datasets"]
     elif isinstance(entries, dict):  # name -> share
         entries = [{"path": name, "weight": share} for name, share in entries.items()]

@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.convert.keys import Keys, Translation
-from toolkit.errors import ConfigError
+from toolkit.convert.keys import Keys, Translation, refusal
 
 _TOOL = "torchtune"
 # Builder of a data set -> data set on the Hub, and whether the prompt is supervised, too.
@@ -54,7 +53,7 @@ def translate_torchtune(settings: Mapping[str, Any], command: str = "") -> Trans
     keys = Keys(dict(settings))
     for name, reason in _REFUSED.items():
         if keys.take(name)[1] is not None:
-            raise ConfigError(f"{_TOOL}'s {name} cannot be converted: {reason}")
+            raise refusal(_TOOL, f"{name}", f"{reason}")
     out: dict[str, Any] = {
         "num_train_epochs": keys.take("epochs")[1] or 1,
         "per_device_train_batch_size": keys.take("batch_size")[1] or 1,
@@ -71,10 +70,7 @@ def translate_torchtune(settings: Mapping[str, Any], command: str = "") -> Trans
     _data(keys, out)
     _memory(keys, out)
     _run(keys, out)
-    if unused := sorted(_WITHOUT_EFFECT & {*keys.left}):
-        keys.popped(unused)
-        keys.note(", ".join(unused), "no effect here")
-    return Translation(out | keys.left, objective, keys.notes)
+    return keys.finish(out, objective, _WITHOUT_EFFECT)
 
 
 def _component(section: Any) -> tuple[str, dict[str, Any]]:
@@ -93,13 +89,10 @@ def _objective(keys: Keys, out: dict[str, Any]) -> str:
         out |= {"loss_type": "sigmoid", "beta": more.pop("beta", 0.1)}
         if smoothing := more.pop("label_smoothing", 0):
             out["label_smoothing"] = smoothing
-        for key, value in more.items():
-            keys.note(f"loss.{key}", "no equivalent", value)
+        keys.note_all("loss", more, "no equivalent")
         return "dpo"
     if name not in _CROSS_ENTROPIES:
-        raise ConfigError(
-            f"{_TOOL}'s loss {name} cannot be converted: expected a cross entropy, or DPOLoss"
-        )
+        raise refusal(_TOOL, f"loss {name}", "expected a cross entropy, or DPOLoss")
     return ""
 
 
@@ -114,9 +107,10 @@ def _model(keys: Keys, out: dict[str, Any]) -> bool:
     if folder:
         out["model_name_or_path"] = str(folder).rstrip("/")
     if checkpointer.get("adapter_checkpoint"):
-        raise ConfigError(
-            f"{_TOOL}'s checkpointer.adapter_checkpoint cannot be converted: its adapters have "
-            "another layout; merge them, and train on the merged model"
+        raise refusal(
+            _TOOL,
+            "checkpointer.adapter_checkpoint",
+            "its adapters have another layout; merge them, and train on the merged model",
         )
     if length := tokenizer.get("max_seq_len"):
         out["max_length"] = length
@@ -127,12 +121,13 @@ def _model(keys: Keys, out: dict[str, Any]) -> bool:
         keys.note("tokenizer.prompt_template", "the tokenizer's chat template is used", template)
     lora = bool(re.search(r"(^|_)q?(lora|dora)_", name)) or "lora_rank" in more
     if not lora:
-        for key, value in more.items():
-            keys.note(f"model.{key}", "set it in the model's config.json", value)
+        keys.note_all("model", more, "set it in the model's config.json")
         return False
     targets = list(more.pop("lora_attn_modules", ["q_proj", "v_proj"]))
     if unknown := [target for target in targets if target not in _ATTENTION]:
-        raise ConfigError(f"{_TOOL}'s lora_attn_modules {unknown} cannot be converted")
+        raise refusal(
+            _TOOL, f"lora_attn_modules {unknown}", f"expected names in {', '.join(_ATTENTION)}"
+        )
     targets = [_ATTENTION[target] for target in targets]
     if more.pop("apply_lora_to_mlp", False):
         targets += _MLP
@@ -153,8 +148,7 @@ def _model(keys: Keys, out: dict[str, Any]) -> bool:
         out["use_dora"] = True
     if more.pop("quantize_base", False) or re.search(r"(^|_)q(lora|dora)_", name):
         out |= {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
-    for key, value in more.items():
-        keys.note(f"model.{key}", "no equivalent", value)
+    keys.note_all("model", more, "no equivalent")
     return True
 
 
@@ -180,16 +174,14 @@ def _optimizer(keys: Keys, out: dict[str, Any]) -> None:
         if key in more:
             out[new] = more.pop(key)
     out.setdefault("weight_decay", 0.01)  # that of torch.optim.AdamW
-    for key, value in more.items():
-        keys.note(f"optimizer.{key}", "set it in the section optim", value)
+    keys.note_all("optimizer", more, "set it in the section optim")
     schedule, details = _component(keys.take("lr_scheduler")[1])
     if schedule and schedule != "get_cosine_schedule_with_warmup":
         keys.note("lr_scheduler", "set optim.lr_scheduler_type; cosine is set", schedule)
     out["lr_scheduler_type"] = "cosine" if schedule else "constant"
     if steps := details.pop("num_warmup_steps", 0):
         out["warmup_steps"] = steps
-    for key, value in details.items():
-        keys.note(f"lr_scheduler.{key}", "set optim.lr_scheduler_kwargs", value)
+    keys.note_all("lr_scheduler", details, "set optim.lr_scheduler_kwargs")
     key, clip = keys.take("clip_grad_norm")
     out["max_grad_norm"] = clip or 0.0
 
@@ -198,7 +190,7 @@ def _data(keys: Keys, out: dict[str, Any]) -> None:
     """Take the data set, which its builder may name."""
     section = keys.take("dataset")[1]
     if isinstance(section, list):
-        raise ConfigError(f"{_TOOL}'s list of datasets cannot be converted; give one of them")
+        raise refusal(_TOOL, "list of datasets", "give one of them")
     name, more = _component(section)
     hub_id, prompts = _DATASETS.get(name, (None, False))
     if hub_id is None:
@@ -225,8 +217,7 @@ def _data(keys: Keys, out: dict[str, Any]) -> None:
             out[new] = more.pop(key)
     more.pop("conversation_style", None)
     more.pop("add_eos", None)
-    for key, value in more.items():
-        keys.note(f"dataset.{key}", "no equivalent", value)
+    keys.note_all("dataset", more, "no equivalent")
     if "alpaca" in name:
         keys.note("dataset", "rendered by the chat template, not in Alpaca's own words", name)
 

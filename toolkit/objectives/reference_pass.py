@@ -242,7 +242,7 @@ def evaluate_answers(
             part_begun, sums = time.monotonic(), []
             of_part = rounds[position : position + count]
             for batch in islice(batches, len(of_part)):
-                watchdog.progress()
+                watchdog.report_progress()
                 sums.append(sequence_logps(model, batch)[0][:-1])
                 position += 1
                 if time.monotonic() - logged > _LOG_SECONDS:

@@ -10,7 +10,7 @@ import torch
 from toolkit.config import load
 from toolkit.errors import ConfigError
 from toolkit.formats.container_memory import container_memory
-from toolkit.training.flops import peak_flops
+from toolkit.training.flops import find_peak_flops
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _device(
     name: str, memory: float, fp32: float, bandwidth: float, link: float, sheet: str
 ) -> Device:
     """Return a device of GB, TFLOP/s and GB/s."""
-    bf16 = peak_flops(name)
+    bf16 = find_peak_flops(name)
     if bf16 is None:
         raise KeyError(f"training.flops has no peak of {name}")
     return Device(name, memory * 1e9, bf16, fp32 * 1e12, bandwidth * 1e9, link * 1e9, sheet)

@@ -292,10 +292,10 @@ def _told_if_out_of_memory(cfg: RunConfig, run: Run, device: Device, memory: int
         )
         if not ranks.is_first_to_report("out of memory"):
             ranks.print_line(f"[rank {run.rank}] {said}", sys.stderr)
-            with watchdog.patient("out of memory"):
+            with watchdog.extend_timeout("out of memory"):
                 time.sleep(2 * _LONGEST)  # the launcher ends this one when the first has spoken
             raise MemoryShortageError(said) from error
         ranks.print_line(f"{said}; planning what would fit ...", sys.stderr)
-        with watchdog.patient("planning what would fit"):
+        with watchdog.extend_timeout("planning what would fit"):
             advice = _advice(cfg, run.world_size, device, memory)
         raise MemoryShortageError(f"{said}. Cheapest changes: {advice}") from error

@@ -45,10 +45,10 @@ from toolkit.objectives import Objective, build
 from toolkit.planning.fake_ranks import TRACED, planned_packing, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.fsdp import Sharded
-from toolkit.training.flops import training_flops
+from toolkit.training.flops import flops_per_token
 from toolkit.training.loss import LossSum, take_loss_from
 from toolkit.training.optim import build_optimizer
-from toolkit.training.router import watch_router
+from toolkit.training.router import build_router
 from toolkit.training.step import train_step
 
 Device = str | torch.device
@@ -161,7 +161,7 @@ def _simulated(
             "model": plain_name(base),
             "values": count_values(model),
             "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "model_flops_per_token": training_flops(model, cfg.data.sequence_length),
+            "model_flops_per_token": flops_per_token(model, cfg.data.sequence_length),
             "largest_tensor": max(p.numel() * p.element_size() for p in model.parameters()),
             "checkpoint": checkpoint_bytes(model, world_size, cfg.optim),
             "export": export_bytes(model),
@@ -309,7 +309,7 @@ def run_step(
         meter.claim(states, STATE)
         batches = [batch.to(device, copy=True) for _ in range(min(2, accumulated))]
         meter.claim((tensor for copy in batches for tensor in copy.tensors()), BUFFERS)
-        norm, router = cfg.optim.max_grad_norm, watch_router(sharded, cfg)
+        norm, router = cfg.optim.max_grad_norm, build_router(sharded, cfg)
         step = partial(train_step, max_grad_norm=norm, loss=measured, router=router)
         around(lambda: step(sharded, optimizer, batches))
     if accumulated > 1:

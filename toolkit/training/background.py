@@ -23,12 +23,12 @@ def start(name: str, work: Callable[[], object]) -> None:
     pool.shutdown(wait=False)  # its thread ends with this piece
 
 
-def pending() -> bool:
+def is_pending() -> bool:
     """Whether something was started that nobody has waited for yet."""
     return _current is not None
 
 
-def busy() -> bool:
+def is_running() -> bool:
     """Whether something is in flight."""
     return _current is not None and not _current[1].done()
 
@@ -43,7 +43,7 @@ def wait(seconds: float | None = None) -> None:
     name, future = _current
     if seconds is not None and not future.done():
         print(f"waiting at most {seconds:.0f} s for {name}", file=sys.stderr, flush=True)
-    with watchdog.patient(f"waiting for {name}"):
+    with watchdog.extend_timeout(f"waiting for {name}"):
         concurrent.futures.wait([future], seconds)
     if future.done():
         _current = None

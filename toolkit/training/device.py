@@ -27,7 +27,7 @@ _SLOW = 5.0  # times the seconds of float32, from where a run is told
 _OF_NCCL, _OF_WORKER, _LEAST = 2 * 9_637_888, 16 << 20, 1 << 20
 
 
-def prepare(*, deterministic: bool) -> None:
+def prepare_environment(*, deterministic: bool) -> None:
     """Set what must be set before the accelerator starts; what the user has set stays.
     `deterministic`: operations give the same bits each time, or raise a RuntimeError.
     """
@@ -46,7 +46,7 @@ def prepare(*, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def choose(local: int, here: int) -> int:
+def choose_device_index(local: int, here: int) -> int:
     """Return the device of this machine's process `local` of `here`; LaunchError: too few."""
     count = torch.accelerator.device_count()
     if count == 1:  # each may see one of its own (srun --gpus-per-task=1): `refuse_shared` looks
@@ -59,13 +59,13 @@ def choose(local: int, here: int) -> int:
     return local
 
 
-def identity(device: torch.device, rank: int) -> list[str]:
+def identify_device(device: torch.device, rank: int) -> list[str]:
     """Return what tells this process's device from those of the others, after its host's name."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return [socket.gethostname(), str(getattr(properties, "uuid", rank))]
 
 
-def refuse_shared(every: list[list[str]]) -> list[None]:
+def refuse_shared_devices(every: list[list[str]]) -> list[None]:
     """Refuse two processes on one device, by the `identity` of each rank's; LaunchError. NCCL would
     name a bus address, if it says anything.
     """
@@ -79,30 +79,30 @@ def refuse_shared(every: list[list[str]]) -> list[None]:
     return [None] * len(every)
 
 
-def limit_compilers(sharers: int) -> None:
+def limit_compile_workers(sharers: int) -> None:
     """Let each process compile with its share of the processors: inductor starts up to 32 workers,
     in each of the `sharers` that use the same ones. What the user has set stays.
     """
     name = "TORCHINDUCTOR_COMPILE_THREADS"
     if name not in os.environ:
-        count = max(2, launchers.share_of_cores(sharers) // 2)
+        count = max(2, launchers.count_cores_per_process(sharers) // 2)
         os.environ[name] = str(count)
         torch._inductor.config.compile_threads = count  # it has read the variable already
 
 
-def use_threads(sharers: int) -> str:
+def set_host_threads(sharers: int) -> str:
     """Let this process compute on its share of the processors, for optimizer steps on the host,
     unless the user set OMP_NUM_THREADS; return a line that says so. Launchers set 1.
     """
-    if launchers.chose_threads():
+    if launchers.has_user_set_threads():
         return f"threads    {torch.get_num_threads()} of the host a rank, by OMP_NUM_THREADS"
-    count = launchers.share_of_cores(sharers)
+    count = launchers.count_cores_per_process(sharers)
     torch.set_num_threads(count)
     why = "for sharding.cpu_offload, whose optimizer steps there (OMP_NUM_THREADS sets another)"
     return f"threads    {count} of the host a rank, {why}"
 
 
-def shared_memory_of_nccl(here: int) -> str:
+def check_nccl_shared_memory(here: int) -> str:
     """Return a warning where `here` accelerators of this host have less shared memory than NCCL may
     take for them, which it does where they do not reach each other directly; else an empty string.
     """
@@ -110,7 +110,7 @@ def shared_memory_of_nccl(here: int) -> str:
     return "" if unused else _shared_memory(f"NCCL between {here} devices", here * _OF_NCCL)
 
 
-def shared_memory_of_workers(here: int, workers: int) -> str:
+def check_loader_shared_memory(here: int, workers: int) -> str:
     """Return a warning where this host has little shared memory for the loaders' `workers` of each
     of `here` processes, empty where it is enough; LaunchError: too little for any batch.
     """
@@ -118,13 +118,13 @@ def shared_memory_of_workers(here: int, workers: int) -> str:
         return ""
     line = _shared_memory(f"{workers} data.num_workers of each of {here} processes",
                           here * workers * _OF_WORKER)  # fmt: skip
-    if line and network.free_shared_memory() < _LEAST:
+    if line and network.free_shared_memory_bytes() < _LEAST:
         raise LaunchError(f"{line.removeprefix('WARNING: ')}; or set data.num_workers: 0")
     return line
 
 
 def _shared_memory(user: str, needed: int) -> str:
-    free, place = network.free_shared_memory(), network.SHARED_MEMORY
+    free, place = network.free_shared_memory_bytes(), network.SHARED_MEMORY
     if free >= needed:
         return ""
     return (
@@ -134,7 +134,7 @@ def _shared_memory(user: str, needed: int) -> str:
     )
 
 
-def slow_dtype(device: torch.device, dtype: str) -> str:
+def check_dtype_speed(device: torch.device, dtype: str) -> str:
     """Return a warning where a CPU computes much slower in `dtype` than in float32, as one without
     instructions for bfloat16 does. Measured, in half a second there.
     """
@@ -161,7 +161,7 @@ def _layer_seconds(dtype: torch.dtype) -> float:
 
 
 @contextlib.contextmanager
-def attention_order(device: torch.device, *, deterministic: bool) -> Iterator[None]:
+def prefer_cudnn_attention(device: torch.device, *, deterministic: bool) -> Iterator[None]:
     """Have SDPA try cuDNN first on Hopper: the fastest, with a backward that varies in its bits."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     if deterministic or not hopper or torch.version.hip:
@@ -178,7 +178,7 @@ def attention_order(device: torch.device, *, deterministic: bool) -> Iterator[No
 
 
 @contextlib.contextmanager
-def garbage_as_before() -> Iterator[None]:
+def restore_garbage_collection() -> Iterator[None]:
     """Have Python collect garbage after the block as before the toolkit was imported, whatever
     `collect_garbage` did.
     """

@@ -28,7 +28,7 @@ _PEAKS = {
 }
 
 
-def training_flops(model: nn.Module, sequence_length: int, *, forward_only: bool = False) -> float:
+def flops_per_token(model: nn.Module, sequence_length: int, *, forward_only: bool = False) -> float:
     """Return the FLOPs of one token of forward and backward, for the MFU: 6 N + 12 L H T, for N
     parameters, L layers whose heads are H wide together and sequences of T tokens, after PaLM
     (Chowdhery et al. 2022, appendix B). Of routed experts N counts those that a token is sent to.
@@ -63,6 +63,6 @@ def _width(config: Any) -> int:
     return getattr(config, "hidden_size", 0)
 
 
-def peak_flops(name: str) -> float | None:
+def find_peak_flops(name: str) -> float | None:
     """Return the dense bf16 peak in FLOP/s of the GPU of that name, None of one not known."""
     return next((_PEAKS[k] for k in sorted(_PEAKS, key=len, reverse=True) if k in name), None)

@@ -81,7 +81,7 @@ def answer_prompts(
     model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig, file: Path, step: int
 ) -> None:
     """Print answers to `train.eval_prompts` on rank 0, and append them to `file`. Collective."""
-    if not cfg.eval_prompts or tokenizer is None or preemption.stopping():
+    if not cfg.eval_prompts or tokenizer is None or preemption.is_stopping():
         return
     count = ranks.on_all(lambda: _answer_tokens(model, tokenizer, cfg.eval_prompts))
     answers = generate(model, tokenizer, cfg.eval_prompts, count)

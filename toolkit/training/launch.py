@@ -99,12 +99,12 @@ class Run:
         )
 
 
-def settings() -> dict[str, Any]:
+def read_accelerate_settings() -> dict[str, Any]:
     """Return an Accelerate FSDP YAML as dotted settings, defaults for `config.parse`; what it asks
     for in vain is a note on stderr. Call it before `start`, and once: it takes the YAML out of the
     environment. LaunchError: another engine, float16, or a value that is none.
     """
-    launchers.adopt()
+    launchers.adopt_launcher_variables()
     found, notes = accelerate_yaml.translate(os.environ)
     _take_yaml(notes)
     return found
@@ -119,15 +119,17 @@ def start(*, deterministic: bool = False, connect_seconds: float | None = None) 
     `train.connect_seconds`. LaunchError: processes that are too few, too many for the devices, or
     do not meet; a YAML for another engine.
     """
-    launchers.adopt()
-    unread = "fsdp_config of the Accelerate YAML is not read by this program (launch.settings())"
+    launchers.adopt_launcher_variables()
+    unread = "fsdp_config of the Accelerate YAML is not read by this program (launch.read_accelerate_settings())"
     _take_yaml([unread] if accelerate_yaml.is_fsdp(os.environ) else [])
-    rank, world = launchers.place()
-    device.prepare(deterministic=deterministic)
+    rank, world = launchers.read_rank_and_world_size()
+    device.prepare_environment(deterministic=deterministic)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, for a report
     cpu = _uses_cpu(rank, world)
     if not cpu and {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
-        device.choose(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        device.choose_device_index(
+            int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        )
     place = _connect(rank, world, cpu, connect_seconds)
     if rank or not sys.stderr.isatty():
         datasets.disable_progress_bars()  # one set of bars, and none in a log
@@ -141,9 +143,9 @@ def start(*, deterministic: bool = False, connect_seconds: float | None = None) 
             )
         job = next((os.environ[name] for name in _JOBS if name in os.environ), "")
         run = Run(accelerator, accelerator.device, rank, world, job=job, place=place)
-        device.limit_compilers(place.sharers)
-        attention = device.attention_order(run.device, deterministic=deterministic)
-        with attention, device.garbage_as_before(), run.at_end:
+        device.limit_compile_workers(place.sharers)
+        attention = device.prefer_cudnn_attention(run.device, deterministic=deterministic)
+        with attention, device.restore_garbage_collection(), run.at_end:
             yield run
         background.wait()
     except BaseException:
@@ -155,14 +157,14 @@ def start(*, deterministic: bool = False, connect_seconds: float | None = None) 
                 _print_error(error)
         # Taking NCCL down waits for the other ranks, which may wait for this one in a collective:
         # a rank that fails just leaves, so that the launcher ends the others.
-        if world == 1 and not background.busy():
+        if world == 1 and not background.is_running():
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
 
 def _print_error(error: object) -> None:
-    rank = launchers.rank_text()
+    rank = launchers.read_rank_text()
     where = f"[rank {rank}] " if rank != "0" else ""
     print(f"{where}error: {error}", file=sys.stderr, flush=True)
 
@@ -173,27 +175,35 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
     """
 
     def run_recipe() -> None:
-        launchers.adopt()
+        launchers.adopt_launcher_variables()
         own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
         # What --help and --print_config ask every process for is shown once.
         with redirect_stdout(sys.stdout if os.environ.get("RANK", "0") == "0" else io.StringIO()):
-            cfg = parse(settings_class, default_file=None if own else demo, defaults=settings())
+            cfg = parse(
+                settings_class,
+                default_file=None if own else demo,
+                defaults=read_accelerate_settings(),
+            )
         cfg.metrics.trackers()  # all are installed
         signals, grace = cfg.checkpoint.preemption_signals, cfg.checkpoint.grace_seconds
         with (
-            preemption.listening(signals, grace),
+            preemption.listen_for_signals(signals, grace),
             start(
                 deterministic=cfg.train.deterministic, connect_seconds=cfg.train.connect_seconds
             ) as run,
         ):
-            slow = device.slow_dtype(run.device, cfg.sharding.param_dtype) if run.rank == 0 else ""
-            run.log(network.restart_line(), network.hosts_line(run.place, run.world_size), slow)
-            shared = device.shared_memory_of_workers(run.place.here, cfg.data.num_workers)
+            slow = (
+                device.check_dtype_speed(run.device, cfg.sharding.param_dtype)
+                if run.rank == 0
+                else ""
+            )
+            run.log(network.format_restart(), network.format_hosts(run.place, run.world_size), slow)
+            shared = device.check_loader_shared_memory(run.place.here, cfg.data.num_workers)
             if shared and run.place.local == 0:
                 ranks.print_line(shared)
             if cfg.sharding.cpu_offload:
-                run.log(device.use_threads(run.place.sharers))
-            watchdog.begin(cfg.train.hang_seconds, Path(cfg.output_dir), background.busy)
+                run.log(device.set_host_threads(run.place.sharers))
+            watchdog.start(cfg.train.hang_seconds, Path(cfg.output_dir), background.is_running)
             if not own:
                 run.log(f"no --config and no model given: running the demo's config, {demo}")
                 if not Path(cfg.model.name_or_path).is_dir():
@@ -204,10 +214,10 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
                     )
             recipe(cfg, run)
 
-    guarded(run_recipe)
+    run_program(run_recipe)
 
 
-def guarded(main: Callable[[], None]) -> None:
+def run_program(main: Callable[[], None]) -> None:
     """Run `main` as a program: a `ToolkitError` ends it with one line on stderr, exit code 1; 2 for
     a configuration that cannot be read. Where all ranks fail alike, one of them says so.
     """
@@ -218,7 +228,9 @@ def guarded(main: Callable[[], None]) -> None:
         raise
     except BaseException as error:
         code, why = _explain(error)
-        watchdog.end(code, why)  # before what the frames hold is closed, which may take long
+        watchdog.report_exit(
+            code, why
+        )  # before what the frames hold is closed, which may take long
     _leave(code)
     if code:
         sys.exit(code)
@@ -227,7 +239,7 @@ def guarded(main: Callable[[], None]) -> None:
 def _explain(error: BaseException) -> tuple[int, str]:
     """Say why a run ends; return its exit code, and what the watchdog is to say of it."""
     if isinstance(error, preemption.Preempted):
-        return preemption.exit_code(), ""
+        return preemption.choose_exit_code(), ""
     if isinstance(error, KeyboardInterrupt):
         return 130, ""
     if isinstance(error, torch.OutOfMemoryError):
@@ -240,7 +252,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
     if not isinstance(error, ToolkitError) and ranks.has_notice(preemption.MARK):
         return preemption.EXIT_CODE, ""
     if ranks.is_peer_loss(error):
-        code = watchdog.verdict()
+        code = watchdog.wait_for_verdict()
         if code is None:
             _print_error(f"lost another rank: {one_line(error)}")
         return code or 1, ""
@@ -250,7 +262,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
     _tell_launcher(error)
     before_ranks_met = isinstance(error, ConfigError | LaunchError)
     # Before the ranks know each other each machine speaks for itself.
-    quiet = before_ranks_met and not launchers.speaks()
+    quiet = before_ranks_met and not launchers.is_host_speaker()
     if quiet:
         # The launcher ends all processes at the first exit, also one that has not spoken yet. At
         # the speaker's own exit it ends this one, asleep or not. Where it does not, and does not
@@ -278,15 +290,15 @@ def _leave(code: int) -> None:
     # go of a tensor while the interpreter ends wants the GIL and aborts the process (3 of some 20
     # loaded runs with torch 2.13): a finished run would be reported as failed.
     if code in (2, preemption.EXIT_CODE):  # would come again; was asked for
-        preemption.end_launcher()
+        preemption.stop_launcher()
     if "RANK" in os.environ:
         if code == 0:
             atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        watchdog.end(code)
+        watchdog.report_exit(code)
         os._exit(code)
-    watchdog.end(code)
+    watchdog.report_exit(code)
 
 
 def seed_everything(seed: int, rank: int, *more: int) -> None:
@@ -307,17 +319,17 @@ def _uses_cpu(rank: int, world: int) -> bool:
         if alone and rank == 0:  # such as Apple's
             print(f"WARNING: torch has no collectives for {kind}: training on the CPU", flush=True)
         return alone
-    by_accelerate = launchers.by_accelerate()
+    by_accelerate = launchers.is_started_by_accelerate()
     if by_accelerate and _accelerate_was_told_cpu():
         return True
     if by_accelerate and world > 1:
-        raise no_gpu(world)
+        raise build_no_gpu_error(world)
     if rank == 0:
         print(f"WARNING: torch sees no GPU ({_built()}): training on the CPU", flush=True)
     return True
 
 
-def no_gpu(world: int) -> LaunchError:
+def build_no_gpu_error(world: int) -> LaunchError:
     """Return the error of a launch on GPUs on a machine where torch finds none."""
     return LaunchError(
         f"accelerate launch was asked for {world} process{'es' * (world > 1)} on GPUs, and torch "
@@ -350,7 +362,7 @@ def _connect(rank: int, world: int, cpu: bool, seconds: float | None) -> network
     not connect them in time.
     """
     if dist.is_initialized():  # by the program itself
-        machines, local = ranks.node_indices(), launchers.local_rank()[0]
+        machines, local = ranks.node_indices(), launchers.read_local_rank()[0]
         before = machines[:rank].count(machines[rank])
         place = network.Location(before if local is None else local, ranks.local_world_size())
         if not cpu:
@@ -363,8 +375,8 @@ def _connect(rank: int, world: int, cpu: bool, seconds: float | None) -> network
         else:
             store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=_RENDEZVOUS_TIMEOUT))
             store.set_timeout(_RENDEZVOUS_TIMEOUT)
-            store = network.apart(store, rank, world, _RENDEZVOUS_TIMEOUT)
-        place = network.meet(store, rank, world, nccl=not cpu)
+            store = network.scope_store_to_start(store, rank, world, _RENDEZVOUS_TIMEOUT)
+        place = network.exchange_locations(store, rank, world, nccl=not cpu)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"process {rank} of {world} did not meet the others at {master}:"
@@ -373,21 +385,23 @@ def _connect(rank: int, world: int, cpu: bool, seconds: float | None) -> network
         ) from error
     if "RANK" in os.environ:  # as torchrun says it, for others that look there
         os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(place.local), str(place.here)
-    network.prepare(world, place.here, master, place.master)
+    network.prepare_sockets(world, place.here, master, place.master)
     bound = None
     if not cpu:
         bound = _bind(place)
-        mine = device.identity(bound, rank)
-        network.exchange(store, "device", mine, device.refuse_shared, rank, world)
+        mine = device.identify_device(bound, rank)
+        network.exchange_and_decide(
+            store, "device", mine, device.refuse_shared_devices, rank, world
+        )
     network.connect(store, rank, world, place, bound, _COLLECTIVE_TIMEOUT, seconds)
     return place
 
 
 def _bind(place: network.Location) -> torch.device:
     """Make this process's accelerator the current one; return it."""
-    index = device.choose(place.local, place.here)
+    index = device.choose_device_index(place.local, place.here)
     torch.accelerator.set_device_index(index)
-    if place.local == 0 and (warning := device.shared_memory_of_nccl(place.here)):
+    if place.local == 0 and (warning := device.check_nccl_shared_memory(place.here)):
         print(warning, flush=True)
     return torch.device(torch.accelerator.current_accelerator().type, index)  # type: ignore[union-attr]
 

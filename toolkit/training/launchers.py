@@ -1,7 +1,7 @@
 """Which process of how many this is, as what started it says in the environment.
 
 torchrun and `accelerate launch` say all of it. srun and mpirun have variables of their own, which
-become torch's; what nobody says of hosts the processes find out when they meet (`network.meet`).
+become torch's; what nobody says of hosts the processes find out when they meet (`network.exchange_locations`).
 """
 
 import os
@@ -26,7 +26,7 @@ _OTHERS = (
 _PORTS = range(15000, 30000)  # below those that Linux hands out
 
 
-def adopt() -> None:
+def adopt_launcher_variables() -> None:
     """Say in torch's variables what srun or mpirun say in theirs: RANK, WORLD_SIZE, and under srun
     also MASTER_ADDR and MASTER_PORT where they are not set. LaunchError: it does not say enough.
     """
@@ -51,12 +51,12 @@ def adopt() -> None:
         return
 
 
-def place() -> tuple[int, int]:
+def read_rank_and_world_size() -> tuple[int, int]:
     """Return (rank, number of processes) as the environment says; LaunchError where it says less
     than that, or nonsense.
     """
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        if by_accelerate() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        if is_started_by_accelerate() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise LaunchError(
                 "accelerate launch was asked for several processes and started one, as it does "
                 "with MULTI_CPU and --cpu. Use --config_file accelerate_configs/cpu.yaml, or "
@@ -75,18 +75,18 @@ def place() -> tuple[int, int]:
     )
 
 
-def by_accelerate() -> bool:
+def is_started_by_accelerate() -> bool:
     """Return whether `accelerate launch` started this process."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
-def rank_text() -> str:
+def read_rank_text() -> str:
     """Return this process's rank, for what it prints before ranks know each other."""
     names = ("RANK", *(rank for _, rank, _, _ in _OTHERS))
     return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
-def local_rank() -> tuple[int | None, bool]:
+def read_local_rank() -> tuple[int | None, bool]:
     """Return this process's number on its host, None where nobody says it; and whether it counts as
     it is: a variable of srun or mpirun may be that of a process further up.
     """
@@ -96,12 +96,12 @@ def local_rank() -> tuple[int | None, bool]:
     return None, False
 
 
-def speaks() -> bool:
+def is_host_speaker() -> bool:
     """Return whether this process speaks for its host before the ranks know each other."""
-    return (local_rank()[0] or 0) == 0
+    return (read_local_rank()[0] or 0) == 0
 
 
-def share_of_cores(sharers: int) -> int:
+def count_cores_per_process(sharers: int) -> int:
     """Return how many processors are this process's, one at least, where `sharers` use the same. A
     container may have less of their time than there are (`docker run --cpus`).
     """
@@ -115,7 +115,7 @@ def share_of_cores(sharers: int) -> int:
     return max(1, int(count) // sharers)
 
 
-def chose_threads() -> bool:
+def has_user_set_threads() -> bool:
     """Return whether the user, and not the launcher, set OMP_NUM_THREADS.
 
     torchrun and `accelerate launch` set 1 in their own environment where it is unset. What a
@@ -146,7 +146,7 @@ def _slurm_meets() -> dict[str, str]:
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     if not nodes or "arbitrary" in os.environ.get("SLURM_DISTRIBUTION", ""):
         return {}
-    first, own = first_host(nodes), os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    first, own = parse_first_host(nodes), os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     is_first = os.environ.get("SLURM_PROCID") == "0" and "MASTER_ADDR" not in os.environ
     if is_first and first.partition(".")[0] != own.partition(".")[0]:
         raise LaunchError(
@@ -157,7 +157,7 @@ def _slurm_meets() -> dict[str, str]:
     return {"MASTER_ADDR": first, "MASTER_PORT": str(_PORTS[step % len(_PORTS)])}
 
 
-def first_host(nodes: str) -> str:
+def parse_first_host(nodes: str) -> str:
     """Return the first host of a list as Slurm writes it: gpu03 of `gpu[03-05,9],login1`."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else nodes)

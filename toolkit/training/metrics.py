@@ -22,7 +22,7 @@ from toolkit.formats.metrics_file import METRICS, append, keep_until
 from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import Sharded
 from toolkit.tables import size_text
-from toolkit.training.flops import peak_flops
+from toolkit.training.flops import find_peak_flops
 from toolkit.training.guards import preemption, watchdog
 from toolkit.training.guards.run_guards import Guards
 from toolkit.training.loss import EvaluatedLoss
@@ -96,7 +96,7 @@ class Metrics:
                 "give metrics.router to training.Update(..., router=metrics.router)"
             )
         self.guards.take(step, stats)
-        watchdog.doing(f"step {step + 1}")
+        watchdog.set_activity(f"step {step + 1}")
         slowed = self.profiler is not None and self.profiler.slows(step)
         is_due = more or self._logs(step)
         if self.router is not None:
@@ -112,7 +112,7 @@ class Metrics:
             self._write(step, stats, learning_rate, more)
         self._bar.update(1)
         if self.profiler is not None and self.profiler.end_step(step):
-            with watchdog.patient("writing what was profiled"):
+            with watchdog.extend_timeout("writing what was profiled"):
                 ranks.log_once(*self.profiler.write())
                 if self.snapshot is not None:
                     write_snapshot(self.snapshot)
@@ -175,7 +175,7 @@ class Metrics:
             torch.accelerator.synchronize(self.device)  # steps under way are not part of the pause
         begun = time.perf_counter()
         try:
-            with record_function(PAUSE), watchdog.patient("evaluation, save or export"):
+            with record_function(PAUSE), watchdog.extend_timeout("evaluation, save or export"):
                 yield
         finally:
             self._paused += time.perf_counter() - begun
@@ -231,7 +231,7 @@ class Metrics:
             step_time = max(1e-9, self._seconds) / self._steps
             rate = self.tokens_per_step / step_time
             line |= {"tokens_per_second": rate, "step_time": step_time}
-            if on_gpu and (peak := peak_flops(torch.cuda.get_device_name(self.device))):
+            if on_gpu and (peak := find_peak_flops(torch.cuda.get_device_name(self.device))):
                 line["mfu"] = rate * self.flops_per_token / (peak * ranks.world_size())
         if stats.balance is not None:
             line |= stats.balance.line()
@@ -324,11 +324,11 @@ def evaluate_metrics(
         loss, metrics = objective.evaluation_loss, tuple(objective.metrics)
     else:
         loss, metrics = objective, () if objective is not None else TOKEN_METRICS
-    if preemption.stopping():
+    if preemption.is_stopping():
         return {}
     until_stop = {name: preemption.until_stop(batches) for name, batches in sources.items()}
     total, found = evaluate(sharded, until_stop, loss)
-    if preemption.stopping():
+    if preemption.is_stopping():
         return {}
     named = {"eval": total}
     if len(found) > 1:

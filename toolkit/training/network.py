@@ -29,8 +29,8 @@ from toolkit.training import launchers
 
 # An address that no machine has (RFC 5737): what leads to it leads outside.
 _OUTSIDE = "192.0.2.1"
-INTERFACE = "GLOO_SOCKET_IFNAME"
-OF_NCCL = "NCCL_SOCKET_IFNAME"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 SHARED_MEMORY = "/dev/shm"
 _LONGEST_SLEEP = 0.5
 _TO_TELL = datetime.timedelta(minutes=1)  # ranks that have come to the store
@@ -59,7 +59,7 @@ class Location:
 ALONE = Location()
 
 
-def exchange(
+def exchange_and_decide(
     store: dist.Store,
     topic: str,
     mine: Any,
@@ -98,9 +98,9 @@ def exchange(
     return value
 
 
-def meet(store: dist.Store, rank: int, world: int, *, nccl: bool) -> Location:
+def exchange_locations(store: dist.Store, rank: int, world: int, *, nccl: bool) -> Location:
     """Tell the others where this process is; return what follows for it. See `exchange`."""
-    local, sure = launchers.local_rank()
+    local, sure = launchers.read_local_rank()
     master = os.environ.get("MASTER_ADDR")
     mine = {
         "name": socket.gethostname(),
@@ -110,13 +110,13 @@ def meet(store: dist.Store, rank: int, world: int, *, nccl: bool) -> Location:
         "here": int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
         "cores": f"{sum(1 << core for core in ranks.available_cores()):x}",
         "master": master and _resolved(master),
-        "loopback": _is_loopback(os.environ.get(INTERFACE, "")),
+        "loopback": _is_loopback(os.environ.get(GLOO_INTERFACE, "")),
         "error": interface_error(os.environ, nccl=nccl),
     }
-    return Location(**exchange(store, "place", mine, settle, rank, world))
+    return Location(**exchange_and_decide(store, "place", mine, assign_locations, rank, world))
 
 
-def settle(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def assign_locations(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the place of each process, from what `meet` has all of them say, in rank order.
     LaunchError: one of them cannot use its interfaces.
     """
@@ -127,7 +127,7 @@ def settle(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for said in every:
         error = said["error"]
         if said["loopback"] and not error and len(hosts) > 1:
-            error = f"{INTERFACE} is a loopback interface, which leads to no other host"
+            error = f"{GLOO_INTERFACE} is a loopback interface, which leads to no other host"
         if error:
             raise LaunchError(f"{error} (on {said['name']}, of {len(hosts)} host(s))")
     master = next((said["master"] for said in every if said["master"]), None)
@@ -193,7 +193,7 @@ def connect(
 
     limit = _TO_CONNECT + world / 32 if seconds is None else seconds
     try:
-        stuck = within(limit, work)
+        stuck = run_with_timeout(limit, work)
         cause = stuck and (
             f"it is not done after {limit:.0f} s, at {stuck} (train.connect_seconds sets the time)"
         )
@@ -210,21 +210,23 @@ def connect(
 
 
 def _of_gloo(several: bool) -> str:
-    uses = os.environ.get(INTERFACE, "not set: that of the hostname")
-    between = f"between machines gloo uses the interface {INTERFACE} ({uses})"
-    return f"{between * several or 'gloo uses that of the hostname'}; this host has {listed()}"
+    uses = os.environ.get(GLOO_INTERFACE, "not set: that of the hostname")
+    between = f"between machines gloo uses the interface {GLOO_INTERFACE} ({uses})"
+    return f"{between * several or 'gloo uses that of the hostname'}; this host has {format_interfaces()}"
 
 
 def _of_nccl(backend: str) -> str:
-    told = ", ".join(f"{n} ({os.environ.get(n, 'not set')})" for n in (OF_NCCL, "NCCL_IB_HCA"))
-    free = f"{free_shared_memory() / 1e6:.0f} MB of {SHARED_MEMORY} (--shm-size)"
+    told = ", ".join(
+        f"{n} ({os.environ.get(n, 'not set')})" for n in (NCCL_INTERFACE, "NCCL_IB_HCA")
+    )
+    free = f"{free_shared_memory_bytes() / 1e6:.0f} MB of {SHARED_MEMORY} (--shm-size)"
     return (
         f"{backend} connects hosts over {told} and devices of one host through {free}; "
-        f"NCCL_DEBUG=INFO says more; this host has {listed()}"
+        f"NCCL_DEBUG=INFO says more; this host has {format_interfaces()}"
     )
 
 
-def free_shared_memory() -> float:
+def free_shared_memory_bytes() -> float:
     """Return the bytes that are free in shared memory, without end where there is no such place."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free
@@ -232,15 +234,15 @@ def free_shared_memory() -> float:
         return math.inf
 
 
-def hosts_line(place: Location, world: int) -> str | None:
+def format_hosts(place: Location, world: int) -> str | None:
     """Return the line that says on how many hosts the processes are, None for one."""
     if place.hosts == 1:
         return None
-    over = os.environ.get(INTERFACE, "that of the hostname")
+    over = os.environ.get(GLOO_INTERFACE, "that of the hostname")
     return f"hosts      {place.hosts}, {place.here} of {world} ranks on this one; gloo over {over}"
 
 
-def within(seconds: float, work: Callable[[], None]) -> str:
+def run_with_timeout(seconds: float, work: Callable[[], None]) -> str:
     """Run `work` in a thread; return where it is after so many seconds, in which case it goes on
     and this process is to end; empty where it is done. Raises what it raises. What waits within
     gloo or NCCL hears no timeout and no signal.
@@ -264,7 +266,7 @@ def within(seconds: float, work: Callable[[], None]) -> str:
     return (stack[-1].line or stack[-1].name) if stack else "its end"
 
 
-def prepare(world: int, here: int, master: str | None, known_as: str | None = None) -> None:
+def prepare_sockets(world: int, here: int, master: str | None, known_as: str | None = None) -> None:
     """Raise the limit of open files, a socket being one; where the `world` processes are more than
     those `here`, let gloo use the interface that leads to `master`, which other hosts know as the
     address `known_as`. What the user has set stays.
@@ -276,9 +278,9 @@ def prepare(world: int, here: int, master: str | None, known_as: str | None = No
         return
     # Else each process opens a socket to each other one, for each of three groups.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    found = None if INTERFACE in os.environ else interface_towards(master, known_as)
+    found = None if GLOO_INTERFACE in os.environ else interface_towards(master, known_as)
     if found is not None:
-        os.environ[INTERFACE] = found
+        os.environ[GLOO_INTERFACE] = found
 
 
 def interface_towards(master: str, known_as: str | None = None) -> str | None:
@@ -294,13 +296,13 @@ def interface_towards(master: str, known_as: str | None = None) -> str | None:
 
 
 def _interface_with(address: str | None) -> str | None:
-    for name, addresses in interfaces().items() if address else ():
+    for name, addresses in list_interfaces().items() if address else ():
         if address in addresses:
             return name
     return None
 
 
-def interfaces() -> dict[str, list[str]]:
+def list_interfaces() -> dict[str, list[str]]:
     """Return the addresses of this host's interfaces by name, of those that have any."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = {
@@ -310,9 +312,9 @@ def interfaces() -> dict[str, list[str]]:
     return {name: addresses for name, addresses in found.items() if addresses}
 
 
-def listed() -> str:
+def format_interfaces() -> str:
     """Return this host's interfaces in words: `lo 127.0.0.1, eth0 10.0.0.7`."""
-    found = interfaces()
+    found = list_interfaces()
     shown = ", ".join(f"{name} {addresses[0]}" for name, addresses in [*found.items()][:_SHOWN])
     return shown + f" and {len(found) - _SHOWN} more" * (len(found) > _SHOWN)
 
@@ -321,24 +323,24 @@ def interface_error(env: Mapping[str, str], *, nccl: bool) -> str:
     """Return what is wrong with the interfaces that the user chose, NCCL's only where that is used;
     empty where nothing is.
     """
-    known = interfaces()
-    chosen = [name for name in env.get(INTERFACE, "").split(",") if name]
-    wrong = "" if {*chosen} <= known.keys() else INTERFACE
+    known = list_interfaces()
+    chosen = [name for name in env.get(GLOO_INTERFACE, "").split(",") if name]
+    wrong = "" if {*chosen} <= known.keys() else GLOO_INTERFACE
     # `^` leaves out, `=` asks for whole names, else names begin so; `:port` may follow.
-    text = env.get(OF_NCCL, "") if nccl else ""
+    text = env.get(NCCL_INTERFACE, "") if nccl else ""
     without, text = text.startswith("^"), text.removeprefix("^")
     whole, text = text.startswith("="), text.removeprefix("=")
     parts = [part.partition(":")[0] for part in text.split(",") if part]
     fits = [n for n in known if any(n == p if whole else n.startswith(p) for p in parts)]
     if parts and not ({*known} - {*fits} if without else fits):
-        wrong = wrong or OF_NCCL
+        wrong = wrong or NCCL_INTERFACE
     if not wrong:
         return ""
-    return f"{wrong} is {env[wrong]}, which names no interface with an address here: {listed()}"
+    return f"{wrong} is {env[wrong]}, which names no interface with an address here: {format_interfaces()}"
 
 
 def _is_loopback(name: str) -> bool:
-    addresses = interfaces().get(name.partition(",")[0], [])
+    addresses = list_interfaces().get(name.partition(",")[0], [])
     return bool(addresses) and all(ipaddress.ip_address(at).is_loopback for at in addresses)
 
 
@@ -363,7 +365,7 @@ def _address_towards(host: str) -> str | None:
     return None
 
 
-def apart(
+def scope_store_to_start(
     store: dist.Store, rank: int, world: int, timeout: datetime.timedelta
 ) -> dist.PrefixStore:
     """Return `store` under a prefix that the processes of this start alone share. Collective, a few
@@ -408,7 +410,7 @@ def _poll(done: Callable[[], bool], timeout: datetime.timedelta) -> None:
         sleep = min(2 * sleep, _LONGEST_SLEEP)
 
 
-def restart_line() -> str | None:
+def format_restart() -> str | None:
     """Return the line that says that the launcher started this run again, None at its first."""
     count, most = (
         os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")

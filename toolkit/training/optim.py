@@ -22,7 +22,7 @@ from toolkit.formats import reshard
 from toolkit.models.packed_linear import bitsandbytes
 from toolkit.models.peft_model import base_of, trained_module
 from toolkit.models.reward import reward_head
-from toolkit.training.sharded_optimizers import BLOCK, Adafactor, AdamW8bit, Muon, orthogonal
+from toolkit.training.sharded_optimizers import BLOCK, Adafactor, AdamW8bit, Muon, orthogonalise
 
 _SMALL = 4096  # values: below it 8 bits save nothing, as bitsandbytes has it
 _DECAY_STEPS = 0.1  # of all, of warmup_stable_decay where nothing else is said
@@ -36,7 +36,7 @@ def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
         bitsandbytes("optim.optim: adamw_8bit")
     if cfg.optim == "muon":
         try:
-            orthogonal(torch.eye(2))
+            orthogonalise(torch.eye(2))
         except ShardingError as error:
             raise ConfigError(f"optim.optim: muon: {error}") from error
     steps = max_steps if max_steps > 0 else 10**9
@@ -98,7 +98,7 @@ def _kinds(model: nn.Module, cfg: OptimConfig) -> Iterator[tuple[nn.Parameter, b
         yield parameter, matrix, own
 
 
-def state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
+def compute_state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
     """Return the bytes of the state of `build_optimizer`'s optimizer, of all ranks together, for a
     model on meta or not.
     """
@@ -116,7 +116,7 @@ def state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
     return sum(nbytes(parameter, own) for parameter, _, own in _kinds(model, cfg))
 
 
-def state_dtypes(optimizer: torch.optim.Optimizer) -> str:
+def describe_state_dtypes(optimizer: torch.optim.Optimizer) -> str:
     """Return what an optimizer of `build_optimizer` holds its state in, the largest part first."""
     held: Counter[str] = Counter()
     for group in optimizer.param_groups:

@@ -100,7 +100,7 @@ class StepProfiler:
         ranks.on_main(lambda: (self.folder / "summary.json").write_text(text, "utf-8"))
         lines = [
             f"profile    steps {self.first} to {self.last}, milliseconds of a step",
-            *part_table(parts),
+            *format_part_table(parts),
             f"traces     {self.folder} (open them in ui.perfetto.dev or chrome://tracing)",
         ]
         if self.device.type != "cpu" and not all(seen):
@@ -116,7 +116,7 @@ class StepProfiler:
         with gzip.open(file, "rt", encoding="utf-8") as f:
             events = json.load(f)["traceEvents"]
         steps = self.last - self.first + 1
-        return {k: s / steps for k, s in time_parts(events).items()}, has_kernels(events)
+        return {k: s / steps for k, s in measure_parts(events).items()}, has_kernels(events)
 
     def close(self) -> None:
         """End a profile that the run has not reached the end of."""
@@ -125,7 +125,7 @@ class StepProfiler:
         self.open = False
 
 
-def part_table(parts: Sequence[dict[str, float]]) -> list[str]:
+def format_part_table(parts: Sequence[dict[str, float]]) -> list[str]:
     """Return a table of the seconds that each rank spent in each part: mean, share, extremes."""
     whole = sum(one[name] for one in parts for name in PARTS) / len(parts)
     rows = [["part", "mean", "share", "least", "rank", "most", "rank"]]
@@ -144,7 +144,7 @@ def part_table(parts: Sequence[dict[str, float]]) -> list[str]:
 
 
 @contextmanager
-def memory_history(file: Path) -> Iterator[None]:
+def record_memory_history(file: Path) -> Iterator[None]:
     """Write the allocations that were recorded to `file` where the CUDA device runs out of memory;
     record none afterwards. TrainingError: this torch has no such functions.
     """
@@ -171,7 +171,7 @@ def write_snapshot(file: Path) -> None:
     ranks.print_line(f"memory     {file} (pytorch.org/memory_viz)")
 
 
-def time_parts(events: list[Event]) -> dict[str, float]:
+def measure_parts(events: list[Event]) -> dict[str, float]:
     """Return the seconds of each of `PARTS` over all profiled steps, and `HIDDEN`: communication
     beside which the device computes, which costs no time of its own.
 

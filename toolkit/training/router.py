@@ -399,7 +399,7 @@ def _probabilities(answers: tuple[_Answer, ...], real: torch.Tensor) -> torch.Te
     return torch.stack(sums).sum(0)
 
 
-def watch_router(sharded: Sharded, cfg: RunConfig) -> Router | None:
+def build_router(sharded: Sharded, cfg: RunConfig) -> Router | None:
     """Return what watches the routers of a model, before its first step; None of a dense one."""
     reshard(sharded.model)
     plan = plan_router(sharded.model, cfg)

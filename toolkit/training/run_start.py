@@ -25,15 +25,15 @@ from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
 from toolkit.sharding.fsdp import Sharded
 from toolkit.sharding.unit_table import format_unit_table, ledger_line
-from toolkit.training.flops import training_flops
+from toolkit.training.flops import flops_per_token
 from toolkit.training.guards import preemption
-from toolkit.training.guards.run_guards import guards_of
+from toolkit.training.guards.run_guards import build_guards
 from toolkit.training.launch import Run
 from toolkit.training.metrics import Metrics
-from toolkit.training.optim import state_dtypes
-from toolkit.training.profiler import FOLDER, StepProfiler, memory_history
-from toolkit.training.router import watch_router
-from toolkit.training.token_rows import untrained_token_lines
+from toolkit.training.optim import describe_state_dtypes
+from toolkit.training.profiler import FOLDER, StepProfiler, record_memory_history
+from toolkit.training.router import build_router
+from toolkit.training.token_rows import warn_of_untrained_tokens
 from toolkit.training.trackers import Trackers
 from toolkit.training.train_state import TrainState
 
@@ -46,12 +46,12 @@ def start_metrics(
     """Print the lines that a run opens with; return its metrics from `state` on. From here on a
     signal waits for the loop (`stop_requested`). Collective.
     """
-    model, auto_line, router = sharded.model, sharded.auto_line, watch_router(sharded, cfg)
+    model, auto_line, router = sharded.model, sharded.auto_line, build_router(sharded, cfg)
     total = count_values(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
     whole = not packed_weights(model).keys().isdisjoint(sharded.plan.replicated)
-    dtypes = ledger_line(sharded, cfg.sharding, state_dtypes(state.required_optimizer))
+    dtypes = ledger_line(sharded, cfg.sharding, describe_state_dtypes(state.required_optimizer))
     opening = [
         f"model      {models.plain_name(base_of(model))}, {total / 1e6:,.1f} M parameters{share}",
         beside_line(model),
@@ -63,7 +63,7 @@ def start_metrics(
         None if router is None else router.plan.line,
         *data.lines(),
     ]
-    run.log(*opening, *untrained_token_lines(model, data.feed, data.tokenizer))
+    run.log(*opening, *warn_of_untrained_tokens(model, data.feed, data.tokenizer))
     asked = cfg.sharding.torch_compile not in (False, "none", "auto")
     if asked or "torch_compile layer" in auto_line:
         run.log("compiling  in the first step, which takes up to some minutes")
@@ -73,10 +73,10 @@ def start_metrics(
         run.log(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
     else:
         _record_start(cfg, run, folder, state.step, data, opening, supervision)
-    reading, flops = data.position, training_flops(model, cfg.data.sequence_length)
+    reading, flops = data.position, flops_per_token(model, cfg.data.sequence_length)
     if data.row_format.compares_rows:
         # About half of the tokens belong to answers that are compared with, without a gradient.
-        flops = (flops + training_flops(model, cfg.data.sequence_length, forward_only=True)) / 2
+        flops = (flops + flops_per_token(model, cfg.data.sequence_length, forward_only=True)) / 2
     metrics = Metrics(
         folder,
         device=run.device,
@@ -88,7 +88,9 @@ def start_metrics(
         logging_steps=cfg.train.logging_steps,
         epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
         trackers=_trackers(cfg, run, folder, data, state, {"dtypes": dtypes, "parameters": total}),
-        guards=guards_of(cfg, data, state, () if router is None else router.plan.biases.values()),
+        guards=build_guards(
+            cfg, data, state, () if router is None else router.plan.biases.values()
+        ),
         router=router,
         **_profiling(cfg, run, folder, state.step, data.max_steps),
     )
@@ -97,7 +99,7 @@ def start_metrics(
     return metrics
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the versions of the toolkit, of Python and of the packages that shape the weights."""
     installed = {package: importlib.metadata.version(package) for package in _PACKAGES}
     return {"toolkit": __version__, "python": platform.python_version(), **installed}
@@ -125,7 +127,7 @@ def _record_start(
         "hosts": sorted(set(ranks.gather_to_main(platform.node()))),
         "world_size": run.world_size,
         "device": torch.cuda.get_device_name(run.device) if on_gpu else run.device.type,
-        "versions": versions(),
+        "versions": read_versions(),
         "opening": [text for text in opening if text],
         "supervision": supervision,
     }
@@ -154,7 +156,7 @@ def _profiling(
         found["profiler"] = StepProfiler(folder, run.device, first, last, after=first_step)
         if run.device.type == "cuda":
             found["snapshot"] = folder / f"memory-rank-{run.rank}.pickle"
-            run.at_end.enter_context(memory_history(found["snapshot"]))
+            run.at_end.enter_context(record_memory_history(found["snapshot"]))
     elif train.profile_steps:
         steps = f"{first_step + 1} to {max_steps}"
         run.log(f"WARNING: train.profile_steps {train.profile_steps}: not within steps {steps}")

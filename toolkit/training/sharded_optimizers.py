@@ -134,7 +134,7 @@ class Muon(_PartlyAdamW):
         for parameter in set(used).difference(apart):
             part = updates[parameter]
             for matrix in part if part.ndim == 3 else part[None]:  # in place
-                matrix.copy_(orthogonal(matrix))
+                matrix.copy_(orthogonalise(matrix))
         for parameter in used:
             values = local_tensor(parameter.detach())
             values.mul_(1 - group["lr"] * group["weight_decay"])
@@ -142,7 +142,7 @@ class Muon(_PartlyAdamW):
             values.add_(updates[parameter], alpha=-group["lr"] * scale)
 
 
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
     """Return the orthogonal matrix near `matrix`, by torch.optim.Muon's iteration in bfloat16."""
     iterate = torch_private("optim._muon", "_zeropower_via_newtonschulz")
     return iterate(matrix, *_NEWTON_SCHULZ)
@@ -173,7 +173,7 @@ def _orthogonalise_together(
     whole = sizes(parameters[me]) if me < len(parameters) else [0] * ranks
     matrix = exchange(torch.cat(parts), mine, whole)
     if me < len(parameters):
-        matrix = orthogonal(matrix.view(parameters[me].shape)).flatten()
+        matrix = orthogonalise(matrix.view(parameters[me].shape)).flatten()
     back = exchange(matrix.contiguous(), whole, mine).split(mine[: len(parts)])
     for parameter, part in zip(parameters, back, strict=True):
         updates[parameter].copy_(part.view_as(updates[parameter]))

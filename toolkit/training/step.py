@@ -109,7 +109,7 @@ class Update:
     def __iter__(self) -> Iterator[Batch]:
         """Give the micro-batches, the units of the model set for each of them."""
         for i, batch in enumerate(self._batches):
-            watchdog.progress()
+            watchdog.report_progress()
             self._sharded.accumulation.begin(batch.trained.targets, i, len(self._batches))
             with self._phase:
                 self._phase.enter_context(record_function(FORWARD))

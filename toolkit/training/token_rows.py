@@ -37,7 +37,9 @@ class _Row(NamedTuple):
     digest: str
 
 
-def untrained_token_lines(model: nn.Module, feed: Feed, tokenizer: Tokenizer | None) -> list[str]:
+def warn_of_untrained_tokens(
+    model: nn.Module, feed: Feed, tokenizer: Tokenizer | None
+) -> list[str]:
     """Return a warning for special tokens in the data whose rows look untrained and stay frozen.
 
     Reads a few hundred rows of the loaded embedding and head; one small exchange of objects for

@@ -68,7 +68,7 @@ _state = _SignalState()
 
 
 @contextmanager
-def listening(signals: Sequence[str], grace: float) -> Iterator[None]:
+def listen_for_signals(signals: Sequence[str], grace: float) -> Iterator[None]:
     """Take `signals` for this process until the end of the block.
 
     The first ends the run with `Preempted`: at once outside of the loop, in it after a checkpoint,
@@ -114,7 +114,7 @@ def stop_requested() -> bool:
     """Return whether the run is to end now, the same on every rank. Collective; every rank calls it
     as often as the others. Once true it stays so.
     """
-    watchdog.progress()
+    watchdog.report_progress()
     if ranks.world_size() > 1:
         _settle()
         _state.pending = _tell(_state.signal is not None)
@@ -123,7 +123,7 @@ def stop_requested() -> bool:
     return _state.agreed
 
 
-def stopping() -> bool:
+def is_stopping() -> bool:
     """Return what the last `stop_requested` did. Not collective."""
     return _state.agreed
 
@@ -133,7 +133,7 @@ def is_due(step: int, every: int | None) -> bool:
 
     Never due if `every` is None or if the run is about to stop.
     """
-    return every is not None and step % every == 0 and not stopping()
+    return every is not None and step % every == 0 and not is_stopping()
 
 
 def until_stop(values: Iterable[T]) -> Iterator[T]:
@@ -149,7 +149,7 @@ def leave_loop(step: int) -> None:
     Collective.
     """
     _settle()
-    watchdog.doing("after the last step")
+    watchdog.set_activity("after the last step")
     _state.in_loop = False
     _state.stop_timer()  # the checkpoint is whole
     if _state.agreed:
@@ -161,17 +161,17 @@ def leave_loop(step: int) -> None:
         raise Preempted
 
 
-def exit_code() -> int:
+def choose_exit_code() -> int:
     """Return what this rank, which leaves by a signal, ends with: 75; or 1 where that signal came
     from torch's agent, since another rank is gone, so that all are to be started again.
     """
-    watchdog.end(EXIT_CODE)
-    if _may_restart() and watchdog.verdict() == 1:
+    watchdog.report_exit(EXIT_CODE)
+    if _may_restart() and watchdog.wait_for_verdict() == 1:
         return 1
     return EXIT_CODE
 
 
-def end_launcher() -> None:
+def stop_launcher() -> None:
     """Tell torch's agent to end where it would start this rank again, once a machine and start."""
     if not _may_restart():
         return
@@ -262,8 +262,8 @@ def _limit(cause: str) -> None:
 
 
 def _end(number: int) -> NoReturn:
-    end_launcher()
-    watchdog.end(128 + number)
+    stop_launcher()
+    watchdog.report_exit(128 + number)
     os._exit(128 + number)
 
 

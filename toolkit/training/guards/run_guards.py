@@ -69,7 +69,7 @@ class Guards:
             self.state.extra[SPIKES] = self.spikes.state_dict()
 
 
-def guards_of(
+def build_guards(
     cfg: RunConfig, data: TrainingData, state: TrainState, moved: Iterable[torch.Tensor] = ()
 ) -> Guards:
     """Return what watches a run from `state` on; `moved`: what changes without an optimizer."""

@@ -124,7 +124,7 @@ class _Watch:
 _watch: _Watch | None = None
 
 
-def begin(patience: float, folder: Path, busy: Callable[[], bool]) -> None:
+def start(patience: float, folder: Path, busy: Callable[[], bool]) -> None:
     """Watch this rank from here to `end`; with a `patience` of 0 not at all. Collective.
 
     Costs a process of some 10 MB a rank. LaunchError: a rank cannot reach rank 0's host.
@@ -136,7 +136,7 @@ def begin(patience: float, folder: Path, busy: Callable[[], bool]) -> None:
         busy: whether a checkpoint is written behind the loop, which gets the time to become whole.
     """
     global _watch
-    end(0)  # an earlier run in this process
+    report_exit(0)  # an earlier run in this process
     _watch = None
     if patience > 0:
         _watch = _Watch(patience, folder, busy)
@@ -144,13 +144,13 @@ def begin(patience: float, folder: Path, busy: Callable[[], bool]) -> None:
         ranks.set_timeouts(_DEBUGGER)
 
 
-def progress() -> None:
+def report_progress() -> None:
     """Say that this rank makes progress. Takes some two microseconds."""
     if _watch is not None:
         _watch.progress()
 
 
-def doing(what: str) -> None:
+def set_activity(what: str) -> None:
     """Say what this rank does from here on; in `step N` less time may pass without progress. From
     the first one on, collectives on accelerators wait for twice as long as the watchdog, which
     tells more than NCCL, which aborts.
@@ -166,17 +166,17 @@ def doing(what: str) -> None:
 
 
 @contextmanager
-def patient(what: str) -> Iterator[None]:
+def extend_timeout(what: str) -> Iterator[None]:
     """Let the block take 12 times as long."""
     before = "" if _watch is None else _watch.doing
-    doing(what)
+    set_activity(what)
     try:
         yield
     finally:
-        doing(before)
+        set_activity(before)
 
 
-def end(code: int, why: str = "") -> None:
+def report_exit(code: int, why: str = "") -> None:
     """Tell the others that this rank ends with an exit code; `why`, where it has not said so. One
     process alone may go on in something else (a notebook): nobody watches it any more.
     """
@@ -190,7 +190,7 @@ def end(code: int, why: str = "") -> None:
         watch.watcher.wait()  # for the last rank: one that dies while others end is told, too
 
 
-def verdict() -> int | None:
+def wait_for_verdict() -> int | None:
     """Return the exit code that the watchdog gives this rank, which is about to end, once it has
     said why the run ends; None where it does not within some seconds.
     """
