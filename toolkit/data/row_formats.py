@@ -18,7 +18,7 @@ from toolkit.data.examples.recognise import Example, Layout
 from toolkit.data.samples.columns import Column
 from toolkit.data.sources import instructions
 from toolkit.data.sources.row_values import Row
-from toolkit.data.tokens.encoded import EncodedRow
+from toolkit.data.tokens.encoded import EncodedExample, EncodedRow
 from toolkit.data.tokens.pair_rows import encode_pair
 from toolkit.errors import ConfigError
 
@@ -33,7 +33,7 @@ def one_text(example: Example) -> Sequence[Example]:
     return [example]
 
 
-def encode_one(example: Example, encoded: Sequence[EncodedRow], cfg: DataConfig) -> EncodedRow:
+def encode_one(example: Example, encoded: Sequence[EncodedExample], cfg: DataConfig) -> EncodedRow:
     """Return the encoded text of a row that is a single example, unchanged."""
     return encoded[0]
 
@@ -57,6 +57,7 @@ class RowFormat:
         texts: lists the examples of a parsed row that are tokenised separately, such as the two
             sides of a pair.
         encode: joins the encoded texts of a parsed row into one row, with the values of `columns`.
+            A row of which a text cannot be encoded is skipped before.
         columns: values that accompany each row into micro-batches. See [Note: columns] in
             `samples/columns.py`.
         sequences_per_row: 0 if micro-batches need not tell rows apart (a loss of tokens); 1 or 2 if
@@ -78,7 +79,7 @@ class RowFormat:
     standard_names: tuple[str, ...]
     candidate_names: tuple[str, ...]
     texts: Callable[[Parsed], Sequence[Example]] = one_text
-    encode: Callable[[Parsed, Sequence[EncodedRow], DataConfig], EncodedRow] = encode_one
+    encode: Callable[[Parsed, Sequence[EncodedExample], DataConfig], EncodedRow] = encode_one
     columns: Mapping[str, Column] = field(default_factory=dict)
     sequences_per_row: int = 0
     is_chat: bool = True

@@ -192,10 +192,11 @@ class Encoder:
         rows = list[EncodedRow]()
         for example, of_row in zip(examples, texts, strict=True):
             parts = [next(encoded) for _ in of_row]
-            if isinstance(example, BadRow):
-                rows.append(example)
+            usable = [part for part in parts if isinstance(part, EncodedExample)]
+            if isinstance(example, BadRow) or len(usable) < len(parts):
+                rows.append(next(part for part in parts if isinstance(part, BadRow)))
             else:
-                rows.append(self.row_format.encode(example, parts, self.cfg))
+                rows.append(self.row_format.encode(example, usable, self.cfg))
         return rows
 
     def _encode_texts(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:

@@ -19,7 +19,7 @@ from toolkit.data.tokens.encoded import (
 from toolkit.data.tokens.text_ids import Span
 
 
-def encode_pair(pair: Pair, sides: Sequence[EncodedRow], cfg: DataConfig) -> EncodedRow:
+def encode_pair(pair: Pair, sides: Sequence[EncodedExample], cfg: DataConfig) -> EncodedRow:
     """Join the encoded sides of a pair into one row. See [Note: pairs] in `examples/pairs.py`.
 
     If both sides together are longer than `data.sequence_length`, the answers are truncated to one
@@ -33,16 +33,10 @@ def encode_pair(pair: Pair, sides: Sequence[EncodedRow], cfg: DataConfig) -> Enc
     Returns:
         The row, or the reason why the pair is skipped.
     """
-    for side in sides:
-        if not isinstance(side, EncodedExample):
-            return side
-    chosen, rejected = (side for side in sides if isinstance(side, EncodedExample))
-    answer_begins = [side.spans[0][0] for side in (chosen, rejected)]
+    chosen, rejected = sides
+    answer_begins = [side.spans[0][0] for side in sides]
     notes = chosen.notes | rejected.notes
-    prompts = [
-        side.input_ids[:begin]
-        for side, begin in zip((chosen, rejected), answer_begins, strict=True)
-    ]
+    prompts = [side.input_ids[:begin] for side, begin in zip(sides, answer_begins, strict=True)]
     if not np.array_equal(*prompts):
         notes = notes | {OTHER_PROMPT: 1}
     notes = notes | _notes_on_pair(pair)
@@ -50,8 +44,7 @@ def encode_pair(pair: Pair, sides: Sequence[EncodedRow], cfg: DataConfig) -> Enc
     limit = cfg.sequence_length
     total = len(chosen.input_ids) + len(rejected.input_ids)
     answer_lengths = [
-        len(side.input_ids) - begin
-        for side, begin in zip((chosen, rejected), answer_begins, strict=True)
+        len(side.input_ids) - begin for side, begin in zip(sides, answer_begins, strict=True)
     ]
     length = _longest_answer_that_fits(limit - sum(answer_begins), answer_lengths)
     cut_off = 0
@@ -67,7 +60,7 @@ def encode_pair(pair: Pair, sides: Sequence[EncodedRow], cfg: DataConfig) -> Enc
         cut_off = sum(max(0, answer - length) for answer in answer_lengths)
 
     ids, spans = list[np.ndarray](), list[Span]()
-    for side, begin in zip((chosen, rejected), answer_begins, strict=True):
+    for side, begin in zip(sides, answer_begins, strict=True):
         end = begin + length
         offset = sum(len(earlier) for earlier in ids)
         ids.append(side.input_ids[:end])
