@@ -17,6 +17,7 @@ from toolkit.errors import ConfigError
 from toolkit.loading import load_or_init
 from toolkit.mesh import Mesh
 from toolkit.models import build_on_meta
+from toolkit.models.attention import attend_within_documents
 from toolkit.models.dropout import disable_dropout
 from toolkit.objectives.largest_batch import largest_batch
 from toolkit.sharding import Sharded, apply_fsdp
@@ -110,12 +111,20 @@ class Objective:
         return f"frozen     {', '.join(names)}"
 
     def shard_models(self) -> None:
-        """Build the frozen models on meta and shard them over the ranks of the run."""
+        """Build the frozen models on meta and shard them over the ranks of the run.
+
+        Raises:
+            ModelError: rows are packed, and the attention of a frozen model cannot keep the
+                documents of a row apart.
+        """
         sharding = frozen_sharding(self.cfg.sharding)
         assert self.mesh is not None
         for role, cfg in self.models.items():
             model = build_on_meta(replace(cfg, dtype=cfg.dtype or "auto"))
             model.requires_grad_(False).eval()
+            if self.cfg.data.packing != "none":
+                # Batches of packed rows tell documents apart by their borders, without a mask.
+                attend_within_documents(model)
             self.frozen[role] = apply_fsdp(model, self.mesh, sharding)
 
     def file_bytes(self, data: TrainingData) -> int:

@@ -231,11 +231,20 @@ def _find_loss(base: Any, model: nn.Module) -> list[str]:
 def state_of(cfg: RunConfig, world_size: int, rank: int) -> State:
     """Return the bytes that `rank` holds between two steps, without a step."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with sharded(cfg, world_size, rank, "cuda") as (made, _), fake, Meter().running():
-        model = made.model
-        states = _filled(model, cfg, "cpu")[1]
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return State(*map(local_bytes, (model.parameters(), trained, states)))
+    with sharded(cfg, world_size, rank, "cuda") as (made, _):
+        model, objective = made.model, build(cfg, made.mesh)
+        objective.shard_models()
+        with fake, Meter().running():
+            states = _filled(model, cfg, "cpu")[1]
+            trained = [p for p in model.parameters() if p.requires_grad]
+            parameters = _parameter_bytes(model, objective)
+            return State(parameters, local_bytes(trained), local_bytes(states))
+
+
+def _parameter_bytes(model: nn.Module, objective: Objective) -> int:
+    """Return the bytes of this rank's shards, those of frozen models included."""
+    models = (model, *(frozen.model for frozen in objective.frozen.values()))
+    return sum(local_bytes(held.parameters()) for held in models)
 
 
 def _filled(
@@ -314,9 +323,7 @@ def run_step(
         around(lambda: step(sharded, optimizer, batches))
     if accumulated > 1:
         meter.work["other micro-batches"] *= accumulated - 1
-    frozen_bytes = sum(local_bytes(f.model.parameters()) for f in objective.frozen.values())
-    parameter_bytes = local_bytes(model.parameters()) + frozen_bytes
-    return State(parameter_bytes, gradients, local_bytes(states))
+    return State(_parameter_bytes(model, objective), gradients, local_bytes(states))
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:

@@ -179,6 +179,11 @@ class Rehearsal:
             model = build_on_meta(small_cfg)
             lora = write_small_adapter(small_run.lora, model, self.folder / "adapter")
             small_run = replace(small_run, lora=lora)
+        for role, frozen in small_run.frozen_models.items():
+            folder = self.folder / f"{role}-model"
+            frozen_copy = shrink(frozen, cfg.sharding.param_dtype, folder)
+            frozen = replace(frozen, name_or_path=str(frozen_copy.folder), revision=None)
+            small_run = replace(small_run, **{role: frozen})
         result = self.recorder.result
         result.changed = config.differences(cfg, small_run)
         processes = self.start.world_size

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.config import CheckpointConfig, ShardingConfig
-from toolkit.config.settings import FinetuneConfig, OptimConfig, RunConfig
+from toolkit.config.settings import FinetuneConfig, ModelConfig, OptimConfig, RunConfig
 from toolkit.errors import ModelError
 from toolkit.models.patterns import matching_modules, matching_parameters
 from toolkit.rehearsal.shrunk import Shrunk
@@ -30,10 +30,8 @@ def settings_for_cpu(cfg: Any) -> Any:
 
     That is a micro-batch of one sample, recomputation of all layers, and no compilation.
     """
-    kernel = cfg.model.attn_implementation or ""
-    needs_gpu = any(part in kernel for part in _GPU_ATTENTION)
-    attention = None if needs_gpu else kernel or None
-    model = replace(cfg.model, kernels="none", attn_implementation=attention)
+    models = {"model": cfg.model, **cfg.frozen_models}
+    models = {role: _without_gpu_kernels(model) for role, model in models.items()}
     train = cfg.train
     if train.per_device_train_batch_size == "auto":
         train = replace(train, per_device_train_batch_size=1)
@@ -42,7 +40,13 @@ def settings_for_cpu(cfg: Any) -> Any:
         sharding = replace(sharding, activation_checkpointing="full")
     if sharding.torch_compile == "auto":
         sharding = replace(sharding, torch_compile="none")
-    return replace(cfg, model=model, train=train, sharding=sharding)
+    return replace(cfg, train=train, sharding=sharding, **models)
+
+
+def _without_gpu_kernels(model: ModelConfig) -> ModelConfig:
+    kernel = model.attn_implementation or ""
+    needs_gpu = any(part in kernel for part in _GPU_ATTENTION)
+    return replace(model, kernels="none", attn_implementation=None if needs_gpu else kernel or None)
 
 
 def plan_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:
