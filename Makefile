@@ -1,20 +1,20 @@
-# Every target sets up what it needs: the virtual environment .venv is made on first use.
+# Every target first creates the virtual environment .venv, if it does not exist.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 RUN    ?= runs/demo
 export OMP_NUM_THREADS ?= 1
-# Bytecode is kept, whatever the shell says: a suite starts some hundred processes.
+# Python writes bytecode even if the shell disables it, because the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
-# Of what pip prints: the large files while they are loaded, and that it installs them. Its exit code counts.
+# Print only pip's downloads of large files and the start of the installation. pip's exit code is kept.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PROGRESS = sed -nu -E "s/^ *Downloading ([^ ]+) \(([0-9.]+ [MG]B)\).*/install    loading \1, \2/p; s/^Installing collected packages.*/install    unpacking/p"
-# What scripts write: results and measurements.
+# Scripts write their results and measurements to this folder.
 EVIDENCE := docs/evidence
-# Files in the order of their names: pytest-xdist's own order, by the number of tests, ends with long ones.
+# Run files in alphabetical order. pytest-xdist's own order, by number of tests, starts the longest files last.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
-# Programs that no suite runs whole: that what they call is there, and takes what it is given.
+# mypy checks the programs that no test runs completely: their calls must match the toolkit's signatures.
 PROGRAMS := $(filter-out tests/test_%,$(wildcard tests/*.py))
 LOOSE := $(foreach code,arg-type assignment dict-item func-returns-value misc operator str-unpack union-attr var-annotated,--disable-error-code $(code))
 
@@ -33,34 +33,35 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@touch $@
 	@echo 'install    done: $(BIN)/toolkit'
 
-install: $(VENV)/.installed  ## Make .venv with the toolkit and what it needs
+install: $(VENV)/.installed  ## Create .venv with the toolkit and its dependencies
 
-demo: install  ## Train a small model, export it, reload it, let it write (FRESH=1 starts anew)
+demo: install  ## Train a small model, export it, reload it, generate text (FRESH=1 starts from scratch)
 	@$(BIN)/python recipes/demo.py --run $(RUN) $(if $(FRESH),--fresh)
 
-demo-finetune: install  ## Fine-tune the demo's model with LoRA, merge, ask it before and after
+demo-finetune: install  ## Fine-tune the demo's model with LoRA, merge it, compare answers before and after
 	@$(BIN)/python recipes/demo.py --finetune --run $(RUN) $(if $(FRESH),--fresh)
 
-test: install  ## Run the tests that need no launcher and no heavy faults (minutes)
+test: install  ## Run the fast tests (minutes)
 	$(PYTEST) -m 'not slow and not faults and not plans'
 
 test-slow: install  ## Run the slow tests: real launches, many repeats
 	$(PYTEST) -m slow
 
-test-all: test test-slow  ## Run both
+test-all: test test-slow  ## Run the fast and the slow tests
 
-test-faults: install  ## Run kills, signals, hangs, lost hosts, full disks, hostile files (make soak: the long forms)
+test-faults: install  ## Run tests with kills, signals, hangs, lost hosts, full disks, hostile files (make soak: longer versions)
 	$(PYTEST) -m faults
 
-test-plans: install  ## Run plans and rehearsals of whole models, and a dry run of make gpu
+test-plans: install  ## Run plans and rehearsals of full-size models, and a dry run of make gpu
 	$(PYTEST) -m plans
 
-test-rest: install  ## Run all but what make test does
+test-rest: install  ## Run all tests that make test skips
 	$(PYTEST) -m 'slow or faults or plans'
 
-check: install  ## Lint, format, import layers and types
+check: install  ## Check lint, format, names, import layers and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/check_names.py toolkit recipes
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	MYPYPATH=benchmarks:tests $(BIN)/mypy $(LOOSE) benchmarks $(PROGRAMS)

@@ -13,37 +13,35 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-VAGUE_NAMES = frozenset(
-    [
-        "asked",
-        "counted",
-        "done",
-        "each",
-        "found",
-        "given",
-        "gone",
-        "held",
-        "how",
-        "kept",
-        "known",
-        "left",
-        "made",
-        "meant",
-        "named",
-        "one",
-        "others",
-        "own",
-        "rest",
-        "said",
-        "seen",
-        "shown",
-        "taken",
-        "told",
-        "tried",
-        "wanted",
-        "what",
-    ]
-)
+VAGUE_NAMES = {
+    "asked",
+    "counted",
+    "done",
+    "each",
+    "found",
+    "given",
+    "gone",
+    "held",
+    "how",
+    "kept",
+    "known",
+    "left",
+    "made",
+    "meant",
+    "named",
+    "one",
+    "others",
+    "own",
+    "rest",
+    "said",
+    "seen",
+    "shown",
+    "taken",
+    "told",
+    "tried",
+    "wanted",
+    "what",
+}
 """Participles, pronouns and fillers that are no names."""
 
 UNCLEAR_OPENING = re.compile(
