@@ -46,10 +46,10 @@ from toolkit.config import FinetuneConfig, model_settings
 from toolkit.config.settings import CheckpointConfig
 from toolkit.data.prepare import prepare_data
 from toolkit.data.samples.batch import Batch
+from toolkit.formats.container_memory import peak_host_memory
 from toolkit.mesh import init_mesh
 from toolkit.planning.changes import make_plan
 from toolkit.planning.devices import device_of, named_as
-from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.training import launch
 
 STEPS = WARMUP + TIMED
@@ -102,7 +102,7 @@ def toolkit(place: Place, shape: str, **changes: Any) -> None:
         off = abs(found["losses"][0] - start)
         place.record("first loss is that of random weights", off < 0.3, expected=start, off=off)
         host = psutil.Process().memory_info().rss
-        place.record("host memory", gb=host / 1e9, peak_gb=host_memory_peak() / 1e9)
+        place.record("host memory", gb=host / 1e9, peak_gb=peak_host_memory() / 1e9)
         place.record("profile", **profiled(place, lambda: next(steps)))
 
 

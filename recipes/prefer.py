@@ -76,7 +76,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
             run.log(stopping.line(step))
         metrics.step(step, stats, learning_rate, **evaluated)
         if step == metrics.first_step + 5:  # not at the first, whose learning rate may be zero
-            run.log(*adapters.idle_adapter_lines(model))
+            run.log(*adapters.idle_adapter_warnings(model))
         if last or training.is_due(step, cfg.checkpoint.save_steps):
             metrics.check_finite(step)
             state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated

@@ -61,8 +61,8 @@ from toolkit.export import consolidate
 from toolkit.formats import local_tensor
 from toolkit.loading import init_weights, load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.models.layers import untaught
-from toolkit.models.packing_probe import Verdict, keeps_apart
+from toolkit.models.layers import parameters_outside_text
+from toolkit.models.packing_probe import PackingVerdict, probe_packing
 
 TOLERANCE = 1e-5
 LIMIT = 90.0
@@ -275,7 +275,7 @@ class _Checks:
         worst = difference(whole(self.model), whole(self.plain))
         worst = max(worst, difference(whole(self.model, True), whole(self.plain, True)))
         flags = {n for n, p in self.plain.named_parameters() if not p.requires_grad}
-        flags |= untaught(self.model) & {n for n, _ in self.model.named_parameters()}
+        flags |= parameters_outside_text(self.model) & {n for n, _ in self.model.named_parameters()}
         mine = {n for n, p in self.model.named_parameters() if not p.requires_grad}
         if flags != mine:
             raise Mismatch(f"requires_grad differs: {', '.join(sorted(flags ^ mine)[:3])}")
@@ -791,9 +791,9 @@ def packing_document() -> str:
 
     transformers.logging.set_verbosity_error()
 
-    def tried(packed: bool) -> dict[str, Verdict]:
+    def tried(packed: bool) -> dict[str, PackingVerdict]:
         configs = {kind: own_section(tiny_config(kind), tiny_class(kind)) for kind in TYPES}
-        return {k: keeps_apart(c, tiny_class(k), packed=packed) for k, c in configs.items()}
+        return {k: probe_packing(c, tiny_class(k), packed=packed) for k, c in configs.items()}
 
     found = tried(packed=True)
     safe = [k for k, v in found.items() if v.ok]
@@ -802,7 +802,7 @@ def packing_document() -> str:
     others = [k for k in found if not found[k].ok]
     whole = sum(verdict.mask is None for verdict in tried(packed=False).values())
 
-    def lines(kinds: list[str], reason: Callable[[Verdict], str | None]) -> str:
+    def lines(kinds: list[str], reason: Callable[[PackingVerdict], str | None]) -> str:
         groups: dict[str, list[str]] = {}
         for kind in kinds:
             why = re.sub(r" by \S+ of their spread", "", reason(found[kind]) or "")

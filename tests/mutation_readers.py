@@ -29,7 +29,7 @@ from distributed import run_recipe_ranks
 from sharded import sharded_of
 
 from toolkit import adapters, cli, config, loading, models
-from toolkit.adapters.peft_folder import read_as_peft
+from toolkit.adapters.peft_folder import load_with_peft
 from toolkit.checkpoint import TrainState, find_resumable, restore
 from toolkit.checkpoint.run_folder import claim as claim_folder
 from toolkit.config import FinetuneConfig, PretrainConfig, accelerate_yaml, model_settings
@@ -398,7 +398,7 @@ def publish_adapter() -> None:
 
 def read_adapter() -> None:
     """Load an adapter as PEFT does, which its readers do."""
-    read_as_peft(model_on_meta(Path("model")), Path("adapter"), empty=True)
+    load_with_peft(model_on_meta(Path("model")), Path("adapter"), empty=True)
 
 
 def report() -> None:

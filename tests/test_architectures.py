@@ -23,7 +23,7 @@ from toolkit import models
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import LoadingError, ModelError
 from toolkit.formats.hf_assets import HFAssets
-from toolkit.loading.materialisation import drawn, with_buffers
+from toolkit.loading.materialisation import build_with_buffers, draw_values
 from toolkit.models.causal_lm import build_on_meta
 
 pytestmark = pytest.mark.slow
@@ -147,7 +147,7 @@ def on_meta(kind: str):
 
 def first_values(model, seed: int) -> dict[str, torch.Tensor]:
     names = [n for n, _ in model.named_parameters()]
-    return dict(drawn(model, with_buffers(model), names, seed))
+    return dict(draw_values(model, build_with_buffers(model), names, seed))
 
 
 @pytest.mark.parametrize("kind", ["openai-gpt", "apertus", "mamba", "reformer", "zamba2"])
@@ -161,13 +161,15 @@ def test_each_parameter_is_drawn_alone(kind):
     assert all(torch.equal(values[n], again[n]) for n in values)
     assert any(not torch.equal(values[n], other[n]) for n in values)
     one = next(n for n in values if values[n].ndim > 1)
-    assert torch.equal(dict(drawn(model, with_buffers(model), [one], 3))[one], values[one])
+    assert torch.equal(
+        dict(draw_values(model, build_with_buffers(model), [one], 3))[one], values[one]
+    )
 
 
 def test_drawing_needs_one_module_at_a_time():
     model = on_meta("llama")
-    built = with_buffers(model)
-    for name, _ in drawn(model, built, [n for n, _ in model.named_parameters()], 0):
+    built = build_with_buffers(model)
+    for name, _ in draw_values(model, built, [n for n, _ in model.named_parameters()], 0):
         assert all(p.is_meta for p in built.parameters()), name
 
 

@@ -14,7 +14,7 @@ from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.errors import ModelError
 from toolkit.models import attention
 from toolkit.models.attention import BORDERS, attend_within_documents, document_borders
-from toolkit.models.packing_probe import keeps_apart
+from toolkit.models.packing_probe import probe_packing
 from toolkit.sharding import recompute
 from toolkit.training import head_loss
 
@@ -89,7 +89,7 @@ def test_borders_are_what_keeps_documents_apart():
 def test_every_safe_type_packs_to_the_numbers_of_one_by_one(kind):
     try:
         config = own_section(tiny_config(kind), tiny_class(kind))
-        verdict = keeps_apart(config, tiny_class(kind))
+        verdict = probe_packing(config, tiny_class(kind))
     except (ImportError, ValueError) as error:
         pytest.skip(f"cannot be built here: {error}")
     if not verdict.ok:
@@ -349,14 +349,14 @@ def test_what_it_does_not_know_is_refused_by_name():
 )
 def test_types_that_it_does_not_fit_keep_their_mask(kind, reason):
     """Soft caps; chunks; borders that do not reach the attention: still packed, with a mask."""
-    verdict = keeps_apart(tiny_config(kind), tiny_class(kind))
+    verdict = probe_packing(tiny_config(kind), tiny_class(kind))
     assert verdict.ok
     assert reason in verdict.mask
 
 
 def test_whole_rows_are_tried_too():
     verdicts = {
-        kind: keeps_apart(tiny_config(kind), tiny_class(kind), packed=False)
+        kind: probe_packing(tiny_config(kind), tiny_class(kind), packed=False)
         for kind in ("llama", "gemma3_text", "gemma2", "llama4_text")
     }
     assert all(verdict.ok for verdict in verdicts.values())

@@ -36,10 +36,10 @@ import operator, sys, time
 from pathlib import Path
 from toolkit import formats
 from toolkit.errors import ToolkitError
-from toolkit.sharding.accumulation import host_memory_peak
+from toolkit.formats.container_memory import peak_host_memory
 
 read, file = operator.attrgetter(sys.argv[1])(formats), Path(sys.argv[2])
-peak = lambda: host_memory_peak() // 2**20
+peak = lambda: peak_host_memory() // 2**20
 before, begun = peak(), time.process_time()
 try:
     read(file)

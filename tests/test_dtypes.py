@@ -61,7 +61,7 @@ def test_computed_buffers_have_the_dtype_of_the_computation(tmp_path: Path, kind
 
 
 def test_tables_of_integers_come_from_the_constructor(tmp_path: Path) -> None:
-    from toolkit.loading.materialisation import drawn, with_buffers
+    from toolkit.loading.materialisation import build_with_buffers, draw_values
 
     model = build_on_meta(ModelConfig(str(save_tiny_model(tmp_path)), init="random"))
     kind = type(model.model)
@@ -74,5 +74,5 @@ def test_tables_of_integers_come_from_the_constructor(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "__init__", with_table)
         model = build_on_meta(ModelConfig(str(tmp_path), init="random"))
-        ((name, value),) = drawn(model, with_buffers(model), ["model.table"], 0)
+        ((name, value),) = draw_values(model, build_with_buffers(model), ["model.table"], 0)
     assert (name, value.tolist()) == ("model.table", [*range(300, 308)])

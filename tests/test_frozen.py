@@ -134,7 +134,7 @@ def test_what_auto_decides_by(changes, device, free, chosen, why, folder):
     cfg = dataclasses.replace(FP32, **changes)
     model = prepare_adapters(prepare(ModelConfig(folder)), LoraConfig(r=4), cfg.param_dtype)
     with mock.patch.object(accumulation, "_memory", return_value=(free, free, 0)):
-        found, said = fsdp.replicates_frozen(model, cfg, 8, device)
+        found, said = fsdp.should_replicate_frozen(model, cfg, 8, device)
     assert found is chosen
     assert re.search(why, said)
 
@@ -156,7 +156,9 @@ def test_the_start_says_what_auto_chose(folder):
 
 
 def test_what_cannot_lie_whole_is_refused(folder):
-    with pytest.raises(ConfigError, match="replicated keeps parameters on the device that cpu_offload moves"):
+    with pytest.raises(
+        ConfigError, match="replicated keeps parameters on the device that cpu_offload moves"
+    ):
         ShardingConfig(frozen="replicated", cpu_offload=True)
     cfg = ShardingConfig(frozen="replicated")  # bf16, of a base in fp32
     with fake_world(8), pytest.raises(ShardingError, match=r"stored in torch.float32 and computes"):

@@ -24,7 +24,7 @@ from transformers import Llama4ForConditionalGeneration
 
 from toolkit import checkpoint
 from toolkit.adapters.base import base_digest
-from toolkit.adapters.coverage import coverage, covered_share
+from toolkit.adapters.coverage import coverage_rows, covered_share
 from toolkit.adapters.lora import add_adapters
 from toolkit.checkpoint.carried import Carried, carried_tensors
 from toolkit.config.lora import LoraConfig
@@ -37,7 +37,12 @@ from toolkit.loading import load_pretrained
 from toolkit.loading.pretrained import check_fits
 from toolkit.models import tiny_copy
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.models.layers import beside_line, beside_text, decoder_layers, tied_names
+from toolkit.models.layers import (
+    decoder_layers,
+    frozen_towers_line,
+    modules_outside_text,
+    tied_names,
+)
 from toolkit.models.peft_model import adapted_modules
 from toolkit.sharding.units import plan_units
 from toolkit.verify import verify_export
@@ -77,7 +82,7 @@ def test_a_published_layout_comes_through_whole(name: str) -> None:
 def test_the_class_of_the_config_is_built_and_its_towers_are_apart(tmp_path: Path) -> None:
     model = build_on_meta(ModelConfig(str(layout("qwen3_5", tmp_path))))
     assert type(model).__name__ == "Qwen3_5ForConditionalGeneration"
-    assert beside_text(model) == ["model.visual"]
+    assert modules_outside_text(model) == ["model.visual"]
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {n for n, _ in model.named_parameters() if n.startswith("model.visual.")}
     layers = decoder_layers(model)
@@ -105,16 +110,16 @@ def test_adapters_go_into_the_text_part_only(tmp_path: Path) -> None:
 def test_coverage_counts_what_text_runs_through_and_the_rest_is_said(tmp_path: Path) -> None:
     model = build_on_meta(ModelConfig(str(layout("qwen3_5", tmp_path))))
     adapted = add_adapters(model, LoraConfig(r=2))
-    rows = coverage(adapted)
+    rows = coverage_rows(adapted)
     idle = {row.name for row in rows if row.part == "layer" and not row.trained}
     assert idle == {f"model.language_model.layers.{i}.linear_attn.conv1d.weight" for i in range(3)}
     assert {row.name.split(".")[1] for row in rows if row.part == "beside"} == {"visual"}
     assert covered_share(rows) > 0.97  # 0.18 where the tower counts
     tower = sum(p.numel() for p in model.get_submodule("model.visual").parameters())
     said = f"frozen     model.visual: {tower / 1e6:,.1f} M parameters that text does not reach"
-    assert beside_line(adapted) == said
+    assert frozen_towers_line(adapted) == said
     text = layout("qwen3", tmp_path / "text")
-    assert beside_line(build_on_meta(ModelConfig(str(text)))) == ""
+    assert frozen_towers_line(build_on_meta(ModelConfig(str(text)))) == ""
 
 
 def _accumulated(rank: int, world: int, source: str, accumulation: str) -> list[float]:

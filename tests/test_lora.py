@@ -23,7 +23,12 @@ from transformers import AutoModelForCausalLM
 
 from toolkit import checkpoint
 from toolkit.adapters.base import adapter_entry, base_digest, check_same_adapters
-from toolkit.adapters.coverage import coverage, coverage_lines, covered_share, idle_adapters
+from toolkit.adapters.coverage import (
+    coverage_lines,
+    coverage_rows,
+    covered_share,
+    find_idle_adapters,
+)
 from toolkit.adapters.lora import add_adapters
 from toolkit.checkpoint import disk, resuming
 from toolkit.checkpoint.summary import render, summarise
@@ -44,7 +49,7 @@ from toolkit.models.peft_model import (
     adapted_modules,
     base_of,
     copied_modules,
-    copies,
+    trained_copies,
     trained_tensors,
     unwrapped_base,
 )
@@ -700,10 +705,10 @@ def test_what_peft_cannot_adapt_is_refused_with_the_remedy(kind, capsys):
         add_adapters(model, LoraConfig(r=4, target_modules=named))
     assert REFUSED[kind] in str(error.value)
     left = add_adapters(on_meta(kind), LoraConfig(r=4, exclude_modules=names))
-    assert covered_share(coverage(left)) > 0.1
+    assert covered_share(coverage_rows(left)) > 0.1
     capsys.readouterr()
     every = add_adapters(on_meta(kind), LoraConfig(r=4))
-    assert covered_share(coverage(every)) > 0.1
+    assert covered_share(coverage_rows(every)) > 0.1
     said = capsys.readouterr().out
     assert "adapters   all-linear leaves out " in said
     assert all(name in said for name in names)
@@ -743,8 +748,8 @@ def test_layers_and_fit_are_those_of_the_base(folders):
 
 def test_a_name_is_whole_or_ends_at_a_dot(folders):
     lora = LoraConfig(r=4, target_modules=Q, modules_to_save=["norm"])
-    copies = copied_modules(adapt(folders["llama"], lora))
-    assert set(copies) == {"model.norm"}  # and no input_layernorm, which PEFT would take too
+    copied = copied_modules(adapt(folders["llama"], lora))
+    assert set(copied) == {"model.norm"}  # and no input_layernorm, which PEFT would take too
 
 
 def test_adapters_are_float32_whatever_the_base_is(folders):
@@ -757,7 +762,7 @@ def test_adapters_are_float32_whatever_the_base_is(folders):
 
 def test_coverage_is_counted_and_surprises_are_said(folders):
     model = adapt(folders["qwen3_moe"], LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    rows = {row.name: row for row in coverage(model)}
+    rows = {row.name: row for row in coverage_rows(model)}
     base = build_on_meta(ModelConfig(folders["qwen3_moe"]))
     assert rows.keys() == {n for n, p in base.named_parameters() if p.ndim > 1}
     first = rows["model.layers.0.self_attn.q_proj.weight"]
@@ -824,11 +829,11 @@ def test_adapters_that_nothing_reaches_are_named(tmp_path):
     folder = str(tiny.save(tiny.tiny_model("mamba"), tmp_path / "mamba", "mamba"))
     model = adapt(folder, LoraConfig(r=4, exclude_modules=["out_proj"]))
     load_pretrained(model, folder, "cpu")
-    assert idle_adapters(model) == []  # before the first step none adds anything
+    assert find_idle_adapters(model) == []  # before the first step none adds anything
     optimizer = build_optimizer(model.train(), OptimConfig(learning_rate=1e-2))
     train_step(model, optimizer, [tiny.rows(2)])
     layers = range(model.config.num_hidden_layers)
-    assert idle_adapters(model) == [f"backbone.layers.{i}.mixer.dt_proj" for i in layers]
+    assert find_idle_adapters(model) == [f"backbone.layers.{i}.mixer.dt_proj" for i in layers]
 
 
 def test_experts_without_tokens_are_not_idle(folders):
@@ -839,15 +844,15 @@ def test_experts_without_tokens_are_not_idle(folders):
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.fill_(0.0 if "experts" in name else 1.0)
-        assert idle_adapters(model) == []
+        assert find_idle_adapters(model) == []
         next(p for n, p in trained.items() if "layers.1" in n and "q_proj" in n).zero_()
-    assert idle_adapters(model) == ["model.layers.1.self_attn.q_proj"]
+    assert find_idle_adapters(model) == ["model.layers.1.self_attn.q_proj"]
 
 
 def test_copies_lie_as_their_originals_do(folders):
     """In fp32, too: what is replicated on purpose stays so where a copy of it is trained."""
     model = adapt(folders["llama"], LoraConfig(r=4, target_modules=Q, modules_to_save=["norm"]))
-    ((original, copy),) = copies(model)
+    ((original, copy),) = trained_copies(model)
     (name,) = [n for n, p in model.named_parameters() if p is original]
     cfg = dataclasses.replace(FP32, ignored_parameters=[name])
     assert {id(original), id(copy)} <= units._replicated(model, cfg)

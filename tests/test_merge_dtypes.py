@@ -19,7 +19,7 @@ from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.export import consolidate
 from toolkit.loading.pretrained import load_pretrained
-from toolkit.models import kept_in_fp32
+from toolkit.models import find_fp32_tensors
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.peft_model import trained_tensors
 from toolkit.verify import verify_export
@@ -49,7 +49,7 @@ def test_a_router_in_fp32_is_rounded_once(kind: str, tmp_path: Path) -> None:
     assert routers
     assert {actual[name].dtype for name in routers} == {torch.bfloat16}
     assert {expected[name].dtype for name in routers} == {torch.float32}  # the control
-    assert set(routers) <= kept_in_fp32(merged).keys()
+    assert set(routers) <= find_fp32_tensors(merged).keys()
     for name in [n for n in expected if n in actual]:
         assert torch.equal(expected[name].to(actual[name].dtype), actual[name]), name
     report = verify_export(run, tmp_path / "merged")

@@ -9,7 +9,7 @@ def test_a_forward_on_the_side_leaves_no_trace():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)).train()
     model[0].eval()
     before = torch.get_rng_state()
-    with modes.on_the_side(model, "cpu"):
+    with modes.isolated_forward(model, "cpu"):
         assert not model.training
         assert not model[1].training
         torch.rand(3)
@@ -36,4 +36,4 @@ def test_a_build_for_cuda_without_a_device_has_the_cpus_random_state_only(monkey
         return None if check_available else torch.device("cuda")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", named)
-    assert [torch.equal(s, torch.get_rng_state()) for s in modes.random_state()] == [True]
+    assert [torch.equal(s, torch.get_rng_state()) for s in modes.get_random_state()] == [True]

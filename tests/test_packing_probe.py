@@ -10,7 +10,7 @@ from conftest import tiny_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 
 from toolkit.models import packing_probe, tiny_copy
-from toolkit.models.packing_probe import keeps_apart
+from toolkit.models.packing_probe import probe_packing
 
 SAFE = {
     "llama": {},
@@ -41,7 +41,7 @@ LEAKING = ["mamba", "bloom", "mpt", "gpt_oss", "recurrent_gemma", "xglm"]
 
 @pytest.mark.parametrize("kind", SAFE)
 def test_types_that_keep_packed_samples_apart(kind):
-    verdict = keeps_apart(CONFIG_MAPPING[kind](**SAFE[kind]))
+    verdict = probe_packing(CONFIG_MAPPING[kind](**SAFE[kind]))
     assert verdict.ok, verdict.why
 
 
@@ -50,35 +50,35 @@ def test_longrope_depends_on_the_longest_sample(length, ok):
     """Above the length that the model was first trained at its factors are others, for all samples
     of a micro-batch.
     """
-    verdict = keeps_apart(CONFIG_MAPPING["phi3"](**LONGROPE), sequence_length=length)
+    verdict = probe_packing(CONFIG_MAPPING["phi3"](**LONGROPE), sequence_length=length)
     assert verdict.ok == ok
     assert ok or "does not come out as it does by itself" in verdict.why
 
 
 @pytest.mark.parametrize("size", [65, 127, 128])
 def test_small_vocabularies(size):
-    verdict = keeps_apart(CONFIG_MAPPING["llama"](vocab_size=size))
+    verdict = probe_packing(CONFIG_MAPPING["llama"](vocab_size=size))
     assert verdict.ok, verdict.why
 
 
 @pytest.mark.parametrize("kind", LEAKING)
 def test_types_whose_packed_samples_see_each_other(kind):
-    verdict = keeps_apart(CONFIG_MAPPING[kind]())
+    verdict = probe_packing(CONFIG_MAPPING[kind]())
     assert not verdict.ok
     assert "see each other" in verdict.why
 
 
 def test_bloom_leaks():
-    assert "see each other" in keeps_apart(CONFIG_MAPPING["bloom"]()).why
+    assert "see each other" in probe_packing(CONFIG_MAPPING["bloom"]()).why
 
 
 def test_what_does_not_run_is_a_no_with_its_reason():
     config = CONFIG_MAPPING["llama"](attn_implementation="flash_attention_2")
-    verdict = keeps_apart(config)
+    verdict = probe_packing(config)
     assert not verdict.ok
     assert "flash" in verdict.why.lower(), verdict.why
     blind = CONFIG_MAPPING["llama"](hidden_act="no_such_act")
-    assert "no_such_act" in keeps_apart(blind).why
+    assert "no_such_act" in probe_packing(blind).why
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -96,7 +96,7 @@ def test_the_attention_of_the_run_is_tried(kernel, tried, monkeypatch):
 
     monkeypatch.setattr(packing_probe, "_compare", watched)
     config = CONFIG_MAPPING["llama"](attn_implementation=kernel)
-    assert keeps_apart(config).ok
+    assert probe_packing(config).ok
     assert seen == {tried}
 
 
@@ -131,33 +131,33 @@ class Masked(LlamaForCausalLM):
 def test_small_leaks_and_shifted_positions_are_seen():
     """The controls: each differs from a llama, which passes, in one thing."""
     config = CONFIG_MAPPING["llama"]()
-    assert "see each other" in keeps_apart(config, Remembering).why
-    assert "by itself" in keeps_apart(config, Counting).why
+    assert "see each other" in probe_packing(config, Remembering).why
+    assert "by itself" in probe_packing(config, Counting).why
     masking = CONFIG_MAPPING["llama"](attn_implementation="eager")
-    assert keeps_apart(masking).ok
-    assert "see each other" in keeps_apart(masking, Masked).why
+    assert probe_packing(masking).ok
+    assert "see each other" in probe_packing(masking, Masked).why
 
 
 @pytest.mark.slow
 def test_a_single_layer_of_another_kind_decides():
     """Only the last kind of layer leaks: it is in the copy though it comes late."""
     jamba = CONFIG_MAPPING["jamba"](num_hidden_layers=16, attn_layer_period=2, attn_layer_offset=0)
-    assert not keeps_apart(jamba).ok
+    assert not probe_packing(jamba).ok
     kinds = ["full_attention"] * 3 + ["linear_attention"]
     late = CONFIG_MAPPING["qwen3_next"](num_hidden_layers=4, layer_types=kinds)
-    assert "see each other" in keeps_apart(late).why
+    assert "see each other" in probe_packing(late).why
     only = copy.deepcopy(late)
     only.layer_types = ["full_attention"] * 4
-    assert keeps_apart(only).ok
+    assert probe_packing(only).ok
 
 
 def test_a_tiny_copy_has_every_kind_of_layer_and_little_else():
     config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=62, num_attention_heads=16)
-    full = tiny_copy.on_meta(AutoModelForCausalLM._model_mapping[type(config)], config)
+    full = tiny_copy.build_meta_model(AutoModelForCausalLM._model_mapping[type(config)], config)
     kinds = tiny_copy.layer_kinds(full)
     assert len(kinds) == 62
     assert len(set(kinds)) == 2
-    small = next(tiny_copy.cuts(config, kinds, None))
+    small = next(tiny_copy.shrunk_configs(config, kinds, None))
     assert small.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
     assert small.head_dim == config.head_dim
     assert small.sliding_window == 4
@@ -175,12 +175,12 @@ def test_windows_as_long_as_a_row_are_not_cut(length, window, monkeypatch):
         return compare(model, *batches)
 
     monkeypatch.setattr(packing_probe, "_compare", watched)
-    assert keeps_apart(CONFIG_MAPPING["mistral"](sliding_window=1024), sequence_length=length).ok
+    assert probe_packing(CONFIG_MAPPING["mistral"](sliding_window=1024), sequence_length=length).ok
     assert seen == [window]
 
 
 def test_the_random_state_is_untouched():
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    assert keeps_apart(tiny_config("llama")).ok
+    assert probe_packing(tiny_config("llama")).ok
     assert torch.equal(torch.get_rng_state(), before)

@@ -33,7 +33,7 @@ from toolkit.config.settings import RunConfig
 from toolkit.errors import ShardingError
 from toolkit.loading import init_weights, load_or_init
 from toolkit.models import build_on_meta
-from toolkit.models.packed_linear import bitsandbytes
+from toolkit.models.packed_linear import import_bitsandbytes
 from toolkit.planning import automatic, changes
 from toolkit.planning.calibration import cache_file, calibration_of, remembered
 from toolkit.planning.changes import Plan, make_plan, remedies
@@ -189,7 +189,7 @@ def test_a_base_of_4_bits_is_exact(double: str, tmp_path: Path) -> None:
     cfg = _config(tmp_path, "--lora.r=4", *flags, *more)
     ranks = run_ranks(_every, 2, [cfg], 1)
     assert [state_of(cfg, 2, rank) for rank in range(2)] == [rank[0][0] for rank in ranks]
-    functional = bitsandbytes().functional
+    functional = import_bitsandbytes().functional
     with patch.object(functional, "name2qmap", {}):  # as in a process that only planned before
         assert simulate(cfg, 2, device_type="cpu").state == ranks[0][0][0]
         _, state = functional.quantize_4bit(torch.ones(64), blocksize=64, compress_statistics=True)

@@ -53,7 +53,7 @@ from toolkit.models.packed_linear import (
     BLOCK,
     PackedLinear,
     count_values,
-    packed_linear,
+    packed_linear_class,
     packed_weights,
 )
 from toolkit.models.quantise import quantise_on_meta
@@ -404,9 +404,9 @@ def test_each_rank_holds_its_share_of_values_and_scales(found):
 
 def test_description_says_what_is_in_4_bits(folder):
     model = build_on_meta(ModelConfig(folder))
-    assert quantise.describe(model, 2) is None
+    assert quantise.describe_quantisation(model, 2) is None
     quantise_on_meta(model, dataclasses.replace(DOUBLE, modules_to_save=["k_proj"]), "float32")
-    text = quantise.describe(model, 2)
+    text = quantise.describe_quantisation(model, 2)
     assert text is not None
     assert "nf4, scales quantised too: 18 linear layers" in text
     assert "model.layers.*.self_attn.k_proj (lora.modules_to_save)" in text
@@ -476,7 +476,7 @@ def world_of_one():
 
 def layer(out: int, into: int, cfg: LoraConfig = LORA, dtype: str = "float32") -> PackedLinear:
     storage = getattr(torch, dtype)
-    made = packed_linear()(nn.Linear(into, out), cfg, storage)
+    made = packed_linear_class()(nn.Linear(into, out), cfg, storage)
     weight = torch.randn(out, into, generator=torch.Generator().manual_seed(0))
     made.weight = nn.Parameter(made.pack(weight), requires_grad=False)
     return made
@@ -542,7 +542,7 @@ def test_layers_whose_rows_a_block_would_span_stay_as_they_are(tmp_path):
     folder = save_tiny_model(tmp_path / "m", "llama", hidden_size=64, intermediate_size=96)
     model = build_on_meta(ModelConfig(str(folder)))
     quantise_on_meta(model, LORA, "float32")
-    text = str(quantise.describe(model, 1))
+    text = str(quantise.describe_quantisation(model, 1))
     assert "; not: model.layers.*.mlp.down_proj (in_features is no multiple of 64)\n" in text
     load_pretrained(model, folder, "cpu")  # both kinds
     assert model.model.layers[0].mlp.down_proj.weight.shape == (64, 96)
@@ -554,7 +554,7 @@ def test_experts_and_routers_stay_as_they_are(tmp_path):
     folder = tiny_models.save(tiny_models.tiny_model(kind, **sizes), tmp_path / kind, kind)
     model: Any = build_on_meta(ModelConfig(str(folder)))
     quantise_on_meta(model, LORA, "float32")
-    _, left = str(quantise.describe(model, 1)).split("; not: ")
+    _, left = str(quantise.describe_quantisation(model, 1)).split("; not: ")
     assert "mlp.experts.gate_up_proj" in left
     assert re.search(r"mlp.shared_expert_gate[^()]* \(router\)", left)
     assert any(n.endswith("shared_expert.gate_proj.weight") for n in packed_weights(model))
@@ -626,7 +626,7 @@ def test_settings_that_work(folder):
 
 def test_bitsandbytes_is_not_installed(monkeypatch, folder):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    packed_linear.cache_clear()
+    packed_linear_class.cache_clear()
     for act in (
         lambda: quantise.check_quantisation(LORA, FP32, ModelConfig(folder), "cpu"),
         lambda: quantise_on_meta(build_on_meta(ModelConfig(folder)), LORA, "float32"),
@@ -646,11 +646,11 @@ def test_wrong_values_are_found_by_trial(monkeypatch):
     def shifted(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return real(a, b.roll(1), **kwargs)
 
-    packed_linear.cache_clear()
+    packed_linear_class.cache_clear()
     monkeypatch.setattr(bitsandbytes, "matmul_4bit", shifted)
     with pytest.raises(ConfigError, match="wrong values"):
         quantise.check_quantisation(LORA, FP32, ModelConfig("x"), "cpu")
-    packed_linear.cache_clear()
+    packed_linear_class.cache_clear()
 
 
 def test_a_unit_of_another_dtype_would_cast_the_bytes(folder):
@@ -685,10 +685,13 @@ def test_a_checkpoint_that_is_quantised_already(kind, folder, tmp_path):
 
 def test_base_is_reached_through_the_adapters(folder):
     base = quantised(folder)
-    before = quantise.quantisation_settings(base), quantise.describe(base, 1)
+    before = quantise.quantisation_settings(base), quantise.describe_quantisation(base, 1)
     model = add_adapters(base, LORA)
     assert None not in before
-    assert (quantise.quantisation_settings(model), quantise.describe(model, 1)) == before
+    assert (
+        quantise.quantisation_settings(model),
+        quantise.describe_quantisation(model, 1),
+    ) == before
     kinds = {type(m).__module__ for m in model.modules() if "lora_A" in m._modules}
     assert kinds == {"peft.tuners.lora.bnb"}  # PEFT's own layer for 4 bits
 

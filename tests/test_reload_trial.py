@@ -13,7 +13,7 @@ from toolkit import checkpoint
 from toolkit.adapters import reload_trial
 from toolkit.adapters.lora import add_adapters, prepare_adapters
 from toolkit.adapters.reload_trial import find_lost_adapters
-from toolkit.adapters.targets import shortest_ends
+from toolkit.adapters.targets import shortest_suffixes
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import ModelError
@@ -105,8 +105,8 @@ def test_values_that_arrive_in_another_place_count_as_lost(tmp_path: Path, monke
 
 def test_the_shortest_ends_name_nothing_else() -> None:
     names = ["a.0.mlp.up", "a.1.mlp.shared.up", "a.2.mlp.shared.up", "a.2.out"]
-    assert shortest_ends({"a.1.mlp.shared.up", "a.2.mlp.shared.up"}, names) == {"shared.up"}
-    assert shortest_ends({"a.1.mlp.shared.up"}, names) == {"1.mlp.shared.up"}
+    assert shortest_suffixes({"a.1.mlp.shared.up", "a.2.mlp.shared.up"}, names) == {"shared.up"}
+    assert shortest_suffixes({"a.1.mlp.shared.up"}, names) == {"1.mlp.shared.up"}
 
 
 def test_a_target_that_is_not_there_suggests_linear_layers(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_from_training_to_a_verified_export(folder, tmp_path, monkeypatch, capsy
         assert cli.main(arguments) == 1
         said = capsys.readouterr()
         assert "needs its own Python code; read that, then set" in said.err + said.out
-        assert not causal_lm.trusts_code()
+        assert not causal_lm.allows_remote_code()
         assert cli.main([*arguments, "--trust_remote_code"]) == 0
         causal_lm._process["trusts_code"] = False
     assert cli.main(["verify", str(run), str(out), "--logits", "--trust_remote_code"]) == 0

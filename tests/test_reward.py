@@ -42,7 +42,7 @@ from toolkit.loading import check_fits, load_pretrained
 from toolkit.mesh import View
 from toolkit.models import build_on_meta, model_on_meta
 from toolkit.models.attention import attend_within_documents
-from toolkit.models.reward import pool_at
+from toolkit.models.reward import set_pooling_token
 from toolkit.planning.simulation import simulate
 from toolkit.rehearsal import rehearse
 from toolkit.training.loss import sequence_rewards
@@ -234,7 +234,7 @@ def test_a_checkpoint_for_more_than_text_becomes_one(tmp_path: Path, kind: str) 
     assert {"visual", "vision_tower"} & frozen
     assert "language_model" not in frozen
     assert model.score.weight.requires_grad
-    pool_at(model, assets_of(model), 3)
+    set_pooling_token(model, assets_of(model), 3)
     assert assets_of(model).config["text_config"]["pad_token_id"] == 3
     rows = [[9, 10, 11, 12, 13], [9, 20, 21]]
     shape = SampleShape("none", 16, 3, row_format=PAIRS)

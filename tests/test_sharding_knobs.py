@@ -45,7 +45,12 @@ from toolkit.sharding.accumulation import Accumulation
 from toolkit.sharding.compiled import compile_forward
 from toolkit.sharding.fsdp import offload_policy
 from toolkit.sharding.host_memory import HostMemory
-from toolkit.sharding.unit_table import dtype_ledger, format_unit_table, ledger_line, unit_rows
+from toolkit.sharding.unit_table import (
+    dtype_ledger,
+    format_dtype_ledger,
+    format_unit_table,
+    unit_rows,
+)
 from toolkit.training.optim import build_optimizer
 
 FP32 = ShardingConfig(param_dtype="float32")
@@ -267,10 +272,10 @@ def test_storage_dtype_is_its_own_choice_and_said_loudly(folders):
             ledger = dtype_ledger(sharded_of(model), ShardingConfig())
             assert (ledger["storage"], ledger["optimizer"]) == (dtype, dtype)
             assert ledger["compute"] == "bfloat16"
-            assert ("WARNING" in ledger_line(sharded_of(model), ShardingConfig())) == (
+            assert ("WARNING" in format_dtype_ledger(sharded_of(model), ShardingConfig())) == (
                 dtype == "bfloat16"
             )
-            eight = ledger_line(sharded_of(model), ShardingConfig(), "8 bits/float32")
+            eight = format_dtype_ledger(sharded_of(model), ShardingConfig(), "8 bits/float32")
             assert "optimizer 8 bits/float32, " in eight
             assert ("WARNING" in eight) == (dtype == "bfloat16")
 
@@ -298,7 +303,7 @@ def test_storage_dtype_is_its_own_choice_and_said_loudly(folders):
 def test_what_auto_is_on_a_gpu(kind, device, changes, split, compiled, folders):
     cfg = knobs(**changes)
     model = build_on_meta(ModelConfig(folders[kind]))
-    assert fsdp.splits_ends(model, cfg, device) is split
+    assert fsdp.should_split_embeddings(model, cfg, device) is split
     plan = fsdp.plan_units(model, cfg)
     assert fsdp.should_compile_layers(plan, cfg, device, True, False)[0] is compiled
     if cfg.torch_compile == "auto":  # each new length would compile anew
@@ -451,7 +456,7 @@ def test_random_state_is_kept_for_a_recomputation_that_needs_it(dropout, monkeyp
     assert kept == ([True] * 3 if dropout else [True, False, False])
     assert relative_difference(found, gradients(False)) < CLOSE
     # The control: dropout that is not seen drops others in the recomputation.
-    monkeypatch.setattr(recompute, "random_state", lambda: [torch.zeros(1)])
+    monkeypatch.setattr(recompute, "get_random_state", lambda: [torch.zeros(1)])
     assert (relative_difference(gradients(True), gradients(False)) < CLOSE) is (not dropout)
 
 
@@ -1289,8 +1294,8 @@ def test_seventy_billion_parameters_for_64_ranks_are_planned_in_little_memory(tm
     config.write_text(f"model:\n  name_or_path: {tmp_path}\n  init: random\n")
     code = (
         "import sys; from toolkit.cli import main; code = main(sys.argv[1:]); "
-        "from toolkit.sharding.accumulation import host_memory_peak; "
-        "print(host_memory_peak()); sys.exit(code)"
+        "from toolkit.formats.container_memory import peak_host_memory; "
+        "print(peak_host_memory()); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, "inspect", "--plan", str(config), "--json"]
     done = subprocess.run(
@@ -1309,7 +1314,7 @@ def test_seventy_billion_parameters_for_64_ranks_are_planned_in_little_memory(tm
 def test_the_peak_of_host_memory_is_this_process_own():
     """Not what the one held that started it, which Linux counts in `ru_maxrss`."""
     code = (
-        "import resource; from toolkit.sharding.accumulation import host_memory_peak as peak; "
+        "import resource; from toolkit.formats.container_memory import peak_host_memory as peak; "
         "theirs = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024; before = peak(); "
         "held = b'x' * 2**28; print(theirs, before, peak())"
     )

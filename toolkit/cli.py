@@ -421,15 +421,15 @@ def _consolidate(args: argparse.Namespace) -> int:
 def _how_to_load(folder: Path) -> Iterator[str]:
     """Yield the Python lines that load an export."""
     from toolkit.formats import export_manifest, read_config
-    from toolkit.models.classes import as_reward_model, auto_class
+    from toolkit.models.classes import auto_class_name, reward_loading_code
 
     unmerged = (folder / "adapter_config.json").is_file()
     adapter = export_manifest.read(folder)["origin"]["adapter"] if unmerged else {}
     config = adapter["base_config"] if unmerged else read_config(folder)
     code = ", trust_remote_code=True" if "auto_map" in config else ""
     named = adapter["base_class"] if unmerged else (config.get("architectures") or [""])[0]
-    auto = auto_class(named)
-    more, after = as_reward_model(auto, config) if unmerged else ("", "")
+    auto = auto_class_name(named)
+    more, after = reward_loading_code(auto, config) if unmerged else ("", "")
     code += more
     load = f"transformers.{auto}.from_pretrained({{!r}}{code})"
     if not unmerged:
@@ -550,9 +550,9 @@ def _push(args: argparse.Namespace) -> int:
 
 def _trust(args: argparse.Namespace) -> None:
     if args.trust_remote_code:
-        from toolkit.models import trust_code
+        from toolkit.models import allow_remote_code
 
-        trust_code()
+        allow_remote_code()
 
 
 def _quiet(progress: bool = True) -> None:

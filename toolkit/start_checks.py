@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from toolkit import export, hub, loading, models, ranks, training
-from toolkit.adapters import add_adapters, check_named
+from toolkit.adapters import add_adapters, check_target_names
 from toolkit.checkpoint import disk
 from toolkit.checkpoint.adapter_source import adopt_adapter, check_base, open_adapter
 from toolkit.checkpoint.commit import committed_steps
@@ -297,7 +297,7 @@ def build_model(start: Start) -> str:
     start.model = models.prepare(start.model_cfg)
     loading.check_fits(start.model, cfg.model)
     count = sum(p.numel() for p in start.model.parameters())
-    return f"{models.plain_name(start.model)}, {count:,} parameters"
+    return f"{models.model_class_name(start.model)}, {count:,} parameters"
 
 
 def check_adapter_files(start: Start) -> str:
@@ -307,7 +307,7 @@ def check_adapter_files(start: Start) -> str:
     """
     cfg = start.cfg
     if cfg.adapters:
-        check_named(start.model, cfg.adapters)
+        check_target_names(start.model, cfg.adapters)
         continues = isinstance(cfg, FinetuneConfig) and cfg.lora.from_ is not None
         if continues and not committed_steps(root_of(cfg)):
             with open_adapter(cfg.lora) as source:

@@ -9,8 +9,8 @@ from torch import nn
 from toolkit import ranks
 from toolkit.formats import local_tensor
 from toolkit.models import peft_model
-from toolkit.models.layers import numbers_of_experts, untaught
-from toolkit.models.patterns import numbered
+from toolkit.models.layers import expert_counts, parameters_outside_text
+from toolkit.models.patterns import replace_numbers
 from toolkit.models.reward import reward_head
 from toolkit.tables import fold, table
 
@@ -32,7 +32,7 @@ class CoverageRow:
         return math.prod(self.shape)
 
 
-def coverage(model: nn.Module) -> list[CoverageRow]:
+def coverage_rows(model: nn.Module) -> list[CoverageRow]:
     """Return a row for every matrix of the base of adapted `model`, tied ones once."""
     layers = peft_model.adapted_parameters(model)
     saved = peft_model.copied_modules(model).items()
@@ -41,7 +41,7 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
     with peft_model.unwrapped_base(model) as base:
         ends = (base.get_input_embeddings(), base.get_output_embeddings(), reward_head(base))
         outside = {id(p) for end in ends if end is not None for p in end.parameters()}
-        experts, beside = numbers_of_experts(base), untaught(base)
+        experts, beside = expert_counts(base), parameters_outside_text(base)
         for name, parameter in base.named_parameters():
             path, _, leaf = name.rpartition(".")
             owner = base.get_submodule(path)
@@ -69,7 +69,7 @@ def covered_share(rows: Iterable[CoverageRow]) -> float:
 
 def coverage_lines(model: nn.Module) -> list[str]:
     """Return what a run prints of its adapters: a summary, the table, and what may surprise."""
-    rows, config = coverage(model), peft_model.adapter_config(model)
+    rows, config = coverage_rows(model), peft_model.adapter_config(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(row.elements for row in rows)
     lines = [
@@ -95,13 +95,13 @@ def coverage_lines(model: nn.Module) -> list[str]:
     return lines
 
 
-def idle_adapters(model: nn.Module) -> list[str]:
+def find_idle_adapters(model: nn.Module) -> list[str]:
     """Return the modules whose adapters still add nothing, after a step or more, such as mamba's
     `dt_proj`, whose weight is read without a forward; none while all add nothing (the learning rate
     was zero), and no routed experts: no token may have come to them yet. Collective.
     """
     layers = peft_model.adapted_parameters(model)
-    experts = {row.name for row in coverage(model) if row.part == "experts"}
+    experts = {row.name for row in coverage_rows(model) if row.part == "experts"}
     own = [peft_model.layer_parameters(layer) for layer in layers.values()]
     # Of each pair of factors the one that begins at zero.
     zero = [p.get("lora_B", p.get("lora_embedding_A")) for p in own]
@@ -112,9 +112,9 @@ def idle_adapters(model: nn.Module) -> list[str]:
     return [n.removesuffix(".weight") for n in idle if n not in experts]
 
 
-def idle_adapter_lines(model: nn.Module) -> list[str]:
+def idle_adapter_warnings(model: nn.Module) -> list[str]:
     """Return a warning where adapters of `model` get no gradient; see `idle_adapters`."""
-    idle = idle_adapters(model) if peft_model.has_adapters(model) else []
+    idle = find_idle_adapters(model) if peft_model.has_adapters(model) else []
     return [
         f"WARNING: {len(idle)} adapters get no gradient, such as {name}: the model reads their "
         "weights without a forward; name them in lora.exclude_modules"
@@ -124,7 +124,7 @@ def idle_adapter_lines(model: nn.Module) -> list[str]:
 
 def _short(name: str) -> str:
     """Return the end of a parameter's name that is the same in every layer."""
-    return ".".join(numbered(name).split(".")[-3:]).rpartition("*.")[2]
+    return ".".join(replace_numbers(name).split(".")[-3:]).rpartition("*.")[2]
 
 
 def _kind(model: nn.Module) -> str:

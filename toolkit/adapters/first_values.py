@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import LoadingError
 from toolkit.formats import like_dtensor, local_tensor, part_of
-from toolkit.models.peft_model import ADAPTER, base_of, copies, layer_parameters
+from toolkit.models.peft_model import ADAPTER, base_of, layer_parameters, trained_copies
 
 
-def first_values(
+def adapter_first_values(
     model: nn.Module, seed: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, this rank's part) of everything that is trained, in the order of the modules;
@@ -31,7 +31,7 @@ def first_values(
     Collective where a norm runs over several ranks, which exchange tensors on `device`. Draws a
     whole adapter matrix at a time, on the CPU. LoadingError for a first value of another shape.
     """
-    originals = {id(copy): original for original, copy in copies(model)}
+    originals = {id(copy): original for original, copy in trained_copies(model)}
     prefix = next(n for n, m in model.named_modules() if m is base_of(model))
     adapters = {
         id(parameter): (kind, module, f"{seed}/{name.removeprefix(prefix + '.')}.{kind}")

@@ -20,17 +20,17 @@ from toolkit.adapters.reload_trial import find_lost_adapters
 from toolkit.adapters.targets import (
     Targets,
     check_adapted,
-    refusal,
-    shortest_ends,
-    targets_of,
+    explain_refusal,
+    select_targets,
+    shortest_suffixes,
     unfit_modules,
 )
 from toolkit.config.lora import LoraConfig
 from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
-from toolkit.models.causal_lm import kept_in_fp32
-from toolkit.models.classes import plain_name
-from toolkit.models.peft_model import ADAPTER, copies, has_adapters, unwrapped_base
+from toolkit.models.causal_lm import find_fp32_tensors
+from toolkit.models.classes import model_class_name
+from toolkit.models.peft_model import ADAPTER, has_adapters, trained_copies, unwrapped_base
 from toolkit.models.quantise import quantise_on_meta
 from toolkit.models.reward import HEAD
 
@@ -51,11 +51,11 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
     ModelError: a name that matches nothing, or a module that cannot be adapted; names it.
     """
     _refuse(model, cfg)
-    adapted, targets = _adapt(model, targets_of(model, cfg))
+    adapted, targets = _adapt(model, select_targets(model, cfg))
     with unwrapped_base(adapted) as base:
-        kept = set(map(id, kept_in_fp32(base).values()))
+        kept = set(map(id, find_fp32_tensors(base).values()))
     # Trained parameters get their storage dtype; copies of what the model keeps in fp32 stay so.
-    kept = {id(trained) for original, trained in copies(adapted) if id(original) in kept}
+    kept = {id(trained) for original, trained in trained_copies(adapted) if id(original) in kept}
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in kept:
             parameter.data = torch.empty_like(parameter, dtype=torch.float32)
@@ -77,7 +77,7 @@ def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Target
     except Exception as error:  # PEFT refuses by any class of error
         unfit = unfit_modules(error, targets)
         if spare is None or not unfit:
-            raise refusal(model, targets, error) from error
+            raise explain_refusal(model, targets, error) from error
         return _adapt(spare, targets.without(unfit, one_line(error, 120)))
     check_adapted(adapted, targets)
     lost = find_lost_adapters(adapted)
@@ -87,11 +87,11 @@ def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Target
     reason = next(iter(lost.values()))
     if spare is None or not modules <= targets.modules:
         raise ModelError(
-            f"{plain_name(model)}: the adapter of {min(lost)} (and {len(lost) - 1} more) could not "
+            f"{model_class_name(model)}: the adapter of {min(lost)} (and {len(lost) - 1} more) could not "
             f"be loaded again ({reason}); leave it out of lora.target_modules, "
             "lora.target_parameters and lora.modules_to_save"
         )
-    return _adapt(spare, targets.without(shortest_ends(modules, targets.names), reason))
+    return _adapt(spare, targets.without(shortest_suffixes(modules, targets.names), reason))
 
 
 def _wrap(model: PreTrainedModel, targets: Targets) -> "PeftModel":
@@ -124,7 +124,7 @@ def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     if sharded or not all(p.is_meta for p in model.parameters()):
         raise ModelError(
-            f"{plain_name(model)} {'is sharded' if sharded else 'has bytes'} already; put adapters "
+            f"{model_class_name(model)} {'is sharded' if sharded else 'has bytes'} already; put adapters "
             "on what build_on_meta returns, before apply_fsdp"
         )
 

@@ -63,7 +63,7 @@ _KNOWN = {
 _SCOPE = "known are LoRA, DoRA, rsLoRA of linear layers, embeddings, experts, and modules_to_save"
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Return adapter_config.json, which anybody may have written; ExportError: not supported."""
     file = folder / ADAPTER_FILE
     if not file.is_file():
@@ -112,7 +112,7 @@ def peft_layout(base: "PreTrainedModel", config: dict[str, Any]) -> PeftLayout:
     """Return the adapted model of `base`, on meta, and PEFT's names; ExportError: unsupported."""
     names = _first_names(base)
     model = attach_adapters(base, config)
-    layout = PeftLayout(model, base, file_keys(model))
+    layout = PeftLayout(model, base, adapter_file_keys(model))
     for part in _parts(model, names):
         layout.parts.setdefault(part.parameter, []).append(part)
     held = {n for parts in layout.parts.values() for p in parts for n in p.tensors.values()}
@@ -122,7 +122,7 @@ def peft_layout(base: "PreTrainedModel", config: dict[str, Any]) -> PeftLayout:
     return layout
 
 
-def file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]:
+def adapter_file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]:
     """Return key in the file -> parameter, as PEFT's own saving names them; with `embeddings` also
     the frozen matrices of embedding and head that PEFT may save along.
     """
@@ -170,7 +170,7 @@ def _first_names(module: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in reversed(_tensors(module))}
 
 
-def without_storage(base: "PreTrainedModel") -> "PreTrainedModel":
+def fill_without_memory(base: "PreTrainedModel") -> "PreTrainedModel":
     """Give a model on meta parameters of their shape and one element of memory each (stride 0):
     PEFT's own `from_pretrained` then runs unchanged, at the cost of the adapter alone.
     """
@@ -184,7 +184,7 @@ def without_storage(base: "PreTrainedModel") -> "PreTrainedModel":
     return base
 
 
-def read_as_peft(
+def load_with_peft(
     base: "PreTrainedModel", folder: Path, *, empty: bool = False
 ) -> tuple[Any, list[str]]:
     """Load an adapter as its readers do, with `PeftModel.from_pretrained`; return the model and
@@ -196,7 +196,7 @@ def read_as_peft(
     from peft import PeftModel
 
     # Copies of whole modules would lose their ties on meta.
-    lean = empty and not read_config(folder).get("modules_to_save")
+    lean = empty and not read_adapter_config(folder).get("modules_to_save")
     try:
         with warnings.catch_warnings(record=True, action="always") as caught, forked_rng():
             model = PeftModel.from_pretrained(

@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from toolkit.adapters.peft_folder import file_keys, without_storage
+from toolkit.adapters.peft_folder import adapter_file_keys, fill_without_memory
 from toolkit.errors import one_line
 from toolkit.models.packed_linear import PackedLinear
-from toolkit.models.patterns import numbered
+from toolkit.models.patterns import replace_numbers
 from toolkit.models.peft_model import (
     ADAPTER,
     adapted_parameters,
@@ -36,7 +36,7 @@ def find_lost_adapters(adapted: nn.Module) -> dict[str, str]:
     Plays PEFT's loading through on a copy of `adapted`, which is on meta and stays unchanged. Each
     adapter tensor is a column that is expanded, so the trial takes milliseconds and no memory.
     """
-    keys = file_keys(adapted)
+    keys = adapter_file_keys(adapted)
     described = str((cast(Any, base_of(adapted)).config.to_json_string(), adapter_config(adapted)))
     shapes = str([(key, *adapted.get_parameter(name).shape) for key, name in keys.items()])
     place = hashlib.sha256((described + shapes).encode()).hexdigest()
@@ -70,7 +70,7 @@ def _failing_alone(
     """Return the adapters that PEFT does not load, each kind of them (over layers) tried alone."""
     kinds: dict[str, list[str]] = {}
     for parameter in parts:
-        kinds.setdefault(numbered(parameter), []).append(parameter)
+        kinds.setdefault(replace_numbers(parameter), []).append(parameter)
     lost: dict[str, str] = {}
     for parameters in kinds.values():
         members = set[str]().union(*(parts[p] for p in parameters))
@@ -89,7 +89,7 @@ def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
 
     # PEFT moves adapters to the device and the dtype of their layer's weight, or to the dtype that
     # a layer of 4 bits computes in.
-    model: Any = without_storage(copy.deepcopy(adapted).double())  # type: ignore[arg-type]
+    model: Any = fill_without_memory(copy.deepcopy(adapted).double())  # type: ignore[arg-type]
     for layer in model.modules():
         if isinstance(layer, PackedLinear):
             layer.compute_dtype = torch.float64

@@ -15,9 +15,9 @@ from toolkit import ranks
 from toolkit.config.lora import LoraConfig
 from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
-from toolkit.models.classes import plain_name
-from toolkit.models.layers import beside_text
-from toolkit.models.patterns import no_match, numbered
+from toolkit.models.classes import model_class_name
+from toolkit.models.layers import modules_outside_text
+from toolkit.models.patterns import no_match, replace_numbers
 from toolkit.models.peft_model import ADAPTER, adapted_modules, adapted_parameters, copied_modules
 from toolkit.models.reward import HEAD, reward_head
 
@@ -62,7 +62,7 @@ class Targets:
         return bool(self.saved & self.tied)
 
 
-def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
+def select_targets(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     """Return what `cfg` names in `model`, without adapters yet. ModelError: a name that matches
     nothing, a tie that would come apart, a module that cannot be adapted, or not exported.
     """
@@ -70,7 +70,7 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     saved = _modules_to_save(named, cfg)
     if reward_head(model) is not None:  # new, or made for one sum: no small change of what it was
         saved.add(HEAD)
-    towers = set(beside_text(model))
+    towers = set(modules_outside_text(model))
     beside = _inside(named, towers)
     excluded = _excluded_names(cfg, named) | beside
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -91,7 +91,9 @@ def targets_of(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
         why = " ".join(next(iter(unfit.items())))
         if targets.all_linear:
             return targets.without(set(unfit), why)
-        raise ModelError(f"{plain_name(model)} cannot be adapted ({why}); {_excluding(cfg, unfit)}")
+        raise ModelError(
+            f"{model_class_name(model)} cannot be adapted ({why}); {_excluding(cfg, unfit)}"
+        )
     return targets
 
 
@@ -100,11 +102,11 @@ def linear_names(named: dict[str, nn.Module]) -> tuple[str, ...]:
     return tuple(name for name, m in named.items() if isinstance(m, nn.Linear | Conv1D))
 
 
-def check_named(model: PreTrainedModel, cfg: LoraConfig) -> None:
+def check_target_names(model: PreTrainedModel, cfg: LoraConfig) -> None:
     """Refuse what `cfg` names and `model` lacks, without PEFT, which starts CUDA. Raises as
     `targets_of` does. Where experts are fused, PEFT may know names that the model has not.
     """
-    targets = targets_of(model, cfg)
+    targets = select_targets(model, cfg)
     fused = any(p.ndim == 3 for p in model.parameters())
     for pattern in cfg.target_modules if isinstance(cfg.target_modules, list) else ():
         if cfg.from_ is None and not fused and not _ending(pattern, targets.names):
@@ -191,7 +193,7 @@ def _compiled(setting: str, pattern: str) -> re.Pattern[str]:
 
 def _unknown(setting: str, pattern: str, names: Iterable[str]) -> str:
     what = "parameter" if setting == "lora.target_parameters" else "module"
-    return no_match(setting, pattern, what, {*map(numbered, names)})
+    return no_match(setting, pattern, what, {*map(replace_numbers, names)})
 
 
 def _ending(pattern: str, names: Iterable[str]) -> set[str]:
@@ -207,7 +209,7 @@ def _excluding(cfg: LoraConfig, names: Iterable[str]) -> str:
     return f"set lora.exclude_modules: [{', '.join(excluded)}]"
 
 
-def shortest_ends(modules: set[str], names: Iterable[str]) -> set[str]:
+def shortest_suffixes(modules: set[str], names: Iterable[str]) -> set[str]:
     """Return the shortest ends of names that name all of `modules` and no other of `names`."""
     others, ends = set(names) - modules, set[str]()
     for module in sorted(modules):
@@ -328,7 +330,7 @@ def _check_patterns(cfg: LoraConfig, names: set[str]) -> None:
                 raise ModelError(_unknown(f"lora.{setting}", pattern, names))
 
 
-def refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
+def explain_refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
     """Return what to say where PEFT refuses, with the setting that helps."""
     listed = targets.cfg.target_modules
     for pattern in listed if isinstance(listed, list) else ():
@@ -343,7 +345,7 @@ def refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
         )
     elif unfit := unfit_modules(error, targets):
         remedy = _excluding(targets.cfg, unfit)
-    return ModelError(f"{plain_name(model)} cannot be adapted ({one_line(error)}); {remedy}")
+    return ModelError(f"{model_class_name(model)} cannot be adapted ({one_line(error)}); {remedy}")
 
 
 def unfit_modules(error: Exception, targets: Targets) -> set[str]:
@@ -395,7 +397,7 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
         )
     lost = sorted(expected - modules)
     if lost and targets.all_linear:  # PEFT knows why: it has its own list of what it cannot adapt
-        kinds = ", ".join(dict.fromkeys(map(numbered, lost)))
+        kinds = ", ".join(dict.fromkeys(map(replace_numbers, lost)))
         ranks.log_once(
             f"adapters   all-linear leaves out {kinds:.200}: PEFT adapts its experts instead"
         )

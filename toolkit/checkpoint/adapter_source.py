@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from toolkit import ranks
 from toolkit.adapters.base import base_digest
-from toolkit.adapters.peft_folder import read_config
+from toolkit.adapters.peft_folder import read_adapter_config
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.run_folder import adopt_recorded, local_copy, recorded_config
 from toolkit.checkpoint.sources import Source, base_entry, find_source
@@ -236,7 +236,7 @@ def _peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterSource
         hint = f"; give the checkpoint: {folder.parent}" if is_assets else ""
         raise ConfigError(f"lora.from {name} has a {ADAPTER_FILE} and no {ADAPTER_WEIGHTS}{hint}")
     try:
-        config = read_config(folder)
+        config = read_adapter_config(folder)
     except ExportError as error:
         raise ConfigError(f"lora.from {name} cannot be continued: {error}") from error
     read_header(folder / ADAPTER_WEIGHTS)  # LoadingError: damaged
@@ -284,7 +284,7 @@ def _own_checkpoint(name: str, path: Path) -> AdapterSource:
             f"consolidate {name} --output DIR), set model.name_or_path: DIR and lora.r"
         )
     try:
-        config = read_config(source.hf)
+        config = read_adapter_config(source.hf)
     except ExportError as error:
         raise ConfigError(f"lora.from {name} cannot be continued: {error}") from error
     entry = base_entry(source)

@@ -30,8 +30,13 @@ from toolkit.formats import (
     weight_files,
     whole,
 )
-from toolkit.models.causal_lm import trusts_code
-from toolkit.models.stored import read_parts, reader_of, shape_of_parts, stored_parts
+from toolkit.models.causal_lm import allows_remote_code
+from toolkit.models.stored import (
+    dequantise_parts,
+    dequantised_shape,
+    group_stored_parts,
+    make_dequantiser,
+)
 
 
 @dataclass(frozen=True)
@@ -71,15 +76,17 @@ def carried_tensors(
             f"{error}. Give the folder or Hub id that the run started from with --hf_assets, or "
             "leave it out: --without_carried"
         ) from error
-    reader = reader_of(AutoConfig.from_pretrained(folder, trust_remote_code=trusts_code()))
-    parts = {} if reader is None else stored_parts(entries, reader)
+    reader = make_dequantiser(
+        AutoConfig.from_pretrained(folder, trust_remote_code=allows_remote_code())
+    )
+    parts = {} if reader is None else group_stored_parts(entries, reader)
     found = {}
     for name in names:
         if name in parts:
             kind = DTYPES[(assets.source or {})[name]]
             of_parts = (reader, parts[name], entries, kind)
-            make = partial(read_parts, *of_parts)
-            found[name] = CarriedTensor(kind, shape_of_parts(*of_parts), None, make)
+            make = partial(dequantise_parts, *of_parts)
+            found[name] = CarriedTensor(kind, dequantised_shape(*of_parts), None, make)
         else:
             stored = entries[name]
             found[name] = CarriedTensor(stored.dtype, stored.shape, stored, partial(whole, stored))

@@ -13,7 +13,7 @@ from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import ModelError
 from toolkit.formats import assets_of
-from toolkit.models.reward import pool_at
+from toolkit.models.reward import set_pooling_token
 from toolkit.parsing import parse_json
 
 _FILE = "generation_config.json"
@@ -62,7 +62,7 @@ def reward_at(model: PreTrainedModel, tokenizer: Tokenizer) -> str:
     says so.
     """
     pad = pad_id(tokenizer)
-    pool_at(model, assets_of(model), pad)
+    set_pooling_token(model, assets_of(model), pad)
     also = " (which ends texts, too: it is passed over)" if pad == tokenizer.eos_token_id else ""
     return (
         f"reward     read at the last token that is not {tokenizer.convert_ids_to_tokens(pad)}"

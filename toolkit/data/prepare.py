@@ -230,7 +230,7 @@ def choose_packing(
     asked = data.packing
     if asked == "none":
         return Choice(asked, "as data.packing asks")
-    verdict = packing_probe.keeps_apart(
+    verdict = packing_probe.probe_packing(
         model.config,
         assets_of(model).model_class,
         sequence_length=data.sequence_length,
@@ -244,8 +244,8 @@ def choose_packing(
         return Choice("bfd", verdict.why, verdict.mask)
     if asked == "bfd":
         raise DataError(
-            f"data.packing bfd: {models.plain_name(model)} does not keep packed samples apart "
-            f"({verdict.why}); set data.packing: none"
+            f"data.packing bfd: {models.model_class_name(model)} does not keep packed samples "
+            f"apart ({verdict.why}); set data.packing: none"
         )
     return Choice("none", verdict.why)
 

@@ -4,8 +4,8 @@ What the model computes with the adapter is proven by `toolkit verify --logits`.
 
 [Note: from_pretrained at any size] The base may not fit into one process. PEFT needs the base's
 shapes to find its layers, and none of its bytes: rank 0 makes a reader's very call on a base
-without bytes (`peft_folder.without_storage`). What it loaded goes to the ranks tensor by tensor,
-each compares its rows.
+without bytes (`peft_folder.fill_without_memory`). What it loaded goes to the ranks tensor by
+tensor, each compares its rows.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit import ranks
-from toolkit.adapters.peft_folder import read_as_peft, without_storage
+from toolkit.adapters.peft_folder import fill_without_memory, load_with_peft
 from toolkit.checkpoint import TrainState, local_copy, wait
 from toolkit.checkpoint.resuming import quarantine
 from toolkit.errors import CheckpointError
@@ -73,8 +73,8 @@ def _load(checkpoint: str | Path, trained: dict[str, torch.Tensor]) -> dict[str,
     """Return the adapter as PEFT loads it: name -> whole tensor, in the dtypes of `trained`."""
     with local_copy(checkpoint) as folder, tempfile.TemporaryDirectory() as scratch:
         exported = Path(consolidate(folder, Path(scratch, "adapter")))
-        base = without_storage(model_on_meta(Path(folder, "hf")))
-        model, problems = read_as_peft(base, exported, empty=True)
+        base = fill_without_memory(model_on_meta(Path(folder, "hf")))
+        model, problems = load_with_peft(base, exported, empty=True)
     if problems:
         raise CheckpointError(f"{checkpoint}: {problems[0]}")
     found = model.state_dict()

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from toolkit import ranks
-from toolkit.adapters.peft_folder import file_keys, read_as_peft, without_storage
+from toolkit.adapters.peft_folder import adapter_file_keys, fill_without_memory, load_with_peft
 from toolkit.checkpoint.adapter_source import (
     AdapterSource,
     chain_text,
@@ -70,7 +70,7 @@ def _refuse_other_tensors(source: AdapterSource, adapted: nn.Module) -> None:
         stored_shapes = {name: shape for name, (_, shape) in saved.items()}
     else:
         frozen, entries = frozen_keys(adapted), source.tensors()
-        names = file_keys(adapted) | frozen
+        names = adapter_file_keys(adapted) | frozen
         stored_shapes = {names.get(key, key): entry.shape for key, entry in entries.items()}
         parameters = dict(adapted.named_parameters(remove_duplicate=False))
         saved_along = [name for key, name in frozen.items() if key in entries]
@@ -113,8 +113,8 @@ def frozen_keys(adapted: nn.Module) -> dict[str, str]:
     """Return key of the file -> frozen parameter that PEFT may save along: an embedding's matrix,
     if it is adapted or its vocabulary was resized.
     """
-    trained = file_keys(adapted)
-    every = file_keys(adapted, embeddings=True)
+    trained = adapter_file_keys(adapted)
+    every = adapter_file_keys(adapted, embeddings=True)
     return {key: name for key, name in every.items() if key not in trained}
 
 
@@ -165,7 +165,7 @@ def _read(
     if source.checkpoint is not None:
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         folder = Path(consolidate(source.folder, Path(scratch, "adapter")))
-    keys, extra = file_keys(model), frozen_keys(model)
+    keys, extra = adapter_file_keys(model), frozen_keys(model)
     entries = read_header(folder / ADAPTER_WEIGHTS)
     frozen = {extra[key]: whole(entries[key]) for key in extra.keys() & entries.keys()}
     with _without_frozen(
@@ -209,9 +209,9 @@ def _load_by_peft(model: nn.Module, folder: Path) -> tuple[Tensors, list[str]]:
     """
     with tempfile.TemporaryDirectory() as scratch:
         assets_of(model).save(Path(scratch))
-        base = without_storage(model_on_meta(Path(scratch)))
+        base = fill_without_memory(model_on_meta(Path(scratch)))
     try:
-        peft, problems = read_as_peft(base, folder, empty=True)
+        peft, problems = load_with_peft(base, folder, empty=True)
     except ExportError as error:
         raise ConfigError(f"lora.from: {error}") from error
     state = peft.state_dict()

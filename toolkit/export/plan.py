@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from toolkit.adapters.peft_folder import peft_layout, read_config
+from toolkit.adapters.peft_folder import peft_layout, read_adapter_config
 from toolkit.checkpoint.carried import Carried, CarriedTensor
 from toolkit.checkpoint.sources import travels
 from toolkit.config.published import base_model
@@ -335,7 +335,7 @@ def make_adapter_plan(
         hf: the assets of the base with adapter_config.json beside them.
         base: `name_or_path` and `revision` of the base.
     """
-    config = read_config(hf)
+    config = read_adapter_config(hf)
     layout = peft_layout(model_of_assets(hf), config)
     shapes = {name: tuple(t.shape) for name, t in layout.model.state_dict().items()}
     wanted = set(layout.keys.values())
@@ -379,7 +379,7 @@ def adapter_origin(
     trained on, which may be the text part of the base's own; of a path the last part. `run`: the
     facts of the run, which knew whether the base was a path.
     """
-    config = read_config(hf)
+    config = read_adapter_config(hf)
     return {
         "base": {
             **((run or {}).get("base_model") or base_model(entry)),

@@ -28,7 +28,7 @@ from toolkit.export.plan import ExportPlan
 from toolkit.export.weight_file import TensorValues
 from toolkit.formats import BLOCK, ExportGroup, StoredTensor, block_sum, row_sum
 from toolkit.formats.bit_sums import sums_of_rows, wrapped
-from toolkit.loading import load_group, load_groups
+from toolkit.loading import load_group, plan_load_groups
 
 SourceSum = Callable[[str, torch.dtype], int | None]
 """Returns the row sum of a stored tensor, given by name and cast to a dtype; None if unknown."""
@@ -88,7 +88,7 @@ class ExportProof:
         (dtype,) = {entry.dtype for entry in entries.values()}
         parameters: dict[str, torch.Tensor] = {}
         try:
-            for part in load_groups(self._reader, entries):
+            for part in plan_load_groups(self._reader, entries):
                 parameters |= load_group(self._reader, part, entries)
         except LoadingError:
             return False

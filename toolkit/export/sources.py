@@ -17,7 +17,7 @@ from toolkit.adapters.peft_folder import (
     PeftLayout,
     merge_layer,
     peft_layout,
-    read_config,
+    read_adapter_config,
 )
 from toolkit.checkpoint.carried import Carried
 from toolkit.checkpoint.commit import damaged_files
@@ -38,7 +38,7 @@ from toolkit.formats import (
     whole,
 )
 from toolkit.formats.bit_sums import wrapped
-from toolkit.loading import base_reader, load_group, load_groups
+from toolkit.loading import build_base_reader, load_group, plan_load_groups
 from toolkit.models import loaded_dtype, tied_families, tied_names
 
 
@@ -144,9 +144,9 @@ class AdapterMerge:
         hf = tensors.source.hf
         # Models of their own: PEFT takes the second apart, and reading changes the third.
         model, adapted = (model_of_assets(hf) for _ in range(2))
-        self.reader = base_reader(folder, model)
+        self.reader = build_base_reader(folder, model)
         self.parts_of = assets_of(self.reader).stored
-        self.layout = peft_layout(adapted, read_config(hf))
+        self.layout = peft_layout(adapted, read_adapter_config(hf))
         if odd := sorted(set(self.layout.keys.values()) ^ tensors.keys.keys()):
             raise ExportError(
                 f"{odd[0]} is not in both {tensors.source.folder} and what {hf / ADAPTER_FILE} "
@@ -223,7 +223,7 @@ class AdapterMerge:
             return {group.sources[0]: whole(self.entries[names[0]])}
         names = [key for name in names for key in self.parts_of.get(name, (name,))]
         found: dict[str, torch.Tensor] = {}
-        for part in load_groups(self.reader, names):
+        for part in plan_load_groups(self.reader, names):
             found |= load_group(self.reader, part, self.entries)
         if missing := sorted(set(group.sources) - found.keys()):
             raise ExportError(

@@ -5,6 +5,8 @@ is ended by the system when it passes its own limit, however much memory the mac
 """
 
 import math
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,3 +85,17 @@ def _read(folder: Path, files: _ControlFiles) -> ContainerMemory:
     except (OSError, ValueError):
         return ContainerMemory(limit, limit)
     return ContainerMemory(limit, max(0, limit - max(0, used - cached)))
+
+
+def peak_host_memory() -> int:
+    """Read the largest number of bytes of host memory that this process has held so far.
+
+    On Linux the kernel's high-water mark is read, because `ru_maxrss` also counts what the parent
+    process held before it started this one.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

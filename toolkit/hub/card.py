@@ -13,7 +13,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from toolkit.errors import scrub
-from toolkit.models.classes import as_reward_model, auto_class
+from toolkit.models.classes import auto_class_name, reward_loading_code
 
 Facts = dict[str, Any]
 _MOST_STAGES = 50
@@ -52,7 +52,7 @@ def render(manifest: Facts, repo_id: str, digest: str, config: Facts | None = No
     relation = None if not adapter else "finetune" if origin.get("merged") else "adapter"
     named = (adapter.get("base_config") if relation == "adapter" else config) or {}
     trained = adapter.get("base_class") if relation == "adapter" else None
-    auto = auto_class(trained or (named.get("architectures") or [""])[0])
+    auto = auto_class_name(trained or (named.get("architectures") or [""])[0])
     base, data = facts.get("base_model") or {}, facts.get("data") or {}
     metrics = {n: v for n, v in (facts.get("metrics") or {}).items() if v is not None}
     logged_at = (facts.get("logged_at") or {}).items()
@@ -69,7 +69,7 @@ def render(manifest: Facts, repo_id: str, digest: str, config: Facts | None = No
         stages=_stages(adapter.get("continued")),
         unmerged=relation == "adapter",
         auto=auto,
-        as_reward_model=as_reward_model(auto, named),
+        as_reward_model=reward_loading_code(auto, named),
         kind="reward" if _TASKS[auto] == "text-classification" else "causal language",
         parameters=sum(math.prod(tensor["shape"]) for tensor in manifest["tensors"].values()),
         dtypes=sorted({tensor["dtype"] for tensor in manifest["tensors"].values()}),

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from toolkit.lazy import import_when_used
 
 if TYPE_CHECKING:
-    from toolkit.loading.convert import LoadGroup, base_reader, load_group, load_groups
+    from toolkit.loading.convert import LoadGroup, build_base_reader, load_group, plan_load_groups
     from toolkit.loading.materialisation import init_weights, materialise
     from toolkit.loading.pretrained import (
         LoadReport,
         check_fits,
+        find_misfits,
         load_or_init,
         load_pretrained,
-        misfits,
     )
 
 import_when_used(__name__)

@@ -41,9 +41,9 @@ from toolkit.formats import (
     transformers_private,
     whole,
 )
-from toolkit.loading.materialisation import place, replace
+from toolkit.loading.materialisation import place_parameter, set_tensor
 from toolkit.models.causal_lm import model_on_meta
-from toolkit.models.classes import build, plain_class
+from toolkit.models.classes import build, original_class
 from toolkit.models.packed_linear import packed_weights
 
 _WRAP = "_dtensor_from_local_like"  # by which the loader makes DTensors
@@ -65,7 +65,7 @@ class LoadGroup:
         return self.operations is not None
 
 
-def load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
+def plan_load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
     """Return how transformers makes parameters of `model` from the tensors `keys`. Names only."""
     converters = split_mapping(assets_of(model).conversions)[1]
     by_pattern = {p: tuple(c.operations) for c in converters for p in c.source_patterns}
@@ -101,12 +101,12 @@ def load_group(
         info = run_loader(model, sources, torch.device("cpu"))
     made = _emptied(model)
     info.missing_keys = set()  # all others
-    if found := problems(info):
-        raise LoadingError(f"{', '.join(group.keys[:3])}: {listed(found)}")
+    if found := key_problems(info):
+        raise LoadingError(f"{', '.join(group.keys[:3])}: {format_problems(found)}")
     return made
 
 
-def base_reader(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
+def build_base_reader(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     """Return a model on meta for `load_group` of the weights in `folder`: `like` anew, which reads
     them also where they are stored in fewer bits.
     """
@@ -148,16 +148,18 @@ def run_loader(
     return info
 
 
-def settle_keys(model: PreTrainedModel, info: Any) -> None:
+def resolve_keys(model: PreTrainedModel, info: Any) -> None:
     """Let transformers tie `model`, and settle which keys may be missing or left over."""
     adjust = "PreTrainedModel._adjust_missing_and_unexpected_keys"
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     transformers_private("modeling_utils", adjust)(model, info)
-    info.unexpected_keys = set(info.unexpected_keys) - carried_keys(model, info.unexpected_keys)
+    info.unexpected_keys = set(info.unexpected_keys) - find_carried_keys(
+        model, info.unexpected_keys
+    )
     info.missing_keys -= {*assets_of(model).tied, *assets_of(model).drawn}
 
 
-def carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[str]:
+def find_carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[str]:
     """Return which of the tensors that no parameter takes a checkpoint of this config holds all the
     same, beside those that transformers itself passes over: other parts of a checkpoint whose text
     part `model` is, and the layers behind the last that predict more tokens.
@@ -188,7 +190,7 @@ def _is_next_layer(model: PreTrainedModel, name: str) -> bool:
     return any(last <= int(number) < last + more for number in numbers)
 
 
-def problems(info: Any) -> dict[str, list[str]]:
+def key_problems(info: Any) -> dict[str, list[str]]:
     """Return what an account of keys complains of: kind -> tensors."""
     shapes = ((n, tuple(a), tuple(b)) for n, a, b in info.mismatched_keys)
     found = {
@@ -200,12 +202,12 @@ def problems(info: Any) -> dict[str, list[str]]:
     return {kind: names for kind, names in found.items() if names}
 
 
-def listed(found: dict[str, list[str]]) -> str:
+def format_problems(found: dict[str, list[str]]) -> str:
     """Return `problems` as a text."""
     return "; ".join(f"{len(v)} tensor(s) {k}: {', '.join(v[:5])}" for k, v in found.items())
 
 
-def groups_to_read_whole(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
+def groups_to_convert_first(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
     """Return what cannot be sliced before it is converted (see [Note: slicing before conversion]),
     or is quantised as a whole.
     """
@@ -231,7 +233,7 @@ def groups_to_read_whole(model: PreTrainedModel, keys: Iterable[str]) -> list[Lo
         )
         return not commutes or _some_rank_is_empty(state[group.parameter])
 
-    return [group for group in load_groups(model, keys) if is_read_whole(group)]
+    return [group for group in plan_load_groups(model, keys) if is_read_whole(group)]
 
 
 def _some_rank_is_empty(tensor: torch.Tensor) -> bool:
@@ -259,7 +261,7 @@ def convert_then_slice(
     live = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
     packed = packed_weights(model)
     with torch.device("meta"):
-        unsharded = build(plain_class(model), model.config, next(model.parameters()).dtype)
+        unsharded = build(original_class(model), model.config, next(model.parameters()).dtype)
     unsharded.hf_assets = assets_of(model)
     for name, parameter in unsharded.named_parameters():  # some stay fp32 where others are halved
         dtype = packed[name].source_dtype if name in packed else live[name].dtype
@@ -273,7 +275,9 @@ def convert_then_slice(
         for name, whole_tensor in _emptied(unsharded).items():
             if name in packed:
                 whole_tensor = packed[name].pack(whole_tensor.to(device))
-            place(model, [name], part_of(whole_tensor, live[name]).to(home, copy=True), live[name])
+            place_parameter(
+                model, [name], part_of(whole_tensor, live[name]).to(home, copy=True), live[name]
+            )
             info.missing_keys.discard(name)
 
 
@@ -283,5 +287,7 @@ def _emptied(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     for name, tensor in made.items():
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
-        replace(model, name, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty)
+        set_tensor(
+            model, name, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        )
     return {name: tensor.detach() for name, tensor in made.items()}

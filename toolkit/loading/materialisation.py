@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.adapters.first_values import first_values
+from toolkit.adapters.first_values import adapter_first_values
 from toolkit.errors import LoadingError, one_line
 from toolkit.formats import (
     Tensors,
@@ -22,7 +22,7 @@ from toolkit.formats import (
     part_of,
     transformers_private,
 )
-from toolkit.models.classes import build, plain_class
+from toolkit.models.classes import build, original_class
 from toolkit.models.layers import tied_families
 from toolkit.models.modes import forked_rng
 from toolkit.models.peft_model import copied_modules, has_adapters, unwrapped_base
@@ -48,7 +48,7 @@ def init_weights(
     with unwrapped_base(model) as base:
         _fill(base, target, home, seed)
     assets_of(model).drawn_from = seed
-    begin_adapters(model, target, home, seed)
+    init_adapters(model, target, home, seed)
 
 
 def materialise(
@@ -70,7 +70,7 @@ def _fill(
     """Compute buffers, and draw parameters from `seed`; without one their memory is as it comes."""
     fill_missing(model, home or device, tied_families(model), dict(model.named_buffers()), seed)
     model.tie_weights()
-    settle(model, device)
+    finish_placement(model, device)
 
 
 def fill_missing(
@@ -83,22 +83,22 @@ def fill_missing(
     """Compute the `buffers`, and draw the `parameters` on `home`; without a seed these get memory
     only.
     """
-    built = with_buffers(model)
+    built = build_with_buffers(model)
     for name in buffers:
         value = built.get_buffer(name).detach()
-        replace(model, name, value.to(model.get_buffer(name).dtype, copy=True))
+        set_tensor(model, name, value.to(model.get_buffer(name).dtype, copy=True))
     families = tied_families(model)
     values: Iterable[tuple[str, torch.Tensor | None]] = dict.fromkeys(parameters).items()
-    for name, whole in values if seed is None else drawn(model, built, parameters, seed):
+    for name, whole in values if seed is None else draw_values(model, built, parameters, seed):
         reference = model.get_parameter(name)
         if whole is None:
             part = torch.empty_like(local_tensor(reference), device=home)
         else:
             part = part_of(whole, reference).to(home, reference.dtype, copy=True)
-        place(model, families[name], part, reference)
+        place_parameter(model, families[name], part, reference)
 
 
-def begin_adapters(
+def init_adapters(
     model: nn.Module, device: torch.device, home: torch.device | None, seed: int
 ) -> None:
     """Give the adapters of `model`, if it has any, their first values. Collective."""
@@ -106,15 +106,17 @@ def begin_adapters(
         return
     families = tied_families(model)
     # Not `on_all`: it gathers weights on the way, and what it raises every rank sees alike.
-    for name, part in first_values(model, seed, device):
-        place(model, families[name], part.to(home or device, copy=True), model.get_parameter(name))
+    for name, part in adapter_first_values(model, seed, device):
+        place_parameter(
+            model, families[name], part.to(home or device, copy=True), model.get_parameter(name)
+        )
     for original, copy in copied_modules(model).values():
         for leaf, value in original.named_buffers():
-            replace(copy, leaf, value.clone())
-    ranks.on_all(lambda: settle(model, device))
+            set_tensor(copy, leaf, value.clone())
+    ranks.on_all(lambda: finish_placement(model, device))
 
 
-def settle(model: nn.Module, device: torch.device) -> None:
+def finish_placement(model: nn.Module, device: torch.device) -> None:
     """Move to `device` what offload does not keep in host memory: buffers, unsharded parameters. A
     LoadingError names what is still on meta, or a tie that came apart.
     """
@@ -132,14 +134,16 @@ def settle(model: nn.Module, device: torch.device) -> None:
             )
     for name, buffer in list(model.named_buffers()):
         if buffer.device != device:
-            replace(model, name, buffer.to(device))
+            set_tensor(model, name, buffer.to(device))
     for names in tied_families(model).values():
         parameter = by_name[names[0]]
         if not isinstance(parameter, DTensor) and parameter.device != device:
-            place(model, names, parameter.detach().to(device), parameter)
+            place_parameter(model, names, parameter.detach().to(device), parameter)
 
 
-def place(model: nn.Module, names: list[str], part: torch.Tensor, reference: torch.Tensor) -> None:
+def place_parameter(
+    model: nn.Module, names: list[str], part: torch.Tensor, reference: torch.Tensor
+) -> None:
     """Put this rank's `part` under all of `names`, laid out as `reference` is."""
     value: torch.Tensor = part.to(reference.dtype)
     if isinstance(reference, DTensor):
@@ -148,10 +152,10 @@ def place(model: nn.Module, names: list[str], part: torch.Tensor, reference: tor
         value = nn.Parameter(value, requires_grad=reference.requires_grad)
     value._is_hf_initialized = True  # type: ignore[attr-defined]
     for name in names:
-        replace(model, name, value)
+        set_tensor(model, name, value)
 
 
-def replace(model: nn.Module, name: str, value: torch.Tensor) -> None:
+def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Put `value` in the place of a parameter or a buffer."""
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, value)
@@ -160,7 +164,7 @@ def replace(model: nn.Module, name: str, value: torch.Tensor) -> None:
 _DRAWN = "_is_hf_initialized"  # by which transformers leaves a parameter alone
 
 
-def with_buffers(
+def build_with_buffers(
     model: PreTrainedModel, seed: int = 0, kept: Iterable[tuple[type, str]] = ()
 ) -> PreTrainedModel:
     """Return `model` built anew, unsharded, in fp32: buffers in host memory, parameters on meta.
@@ -173,16 +177,16 @@ def with_buffers(
     with forked_rng(), _parameters_on_meta(set(kept)), guard():
         torch.default_generator.manual_seed(seed)
         try:
-            built = build(plain_class(model), model.config, torch.float32)
+            built = build(original_class(model), model.config, torch.float32)
         except Exception as error:  # an architecture may do anything on its way
-            name = plain_class(model).__name__
+            name = original_class(model).__name__
             raise LoadingError(f"{name} cannot be built anew ({one_line(error)})") from error
     for parameter in built.parameters():
         vars(parameter).pop(_DRAWN, None)
     return built
 
 
-def drawn(
+def draw_values(
     model: PreTrainedModel, built: PreTrainedModel, names: Iterable[str], seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, first value) of the parameters `names`: whole, in fp32, on the CPU.
@@ -207,7 +211,7 @@ def drawn(
                 yield leaves[leaf], value
     if unwritten:
         kept = [(type(built.get_submodule(path)), leaf) for path, leaf in unwritten]
-        constructed = with_buffers(model, seed, kept)
+        constructed = build_with_buffers(model, seed, kept)
         for path, leaf in unwritten:
             value = constructed.get_submodule(path).get_parameter(leaf).detach()
             name = modules[path][leaf]

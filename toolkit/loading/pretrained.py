@@ -19,18 +19,18 @@ from toolkit.config.settings import ModelConfig
 from toolkit.errors import LoadingError
 from toolkit.loading import convert
 from toolkit.loading.materialisation import (
-    begin_adapters,
     fill_missing,
+    finish_placement,
+    init_adapters,
     init_weights,
     materialise,
-    replace,
-    settle,
+    set_tensor,
 )
-from toolkit.loading.proof import base_sums, prove_load, refuse_not_finite
-from toolkit.models.classes import plain_class, plain_name
+from toolkit.loading.proof import check_finite, compute_base_sums, prove_load
+from toolkit.models.classes import model_class_name, original_class
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of, has_adapters, unwrapped_base
-from toolkit.models.tiny_copy import text_fault
+from toolkit.models.tiny_copy import find_text_fault
 from toolkit.sharding.fsdp import Sharded
 from toolkit.tables import size_text
 
@@ -118,20 +118,20 @@ def load_pretrained(
         frozen = {n for n, p in _parameters(base).items() if not p.requires_grad}
         # The sharded class would count as custom code, whose modules without tensors of their own
         # are left uninitialised (falcon_h1's buffers, for one).
-        with mock.patch.object(base, "is_custom_code", plain_class(base).is_custom_code):
+        with mock.patch.object(base, "is_custom_code", original_class(base).is_custom_code):
             info, counts = _stream(base, folder, str(path), target, home or target)
             _settle(base, target, home or target, folder, info, frozen, seed)
         seconds, proof = time.perf_counter() - begun, ""
         if prove:
             entries = ranks.on_all(lambda: _entries(base, formats.weight_files(folder, str(path))))
             proof = prove_load(base, entries)
-        sums = base_sums(base) if has_adapters(model) else None
+        sums = compute_base_sums(base) if has_adapters(model) else None
     if has_adapters(model):
         digest = ranks.on_main(lambda: base_digest(folder, str(path)))
         record_base(model, str(path), folder, digest)
         formats.assets_of(model).base_sums = sums
-    begin_adapters(model, target, home, seed)
-    refuse_not_finite(model, str(path))
+    init_adapters(model, target, home, seed)
+    check_finite(model, str(path))
     return LoadReport(*counts, seconds, proof)
 
 
@@ -149,7 +149,7 @@ def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
     with unwrapped_base(model) as base:
         entries = _entries(base, files)
         _check_shapes(base, entries)
-        _refuse(base, folder, misfits(base, entries))
+        _refuse(base, folder, find_misfits(base, entries))
         _note_carried(base, folder, cfg, entries)
 
 
@@ -174,14 +174,14 @@ def _note_carried(
         names = ", ".join(assets.head_left_out)
         left = f"; {names} of {cfg.name_or_path} is left out" if names else ""
         ranks.log_once(
-            f"head       {', '.join(assets.drawn)} of {plain_name(model)} is new, drawn from the "
+            f"head       {', '.join(assets.drawn)} of {model_class_name(model)} is new, drawn from the "
             f"run's seed{left}"
         )
     if assets.whole is not None:
         whole = assets.whole[0].__name__
         ranks.log_once(
-            f"text part  {plain_name(model)} is trained: {whole} has no forward for text alone "
-            f"({text_fault(*assets.whole)})"
+            f"text part  {model_class_name(model)} is trained: {whole} has no forward for text alone "
+            f"({find_text_fault(*assets.whole)})"
         )
     if assets.stored:
         kept = f"{len(assets.stored)} of {len(assets.source or ())} tensors of {cfg.name_or_path}"
@@ -199,12 +199,12 @@ def _note_carried(
     size = sum(entries[k].nbytes for n in carried for k in assets.stored.get(n, (n,)))
     beside = formats.told(carried, assets.source or ())
     ranks.log_once(
-        f"carried    {plain_name(model)} does not load {beside}; {size_text(size)}, which exports "
+        f"carried    {model_class_name(model)} does not load {beside}; {size_text(size)}, which exports "
         f"copy from {cfg.name_or_path}: keep that"
     )
 
 
-def misfits(
+def find_misfits(
     model: PreTrainedModel, entries: dict[str, formats.StoredTensor]
 ) -> dict[str, list[str]]:
     """Return what would keep transformers from loading `entries` into `model`, which is on meta and
@@ -219,12 +219,12 @@ def misfits(
     without_bytes = copy.deepcopy(model)
     for name, layer in packed_weights(without_bytes).items():  # the load reads the matrix
         whole = torch.empty(layer.shape, dtype=layer.source_dtype, device=meta)
-        replace(without_bytes, name, nn.Parameter(whole, requires_grad=False))
+        set_tensor(without_bytes, name, nn.Parameter(whole, requires_grad=False))
     info = convert.run_loader(without_bytes, sources, meta)
     if info.conversion_errors:  # a conversion that looks at values: the load itself will tell
         return {}
-    convert.settle_keys(without_bytes, info)
-    return convert.problems(info)
+    convert.resolve_keys(without_bytes, info)
+    return convert.key_problems(info)
 
 
 @ranks.collective
@@ -246,7 +246,7 @@ def _stream(
             rows = _resized_rows(model, name, entry)
             cast = None if name in in_parts else dtype  # scales keep their precision
             sources[name] = formats.FileTensor(reader, name, entry, cast, rows, copy)
-        groups = convert.groups_to_read_whole(model, sources)
+        groups = convert.groups_to_convert_first(model, sources)
         whole = {key: sources.pop(key) for group in groups for key in group.keys}
         bar = ranks.rank() == 0 and sys.stderr.isatty()
         info = convert.run_loader(model, sources, home, bar=bar)
@@ -266,22 +266,22 @@ def _settle(
     seed: int,
 ) -> None:
     """Tie, compute what no checkpoint holds, and refuse what does not fit or stayed on meta."""
-    convert.settle_keys(model, info)
+    convert.resolve_keys(model, info)
     for name, parameter in _parameters(model).items():
         parameter.requires_grad_(name not in frozen)  # the loader makes new ones that have one
-    _refuse(model, folder, convert.problems(info))
+    _refuse(model, folder, convert.key_problems(info))
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = [n for n, b in model.named_buffers() if b.is_meta or n not in persistent]
     parameters = [n for n, p in model.named_parameters() if formats.local_tensor(p).is_meta]
     fill_missing(model, home, parameters, buffers, seed)
-    settle(model, device)
+    finish_placement(model, device)
 
 
 def _refuse(model: PreTrainedModel, folder: Path, found: dict[str, list[str]]) -> None:
     if found:
         raise LoadingError(
-            f"{folder} does not fit {plain_name(model)} as its config.json describes it: "
-            f"{convert.listed(found)}. Give a folder whose config.json and weights belong together"
+            f"{folder} does not fit {model_class_name(model)} as its config.json describes it: "
+            f"{convert.format_problems(found)}. Give a folder whose config.json and weights belong together"
         )
 
 

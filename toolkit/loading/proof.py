@@ -25,7 +25,7 @@ from toolkit import formats, ranks
 from toolkit.errors import LoadingError
 from toolkit.formats.bit_sums import sums_of_rows, wrapped
 from toolkit.formats.whole_sums import element_sum, whole_sums
-from toolkit.loading.convert import LoadGroup, load_groups
+from toolkit.loading.convert import LoadGroup, plan_load_groups
 from toolkit.models.layers import tied_names
 from toolkit.models.packed_linear import packed_weights
 from toolkit.tables import size_text
@@ -37,19 +37,19 @@ _MOVES = {
 }
 
 
-def own_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def untied_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the parameters and saved buffers of `model`, tied ones once."""
     aliases = tied_names(model)
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if name not in aliases}
 
 
-def base_sums(model: PreTrainedModel) -> dict[str, int]:
+def compute_base_sums(model: PreTrainedModel) -> dict[str, int]:
     """Return the checksums of the tensors of a loaded base, for its checkpoints. Collective.
 
     LoadingError: copies of one tensor differ on the ranks.
     """
-    sums = whole_sums(own_tensors(model)) or {}
+    sums = whole_sums(untied_tensors(model)) or {}
     if different := sorted(name for name, total in sums.items() if not total.is_alike()):
         raise ranks.mark_collective(
             LoadingError(_fault("the ranks hold different copies", different))
@@ -64,7 +64,7 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
     LoadingError names the tensors that differ.
     """
     begun = time.perf_counter()
-    tensors = own_tensors(model)
+    tensors = untied_tensors(model)
     plain, moved, skipped = ranks.on_all(lambda: _comparable(model, entries, tensors))
     in_memory = whole_sums({name: tensors[name] for name in plain})
     reordered = whole_sums({name: tensors[name] for name in moved}, element_sum)
@@ -120,7 +120,7 @@ def _without_cast_nan(
     return [name for name, flag in zip(wrong, flags, strict=True) if not flag]
 
 
-def refuse_not_finite(model: nn.Module, path: str) -> None:
+def check_finite(model: nn.Module, path: str) -> None:
     """Raise a LoadingError if a trained parameter of a loaded `model` holds NaN or infinity; log a
     warning for frozen ones. Collective; reads this rank's parts once.
     """
@@ -176,7 +176,7 @@ def _comparable(
     in_parts = {key for keys in assets.stored.values() for key in keys}
     plain: dict[str, LoadGroup] = {}
     moved: dict[str, LoadGroup] = {}
-    groups = load_groups(model, entries)
+    groups = plan_load_groups(model, entries)
     makers = collections.Counter(first.get(g.parameter, g.parameter) for g in groups)
     for group in groups:
         name = first.get(group.parameter, group.parameter)

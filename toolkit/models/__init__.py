@@ -6,17 +6,17 @@ from toolkit.lazy import import_when_used
 
 if TYPE_CHECKING:
     from toolkit.models.causal_lm import (
+        allow_remote_code,
+        allows_remote_code,
         build_on_meta,
         check_usable,
-        kept_in_fp32,
+        find_fp32_tensors,
         loaded_dtype,
         model_on_meta,
         prepare,
-        trust_code,
-        trusts_code,
         vocabulary_size,
     )
-    from toolkit.models.classes import plain_name
+    from toolkit.models.classes import model_class_name
     from toolkit.models.layers import decoder_layers, tied_families, tied_names
     from toolkit.models.quantise import check_quantisation
 

@@ -171,7 +171,7 @@ def _attention(
     return out.unflatten(0, (batch, length)).contiguous(), None
 
 
-def check_kernel(device: torch.device) -> None:
+def check_varlen_kernel(device: torch.device) -> None:
     """Try the kernel of a GPU on two documents against the plain path. Raises ModelError."""
     if device.type != "cuda":
         return

@@ -27,18 +27,18 @@ from toolkit.errors import ModelError, one_line
 from toolkit.formats import nested_items
 from toolkit.models.classes import (
     build,
-    causal_names,
+    causal_lm_class,
+    causal_lm_names,
     classifier_names,
-    conditional_class,
-    mapped_class,
-    plain_name,
+    model_class_name,
+    multimodal_class,
 )
 from toolkit.models.kernels import check_kernels, use_kernels
-from toolkit.models.layers import tied_names, untaught
+from toolkit.models.layers import parameters_outside_text, tied_names
 from toolkit.models.patterns import matching_parameters
-from toolkit.models.reward import become_reward_model, reward_class
-from toolkit.models.stored import QUANTISED, as_read, reader_of, stored_parts
-from toolkit.models.tiny_copy import text_fault
+from toolkit.models.reward import reward_class, set_reward_assets
+from toolkit.models.stored import QUANTISED, dtypes_as_read, group_stored_parts, make_dequantiser
+from toolkit.models.tiny_copy import find_text_fault
 
 _process = {"trusts_code": False}
 _GENERATION, _ROUTER = "generation_config.json", "output_router_logits"
@@ -51,12 +51,12 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     `model.hf_assets` holds what an export needs. ModelError: no usable config of a causal LM there.
     """
     if cfg.trust_remote_code:
-        trust_code()
+        allow_remote_code()
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
     model_class = _model_class(config, cfg, folder)
     named = next(iter(config.architectures or ()), None)
-    whole = None if _is_reward(cfg) else conditional_class(config, named)
+    whole = None if _is_reward(cfg) else multimodal_class(config, named)
     if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
         raise ModelError(
             f"{cfg.name_or_path} is {model_class.__name__}, a drafter that works on the keys and "
@@ -66,7 +66,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     wanted, text = model_class.config_class, config.get_text_config()
     if wanted is not None and not isinstance(config, wanted) and isinstance(text, wanted):
         config, composite = text, config  # without images and sound, as `AutoModelForCausalLM` does
-    dtype, reader = _storage_dtype(cfg, config, folder), reader_of(composite)
+    dtype, reader = _storage_dtype(cfg, config, folder), make_dequantiser(composite)
     for section in (composite, config):
         vars(section).pop(QUANTISED, None)  # what is built is not quantised
     kernel = cfg.attn_implementation
@@ -97,12 +97,12 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         if getattr(section, _ROUTER, False):  # by `training.router`, where it is asked for
             setattr(section, _ROUTER, False)
     if dtype != torch.float32:
-        for tensor in kept_in_fp32(model, buffers=True).values():
+        for tensor in find_fp32_tensors(model, buffers=True).values():
             tensor.data = torch.empty_like(tensor, dtype=torch.float32)
     assets, tokenizer_folder = _assets(cfg, folder, reader, composite)
     if _is_reward(cfg):
-        become_reward_model(model, config, assets)
-    for name in untaught(model):
+        set_reward_assets(model, config, assets)
+    for name in parameters_outside_text(model):
         model.get_parameter(name).requires_grad_(False)
     if cfg.resize_embeddings:
         assets.resized = _resize(model, assets.config, tokenizer_folder, cfg)
@@ -130,8 +130,10 @@ def _assets(
     parts: dict[str, tuple[str, ...]] = {}
     if reader is not None:
         pristine.pop(QUANTISED, None)
-        parts = stored_parts(source or (), reader)
-        source = source and as_read(source, parts, getattr(config, "dtype", None) or torch.bfloat16)
+        parts = group_stored_parts(source or (), reader)
+        source = source and dtypes_as_read(
+            source, parts, getattr(config, "dtype", None) or torch.bfloat16
+        )
     tokenizer_folder = folder
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
@@ -162,15 +164,15 @@ def model_on_meta(
     """
     named = formats.read_config(folder).get("architectures") or [None]
     kind = RewardModelConfig if named[0] in classifier_names() else ModelConfig
-    return build_on_meta(kind(str(folder), init=init, trust_remote_code=trusts_code()))
+    return build_on_meta(kind(str(folder), init=init, trust_remote_code=allows_remote_code()))
 
 
-def trust_code() -> None:
+def allow_remote_code() -> None:
     """Let `model_on_meta` run code that comes with a model, to the end of this process."""
     _process["trusts_code"] = True
 
 
-def trusts_code() -> bool:
+def allows_remote_code() -> bool:
     """Return whether this process was told to run code that comes with a model."""
     return _process["trusts_code"]
 
@@ -230,7 +232,7 @@ def prepare(cfg: ModelConfig) -> PreTrainedModel:
     marks = [(getattr(m, "is_decoder", 1), getattr(m, "is_causal", 1)) for m in model.modules()]
     if not getattr(model.config, "is_decoder", True) and any(False in mark for mark in marks):
         raise ModelError(
-            f"{plain_name(model)} attends in both directions, since is_decoder is false in its "
+            f"{model_class_name(model)} attends in both directions, since is_decoder is false in its "
             "config.json. Set is_decoder: true there, or give a causal model as model.name_or_path"
         )
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
@@ -264,7 +266,7 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
         raise ModelError(f"{file} cannot be used: {one_line(error, 400)}; correct it") from error
     check_ranges(content, file)
     found = next((v for k, v in formats.nested_items(content) if k == QUANTISED and v), None)
-    if found and reader_of(config) is None:
+    if found and make_dequantiser(config) is None:
         kind = found.get("quant_method", found) if isinstance(found, dict) else found
         raise ModelError(
             f"{file} has a {QUANTISED}: its weights are quantised already ({kind}), and "
@@ -290,11 +292,11 @@ def _model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrained
 
         return get_class_from_dynamic_module(custom, str(folder))
     named = (getattr(config, "architectures", None) or [None])[0]
-    if named in causal_names():
+    if named in causal_lm_names():
         return getattr(transformers, named)
-    mapped, fault = mapped_class(config), ""
-    if (conditional := conditional_class(config, named)) is not None:
-        if not (fault := text_fault(conditional, config)):
+    mapped, fault = causal_lm_class(config), ""
+    if (conditional := multimodal_class(config, named)) is not None:
+        if not (fault := find_text_fault(conditional, config)):
             return conditional
         # Its text part by itself; the rest of the checkpoint is carried to the export.
         if mapped is not None:
@@ -330,7 +332,7 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
     return dtype
 
 
-def kept_in_fp32(
+def find_fp32_tensors(
     model: nn.Module, *, buffers: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
     """Return parameters (and `buffers`) that transformers keeps in fp32 in a model of `dtype`."""
@@ -355,11 +357,11 @@ def loaded_dtype(
         wanted: the dtype that the model is loaded in; the wider one of both counts.
     """
     dtype = torch.promote_types(stored, wanted)
-    kept = kept_in_fp32(model, dtype=dtype) if dtype.itemsize < 4 else {}
+    kept = find_fp32_tensors(model, dtype=dtype) if dtype.itemsize < 4 else {}
     return torch.float32 if parameter in kept else dtype
 
 
-def asks_for_router_loss(model: PreTrainedModel) -> bool:
+def requests_router_loss(model: PreTrainedModel) -> bool:
     """Return whether the config of a model, as it was read, asks for its routers' loss."""
     assets = getattr(model, "hf_assets", None)
     settings = model.config.to_dict() if assets is None else assets.config

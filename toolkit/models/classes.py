@@ -20,22 +20,22 @@ def build(model_class: Any, config: Any, dtype: Any, **options: Any) -> Any:
     return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
 
 
-def plain_class(model: nn.Module) -> Any:
+def original_class(model: nn.Module) -> Any:
     """Return the model's class as it was before sharding changed it."""
     return assets_of(model).model_class or type(model)
 
 
-def plain_name(model: nn.Module) -> str:
+def model_class_name(model: nn.Module) -> str:
     """Return the name of that class."""
-    return plain_class(model).__name__
+    return original_class(model).__name__
 
 
-def causal_names() -> set[str]:
+def causal_lm_names() -> set[str]:
     """Return the names of the causal LM classes of transformers."""
     return _names("MODEL_FOR_CAUSAL_LM_MAPPING")
 
 
-def mapped_class(config: PreTrainedConfig) -> Any:
+def causal_lm_class(config: PreTrainedConfig) -> Any:
     """Return the causal LM class that transformers has for a kind of config; None: it has none."""
     return _mapped("MODEL_FOR_CAUSAL_LM_MAPPING", config)
 
@@ -45,12 +45,12 @@ def classifier_names() -> set[str]:
     return _names(_CLASSIFIERS)
 
 
-def mapped_classifier(config: PreTrainedConfig) -> Any:
+def classifier_class(config: PreTrainedConfig) -> Any:
     """Return the sequence classification class for a kind of config; None: there is none."""
     return _mapped(_CLASSIFIERS, config)
 
 
-def conditional_class(config: PreTrainedConfig, named: str | None) -> type[PreTrainedModel] | None:
+def multimodal_class(config: PreTrainedConfig, named: str | None) -> type[PreTrainedModel] | None:
     """Return the class for text with images or sound that is `named`; of a config that names none
     the one that transformers has for it. None: there is none.
     """
@@ -63,17 +63,17 @@ def conditional_class(config: PreTrainedConfig, named: str | None) -> type[PreTr
     return None
 
 
-def auto_class(named: str) -> str:
+def auto_class_name(named: str) -> str:
     """Return the name of the class of transformers that loads a checkpoint of the class `named`."""
     for table, auto in zip(_CONDITIONAL, ("ImageTextToText", "MultimodalLM"), strict=True):
-        if named in _names(table) - causal_names():
+        if named in _names(table) - causal_lm_names():
             return f"AutoModelFor{auto}"
     if named in classifier_names():
         return "AutoModelForSequenceClassification"
     return "AutoModelForCausalLM"
 
 
-def as_reward_model(auto: str, config: dict[str, Any]) -> tuple[str, str]:
+def reward_loading_code(auto: str, config: dict[str, Any]) -> tuple[str, str]:
     """Return the argument by which a reader of an adapter loads its base as `config` says that it
     was trained on, and a line for afterwards; empty where it is no reward model.
     """

@@ -19,9 +19,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from toolkit import ranks
 from toolkit.errors import ModelError, one_line
 from toolkit.models.modes import forked_rng
-from toolkit.models.patterns import plain_class_name
+from toolkit.models.patterns import module_class_name
 from toolkit.models.peft_model import base_of
-from toolkit.models.tiny_copy import SPECIAL, VOCABULARY, cuts, drawn_copy, layer_kinds, on_meta
+from toolkit.models.tiny_copy import (
+    SPECIAL,
+    VOCABULARY,
+    build_meta_model,
+    layer_kinds,
+    random_copy,
+    shrunk_configs,
+)
 
 _MOST_PARAMETERS = 2**28
 _ROUNDING = 1e-4  # largest difference of logits that counts as none, as a share of their spread
@@ -61,7 +68,7 @@ def disable_dropout(model: nn.Module) -> None:
         ranks.log_once(f"dropout    off, as is {names}")
     if problem:
         ranks.log_once(
-            f"WARNING: dropout modules are off, but whether {plain_class_name(base)} draws "
+            f"WARNING: dropout modules are off, but whether {module_class_name(base)} draws "
             f"anything else in training could not be tried on a tiny copy: {problem}"
         )
 
@@ -75,18 +82,18 @@ def noise_settings(
     ModelError for noise that no setting switches off.
     """
     try:
-        kinds = layer_kinds(on_meta(model_class, config))
+        kinds = layer_kinds(build_meta_model(model_class, config))
     except Exception as error:  # the code of any model
         return [], one_line(error, 200)
     problem = f"{model_class.__name__} has no decoder layers to look at"
-    for small in cuts(config, kinds, None) if kinds else ():
+    for small in shrunk_configs(config, kinds, None) if kinds else ():
         _use_plain_attention(small, model_class)
         try:
-            size = sum(p.numel() for p in on_meta(model_class, small).parameters())
+            size = sum(p.numel() for p in build_meta_model(model_class, small).parameters())
             if size > _MOST_PARAMETERS:
                 problem = f"it would have {size / 1e6:.0f} M parameters"
                 continue
-            copy = drawn_copy(model_class, small, torch.device("cpu"))
+            copy = random_copy(model_class, small, torch.device("cpu"))
             disable_dropout_modules(copy)
             trial = _Trial(copy)
         except Exception as error:  # the code of any model
@@ -128,7 +135,7 @@ def _owners(model: nn.Module, setting: NoiseSetting) -> list[Any]:
     return [
         owner
         for owner in owners
-        if plain_class_name(owner) == setting.owner and setting.attribute in vars(owner)
+        if module_class_name(owner) == setting.owner and setting.attribute in vars(owner)
     ]
 
 
@@ -193,7 +200,7 @@ class _Trial:
         eval mode; return them with their values. `hinted`: those with telling names, or the others.
         """
         settings = dict.fromkeys(
-            NoiseSetting(plain_class_name(owner), name)
+            NoiseSetting(module_class_name(owner), name)
             for owner in (*self.model.modules(), *_configs(self.model))
             for name, value in vars(owner).items()
             if isinstance(value, float)
@@ -233,7 +240,7 @@ class _Trial:
         )
         kind = type(self.model.get_submodule(name)).__name__
         raise ModelError(
-            f"preference tuning: {name or 'the model'} ({kind}) of {plain_class_name(self.model)} "
+            f"preference tuning: {name or 'the model'} ({kind}) of {module_class_name(self.model)} "
             "computes something else in training than in eval mode, or in each forward, and no "
             "setting switches that off. The model and its reference must be the same function; "
             "use a model without it"

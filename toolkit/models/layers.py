@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.formats import nested_items
-from toolkit.models.patterns import plain_class_name
+from toolkit.models.patterns import module_class_name
 from toolkit.models.peft_model import base_of
 from toolkit.models.reward import HEAD
 
@@ -28,7 +28,7 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, PreTrainedModel):
             classes.update(getattr(module, "_no_split_modules", None) or [])
     named = dict(model.named_modules())
-    by_class = {n for n, m in named.items() if n and plain_class_name(m) in classes}
+    by_class = {n for n, m in named.items() if n and module_class_name(m) in classes}
     found: set[str] = set()
     for name in by_class | _stacked(model):
         stages = [
@@ -39,15 +39,15 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
         ]
         if not stages:
             found.add(name)
-    beside = set(beside_text(model))
-    found = {n for n in found if not beside.intersection([n, *outer_names(n)])}
+    beside = set(modules_outside_text(model))
+    found = {n for n in found if not beside.intersection([n, *enclosing_names(n)])}
     apart = _kept_apart(model, named, found)
     held = {n: [id(p) for p in named[n].parameters()] for n in named if n in found}
     layers = {n: named[n] for n, own in held.items() if own and not apart.intersection(own)}
-    return {n: m for n, m in layers.items() if not any(o in layers for o in outer_names(n))}
+    return {n: m for n, m in layers.items() if not any(o in layers for o in enclosing_names(n))}
 
 
-def outer_names(name: str) -> list[str]:
+def enclosing_names(name: str) -> list[str]:
     """Return the modules around a name, outermost first, the root left out."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
@@ -61,7 +61,7 @@ def _stacked(model: nn.Module) -> set[str]:
     return {
         f"{name}.{i}"
         for name, stack in lists.items()
-        if not any(outer in lists for outer in outer_names(name))
+        if not any(outer in lists for outer in enclosing_names(name))
         and sum(p.numel() for p in stack.parameters()) * 50 >= total
         for i, child in enumerate(stack)
         if not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Embedding)
@@ -76,13 +76,13 @@ def _kept_apart(model: nn.Module, named: dict[str, nn.Module], layers: set[str])
         for module in (base.get_input_embeddings(), base.get_output_embeddings()):
             apart.update(map(id, () if module is None else module.parameters()))
     for first, *others in tied_families(model).values():
-        inside = [any(o in layers for o in outer_names(name)) for name in (first, *others)]
+        inside = [any(o in layers for o in enclosing_names(name)) for name in (first, *others)]
         if others and not all(inside):
             apart.add(id(model.get_parameter(first)))
     return apart
 
 
-def numbers_of_experts(model: PreTrainedModel) -> set[int]:
+def expert_counts(model: PreTrainedModel) -> set[int]:
     """Return how many routed experts a layer may have, by the settings of the config."""
     settings = nested_items(model.config.to_dict())
     return {n for name, n in settings if type(n) is int and n > 1 and _EXPERTS.search(str(name))}
@@ -95,12 +95,12 @@ def experts_per_token(model: nn.Module) -> int | None:
     return next(chosen, None)
 
 
-def routed_shares(model: nn.Module) -> dict[str, float]:
+def active_expert_shares(model: nn.Module) -> dict[str, float]:
     """Return, for every parameter of routed experts, the share of it that a token meets: experts
     that it is sent to, by the config, of those that are there. Empty: no mixture of experts.
     """
     chosen = experts_per_token(model)
-    if not chosen or not (counts := numbers_of_experts(base_of(model))):
+    if not chosen or not (counts := expert_counts(base_of(model))):
         return {}
     share = min(1.0, chosen / max(counts))
     return {
@@ -124,7 +124,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {alias: names[0] for names in tied_families(model).values() for alias in names[1:]}
 
 
-def beside_text(model: nn.Module) -> list[str]:
+def modules_outside_text(model: nn.Module) -> list[str]:
     """Return the outermost modules that text does not run through: towers for images and sound,
     and what leads from them. None of a model that takes nothing but text.
     """
@@ -134,19 +134,19 @@ def beside_text(model: nn.Module) -> list[str]:
         return []
     names = {id(module): name for name, module in model.named_modules()}
     inside = {names[id(m)] for part in used for m in part.modules() if id(m) in names}
-    around = {outer for name in inside for outer in ["", *outer_names(name)]}
+    around = {outer for name in inside for outer in ["", *enclosing_names(name)]}
     found: list[str] = []
     for name in names.values():
-        if name in inside or name in around or any(n in inside for n in outer_names(name)):
+        if name in inside or name in around or any(n in inside for n in enclosing_names(name)):
             continue
-        if names[id(base)] not in ("", name, *outer_names(name)):
+        if names[id(base)] not in ("", name, *enclosing_names(name)):
             continue  # of the adapters
-        if not any(outer in found for outer in outer_names(name)):
+        if not any(outer in found for outer in enclosing_names(name)):
             found.append(name)
     return found
 
 
-def untaught(model: nn.Module) -> set[str]:
+def parameters_outside_text(model: nn.Module) -> set[str]:
     """Return every name of the parameters that lie beside the text part; see `beside_text`."""
     used = _text_modules(base_of(model))
     kept = {id(p) for module in used for p in module.parameters()}
@@ -154,10 +154,10 @@ def untaught(model: nn.Module) -> set[str]:
     return {name for name, p in named if id(p) not in kept} if used else set()
 
 
-def beside_line(model: nn.Module) -> str:
+def frozen_towers_line(model: nn.Module) -> str:
     """Return what a run says of what lies beside the text part; "" where nothing does."""
     base = base_of(model)
-    found = {name: base.get_submodule(name) for name in beside_text(base)}
+    found = {name: base.get_submodule(name) for name in modules_outside_text(base)}
     total = sum(p.numel() for module in found.values() for p in module.parameters())
     if not total:
         return ""

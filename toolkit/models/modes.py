@@ -17,7 +17,7 @@ def forked_rng(device: torch.device | str = "cpu") -> contextlib.AbstractContext
     return torch.random.fork_rng(devices=[index], device_type=place.type)
 
 
-def random_state() -> list[torch.Tensor]:
+def get_random_state() -> list[torch.Tensor]:
     """Return copies of the random state of the CPU and of the accelerator, where there is one."""
     # A build for CUDA names it on a machine that has none, too.
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -40,7 +40,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 @contextlib.contextmanager
-def on_the_side(model: nn.Module, device: torch.device | str) -> Iterator[None]:
+def isolated_forward(model: nn.Module, device: torch.device | str) -> Iterator[None]:
     """Let `model` run without dropout, and compilation, which each new shape would start; put modes
     and random state back. The caller frees gathered parameters (`layout.reshard`).
     """

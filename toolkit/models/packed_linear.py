@@ -157,12 +157,12 @@ def _parts(elements: int, double_quant: bool) -> tuple[tuple[tuple[slice, torch.
 
 
 @functools.cache
-def packed_linear() -> type[PackedLinear]:
+def packed_linear_class() -> type[PackedLinear]:
     """Return the class of packed layers, which is bitsandbytes' for PEFT."""
-    base = bitsandbytes().nn.Linear4bit
+    base = import_bitsandbytes().nn.Linear4bit
     own = {
-        "_product": staticmethod(bitsandbytes().matmul_4bit),
-        "_state": bitsandbytes().functional.QuantState,
+        "_product": staticmethod(import_bitsandbytes().matmul_4bit),
+        "_state": import_bitsandbytes().functional.QuantState,
         # No layout of an evaluation, whoever calls bitsandbytes' own forward.
         "support_avx512bf16_for_cpu": False,
     }
@@ -183,7 +183,7 @@ def _tables_of(kind: type, quant_type: str, double_quant: bool, device: torch.de
 
 def _quantize(weight: torch.Tensor, quant_type: str, double_quant: bool) -> tuple[Any, Any]:
     """Return nibbles and state of `weight`."""
-    functional = bitsandbytes().functional
+    functional = import_bitsandbytes().functional
     kept = functional.name2qmap  # a table of values that the library makes once, for all calls:
     if type(torch.empty(0)) is not torch.Tensor:  # a plan's, without values, is not for a run
         functional.name2qmap = {}
@@ -195,9 +195,9 @@ def _quantize(weight: torch.Tensor, quant_type: str, double_quant: bool) -> tupl
         functional.name2qmap = kept
 
 
-def check_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> None:
+def check_4bit_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> None:
     """Refuse a `device` on which a small matrix in 4 bits does not come back from products."""
-    library = f"lora.load_in_4bit: bitsandbytes {bitsandbytes().__version__}"
+    library = f"lora.load_in_4bit: bitsandbytes {import_bitsandbytes().__version__}"
     try:
         off = _worst_error(device, lora, dtype)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
@@ -217,7 +217,7 @@ def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 3 * BLOCK, generator=generator).to(dtype).to(device)
     like = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta")
-    layer = packed_linear()(like, lora, dtype)
+    layer = packed_linear_class()(like, lora, dtype)
     layer.source_dtype = dtype
     layer.weight = nn.Parameter(layer.pack(weight), requires_grad=False)
     eye = torch.eye(weight.shape[1], dtype=dtype, device=device, requires_grad=True)
@@ -231,7 +231,7 @@ def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
     return ((found - weight).float().flatten(1).abs() / scale).max().item()
 
 
-def bitsandbytes(asked: str = "lora.load_in_4bit") -> Any:
+def import_bitsandbytes(asked: str = "lora.load_in_4bit") -> Any:
     """Return the library; ConfigError where it is not installed, or cannot be loaded."""
     try:
         import bitsandbytes as library

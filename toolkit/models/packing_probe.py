@@ -14,17 +14,17 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import one_line
-from toolkit.models.attention import attend_within_documents, check_kernel, document_borders
-from toolkit.models.classes import mapped_class
+from toolkit.models.attention import attend_within_documents, check_varlen_kernel, document_borders
+from toolkit.models.classes import causal_lm_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.reward import reward_head
 from toolkit.models.tiny_copy import (
     SPECIAL,
     VOCABULARY,
-    cuts,
-    drawn_copy,
+    build_meta_model,
     layer_kinds,
-    on_meta,
+    random_copy,
+    shrunk_configs,
 )
 
 Batch = list[tuple[int, ...]]  # of each row the lengths of its samples
@@ -39,7 +39,7 @@ _SURE = 0.3  # no rounding makes as much of a difference
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PackingVerdict:
     """Whether packed samples stay apart, and whether that takes a mask."""
 
     ok: bool
@@ -48,7 +48,7 @@ class Verdict:
     by: float = 0.0  # by how much of their spread the logits are off
 
 
-def keeps_apart(
+def probe_packing(
     config: PreTrainedConfig,
     model_class: type[PreTrainedModel] | None = None,
     *,
@@ -56,7 +56,7 @@ def keeps_apart(
     rows: int = 2,
     device: torch.device | str = "cpu",
     packed: bool = True,
-) -> Verdict:
+) -> PackingVerdict:
     """Try on a tiny copy of the model whether packed samples stay apart. Not collective.
 
     Takes a second; half a minute for the few types whose layers cannot be left out. Runs packed
@@ -72,16 +72,16 @@ def keeps_apart(
         packed: False: each row is one document; says whether that takes a mask.
     """
     try:
-        model_class = model_class or mapped_class(config)
-        full = on_meta(model_class, config)
+        model_class = model_class or causal_lm_class(config)
+        full = build_meta_model(model_class, config)
         kinds = layer_kinds(full)
     except Exception as error:  # an architecture may do anything on its way
         why = f"its layers cannot be looked at: {one_line(error, 400)}"
-        return Verdict(not packed, why, mask=why)
+        return PackingVerdict(not packed, why, mask=why)
     why = f"{type(full).__name__} has no decoder layers to look at"
-    for small in cuts(config, kinds, sequence_length) if kinds else ():
+    for small in shrunk_configs(config, kinds, sequence_length) if kinds else ():
         try:
-            bare = on_meta(model_class, small)
+            bare = build_meta_model(model_class, small)
             size = sum(p.numel() for p in bare.parameters())
             if missing := set(kinds) - set(layer_kinds(bare, full)):
                 why = f"{len(missing)} kind(s) of its layers are not in a tiny copy"
@@ -89,30 +89,32 @@ def keeps_apart(
                 why = f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"
             else:
                 batches = list(_batches(rows)) if packed else [[_WHOLE] * rows]
-                make = partial(drawn_copy, model_class, small, torch.device(device))
+                make = partial(random_copy, model_class, small, torch.device(device))
                 return _try(make, batches, torch.device(device))
         except Exception as error:  # an architecture may refuse in any way
             why = f"a tiny copy does not run packed: {one_line(error, 400)}"
-    return Verdict(not packed, why, mask=why)
+    return PackingVerdict(not packed, why, mask=why)
 
 
-def _try(make: Callable[[], PreTrainedModel], batches: Batches, device: torch.device) -> Verdict:
+def _try(
+    make: Callable[[], PreTrainedModel], batches: Batches, device: torch.device
+) -> PackingVerdict:
     """Return what tiny copies show: by the borders of documents, else by a mask."""
     model = make()
     try:
-        check_kernel(device)
+        check_varlen_kernel(device)
         attend_within_documents(model)
         verdict = _judged(model, batches, borders=True)
     except Exception as error:  # an architecture may refuse in any way
-        verdict = Verdict(False, one_line(error, 400))
+        verdict = PackingVerdict(False, one_line(error, 400))
     if verdict.ok:
         return verdict
     if all(len(lengths) == 1 for batch in batches for lengths in batch):
-        return Verdict(True, "each row is one document", verdict.why)
+        return PackingVerdict(True, "each row is one document", verdict.why)
     return replace(_judged(make(), batches, borders=False), mask=verdict.why)
 
 
-def _judged(model: PreTrainedModel, batches: Batches, *, borders: bool) -> Verdict:
+def _judged(model: PreTrainedModel, batches: Batches, *, borders: bool) -> PackingVerdict:
     """Return what `model` shows, in fp64 where it is not sure."""
     is_half = next(model.parameters()).dtype == torch.bfloat16
     # Flex attention is not worth a compilation.
@@ -128,7 +130,7 @@ def _judged(model: PreTrainedModel, batches: Batches, *, borders: bool) -> Verdi
 
 
 @torch.no_grad()
-def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> Verdict:
+def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> PackingVerdict:
     """Return what packed rows show; `borders` go along with them."""
     parameter = next(model.parameters())
     device, tolerance = parameter.device, _ROUNDING[parameter.dtype]
@@ -151,12 +153,14 @@ def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> Verdict
             later[row, lengths[0] :] = True
         moved = (_logits(model, other, **inputs) - logits).abs().amax(-1) / spread
         if not moved.isfinite().all():
-            return Verdict(False, "a tiny copy answers with values that are not finite", by=inf)
+            return PackingVerdict(
+                False, "a tiny copy answers with values that are not finite", by=inf
+            )
         if float(moved.max()) <= tolerance:
-            return Verdict(False, "a tiny copy does not answer to its input at all", by=inf)
+            return PackingVerdict(False, "a tiny copy does not answer to its input at all", by=inf)
         if (leak := float((moved * later).max())) > tolerance:
             why = "packed samples see each other: changing the first moves the logits of later ones"
-            return Verdict(False, f"{why} by {leak:.1e} of their spread", by=leak)
+            return PackingVerdict(False, f"{why} by {leak:.1e} of their spread", by=leak)
         off = 0.0
         for row, lengths in enumerate(packed):
             parts = zip(ids[row].split(lengths), logits[row].split(lengths), strict=True)
@@ -164,8 +168,8 @@ def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> Verdict
                 off = max(off, float((_logits(model, sample[None])[0] - among).abs().max()))
         if (off := off / spread) > tolerance:
             why = "a packed sample does not come out as it does by itself: its logits differ"
-            return Verdict(False, f"{why} by {off:.1e} of their spread", by=off)
-    return Verdict(True, "packed samples stay apart, as tried on a tiny copy of the model")
+            return PackingVerdict(False, f"{why} by {off:.1e} of their spread", by=off)
+    return PackingVerdict(True, "packed samples stay apart, as tried on a tiny copy of the model")
 
 
 def _batches(rows: int) -> Iterator[Batch]:

@@ -20,7 +20,7 @@ def matching_modules(
     for a pattern of `setting` that matches none; names the nearest.
     """
     named = dict(model.named_modules())
-    classes = {name: plain_class_name(module) for name, module in named.items() if name}
+    classes = {name: module_class_name(module) for name, module in named.items() if name}
     found: set[str] = set()
     for pattern in patterns:
         matched = _matched(pattern, classes, setting, "module")
@@ -52,18 +52,18 @@ def _matched(pattern: str, classes: Mapping[str, str | None], setting: str, what
         if pattern == kind or fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
     }
     if not matched:
-        known = {*map(numbered, classes), *filter(None, classes.values())}
+        known = {*map(replace_numbers, classes), *filter(None, classes.values())}
         raise ModelError(no_match(setting, pattern, what, known))
     return matched
 
 
-def plain_class_name(module: object) -> str:
+def module_class_name(module: object) -> str:
     """Return the name of an object's class as it was before sharding changed it."""
     name, before = type(module).__name__, type(module).__mro__[2:3]
     return before[0].__name__ if before and name == f"FSDP{before[0].__name__}" else name
 
 
-def numbered(name: str) -> str:
+def replace_numbers(name: str) -> str:
     """Return `name` with `*` for its numbers: the layers of a stack become one name."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 

@@ -101,7 +101,7 @@ def trained_module(module: nn.Module | None) -> nn.Module | None:
     return wrapper.original_module if wrapper.disable_adapters else wrapper.modules_to_save[ADAPTER]
 
 
-def copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+def trained_copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Return (the base's parameter, its copy) of the modules that are trained in full."""
     found = []
     for original, copy in copied_modules(model).values():

@@ -24,11 +24,11 @@ from toolkit.config.settings import ModelConfig, ShardingConfig
 from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import assets_of
 from toolkit.models import packed_linear
-from toolkit.models.causal_lm import kept_in_fp32
-from toolkit.models.classes import plain_name
-from toolkit.models.layers import decoder_layers, numbers_of_experts, outer_names
+from toolkit.models.causal_lm import find_fp32_tensors
+from toolkit.models.classes import model_class_name
+from toolkit.models.layers import decoder_layers, enclosing_names, expert_counts
 from toolkit.models.modes import forked_rng
-from toolkit.models.patterns import numbered
+from toolkit.models.patterns import replace_numbers
 from toolkit.models.peft_model import unwrapped_base
 
 
@@ -48,7 +48,9 @@ def check_quantisation(
     ):
         if on:
             raise ConfigError(f"lora.load_in_4bit with {with_what}: {why}. Leave out one of them")
-    packed_linear.check_device(torch.device(device), lora, getattr(torch, sharding.param_dtype))
+    packed_linear.check_4bit_device(
+        torch.device(device), lora, getattr(torch, sharding.param_dtype)
+    )
 
 
 @ranks.collective
@@ -61,11 +63,11 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
     which the units compute. ModelError where no layer can be quantised, or
     `lora.target_parameters` names one that is.
     """
-    make, dtype = packed_linear.packed_linear(), getattr(torch, param_dtype)
+    make, dtype = packed_linear.packed_linear_class(), getattr(torch, param_dtype)
     chosen, left = _choose(model, cfg)
     if not chosen:
         raise ModelError(
-            f"lora.load_in_4bit: {plain_name(model)} has no linear layer to quantise in its "
+            f"lora.load_in_4bit: {model_class_name(model)} has no linear layer to quantise in its "
             f"decoder layers ({_why(left) or 'they hold no matrices'})"
         )
     for target in cfg.target_parameters:
@@ -90,8 +92,8 @@ def _choose(
     model: PreTrainedModel, cfg: LoraConfig
 ) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
     """Return the layers to quantise by all their names, and why -> names of what is left alone."""
-    fp32, named = set(kept_in_fp32(model)), dict(model.named_modules(remove_duplicate=False))
-    experts = numbers_of_experts(model)
+    fp32, named = set(find_fp32_tensors(model)), dict(model.named_modules(remove_duplicate=False))
+    experts = expert_counts(model)
 
     def left_alone(name: str, linear: nn.Linear) -> str:
         """Return why a linear layer keeps its dtype; empty where it does not."""
@@ -99,7 +101,7 @@ def _choose(
         kind: Any = type(named[outer])
         # An output for each expert, one, or part of a router.
         one_each = linear.out_features in experts | {1} and linear.out_features < linear.in_features
-        around = [type(named[outer]).__name__.lower() for outer in outer_names(name)]
+        around = [type(named[outer]).__name__.lower() for outer in enclosing_names(name)]
         reasons = {
             "lora.modules_to_save": any(_ends(name, kept) for kept in cfg.modules_to_save),
             "kept in float32 by the model": f"{name}.weight" in fp32,
@@ -159,13 +161,13 @@ def _read_directly(kind: Any) -> frozenset[str]:
 
 def _ends(name: str, pattern: str) -> bool:
     """Whether `pattern` names the module `name` or one around it: whole, or its end at a dot."""
-    return any(f".{path}".endswith(f".{pattern}") for path in (*outer_names(name), name))
+    return any(f".{path}".endswith(f".{pattern}") for path in (*enclosing_names(name), name))
 
 
 def _why(left: dict[str, list[str]]) -> str:
     parts = []
     for reason, names in left.items():
-        known = list(dict.fromkeys(map(numbered, names)))
+        known = list(dict.fromkeys(map(replace_numbers, names)))
         more = f" and {len(known) - 4} more" if len(known) > 4 else ""
         parts.append(f"{', '.join(known[:4])}{more} ({reason})")
     return "; ".join(parts)
@@ -178,7 +180,7 @@ def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
     if not packed:
         return None
     first = next(iter(packed.values()))
-    layers = Counter(numbered(name.removesuffix(".weight")) for name in packed)
+    layers = Counter(replace_numbers(name.removesuffix(".weight")) for name in packed)
     return {
         "bnb_4bit_quant_type": first.quant_type,
         "bnb_4bit_use_double_quant": first.double_quant,
@@ -187,7 +189,7 @@ def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
     }
 
 
-def describe(model: nn.Module, shards: int) -> str | None:
+def describe_quantisation(model: nn.Module, shards: int) -> str | None:
     """Return in two lines what is in 4 bits, shared by `shards` ranks, and what not; or None."""
     with unwrapped_base(model) as base:
         packed = packed_linear.packed_weights(base)

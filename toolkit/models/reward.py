@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import ModelError
 from toolkit.formats import HFAssets, conversion_mapping, loaded_as
-from toolkit.models.classes import build, conditional_class, mapped_class, mapped_classifier
+from toolkit.models.classes import build, causal_lm_class, classifier_class, multimodal_class
 from toolkit.models.peft_model import base_of, trained_module
 
 HEAD = "score"  # what transformers calls the head behind a causal LM's body
@@ -35,7 +35,7 @@ def reward_class(config: PreTrainedConfig, name_or_path: str) -> type[PreTrained
     """Return the class of a reward model for `config`, and give that one label. ModelError: there
     is none, or the checkpoint is neither a causal LM nor a reward model.
     """
-    found = mapped_classifier(config)
+    found = classifier_class(config)
     if found is None:
         raise ModelError(
             f"{name_or_path} is of model_type {config.model_type}, for which transformers "
@@ -58,7 +58,7 @@ def reward_class(config: PreTrainedConfig, name_or_path: str) -> type[PreTrained
     return found
 
 
-def become_reward_model(model: PreTrainedModel, config: PreTrainedConfig, assets: HFAssets) -> None:
+def set_reward_assets(model: PreTrainedModel, config: PreTrainedConfig, assets: HFAssets) -> None:
     """Note in the `assets` of a reward model what becomes of a causal LM's: its config is that of
     the new class, its head is left out. ModelError: the class has another head than one matrix.
 
@@ -87,7 +87,7 @@ def become_reward_model(model: PreTrainedModel, config: PreTrainedConfig, assets
 def _source_class(config: PreTrainedConfig) -> Any:
     """Return the class of models that answer with tokens, of which a reward model may be made."""
     named = next(iter(config.architectures or ()), None)
-    return conditional_class(config, named) or mapped_class(config)
+    return multimodal_class(config, named) or causal_lm_class(config)
 
 
 def _of_head(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
@@ -104,7 +104,7 @@ def _of_head(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
     return [key for key, target, _ in found if target in names]
 
 
-def pool_at(model: PreTrainedModel, assets: HFAssets, pad: int) -> None:
+def set_pooling_token(model: PreTrainedModel, assets: HFAssets, pad: int) -> None:
     """Let a reward model give out the number of the last token that is not `pad`."""
     model.config.get_text_config().pad_token_id = pad
     text = assets.config.get("text_config")

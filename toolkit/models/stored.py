@@ -20,7 +20,7 @@ QUANTISED = "quantization_config"
 _SCALES = (".scale", ".qscale_weight", "_scale_inv")
 
 
-def reader_of(config: PreTrainedConfig) -> Any:
+def make_dequantiser(config: PreTrainedConfig) -> Any:
     """Return transformers' quantiser that reads the weights of `config` in full precision; None:
     they are not quantised, or it cannot.
     """
@@ -66,7 +66,7 @@ def _whole_blocks(operation: type) -> type:
     return WholeBlocks
 
 
-def stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str, ...]]:
+def group_stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str, ...]]:
     """Return name -> the keys of its parts, of each tensor that is stored in several."""
     held, parts = set(keys), dict[str, list[str]]()
     for parameter, names in reader.serialized_names.items():
@@ -86,7 +86,7 @@ def stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str, ...]]
     }
 
 
-def as_read(
+def dtypes_as_read(
     source: dict[str, str], parts: dict[str, tuple[str, ...]], dtype: torch.dtype
 ) -> dict[str, str]:
     """Return key -> safetensors dtype of what is read: one tensor of `dtype` for its parts."""
@@ -96,14 +96,14 @@ def as_read(
     return kept | dict.fromkeys(parts, kind)
 
 
-def read_parts(
+def dequantise_parts(
     reader: Any, keys: tuple[str, ...], entries: dict[str, StoredTensor], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the matrix of the parts `keys`, of one that no parameter takes: on the CPU."""
     return _made(reader, [whole(entries[key]) for key in keys], dtype)
 
 
-def shape_of_parts(
+def dequantised_shape(
     reader: Any, keys: tuple[str, ...], entries: dict[str, StoredTensor], dtype: torch.dtype
 ) -> tuple[int, ...]:
     """Return the shape of that matrix. Reads no values: the same operation makes it on meta."""

@@ -21,7 +21,7 @@ from toolkit.errors import one_line
 from toolkit.models.classes import build
 from toolkit.models.layers import decoder_layers
 from toolkit.models.modes import forked_rng
-from toolkit.models.patterns import numbered
+from toolkit.models.patterns import replace_numbers
 
 VOCABULARY = 128
 SPECIAL = 48  # ids from here up to VOCABULARY mean nothing special to a copy
@@ -63,13 +63,17 @@ _STATE_GROUPS = ("n_groups", "mamba_n_groups")
 _NARROW = 64
 
 
-def on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def build_meta_model(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig
+) -> PreTrainedModel:
     """Return the model of a config without bytes."""
     with forked_rng(), torch.device("meta"):
         return build(model_class, config, torch.float32)
 
 
-def drawn_copy(model_class: Any, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+def random_copy(
+    model_class: Any, config: PreTrainedConfig, device: torch.device
+) -> PreTrainedModel:
     """Return a model of `config` with noise on all it has: zeros and ones of a start would hide a
     leak.
     """
@@ -116,7 +120,7 @@ def _switches(layer: nn.Module) -> list[str]:
     for name, module in layer.named_modules():
         kept = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
         own = {k: _plain(v) for k, v in kept.items() if isinstance(v, _SETTING)}
-        found.add(json.dumps([numbered(name), type(module).__name__, own], sort_keys=True))
+        found.add(json.dumps([replace_numbers(name), type(module).__name__, own], sort_keys=True))
     return sorted(found)
 
 
@@ -127,7 +131,7 @@ def _plain(value: Any) -> Any:
     return "number" if isinstance(value, int | float) else type(value).__name__
 
 
-def cuts(
+def shrunk_configs(
     config: PreTrainedConfig, kinds: list[str], length: int | None, *, real_text: bool = False
 ) -> Iterator[PreTrainedConfig]:
     """Yield configs of tiny copies, smallest first, of a model whose layers are of `kinds`; with
@@ -266,7 +270,7 @@ _CAUSAL = 1e-3  # of the spread of the logits: how far a later token may move th
 _known: dict[tuple[type, str], str] = {}
 
 
-def text_fault(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+def find_text_fault(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
     """Return why `model_class` cannot be trained on text alone, in its own words; empty: it can, or
     no tiny copy of it could be made to try. Takes a second, once a process.
     """
@@ -279,18 +283,18 @@ def text_fault(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
 def _tried(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
     fault = ""
     try:
-        kinds = layer_kinds(on_meta(model_class, config))
+        kinds = layer_kinds(build_meta_model(model_class, config))
     except Exception as error:  # the code of any model
         return one_line(error, 200)
-    for small in cuts(config, kinds, None):
+    for small in shrunk_configs(config, kinds, None):
         try:
-            size = sum(p.numel() for p in on_meta(model_class, small).parameters())
+            size = sum(p.numel() for p in build_meta_model(model_class, small).parameters())
         except Exception:  # a cut that this config does not bear: a milder one is tried
             continue
         if size > _MOST_PARAMETERS:
             continue
         try:
-            return _judged(drawn_copy(model_class, small, torch.device("cpu")).train())
+            return _judged(random_copy(model_class, small, torch.device("cpu")).train())
         except Exception as error:  # the code of any model
             fault = one_line(error, 200)
     return fault

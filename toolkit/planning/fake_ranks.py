@@ -26,13 +26,13 @@ from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.dropout import disable_dropout_modules
 from toolkit.models.peft_model import base_of
 from toolkit.objectives import objective_class
-from toolkit.sharding.accumulation import reduces_each
+from toolkit.sharding.accumulation import should_reduce_each
 from toolkit.sharding.fsdp import (
     Sharded,
     apply_fsdp,
-    replicates_frozen,
     should_compile_layers,
-    splits_ends,
+    should_replicate_frozen,
+    should_split_embeddings,
 )
 from toolkit.sharding.units import plan_units
 
@@ -112,13 +112,13 @@ def _decided(
 ) -> ShardingConfig:
     """Return the settings with `auto` decided as a run on such devices would; not compiled."""
     free = float("inf") if memory is None else memory
-    splits = splits_ends(model, own, device_type)
+    splits = should_split_embeddings(model, own, device_type)
     sharding = replace(own, embedding_units=splits, torch_compile="none")
     shards = mesh_shape(world_size, own)[1]
-    whole, _ = replicates_frozen(model, sharding, shards, device_type, free)
+    whole, _ = should_replicate_frozen(model, sharding, shards, device_type, free)
     sharding = replace(sharding, frozen="replicated" if whole else "sharded")
     if own.accumulation == "auto":
-        each = reduces_each(model, getattr(torch, own.reduce_dtype).itemsize, free, shards)
+        each = should_reduce_each(model, getattr(torch, own.reduce_dtype).itemsize, free, shards)
         sharding = replace(sharding, accumulation="reduce_each" if each else "reduce_once")
     return sharding
 

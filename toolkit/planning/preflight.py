@@ -26,7 +26,7 @@ from toolkit import ranks
 from toolkit.checkpoint import RunFolder
 from toolkit.config.settings import RunConfig, ShardingConfig
 from toolkit.errors import ToolkitError, one_line
-from toolkit.formats.container_memory import container_memory
+from toolkit.formats.container_memory import container_memory, peak_host_memory
 from toolkit.mesh import mesh_shape
 from toolkit.parsing import parse_size
 from toolkit.planning import automatic
@@ -34,7 +34,6 @@ from toolkit.planning.changes import Plan, make_plan, remedies
 from toolkit.planning.devices import Device, figures_of, with_index
 from toolkit.planning.estimates import reserve_of
 from toolkit.planning.measuring import is_out_of_memory
-from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.tables import size_text
 from toolkit.training.guards import watchdog
 from toolkit.training.launch import Run
@@ -281,7 +280,7 @@ def _told_if_out_of_memory(cfg: RunConfig, run: Run, device: Device, memory: int
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        peak = host_memory_peak()
+        peak = peak_host_memory()
         if run.device.type != "cpu":
             peak = torch.get_device_module(run.device).max_memory_allocated(run.device)
         train = cfg.train

@@ -32,15 +32,15 @@ from toolkit.config.settings import RunConfig, ShardingConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import ToolkitError, one_line
 from toolkit.formats import local_tensor, transformers_private
-from toolkit.loading.materialisation import place
-from toolkit.loading.materialisation import replace as put
+from toolkit.loading.materialisation import place_parameter
+from toolkit.loading.materialisation import set_tensor as put
 from toolkit.mesh import DP_REPLICATE, DP_SHARD
-from toolkit.models.classes import plain_class, plain_name
+from toolkit.models.classes import model_class_name, original_class
 from toolkit.models.layers import decoder_layers, tied_families
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
 from toolkit.models.reward import reward_head
-from toolkit.models.tiny_copy import cuts, layer_kinds, on_meta
+from toolkit.models.tiny_copy import build_meta_model, layer_kinds, shrunk_configs
 from toolkit.objectives import Objective, build
 from toolkit.planning.fake_ranks import TRACED, planned_packing, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
@@ -158,7 +158,7 @@ def _simulated(
         base: Any = base_of(model)
         notes = _find_loss(base, model)
         facts: dict[str, Any] = {
-            "model": plain_name(base),
+            "model": model_class_name(base),
             "values": count_values(model),
             "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "model_flops_per_token": flops_per_token(model, cfg.data.sequence_length),
@@ -186,7 +186,7 @@ def _simulated(
             except Exception as error:  # an architecture may do anything on its way
                 failed = _CompilationError if compiles else PlanningError
                 raise failed(
-                    f"a step of {plain_name(base)} cannot be run without values: "
+                    f"a step of {model_class_name(base)} cannot be run without values: "
                     f"{one_line(error, 300)}"
                 ) from error
         offloaded = state.total if apart else 0
@@ -211,10 +211,10 @@ def _find_loss(base: Any, model: nn.Module) -> list[str]:
         return []
     kinds = layer_kinds(base)
     why = "it has no decoder layers to look at"
-    for small in cuts(base.config, kinds, None) if kinds else ():
+    for small in shrunk_configs(base.config, kinds, None) if kinds else ():
         said = io.StringIO()
         try:
-            tiny = on_meta(plain_class(base), small).to_empty(device="cpu").eval()
+            tiny = build_meta_model(original_class(base), small).to_empty(device="cpu").eval()
             for parameter in tiny.parameters():
                 nn.init.normal_(parameter, std=0.02)
             for buffer in tiny.buffers():
@@ -225,7 +225,7 @@ def _find_loss(base: Any, model: nn.Module) -> list[str]:
             why = one_line(error)
             continue
         return said.getvalue().split("\n")[:-1]
-    raise PlanningError(f"{plain_name(base)}: its loss cannot be tried on a tiny copy: {why}")
+    raise PlanningError(f"{model_class_name(base)}: its loss cannot be tried on a tiny copy: {why}")
 
 
 def state_of(cfg: RunConfig, world_size: int, rank: int) -> State:
@@ -264,7 +264,7 @@ def _materialise(model: Any, device: Device) -> None:
         part = torch.zeros_like(local_tensor(reference), device=device)
         if part.is_floating_point():
             part.normal_(std=0.02)
-        place(model, names, part, reference)
+        place_parameter(model, names, part, reference)
     for name, buffer in list(model.named_buffers()):
         put(model, name, torch.zeros_like(buffer, device=device))
 

@@ -5,10 +5,15 @@ from typing import Any
 
 from toolkit.config.settings import RunConfig
 from toolkit.mesh import DP_REPLICATE, DP_SHARD
-from toolkit.models.classes import plain_name
+from toolkit.models.classes import model_class_name
 from toolkit.models.peft_model import base_of
 from toolkit.planning.fake_ranks import planned_ranks, sharded
-from toolkit.sharding.unit_table import dtype_ledger, format_unit_table, ledger_line, unit_rows
+from toolkit.sharding.unit_table import (
+    dtype_ledger,
+    format_dtype_ledger,
+    format_unit_table,
+    unit_rows,
+)
 
 
 def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any]:
@@ -21,7 +26,7 @@ def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any
     with sharded(cfg, world_size) as (made, sharding):
         rows = unit_rows(made, sharding)
         return {
-            "model": plain_name(base_of(made.model)),
+            "model": model_class_name(base_of(made.model)),
             "parameters": sum(row.parameters for row in rows),
             "world_size": world_size,
             "mesh": {name: made.mesh.axes[name] for name in (DP_REPLICATE, DP_SHARD)},
@@ -30,7 +35,7 @@ def plan_summary(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any
             "dtypes": dtype_ledger(made, sharding),
             "layers": list(made.plan.layers),
             "table": format_unit_table(made, sharding),
-            "ledger": ledger_line(made, sharding),
+            "ledger": format_dtype_ledger(made, sharding),
         }
 
 

@@ -19,18 +19,18 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from toolkit.adapters.lora import add_adapters
-from toolkit.adapters.peft_folder import file_keys
-from toolkit.adapters.targets import check_named
+from toolkit.adapters.peft_folder import adapter_file_keys
+from toolkit.adapters.targets import check_target_names
 from toolkit.checkpoint.adapter_source import structure_of
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError, one_line
 from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, DTYPES, assets_of, local_folder
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.models.classes import build, plain_class, plain_name
+from toolkit.models.classes import build, model_class_name, original_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.peft_model import adapter_config, trained_tensors
-from toolkit.models.tiny_copy import cuts, layer_kinds
+from toolkit.models.tiny_copy import layer_kinds, shrunk_configs
 
 _MAX_PARAMETERS = 2**28
 _TARGET_SETTINGS = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
@@ -68,7 +68,7 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
     real = build_on_meta(cfg)
     kinds = layer_kinds(real)
     reason = "it has no decoder layers"
-    small_configs = cuts(real.config, kinds, None, real_text=True) if kinds else ()
+    small_configs = shrunk_configs(real.config, kinds, None, real_text=True) if kinds else ()
     # A model that is small already is used as it is.
     for config in chain(small_configs, [real.config]):
         try:
@@ -84,18 +84,20 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
             count = sum(p.numel() for p in small.parameters())
             layers = (len(layer_kinds(small)), len(kinds))
             return Shrunk(folder, count, layers, len({*kinds}), dtype)
-    raise ModelError(f"{plain_name(real)} cannot be scaled down for a rehearsal: {reason}")
+    raise ModelError(f"{model_class_name(real)} cannot be scaled down for a rehearsal: {reason}")
 
 
 def _build_small(real: PreTrainedModel, config: Any) -> PreTrainedModel:
     """Build a model of the class of `real` with random weights, unless it is too large."""
     with torch.device("meta"), forked_rng():
-        size = sum(p.numel() for p in build(plain_class(real), config, torch.float32).parameters())
+        size = sum(
+            p.numel() for p in build(original_class(real), config, torch.float32).parameters()
+        )
     if size > _MAX_PARAMETERS:
         raise ModelError(f"scaled down it still has {size:,} parameters")
     with forked_rng():
         torch.manual_seed(0)
-        return build(plain_class(real), config, torch.float32)
+        return build(original_class(real), config, torch.float32)
 
 
 def _can_step(model: Any, dtype: torch.dtype) -> bool:
@@ -125,7 +127,7 @@ def _write(small: Any, real: PreTrainedModel, cfg: ModelConfig, folder: Path) ->
         small.save_pretrained(folder)
         stored_dtype = str(small.dtype).removeprefix("torch.")
     else:
-        small.config.architectures = [plain_name(real)]
+        small.config.architectures = [model_class_name(real)]
         small.config.save_pretrained(folder)
     for file in local_folder(cfg.name_or_path, cfg.revision).glob("*.py"):
         shutil.copyfile(file, folder / file.name)
@@ -138,7 +140,7 @@ def _write(small: Any, real: PreTrainedModel, cfg: ModelConfig, folder: Path) ->
             config[key] = assets.config[key]
     # Of a model for several modalities only the text part is rehearsed.
     if assets.whole is not None:
-        config["architectures"] = [plain_name(real)]
+        config["architectures"] = [model_class_name(real)]
     config.pop("dtype", None)
     config |= {} if stored_dtype is None else {"dtype": stored_dtype}
     file.write_text(json.dumps(config, indent=2), "utf-8")
@@ -159,7 +161,7 @@ def write_small_adapter(lora: LoraConfig, model: PreTrainedModel, folder: Path) 
     generator = torch.Generator().manual_seed(0)
     tensors = {
         key: torch.randn(parameters[name].shape, generator=generator) * 0.02
-        for key, name in file_keys(adapted).items()
+        for key, name in adapter_file_keys(adapted).items()
     }
     folder.mkdir(parents=True)
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
@@ -178,7 +180,7 @@ def drop_unmatched_targets(lora: LoraConfig, model: PreTrainedModel) -> LoraConf
             target: dict[str, Any] = {setting: [name]}
             single = replace(LoraConfig(r=1, target_modules="all-linear"), **target)
             with contextlib.suppress(ModelError):
-                check_named(model, single)
+                check_target_names(model, single)
                 matched.append(name)
         remaining: dict[str, Any] = {setting: matched or names}
         lora = replace(lora, **remaining)

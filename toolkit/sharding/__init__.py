@@ -6,6 +6,6 @@ from toolkit.lazy import import_when_used
 
 if TYPE_CHECKING:
     from toolkit.sharding.fsdp import Sharded, apply_fsdp
-    from toolkit.sharding.unit_table import format_unit_table, ledger_line
+    from toolkit.sharding.unit_table import format_dtype_ledger, format_unit_table
 
 import_when_used(__name__)

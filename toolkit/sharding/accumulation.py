@@ -14,9 +14,6 @@ What is gathered changes no bit, and waits for two steps' peak.
 """
 
 import math
-import resource
-import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
-from toolkit.formats.container_memory import container_memory
+from toolkit.formats.container_memory import container_memory, peak_host_memory
 
 _WHOLE_GRADIENT = 0.25  # of the device: a larger one is reduced after each micro-batch
 _FROZEN_SHARE = 0.4  # of the free memory: what whole copies of frozen parameters may take of it
@@ -59,7 +56,7 @@ class Accumulation:
         if self.reduce_each is None and count > 1:
             total = ranks.min_over_ranks(_memory(ids.device)[1])
             shards = _shards(self._model)
-            self.reduce_each = reduces_each(self._model, self._reduce_size, total, shards)
+            self.reduce_each = should_reduce_each(self._model, self._reduce_size, total, shards)
         last, keep = index == count - 1, self.keep and count > 1
         reduced = last or bool(self.reduce_each)
         for unit in self._units:
@@ -95,7 +92,7 @@ class Accumulation:
         return free - _MARGIN * total - gathered - longer
 
 
-def reduces_each(model: nn.Module, itemsize: int, memory: float, shards: int) -> bool:
+def should_reduce_each(model: nn.Module, itemsize: int, memory: float, shards: int) -> bool:
     """Return whether `auto` reduces gradients, of `itemsize` bytes a value, after each micro-batch:
     a whole one is too much for a device of so much memory to hold from one to the next, or there is
     one of `shards`, so that reducing moves nothing.
@@ -113,7 +110,7 @@ def _shards(model: nn.Module) -> int:
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def frozen_fits(
+def can_replicate_frozen(
     parameters: list[nn.Parameter], shards: int, device_type: str, free: float | None = None
 ) -> tuple[bool, str]:
     """Return whether whole copies of frozen parameters fit on every rank, and the figures; see
@@ -135,19 +132,7 @@ def _memory(device: torch.device) -> tuple[int, int, int]:
         free, total = api.mem_get_info(device)
         peak, now = api.max_memory_allocated(device), api.memory_allocated(device)
         return free + api.memory_reserved(device) - peak, total, peak - now
-    above = max(0, host_memory_peak() - psutil.Process().memory_info().rss)
+    above = max(0, peak_host_memory() - psutil.Process().memory_info().rss)
     host, container, here = psutil.virtual_memory(), container_memory(), ranks.local_world_size()
     free, total = min(host.available, container.free), min(host.total, container.limit)
     return int(free // here) - above, int(total // here), above
-
-
-def host_memory_peak() -> int:
-    """Return the most bytes of host memory that this process has held at a time. `ru_maxrss` would
-    count, on Linux, what the process held that started this one.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
-    except (OSError, StopIteration):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024

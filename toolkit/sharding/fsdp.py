@@ -31,12 +31,12 @@ from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
 from toolkit.formats import torch_private
 from toolkit.mesh import Mesh
-from toolkit.models.causal_lm import kept_in_fp32
-from toolkit.models.classes import build, plain_class
+from toolkit.models.causal_lm import find_fp32_tensors
+from toolkit.models.classes import build, original_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of
-from toolkit.sharding.accumulation import Accumulation, frozen_fits
+from toolkit.sharding.accumulation import Accumulation, can_replicate_frozen
 from toolkit.sharding.compiled import compile_forward, compile_options, should_compile_layers
 from toolkit.sharding.host_memory import HostMemory
 from toolkit.sharding.recompute import recompute_in_backward
@@ -131,8 +131,8 @@ def apply_fsdp(
         raise ShardingError("the model is sharded already; build it anew to shard it otherwise")
     _refuse_idle_experts(model, mesh.size)
     asked, device_type, shards = cfg, mesh.device_type, mesh.shards
-    cfg = dataclasses.replace(cfg, embedding_units=splits_ends(model, cfg, device_type))
-    replicated, frozen_why = replicates_frozen(model, cfg, shards, device_type)
+    cfg = dataclasses.replace(cfg, embedding_units=should_split_embeddings(model, cfg, device_type))
+    replicated, frozen_why = should_replicate_frozen(model, cfg, shards, device_type)
     cfg = dataclasses.replace(cfg, frozen="replicated" if replicated else "sharded")
     plan = plan_units(model, cfg)
     _refuse_dtypes(model, plan, cfg)
@@ -236,8 +236,8 @@ def _cast_buffers(model: Any, dtype: torch.dtype) -> None:
     if not hasattr(model, "hf_assets") or dtype == model.dtype:
         return
     with torch.device("meta"), forked_rng():
-        like = build(plain_class(model), model.config, dtype)
-    wanted, kept = dict(like.named_buffers()), kept_in_fp32(like, buffers=True)
+        like = build(original_class(model), model.config, dtype)
+    wanted, kept = dict(like.named_buffers()), find_fp32_tensors(like, buffers=True)
     saved = model.state_dict().keys() | kept.keys()
     for name, buffer in list(model.named_buffers()):
         other = wanted.get(name)
@@ -304,7 +304,7 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
     return names
 
 
-def splits_ends(model: nn.Module, cfg: ShardingConfig, device_type: str) -> bool:
+def should_split_embeddings(model: nn.Module, cfg: ShardingConfig, device_type: str) -> bool:
     """Return whether embedding and head become units: in the root all of both is gathered before
     anything runs, and reduced after everything. Tied ones are one matrix in either case.
     """
@@ -318,7 +318,7 @@ def splits_ends(model: nn.Module, cfg: ShardingConfig, device_type: str) -> bool
     return weights[0] is not weights[1]
 
 
-def replicates_frozen(
+def should_replicate_frozen(
     model: nn.Module,
     cfg: ShardingConfig,
     shards: int,
@@ -349,7 +349,7 @@ def replicates_frozen(
             return False, why
     if cfg.frozen == "replicated":
         return True, ""
-    return frozen_fits(frozen, shards, device_type, free)
+    return can_replicate_frozen(frozen, shards, device_type, free)
 
 
 def _reshard(unit: Unit, shards: int) -> bool | int | None:

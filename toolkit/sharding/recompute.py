@@ -37,7 +37,7 @@ from transformers import Cache
 from toolkit import ranks
 from toolkit.errors import ShardingError
 from toolkit.formats.bit_sums import bit_sums
-from toolkit.models.modes import random_state
+from toolkit.models.modes import get_random_state
 from toolkit.sharding.host_memory import HostMemory, OnHost
 
 # Worth more to keep than to compute again: they take nearly all of a layer's time. Which argument
@@ -101,7 +101,7 @@ def recompute_in_backward(
         if draws is not None and not selective:
             with _hooks(group):
                 return checkpoint(forward, *args, **options, **kwargs)
-        before = random_state() if draws is None else None
+        before = get_random_state() if draws is None else None
         store = torch.Tensor.detach if group is None else group.keep
         keep = _Keep(layer, store if selective else None, (args, kwargs), first=draws is None)
         options["context_fn"] = lambda: (keep, _Reuse(keep))
@@ -109,7 +109,7 @@ def recompute_in_backward(
             out = checkpoint(keep.guarded(forward), *args, **options, **kwargs)
         keep.end(out)
         if before is not None:
-            draws = not all(map(torch.equal, before, random_state()))
+            draws = not all(map(torch.equal, before, get_random_state()))
         return out
 
     module.forward = recomputed  # type: ignore[method-assign]

@@ -87,7 +87,7 @@ def dtype_ledger(sharded: Sharded, cfg: ShardingConfig) -> dict[str, str]:
     }
 
 
-def ledger_line(sharded: Sharded, cfg: ShardingConfig, optimizer: str | None = None) -> str:
+def format_dtype_ledger(sharded: Sharded, cfg: ShardingConfig, optimizer: str | None = None) -> str:
     """Return the ledger as one line, with a warning under it where the storage is not fp32.
 
     `optimizer`: in what its state is held, where that is not the dtype of the parameters.

@@ -26,12 +26,18 @@ from transformers import PreTrainedModel
 
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
-from toolkit.models.causal_lm import kept_in_fp32
-from toolkit.models.classes import plain_name
-from toolkit.models.layers import beside_text, decoder_layers, outer_names, tied_families, untaught
+from toolkit.models.causal_lm import find_fp32_tensors
+from toolkit.models.classes import model_class_name
+from toolkit.models.layers import (
+    decoder_layers,
+    enclosing_names,
+    modules_outside_text,
+    parameters_outside_text,
+    tied_families,
+)
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.patterns import matching_modules, matching_parameters
-from toolkit.models.peft_model import base_of, copies, has_adapters, unwrapped_base
+from toolkit.models.peft_model import base_of, has_adapters, trained_copies, unwrapped_base
 
 ROOT = ""
 Member = tuple[str, ...]  # the names of a unit's modules
@@ -82,7 +88,7 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     if cfg.embedding_units is True:  # `auto` is decided where the device is known
         members += [(n,) for n in (embedding, head) if n is not None]
     # Each tower for images or sound: no forward runs it, so that nothing ever gathers it.
-    towers = beside_text(model)
+    towers = modules_outside_text(model)
     members += [(n,) for tower in towers for n in _called(tower, model.get_submodule(tower))]
     dtypes = _overrides(model, cfg, members, head)
     members = list(dict.fromkeys([*members, *dtypes, (ROOT,)]))
@@ -90,7 +96,7 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     owned = _owned(model, members, replicated)
     if not any(owned[m] for m in members if m != (ROOT,)) and root_only is None:
         raise ShardingError(
-            f"{plain_name(model)}: no unit but the root would hold a parameter; set "
+            f"{model_class_name(model)}: no unit but the root would hold a parameter; set "
             "sharding.layer_classes, or name fewer in sharding.ignored_parameters"
         )
     order = {name: i for i, name in enumerate(named)}
@@ -111,7 +117,7 @@ def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | Non
     layers = list(decoder_layers(model))
     if not layers:
         raise ShardingError(
-            f"{plain_name(model)} has no decoder layers to shard; set sharding.layer_classes to "
+            f"{model_class_name(model)} has no decoder layers to shard; set sharding.layer_classes to "
             "the class of its layers"
         )
     return layers, _ROOT_ONLY.get(getattr(getattr(model, "config", None), "model_type", ""))
@@ -132,7 +138,7 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
         found |= set(map(id, frozen_parameters(model)))
     if cfg.param_dtype != "float32":
         with unwrapped_base(model) as base:
-            found |= set(map(id, kept_in_fp32(base).values()))
+            found |= set(map(id, find_fp32_tensors(base).values()))
     packed = {id(layer.weight) for layer in packed_weights(model).values()}  # bytes, of no dtype
     stored = [p for p in model.parameters() if id(p) not in packed]
     if has_adapters(model):  # theirs is chosen on purpose, and says nothing of the computation
@@ -145,7 +151,7 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     # Made in fp32 by the model's own code, among parameters stored in half precision.
     found |= {id(p) for p in stored if p.dtype == torch.float32 != commonest}
     # What is trained in full lies as its original does: the two are compared and copied by row.
-    return found | {id(copy) for original, copy in copies(model) if id(original) in found}
+    return found | {id(copy) for original, copy in trained_copies(model) if id(original) in found}
 
 
 def is_inside(name: str, outer: Iterable[str]) -> bool:
@@ -157,8 +163,8 @@ def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return what text runs through and is not trained, but for the originals of what is trained
     in full instead.
     """
-    apart = {id(original) for original, _ in copies(model)}
-    apart |= {id(model.get_parameter(name)) for name in untaught(model)}
+    apart = {id(original) for original, _ in trained_copies(model)}
+    apart |= {id(model.get_parameter(name)) for name in parameters_outside_text(model)}
     return [p for p in model.parameters() if not p.requires_grad and id(p) not in apart]
 
 
@@ -176,7 +182,7 @@ def _overrides(
     dtypes: dict[Member, torch.dtype] = {}
     groups: dict[tuple[Member, torch.dtype], list[str]] = {}
     for member in members:
-        asked = {_dtype_for([*outer_names(name), name], wanted, default) for name in member}
+        asked = {_dtype_for([*enclosing_names(name), name], wanted, default) for name in member}
         if len(asked) > 1:
             kinds = " and ".join(sorted(map(str, asked)))
             raise ShardingError(
@@ -187,7 +193,11 @@ def _overrides(
             dtypes[member] = asked.pop()
     for name, dtype in wanted.items():
         holds = any(True for _ in model.get_submodule(name).parameters())
-        if name in units or not holds or dtype == _dtype_for(outer_names(name), wanted, default):
+        if (
+            name in units
+            or not holds
+            or dtype == _dtype_for(enclosing_names(name), wanted, default)
+        ):
             continue
         if name == head:
             dtypes[(name,)] = dtype
@@ -236,7 +246,7 @@ def _joined(
 def _shared_top(model: nn.Module, name: str, shared: dict[int, list[str]]) -> str | None:
     """Return the highest module around a parameter that holds shared parameters only."""
     top = None
-    for outer in reversed(outer_names(name)):
+    for outer in reversed(enclosing_names(name)):
         if any(id(p) not in shared for p in model.get_submodule(outer).parameters()):
             break
         if not isinstance(model.get_submodule(outer), nn.ModuleList | nn.ModuleDict):
@@ -267,7 +277,7 @@ def _owned(
 def _home(name: str, members: list[Member]) -> Member:
     """Return the innermost unit around a parameter's name."""
     by_module = {module: member for member in members for module in member}
-    inside = [outer for outer in outer_names(name) if outer in by_module]
+    inside = [outer for outer in enclosing_names(name) if outer in by_module]
     return by_module[inside[-1]] if inside else (ROOT,)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.models.layers import decoder_layers, routed_shares, untaught
+from toolkit.models.layers import active_expert_shares, decoder_layers, parameters_outside_text
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of
 
@@ -40,8 +40,8 @@ def flops_per_token(model: nn.Module, sequence_length: int, *, forward_only: boo
     multiplied = set() if head is None else {id(p) for p in head.parameters()}
     tables = (m for m in base.modules() if isinstance(m, nn.Embedding))
     idle = {id(p) for m in tables for p in m.parameters()} - multiplied
-    idle |= {id(model.get_parameter(name)) for name in untaught(model)}
-    shares, packed, weights = routed_shares(model), packed_weights(model), 0.0
+    idle |= {id(model.get_parameter(name)) for name in parameters_outside_text(model)}
+    shares, packed, weights = active_expert_shares(model), packed_weights(model), 0.0
     for name, p in model.named_parameters():
         values = packed[name].elements if name in packed else p.numel()
         if id(p) not in idle:

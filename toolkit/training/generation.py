@@ -21,7 +21,7 @@ from toolkit.config.settings import FinetuneTrainConfig
 from toolkit.errors import TrainingError, one_line
 from toolkit.formats import reshard
 from toolkit.formats.metrics_file import append
-from toolkit.models.modes import on_the_side, replaced_forward
+from toolkit.models.modes import isolated_forward, replaced_forward
 from toolkit.models.peft_model import base_of
 from toolkit.training.guards import preemption
 
@@ -53,7 +53,7 @@ def generate(
     reshard(model)
     base.generation_config = settings
     try:
-        with replaced_forward(base, forward), on_the_side(model, device):
+        with replaced_forward(base, forward), isolated_forward(model, device):
             for first in range(0, len(encoded), world):
                 # None waits: some repeat the last one.
                 number = min(first + ranks.rank(), len(encoded) - 1)

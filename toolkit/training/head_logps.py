@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from toolkit.models.modes import forked_rng, random_state
+from toolkit.models.modes import forked_rng, get_random_state
 from toolkit.training.head_loss import (
     HeadLoss,
     LogitMap,
@@ -73,7 +73,7 @@ class _GradientsOfTokens(torch.autograd.Function):
         if wanted:
             grad = torch.empty_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
         # A head may draw (an adapter's dropout): the backward draws the same once more.
-        ctx.drawn = None if head.linear else random_state()
+        ctx.drawn = None if head.linear else get_random_state()
         for part in chunks(head, flat):
             found[part], own = _of_hidden(head, parameters, flat[part], targets[part], wanted)
             if grad is not None and own is not None:

@@ -18,8 +18,8 @@ from tqdm import tqdm
 from toolkit import ranks
 from toolkit.config.measures import PERPLEXITY, TOKEN_METRICS, shown_metrics
 from toolkit.errors import TrainingError
+from toolkit.formats.container_memory import peak_host_memory
 from toolkit.formats.metrics_file import METRICS, append, keep_until
-from toolkit.sharding.accumulation import host_memory_peak
 from toolkit.sharding.fsdp import Sharded
 from toolkit.tables import size_text
 from toolkit.training.flops import find_peak_flops
@@ -226,7 +226,7 @@ class Metrics:
         if self.epochs_per_step is not None:
             line["epoch"] = step * self.epochs_per_step
         on_gpu = self.device.type == "cuda"
-        most = torch.cuda.max_memory_allocated(self.device) if on_gpu else host_memory_peak()
+        most = torch.cuda.max_memory_allocated(self.device) if on_gpu else peak_host_memory()
         if self._steps:
             step_time = max(1e-9, self._seconds) / self._steps
             rate = self.tokens_per_step / step_time

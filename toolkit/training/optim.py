@@ -19,7 +19,7 @@ from toolkit import ranks
 from toolkit.config.settings import OptimConfig
 from toolkit.errors import ConfigError, ShardingError
 from toolkit.formats import reshard
-from toolkit.models.packed_linear import bitsandbytes
+from toolkit.models.packed_linear import import_bitsandbytes
 from toolkit.models.peft_model import base_of, trained_module
 from toolkit.models.reward import reward_head
 from toolkit.training.sharded_optimizers import BLOCK, Adafactor, AdamW8bit, Muon, orthogonalise
@@ -33,7 +33,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
     """Refuse what cannot run, before anything is loaded; ConfigError. `max_steps` -1: not known."""
     if cfg.optim == "adamw_8bit":
-        bitsandbytes("optim.optim: adamw_8bit")
+        import_bitsandbytes("optim.optim: adamw_8bit")
     if cfg.optim == "muon":
         try:
             orthogonalise(torch.eye(2))

@@ -38,9 +38,9 @@ from toolkit.config.settings import RunConfig, TrainConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import ConfigError, ModelError, TrainingError
 from toolkit.formats import local_tensor, nested_items, part_of, reshard
-from toolkit.models.causal_lm import asks_for_router_loss
-from toolkit.models.layers import experts_per_token, numbers_of_experts, routed_shares
-from toolkit.models.patterns import plain_class_name
+from toolkit.models.causal_lm import requests_router_loss
+from toolkit.models.layers import active_expert_shares, expert_counts, experts_per_token
+from toolkit.models.patterns import module_class_name
 from toolkit.models.peft_model import base_of
 from toolkit.sharding.fsdp import Sharded
 
@@ -95,7 +95,7 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
             "train.router_bias_update_rate with lora.r: the bias is of the base, which an adapter "
             "leaves as it is; leave it out"
         )
-    asks, mixture = asks_for_router_loss(base), routers or routed_shares(base)
+    asks, mixture = requests_router_loss(base), routers or active_expert_shares(base)
     if not mixture and not asks and asked in ("auto", "none") and not rate:
         return None
     own = base.config.get_text_config().to_dict()
@@ -105,7 +105,7 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
     missing = _missing(base, routers)
     if asked in ("pooled", "layer"):
         if not missing and not coefficient > 0:
-            missing = f"config.json of {plain_class_name(base)} has no {_COEFFICIENTS[0]} above 0"
+            missing = f"config.json of {module_class_name(base)} has no {_COEFFICIENTS[0]} above 0"
         if missing:
             raise ModelError(f"train.router_aux_loss {asked}: {missing}; set it to none")
     biases = _biases(base, routers)
@@ -165,10 +165,10 @@ def _number_of_experts(router: nn.Module) -> int | None:
 def _missing(base: PreTrainedModel, routers: dict[str, tuple[nn.Module, int]]) -> str:
     """Return why there are no logits of routers, empty where there are."""
     if not routers:
-        return f"transformers hands out no logits of the experts of {plain_class_name(base)}"
+        return f"transformers hands out no logits of the experts of {module_class_name(base)}"
     kinds = {kind.__name__ for router, _ in routers.values() for kind in type(router).__mro__}
     if given := kinds.intersection(_PROBABILITIES):
-        return f"{given.pop()} of {plain_class_name(base)} hands out probabilities, not logits"
+        return f"{given.pop()} of {module_class_name(base)} hands out probabilities, not logits"
     return ""
 
 
@@ -209,10 +209,10 @@ def _check_biases(base: PreTrainedModel, biases: dict[str, torch.Tensor]) -> Non
     what, why = "train.router_bias_update_rate", ""
     if not biases:
         why = (
-            f"{plain_class_name(base)} has no bias of experts ({', '.join(_BIASES)}); leave it out"
+            f"{module_class_name(base)} has no bias of experts ({', '.join(_BIASES)}); leave it out"
         )
     for name, bias in biases.items():
-        if bias.numel() not in numbers_of_experts(base):
+        if bias.numel() not in expert_counts(base):
             why = (
                 f"the bias of {name} has {bias.numel()} values, which is no number of experts in "
                 "config.json: it steers more than their loads; leave it out"

@@ -20,11 +20,11 @@ from toolkit.errors import TrainingError
 from toolkit.formats.metrics_file import STARTS, append, keep_until, read_metrics
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
-from toolkit.models.layers import beside_line
+from toolkit.models.layers import frozen_towers_line
 from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
 from toolkit.sharding.fsdp import Sharded
-from toolkit.sharding.unit_table import format_unit_table, ledger_line
+from toolkit.sharding.unit_table import format_dtype_ledger, format_unit_table
 from toolkit.training.flops import flops_per_token
 from toolkit.training.guards import preemption
 from toolkit.training.guards.run_guards import build_guards
@@ -51,12 +51,15 @@ def start_metrics(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
     whole = not packed_weights(model).keys().isdisjoint(sharded.plan.replicated)
-    dtypes = ledger_line(sharded, cfg.sharding, describe_state_dtypes(state.required_optimizer))
+    dtypes = format_dtype_ledger(
+        sharded, cfg.sharding, describe_state_dtypes(state.required_optimizer)
+    )
     opening = [
-        f"model      {models.plain_name(base_of(model))}, {total / 1e6:,.1f} M parameters{share}",
-        beside_line(model),
+        f"model      {models.model_class_name(base_of(model))}, {total / 1e6:,.1f} M parameters"
+        + share,
+        frozen_towers_line(model),
         *(coverage_lines(model) if has_adapters(model) else []),
-        quantise.describe(model, 1 if whole else sharded.mesh.shards),
+        quantise.describe_quantisation(model, 1 if whole else sharded.mesh.shards),
         *format_unit_table(sharded, cfg.sharding).splitlines(),
         f"dtypes     {dtypes}",
         auto_line and f"auto       {auto_line}",

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.formats import like_dtensor, local_tensor, torch_private
-from toolkit.models.packed_linear import bitsandbytes
+from toolkit.models.packed_linear import import_bitsandbytes
 
 _MOMENTUM = 0.95  # Muon's, with Nesterov's correction
 _NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315), 5, 1e-7)  # coefficients, steps, epsilon
@@ -94,7 +94,10 @@ class AdamW8bit(_PartlyAdamW):
     def _update(self, group: dict[str, Any], step: int, *tensors: torch.Tensor) -> None:
         grad, values = tensors[0].reshape(-1), tensors[1].view(-1)
         first, second, first_scale, second_scale = (t.view(-1) for t in tensors[2:])
-        library, (beta1, beta2) = bitsandbytes("optim.optim: adamw_8bit").functional, group["betas"]
+        library, (beta1, beta2) = (
+            import_bitsandbytes("optim.optim: adamw_8bit").functional,
+            group["betas"],
+        )
         if values.device not in self._maps:
             maps = [library.create_dynamic_map(signed=s).to(values.device) for s in (True, False)]
             self._maps[values.device] = maps[0], maps[1]

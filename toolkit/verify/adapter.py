@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.peft_folder import (
     PeftLayout,
+    fill_without_memory,
+    load_with_peft,
     peft_layout,
-    read_as_peft,
-    read_config,
-    without_storage,
+    read_adapter_config,
 )
 from toolkit.checkpoint.sources import Source, base_entry, find_base, travels
 from toolkit.errors import ExportError, ModelError, ToolkitError
@@ -58,7 +58,7 @@ class AdapterCheck(ExportCheck):
         elif described is not None:
             self.add(export_manifest.FILE, None, "does not describe adapter and base as it should")
         try:
-            self.config = read_config(self.folder)
+            self.config = read_adapter_config(self.folder)
             if not self.config.get("base_model_name_or_path"):
                 self.add(ADAPTER_FILE, None, "names no base model (base_model_name_or_path)")
             try:
@@ -122,7 +122,7 @@ class AdapterCheck(ExportCheck):
             return
         # Into a base without bytes: every tensor must arrive.
         try:
-            loaded = self._load(without_storage(self._base_on_meta()), empty=True).state_dict()
+            loaded = self._load(fill_without_memory(self._base_on_meta()), empty=True).state_dict()
         except ExportError as error:
             self.add("", None, f"does not load: {error}")
             return
@@ -133,7 +133,7 @@ class AdapterCheck(ExportCheck):
 
     def _load(self, base: PreTrainedModel, *, empty: bool = False) -> Any:
         """Return `base` with the adapter as PEFT loads it; what PEFT warns of is a finding."""
-        model, warned = read_as_peft(base, self.folder, empty=empty)
+        model, warned = load_with_peft(base, self.folder, empty=empty)
         for text in warned:
             self.add(ADAPTER_WEIGHTS, None, text)
         return model
@@ -144,7 +144,7 @@ class AdapterCheck(ExportCheck):
         if digest != expected:
             what = f"says that the base has the digest {digest}, the checkpoint {expected}"
             self.add(export_manifest.FILE, None, what)
-        before, now = read_config(source.hf), self.config
+        before, now = read_adapter_config(source.hf), self.config
         # The same base may be named by another place.
         for name in sorted({*before, *now} - _LOCATION) if now else ():
             if before.get(name) != now.get(name):
@@ -153,7 +153,7 @@ class AdapterCheck(ExportCheck):
 
     def prove(self, model: PreTrainedModel, source: Source) -> None:
         # Names are those of the checkpoint's config.
-        layout = peft_layout(model_on_meta(source.hf), read_config(source.hf))
+        layout = peft_layout(model_on_meta(source.hf), read_adapter_config(source.hf))
         keys = layout.keys.items()
         groups = [LoadGroup((key,), name, None) for key, name in keys if key in self.entries]
         proof = Proof(layout.model, self.entries, groups, self.findings)

@@ -15,7 +15,7 @@ from toolkit.checkpoint.carried import CarriedTensor, carried_tensors
 from toolkit.checkpoint.commit import step_name
 from toolkit.checkpoint.sources import Source, find_base
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
-from toolkit.loading import load_groups, misfits
+from toolkit.loading import find_misfits, plan_load_groups
 from toolkit.models import model_on_meta, tied_names
 from toolkit.parsing import read_json
 from toolkit.verify.findings import Findings, is_regular
@@ -239,7 +239,7 @@ class ExportCheck:
             for name, entry in self.entries.items()
             if name in state and tuple(state[name].shape) != entry.shape
         }
-        for kind, names in misfits(model, self.entries).items():
+        for kind, names in find_misfits(model, self.entries).items():
             for name in names:
                 faults.setdefault(name.partition(" (")[0], f"is {kind}: {name}")
         file_of = {name: entry.file.name for name, entry in self.entries.items()}
@@ -250,7 +250,7 @@ class ExportCheck:
         stored: dict[str, formats.StoredTensor] = {}
         first_name = tied_names(model)
         carried = set(formats.source_keys(model, self.entries).carried)
-        groups = load_groups(model, self.entries)
+        groups = plan_load_groups(model, self.entries)
         self.groups = [group for group in groups if not carried.intersection(group.keys)]
         self.carried = {name: self.entries[name] for name in carried}
         for group in self.groups:

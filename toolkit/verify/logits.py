@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit.adapters.peft_folder import attach_adapters, read_config
+from toolkit.adapters.peft_folder import attach_adapters, read_adapter_config
 from toolkit.checkpoint.sources import Source
 from toolkit.errors import CheckpointError
 from toolkit.formats import whole
 from toolkit.loading import materialise
-from toolkit.models import model_on_meta, tied_names, trusts_code, vocabulary_size
-from toolkit.models.classes import mapped_class
+from toolkit.models import allows_remote_code, model_on_meta, tied_names, vocabulary_size
+from toolkit.models.classes import causal_lm_class
 from toolkit.models.peft_model import copied_modules
 from toolkit.models.reward import HEAD, reward_head
 from toolkit.verify.proof import expected_of
@@ -48,10 +48,10 @@ def load_export(
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    mapped = mapped_class(like.config) is type(like) or trusts_code()
+    mapped = causal_lm_class(like.config) is type(like) or allows_remote_code()
     loader: Any = AutoModelForCausalLM if mapped else type(like)
     loader = loader if reward_head(like) is None else AutoModelForSequenceClassification
-    here: Any = {"local_files_only": True, "trust_remote_code": trusts_code()}
+    here: Any = {"local_files_only": True, "trust_remote_code": allows_remote_code()}
     return loader.from_pretrained(folder, output_loading_info=True, **here, **config)
 
 
@@ -118,7 +118,7 @@ def load_adapted(
     """Return `load_base` with the adapter of a checkpoint, put in by name, without PEFT's way;
     rounded to the `dtype` that its export was asked for.
     """
-    model = attach_adapters(load_base(folder, like), read_config(source.hf))
+    model = attach_adapters(load_base(folder, like), read_adapter_config(source.hf))
     tensors = dict(model.state_dict())
     with torch.no_grad():
         for name, expected in expected_of(source).items():

@@ -24,7 +24,7 @@ from toolkit.adapters.peft_folder import (
     AdapterLayer,
     merge_layer,
     peft_layout,
-    read_config,
+    read_adapter_config,
     weight_delta,
 )
 from toolkit.checkpoint.sources import Source, check_whole, parameter_names
@@ -39,7 +39,7 @@ from toolkit.formats import (
     weight_files,
     whole,
 )
-from toolkit.loading import LoadGroup, base_reader, load_group, load_groups
+from toolkit.loading import LoadGroup, build_base_reader, load_group, plan_load_groups
 from toolkit.models import loaded_dtype, model_on_meta, tied_names
 from toolkit.verify.findings import Findings
 
@@ -156,7 +156,7 @@ class MergeProof(Proof):
     rounded: int = 0  # values that are right to rounding only
 
     def expect(self, source: Source) -> None:
-        self.layout = peft_layout(model_on_meta(source.hf), read_config(source.hf))
+        self.layout = peft_layout(model_on_meta(source.hf), read_adapter_config(source.hf))
         self.trained = expected_of(source)
         if odd := sorted(set(self.layout.keys.values()) ^ self.trained.keys()):
             raise ExportError(f"{odd[0]} is not in both {source.folder} and its adapter's config")
@@ -164,8 +164,10 @@ class MergeProof(Proof):
             if fault := expected.damage():
                 raise ExportError(fault)
         self.base = read_weights(weight_files(self.folder))
-        self.reader = base_reader(self.folder, self.model)
-        self.base_groups = {self.own(g.parameter): g for g in load_groups(self.reader, self.base)}
+        self.reader = build_base_reader(self.folder, self.model)
+        self.base_groups = {
+            self.own(g.parameter): g for g in plan_load_groups(self.reader, self.base)
+        }
         for name in filter(lambda name: self.own(name) == name, self.model.state_dict()):
             layer, group = self._layer(name), self.base_groups.get(name)
             self.expected[name] = []
