@@ -26,7 +26,7 @@ from toolkit import cli
 from toolkit.config.data import SourceConfig
 from toolkit.config.fields import setting_name
 from toolkit.config.kinds import KINDS
-from toolkit.config.parse import flat, in_words
+from toolkit.config.parse import describe_type, flatten_settings
 from toolkit.config.preference import PreferConfig
 
 HERE = Path(__file__).parent / "reference"
@@ -182,7 +182,9 @@ NOT_OF_PREFERENCES = {
 
 def settings_page() -> str:
     defaults = {
-        kind.name: flat(kind.config(typing.get_type_hints(kind.config)["model"](REQUIRED)))
+        kind.name: flatten_settings(
+            kind.config(typing.get_type_hints(kind.config)["model"](REQUIRED))
+        )
         for kind in KINDS
     }
     for settings in defaults.values():
@@ -194,7 +196,7 @@ def settings_page() -> str:
             lines += [f"## {name}\n", f"{in_markdown(cls.__doc__ or '')}\n"]
             lines += [*table(cls, f"{name}.", defaults), ""]
         if name == "data":
-            item = flat(SourceConfig(), "data.sources[].")
+            item = flatten_settings(SourceConfig(), "data.sources[].")
             lines.append("`data.sources` is a list; each of its entries has these settings:\n")
             lines += [*table(SourceConfig, "data.sources[].", dict.fromkeys(defaults, item)), ""]
     lines += ["## Top level\n", *table(PreferConfig, "", defaults)]
@@ -212,7 +214,7 @@ def table(cls: type, prefix: str, defaults: dict[str, dict]) -> Iterator[str]:
             shown.pop("prefer", None)
         if shown:
             recipe = "all" if len(shown) == len(defaults) else ", ".join(shown)
-            cells = [f"`{full}`", recipe, in_words(kind)]
+            cells = [f"`{full}`", recipe, describe_type(kind)]
             cells += [
                 " / ".join(dict.fromkeys(map(in_yaml, shown.values()))),
                 in_markdown(meanings[name]),

@@ -18,7 +18,7 @@ from textwrap import indent
 from typing import Any
 
 from toolkit.checkpoint import commit
-from toolkit.config.kinds import kind_named
+from toolkit.config.kinds import find_shipped_kind
 from toolkit.formats.metrics_file import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -122,7 +122,7 @@ def prepare(run: Path, mark: str, fresh: bool, *exports: Path) -> bool:
 
 
 def launch(recipe: str, run: Path, *more: object) -> int:
-    kind = kind_named(recipe)
+    kind = find_shipped_kind(recipe)
     assert kind is not None
     config = f"recipes/configs/{recipe}_tiny.yaml"
     return call("toolkit", kind.command, config, *processes(), "--output_dir", run, *more)

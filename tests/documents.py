@@ -23,7 +23,7 @@ from conftest import ROOT
 from markdown_it import MarkdownIt
 
 from toolkit import cli, recipes
-from toolkit.config import flat, parse
+from toolkit.config import flatten_settings, parse
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig
 from toolkit.errors import ConfigError
@@ -337,7 +337,7 @@ def help_of(command: str) -> str:
 @cache
 def settings() -> dict[str, object]:
     """Return name -> default of every setting."""
-    return flat(PreferConfig(FinetuneModelConfig("x")))
+    return flatten_settings(PreferConfig(FinetuneModelConfig("x")))
 
 
 def check_yaml(block: Block, folder: Path) -> str:

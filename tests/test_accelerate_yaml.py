@@ -28,7 +28,7 @@ from transformers.distributed.fsdp import is_fsdp_enabled
 
 from toolkit import config
 from toolkit.config import accelerate_yaml
-from toolkit.config.parse import flat
+from toolkit.config.parse import flatten_settings
 from toolkit.config.settings import PretrainConfig
 from toolkit.errors import ConfigError, LaunchError
 from toolkit.formats.metrics_file import read_metrics
@@ -146,7 +146,7 @@ def test_a_key_becomes_a_setting(translated, tmp_path, fsdp, sharding) -> None:
     assert notes == []
     # And it is one that exists, of its type: defaults are not parsed, what is dumped and read is.
     cfg = config.parse(PretrainConfig, MODEL, defaults=settings)
-    assert settings.items() <= flat(cfg).items()
+    assert settings.items() <= flatten_settings(cfg).items()
     (tmp_path / "config.yaml").write_text(config.dump(cfg), "utf-8")
     assert config.load(PretrainConfig, tmp_path / "config.yaml") == cfg
 
@@ -217,7 +217,7 @@ def test_precisions_that_are_not_to_be_had(environment, translated) -> None:
     env = environment({"fsdp_version": 2}) | {"ACCELERATE_MIXED_PRECISION": "fp8"}
     settings, notes = accelerate_yaml.translate(env)
     assert settings == {"sharding.param_dtype": "bfloat16"}
-    assert "no float8 training" in notes[0]
+    assert "float8 training is not supported" in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_an_axis_of_the_mesh_that_is_not_here_is_refused(translated, axis, kind)
         translated({"fsdp_version": 2}, parallelism_config=keys)
     said = str(refused.value)
     assert f"parallelism_config_{axis}_size 4 of the launch configuration" in said
-    assert f"there is no {kind} parallelism here; set it to 1" in said
+    assert f"{kind} parallelism is not supported; set it to 1" in said
     assert "dp_shard_size 8 for a global batch 4 times as large" in said
     assert "\n" not in said
 
@@ -314,7 +314,7 @@ def test_a_value_that_accelerate_does_not_know_either(translated, fsdp, said) ->
 def test_a_key_of_a_newer_accelerate_is_named(environment) -> None:
     env = environment({"fsdp_version": 2}) | {"FSDP_TELEPORT": "true"}
     assert accelerate_yaml.translate(env)[1] == [
-        "fsdp_teleport is not known to the toolkit and has no effect"
+        "fsdp_teleport is unknown to the toolkit and has no effect"
     ]
 
 
@@ -326,7 +326,7 @@ def test_a_key_of_a_newer_accelerate_is_named(environment) -> None:
 def test_every_variable_of_the_launcher_is_answered_for() -> None:
     source = inspect.getsource(launcher.prepare_multi_gpu_env)
     variables = set(re.findall(r'"(FSDP_\w+)"', source))
-    assert variables == accelerate_yaml._KNOWN
+    assert variables == accelerate_yaml._TRANSLATED
 
 
 def test_the_documentation_has_every_key() -> None:
@@ -345,7 +345,7 @@ def test_the_documentation_has_every_key() -> None:
     assert {k for k in documented if k.startswith(prefixes)} == keys
     assert {"mixed_precision", "distributed_type"} <= documented
     settings = set(re.findall(r"`((?:sharding|train|model)\.\w+)", DOCS.read_text("utf-8")))
-    known = flat(config.parse(PretrainConfig, MODEL))
+    known = flatten_settings(config.parse(PretrainConfig, MODEL))
     assert settings <= known.keys()
 
 

@@ -30,7 +30,7 @@ from toolkit import checkpoint, cli
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.lora import add_adapters
 from toolkit.config.lora import LoraConfig
-from toolkit.config.published import base_model
+from toolkit.config.published import describe_base_model
 from toolkit.config.settings import (
     CheckpointConfig,
     HubConfig,
@@ -766,7 +766,7 @@ def test_the_card_of_an_adapter(trained, copy: Callable[[str], Path]) -> None:
 def test_the_card_names_a_base_on_the_hub(trained) -> None:
     manifest = export_manifest.read(trained[0] / "llama/adapter")
     said = {"name_or_path": "org/base", "revision": "abc"}
-    manifest["origin"]["adapter"]["base"] = base_model(said, Path())
+    manifest["origin"]["adapter"]["base"] = describe_base_model(said, Path())
     for merged, relation, library in (
         (None, "adapter", "peft"),
         (True, "finetune", "transformers"),

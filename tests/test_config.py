@@ -27,7 +27,7 @@ from toolkit.config import (
 )
 from toolkit.config.data import SourceConfig
 from toolkit.config.fields import setting_name
-from toolkit.config.other_tools import GONE
+from toolkit.config.other_tools import REMOVED
 from toolkit.errors import ConfigError
 
 MODEL = "model: {name_or_path: here}\n"
@@ -126,9 +126,9 @@ def test_a_list_of_files_may_be_one_text(parse, flag, value) -> None:
 
 def test_a_text_and_the_list_of_it_are_one_setting(parse) -> None:
     one, listed = (parse(MODEL + f"data: {{train_files: {f}}}") for f in ("a.txt", "[a.txt]"))
-    assert config.differences(one, listed) == {}
+    assert config.find_differences(one, listed) == {}
     two = parse(MODEL + "data: {train_files: [a.txt, b.txt]}")
-    assert list(config.differences(one, two)) == ["data.train_files"]
+    assert list(config.find_differences(one, two)) == ["data.train_files"]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_pretraining_has_its_own_defaults(parse) -> None:
 
 def test_differences_are_named_by_their_setting(parse) -> None:
     old, new = parse(), parse(MODEL, "--train.max_steps", "3", "--seed", "1")
-    assert config.differences(old, new) == {"train.max_steps": (-1, 3), "seed": (42, 1)}
+    assert config.find_differences(old, new) == {"train.max_steps": (-1, 3), "seed": (42, 1)}
 
 
 def test_the_demo_config_is_good() -> None:
@@ -226,7 +226,7 @@ def test_print_config_is_a_config(tmp_path, capsys) -> None:
     assert yaml.safe_load(printed)["train"]["max_steps"] == 3
     (tmp_path / "printed.yaml").write_text(printed)
     cfg = config.load(PretrainConfig, tmp_path / "printed.yaml")
-    assert config.differences(PretrainConfig(ModelConfig("here")), cfg) == {
+    assert config.find_differences(PretrainConfig(ModelConfig("here")), cfg) == {
         "train.max_steps": (-1, 3)
     }
 
@@ -237,16 +237,18 @@ def test_print_config_is_a_config(tmp_path, capsys) -> None:
 
 
 def test_who_sets_what_went_reads_what_to_do(refusal) -> None:
-    settings = {*config.flat(config.parse(config.FinetuneConfig, ["--model.name_or_path", "x"]))}
-    assert not settings & GONE.keys()
-    for name, instead in GONE.items():
+    settings = {
+        *config.flatten_settings(config.parse(config.FinetuneConfig, ["--model.name_or_path", "x"]))
+    }
+    assert not settings & REMOVED.keys()
+    for name, instead in REMOVED.items():
         for named in re.findall(
             r"\b(?:data|model|optim|sharding|train|lora|checkpoint)\.\w+", instead
         ):
             assert named in settings, (name, named)
     said = refusal(MODEL + "sharding: {layers_per_unit: 2}")
     assert "'sharding.layers_per_unit'" in said
-    assert "which is gone: a unit is a decoder layer" in said
+    assert "which was removed: a unit is a decoder layer" in said
 
 
 def test_an_unknown_setting_is_named_with_the_nearest_ones(refusal, tmp_path) -> None:
@@ -356,7 +358,7 @@ def test_a_name_of_preference_tuning_names_its_command(cls: type, given: str, tm
 
 
 def test_every_name_that_people_bring_leads_to_a_setting() -> None:
-    known, elsewhere = fields(PreferConfig), other_tools.ELSEWHERE
+    known, elsewhere = fields(PreferConfig), other_tools.OTHER_NAMES
     count = collections.Counter(itertools.chain(*map(str.split, elsewhere.values())))
     assert count.most_common(1)[0][1] == 1
     for here, others in elsewhere.items():
@@ -364,13 +366,13 @@ def test_every_name_that_people_bring_leads_to_a_setting() -> None:
         assert setting in known or " " in setting, setting
         for name in others.split():
             assert not [n for n in known if n.split(".")[-1] == name], f"{name} is a name of ours"
-            said = other_tools.meant(PreferConfig, PreferConfig, "", name)
+            said = other_tools.suggest_setting(PreferConfig, PreferConfig, "", name)
             assert said == here, name
 
 
 def test_what_is_near_nothing_gets_no_suggestion() -> None:
     for cls, name in ((PretrainConfig, "zzzz"), (SourceConfig, "learning_rate")):
-        assert other_tools.meant(cls, cls, "", name) is None
+        assert other_tools.suggest_setting(cls, cls, "", name) is None
 
 
 def test_a_switch_without_its_value_and_a_key_of_a_source(refusal) -> None:
@@ -440,7 +442,7 @@ def test_a_wrong_type_is_named_with_the_right_one(refusal, text, said) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is empty; a YAML file with settings is expected"),
+        ("", "is empty; expected a YAML file with settings"),
         ("# only a comment", "is empty"),
         ("- a", "must hold a mapping of settings, got list"),
         ("model: [", "is not readable YAML"),
@@ -475,7 +477,7 @@ def test_a_file_that_is_not_there(tmp_path) -> None:
     ("value", "advice"),
     [
         ("lm_head.weight", "got lm_head.weight; write [lm_head.weight]"),
-        ("[*norm*, a]", "; an entry that begins with * goes in quotes: \"['*']\""),
+        ("[*norm*, a]", "; put an entry that begins with * in quotes: \"['*']\""),
     ],
 )
 def test_what_is_no_list_is_answered_with_one(refusal, value: str, advice: str) -> None:

@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig
 
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, PreferConfig, load
-from toolkit.config.other_tools import ELSEWHERE, leaves_of
+from toolkit.config.other_tools import OTHER_NAMES, settings_named
 from toolkit.convert.converter import Conversion, convert, convert_config
 from toolkit.convert.tables_of_tools import LEFT
 from toolkit.errors import ConfigError
@@ -340,11 +340,13 @@ def test_the_command_writes_a_file_once_and_notes_to_stderr(name, recipe, tmp_pa
 
 def test_docs_name_what_the_tables_name() -> None:
     page = (ROOT / "docs/migrating.md").read_text("utf-8")
-    for here, names in ELSEWHERE.items():
+    for here, names in OTHER_NAMES.items():
         row = f"| `{here.partition(' (')[0]}` | {', '.join(f'`{n}`' for n in names.split())} |"
         assert row in page or f"| {here} | " in page, row
     for why, names in LEFT.items():
         assert f"| {', '.join(f'`{n}`' for n in names.split())} | {why} |" in page, why
     twice = [n for names in LEFT.values() for n in names.split()]
     assert len(twice) == len(set(twice))
-    assert not [n for n in twice if leaves_of(FinetuneConfig, n)]  # what has a setting is carried
+    assert not [
+        n for n in twice if settings_named(FinetuneConfig, n)
+    ]  # what has a setting is carried

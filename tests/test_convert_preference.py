@@ -6,7 +6,7 @@ from conftest import ROOT
 
 from toolkit.cli import main
 from toolkit.config import PreferConfig, load
-from toolkit.config.other_tools import leaves_of
+from toolkit.config.other_tools import settings_named
 from toolkit.convert.converter import convert, convert_config
 from toolkit.errors import ConfigError
 
@@ -14,7 +14,8 @@ FOREIGN = ROOT / "tests/foreign_configs"
 MODEL = {"model_name_or_path": "m"}
 AXOLOTL = {"base_model": "m"}
 HAS_REWARD = pytest.mark.skipif(
-    not leaves_of(PreferConfig, "center_rewards_coefficient"), reason="reward models are not here"
+    not settings_named(PreferConfig, "center_rewards_coefficient"),
+    reason="reward models are not here",
 )
 
 

@@ -22,7 +22,7 @@ from hub_server import READ_TOKEN, SIGNATURE, TOKEN, XET_TOKEN, Fault, Hub, Larg
 
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.facts import run_facts
-from toolkit.config.published import publishable_settings
+from toolkit.config.published import select_publishable_settings
 from toolkit.errors import REMOVED, ExportError, is_secret_name, scrub
 from toolkit.formats import export_manifest
 from toolkit.hub import card as model_card
@@ -853,7 +853,7 @@ def test_the_card_says_what_was_true_where_the_run_trained(tmp_path, monkeypatch
         "optim": {"learning_rate": 0.1},
     }
     monkeypatch.chdir(home)
-    decided = publishable_settings(config, run)
+    decided = select_publishable_settings(config, run)
     monkeypatch.chdir(elsewhere)
     (run / "config.yaml").write_text(yaml.safe_dump(config | {"optim": {"learning_rate": 0.5}}))
     before = decided | {"hyperparameters": decided["hyperparameters"] | {"seed": 3}}

@@ -32,7 +32,7 @@ def test_it_is_shown_and_read_under_its_name(tmp_path: Path, capsys) -> None:
     again = config.load(FinetuneConfig, file)
     assert again == cfg
     other = config.load(FinetuneConfig, file, ["--lora.from", "c"])
-    assert config.differences(cfg, other) == {"lora.from": ("a/b", "c")}
+    assert config.find_differences(cfg, other) == {"lora.from": ("a/b", "c")}
     for flag in ("--help", "--print_config"):
         with pytest.raises(SystemExit):
             config.parse(FinetuneConfig, [*FLAGS, flag])
@@ -56,7 +56,10 @@ def test_it_is_shown_and_read_under_its_name(tmp_path: Path, capsys) -> None:
         (["--lora.from", ""], "lora.from is an empty text"),
         (["--lora.revision", "v1"], "lora.revision has no effect without lora.from"),
         (["--lora.lora_alpha", "8"], "lora.lora_alpha has no effect without lora.r"),
-        (["--lora.from", "x", "--model.frozen_parameters", "[a]"], "model.frozen_parameters has no effect with lora.r"),
+        (
+            ["--lora.from", "x", "--model.frozen_parameters", "[a]"],
+            "model.frozen_parameters has no effect with lora.r",
+        ),
     ],
 )
 def test_what_is_wrong_with_it_names_it(flags: list[str], said: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 from toolkit import recipes
-from toolkit.config import flat
+from toolkit.config import flatten_settings
 from toolkit.config.data import SourceConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import (
@@ -29,8 +29,10 @@ def unlisted(page: str) -> set[str]:
         re.findall(r"^\| `([\w.\[\]]+)` (?:\| [^|]+ ){3}\| [\w`][^|]* \|$", page, re.MULTILINE)
     )
     every = PretrainConfig(ModelConfig("x")), PreferConfig(FinetuneModelConfig("x"))
-    settings = {name for cfg in every for name in flat(cfg)}
-    return (settings | {f"data.sources[].{name}" for name in flat(SourceConfig())}) - rows
+    settings = {name for cfg in every for name in flatten_settings(cfg)}
+    return (
+        settings | {f"data.sources[].{name}" for name in flatten_settings(SourceConfig())}
+    ) - rows
 
 
 @pytest.mark.parametrize("name", ["settings.md", "commands.md", "configs.md", "python.md"])

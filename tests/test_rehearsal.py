@@ -16,7 +16,13 @@ import tiny_models
 from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 
 from toolkit import cli
-from toolkit.config import DataConfig, MetricsConfig, PretrainConfig, ShardingConfig, differences
+from toolkit.config import (
+    DataConfig,
+    MetricsConfig,
+    PretrainConfig,
+    ShardingConfig,
+    find_differences,
+)
 from toolkit.config.settings import FinetuneConfig, ModelConfig, OptimConfig, TrainConfig
 from toolkit.recipes import load_config
 from toolkit.rehearsal import Result, launches, rehearse
@@ -248,7 +254,7 @@ def test_settings_for_gpus_are_mapped_and_named() -> None:
     ranks = count_processes(cfg.sharding, 2)
     assert ranks == 32
     lacking = list_not_rehearsed(cfg.sharding, ranks, 2)
-    text = Result(changed=differences(cfg, own), not_rehearsed=lacking).text()
+    text = Result(changed=find_differences(cfg, own), not_rehearsed=lacking).text()
     for name, there, here in (
         ("model.attn_implementation", "flash_attention_2", "null"),
         ("model.kernels", "liger", "none"),

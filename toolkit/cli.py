@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit import __version__, parsing, recipes
 from toolkit.config import KINDS, MAX_SHARD_SIZE
-from toolkit.config.other_tools import NAMES, OWN
+from toolkit.config.other_tools import TOOL_CHOICES, TOOLKIT
 from toolkit.errors import ConfigError, ExportError, ToolkitError
 
 _RECIPES = tuple(kind.command for kind in KINDS)
@@ -110,8 +110,8 @@ def make_parser() -> argparse.ArgumentParser:
         "another training is refused.",
     )
     add("file", metavar="FILE", help="YAML, JSON, Python or shell script")
-    tools = f"one of {', '.join(NAMES)} (default: recognised by the keys)"
-    add("--from", dest="tool", choices=NAMES, metavar="TOOL", help=tools)
+    tools = f"one of {', '.join(TOOL_CHOICES)} (default: recognised by the keys)"
+    add("--from", dest="tool", choices=TOOL_CHOICES, metavar="TOOL", help=tools)
     add("--output", metavar="OUT.yaml", help="file to create (default: stdout)")
     _add_plan(command)
     _add_rehearse(command)
@@ -250,7 +250,7 @@ def _convert_config(args: argparse.Namespace) -> int:
     with open(args.output, "x", encoding="utf-8") as file:
         file.write(out.text)
     print(args.output)
-    if out.tool == OWN:
+    if out.tool == TOOLKIT:
         return 0
     data = f"next: toolkit inspect --data {args.output}   (what is learned of the data)"
     print(data, file=sys.stderr)

@@ -30,7 +30,7 @@ from toolkit.config import (
     KINDS,
     CheckpointConfig,
     Kind,
-    kind_named,
+    find_shipped_kind,
     kind_of,
     load,
     parse,
@@ -310,7 +310,7 @@ def find_kind(name: str) -> Kind:
     Raises:
         ConfigError: there is no such kind, or the recipe's settings cannot be told.
     """
-    script, shipped = Path("recipes", f"{name}.py"), kind_named(name)
+    script, shipped = Path("recipes", f"{name}.py"), find_shipped_kind(name)
     if not script.is_file():
         if shipped is None:
             raise ConfigError(

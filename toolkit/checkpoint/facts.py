@@ -7,7 +7,7 @@ from typing import Any
 from toolkit.checkpoint.commit import CHECKPOINTS, step_name
 from toolkit.checkpoint.run_folder import CONFIG, beside_recorded, plain_config
 from toolkit.checkpoint.store import read_object
-from toolkit.config.published import mapping, publishable, publishable_settings
+from toolkit.config.published import get_mapping, select_publishable_settings, to_publishable
 from toolkit.formats.metrics_file import METRICS, STARTS, read_lines, read_metrics
 from toolkit.training.run_start import read_versions
 
@@ -38,29 +38,29 @@ def run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     steps = last if step is None else step
     of_state = state if state.get("step") == steps else {}
     of_line = lines[-1] if last == steps and lines else {}
-    decided = mapping(starts[-1], "run") if starts else {}
-    if not all(mapping(decided, part) for part in ("base_model", "data", "hyperparameters")):
+    decided = get_mapping(starts[-1], "run") if starts else {}
+    if not all(get_mapping(decided, part) for part in ("base_model", "data", "hyperparameters")):
         decided = {}  # an earlier version's, or damaged
     facts = {
-        **(decided or publishable_settings(config, run)),
+        **(decided or select_publishable_settings(config, run)),
         "changes": _changes(starts),
         "metrics": {key: value for key, (value, _) in logged.items()},
         "logged_at": {key: at for key, (_, at) in logged.items()},
         # Of the machine that trained, which need not be the one that exports.
-        "versions": mapping(starts[-1], "versions") if starts else read_versions(),
+        "versions": get_mapping(starts[-1], "versions") if starts else read_versions(),
         "steps": steps,
         "tokens": of_state.get("tokens", of_line.get("tokens")),
-        "global_batch": mapping(state, "data").get("global_batch"),
+        "global_batch": get_mapping(state, "data").get("global_batch"),
         "devices": state.get("world_size"),
     }
-    return publishable(facts)
+    return to_publishable(facts)
 
 
 def _changes(starts: list[dict[str, Any]]) -> dict[str, list[list[Any]]]:
     """Return setting -> [value, last step with it] of what the newest of `starts` has otherwise."""
     parts: dict[int, dict[str, Any]] = {}  # of starts after one step the last one trained
     for start in starts:
-        parts[start["step"]] = mapping(mapping(start, "run"), "hyperparameters")
+        parts[start["step"]] = get_mapping(get_mapping(start, "run"), "hyperparameters")
     changes: dict[str, list[list[Any]]] = {}
     for (_, old), (step, new) in itertools.pairwise(parts.items()):
         for name in sorted(old.keys() | new.keys() if old and new else ()):
@@ -74,7 +74,7 @@ def _home(run: Path, config: dict[str, Any]) -> Path:
     home = config.get("output_dir")
     if (run / METRICS).is_file() or not isinstance(home, str):
         return run
-    root = mapping(config, "checkpoint").get("root")
+    root = get_mapping(config, "checkpoint").get("root")
     file = beside_recorded(run, root, home) / CONFIG
     same = file.is_file() and file.read_bytes() == (run / CONFIG).read_bytes()
     return file.parent if same else run

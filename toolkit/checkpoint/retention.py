@@ -10,7 +10,7 @@ from toolkit.checkpoint.commit import CHECKPOINTS, STATE, attempts_of, counting
 from toolkit.checkpoint.local_folder import disk_errors
 from toolkit.checkpoint.reference_file import PARTS, delete_parts
 from toolkit.checkpoint.store import Folder, read_object, where
-from toolkit.config.published import mapping
+from toolkit.config.published import get_mapping
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError
 
@@ -49,7 +49,7 @@ def prune(run: str | Folder, cfg: CheckpointConfig) -> None:
             folder = attempt.folder
             if not folder.is_symlink() and commit.is_sound(folder):
                 with contextlib.suppress(CheckpointError):  # its state is damaged: not sound
-                    metrics = mapping(read_object(folder / STATE) or {}, "metrics").items()
+                    metrics = get_mapping(read_object(folder / STATE) or {}, "metrics").items()
                     verified[step] = {k: v for k, v in metrics if isinstance(v, int | float)}
         gone = [a.folder for a in attempts if a.kind in commit.LEFT_OVER]
         for a in attempts:

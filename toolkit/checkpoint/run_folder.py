@@ -24,7 +24,7 @@ from toolkit.checkpoint.reference_file import PARTS
 from toolkit.checkpoint.store import Folder, is_url, storage_of, where
 from toolkit.config.kinds import defines_run
 from toolkit.config.lora import ALL_LINEAR, STRUCTURE, comparable
-from toolkit.config.published import mapping
+from toolkit.config.published import get_mapping
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError, LaunchError
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, keep_until
@@ -96,7 +96,7 @@ class RunFolder:
             "gradient_accumulation_steps": used,
         }
         cfg: Any = dataclasses.replace(self._cfg, train=dataclasses.replace(train, **holds))
-        changes = config.differences(self.before, cfg) if state.step and self.before else {}
+        changes = config.find_differences(self.before, cfg) if state.step and self.before else {}
         for name, (old, new) in changes.items():
             if not name.startswith((*_SILENT, _ACCUMULATION)):
                 ranks.log_once(
@@ -162,7 +162,7 @@ def recorded_root(run: Path) -> Folder:
     is.
     """
     recorded = plain_config(run)
-    root = mapping(recorded, "checkpoint").get("root")
+    root = get_mapping(recorded, "checkpoint").get("root")
     is_root = (run / CHECKPOINTS).is_dir() and not (run / METRICS).is_file()
     if not isinstance(root, str) or not root or is_root:
         return run
@@ -350,7 +350,7 @@ def _read(file: Folder, cls: type[RunConfig]) -> Any:
                 return config.load(cls, local)
     except (ConfigError, OSError) as error:
         raise ConfigError(f"the config of the run in {file.parent} is damaged: {error}") from error
-    kind = config.kind_named(name)
+    kind = config.find_shipped_kind(name)
     raise ConfigError(
         f"{file.parent} holds a run of {kind.title if kind else name}; this is "
         f"{config.kind_of(cls).title}. Give another output_dir"
@@ -358,7 +358,7 @@ def _read(file: Folder, cls: type[RunConfig]) -> Any:
 
 
 def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None:
-    differences = config.differences(before, cfg)
+    differences = config.find_differences(before, cfg)
     if "lora.from" in differences:  # rank, targets and the like follow from it
         differences = {n: v for n, v in differences.items() if n.partition(".")[2] not in STRUCTURE}
     changed = [

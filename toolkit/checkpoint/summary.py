@@ -9,7 +9,7 @@ import torch
 
 from toolkit.checkpoint.commit import STATE, attempts_of, counting, find_checkpoint
 from toolkit.checkpoint.store import bytes_below, read_object
-from toolkit.config.published import mapping
+from toolkit.config.published import get_mapping
 from toolkit.formats import METADATA_FILE, read_metadata
 from toolkit.tables import fold, size_text, table
 
@@ -55,7 +55,7 @@ def summarise(path: str | Path) -> dict[str, Any]:
     config = read_object(checkpoint / "hf" / "config.json") or {}
     plain = {k: v for k, v in state.items() if isinstance(v, str | int | float) or v is None}
     step, world_size = plain.pop("step", None), plain.pop("world_size", None)
-    batch = mapping(state, "data").get("global_batch")
+    batch = get_mapping(state, "data").get("global_batch")
     names = config.get("architectures")
     model = names[0] if isinstance(names, list) and names else config.get("model_type")
     return {
@@ -150,7 +150,7 @@ def _adapter(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Return what a line says of adapters, and which base they are for."""
     if not isinstance(entry, dict):
         return []
-    config = mapping(entry, "config")
+    config = get_mapping(entry, "config")
     kind = "DoRA" if config.get("use_dora") else "rsLoRA" if config.get("use_rslora") else "LoRA"
     revision = f" at {entry['revision']}" if entry.get("revision") else ""
     return [

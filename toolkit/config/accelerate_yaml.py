@@ -1,8 +1,9 @@
-"""Translate an Accelerate FSDP YAML to settings of the toolkit; docs/accelerate.md, key by key.
+"""Translate an Accelerate FSDP YAML to settings of the toolkit.
 
-The names of the variables are those of `accelerate/utils/launch.py`, the meanings those of its
-`FullyShardedDataParallelPlugin` (version 1.15). The launcher fills in every variable, also those of
-keys that the YAML lacks: a value that is its default says nothing and leaves the toolkit's own.
+docs/accelerate.md lists every key. The names of the environment variables are those of
+`accelerate/utils/launch.py`, and their meanings those of its `FullyShardedDataParallelPlugin`
+(version 1.15). The launcher also sets the variables of keys that the YAML lacks. Therefore a
+variable with Accelerate's default value leaves the default of the toolkit.
 """
 
 import re
@@ -13,14 +14,14 @@ from toolkit.errors import LaunchError
 
 Env = Mapping[str, str]
 
-# Variable -> the setting that `true` sets.
+# Variable -> the setting and its value if the variable is true.
 _SWITCHES: dict[str, tuple[str, Any]] = {
     "FSDP_OFFLOAD_PARAMS": ("sharding.cpu_offload", True),
     "FSDP_ACTIVATION_CHECKPOINTING": ("sharding.activation_checkpointing", "full"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("sharding.activation_offload", True),
     "FSDP_FORWARD_PREFETCH": ("sharding.forward_prefetch", 1),
 }
-# Variable -> its values, the one first that FSDP2 carries out; what is noted of the others.
+# Variable -> its values, of which FSDP2 supports the first, and a note on the others.
 _CHOICES: dict[str, tuple[tuple[str, ...], str]] = {
     "FSDP_BACKWARD_PREFETCH": (
         ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
@@ -29,28 +30,33 @@ _CHOICES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "FSDP_STATE_DICT_TYPE": (
         ("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"),
-        "checkpoints are always sharded; `toolkit consolidate` makes a Hugging Face folder of one",
+        "checkpoints are always sharded; `toolkit consolidate` exports a Hugging Face folder",
     ),
     "FSDP_AUTO_WRAP_POLICY": (
         ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
-        "each decoder layer is a unit here, or what sharding.layer_classes names",
+        "each decoder layer is a unit, or each module that sharding.layer_classes names",
     ),
 }
-_KNOWN = {
+_TRANSLATED = {
     *_SWITCHES,
     *_CHOICES,
     *("FSDP_VERSION", "FSDP_SHARDING_STRATEGY", "FSDP_RESHARD_AFTER_FORWARD"),
     *("FSDP_MIN_NUM_PARAMS", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES"),
-    # Change nothing: FSDP2 has no other parameters, each rank reads its own rows only.
+    # Without effect: FSDP2 always uses the original parameters, and each rank loads only its rows.
     *("FSDP_USE_ORIG_PARAMS", "FSDP_SYNC_MODULE_STATES", "FSDP_CPU_RAM_EFFICIENT_LOADING"),
 }
 _AXES = {"tp": "tensor", "cp": "context", "sp": "sequence"}
 
 
 def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
-    """Return the dotted settings that a launched process's environment asks for, and notes on what
-    it cannot get. LaunchError: FSDP1, training in float16, tensor, context or sequence parallelism,
-    or a value that Accelerate has not.
+    """Translate the environment that `accelerate launch` gives to its processes.
+
+    Returns:
+        Dotted setting -> value, and a note for each key that has no effect.
+
+    Raises:
+        LaunchError: the YAML requests FSDP1, training in float16, or tensor, context or sequence
+            parallelism, or has a value that Accelerate does not define.
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []
@@ -61,16 +67,18 @@ def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
                 "the toolkit shards with FSDP2. Convert the YAML with `accelerate to-fsdp2 "
                 "--config_file OLD --output_file NEW`, or add `--fsdp_version 2` to the flags"
             )
-        _precision(env, settings, notes)
-        _mesh(env, settings, notes)
-        _units(env, settings, notes)
-        unknown = sorted(n for n in env if n.startswith("FSDP_") and n not in _KNOWN)
-        notes += [f"{n.lower()} is not known to the toolkit and has no effect" for n in unknown]
-    elif (asked := _text(env, "ACCELERATE_MIXED_PRECISION").lower()) in ("fp16", "fp8"):
-        what = "there is no training in it here; sharding.param_dtype sets the computation's dtype"
-        notes.append(f"mixed_precision {asked}: {what}")
-    _compilation(env, settings, notes)
-    # A variable that users set by hand: no YAML key makes it.
+        _set_precision(env, settings, notes)
+        _set_mesh(env, settings)
+        _set_units(env, settings, notes)
+        unknown = sorted(n for n in env if n.startswith("FSDP_") and n not in _TRANSLATED)
+        notes += [f"{n.lower()} is unknown to the toolkit and has no effect" for n in unknown]
+    elif (precision := _text(env, "ACCELERATE_MIXED_PRECISION").lower()) in ("fp16", "fp8"):
+        notes.append(
+            f"mixed_precision {precision}: training in it is not supported; sharding.param_dtype "
+            "sets the dtype of the computation"
+        )
+    _set_compilation(env, settings, notes)
+    # Users set this variable by hand, because no key of the YAML does.
     steps = _number(env, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     if steps > 1:
         settings["train.gradient_accumulation_steps"] = steps
@@ -78,12 +86,12 @@ def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
 
 
 def is_fsdp(env: Env) -> bool:
-    """Return whether Accelerate was asked to shard: `distributed_type: FSDP`, or `--use_fsdp`."""
+    """Return True if Accelerate is to shard: `distributed_type: FSDP`, or `--use_fsdp`."""
     return _truth(env, "ACCELERATE_USE_FSDP")
 
 
 def is_translated(name: str) -> bool:
-    """Return whether `translate` answers for a variable; nobody must obey it a second time."""
+    """Return True if `translate` handles an environment variable, so that nothing else may."""
     return name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DYNAMO_")) or name in (
         "ACCELERATE_USE_FSDP",
         "ACCELERATE_USE_PARALLELISM_CONFIG",
@@ -91,56 +99,64 @@ def is_translated(name: str) -> bool:
     )
 
 
-def _precision(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
-    """Set the compute dtype; `no` is float32. Accelerate would reduce in bfloat16 too: not here."""
-    asked = (_text(env, "ACCELERATE_MIXED_PRECISION") or "no").lower()
-    _one_of("mixed_precision", asked, ("no", "bf16", "fp16", "fp8"))
-    if asked == "fp16":
+def _set_precision(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
+    """Set the compute dtype; `no` is float32.
+
+    The reduction stays in float32, although Accelerate would reduce in bfloat16 too.
+    """
+    precision = (_text(env, "ACCELERATE_MIXED_PRECISION") or "no").lower()
+    _check_choice("mixed_precision", precision, ("no", "bf16", "fp16", "fp8"))
+    if precision == "fp16":
         raise LaunchError(
             "mixed_precision fp16 needs loss scaling, which this toolkit does not implement; set "
             'mixed_precision: bf16 in the Accelerate YAML, or "no" for float32'
         )
-    if asked == "fp8":
-        what = "there is no float8 training here; computed in bfloat16 (sharding.param_dtype)"
-        notes.append(f"mixed_precision fp8: {what}")
-    settings["sharding.param_dtype"] = "float32" if asked == "no" else "bfloat16"
+    if precision == "fp8":
+        notes.append(
+            "mixed_precision fp8: float8 training is not supported; the computation is in bfloat16 "
+            "(sharding.param_dtype)"
+        )
+    settings["sharding.param_dtype"] = "float32" if precision == "no" else "bfloat16"
 
 
-def _mesh(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
+def _set_mesh(env: Env, settings: dict[str, Any]) -> None:
+    """Set the number of shards and replicas; refuse other kinds of parallelism."""
     if not _truth(env, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         return
     size = {
         name: _number(env, f"PARALLELISM_CONFIG_{name.upper()}_SIZE")
         for name in ("dp_replicate", "dp_shard", *_AXES)
     }
-    for name, what in _AXES.items():
-        if size[name] > 1:  # with those ranks as data parallel ones the batch would be another
+    for name, axis in _AXES.items():
+        # If those ranks became data parallel ones, the global batch would change.
+        if size[name] > 1:
             raise LaunchError(
-                f"parallelism_config_{name}_size {size[name]} of the launch configuration: there "
-                f"is no {what} parallelism here; set it to 1, and parallelism_config_dp_shard_size "
+                f"parallelism_config_{name}_size {size[name]} of the launch configuration: {axis} "
+                "parallelism is not supported; set it to 1, and parallelism_config_dp_shard_size "
                 f"{size[name] * size['dp_shard']} for a global batch {size[name]} times as large"
             )
-    if max(size.values()) > 1:  # more than the launcher's own defaults
+    # The launcher's default for all sizes is 1.
+    if max(size.values()) > 1:
         settings["sharding.dp_replicate"] = size["dp_replicate"]
         settings["sharding.dp_shard"] = size["dp_shard"]
 
 
-def _units(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
-    """Set what FSDP2 does with each unit, and which modules are units."""
-    # Accelerate's true is the toolkit's `auto`, the default: the root stays gathered.
+def _set_units(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
+    """Set which modules are units, and when FSDP2 gathers, frees and offloads them."""
+    # Accelerate's true equals the toolkit's default `auto`: the root stays gathered.
     if not _truth(env, "FSDP_RESHARD_AFTER_FORWARD", unset="true"):
         settings["sharding.reshard_after_forward"] = False
     if (strategy := _text(env, "FSDP_SHARDING_STRATEGY")) not in ("", "1", "FULL_SHARD"):
         notes.append(
-            f"fsdp_sharding_strategy {strategy} belongs to fsdp_version 1, with 2 it does nothing; "
-            "set fsdp_reshard_after_forward, sharding.dp_shard and sharding.dp_replicate"
+            f"fsdp_sharding_strategy {strategy} belongs to fsdp_version 1 and has no effect with "
+            "2; set fsdp_reshard_after_forward, sharding.dp_shard and sharding.dp_replicate"
         )
     for name, (setting, value) in _SWITCHES.items():
         if _truth(env, name):
             settings[setting] = value
     for name, (values, note) in _CHOICES.items():
         chosen = (_text(env, name) or values[0]).upper()
-        _one_of(name.lower(), chosen, values)
+        _check_choice(name.lower(), chosen, values)
         if chosen != values[0]:
             notes.append(f"{name.lower()} {chosen}: {note}")
         elif name == "FSDP_AUTO_WRAP_POLICY":
@@ -151,16 +167,17 @@ def _units(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
     names = ignored.split("|") if ignored else []
     if not all(re.fullmatch(r"(\.\*|\\\.|[\w.-])+", name) for name in names):
         notes.append(
-            f"fsdp_ignored_modules {ignored!r} is a regular expression that no pattern equals; all "
-            "parameters are sharded. List the others in sharding.ignored_parameters, such as "
-            "'[model.layers.*.mlp.gate.*]'"
+            f"fsdp_ignored_modules {ignored!r} is a regular expression that cannot be converted to "
+            "patterns, so all parameters are sharded. List the parameters to ignore in "
+            "sharding.ignored_parameters, such as '[model.layers.*.mlp.gate.*]'"
         )
     elif names:
         patterns = [name.replace(".*", "*").replace("\\.", ".") + ".*" for name in names]
         settings["sharding.ignored_parameters"] = patterns
 
 
-def _compilation(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
+def _set_compilation(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
+    """Set what torch.compile compiles, and with which backend and mode."""
     backend = (_text(env, "ACCELERATE_DYNAMO_BACKEND") or "NO").lower()
     if backend == "no":
         return
@@ -170,40 +187,49 @@ def _compilation(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
     if (mode := _text(env, "ACCELERATE_DYNAMO_MODE") or "default") != "default":
         settings["sharding.torch_compile_mode"] = mode
     if _truth(env, "ACCELERATE_DYNAMO_USE_FULLGRAPH"):
-        notes.append("dynamo_use_fullgraph true: graph breaks are allowed here")
+        notes.append("dynamo_use_fullgraph true: the toolkit allows graph breaks")
     if _truth(env, "ACCELERATE_DYNAMO_USE_DYNAMIC"):
-        what = "torch.compile decides here, a size is made dynamic once it has changed"
-        notes.append(f"dynamo_use_dynamic true: {what}")
+        notes.append(
+            "dynamo_use_dynamic true: torch.compile decides, and makes a size dynamic once it has "
+            "changed"
+        )
 
 
 def _text(env: Env, name: str) -> str:
-    """Return a variable; an empty one and Python's `None`, which a YAML null becomes, are unset."""
+    """Read a variable; it is empty if it is not set or `None`, which a YAML null becomes."""
     value = env.get(name, "").strip()
     return "" if value.lower() == "none" else value
 
 
 def _truth(env: Env, name: str, unset: str = "false") -> bool:
+    """Read a variable as a boolean; `unset` is its value if it is not set."""
     value = (_text(env, name) or unset).lower()
     if value in ("1", "true", "yes", "on", "y", "t"):
         return True
     if value in ("0", "false", "no", "off", "n", "f"):
         return False
-    raise _wrong(name, "true or false", value)
+    raise _wrong_value(name, "true or false", value)
 
 
 def _number(env: Env, name: str) -> int:
+    """Read a variable as a positive integer; it is 1 if it is not set."""
     value = _text(env, name) or "1"
     if not re.fullmatch(r"0*[1-9][0-9]{0,8}", value):
-        raise _wrong(name, "an integer from 1 up", value)
+        raise _wrong_value(name, "an integer of at least 1", value)
     return int(value)
 
 
-def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise _wrong(key, f"one of {', '.join(known)}", value)
+def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Check that a value is one of the choices.
+
+    Raises:
+        LaunchError: it is not.
+    """
+    if value not in choices:
+        raise _wrong_value(key, f"one of {', '.join(choices)}", value)
 
 
-def _wrong(name: str, expected: str, value: str) -> LaunchError:
+def _wrong_value(name: str, expected: str, value: str) -> LaunchError:
     key = name.lower().removeprefix("accelerate_")
     return LaunchError(
         f"{key} of the launch configuration must be {expected}, got {value}; correct the "

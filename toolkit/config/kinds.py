@@ -54,14 +54,14 @@ _PRIVATE = frozenset({"checkpoint", "metrics", "hub", "output_dir", "kind"})
 def kind_of(config: type[RunConfig]) -> Kind:
     """Find the kind of run that a class of settings configures."""
     name = config.kind_name()
-    shipped = kind_named(name)
+    shipped = find_shipped_kind(name)
     if shipped is None:
         return Kind(name, "", name, config)
     # A copy of a recipe may extend the settings of its kind under the same name.
     return Kind(name, shipped.command, shipped.title, config)
 
 
-def kind_named(name: str) -> Kind | None:
+def find_shipped_kind(name: str) -> Kind | None:
     """Find one of the toolkit's own kinds by its name; None if there is none."""
     return next((kind for kind in KINDS if kind.name == name), None)
 
@@ -102,7 +102,7 @@ def check_kind(config: type[RunConfig], content: Mapping[str, Any], source: str)
         return
     if not isinstance(name, str):
         raise ConfigError(f"kind ({source}) must be text, got {name!r}")
-    kind = kind_named(name) or Kind(name, "", name, RunConfig)
+    kind = find_shipped_kind(name) or Kind(name, "", name, RunConfig)
     raise ConfigError(
         f"expected a config of {expected.title}, got one of {kind.title} (kind: {name}, {source}); "
         f"start it with {kind.start}"

@@ -14,13 +14,14 @@ from toolkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class Metric:
-    """A value that an evaluation returns, by its name without `eval_`."""
+    """A value that an evaluation computes."""
 
     name: str
+    """Its name, without the prefix `eval_`."""
     direction: Literal["max", "min"]
     """`max` if a larger value is better, `min` if a smaller one is."""
     format_spec: str = ""
-    """How the progress bar and the summary show it, such as ".1%"; empty: only the log has it."""
+    """Format in the progress bar and the summary, such as ".1%". Empty: only the log has it."""
 
 
 LOSS = Metric("loss", "min")
@@ -48,18 +49,18 @@ _declared = {metric.name: metric for metric in (*TOKEN_METRICS, *preference_metr
 
 
 def declare(metrics: Iterable[Metric]) -> None:
-    """Make metrics of an objective known to everything that compares or shows metrics.
+    """Register the metrics of an objective for everything that compares or shows metrics.
 
     Raises:
-        ConfigError: a metric of this name has the other direction.
+        ConfigError: a metric of this name is registered with the other direction.
     """
     for metric in metrics:
-        known = _declared.setdefault(metric.name, metric)
-        if known.direction != metric.direction:
+        registered = _declared.setdefault(metric.name, metric)
+        if registered.direction != metric.direction:
             raise ConfigError(
                 f"the metric {metric.name} of this objective is better when it is "
-                f"{'larger' if metric.direction == 'max' else 'smaller'}, and that of the toolkit "
-                "is better the other way; give it another name"
+                f"{'larger' if metric.direction == 'max' else 'smaller'}, but the toolkit's metric "
+                "of this name is better the other way; give it another name"
             )
 
 
@@ -69,10 +70,10 @@ def shown_metrics() -> list[Metric]:
 
 
 def is_greater_better(name: str) -> bool:
-    """Return True if more of a metric is better, by the end of its name (`eval_FILE_NAME`).
+    """Return True if a larger value of a metric is better.
 
-    Metrics that nobody declared are better when larger, unless their name ends in `loss` or
-    `perplexity`.
+    The end of the name decides, as in `eval_FILE_NAME`. For a metric that is not declared, larger
+    is better unless its name ends in `loss` or `perplexity`.
     """
     matches = [metric for metric in _declared if f"_{name}".endswith(f"_{metric}")]
     if matches:

@@ -17,9 +17,9 @@ from toolkit.config.kinds import KINDS, section_names
 from toolkit.config.settings import FinetuneConfig, RunConfig
 from toolkit.errors import ConfigError
 
-OWN = "toolkit"
+TOOLKIT = "toolkit"
 """Name of this toolkit's own configs in `recognise_tool`."""
-TITLES = {
+TOOL_TITLES = {
     "axolotl": "axolotl",
     "llama-factory": "LLaMA-Factory",
     "ms-swift": "ms-swift",
@@ -31,18 +31,14 @@ TITLES = {
     "unsloth": "Unsloth",
 }
 """Tool -> its name in messages. `toolkit convert-config` converts configs of these tools."""
-NAMES = (
+TOOL_CHOICES = (
     *("axolotl", "llama-factory", "ms-swift", "open-instruct", "open-instruct-dpo"),
     *("openrlhf-sft", "openrlhf-dpo", "openrlhf-rm", "openrlhf-kto", "torchtune", "trainer"),
     *("trl", "trl-dpo", "trl-orpo", "trl-kto", "trl-cpo", "trl-reward", "unsloth"),
 )
-"""Values of `--from`: a tool, and its command where the keys do not tell the objective."""
-_SECTIONS = {"model", "sharding", "data", "optim", "train", "checkpoint", "metrics", "hub"} | {
-    "lora",
-    "preference",
-}
-_TOP = {"output_dir", "seed"}
-_FEW = 3  # so many keys of another tool are no slip of the pen
+"""Values of `--from`: a tool, with its command if the keys do not determine the objective."""
+_TOOLKIT_KEYS = frozenset[str]().union(*(section_names(kind.config) for kind in KINDS))
+_FOREIGN_KEYS = 3  # a config with so many keys of another tool is not just misspelled
 # Keys that only one tool has. The first tool with one of its keys wins.
 _KEYS: tuple[tuple[str, set[str]], ...] = (
     (
@@ -80,13 +76,13 @@ _KEYS: tuple[tuple[str, set[str]], ...] = (
 
 
 def recognise_tool(settings: Mapping[str, Any]) -> str | None:
-    """Return the tool whose keys a config has.
+    """Recognise the tool that a config was written for, by its keys.
 
     Args:
         settings: content of a YAML or JSON file, or the flags of a command.
 
     Returns:
-        `OWN`, a key of `TITLES`, the name of a tool whose configs cannot be converted (see
+        `TOOLKIT`, a key of `TOOL_TITLES`, the name of a tool whose configs cannot be converted (see
         `is_convertible`), or None if no tool is recognised.
     """
     keys = {*map(str, settings)}
@@ -95,45 +91,47 @@ def recognise_tool(settings: Mapping[str, Any]) -> str | None:
     ):
         return "torchtune"
     model = settings.get("model")
-    if (keys and keys <= _SECTIONS | {"output_dir", "seed"}) or (
-        isinstance(model, Mapping) and "name_or_path" in model
-    ):
-        return OWN
-    if tool := _unconvertible(settings, keys):
+    if (keys and keys <= _TOOLKIT_KEYS) or (isinstance(model, Mapping) and "name_or_path" in model):
+        return TOOLKIT
+    if tool := _recognise_unconvertible(settings, keys):
         return tool
     return next((tool for tool, marks in _KEYS if marks & keys), None)
 
 
 def is_convertible(tool: str | None) -> bool:
-    """Return whether `toolkit convert-config` converts configs of the tool."""
-    return tool in TITLES
+    """Return True if `toolkit convert-config` converts configs of the tool."""
+    return tool in TOOL_TITLES
 
 
 def refuse_foreign_config(settings: Mapping[str, Any], file: object) -> None:
-    """Raise ConfigError if a config of another tool is given to a recipe.
+    """Refuse a config of another tool.
 
     Args:
         settings: content of the file.
         file: its path, for the message.
+
+    Raises:
+        ConfigError: names the tool, and the command that converts the file.
     """
     tool = recognise_tool(settings)
-    foreign = [str(key) for key in settings if key not in _SECTIONS | _TOP]
-    if tool in (None, OWN) or len(foreign) < _FEW:
+    foreign = [str(key) for key in settings if key not in _TOOLKIT_KEYS]
+    if tool in (None, TOOLKIT) or len(foreign) < _FOREIGN_KEYS:
         return
-    shown = ", ".join(foreign[:_FEW]) + (", ..." if len(foreign) > _FEW else "")
+    keys = ", ".join(foreign[:_FOREIGN_KEYS]) + (", ..." if len(foreign) > _FOREIGN_KEYS else "")
     if is_convertible(tool):
+        title = TOOL_TITLES[str(tool)]
         raise ConfigError(
-            f"{file} is a config of {TITLES[str(tool)]} ({shown}), not of this toolkit; convert "
-            f"it: toolkit convert-config {file} --output mine.yaml"
+            f"{file} is a config of {title} ({keys}), not of this toolkit; convert it with "
+            f"`toolkit convert-config {file} --output mine.yaml`"
         )
     raise ConfigError(
-        f"{file} is a config of {tool} ({shown}), which cannot be converted; `toolkit recipes "
+        f"{file} is a config of {tool} ({keys}), which cannot be converted; `toolkit recipes "
         "--copy finetune` puts configs of this toolkit into the current folder"
     )
 
 
-def _unconvertible(settings: Mapping[str, Any], keys: set[str]) -> str | None:
-    """Return the recognised tool if its configs have a layout that is not converted."""
+def _recognise_unconvertible(settings: Mapping[str, Any], keys: set[str]) -> str | None:
+    """Name the tool of a config whose layout `toolkit convert-config` does not support."""
     sections = {key for key in keys if isinstance(settings.get(key), Mapping)}
     if "actor_rollout_ref" in keys or {"trainer", "data", "model"} <= sections:
         return "verl"
@@ -149,14 +147,14 @@ def _unconvertible(settings: Mapping[str, Any], keys: set[str]) -> str | None:
 
 
 ADAPTER_HINT = re.compile(r"lora|peft|adapter|dora\b|pissa|4bit|quant_?bits|quantization_bit")
-"""Matches names of settings that ask for adapters or for a quantised base."""
+"""Matches names of settings that request adapters or a quantised base model."""
 OBJECTIVE_HINT = re.compile(
     r"(^|_)(dpo|kto|orpo|simpo|cpo|ipo|ppo|grpo|rloo|rlhf|pref|reward|rl|kd|distill|teacher)(_|$)"
 )
-"""Matches names of settings that ask for another objective than supervised training."""
+"""Matches names of settings that request another objective than supervised training."""
 
-# The setting here, with its value where it is another -> its names elsewhere.
-ELSEWHERE = {
+# Setting of this toolkit, with a value if the value differs -> its names in other tools.
+OTHER_NAMES = {
     "model.name_or_path": """base_model model_name model_id model_name_or_path model_path
         pretrained_model_name_or_path""",
     "model.tokenizer_name_or_path": "tokenizer tokenizer_name tokenizer_path tokenizer_config",
@@ -232,73 +230,91 @@ ELSEWHERE = {
     "the Accelerate YAML, or --num_processes": "num_processes num_gpus n_gpus devices use_cpu",
     "the section sharding": "fsdp fsdp_config deepspeed fsdp_version",
 }
-# Settings that were there before 0.1.0 -> what to do instead.
-GONE = {
-    "sharding.layers_per_unit": "a unit is a decoder layer, or what sharding.layer_classes names",
+# Settings that were removed before 0.1.0 -> what to use instead.
+REMOVED = {
+    "sharding.layers_per_unit": "a unit is a decoder layer, or a module of sharding.layer_classes",
     "sharding.sublayer_units": "name the parts in sharding.layer_classes",
-    "sharding.base_model_unit": "it gained nothing; sharding.embedding_units makes the ends units",
+    "sharding.base_model_unit": "it had no benefit; see sharding.embedding_units",
     "sharding.output_dtype": "outputs have the dtype that they are computed in",
-    "sharding.cast_forward_inputs": "inputs are always cast, as FSDP2 does",
+    "sharding.cast_forward_inputs": "inputs are always cast, as in FSDP2",
     "sharding.prefetch_order": "the order is recorded in the first forward",
-    "sharding.unshard_early": "it gained nothing that was measured",
-    "sharding.pin_memory": "host memory is page-locked wherever a device copies it",
+    "sharding.unshard_early": "it had no measurable benefit",
+    "sharding.pin_memory": "host memory is page-locked if a device copies it",
     "sharding.activation_checkpointing_modules": "decoder layers are recomputed, or every k-th",
-    "train.spike_window": "train.skip_spikes compares with the 128 steps before",
+    "train.spike_window": "train.skip_spikes compares with the preceding 128 steps",
     "train.memory_snapshot": "train.profile_steps writes one on CUDA",
     "train.early_stopping_threshold": "any better value counts",
-    "train.eval_max_new_tokens": "an answer to train.eval_prompts has 64 tokens at most",
+    "train.eval_max_new_tokens": "an answer to train.eval_prompts has at most 64 tokens",
     "data.text_column": "data.columns: {text: NAME}",
-    "data.dataset_num_proc": "each core of the process encodes; taskset gives it fewer",
-    "model.pad_to_multiple_of": "model.resize_embeddings takes the multiple, such as 64",
+    "data.dataset_num_proc": "every core of the process encodes; taskset limits them",
+    "model.pad_to_multiple_of": "set model.resize_embeddings to the multiple, such as 64",
     "optim.min_lr_rate": "optim.lr_scheduler_kwargs: {min_lr_rate: 0.1}",
     "optim.decay_norms_and_biases": "vectors do not decay",
-    "optim.embedding_learning_rate": "all have optim.learning_rate",
-    "checkpoint.save_permanent_steps": "checkpoint.export_steps keeps weights for good",
-    "checkpoint.greater_is_better": "told by the metric's name: less is better of a loss",
+    "optim.embedding_learning_rate": "all parameters have optim.learning_rate",
+    "checkpoint.save_permanent_steps": "checkpoint.export_steps writes exports that are kept",
+    "checkpoint.greater_is_better": "the name of the metric decides; lower is better for a loss",
     "lora.adapter_dtype": "adapters are float32",
-    "lora.bnb_4bit_quant_type": "nf4 is what there is",
-    "lora.bnb_4bit_skip_modules": "lora.modules_to_save names what stays whole and is trained",
+    "lora.bnb_4bit_quant_type": "the type is always nf4",
+    "lora.bnb_4bit_skip_modules": "lora.modules_to_save names modules to train unquantised",
     "metrics.tags": "set them in the tracker (WANDB_TAGS)",
     "metrics.disable_tqdm": "TQDM_DISABLE=1 in the environment",
     "hub.hub_revision": "toolkit push RUN --repo_id ORG/NAME --revision BRANCH",
 }
-_HERE = {old: here for here, names in ELSEWHERE.items() for old in names.split()}
+_SETTINGS_BY_OTHER_NAME = {
+    name: setting for setting, names in OTHER_NAMES.items() for name in names.split()
+}
 
 
-def meant(cls: type, section: type, walked: str, path: str) -> str | None:
-    """Return what a user may have meant by the unknown setting `path`; None where nothing is near.
+def suggest_setting(cls: type, section: type, prefix: str, path: str) -> str | None:
+    """Find the setting that a user may have meant by an unknown one.
 
-    A name is looked for in all sections of `cls`, then under the names of other tools, then near
-    those of `section`, whose dotted name is `walked`, then near all.
+    The last part of the name is searched in all sections of `cls`, then in the other kinds of runs
+    and among the names of other tools. After that, a similar name in `section` is searched, and
+    finally one in all sections.
+
+    Args:
+        cls: class of the complete settings.
+        section: class of the section that the name is in.
+        prefix: dotted name of the section, ending in a dot.
+        path: the unknown setting.
+
+    Returns:
+        The setting, or several joined by "or", with the kind of run if it is another one; None if
+        no name is similar.
     """
-    leaf, local = path.split(".")[-1], [*setting_types(section)]
-    near_here = [walked + n for n in difflib.get_close_matches(path[len(walked) :], local, n=1)]
+    leaf = path.split(".")[-1]
+    local_names = [*setting_types(section)]
+    similar_here = [
+        prefix + name for name in difflib.get_close_matches(path[len(prefix) :], local_names, n=1)
+    ]
     if not issubclass(cls, RunConfig):
-        return next(iter(near_here), None)
-    known = _settings(cls)  # type: ignore[arg-type]
-    if found := leaves_of(cls, leaf):
-        return " or ".join(found)
-    preferred = _HERE.get(leaf, path)
-    # Kinds that extend `cls` or stand next to it, each with what the kinds before it lack.
-    here, earlier = preferred.partition(":")[0], {*known, *section_names(cls)}
+        return next(iter(similar_here), None)
+    if same_leaf := settings_named(cls, leaf):
+        return " or ".join(same_leaf)
+    settings_here = _settings(cls)  # type: ignore[arg-type]
+    translated = _SETTINGS_BY_OTHER_NAME.get(leaf, path)
+    translated_name = translated.partition(":")[0]
+    # Search the kinds that extend `cls` or differ from it. Each offers what earlier ones lack.
+    earlier = {*settings_here, *section_names(cls)}
     for kind in KINDS:
-        settings, sections = _settings(kind.config), section_names(kind.config)
+        settings = _settings(kind.config)
+        sections = section_names(kind.config)
         names = [name for name in settings if name not in earlier and name.endswith(f".{leaf}")]
-        if path in sections - earlier:  # a section that only this kind has
+        if path in sections - earlier:
             names = [path]
-        elif here in {*settings} - earlier:
-            names = [preferred]
+        elif translated_name in {*settings} - earlier:
+            names = [translated]
         if names:
             return f"{names[0]} of {kind.title} (toolkit {kind.command}, recipes/{kind.name}.py)"
         earlier |= {*settings, *sections}
-    if leaf in _HERE:
-        return _HERE[leaf]
-    leaves = {name.split(".")[-1]: name for name in reversed(known)}
-    near = [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
-    return next(iter([*near_here, *near]), None)
+    if leaf in _SETTINGS_BY_OTHER_NAME:
+        return translated
+    leaves = {name.split(".")[-1]: name for name in reversed(settings_here)}
+    similar = [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
+    return next(iter([*similar_here, *similar]), None)
 
 
-# Setting -> values under the names of other tools, with those here.
+# Setting -> values of other tools -> the value of this toolkit.
 _VALUES = {
     "preference.loss_type": {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "cdpo": "sigmoid"}
     | {"bradley_terry": "reward", "rm": "reward", "reward_model": "reward", "cpo": "simpo"},
@@ -310,47 +326,63 @@ _VALUES = {
 }
 
 
-def nearest_value(setting: str, kind: Any, value: str) -> str | None:
-    """Return the value that a user may have meant by `value`; None if no choice is near.
+def suggest_value(setting: str, kind: Any, value: str) -> str | None:
+    """Find the value that a user may have meant by a wrong one; None if no choice is similar.
 
     Args:
-        kind: type of the setting; only choices (`Literal`) have near values.
+        setting: dotted name of the setting.
+        kind: its type. Only choices (`Literal`) have similar values.
+        value: the wrong value.
     """
     inner = [kind, *typing.get_args(kind)]
     literals = [part for part in inner if typing.get_origin(part) is typing.Literal]
     choices = [c for part in literals for c in typing.get_args(part) if isinstance(c, str)]
-    known = _VALUES.get(setting, {}).get(value)
-    return known or next(iter(difflib.get_close_matches(value, choices, n=1, cutoff=0.7)), None)
+    translated = _VALUES.get(setting, {}).get(value)
+    similar = difflib.get_close_matches(value, choices, n=1, cutoff=0.7)
+    return translated or next(iter(similar), None)
 
 
-def nearest(cls: type, section: type, walked: str, name: str) -> list[str]:
-    """Return three settings whose names are the nearest to `name`: of its section, or of all."""
-    names = [walked + name for name in setting_types(section)]
-    if not walked and issubclass(cls, RunConfig):
+def nearest_settings(cls: type, section: type, prefix: str, name: str) -> list[str]:
+    """List the three settings with the most similar names, in the same section or in all.
+
+    Args:
+        cls: class of the complete settings.
+        section: class of the section that the name is in.
+        prefix: dotted name of the section, ending in a dot; empty: all sections are searched.
+        name: the unknown name within the section.
+    """
+    names = [prefix + name for name in setting_types(section)]
+    if not prefix and issubclass(cls, RunConfig):
         names = _settings(cls)  # type: ignore[arg-type]
     by_leaf = {n.split(".")[-1]: n for n in reversed(names)}
     return [by_leaf[n] for n in difflib.get_close_matches(name, by_leaf, n=3, cutoff=0.0)]
 
 
-def setting_of(name: str) -> str:
-    """Return the setting that has the values of another tool's `name`; the name: there is none."""
-    known = _settings(FinetuneConfig)
-    if _HERE.get(name) in known:
-        return _HERE[name]
-    found = leaves_of(FinetuneConfig, name)
-    return found[0] if len(found) == 1 else name
+def find_setting(name: str) -> str:
+    """Find the setting that takes the same values as another tool's `name`.
+
+    Returns:
+        The dotted setting, or `name` itself if there is none.
+    """
+    setting = _SETTINGS_BY_OTHER_NAME.get(name)
+    if setting in _settings(FinetuneConfig):
+        return setting
+    same_leaf = settings_named(FinetuneConfig, name)
+    return same_leaf[0] if len(same_leaf) == 1 else name
 
 
-def leaves_of(cls: type, leaf: str) -> list[str]:
-    """Return the settings of a config whose last part is `leaf`."""
+def settings_named(cls: type, leaf: str) -> list[str]:
+    """List the dotted settings of a config whose last part is `leaf`."""
     return [name for name in _settings(cls) if name.split(".")[-1] == leaf]
 
 
 @functools.cache
 def _settings(cls: type, prefix: str = "") -> list[str]:
-    """Return the dotted name of every setting of a config."""
-    found = list[str]()
+    """List the dotted names of all settings of a config."""
+    settings: list[str] = []
     for name, kind in setting_types(cls).items():
-        section = dataclasses.is_dataclass(kind)
-        found += _settings(kind, f"{prefix}{name}.") if section else [prefix + name]  # type: ignore[arg-type]
-    return found
+        if dataclasses.is_dataclass(kind):
+            settings += _settings(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            settings.append(prefix + name)
+    return settings

@@ -1,4 +1,7 @@
-"""Read a run's settings from YAML files and flags, in bounds, and write them as YAML."""
+"""Read the settings of a run from YAML files and flags, and write them as YAML.
+
+Files are read with limits on size and nesting, because a config may come from outside.
+"""
 
 import argparse
 import copy
@@ -33,12 +36,18 @@ from toolkit.config.fields import (
     to_settings,
 )
 from toolkit.config.kinds import check_kind, kind_of
-from toolkit.config.other_tools import GONE, meant, nearest, nearest_value, refuse_foreign_config
+from toolkit.config.other_tools import (
+    REMOVED,
+    nearest_settings,
+    refuse_foreign_config,
+    suggest_setting,
+    suggest_value,
+)
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError, is_secret_name, looks_secret
 from toolkit.parsing import parse_yaml, read_yaml
 
-_LONGEST = 280  # characters of an error
+_ERROR_CHARACTERS = 280  # of an error that lists unknown settings
 
 
 def parse(
@@ -47,31 +56,35 @@ def parse(
     default_file: Path | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Read a `cls` from `--config FILE` and `--section.field value` flags, later ones winning.
+    """Read a config from `--config FILE` and `--section.field VALUE` flags; later ones win.
 
     Args:
-        args: `sys.argv[1:]` where None.
-        default_file: the config used when `args` name no `--config`.
-        defaults: dotted setting -> value of the launch configuration, which files and flags win
-            over.
+        cls: class of the settings, such as `PretrainConfig`.
+        args: arguments of the command line; None: `sys.argv[1:]`.
+        default_file: config file to use if `args` have no `--config`.
+        defaults: dotted setting -> value from the launch configuration. Files and flags override
+            them.
+
+    Returns:
+        An instance of `cls`.
 
     Raises:
-        ConfigError: unknown keys (all of them, with the nearest names), a wrong type, a file that
-            cannot be read, or settings that contradict each other.
+        ConfigError: there are unknown keys (the error lists all of them with the nearest names), a
+            value has a wrong type, a file cannot be read, or settings contradict each other.
         SystemExit: after `--help` and `--print_config`.
     """
     args = list(sys.argv[1:] if args is None else args)
     defaults = dict(defaults or {})
     for name in defaults:
         _check_path(cls, name, "launch configuration")
-    # With defaults one of its own, since they stay in it.
+    # A parser keeps its defaults, so the shared one must not get any.
     parser = _parser.__wrapped__(cls) if defaults else _parser(cls)
     if defaults:
         parser.set_defaults(defaults)
     parser.prog = os.path.basename(sys.argv[0])
     if default_file is not None and not any(a.split("=")[0] == "--config" for a in args):
         args = ["--config", str(default_file), *args]
-    unknown = _Unknown(cls)
+    unknown = _UnknownSettings(cls)
     for file in _config_files(args):
         content = _read(file)
         if issubclass(cls, RunConfig):
@@ -85,49 +98,56 @@ def parse(
         sections = parser.instantiate(parsed)
         cfg = cls(**{f.name: _plain(sections[f.name]) for f in dataclasses.fields(cls)})
     except ArgumentError as error:
-        raise ConfigError(_in_plain_words(cls, " ".join(str(error).split()))) from None
-    except ConfigError as error:  # of a dataclass, whose settings contradict each other
-        of_launch = [n for n, v in defaults.items() if parsed.get(n) == v]
-        blamed = ", ".join(n for n in of_launch if re.search(rf"{n}\b", str(error)))
-        if not blamed:
+        raise ConfigError(_reword_error(cls, " ".join(str(error).split()))) from None
+    except ConfigError as error:
+        # A dataclass found settings that contradict each other.
+        launch_settings = [n for n, v in defaults.items() if parsed.get(n) == v]
+        mentioned = ", ".join(n for n in launch_settings if re.search(rf"{n}\b", str(error)))
+        if not mentioned:
             raise
-        raise ConfigError(f"{error} ({blamed} came from the launch configuration)") from None
+        raise ConfigError(f"{error} ({mentioned} came from the launch configuration)") from None
     if (lora := getattr(cfg, "lora", None)) is not None:
         names = {n.partition(".")[2] for n in _explicit(cls, args) if n.startswith("lora.")}
         object.__setattr__(lora, "explicit", frozenset(names))
-    for name, value in flat(cfg).items():
+    for name, value in flatten_settings(cfg).items():
         kind = _check_path(cls, name, "")
-        if value is None and type(None) not in typing.get_args(kind):  # jsonargparse lets null pass
-            raise ConfigError(f"{name} must be {in_words(kind)}, got nothing (null)")
+        # jsonargparse accepts null for every type.
+        if value is None and type(None) not in typing.get_args(kind):
+            raise ConfigError(f"{name} must be {describe_type(kind)}, got nothing (null)")
         _refuse_secret(str(value), name)
     return cfg
 
 
 def load(cls: type, file: str | Path, flags: Sequence[str] = ()) -> Any:
-    """Read a `cls` from a YAML file; `flags` win over it. Raises as `parse` does."""
+    """Read a config from a YAML file; `flags` override it. Raises the errors of `parse`."""
     return parse(cls, ["--config", str(file), *flags])
 
 
 def dump(cfg: Any) -> str:
-    """Return the resolved config as YAML; `load` reads it back to an equal value."""
+    """Write a config as YAML text, which `load` reads back to an equal config."""
     content = to_settings(type(cfg), dataclasses.asdict(cfg))
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the fields in which two configs differ: dotted name -> (old value, new value)."""
-    before, after = flat(old), flat(new)
-    pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
-    # A text is the list of one that it stands for: `train_files: a.txt` is `[a.txt]`.
-    lists = {n: [[v] if isinstance(v, str) else v for v in pair] for n, pair in pairs.items()}
-    return {name: pair for name, pair in pairs.items() if lists[name][0] != lists[name][1]}
+def find_differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """Compare two configs and map each setting that differs to its old and new value."""
+    before = flatten_settings(old)
+    after = flatten_settings(new)
+    changes = {}
+    for name in {**before, **after}:
+        values = before.get(name), after.get(name)
+        # A text equals the list that contains only it: `train_files: a.txt` is `[a.txt]`.
+        old_list, new_list = ([v] if isinstance(v, str) else v for v in values)
+        if old_list != new_list:
+            changes[name] = values
+    return changes
 
 
 @functools.cache
 def _parser(cls: type) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-    # A text that is no YAML, such as `*.txt`, is the text itself.
+    # jsonargparse keeps a text that is no YAML, such as `*.txt`, as it is.
     def load_value(text: str) -> Any:
         return to_fields(cls, parse_yaml(text, source="a value", error=ConfigError))
 
@@ -141,7 +161,7 @@ def _parser(cls: type) -> ArgumentParser:
         description=cls.__doc__,
         exit_on_error=False,
         allow_abbrev=False,
-        # On a fixed width, so that it reads the same under every launcher.
+        # A fixed width makes the help look the same under every launcher.
         formatter_class=functools.partial(_Help, cls, width=110, max_help_position=44),  # type: ignore[arg-type]
         usage="%(prog)s [--config FILE] [--section.field VALUE ...] [--print_config]",
         parser_mode=mode,
@@ -152,7 +172,10 @@ def _parser(cls: type) -> ArgumentParser:
 
 
 class _Help(DefaultHelpFormatter):
-    """Lists settings, not their sections, which jsonargparse would read from files of their own."""
+    """Help text that lists settings but not their sections.
+
+    jsonargparse would offer each section as a flag that takes a separate file.
+    """
 
     def __init__(self, cls: type, **options: Any) -> None:
         super().__init__(**options)
@@ -160,6 +183,7 @@ class _Help(DefaultHelpFormatter):
         self._sections = {name for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
 
     def add_argument(self, action: argparse.Action) -> None:
+        """Add a setting to the help under the name that users see."""
         if action.dest not in self._sections:
             if (setting := setting_path(action.dest)) != action.dest:
                 action = copy.copy(action)
@@ -169,7 +193,7 @@ class _Help(DefaultHelpFormatter):
 
 
 def _as_fields(args: Sequence[str]) -> list[str]:
-    """Return the command line with the flags that jsonargparse has, which are named by fields."""
+    """Rename the flags of a command line to dataclass fields, as jsonargparse expects them."""
     pairs = [arg.partition("=") if arg.startswith("--") else (arg, "", "") for arg in args]
     return [
         f"--{field_path(flag[2:])}{equals}{value}" if flag.startswith("--") else flag
@@ -178,7 +202,7 @@ def _as_fields(args: Sequence[str]) -> list[str]:
 
 
 def _explicit(cls: type, args: Sequence[str]) -> set[str]:
-    """Return the dotted settings that files and flags name."""
+    """List the dotted settings that files and flags set."""
 
     def names(kind: type, content: dict, prefix: str = "") -> Iterator[str]:
         for key, value in content.items():
@@ -193,7 +217,7 @@ def _explicit(cls: type, args: Sequence[str]) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with numbers of jsonargparse's restricted types as plain numbers."""
+    """Convert numbers of jsonargparse's restricted types to plain numbers, also in containers."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
@@ -206,7 +230,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML in which texts stay texts: PyYAML reads `1e3` as one, jsonargparse as a number."""
+    """Write YAML that quotes texts such as `1e3`, which jsonargparse would read as numbers."""
 
 
 def _text_node(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
@@ -217,48 +241,57 @@ def _text_node(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text_node)
 
 
-# ---- What is checked before jsonargparse sees it
+# ---- Checks before jsonargparse reads the values
 
 
 class UnknownSettingError(ConfigError):
-    """A name is no setting; `said` is what may have been meant, and `place` where it stands."""
+    """The name of a setting does not exist.
 
-    def __init__(self, path: str, place: str, said: str) -> None:
-        super().__init__(f"unknown setting {path!r} ({place}){said}")
-        self.path, self.place, self.said = path, place, said
+    Args:
+        path: the dotted name.
+        place: file, or `command line`.
+        suggestion: a clause that tells the setting to use instead, with its punctuation.
+    """
+
+    def __init__(self, path: str, place: str, suggestion: str) -> None:
+        super().__init__(f"unknown setting {path!r} ({place}){suggestion}")
+        self.path = path
+        self.place = place
+        self.suggestion = suggestion
 
 
-class _Unknown:
-    """The unknown settings of files and flags, refused together on one line."""
+class _UnknownSettings:
+    """Collect the unknown settings of files and flags, to refuse them in one error."""
 
     def __init__(self, cls: type) -> None:
-        self._cls, self._found = cls, list[UnknownSettingError]()
+        self._cls = cls
+        self._errors: list[UnknownSettingError] = []
 
     def add(self, error: UnknownSettingError) -> None:
-        self._found.append(error)
+        self._errors.append(error)
 
     def refuse(self) -> None:
-        """Raise a ConfigError where there is one."""
-        if not self._found:
+        """Raise a ConfigError that lists the unknown settings, if there are any."""
+        if not self._errors:
             return
-        names = [repr(error.path) for error in self._found]
-        whole = [name + error.said for name, error in zip(names, self._found, strict=True)]
-        places = ", ".join(dict.fromkeys(error.place for error in self._found))
+        names = [repr(error.path) for error in self._errors]
+        entries = [f"{error.path!r}{error.suggestion}" for error in self._errors]
+        places = ", ".join(dict.fromkeys(error.place for error in self._errors))
         count = f"{len(names)} unknown settings" if len(names) > 1 else "unknown setting"
         page = ""
         if issubclass(self._cls, RunConfig):
             kind = kind_of(self._cls)
-            shown = f"toolkit {kind.command}" if kind.command else f"python recipes/{kind.name}.py"
-            page = f"; all settings: docs/reference/settings.md, or `{shown} --help`"
+            start = f"toolkit {kind.command}" if kind.command else f"python recipes/{kind.name}.py"
+            page = f"; all settings: docs/reference/settings.md, or `{start} --help`"
         if len(names) == 1:
-            raise ConfigError(f"{self._found[0]}{page}")
-        room = _LONGEST - len(f"{count} ({places}): {page}")
-        # As many as fit with what may have been meant, the others by name, as many as fit.
-        lists = [[*whole[:n], *names[n:]] for n in range(len(names), -1, -1)]
+            raise ConfigError(f"{self._errors[0]}{page}")
+        room = _ERROR_CHARACTERS - len(f"{count} ({places}): {page}")
+        # The first list that fits: with as many suggestions as possible, then with as many names.
+        lists = [[*entries[:n], *names[n:]] for n in range(len(names), -1, -1)]
         lists += [[*names[:n], f"and {len(names) - n} more"] for n in range(len(names) - 1, 0, -1)]
-        texts = ["; ".join(some) for some in lists]
-        said = next((text for text in texts if len(text) <= room), texts[-1])
-        raise ConfigError(f"{count} ({places}): {said}{page}")
+        texts = ["; ".join(entry_list) for entry_list in lists]
+        listing = next((text for text in texts if len(text) <= room), texts[-1])
+        raise ConfigError(f"{count} ({places}): {listing}{page}")
 
 
 def _config_files(args: Sequence[str]) -> list[Path]:
@@ -268,10 +301,12 @@ def _config_files(args: Sequence[str]) -> list[Path]:
         if Path(file).exists() and not Path(file).is_file():
             raise ConfigError(f"config file {file} is not a file (current folder: {Path.cwd()})")
         if not Path(file).exists():
-            ours = "recipes/configs" in Path(file).as_posix()  # of which a wheel has copies
+            # An installed wheel includes copies of the configs in recipes/configs.
+            hint = ""
+            if "recipes/configs" in Path(file).as_posix():
+                hint = "; `toolkit recipes --copy finetune` puts the ready configs there"
             raise ConfigError(
-                f"config file {file} does not exist (current folder: {Path.cwd()})"
-                + "; `toolkit recipes --copy finetune` puts the ready configs there" * ours
+                f"config file {file} does not exist (current folder: {Path.cwd()}){hint}"
             )
     return [Path(f) for f in files]
 
@@ -279,21 +314,24 @@ def _config_files(args: Sequence[str]) -> list[Path]:
 def _read(file: Path) -> dict:
     content = read_yaml(file, ConfigError)
     if content is None:
-        raise ConfigError(f"{file} is empty; a YAML file with settings is expected (see --help)")
+        raise ConfigError(f"{file} is empty; expected a YAML file with settings (see --help)")
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a mapping of settings, got {type(content).__name__}")
     return content
 
 
-def _check_flags(cls: type, args: Sequence[str], unknown: _Unknown) -> None:
-    kind, setting = None, ""
+def _check_flags(cls: type, args: Sequence[str], unknown: _UnknownSettings) -> None:
+    """Check the flags of a command line: their names, and that a value follows each of them."""
+    kind = None
+    setting = ""
     for arg, following in zip(args, [*args, "--"][1:], strict=True):
         flag, equals, value = arg.partition("=")
         _refuse_secret(arg, flag if equals else "the command line")
         if not flag.startswith("--"):
             _check_text(setting, kind, arg)
         elif flag not in ("--config", "--help", "--print_config"):
-            setting, kind = flag.removeprefix("--").removesuffix("+"), None
+            setting = flag.removeprefix("--").removesuffix("+")
+            kind = None
             try:
                 kind = _check_path(cls, setting, "command line")
             except UnknownSettingError as error:
@@ -307,125 +345,132 @@ def _check_flags(cls: type, args: Sequence[str], unknown: _Unknown) -> None:
             if equals:
                 _check_text(setting, kind, value)
             elif following.startswith("--"):
-                is_bool = bool in (kind, *typing.get_args(kind))
+                example = f": {flag} true" if bool in (kind, *typing.get_args(kind)) else ""
                 raise ConfigError(
-                    f"{flag} must be followed by its value, {in_words(kind)}"
-                    + f": {flag} true" * is_bool
+                    f"{flag} must be followed by its value, {describe_type(kind)}{example}"
                 )
 
 
 def _refuse_secret(text: str, where: str) -> None:
     if looks_secret(text):
         raise ConfigError(
-            f"{where} holds what looks like a token or a password, and config.yaml would keep it; "
-            "leave it to HF_TOKEN, or to `hf auth login`"
+            f"{where} contains what looks like a token or a password, and config.yaml would store "
+            "it; use HF_TOKEN or `hf auth login` instead"
         )
 
 
 def _check_text(setting: str, kind: Any, text: str) -> None:
-    """Refuse a text that is no value of `kind`, before PyYAML reads it without bounds."""
+    """Check that a text parses as a value of type `kind`, before PyYAML reads it without limits."""
     if kind is None or str in (kind, *typing.get_args(kind)):
         return
     try:
         value = parse_yaml(text, setting, ConfigError)
     except ConfigError:
-        raise ConfigError(f"{setting} must be {in_words(kind)}, got {text[:200]}") from None
+        raise ConfigError(f"{setting} must be {describe_type(kind)}, got {text[:200]}") from None
     _check_items(value, kind, setting)
 
 
 def _check_items(value: Any, kind: Any, where: str) -> None:
-    """Refuse an unknown key, or a wrong value, of a list's item that is a section, such as one of
-    `data.sources`.
-    """
+    """Check the keys and values of the entries of a list of sections, such as `data.sources`."""
     (item,) = typing.get_args(kind) if typing.get_origin(kind) is list else (None,)
     if dataclasses.is_dataclass(item) and isinstance(value, list):
         for i, entry in enumerate(value):
             if isinstance(entry, dict):
-                unknown = _Unknown(item)  # type: ignore[arg-type]
+                unknown = _UnknownSettings(item)  # type: ignore[arg-type]
                 _check_keys(item, entry, f"{where}[{i}]", unknown)  # type: ignore[arg-type]
                 unknown.refuse()
                 try:
                     _parser(item).parse_object(entry)  # type: ignore[arg-type]
                 except ArgumentError as error:
-                    said = _in_plain_words(item, " ".join(str(error).split()))  # type: ignore[arg-type]
-                    raise ConfigError(f"{where}[{i}].{said}") from None
+                    message = _reword_error(item, " ".join(str(error).split()))  # type: ignore[arg-type]
+                    raise ConfigError(f"{where}[{i}].{message}") from None
 
 
-def _check_keys(cls: type, content: dict, where: str, unknown: _Unknown, prefix: str = "") -> None:
-    """Add the keys of a YAML mapping that `cls` does not know to those that are `unknown`."""
+def _check_keys(
+    cls: type, content: dict, where: str, unknown: _UnknownSettings, prefix: str = ""
+) -> None:
+    """Check the keys of a YAML mapping, and collect those that `cls` does not have in `unknown`."""
     for key, value in content.items():
         try:
-            known = _check_path(cls, f"{prefix}{key}", where)
+            kind = _check_path(cls, f"{prefix}{key}", where)
         except UnknownSettingError as error:
             unknown.add(error)
             continue
-        if dataclasses.is_dataclass(known) and not isinstance(value, dict):
+        if dataclasses.is_dataclass(kind) and not isinstance(value, dict):
             raise ConfigError(f"{prefix}{key} ({where}) is a section of settings, got {value!r}")
-        if dataclasses.is_dataclass(known):
+        if dataclasses.is_dataclass(kind):
             _check_keys(cls, value, where, unknown, f"{prefix}{key}.")
         if isinstance(value, str):
-            _check_text(f"{prefix}{key}", known, value)
-        _check_items(value, known, f"{where}, {prefix}{key}")
+            _check_text(f"{prefix}{key}", kind, value)
+        _check_items(value, kind, f"{where}, {prefix}{key}")
 
 
 def _check_path(cls: type, path: str, where: str) -> Any:
-    """Return the type of a dotted setting; refuse one that does not exist."""
-    here, walked = cls, ""
+    """Look up the type of a dotted setting.
+
+    Raises:
+        UnknownSettingError: it does not exist.
+        ConfigError: its name is that of a secret, which no config may contain.
+    """
+    section = cls
+    prefix = ""
     for part in path.split("."):
-        hints = setting_types(here) if dataclasses.is_dataclass(here) else {}
-        if part not in hints:
+        types = setting_types(section) if dataclasses.is_dataclass(section) else {}
+        if part not in types:
             if is_secret_name(part):
                 raise ConfigError(
-                    f"{path!r} ({where}) is no setting: a config is written to files, where no "
-                    "token belongs. Use `hf auth login`, or set HF_TOKEN"
+                    f"{path!r} ({where}) is not a setting, because a config is written to files "
+                    "and must not contain a token. Use `hf auth login`, or set HF_TOKEN"
                 )
-            said = f"; {walked.removesuffix('.')} takes a value"
-            if instead := GONE.get(path):
-                said = f", which is gone: {instead}"
-            elif hints and (guess := meant(cls, here, walked, path)):
-                said = f", did you mean {guess}?"
-            elif hints:
-                said = f"; nearest: {', '.join(nearest(cls, here, walked, part))}"
-            raise UnknownSettingError(path, where, said)
-        here, walked = hints[part], f"{walked}{part}."
-    return here
+            suggestion = f"; {prefix.removesuffix('.')} takes a value"
+            if instead := REMOVED.get(path):
+                suggestion = f", which was removed: {instead}"
+            elif types and (guess := suggest_setting(cls, section, prefix, path)):
+                suggestion = f", did you mean {guess}?"
+            elif types:
+                suggestion = f"; nearest: {', '.join(nearest_settings(cls, section, prefix, part))}"
+            raise UnknownSettingError(path, where, suggestion)
+        section = types[part]
+        prefix = f"{prefix}{part}."
+    return section
 
 
 # Words before the value in jsonargparse's messages.
 _VALUE = re.compile(r"(?:Got|Given) value: |base 10: |to float: |Not of type \w+: ")
 
 
-def _in_plain_words(cls: type, said: str) -> str:
-    """Return what jsonargparse says of a value that does not parse, in a user's words."""
-    if match := re.fullmatch(r'Parser key "([\w.]+)": (.*)', said):
+def _reword_error(cls: type, message: str) -> str:
+    """Reword a message of jsonargparse about a value or an argument in the words of a user."""
+    if match := re.fullmatch(r'Parser key "([\w.]+)": (.*)', message):
         setting = setting_path(match[1])
         value = _VALUE.split(match[2])[-1]
         value = re.sub(r" (does not conform to|not an? (integer|number)$).*", "", value).strip("'")
-        why = " (it needs loss scaling, which this toolkit does not implement)" * (
-            value == "float16"
-        )
-        expected = in_words(_check_path(cls, setting, ""))
+        hint = ""
+        if value == "float16":
+            hint = " (it needs loss scaling, which this toolkit does not implement)"
+        expected = describe_type(_check_path(cls, setting, ""))
         if expected == "a list" and not value.startswith(("{", "[")):
-            why = f"; write [{value[:200]}]"
-        elif re.search(r"[\[,] *\*", value):  # YAML reads an alias
-            why = "; an entry that begins with * goes in quotes: \"['*']\""
-        elif guess := nearest_value(setting, _check_path(cls, setting, ""), value):
-            why += f"; did you mean {guess}?"
-        return f"{setting} must be {expected}, got {value[:200]}{why}"
-    if match := re.fullmatch(r"the following arguments are required: (.*)", said):
+            hint = f"; write [{value[:200]}]"
+        elif re.search(r"[\[,] *\*", value):
+            # YAML reads a leading * as an alias.
+            hint = "; put an entry that begins with * in quotes: \"['*']\""
+        elif guess := suggest_value(setting, _check_path(cls, setting, ""), value):
+            hint += f"; did you mean {guess}?"
+        return f"{setting} must be {expected}, got {value[:200]}{hint}"
+    if match := re.fullmatch(r"the following arguments are required: (.*)", message):
         flag = f"--{match[1].split(',')[0]} VALUE"
         return f"{match[1]} is required; set it in the file of --config, or with {flag}"
-    if match := re.fullmatch(r"unrecognized arguments: (.*)", said):
+    if match := re.fullmatch(r"unrecognized arguments: (.*)", message):
         return (
-            f"unexpected on the command line: {match[1]}. A setting is given as --section.field "
-            "VALUE, a list as --data.train_files '[a.txt, b.txt]' or a quoted glob, a file of "
+            f"unexpected on the command line: {match[1]}. Write a setting as --section.field "
+            "VALUE, a list as --data.train_files '[a.txt, b.txt]' or a quoted glob, and a file of "
             "settings as --config FILE"
         )
-    return said
+    return message
 
 
-def in_words(kind: Any) -> str:
-    """Return a type as a user would name it: `int | None` is "an integer or empty"."""
+def describe_type(kind: Any) -> str:
+    """Describe a type in the words of a user: "an integer or empty" for `int | None`."""
     names = RANGE_WORDS | {
         int: "an integer",
         float: "a number",
@@ -440,19 +485,20 @@ def in_words(kind: Any) -> str:
     if typing.get_origin(kind) is list:
         return "a list"
     if typing.get_origin(kind) is dict:
-        return f"a mapping from text to {in_words(inner[1])}"
+        return f"a mapping from text to {describe_type(inner[1])}"
     if kind in names:
         return names[kind]
-    return f"{', '.join(map(in_words, inner[:-1]))} or {in_words(inner[-1])}"
+    return f"{', '.join(map(describe_type, inner[:-1]))} or {describe_type(inner[-1])}"
 
 
-def flat(cfg: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted name -> value of every field below a config; a dict is one value."""
-    out: dict[str, Any] = {}
-    for part in dataclasses.fields(cfg):
-        value = getattr(cfg, part.name)
+def flatten_settings(cfg: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten a config to dotted setting -> value; a dict is one value."""
+    settings: dict[str, Any] = {}
+    for field in dataclasses.fields(cfg):
+        name = prefix + setting_name(field.name)
+        value = getattr(cfg, field.name)
         if dataclasses.is_dataclass(value):
-            out |= flat(value, f"{prefix}{setting_name(part.name)}.")
+            settings |= flatten_settings(value, f"{name}.")
         else:
-            out[prefix + setting_name(part.name)] = value
-    return out
+            settings[name] = value
+    return settings

@@ -1,6 +1,7 @@
-"""Select the settings of a run that may be published: no secret, no path of a machine.
+"""Select the settings of a run that may be published: no secrets, no paths of a machine.
 
-Decided where the run trains: elsewhere nobody can tell a folder `models/base` from a Hub id.
+This happens on the machine that trains, because only there can a folder `models/base` be told from
+a Hub id.
 """
 
 import math
@@ -12,7 +13,7 @@ from toolkit.config.kinds import is_published, is_special
 from toolkit.errors import ConfigError, is_secret_name, scrub
 from toolkit.parsing import parse_yaml
 
-# Settings that may hold a path, or words of the user's own.
+# Settings that may contain a path or text of the user.
 _PATHS = (
     *("name_or_path", "tokenizer_name_or_path", "train_files", "eval_files", "dataset_name"),
     *("sources", "eval_sources", "chat_template", "eval_prompts", "from"),
@@ -20,107 +21,128 @@ _PATHS = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def publishable_settings(config: dict[str, Any], run: Path) -> dict[str, Any]:
-    """Return what a model card says of settings, as plain JSON values; of paths the last part.
+def select_publishable_settings(config: dict[str, Any], run: Path) -> dict[str, Any]:
+    """Select the settings for a model card, as plain JSON values with the last part of paths only.
 
-    `config` are a run's sections, in a file that anybody may have written, and `run` its folder.
+    Args:
+        config: sections of a run's config, which anybody may have written.
+        run: folder of the run.
 
     Returns:
         `base_model` {name, hub_id, revision, init, license}, `data` {name: ...} and
         `hyperparameters` {dotted setting: value}.
     """
-    found = {
-        "base_model": base_model(mapping(config, "model"), run),
-        "data": _data(mapping(config, "data"), run, finetuned="lora" in config),
-        "hyperparameters": _settings(config, run),
-    }
-    return publishable(found)
+    return to_publishable(
+        {
+            "base_model": describe_base_model(get_mapping(config, "model"), run),
+            "data": _describe_data(get_mapping(config, "data"), run, finetuned="lora" in config),
+            "hyperparameters": _select_hyperparameters(config, run),
+        }
+    )
 
 
-def base_model(model: dict[str, Any], run: Path = Path()) -> dict[str, Any]:
-    """Return what is published of a base model, which may lie beside the `run`."""
-    given = str(model.get("name_or_path") or "")
-    local = is_path(given, run)
+def describe_base_model(model: dict[str, Any], run: Path = Path()) -> dict[str, Any]:
+    """Describe a base model for a model card, without the path of a local folder.
+
+    Args:
+        model: the section `model` of a config.
+        run: folder of the run. The base model may be in one of its parents.
+    """
+    name_or_path = str(model.get("name_or_path") or "")
+    local = is_path(name_or_path, run)
     return {
-        "name": _last_part(given) if local else given,
-        "hub_id": None if local else given,
+        "name": _last_part(name_or_path) if local else name_or_path,
+        "hub_id": None if local else name_or_path,
         "revision": model.get("revision"),
         "init": model.get("init", "pretrained"),
-        "license": _license(Path(given).expanduser() / "README.md") if local else None,
+        "license": _read_license(Path(name_or_path).expanduser() / "README.md") if local else None,
     }
 
 
-def is_path(given: str, run: Path = Path()) -> bool:
-    """Return whether a name is a path, here or beside the run, and not `name` or `org/name`."""
-    if not _HUB_ID.fullmatch(given) or ".." in given:
+def is_path(name: str, run: Path = Path()) -> bool:
+    """Return True if a name is a path and not a Hub id (`name` or `org/name`).
+
+    A name that could be a Hub id is a path if it exists relative to the current folder or to a
+    parent of the folder `run`.
+    """
+    if not _HUB_ID.fullmatch(name) or ".." in name:
         return True
-    return any((folder / given).exists() for folder in (Path(), *run.absolute().parents))
+    return any((folder / name).exists() for folder in (Path(), *run.absolute().parents))
 
 
-def mapping(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a part of a file that anybody may have written; {} where it is no mapping."""
-    found = content.get(name)
-    return found if isinstance(found, dict) else {}
+def get_mapping(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """Get a section of an untrusted file; {} if it is missing or not a mapping."""
+    section = content.get(name)
+    return section if isinstance(section, dict) else {}
 
 
-def publishable(value: Any) -> Any:
-    """Return `value` as JSON can hold it (NaN becomes null), without secrets."""
+def to_publishable(value: Any) -> Any:
+    """Convert a value to plain JSON (NaN becomes null) and remove secrets."""
     if isinstance(value, dict):
-        named = {str(key): inner for key, inner in value.items()}
-        return {scrub(k): publishable(v) for k, v in named.items() if not is_secret_name(k)}
+        entries = {str(key): inner for key, inner in value.items()}
+        return {scrub(k): to_publishable(v) for k, v in entries.items() if not is_secret_name(k)}
     if isinstance(value, list | tuple):
-        return [publishable(v) for v in value]
+        return [to_publishable(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, int | float | bool | None) else scrub(str(value))
 
 
-def _license(card: Path) -> str | None:
-    """Return the license that a model card names in its front matter."""
+def _read_license(card: Path) -> str | None:
+    """Read the license in the front matter of a model card; None if it has none."""
     try:
         match = re.match(r"\s*---[ \t]*\r?\n(.*?)\r?\n---", card.read_text("utf-8"), re.DOTALL)
         front = parse_yaml(match[1], card, ConfigError) if match else None
-    except (OSError, UnicodeDecodeError, ConfigError):  # somebody else's card: no license known
+    except (OSError, UnicodeDecodeError, ConfigError):
+        # The card was written by others and may be broken.
         return None
     license = front.get("license") if isinstance(front, dict) else None
     return license if isinstance(license, str) else None
 
 
-def _data(data: dict[str, Any], run: Path, *, finetuned: bool) -> dict[str, Any]:
-    found = {
-        "train_files": _names(data.get("train_files")),
-        **_dataset(data, run),
-        "eval_files": _names(data.get("eval_files")),
+def _describe_data(data: dict[str, Any], run: Path, *, finetuned: bool) -> dict[str, Any]:
+    """Describe the sources of a run by the names of their files and data sets."""
+    description = {
+        "train_files": _file_names(data.get("train_files")),
+        **_describe_dataset(data, run),
+        "eval_files": _file_names(data.get("eval_files")),
         "sequence_length": data.get("sequence_length"),
     }
-    if evaluated := data.get("eval_sources"):
-        found["eval_sources"] = [
-            {"files": _names(s.get("files")), **_dataset(s, run)} for s in _mappings(evaluated)
+    if eval_sources := data.get("eval_sources"):
+        description["eval_sources"] = [
+            {"files": _file_names(source.get("files")), **_describe_dataset(source, run)}
+            for source in _mappings(eval_sources)
         ]
     if sources := data.get("sources"):
-        found["sources"] = [
-            {"files": _names(s.get("files")), **_dataset(s, run), "weight": s.get("weight")}
-            for s in _mappings(sources)
+        description["sources"] = [
+            {
+                "files": _file_names(source.get("files")),
+                **_describe_dataset(source, run),
+                "weight": source.get("weight"),
+            }
+            for source in _mappings(sources)
         ]
-    elif not found["train_files"] and "dataset_name" not in found:
-        found["built_in"] = (
+    elif not description["train_files"] and "dataset_name" not in description:
+        description["built_in"] = (
             "instructions and answers made of Python's standard library"
             if finetuned
             else "the source of Python's standard library"
         )
-    return found
+    return description
 
 
 def _mappings(value: Any) -> list[dict[str, Any]]:
     return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
 
 
-def _names(files: Any) -> list[str]:
-    listed = files if isinstance(files, list) else [files] if files else []
-    return [_last_part(str(file)) for file in listed]
+def _file_names(files: Any) -> list[str]:
+    if not files:
+        return []
+    return [_last_part(str(file)) for file in (files if isinstance(files, list) else [files])]
 
 
-def _dataset(data: dict[str, Any], run: Path) -> dict[str, Any]:
+def _describe_dataset(data: dict[str, Any], run: Path) -> dict[str, Any]:
+    """Describe the data set of a source; {} if it has none."""
     name = str(data.get("dataset_name") or "")
     if not name:
         return {}
@@ -133,11 +155,11 @@ def _dataset(data: dict[str, Any], run: Path) -> dict[str, Any]:
     }
 
 
-def _settings(config: dict[str, Any], run: Path) -> dict[str, Any]:
-    """Select the settings that shaped the weights: dotted name -> value, without paths.
+def _select_hyperparameters(config: dict[str, Any], run: Path) -> dict[str, Any]:
+    """Map the settings that shaped the weights to their values, without paths.
 
-    Sections that a user's recipe adds are included. Of a frozen model, such as a teacher, the name
-    is published as that of the base model is.
+    This includes the sections that a user's recipe adds. The name of a frozen model, such as a
+    teacher, is published like that of the base model.
     """
     selected: dict[str, Any] = {}
     for section, content in config.items():
@@ -148,7 +170,7 @@ def _settings(config: dict[str, Any], run: Path) -> dict[str, Any]:
             if name not in _PATHS and not (is_special(section) and _may_be_path(value)):
                 selected[f"{section}.{name}".strip(".")] = value
         if is_special(section) and isinstance(content, dict) and "name_or_path" in content:
-            selected[f"{section}.name"] = base_model(content, run)["name"]
+            selected[f"{section}.name"] = describe_base_model(content, run)["name"]
     return selected
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from toolkit.config.kinds import KINDS
-from toolkit.config.other_tools import OWN, TITLES, is_convertible, recognise_tool
+from toolkit.config.other_tools import TOOL_TITLES, TOOLKIT, is_convertible, recognise_tool
 from toolkit.config.parse import parse
 from toolkit.convert.command_lines import read_command_line
 from toolkit.convert.keys import Translation
@@ -91,7 +91,7 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
     content = {str(key): value for key, value in content.items()}
     if tool is None:
         tool = _recognise(file, content)
-    if tool == OWN:
+    if tool == TOOLKIT:
         return _keep(file, content)
     try:
         out = convert(content, tool, computed)
@@ -132,13 +132,13 @@ def convert(
 def _recognise(file: Path, content: dict[str, Any]) -> str:
     """Return the tool of a config; refuse a config of a tool that is not converted."""
     tool = recognise_tool(content)
-    titles = ", ".join(TITLES.values())
+    titles = ", ".join(TOOL_TITLES.values())
     if tool is None:
         raise ConfigError(
             f"{file} is a config of no tool that is known here; expected one of {titles}. "
             "If it is one of theirs, name it: --from TOOL"
         )
-    if tool != OWN and not is_convertible(tool):
+    if tool != TOOLKIT and not is_convertible(tool):
         raise ConfigError(
             f"{file} is a config of {tool}, which cannot be converted; expected one of {titles}. "
             "`toolkit recipes --copy finetune` puts configs of this toolkit into the folder"
@@ -157,7 +157,7 @@ def _keep(file: Path, content: dict[str, Any]) -> Conversion:
             errors.append(error)
             continue
         note = f"{file} is a config of this toolkit already; it is kept as it is"
-        return Conversion(OWN, {}, [note], name, file.read_text("utf-8"))
+        return Conversion(TOOLKIT, {}, [note], name, file.read_text("utf-8"))
     raise errors[0]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.config.accelerate_yaml import translate
 from toolkit.config.lora import STRUCTURE
-from toolkit.config.other_tools import ADAPTER_HINT, OBJECTIVE_HINT, setting_of
+from toolkit.config.other_tools import ADAPTER_HINT, OBJECTIVE_HINT, find_setting
 from toolkit.config.outputs import Tracker
 from toolkit.config.settings import Schedule
 from toolkit.convert.keys import Keys, Translation
@@ -99,12 +99,12 @@ class Converter(Keys):
                 "max_length",
                 "no limit there; 1,024 tokens here unless you set it (data.sequence_length)",
             )
-        names = {setting_of(key) for key in present - {"use_peft"}} | present
+        names = {find_setting(key) for key in present - {"use_peft"}} | present
         defaults = {**UNSAID[self.tool], **(self.lora if self.has_adapters else {})}
         if rate := UNSAID_RATES[self.tool].get(self.objective):
             defaults["learning_rate"] = rate
         for key, value in defaults.items():
-            if setting_of(key) not in names and not (key == "bf16" and source.get("fp16")):
+            if find_setting(key) not in names and not (key == "bf16" and source.get("fp16")):
                 self.left[key] = value
 
     def run(self) -> tuple[str, dict[str, Any], list[str]]:
@@ -150,7 +150,7 @@ class Converter(Keys):
             self.note(key, reason, value)
         elif key == "trust_remote_code" and value and self.has_adapters:
             self.note(key, "adapters are proven on a base without code from outside", value)
-        elif (setting := setting_of(key)) != key or key in ("output_dir", "seed"):
+        elif (setting := find_setting(key)) != key or key in ("output_dir", "seed"):
             if self.settings.get(setting, value) != value:
                 other = self.settings[setting]
                 self.note(key, f"{setting} had {other} from another key; the last one wins", value)
@@ -493,7 +493,7 @@ class Converter(Keys):
         structure = [
             key
             for key in self.left
-            if setting_of(key) in _STRUCTURE or key in ("lora_target_linear", "target_modules")
+            if find_setting(key) in _STRUCTURE or key in ("lora_target_linear", "target_modules")
         ]
         for key, value in self.popped(structure).items():
             self.note(key, "that of the adapter which lora.from continues", value)

@@ -7,7 +7,7 @@ would be another objective here is refused; names and reasons stand in `tables_o
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from toolkit.config.other_tools import setting_of
+from toolkit.config.other_tools import find_setting
 from toolkit.convert.keys import Keys
 from toolkit.convert.tables_of_tools import (
     AXOLOTLS,
@@ -160,7 +160,7 @@ def _smoothing(keys: Keys, loss: str) -> None:
 
 def _length(keys: Keys, objective: str) -> None:
     """Carry the limit of one side, which here is that of a whole sample."""
-    for key in [key for key in keys.left if setting_of(key) == "data.sequence_length"]:
+    for key in [key for key in keys.left if find_setting(key) == "data.sequence_length"]:
         value = keys.left.pop(key)
         keys.settings["data.sequence_length"] = 2 * value if isinstance(value, int) else value
         other = "the answer of the row beside it" if objective == "kto" else "the other side"
@@ -179,7 +179,7 @@ def _same_function(keys: Keys) -> None:
         "train.neftune_noise_alpha": why,
         "train.label_smoothing_factor": "of tokens; preference.label_smoothing is of sides",
     }.items():
-        for key in [key for key in keys.left if setting_of(key) == setting]:
+        for key in [key for key in keys.left if find_setting(key) == setting]:
             if value := keys.left.pop(key):
                 keys.note(key, reason, value)
     learned = ("train_on_inputs", "train_on_input", "assistant_only_loss", "completion_only_loss")

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from toolkit.adapters.peft_folder import peft_layout, read_adapter_config
 from toolkit.checkpoint.carried import Carried, CarriedTensor
 from toolkit.checkpoint.sources import travels
-from toolkit.config.published import base_model
+from toolkit.config.published import describe_base_model
 from toolkit.errors import ExportError
 from toolkit.formats import (
     ADAPTER_FILE,
@@ -382,7 +382,7 @@ def adapter_origin(
     config = read_adapter_config(hf)
     return {
         "base": {
-            **((run or {}).get("base_model") or base_model(entry)),
+            **((run or {}).get("base_model") or describe_base_model(entry)),
             "digest": entry.get("digest"),
             **({"rows": entry["rows"]} if entry.get("rows") else {}),  # resized to
         },

@@ -185,7 +185,7 @@ class Rehearsal:
             frozen = replace(frozen, name_or_path=str(frozen_copy.folder), revision=None)
             small_run = replace(small_run, **{role: frozen})
         result = self.recorder.result
-        result.changed = config.differences(cfg, small_run)
+        result.changed = config.find_differences(cfg, small_run)
         processes = self.start.world_size
         result.not_rehearsed = list_not_rehearsed(cfg.sharding, processes, self.world_size)
         return shrunk, small_run

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from toolkit.config import KINDS, flat, kind_named, saved_kind_name
+from toolkit.config import KINDS, find_shipped_kind, flatten_settings, saved_kind_name
 from toolkit.config.kinds import is_special, section_names
 from toolkit.config.preference import PreferenceConfig
 from toolkit.report.runs import RunRecord, evaluation_key, number
@@ -102,7 +102,7 @@ def notes(runs: list[RunRecord]) -> list[str]:
     for run in runs:
         known = _defaults(run.config)
         unknown = [name for name in _flattened(run.config, known) if name not in known]
-        if kind_named(saved_kind_name(run.config)) is None:
+        if find_shipped_kind(saved_kind_name(run.config)) is None:
             # The sections that a user's recipe adds are known to that recipe only.
             unknown = [name for name in unknown if not is_special(name.partition(".")[0])]
         what = "config.yaml has settings that this version does not know"
@@ -189,12 +189,12 @@ def _trained_for(run: RunRecord) -> str:
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:
-    kind = kind_named(saved_kind_name(config))
+    kind = find_shipped_kind(saved_kind_name(config))
     if kind is None:
         # A user's recipe extends the settings of a shipped kind: the one with most of its sections.
         kind = max(KINDS, key=lambda shipped: len(section_names(shipped.config) & config.keys()))
     model = typing.get_type_hints(kind.config)["model"]
-    return flat(kind.config(model("-"))) | {"model.name_or_path": None}
+    return flatten_settings(kind.config(model("-"))) | {"model.name_or_path": None}
 
 
 def _flattened(config: dict[str, Any], known: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,8 +12,8 @@ import torch
 
 from toolkit import __version__, ranks
 from toolkit.adapters.coverage import coverage_lines
-from toolkit.config import flat
-from toolkit.config.published import publishable_settings
+from toolkit.config import flatten_settings
+from toolkit.config.published import select_publishable_settings
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import TrainingError
@@ -136,7 +136,7 @@ def _record_start(
     }
 
     def write() -> None:
-        line["run"] = publishable_settings(settings, folder)
+        line["run"] = select_publishable_settings(settings, folder)
         try:
             keep_until(folder / STARTS, step)
             append(folder / STARTS, [line])
@@ -181,7 +181,7 @@ def _trackers(
         return None
     settings = {
         name: value if isinstance(value, bool | int | float | str | None) else str(value)
-        for name, value in flat(cfg).items()
+        for name, value in flatten_settings(cfg).items()
     } | {
         **more,
         "world_size": run.world_size,
