@@ -48,8 +48,8 @@ from toolkit.data.prepare import prepare_data
 from toolkit.data.samples.batch import Batch
 from toolkit.formats.container_memory import peak_host_memory
 from toolkit.mesh import init_mesh
-from toolkit.planning.changes import make_plan
-from toolkit.planning.devices import device_of, named_as
+from toolkit.planning.devices import device_of, find_device_name
+from toolkit.planning.search import make_plan
 from toolkit.training import launch
 
 STEPS = WARMUP + TIMED
@@ -292,7 +292,7 @@ def plans(place: Place) -> None:
     card = place.stamp["card"]
     known = [r for r in results if r.get("card") == card and r.get("check") == "machine"]
     memory = known[-1].get("memory_gb", 80) * 1e9 if known else 80e9
-    device = named_as(card) if place.cuda else "h100"
+    device = find_device_name(card) if place.cuda else "h100"
     if device is None:
         raise NotHere(f"the figures of {card} are not known")
     asked = [case for case in (*CASES, *LATER) if getattr(case.fn, "func", None) is toolkit]

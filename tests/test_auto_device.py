@@ -15,8 +15,8 @@ from test_memory import AUTO_BATCH, AUTO_RECOMPUTED, _auto
 from test_planning import _save, _wide
 
 from toolkit.planning import devices, measuring, preflight
-from toolkit.planning.automatic import tried
 from toolkit.planning.devices import KNOWN, device_here, with_index
+from toolkit.planning.measuring import try_step
 from toolkit.planning.preflight import choose_candidate
 
 INDEX, TOTAL = 3, 80 * 10**9
@@ -70,7 +70,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(measuring, "planned_packing", lambda *_: "bfd")
     step = lambda *_, around, **__: around(lambda: None)  # noqa: E731
     monkeypatch.setattr(measuring, "run_step", step)
-    planned = lambda fn, *args: (0, 10**9) if fn is preflight._place else fn(*args)  # noqa: E731
+    planned = lambda fn, *args: (0, 10**9) if fn is preflight._choose_place else fn(*args)  # noqa: E731
     monkeypatch.setattr(preflight, "in_subprocess", planned)
     return Driver(monkeypatch)
 
@@ -79,7 +79,7 @@ def test_auto_ends_well_on_a_device_without_an_index(driver: Driver, tmp_path: P
     cfg = _auto(_save(_wide("llama", layers=1), tmp_path), AUTO_RECOMPUTED, *AUTO_BATCH)
     said: list[str] = []
     run: Any = SimpleNamespace(world_size=1, rank=0, device=torch.device("cuda"), log=said.append)
-    memory = preflight.memory_for(cfg.sharding, run.device)
+    memory = preflight.free_memory(cfg.sharding, run.device)
     found = choose_candidate(cfg, run, KNOWN["h100"], memory)
     assert found.sharding.activation_checkpointing == "none"
     assert found.train.per_device_train_batch_size == 16
@@ -93,8 +93,8 @@ def test_torch_asks_for_an_index_where_the_step_is_tried(driver: Driver, tmp_pat
     """The control: what `choose_candidate` would hand on if it did not look."""
     cfg = _auto(_save(_wide("llama", layers=1), tmp_path))
     with pytest.raises(ValueError, match=NO_INDEX):
-        tried(cfg, 1, 0, torch.device("cuda"), TOTAL, 0)
-    assert tried(cfg, 1, 0, torch.device("cuda", INDEX), TOTAL, 0) is not None
+        try_step(cfg, 1, 0, torch.device("cuda"), TOTAL, 0)
+    assert try_step(cfg, 1, 0, torch.device("cuda", INDEX), TOTAL, 0) is not None
 
 
 def test_the_device_of_this_process_has_an_index(driver: Driver) -> None:

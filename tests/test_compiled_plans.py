@@ -20,7 +20,7 @@ from toolkit.config.settings import RunConfig
 from toolkit.formats import local_tensor
 from toolkit.planning import simulation
 from toolkit.planning.devices import KNOWN, this_host
-from toolkit.planning.estimates import NCCL, RESERVE, reserve_of
+from toolkit.planning.estimates import NCCL, RESERVE, reserved_bytes
 from toolkit.planning.fake_ranks import fake_world, sharded
 from toolkit.planning.fused import fused_operations
 from toolkit.planning.measuring import measure
@@ -168,10 +168,10 @@ def test_a_plan_says_whether_it_is_of_compiled_layers(tmp_path: Path, capsys: An
 
 def test_nccl_has_its_room_where_there_are_ranks() -> None:
     h100 = KNOWN["h100"]
-    assert reserve_of(h100, (1, 1)) == RESERVE
-    assert reserve_of(h100, (1, 8)) == RESERVE + NCCL
-    assert reserve_of(h100, (2, 8)) == RESERVE + 3 * NCCL
-    assert reserve_of(this_host(), (2, 8)) == reserve_of(this_host(), (1, 1))
+    assert reserved_bytes(h100, (1, 1)) == RESERVE
+    assert reserved_bytes(h100, (1, 8)) == RESERVE + NCCL
+    assert reserved_bytes(h100, (2, 8)) == RESERVE + 3 * NCCL
+    assert reserved_bytes(this_host(), (2, 8)) == reserved_bytes(this_host(), (1, 1))
 
 
 def test_what_a_chain_makes_in_between_is_neither_read_nor_written() -> None:

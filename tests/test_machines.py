@@ -66,10 +66,10 @@ def test_what_is_asked_for_or_unlike_stays(monkeypatch, machines, device, knobs)
 
 def test_the_run_keeps_what_was_asked_for(monkeypatch) -> None:
     monkeypatch.setattr(ranks, "node_indices", lambda: TWO_OF_FOUR)
-    monkeypatch.setattr(preflight, "memory_for", lambda *_: 10**12)
+    monkeypatch.setattr(preflight, "free_memory", lambda *_: 10**12)
     monkeypatch.setattr(preflight, "figures_of", lambda _: None)
-    monkeypatch.setattr(preflight, "_prediction", lambda *_: "")
-    monkeypatch.setattr(preflight, "_told_if_out_of_memory", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(preflight, "_format_prediction", lambda *_: "")
+    monkeypatch.setattr(preflight, "_advise_if_out_of_memory", lambda *_: contextlib.nullcontext())
     kept: list[Any] = []
     folder: Any = SimpleNamespace(before=None, use=kept.append)
     run: Any = SimpleNamespace(

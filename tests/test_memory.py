@@ -19,12 +19,22 @@ from toolkit.config import PretrainConfig, model_settings, parse
 from toolkit.errors import ConfigError, DataError
 from toolkit.models import build_on_meta
 from toolkit.planning import preflight
-from toolkit.planning.automatic import accumulated, after, candidates, choose, tried
-from toolkit.planning.changes import make_plan, with_settings
+from toolkit.planning.automatic import (
+    candidates_from,
+    choose,
+    list_candidates,
+    set_accumulation,
+)
 from toolkit.planning.devices import this_host
-from toolkit.planning.estimates import reserve_of
-from toolkit.planning.measuring import is_out_of_memory
-from toolkit.planning.preflight import choose_candidate, in_subprocess, least_bytes, outlook
+from toolkit.planning.estimates import reserved_bytes
+from toolkit.planning.measuring import is_out_of_memory, try_step
+from toolkit.planning.preflight import (
+    choose_candidate,
+    in_subprocess,
+    minimum_bytes,
+    predict,
+)
+from toolkit.planning.search import make_plan, with_settings
 from toolkit.planning.simulation import simulate, state_of
 
 PLANTED = """
@@ -46,7 +56,7 @@ def model(tmp_path_factory: Any) -> Path:
 @pytest.mark.parametrize("more", [[], ["--optim.optim", "adafactor"], ["--lora.r", "8"]])
 def test_what_is_refused_is_less_than_what_is_held(model: Path, more: list[str]) -> None:
     cfg = _config(model, *more)
-    least = least_bytes(cfg, build_on_meta(model_settings(cfg)), 3, "cpu")
+    least = minimum_bytes(cfg, build_on_meta(model_settings(cfg)), 3, "cpu")
     held = state_of(cfg, 3, 0)
     assert 0 < least["parameters"] <= held.parameters
     assert least["gradients"] <= held.gradients
@@ -59,17 +69,17 @@ def test_what_is_refused_is_less_than_what_is_held(model: Path, more: list[str])
 @pytest.mark.plans
 def test_a_plan_that_does_not_fit_names_three_changes_with_their_costs(model: Path) -> None:
     cfg, device = _config(model, length=LENGTH, rows=32), this_host()
-    needs = simulate(cfg, 2, device_type="cpu").peak.nbytes + reserve_of(device, (1, 2))
-    fits = outlook(cfg, 2, device, needs, failed=False)
-    assert (fits.needs, fits.remedies) == (needs, "")
-    tight = outlook(cfg, 2, device, needs - 20_000_000, failed=False)
-    assert tight.needs == needs
+    needs = simulate(cfg, 2, device_type="cpu").peak.nbytes + reserved_bytes(device, (1, 2))
+    fits = predict(cfg, 2, device, needs, failed=False)
+    assert (fits.memory, fits.remedies) == (needs, "")
+    tight = predict(cfg, 2, device, needs - 20_000_000, failed=False)
+    assert tight.memory == needs
     assert tight.remedies.count("; ") == 2
     assert "per_device_train_batch_size 16, accumulation 2 (needs 1." in tight.remedies
     # It fits by its plan and has failed all the same: something smaller is wanted.
     assert "per_device_train_batch_size" not in fits.remedies
     recomputed = _config(model, FULL, length=LENGTH, rows=1)
-    assert "another training" in outlook(recomputed, 2, device, needs, failed=True).remedies
+    assert "another training" in predict(recomputed, 2, device, needs, failed=True).remedies
 
 
 def test_an_error_of_memory_is_told_from_others() -> None:
@@ -87,7 +97,7 @@ def test_a_plan_that_fails_ends_no_run(model: Path, monkeypatch: Any) -> None:
         raise RuntimeError("no such operator")
 
     monkeypatch.setattr(preflight, "in_subprocess", fails)
-    said = preflight._prediction(_config(model), 8, this_host(), 10**9)
+    said = preflight._format_prediction(_config(model), 8, this_host(), 10**9)
     assert said == "note: the memory of a step could not be planned: RuntimeError: no such operator"
 
 
@@ -163,13 +173,13 @@ def test_recomputation_is_chosen_by_what_fits(model: Path) -> None:
     ):
         place, plan = choose(cfg, 2, device, memory)
         assert plan.cfg.sharding.activation_checkpointing == chosen
-        assert next(after(cfg, 2, place)) == plan.cfg
+        assert next(candidates_from(cfg, 2, place)) == plan.cfg
 
 
 @pytest.mark.plans
 def test_the_batch_is_chosen_by_what_fits_and_the_global_batch_stays(model: Path) -> None:
     cfg, device = _auto(model, *AUTO_BATCH), this_host()
-    (group,) = candidates(cfg, 2)
+    (group,) = list_candidates(cfg, 2)
     assert [c.train.micro_batch for c in group] == [8, 4, 2, 1]
     assert {c.train.micro_batch * c.train.gradient_accumulation_steps for c in group} == {8}
     needs = [make_plan(c, 2, device, None).estimate.memory for c in group]
@@ -177,7 +187,7 @@ def test_the_batch_is_chosen_by_what_fits_and_the_global_batch_stays(model: Path
     for place, memory in ((0, needs[0]), (1, needs[0] - 1)):
         assert choose(cfg, 2, device, memory)[0] == place
     with pytest.raises(DataError, match="does not divide"):
-        candidates(cfg, 3)
+        list_candidates(cfg, 3)
     # With recomputation too: the first of those is tried before any batch is recomputed.
     both = _auto(model, *AUTO_BATCH, AUTO_RECOMPUTED)
     assert choose(both, 2, device, needs[3])[1].cfg.sharding.activation_checkpointing == "none"
@@ -196,12 +206,12 @@ def test_a_batch_that_is_chosen_needs_a_global_batch(model: Path) -> None:
 def test_a_tried_step_that_does_not_fit_says_so(model: Path) -> None:
     cfg = _auto(model, "--train.per_device_train_batch_size=8")
     cpu = torch.device("cpu")
-    peak = in_subprocess(tried, cfg, 2, 0, cpu, 2**30, 0)
+    peak = in_subprocess(try_step, cfg, 2, 0, cpu, 2**30, 0)
     assert peak == pytest.approx(
         simulate(cfg, 2, device_type="cpu", gloo=False).peak.nbytes, rel=0.1
     )
-    assert in_subprocess(tried, cfg, 2, 0, cpu, 2**30, 2**30) is None  # beside the reserve
-    assert in_subprocess(tried, cfg, 2, 0, cpu, 10_000_000, 0) is None  # torch is refused memory
+    assert in_subprocess(try_step, cfg, 2, 0, cpu, 2**30, 2**30) is None  # beside the reserve
+    assert in_subprocess(try_step, cfg, 2, 0, cpu, 10_000_000, 0) is None  # torch is refused memory
 
 
 def _chosen(rank: int, world: int, cfg: Any, memories: list[int]) -> tuple[int, int]:
@@ -217,7 +227,7 @@ def _chosen(rank: int, world: int, cfg: Any, memories: list[int]) -> tuple[int, 
 @pytest.mark.plans
 def test_ranks_of_unlike_memory_choose_alike(model: Path) -> None:
     cfg, device = _auto(model, *AUTO_BATCH), this_host()
-    needs = [make_plan(c, 2, device, None).estimate.memory for c in candidates(cfg, 2)[0]]
+    needs = [make_plan(c, 2, device, None).estimate.memory for c in list_candidates(cfg, 2)[0]]
     # Rank 0 plans for what it has; rank 1 has less, and its device says so.
     assert run_ranks(_chosen, 2, cfg, [needs[0], needs[0]]) == [(8, 1)] * 2
     assert run_ranks(_chosen, 2, cfg, [needs[0], needs[1]]) == [(4, 2)] * 2
@@ -227,7 +237,7 @@ def test_ranks_of_unlike_memory_choose_alike(model: Path) -> None:
 def test_a_run_keeps_what_it_chose(model: Path, text_file: Path, tmp_path: Path) -> None:
     save_byte_tokenizer(model)
     four = _auto(model, "--train.per_device_train_batch_size=4", "--train.global_batch_size=64")
-    full = accumulated(with_settings(four, "data", sequence_length=32), 2)
+    full = set_accumulation(with_settings(four, "data", sequence_length=32), 2)
     memory = make_plan(full, 2, this_host(), None).estimate.memory + 1_000_000
     asked = ("--train.per_device_train_batch_size", "auto", "--train.global_batch_size", "64")
     more = ("--model.init", "random", "--sharding.device_memory", str(memory))

@@ -34,14 +34,18 @@ from toolkit.errors import ShardingError
 from toolkit.loading import init_weights, load_or_init
 from toolkit.models import build_on_meta
 from toolkit.models.packed_linear import import_bitsandbytes
-from toolkit.planning import automatic, changes
-from toolkit.planning.calibration import cache_file, calibration_of, remembered
-from toolkit.planning.changes import Plan, make_plan, remedies
-from toolkit.planning.devices import KNOWN, device_of, named_as, this_host
-from toolkit.planning.estimates import reserve_of
-from toolkit.planning.longest import largest as largest_size
+from toolkit.planning import automatic, changes, search
+from toolkit.planning.changes import find_remedies
+from toolkit.planning.devices import KNOWN, device_of, find_device_name, this_host
+from toolkit.planning.estimates import (
+    calibrate,
+    calibration_file,
+    load_calibration,
+    reserved_bytes,
+)
 from toolkit.planning.measuring import calibrate_here, measure
 from toolkit.planning.report import PlanReport, plan_run
+from toolkit.planning.search import Plan, make_plan
 from toolkit.planning.simulation import (
     PlanningError,
     State,
@@ -295,14 +299,16 @@ def test_after_calibration_the_peak_is_within_a_twentieth(name: str, tmp_path: P
     peak = measure(cfg, world, torch.device("cpu"))[0]
     device = calibrate_here(half, world)
     planned = simulate(cfg, world, device_type="cpu", gloo=False)
-    found = remembered(device, planned.model, cfg.sharding.param_dtype)
+    found = load_calibration(device, planned.model, cfg.sharding.param_dtype)
     assert found is not None
-    print(f"{name}: planned {found.peak(planned):,} (before {planned.peak.nbytes:,}), {peak:,}")
+    print(
+        f"{name}: planned {found.peak_bytes(planned):,} (before {planned.peak.nbytes:,}), {peak:,}"
+    )
     assert 0.9 <= planned.peak.nbytes / peak <= 1.1
-    assert 0.95 <= found.peak(planned) / peak <= 1.05
+    assert 0.95 <= found.peak_bytes(planned) / peak <= 1.05
     # And one that measures something else is refused.
     with pytest.raises(PlanningError, match="not the step"):
-        calibration_of(planned, 20 * peak, 1.0, 1.0, "another")
+        calibrate(planned, 20 * peak, 1.0, 1.0, "another")
 
 
 # ---- Work and traffic ----------------------------------------------------------------------------
@@ -402,7 +408,7 @@ def test_a_change_that_the_other_settings_refuse_is_left_out(file: Path, flags) 
     cfg = parse(FinetuneConfig, ["--config", str(file), *flags])
     device = device_of("h100")
     plan = make_plan(cfg, 2, device, None)
-    found, _ = remedies(plan, device, plan.estimate.memory - 20_000_000, lambda _: None)
+    found, _ = find_remedies(plan, device, plan.estimate.memory - 20_000_000, lambda _: None)
     assert any(p.change.startswith("activation_checkpointing full") for p in found)
     assert not any("lora" in p.change for p in found if cfg.checkpoint.async_save is True)
     assert not any(p.change == "reshard_after_forward true" for p in found if not flags[1:])
@@ -415,10 +421,12 @@ def test_out_of_patience_a_change_that_fits_is_still_looked_for_where_one_is_nee
     memory = plan.estimate.memory - 20_000_000
 
     def after(patience: float, **more: bool) -> list[Plan]:
-        return remedies(plan, device, memory, lambda _: None, patience=patience, **more)[0]
+        return find_remedies(plan, device, memory, lambda _: None, patience=patience, **more)[0]
 
     assert not after(-1)
-    assert [p.kept and p.fits(memory) for p in after(-1, at_least_one=True)].count(True) == 1
+    assert [p.same_training and p.fits(memory) for p in after(-1, at_least_one=True)].count(
+        True
+    ) == 1
 
 
 @pytest.mark.plans
@@ -428,16 +436,16 @@ def test_changes_are_put_on_each_other_without_what_cannot_be_run(file: Path, mo
             raise PlanningError("selective cannot be run")
         return simulate(cfg, *args, **more)
 
-    monkeypatch.setattr(changes, "simulate", refuse)
+    monkeypatch.setattr(search, "simulate", refuse)
     cfg, device, said = parse(FinetuneConfig, ["--config", str(file)]), device_of("h100"), []
     plan = make_plan(cfg, 2, device, None)
-    every, kinds = changes._changes, ("activation_checkpointing", "cpu_offload")
-    few = lambda cfg, world: [c for c in every(cfg, world) if c.kind in kinds]  # noqa: E731
-    monkeypatch.setattr(changes, "_changes", few)
-    alone, failed = remedies(plan, device, plan.estimate.memory - 20_000_000, said.append)
-    assert [name for name, _ in failed] == ["activation_checkpointing selective"]
-    memory = min(p.estimate.memory for p in alone if p.kept) - 1
-    together = remedies(plan, device, memory, said.append)[0]
+    every, kinds = changes.list_changes, ("activation_checkpointing", "cpu_offload")
+    few = lambda cfg, world: [c for c in every(cfg, world) if c.setting in kinds]  # noqa: E731
+    monkeypatch.setattr(changes, "list_changes", few)
+    alone, failed = find_remedies(plan, device, plan.estimate.memory - 20_000_000, said.append)
+    assert list(failed) == ["activation_checkpointing selective"]
+    memory = min(p.estimate.memory for p in alone if p.same_training) - 1
+    together = find_remedies(plan, device, memory, said.append)[0]
     assert "activation_checkpointing selective: selective cannot be run" in said
     assert together[0].change == "activation_checkpointing full + cpu_offload true"
     assert together[0].fits(memory)
@@ -451,24 +459,24 @@ def test_what_cannot_help_is_not_planned(file: Path, tmp_path: Path, monkeypatch
     plan = make_plan(cfg, 2, device, None)
     for memory, recomputes in ((plan.sim.state.total, False), (plan.estimate.memory - 1, True)):
         said: list[str] = []
-        found, failed = remedies(plan, device, memory, said.append)
+        found, failed = find_remedies(plan, device, memory, said.append)
         alone = [name for name in said if " + " not in name]
         assert ("activation_checkpointing full" in alone) is recomputes
         assert not failed
         assert {p.change.split()[0] for p in found} >= {"devices", "cpu_offload"}
-    planned, make = list[tuple[RunConfig, int]](), changes.make_plan
+    planned, make = list[tuple[RunConfig, int]](), search.make_plan
 
     def noted(cfg: RunConfig, world_size: int, *args: Any, **more: Any) -> Plan:
         planned.append((cfg, world_size))
         return make(cfg, world_size, *args, **more)
 
-    monkeypatch.setattr(changes, "make_plan", noted)
+    monkeypatch.setattr(search, "make_plan", noted)
     cfg = _config(_save(_wide("llama", layers=4), tmp_path / "m"), FULL, length=16, rows=1)
     host, said = this_host(), []
     plan = make(cfg, 2, host, None)
     memory = make(cfg, 8, host, None).estimate.memory + 1
-    assert plan.sim.state.total > memory - reserve_of(host, plan.sim.mesh)
-    (found,) = remedies(plan, host, memory, said.append)[0]
+    assert plan.sim.state.total > memory - reserved_bytes(host, plan.sim.mesh)
+    (found,) = find_remedies(plan, host, memory, said.append)[0]
     assert "devices 8" in found.change
     assert found.fits(memory)
     kinds = [name.split(" + ")[-1].split()[0] for name in said]
@@ -480,14 +488,14 @@ def test_what_cannot_help_is_not_planned(file: Path, tmp_path: Path, monkeypatch
 def test_a_sweep_leaves_out_what_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a model whose layers write to their own input, which cannot be recomputed in part."""
 
-    def refused(cfg: Any, world: int, device: Any, memory: Any, name: str) -> Plan:
+    def refused(cfg: Any, world: int, device: Any, memory: Any, name: str, *more: Any) -> Plan:
         if "selective" in name:
             raise ShardingError("its layers write to their own input")
         return make_plan(cfg, world, device, memory, name)
 
-    monkeypatch.setattr(changes, "make_plan", refused)
+    monkeypatch.setattr(search, "make_plan", refused)
     cfg, device, said = parse(FinetuneConfig, ["--config", str(file)]), device_of("h100"), []
-    found = changes.layouts(make_plan(cfg, 1, device, None), device, None, said.append)
+    found = changes.compare_layouts(make_plan(cfg, 1, device, None), device, None, said.append)
     assert {p.change for p in found} == {"1 x 1, recompute none", "1 x 1, recompute full"}
     assert "1 x 1, recompute selective: its layers write to their own input" in said
 
@@ -510,7 +518,7 @@ def test_every_change_keeps_the_global_batch_and_is_planned_anew(file: Path) -> 
     device = device_of("h100")
     plan = make_plan(cfg, 2, device, None)
     short = plan.estimate.memory - 20_000_000
-    found, failed = remedies(plan, device, short, lambda _: None)
+    found, failed = find_remedies(plan, device, short, lambda _: None)
     assert not failed
     assert len({p.change for p in found}) == len(found) > 3
     assert all(p.estimate.tokens_per_step == plan.estimate.tokens_per_step for p in found)
@@ -527,9 +535,11 @@ def test_every_change_keeps_the_global_batch_and_is_planned_anew(file: Path) -> 
 def test_where_no_change_is_enough_one_comes_on_another(file: Path) -> None:
     cfg, device = parse(FinetuneConfig, ["--config", str(file)]), device_of("h100")
     plan = make_plan(cfg, 2, device, None)
-    alone = remedies(plan, device, plan.estimate.memory - 20_000_000, lambda _: None)[0]
-    memory = min(p.estimate.memory for p in alone if p.kept) - 1
-    together = [p for p in remedies(plan, device, memory, lambda _: None)[0] if p.kept]
+    alone = find_remedies(plan, device, plan.estimate.memory - 20_000_000, lambda _: None)[0]
+    memory = min(p.estimate.memory for p in alone if p.same_training) - 1
+    together = [
+        p for p in find_remedies(plan, device, memory, lambda _: None)[0] if p.same_training
+    ]
     assert together[0].fits(memory)
     assert together[0].change not in {p.change for p in alone}
 
@@ -568,7 +578,7 @@ def test_a_measured_step_is_remembered_and_corrects_later_plans(
             found = json.loads(out)
             assert found["device"]["name"] == KNOWN["h100"].name
             assert found["calibration"]["memory"] == pytest.approx(1.1, abs=0.01)
-    cache_file().write_text("- nothing")
+    calibration_file().write_text("- nothing")
     assert "damaged" in _plan(capsys, *argv)[2]
 
 
@@ -583,7 +593,7 @@ def test_a_measured_step_is_remembered_and_corrects_later_plans(
     ],
 )
 def test_a_device_is_known_by_what_torch_calls_it(said: str, name: str | None) -> None:
-    assert named_as(said) == name
+    assert find_device_name(said) == name
 
 
 @pytest.mark.plans
@@ -609,7 +619,7 @@ def test_the_largest_size_is_found_by_few_plans(memory: int, known: float) -> No
     expected = max((n for n in range(1, 101) if needs(n) <= memory), default=0)
     start = {known: needs(known)}
     tried.clear()
-    assert largest_size(needs, start, memory, 100) == expected
+    assert search.search(range(1, 101), needs, memory, start) == expected
     assert len(tried) <= 9
 
 
@@ -645,11 +655,11 @@ def test_the_longest_sequence_and_the_largest_batch(tmp_path: Path, capsys: Any)
 @pytest.mark.plans
 def test_adapters_are_a_remedy_of_what_pretraining_reads_too(file: Path, tmp_path: Path) -> None:
     cfg = parse(PretrainConfig, ["--config", str(file), "--model.init", "pretrained"])
-    names = [c.name for c in changes._changes(cfg, 2)]
+    names = [c.name for c in changes.list_changes(cfg, 2)]
     assert "lora.r 16" in names
     assert "lora.r 16, lora.load_in_4bit" in names
     random = parse(PretrainConfig, ["--config", str(file)])
-    assert not [c.name for c in changes._changes(random, 2) if "lora" in c.name]
+    assert not [c.name for c in changes.list_changes(random, 2) if "lora" in c.name]
 
 
 def test_wrong_use_is_refused_before_any_work(file: Path, tmp_path: Path, capsys: Any) -> None:
@@ -685,14 +695,16 @@ def test_what_a_model_cannot_be_run_with_is_left_out(monkeypatch) -> None:
         mode = cfg["activation_checkpointing"]
         if mode in refused:
             raise PlanningError(f"{mode} cannot be run")
-        return SimpleNamespace(fits=lambda memory: mode == "full", name=mode)
+        memory = 1 if mode == "full" else 2
+        estimate = SimpleNamespace(memory=memory)
+        return SimpleNamespace(fits=lambda most: memory <= most, name=mode, estimate=estimate)
 
     modes = ("none", "selective", "full")
     made = [[{"activation_checkpointing": mode}] for mode in modes]
-    monkeypatch.setattr(automatic, "candidates", lambda cfg, world: made)
+    monkeypatch.setattr(automatic, "list_candidates", lambda cfg, world: made)
     monkeypatch.setattr(changes, "with_settings", lambda cfg, section, **settings: settings)
     monkeypatch.setattr(changes, "_cost", lambda plan: 0)
-    for module in (automatic, changes):
+    for module in (automatic, search):
         monkeypatch.setattr(module, "make_plan", plan)
     refused = {"selective"}
     assert automatic.choose(None, 1, None, 1)[0] == 2
@@ -700,7 +712,7 @@ def test_what_a_model_cannot_be_run_with_is_left_out(monkeypatch) -> None:
         world_size=1, cfg=SimpleNamespace(sharding=SimpleNamespace(activation_offload=False))
     )
     said = list[str]()
-    found = changes.layouts(whole, SimpleNamespace(per_node=None), 1, said.append)
+    found = changes.compare_layouts(whole, SimpleNamespace(per_node=None), 1, said.append)
     assert [one.name for one in found] == ["full", "none"]
     assert any("selective: " in line and "selective cannot be run" in line for line in said), said
     refused = {"selective", "full"}

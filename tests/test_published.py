@@ -16,8 +16,8 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from toolkit.config import FinetuneConfig, ModelConfig, PretrainConfig, load
 from toolkit.models import build_on_meta
-from toolkit.planning.changes import make_plan
 from toolkit.planning.devices import device_of
+from toolkit.planning.search import make_plan
 from toolkit.training.flops import flops_per_token
 
 

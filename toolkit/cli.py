@@ -481,11 +481,11 @@ def _inspect(args: argparse.Namespace) -> int:
     render: Callable[[dict], str]
     note = None
     if args.plan is not None:
-        from toolkit.planning.unit_summary import plan_summary, render_plan
+        from toolkit.planning.report import format_units, summarise_units
 
         cfg, note = _load_planned(args.plan, args.settings)
-        found = plan_summary(cfg, args.world_size)
-        render = render_plan
+        found = summarise_units(cfg, args.world_size)
+        render = format_units
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data
         from toolkit.data.report import render

@@ -262,6 +262,15 @@ def on_all(fn: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def min_result(fn: Callable[[], int]) -> int:
+    """Run `fn` on every rank; return the smallest result, or raise as `on_all` does.
+
+    Results are exact up to 2**53. Collective, one exchange of 16 bytes a rank.
+    """
+    result, failure = _outcome(fn)
+    return _agree(failure, 0 if result is None else result)
+
+
 def collective(fn: Callable[P, T]) -> Callable[P, T]:
     """Make a function that every rank calls fail on all of them when it fails on any (`on_all`)."""
 

@@ -1,4 +1,4 @@
-"""Figures of devices: what their vendors print, and what of that a step is assumed to reach."""
+"""Figures of devices from their data sheets, and the shares of them that a step reaches."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ from toolkit.training.flops import find_peak_flops
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, and how it reaches others."""
+    """One accelerator, and its connections to others."""
 
     name: str
     memory: float
@@ -23,37 +23,38 @@ class Device:
     bf16: float
     """FLOP/s of dense matrix products."""
     fp32: float
-    """FLOP/s without TF32, PyTorch's default."""
+    """FLOP/s without TF32, which PyTorch does not use by default."""
     bandwidth: float
     """Bytes/s of its memory."""
     link: float
-    """Bytes/s to others of its node, in one direction."""
+    """Bytes/s to other devices of its node, in one direction."""
     source: str = ""
-    """Where the figures are from."""
+    """The origin of the figures."""
     kind: str = "cuda"
-    """As torch calls its type."""
+    """The device type of torch."""
     per_node: int = 8
     network: float = 50e9
     """Bytes/s between nodes for each device, in one direction: 400 Gb/s."""
     host_link: float = 25e9
-    """Bytes/s to host memory, in one direction: PCIe 4, as measured copies go."""
+    """Bytes/s to host memory, in one direction: PCIe 4, as measured with copies."""
     host_bandwidth: float = 20e9
-    """Bytes/s of host memory that each process has, for an offloaded optimizer."""
+    """Bytes/s of host memory for each process, which an offloaded optimizer uses."""
 
 
-# What matrix products and memory reach of their peaks, as on an H100: 0.75 to 0.80 and 0.90
-# (docs/evidence/benchmarks/gpu.md); assumed: the same of links, and the least time of an operation.
+# Shares of their peaks that matrix products and memory reach. Measured on an H100: 0.75 to 0.80 and
+# 0.90 (docs/evidence/benchmarks/gpu.md). The share of links, and the least seconds of an operation,
+# are assumed.
 PRODUCTS, MEMORY, LINKS, KERNEL = 0.78, 0.90, 0.75, 5e-6
-_MOST = 1e24  # of any figure in a file
+_MAX_FIGURE = 1e24  # in a file
 
 
 def _device(
     name: str, memory: float, fp32: float, bandwidth: float, link: float, sheet: str
 ) -> Device:
-    """Return a device of GB, TFLOP/s and GB/s."""
+    """Build a device from figures in GB, TFLOP/s and GB/s."""
     bf16 = find_peak_flops(name)
     if bf16 is None:
-        raise KeyError(f"training.flops has no peak of {name}")
+        raise KeyError(f"training.flops has no peak FLOP/s of {name}")
     return Device(name, memory * 1e9, bf16, fp32 * 1e12, bandwidth * 1e9, link * 1e9, sheet)
 
 
@@ -72,25 +73,33 @@ KNOWN = {
 
 
 def this_host() -> Device:
-    """Return this machine's CPU, whose figures are assumed: a measured step tells the time."""
+    """Describe this machine's CPU. Its figures are assumed; a calibration corrects times."""
     memory = float(min(psutil.virtual_memory().total, container_memory().limit))
     flops = torch.get_num_threads() * 1e11
     return Device("CPU", memory, flops, flops, 2e10, 5e9, "assumed", kind="cpu", per_node=1)
 
 
-def named_as(name: str) -> str | None:
-    """Return the name in `KNOWN` of the device that torch gives as `name`, such as `NVIDIA H100
-    80GB HBM3`; None of one that is not known.
+def find_device_name(torch_name: str) -> str | None:
+    """Find the name in `KNOWN` of a device that torch calls, say, `NVIDIA H100 80GB HBM3`.
+
+    Returns:
+        None if the device is not known.
     """
-    plain = name.lower().replace("rtx ", "rtx")
-    words = {known: known.split("-") for known in KNOWN}
-    fitting = [k for k, w in words.items() if all(re.search(rf"\b{part}\b", plain) for part in w)]
-    return max(fitting, key=lambda known: len(words[known]), default=None)
+    text = torch_name.lower().replace("rtx ", "rtx")
+    parts = {known: known.split("-") for known in KNOWN}
+    matching = [
+        known
+        for known, words in parts.items()
+        if all(re.search(rf"\b{word}\b", text) for word in words)
+    ]
+    # `h100-pcie` is more specific than `h100`.
+    return max(matching, key=lambda known: len(parts[known]), default=None)
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return `device` by its index, which a run of one process may leave out and some functions of
-    torch ask for: where there is none, that of the device in use.
+    """Add the index of the device in use to a device that has none.
+
+    A run of one process may leave it out, and some functions of torch need it.
     """
     if device.type == "cpu" or device.index is not None:
         return device
@@ -98,35 +107,42 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def figures_of(device: torch.device) -> Device:
-    """Return the figures of a run's device; of one that is not known an H100's."""
+    """Look up the figures of a run's device; an unknown one gets those of an H100."""
     if device.type == "cpu":
         return this_host()
-    said = torch.get_device_module(device).get_device_name(device)
-    known = named_as(said)
-    other = dataclasses.replace(KNOWN["h100"], name=said, source=f"an H100's, {said} is not known")
-    return other if known is None else KNOWN[known]
+    torch_name = torch.get_device_module(device).get_device_name(device)
+    known = find_device_name(torch_name)
+    if known is not None:
+        return KNOWN[known]
+    source = f"an H100's, because {torch_name} is not known"
+    return dataclasses.replace(KNOWN["h100"], name=torch_name, source=source)
 
 
 def device_here(name: str | None = None) -> tuple[Device, torch.device]:
-    """Return this process's device and its figures: those of `name` where that is given.
-    ConfigError: `name` is of another kind, or needed and not given.
+    """Find this process's device and its figures, which are those of `name` if that is given.
+
+    Raises:
+        ConfigError: this machine has no such device, or its figures are not known.
     """
     if not torch.accelerator.is_available():
         if name not in (None, "cpu"):
             raise ConfigError(f"--device {name}: torch sees no such device here; give --device cpu")
         return this_host(), torch.device("cpu")
-    here = with_index(torch.device(torch.accelerator.current_accelerator() or "cuda"))
-    said = torch.get_device_module(here).get_device_name(here)
-    known = name or named_as(said)
+    device = with_index(torch.device(torch.accelerator.current_accelerator() or "cuda"))
+    torch_name = torch.get_device_module(device).get_device_name(device)
+    known = name or find_device_name(torch_name)
     if known is None:
-        raise ConfigError(f"the figures of {said} are not known; give --device FILE")
-    return device_of(known), here
+        raise ConfigError(f"the figures of {torch_name} are not known; give --device FILE")
+    return device_of(known), device
 
 
 def device_of(name: str) -> Device:
-    """Return a known device, or the one that a YAML file describes; ConfigError: neither.
+    """Look up a device by name, or read its figures from a YAML file with the fields of `Device`.
 
-    `cpu` is this machine's. The file has the fields of `Device`.
+    `cpu` is this machine's.
+
+    Raises:
+        ConfigError: there is no such device, or the file is wrong.
     """
     if name.lower() == "cpu":
         return this_host()
@@ -140,9 +156,10 @@ def device_of(name: str) -> Device:
     try:
         device = load(Device, name)
     except ConfigError as error:
-        what = str(error).partition("; set it in")[0]  # which is of a run's settings
-        raise ConfigError(f"--device {name}: {what}") from None
-    numbers = {n: v for n, v in vars(device).items() if isinstance(v, int | float)}
-    if bad := [n for n, v in numbers.items() if not 1 <= v <= _MOST]:
-        raise ConfigError(f"{name}: {bad[0]} must be from 1 to {_MOST:g}")
+        # The rest of the message is about the settings of a run.
+        reason = str(error).partition("; set it in")[0]
+        raise ConfigError(f"--device {name}: {reason}") from None
+    figures = {n: v for n, v in vars(device).items() if isinstance(v, int | float)}
+    if invalid := [n for n, v in figures.items() if not 1 <= v <= _MAX_FIGURE]:
+        raise ConfigError(f"{name}: {invalid[0]} must be from 1 to {_MAX_FIGURE:g}")
     return device if device.source else dataclasses.replace(device, source=name)

@@ -1,45 +1,171 @@
-"""From a simulated step to seconds, host memory and traffic: estimates, by a device's figures."""
+"""Estimate seconds, host memory and traffic of a simulated step by the figures of a device.
 
-from dataclasses import dataclass
+A calibration corrects the estimates by a measured step. Calibrations are stored in
+`toolkit/calibration.yaml` of the user's cache folder (XDG_CACHE_HOME, else ~/.cache), by device,
+class of the model, dtype of the computation and version of torch.
+"""
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import yaml
 
 from toolkit.config.settings import RunConfig
-from toolkit.planning.calibration import Calibration
+from toolkit.errors import ConfigError
+from toolkit.formats.synced_files import replacing
+from toolkit.mesh import data_ranks
+from toolkit.parsing import read_yaml
 from toolkit.planning.devices import KERNEL, LINKS, MEMORY, PRODUCTS, Device
-from toolkit.planning.simulation import Simulation
+from toolkit.planning.meter import Work
+from toolkit.planning.simulation import PlanningError, Simulation
 
 RESERVE = 1_500_000_000
-"""Bytes, assumed: the device's context, fragments of the allocator."""
+"""Assumed bytes of the device's context and of the allocator's fragments."""
 NCCL = 1_000_000_000
-"""Bytes of a communicator's buffers, which no allocator of torch counts; assumed. 1.6 GB are in use
-of a device with one, 6 GB with three (https://github.com/NVIDIA/nccl/issues/864), contexts with
-them; it grows with the channels, which follow the links (issue 986 there).
+"""Assumed bytes of a communicator's buffers, which no allocator of torch counts.
+
+1.6 GB of a device are in use with one communicator and 6 GB with three, including the context
+(https://github.com/NVIDIA/nccl/issues/864). The size grows with the number of channels, which
+depends on the links (issue 986 of NCCL).
 """
-_PROCESS = 1_000_000_000  # bytes of host memory, assumed: Python with its libraries
+_PROCESS = 1_000_000_000  # assumed bytes of host memory: Python with its libraries
+_MAX_PLAUSIBLE_FACTOR = 5.0  # of a measurement over its plan; beyond, the step was another one
+_MAX_STORED_FACTOR = 1e6
 
 
-def reserves(device: Device, mesh: tuple[int, int]) -> dict[str, int]:
-    """Return what is assumed beside tensors on a device of a (dp_replicate, dp_shard) mesh: name ->
-    bytes.
+# ---- Calibration ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Factors by which a measured step exceeded its plan."""
+
+    memory: float = 1.0
+    """For what a step needs beyond parameters, gradients and optimizer state, which are exact."""
+    time: float = 1.0
+    """For the time of computing."""
+    source: str = ""
+    """The step or the run that was measured."""
+
+    def peak_bytes(self, sim: Simulation) -> int:
+        """Compute the corrected peak of a step, in bytes."""
+        peaks = sim.peaks.values()
+        return max(p.nbytes + round((self.memory - 1) * p.working) for p in peaks)
+
+
+def calibrate(
+    sim: Simulation, peak_bytes: int, seconds: float, planned_seconds: float, source: str
+) -> Calibration:
+    """Compute the factors by which a plan agrees with a measurement.
+
+    Args:
+        sim: the simulated step.
+        peak_bytes: the measured peak.
+        seconds: the measured time.
+        planned_seconds: the time in the plan.
+        source: the step or the run that was measured, for reports.
+
+    Raises:
+        PlanningError: the peaks differ so much that another step must have been measured.
+    """
+    # The largest factor with which no phase exceeds the measured peak.
+    memory = min(
+        (peak_bytes - (p.nbytes - p.working)) / p.working for p in sim.peaks.values() if p.working
+    )
+    if not 1 / _MAX_PLAUSIBLE_FACTOR <= memory <= _MAX_PLAUSIBLE_FACTOR:
+        raise PlanningError(
+            f"{source} peaked at {peak_bytes / 1e9:,.3f} GB and its plan at "
+            f"{sim.peak.nbytes / 1e9:,.3f} GB, so it is not the step that was planned; measure a "
+            "run with the same settings"
+        )
+    return Calibration(round(memory, 4), round(seconds / planned_seconds, 4), source)
+
+
+def calibration_file() -> Path:
+    """Return the file that stores calibrations."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "toolkit", "calibration.yaml")
+
+
+def load_calibration(device: Device, model: str, dtype: str) -> Calibration | None:
+    """Load the calibration of a device, class of model and dtype; None if there is none.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    entry = _read_calibrations().get(_calibration_key(device, model, dtype))
+    if entry is None:
+        return None
+    try:
+        calibration = Calibration(
+            float(entry["memory"]), float(entry["time"]), str(entry["source"])
+        )
+        factors = (calibration.memory, calibration.time)
+        if not all(1 / _MAX_STORED_FACTOR <= f <= _MAX_STORED_FACTOR for f in factors):
+            raise ValueError(f"factors of {factors[0]} and {factors[1]}")
+        return calibration
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{calibration_file()} is damaged ({error!r}); delete it") from error
+
+
+def save_calibration(device: Device, model: str, dtype: str, calibration: Calibration) -> None:
+    """Store a calibration for later plans; it replaces an earlier one."""
+    entries = _read_calibrations() | {
+        _calibration_key(device, model, dtype): asdict(calibration),
+    }
+    with replacing(calibration_file()) as scratch:
+        scratch.write_text(yaml.safe_dump(entries, width=200), "utf-8")
+
+
+def _calibration_key(device: Device, model: str, dtype: str) -> str:
+    return f"{device.name}, {model}, {dtype}, torch {torch.__version__}"
+
+
+def _read_calibrations() -> dict:
+    file = calibration_file()
+    entries = read_yaml(file, ConfigError) if file.is_file() else {}
+    if not isinstance(entries, dict):
+        raise ConfigError(f"{file} is damaged (not a mapping); delete it")
+    return entries
+
+
+# ---- Estimates -----------------------------------------------------------------------------------
+
+
+def list_reserves(device: Device, mesh: tuple[int, int]) -> dict[str, int]:
+    """List the assumed memory of a device apart from tensors: name -> bytes.
+
+    Args:
+        device: the figures of the device.
+        mesh: (dp_replicate, dp_shard).
     """
     if device.kind == "cpu":
         return {"process": _PROCESS}
-    # All ranks, and, where there are two, each dimension of the mesh.
-    groups = 0 if mesh == (1, 1) else 3 if mesh[0] > 1 else 1
-    communicators = f"NCCL, {groups} communicator{'s' * (groups > 1)}"
-    return {"context, fragments": RESERVE} | ({communicators: groups * NCCL} if groups else {})
+    reserves = {"context, fragments": RESERVE}
+    # One communicator for all ranks and, if the mesh has two dimensions, one for each of them.
+    if mesh != (1, 1):
+        communicators = 3 if mesh[0] > 1 else 1
+        plural = "s" * (communicators > 1)
+        reserves[f"NCCL, {communicators} communicator{plural}"] = communicators * NCCL
+    return reserves
 
 
-def reserve_of(device: Device, mesh: tuple[int, int]) -> int:
-    """Return the bytes that are assumed beside tensors; see `reserves`."""
-    return sum(reserves(device, mesh).values())
+def reserved_bytes(device: Device, mesh: tuple[int, int]) -> int:
+    """Sum the assumed memory of a device apart from tensors, in bytes; see `list_reserves`."""
+    return sum(list_reserves(device, mesh).values())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes on a device, by assumed shares of its peaks (`devices`). Bytes, seconds."""
+    """What a run needs on a device, in bytes and seconds.
+
+    Assumes that a device reaches a share of its peaks; see `devices`.
+    """
 
     memory: int
-    """Of a device: the peak of the simulated step, as calibrated, and `reserve_of`."""
+    """Of a device: the peak of the simulated step, as calibrated, and `reserved_bytes`."""
     compute: float
     """Of a step: operations alone."""
     communication: float
@@ -47,26 +173,28 @@ class Estimate:
     copies: float
     """Of a step: to host memory and back, and an optimizer there."""
     step: float
-    """What does not overlap added."""
+    """The sum of what does not overlap."""
     gathered: int
     """Sent by a rank in a step, to gather parameters."""
     reduced: int
     """Sent by a rank in a step, to reduce gradients."""
     tokens_per_step: int
-    """Positions of the global batch, padding too."""
+    """Positions of the global batch, including padding."""
     mfu: float
     host_at_load: int
     """Of a process."""
     host_at_save: int
+    """Of a process."""
     world_size: int
 
     @property
     def tokens_per_second(self) -> float:
+        """Positions per second of all ranks, including padding."""
         return self.tokens_per_step / self.step
 
     @property
     def device_time(self) -> float:
-        """Device-seconds of a token: what a change costs."""
+        """Device-seconds of a token, by which changes are compared."""
         return self.step * self.world_size / self.tokens_per_step
 
 
@@ -77,61 +205,76 @@ def estimate(
     device: Device,
     calibration: Calibration | None = None,
 ) -> Estimate:
-    """Return the memory and the time of a run, corrected by `calibration`; see `Estimate`."""
-    measured = calibration or Calibration()
-    compute = communication = step = copies = 0.0
-    sent = {"gather": 0, "reduce": 0}
+    """Estimate the memory and the time of a run from a simulated step.
+
+    Args:
+        sim: the step.
+        cfg: the settings of the run.
+        world_size: the number of processes.
+        device: its figures.
+        calibration: corrects memory and time.
+    """
+    factors = calibration or Calibration()
+    compute = communication = step = 0.0
+    gathered = reduced = 0
     for name, work in sim.work.items():
-        slow = sim.sharding.cpu_offload and name == "step"  # the optimizer runs on the host
-        bandwidth = device.host_bandwidth if slow else device.bandwidth * MEMORY
-        computed = sum(
-            count
-            * max(
-                flops / (PRODUCTS * (device.bf16 if half else device.fp32)),
-                nbytes / bandwidth,
-                KERNEL,
-            )
-            for (flops, nbytes, half), count in work.operations.items()
-        )
-        times = []
+        # With `cpu_offload` the optimizer runs on the host.
+        on_host = sim.sharding.cpu_offload and name == "step"
+        computing = factors.time * _compute_seconds(work, device, on_host)
+        sending: list[float] = []
         for (kind, nbytes, ranks), count in work.traffic.items():
-            over = ranks or (sim.mesh[0] if sim.mesh[0] > 1 else world_size)
-            share = nbytes * (over - 1) / over * (2 if kind == "all_reduce" else 1)
-            # Replicas lie on other nodes, where there are some.
-            inside = (over if ranks else world_size) <= device.per_node
-            link = LINKS * (device.link if inside else device.network)
-            times += [share / link] * count
-            sent["gather" if kind == "all_gather" else "reduce"] += int(share * count)
-        moved = sum(times)
-        computed *= measured.time
-        # Gathering and reducing run beside the layers, but for the first and the last.
-        together = max(computed, moved) + max(times, default=0.0) * (name != "step")
-        compute, communication = compute + computed, communication + moved
-        step += together
-    parts = sim.state.parameters + sim.state.gradients if sim.sharding.cpu_offload else 0
-    repeats = cfg.train.gradient_accumulation_steps
-    activations = max(p.kinds.get("host", 0) for p in sim.peaks.values())
-    copies = (parts + 2 * activations * repeats) / device.host_link
-    step = max(step, copies) if not parts else step + copies
-    tokens = cfg.train.micro_batch * cfg.data.sequence_length * repeats
-    flops = sim.model_flops_per_token * tokens
-    peak = device.bf16 if cfg.sharding.param_dtype == "bfloat16" else device.fp32
-    held = _PROCESS + sim.offloaded
-    copied = cfg.checkpoint.async_save
-    if copied == "auto":  # where they fit, which a run sees
-        copied = device.kind != "cpu" and not sim.sharding.cpu_offload and not cfg.adapters
-    staged = sim.state.parameters + sim.state.optimizer if copied else 0
+            group = ranks or (sim.mesh[0] if sim.mesh[0] > 1 else world_size)
+            sent = nbytes * (group - 1) / group * (2 if kind == "all_reduce" else 1)
+            # Replicas are on other nodes, if there are several nodes.
+            within_node = (group if ranks else world_size) <= device.per_node
+            bandwidth = LINKS * (device.link if within_node else device.network)
+            sending += [sent / bandwidth] * count
+            if kind == "all_gather":
+                gathered += int(sent * count)
+            else:
+                reduced += int(sent * count)
+        # Collectives overlap with the layers, except the first and the last one.
+        exposed = max(sending, default=0.0) * (name != "step")
+        compute += computing
+        communication += sum(sending)
+        step += max(computing, sum(sending)) + exposed
+    offloaded = 0
+    if sim.sharding.cpu_offload:
+        offloaded = sim.state.parameters + sim.state.gradients
+    accumulation = cfg.train.gradient_accumulation_steps
+    host_activations = max(p.kinds.get("host", 0) for p in sim.peaks.values())
+    copies = (offloaded + 2 * host_activations * accumulation) / device.host_link
+    step = step + copies if offloaded else max(step, copies)
+    rank_tokens = cfg.train.micro_batch * cfg.data.sequence_length * accumulation
+    flops = sim.model_flops_per_token * rank_tokens
+    peak_flops = device.bf16 if cfg.sharding.param_dtype == "bfloat16" else device.fp32
+    host_bytes = _PROCESS + sim.offloaded
+    stages = cfg.checkpoint.async_save
+    if stages == "auto":
+        # A run stages the tensors of a save if host memory has room for them.
+        stages = device.kind != "cpu" and not sim.sharding.cpu_offload and not cfg.adapters
+    staged = sim.state.parameters + sim.state.optimizer if stages else 0
     return Estimate(
-        memory=measured.peak(sim) + reserve_of(device, sim.mesh),
+        memory=factors.peak_bytes(sim) + reserved_bytes(device, sim.mesh),
         compute=compute,
         communication=communication,
         copies=copies,
         step=step,
-        gathered=sent["gather"],
-        reduced=sent["reduce"],
-        tokens_per_step=tokens * world_size,
-        mfu=flops / (step * peak),
-        host_at_load=held + sim.largest_tensor,
-        host_at_save=held + (staged or sim.largest_tensor),
+        gathered=gathered,
+        reduced=reduced,
+        tokens_per_step=rank_tokens * data_ranks(world_size, cfg.sharding),
+        mfu=flops / (step * peak_flops),
+        host_at_load=host_bytes + sim.largest_tensor,
+        host_at_save=host_bytes + (staged or sim.largest_tensor),
         world_size=world_size,
     )
+
+
+def _compute_seconds(work: Work, device: Device, on_host: bool) -> float:
+    """Estimate the seconds of operations: each takes the longer of computing and memory access."""
+    bandwidth = device.host_bandwidth if on_host else device.bandwidth * MEMORY
+    seconds = 0.0
+    for (flops, nbytes, is_half), count in work.operations.items():
+        peak_flops = device.bf16 if is_half else device.fp32
+        seconds += count * max(flops / (PRODUCTS * peak_flops), nbytes / bandwidth, KERNEL)
+    return seconds

@@ -1,7 +1,7 @@
 """Shard the model of a run on meta, as one rank of processes that do not exist.
 
-What planning, `toolkit inspect --plan` and rehearsal look at is made here, by the calls of the
-recipes; `auto` is decided as on the devices that are named.
+Planning, `toolkit inspect --plan` and a rehearsal look at such a model. It is made by the calls of
+the recipes, and `auto` is decided as on the given devices.
 """
 
 import contextlib
@@ -38,12 +38,16 @@ from toolkit.sharding.units import plan_units
 
 _packings: "weakref.WeakKeyDictionary[nn.Module, Packing]" = weakref.WeakKeyDictionary()
 TRACED = "aot_eager_decomp_partition"
-"""torch's name of inductor without its kernels."""
+"""The backend of torch that partitions like inductor, but runs the operations one by one."""
 
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be `rank` of `world_size` processes that do not exist; collectives move nothing."""
+    """Initialise a process group of processes that do not exist; its collectives move nothing.
+
+    Raises:
+        ShardingError: this process has a process group already.
+    """
     if dist.is_initialized():
         raise ShardingError("a process group exists already; plan in a process of its own")
     store = torch_private("testing._internal.distributed.fake_pg", "FakeStore")()
@@ -55,7 +59,11 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def planned_ranks(cfg: ShardingConfig, world_size: int | None) -> int:
-    """Return the number of processes to plan for; a ConfigError where nobody said it."""
+    """Return the number of processes to plan for: `world_size`, or the product of the mesh.
+
+    Raises:
+        ConfigError: neither is given.
+    """
     if world_size is None and -1 in (cfg.dp_replicate, cfg.dp_shard):
         raise ConfigError(
             "the number of processes is not known: give --world_size N, or set both "
@@ -80,23 +88,31 @@ def sharded(
     torch_compile: TorchCompile = "none",
     compile_by: str | None = None,
 ) -> Iterator[tuple[Sharded, ShardingConfig]]:
-    """Give the model of a run, sharded on meta, and the settings of that with `auto` decided.
+    """Shard the model of a run on meta, in a fake process group that lasts as long as the context.
+
+    Yields the model and the sharding settings with `auto` decided.
 
     Args:
-        device_type: `auto` is decided as on such devices, with `memory` bytes each where known.
-        model: without adapters, where it is built already.
-        torch_compile: how modules are compiled, where `compile_by` is not given.
-        compile_by: a backend, by which the layers are compiled that the run compiles.
+        cfg: the settings of the run.
+        world_size: the number of processes.
+        rank: the rank whose shards the model gets.
+        device_type: `auto` is decided as on devices of this type.
+        memory: bytes of each device; None if they are not known.
+        model: on meta, without adapters; None to build it.
+        mesh_type: the device type of the mesh, which may differ from `device_type`.
+        torch_compile: how modules are compiled, without `compile_by`.
+        compile_by: a backend to compile those layers with that the run compiles.
     """
     with fake_world(world_size, rank):
         model = build_on_meta(model_settings(cfg)) if model is None else model
         model = prepare_adapters(model, cfg.adapters, cfg.sharding.param_dtype)
         if not objective_class(type(cfg)).has_dropout:
             disable_dropout_modules(model)
-        sharding = _decided(model, cfg.sharding, world_size, device_type, memory)
+        sharding = _decide_sharding(model, cfg.sharding, world_size, device_type, memory)
         sharding = replace(sharding, torch_compile=torch_compile)
-        if compile_by is not None and _compiles(model, cfg, sharding, device_type):
-            torch.compiler.reset()  # an earlier plan's shapes would make these symbols
+        if compile_by is not None and _compiles_layers(model, cfg, sharding, device_type):
+            # Otherwise torch would replace sizes that an earlier plan had by symbols.
+            torch.compiler.reset()
             mode = None if compile_by == TRACED else sharding.torch_compile_mode
             sharding = replace(
                 sharding,
@@ -107,25 +123,28 @@ def sharded(
         yield apply_fsdp(model, init_mesh(mesh_type, world_size, sharding), sharding), sharding
 
 
-def _decided(
-    model: Any, own: ShardingConfig, world_size: int, device_type: str, memory: int | None
+def _decide_sharding(
+    model: Any, cfg: ShardingConfig, world_size: int, device_type: str, memory: int | None
 ) -> ShardingConfig:
-    """Return the settings with `auto` decided as a run on such devices would; not compiled."""
-    free = float("inf") if memory is None else memory
-    splits = should_split_embeddings(model, own, device_type)
-    sharding = replace(own, embedding_units=splits, torch_compile="none")
-    shards = mesh_shape(world_size, own)[1]
-    whole, _ = should_replicate_frozen(model, sharding, shards, device_type, free)
-    sharding = replace(sharding, frozen="replicated" if whole else "sharded")
-    if own.accumulation == "auto":
-        each = should_reduce_each(model, getattr(torch, own.reduce_dtype).itemsize, free, shards)
-        sharding = replace(sharding, accumulation="reduce_each" if each else "reduce_once")
+    """Decide `auto` as a run on such devices would, without compilation."""
+    available = float("inf") if memory is None else memory
+    splits = should_split_embeddings(model, cfg, device_type)
+    sharding = replace(cfg, embedding_units=splits, torch_compile="none")
+    shards = mesh_shape(world_size, cfg)[1]
+    is_replicated, _ = should_replicate_frozen(model, sharding, shards, device_type, available)
+    sharding = replace(sharding, frozen="replicated" if is_replicated else "sharded")
+    if cfg.accumulation == "auto":
+        itemsize = getattr(torch, cfg.reduce_dtype).itemsize
+        reduce_each = should_reduce_each(model, itemsize, available, shards)
+        accumulation = "reduce_each" if reduce_each else "reduce_once"
+        sharding = replace(sharding, accumulation=accumulation)
     return sharding
 
 
 def planned_packing(cfg: RunConfig, base: nn.Module) -> Packing:
-    """Return `data.packing`, with `auto` decided as a run of the model `base` decides it. Tries
-    that on a tiny copy, once for each model: not to be called where tensors are fake.
+    """Return `data.packing`, with `auto` decided as a run of the model `base` decides it.
+
+    Tries packing on a tiny copy, once for each model, so it must not run under fake tensors.
     """
     if cfg.data.packing != "auto":
         return cfg.data.packing
@@ -134,13 +153,21 @@ def planned_packing(cfg: RunConfig, base: nn.Module) -> Packing:
     return _packings[base]
 
 
-def _compiles(model: Any, cfg: RunConfig, sharding: ShardingConfig, device_type: str) -> bool:
-    """Return whether a run on such devices compiles layers; `sharding` is decided but for that."""
-    asked = cfg.sharding.torch_compile
-    decides = asked == "auto" and device_type == "cuda"
-    packing = planned_packing(cfg, base_of(model)) if decides else cfg.data.packing
-    sharding = replace(sharding, torch_compile=asked)
-    own_kernels = cfg.model.kernels != "none"
+def _compiles_layers(
+    model: Any, cfg: RunConfig, sharding: ShardingConfig, device_type: str
+) -> bool:
+    """Return True if a run on such devices compiles its layers.
+
+    Args:
+        model: with adapters, on meta.
+        cfg: the settings of the run.
+        sharding: with `auto` decided, except for compilation.
+        device_type: the type of the devices.
+    """
+    needs_packing = cfg.sharding.torch_compile == "auto" and device_type == "cuda"
+    packing = planned_packing(cfg, base_of(model)) if needs_packing else cfg.data.packing
+    sharding = replace(sharding, torch_compile=cfg.sharding.torch_compile)
+    has_kernels = cfg.model.kernels != "none"
     plan = plan_units(model, sharding)
     fixed_length = find_row_format(cfg.rows).has_fixed_width(packing)
-    return should_compile_layers(plan, sharding, device_type, fixed_length, own_kernels)[0]
+    return should_compile_layers(plan, sharding, device_type, fixed_length, has_kernels)[0]

@@ -1,17 +1,20 @@
-"""A step with real memory on this machine's device: what it peaks at, and how long it takes.
+"""Measure a step with real memory on this machine's device: its peak and its time.
 
-It runs as one rank of processes that do not exist, as the plan's does: what is sent goes nowhere,
+The step runs as one rank of processes that do not exist, as in a plan. So collectives move nothing,
 and a device that is too small fails this process alone. No weights are read.
 """
 
 import json
+import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -20,64 +23,108 @@ from toolkit.errors import ConfigError
 from toolkit.formats.metrics_file import STARTS, number, read_lines, read_metrics
 from toolkit.models.peft_model import base_of
 from toolkit.objectives import build
-from toolkit.planning.calibration import calibration_of, remember
-from toolkit.planning.changes import with_settings
-from toolkit.planning.devices import Device, device_here, device_of, named_as
-from toolkit.planning.estimates import estimate
+from toolkit.planning.devices import Device, device_here, device_of, find_device_name
+from toolkit.planning.estimates import calibrate, estimate, save_calibration
 from toolkit.planning.fake_ranks import planned_packing, sharded
 from toolkit.planning.meter import Meter
+from toolkit.planning.search import with_settings
 from toolkit.planning.simulation import run_step, simulate
 
 
 def measure(
     cfg: RunConfig, world_size: int, device: torch.device, rank: int = 0
 ) -> tuple[int, float]:
-    """Return the bytes that tensors have at most in a step of `cfg` on `device` as `rank` of
-    `world_size`, and its seconds without what ranks send, after one step to warm up.
+    """Measure a step as `rank` of `world_size` on a device, after one step to warm up.
 
-    Needs the memory of the run, and seconds: weights are drawn, not read. Raises what torch does
-    where there is too little memory.
+    Needs the memory of the run, and seconds. Weights are drawn, not read. If there is too little
+    memory, it raises what torch raises; see `is_out_of_memory`.
+
+    Returns:
+        The most bytes that tensors have at a time, and the seconds without communication.
     """
-    found: list[tuple[int, float]] = []
+    measured: list[tuple[int, float]] = []
     meter = Meter()
 
-    def around(step: Callable[[], Any]) -> None:
+    def measure_step(step: Callable[[], Any]) -> None:
         step()
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         if device.type == "cpu":
             step()
-            seconds = time.perf_counter() - begun
-            # What is held between two steps, which the meter was told of, and what a step adds.
-            found.append((sum(meter.live.values()) + host_peak(step), seconds))
+            seconds = time.perf_counter() - start_time
+            # The meter knows what is held between two steps; the profiler adds what a step needs.
+            measured.append((sum(meter.live.values()) + host_peak(step), seconds))
         else:
             api = torch.get_device_module(device)
             api.reset_peak_memory_stats(device)
             step()
             api.synchronize(device)
-            seconds = time.perf_counter() - begun
-            found.append((api.max_memory_allocated(device), seconds))
+            seconds = time.perf_counter() - start_time
+            measured.append((api.max_memory_allocated(device), seconds))
 
-    where, backend = device.type, cfg.sharding.torch_compile_backend
-    own = sharded(cfg, world_size, rank, where, mesh_type=where, compile_by=backend)
-    with own as (made, _):
-        objective = build(cfg, made.mesh, device.type)
+    kind = device.type
+    backend = cfg.sharding.torch_compile_backend
+    with sharded(cfg, world_size, rank, kind, mesh_type=kind, compile_by=backend) as (made, _):
+        objective = build(cfg, made.mesh, kind)
         objective.shard_models()
         batch = objective.largest_batch(planned_packing(cfg, base_of(made.model)))
-        run_step(made, objective, meter, device, batch, around=around)
-    return found[0]
+        run_step(made, objective, meter, device, batch, around=measure_step)
+    return measured[0]
+
+
+def try_step(
+    cfg: RunConfig, world_size: int, rank: int, device: torch.device, memory: int, reserve: int
+) -> int | None:
+    """Run a real step as one rank on a device, with limited memory.
+
+    Creates a fake process group and limits the memory of this process: call it in a separate one.
+
+    Args:
+        cfg: the settings to try.
+        world_size: the number of ranks of the run.
+        rank: the rank to run as.
+        device: has an index, unless it is the CPU.
+        memory: bytes that the step may allocate.
+        reserve: bytes that must remain free of them.
+
+    Returns:
+        The peak in bytes; None if it does not fit.
+    """
+    api = torch.get_device_module(device)
+    limits_host = device.type == "cpu" and sys.platform == "linux"
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+        share = min(1.0, memory / api.mem_get_info(device)[1])
+        api.set_per_process_memory_fraction(share, device)
+    if limits_host:
+        limit = psutil.Process().memory_info().data + memory
+        previous = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, previous[1]))
+    try:
+        peak = measure(cfg, world_size, device, rank)[0]
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    finally:
+        # Sending the result to the parent process needs memory, too.
+        if limits_host:
+            resource.setrlimit(resource.RLIMIT_DATA, previous)
+    return peak if peak + reserve <= memory else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that a device, or the host, has no memory left."""
+    """Return True if an error says that a device, or the host, has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    messages = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
 
 
 def host_peak(step: Callable[[], Any]) -> int:
-    """Return the most bytes that torch's allocator of host memory gives while `step` runs, above
-    what it had given before. By torch's profiler, whose trace takes some 10 MB a layer.
+    """Measure the most bytes that torch allocates in host memory while `step` runs.
+
+    Bytes that were allocated before do not count. Uses torch's profiler, whose trace takes about
+    10 MB for a decoder layer.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -92,49 +139,71 @@ def host_peak(step: Callable[[], Any]) -> int:
 
 
 def calibrate_here(cfg: RunConfig, world_size: int, device_name: str | None = None) -> Device:
-    """Measure a step of `cfg` on this machine's device, and remember what it says of the plan's;
-    return the figures of the device. ConfigError: `device_name` is another device.
+    """Measure a step on this machine's device, and store how it differs from its plan.
 
-    Of many micro-batches two are run. Collectives, which go nowhere, are not corrected.
+    Runs two micro-batches at most. Collectives move nothing here, so they are not corrected.
+
+    Returns:
+        The figures of the device.
+
+    Raises:
+        ConfigError: this machine has another device than `device_name`.
+        PlanningError: the measurement does not match the plan.
     """
-    device, here = device_here(device_name)
-    repeats = min(2, cfg.train.gradient_accumulation_steps)
-    short = with_settings(cfg, "train", gradient_accumulation_steps=repeats)
-    sim = simulate(short, world_size, device_type=here.type, gloo=False)
-    peak, seconds = measure(short, world_size, here)
-    planned = estimate(sim, short, world_size, device)
-    batch = cfg.train.micro_batch, cfg.data.sequence_length
-    source = f"a step of {batch[0]} x {batch[1]:,} tokens as one of {world_size} rank(s)"
-    factors = calibration_of(sim, peak, seconds, planned.compute, source)
-    remember(device, sim.model, cfg.sharding.param_dtype, factors)
-    return device
+    figures, device = device_here(device_name)
+    accumulation = min(2, cfg.train.gradient_accumulation_steps)
+    short = with_settings(cfg, "train", gradient_accumulation_steps=accumulation)
+    sim = simulate(short, world_size, device_type=device.type, gloo=False)
+    peak, seconds = measure(short, world_size, device)
+    planned = estimate(sim, short, world_size, figures)
+    shape = f"{cfg.train.micro_batch} x {cfg.data.sequence_length:,} tokens"
+    source = f"a step of {shape} as one of {world_size} rank(s)"
+    calibration = calibrate(sim, peak, seconds, planned.compute, source)
+    save_calibration(figures, sim.model, cfg.sharding.param_dtype, calibration)
+    return figures
 
 
 def calibrate_by_run(run: Path, cfg: RunConfig, device_name: str | None = None) -> Device:
-    """Remember what the metrics of a run with the settings `cfg` say of its plan; return the
-    figures of its device. ConfigError: it has logged too little, or was on CPUs.
+    """Store how the metrics of a run differ from its plan.
+
+    Args:
+        run: its output_dir.
+        cfg: its settings.
+        device_name: its device, if that is not in the table of devices.
+
+    Returns:
+        The figures of the run's device.
+
+    Raises:
+        ConfigError: the run has logged too few steps, or used CPUs.
+        PlanningError: the metrics do not match the plan.
     """
     starts = read_lines(run / STARTS)
-    measured = [(number(m, "memory_peak_bytes"), number(m, "step_time")) for m in read_metrics(run)]
-    found = [(peak, seconds) for peak, seconds in measured if peak and seconds]
-    if not starts or len(found) < 3:
+    numbers = [(number(m, "memory_peak_bytes"), number(m, "step_time")) for m in read_metrics(run)]
+    measured = [(peak, seconds) for peak, seconds in numbers if peak and seconds]
+    if not starts or len(measured) < 3:
         raise ConfigError(f"--calibrate {run}: expected a run with metrics of at least 3 steps")
-    said, world = starts[-1].get("device"), starts[-1].get("world_size")
-    if not isinstance(said, str) or type(world) is not int or world < 1:
-        raise ConfigError(f"{run / STARTS} says of its last start no device and number of ranks")
-    if said == "cpu":
+    torch_name = starts[-1].get("device")
+    world_size = starts[-1].get("world_size")
+    if not isinstance(torch_name, str) or type(world_size) is not int or world_size < 1:
         raise ConfigError(
-            f"--calibrate {run} was on CPUs, where metrics hold the memory of the whole process; "
+            f"{run / STARTS}: expected device and number of ranks of the last start; give another "
+            "run"
+        )
+    if torch_name == "cpu":
+        raise ConfigError(
+            f"--calibrate {run} was on CPUs, whose metrics hold the memory of the entire process; "
             "measure a step here: --calibrate alone"
         )
-    known = device_name or named_as(said)
-    if known is None:
-        raise ConfigError(f"the figures of {said} are not known; give --device FILE")
-    device = device_of(known)
-    sim = simulate(cfg, world, device_type=device.kind, device_memory=int(device.memory))
-    planned = estimate(sim, cfg, world, device)
-    peak = round(max(peak for peak, _ in found))
-    seconds = statistics.median(seconds for _, seconds in found[1:])  # the first warms up
-    factors = calibration_of(sim, peak, seconds, planned.step, str(run))
-    remember(device, sim.model, cfg.sharding.param_dtype, factors)
+    known_name = device_name or find_device_name(torch_name)
+    if known_name is None:
+        raise ConfigError(f"the figures of {torch_name} are not known; give --device FILE")
+    device = device_of(known_name)
+    sim = simulate(cfg, world_size, device_type=device.kind, device_memory=int(device.memory))
+    planned = estimate(sim, cfg, world_size, device)
+    peak = round(max(peak for peak, _ in measured))
+    # The first step warms up.
+    seconds = statistics.median(seconds for _, seconds in measured[1:])
+    calibration = calibrate(sim, peak, seconds, planned.step, str(run))
+    save_calibration(device, sim.model, cfg.sharding.param_dtype, calibration)
     return device

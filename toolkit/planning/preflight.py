@@ -1,10 +1,11 @@
-"""The plan within a run: what cannot fit in memory is refused before weights are read.
+"""The plan within a run: it refuses what cannot fit in memory before weights are read.
 
-What may not fit is said, and an out-of-memory error ends with the changes that would fit.
+It also warns of a step that may not fit, decides `auto`, and completes an out-of-memory error with
+the changes that would fit.
 
-[Note: apart] A plan needs a process group of processes that do not exist, which cannot stand beside
-the run's own. So plans are made in a process of their own, of rank 0 or of the rank that failed;
-it costs 6 s for its imports and some seconds a plan.
+[Note: separate process] A plan needs a process group of processes that do not exist, which cannot
+be initialised next to the run's own. So plans are made in a process of their own, of rank 0 or of
+the rank that failed. It takes 6 s for its imports and some seconds for a plan.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from typing import Any, ParamSpec, TypeVar
 
@@ -30,10 +32,11 @@ from toolkit.formats.container_memory import container_memory, peak_host_memory
 from toolkit.mesh import mesh_shape
 from toolkit.parsing import parse_size
 from toolkit.planning import automatic
-from toolkit.planning.changes import Plan, make_plan, remedies
+from toolkit.planning.changes import find_remedies
 from toolkit.planning.devices import Device, figures_of, with_index
-from toolkit.planning.estimates import reserve_of
-from toolkit.planning.measuring import is_out_of_memory
+from toolkit.planning.estimates import reserved_bytes
+from toolkit.planning.measuring import is_out_of_memory, try_step
+from toolkit.planning.search import Plan, make_plan
 from toolkit.tables import size_text
 from toolkit.training.guards import watchdog
 from toolkit.training.launch import Run
@@ -41,239 +44,319 @@ from toolkit.training.launch import Run
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_LISTED = 3  # changes
-_PATIENCE = 60.0  # seconds that changes are planned for
-_PATIENCE_FAILED = 15.0  # the same where others wait for a rank without memory, and one fits
-_LONGEST = 60  # seconds after which that one ends without
-# Of a device's memory, for parameters, gradients and optimizer state: activations take the rest.
-_HELD_SHARE = 0.4
-# Bytes of state for each of a trained parameter, at least.
-_STATE = {"adamw_torch_fused": 2.0, "adamw_8bit": 0.5, "muon": 1.0, "adafactor": 0.0}
+_MAX_LISTED = 3  # changes in a message
+_PATIENCE = 60.0  # seconds for planning changes
+# The same if a rank has run out of memory and the other ranks wait for it.
+_PATIENCE_FAILED = 15.0
+_ADVICE_TIMEOUT = 60  # seconds after which the process that plans changes is stopped
+# Share of a device's memory for parameters, gradients and optimizer state, if a copy of the model
+# shall stay within a machine. Activations take the rest.
+_STATE_SHARE = 0.4
+# Lower bound of the optimizer state, as a multiple of the trained parameters' bytes.
+_STATE_FACTOR = {"adamw_torch_fused": 2.0, "adamw_8bit": 0.5, "muon": 1.0, "adafactor": 0.0}
 
 
 class MemoryShortageError(ToolkitError):
-    """A device, or the host, has less memory than the run takes."""
+    """A device, or the host, has less memory than the run needs."""
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What a plan says of a run in so much memory."""
+class Prediction:
+    """What a plan says about a run in a given memory."""
 
-    needs: int
+    memory: int
+    """Bytes that the run needs."""
     phase: str
-    """Of the step, at whose peak it needs that."""
+    """Phase of the step that needs the most."""
     remedies: str
-    """The cheapest changes with their costs; empty where it fits."""
+    """The cheapest changes with their costs, as text; empty if the run fits."""
 
 
 def resolve_auto(cfg: RunConfig, model: nn.Module, run: Run, folder: RunFolder) -> Any:
-    """Return the settings of the run with the batch and the recomputation that `auto` becomes (see
-    `automatic`); refuse a run whose shards alone do not fit, warn of one whose step may not, and
-    let an out-of-memory error of the rest of the run say what would fit. Collective.
+    """Decide the settings that are `auto`, and refuse a run that cannot fit into the memory.
 
-    `model` is on meta, before adapters and sharding. Milliseconds; on accelerators, and where the
-    shards take more than half of the memory, a step is planned too; see [Note: apart]. A resumed
-    run keeps what its first start chose. MemoryShortageError: parameters, gradients and optimizer
-    state take more than there is, or no candidate fits.
+    Decides the micro-batch and the recomputation (see `automatic`) and, with several machines, the
+    mesh. A resumed run keeps what its first start chose. Logs a warning if a step may not fit. From
+    here on, an out-of-memory error of the run names changes that would fit.
+
+    Collective. Takes milliseconds; on accelerators, and if the shards take more than half of the
+    memory, a step is planned, which takes seconds. See [Note: separate process].
+
+    Args:
+        cfg: the settings of the run.
+        model: on meta, before adapters and sharding.
+        run: the processes of the run.
+        folder: where the decision is recorded.
+
+    Returns:
+        The settings without `auto`.
+
+    Raises:
+        MemoryShortageError: parameters, gradients and optimizer state take more memory than there
+            is, or no candidate for `auto` fits.
+        ToolkitError: mesh or global batch do not fit the number of ranks.
     """
-    ranks.on_all(lambda: mesh_shape(run.world_size, cfg.sharding))
-    memory = ranks.min_over_ranks(memory_for(cfg.sharding, run.device))
-    device, parts = figures_of(run.device), least_bytes(cfg, model, run.world_size, run.device.type)
-    least = sum(parts.values())
-    if least > memory:
-        ranks.on_main(lambda: _refuse(cfg, run.world_size, device, memory, parts))
-    asked, cfg = cfg, automatic.as_before(cfg, folder.before, run.world_size)
-    cfg = shard_within_machines(cfg, model, run, memory)
-    if automatic.chosen_names(cfg):
-        cfg = choose_candidate(cfg, run, device, memory)
-    elif run.device.type != "cpu" or least > memory / 2:
-        run.log(ranks.on_main(lambda: _prediction(cfg, run.world_size, device, memory)))
-    cfg = ranks.on_all(lambda: automatic.accumulated(cfg, run.world_size))
-    if asked != cfg and automatic.chosen_names(asked):
-        run.log(f"auto       {automatic.in_words(asked, cfg)}")
-    # The mesh belongs to the machines of this start, not to the run.
-    mesh = {name: getattr(asked.sharding, name) for name in ("dp_replicate", "dp_shard")}
-    folder.use(replace(cfg, sharding=replace(cfg.sharding, **mesh)))
-    run.at_end.enter_context(_told_if_out_of_memory(cfg, run, device, memory))
-    return cfg
+    world_size = run.world_size
+
+    def check_settings() -> int:
+        memory = free_memory(cfg.sharding, run.device)
+        mesh_shape(world_size, cfg.sharding)
+        automatic.set_accumulation(cfg, world_size)
+        return memory
+
+    memory = ranks.min_result(check_settings)
+    device = figures_of(run.device)
+    parts = minimum_bytes(cfg, model, world_size, run.device.type)
+    needed = sum(parts.values())
+    if needed > memory:
+        ranks.on_main(lambda: _refuse(cfg, world_size, device, memory, parts))
+    decided = automatic.reuse_decision(cfg, folder.before, world_size)
+    decided = shard_within_machines(decided, model, run, memory)
+    if automatic.auto_settings(decided):
+        decided = choose_candidate(decided, run, device, memory)
+    elif run.device.type != "cpu" or needed > memory / 2:
+        predict_line = partial(_format_prediction, decided, world_size, device, memory)
+        run.log(ranks.on_main(predict_line))
+    decided = automatic.set_accumulation(decided, world_size)
+    if cfg != decided and automatic.auto_settings(cfg):
+        run.log(f"auto       {automatic.format_decision(cfg, decided)}")
+    # The mesh belongs to the machines of this start, so the run does not record it.
+    mesh = {name: getattr(cfg.sharding, name) for name in ("dp_replicate", "dp_shard")}
+    folder.use(replace(decided, sharding=replace(decided.sharding, **mesh)))
+    run.at_end.enter_context(_advise_if_out_of_memory(decided, run, device, memory))
+    return decided
 
 
 def shard_within_machines(cfg: RunConfig, model: nn.Module, run: Run, memory: int) -> RunConfig:
-    """Return the settings with a copy of the model on each machine, so that only gradients go from
-    one to the other, where the mesh is left open, accelerators of several machines take part, and
-    what a rank then holds leaves room for a step; see `sharding.dp_shard`. Says what it chose.
+    """Choose a mesh with one copy of the model on each machine, and log the choice.
+
+    Then only gradients go from one machine to another. Applies if the settings leave the mesh open,
+    the run has accelerators on several machines, and a copy leaves room for a step; see
+    `sharding.dp_shard`.
+
+    Returns:
+        The settings with that mesh, or unchanged.
     """
-    sharding, machines = cfg.sharding, ranks.node_indices()
-    count, world = max(machines) + 1, run.world_size
-    here = world // count
-    open_ = sharding.dp_replicate == sharding.dp_shard == -1 and not sharding.cpu_offload
-    resharded = {sharding.reshard_after_forward, *sharding.reshard_after_forward_overrides.values()}
-    by_machine = machines == [rank // here for rank in range(world)]
-    if count == 1 or here == 1 or run.device.type == "cpu" or not (open_ and by_machine):
+    sharding = cfg.sharding
+    world_size = run.world_size
+    machines = ranks.node_indices()
+    count = max(machines) + 1
+    local_size = world_size // count
+    if count == 1 or local_size == 1 or run.device.type == "cpu" or sharding.cpu_offload:
         return cfg
-    if any(type(value) is int for value in resharded):  # meant for one mesh
+    is_open = sharding.dp_replicate == sharding.dp_shard == -1
+    is_contiguous = machines == [rank // local_size for rank in range(world_size)]
+    resharding = {
+        sharding.reshard_after_forward,
+        *sharding.reshard_after_forward_overrides.values(),
+    }
+    # A number of ranks to reshard over is meant for the mesh of all ranks.
+    has_group_size = any(type(value) is int for value in resharding)
+    if not is_open or not is_contiguous or has_group_size:
         return cfg
-    own = replace(cfg, sharding=replace(sharding, dp_replicate=count, dp_shard=here))
-    needs = sum(least_bytes(own, model, world, run.device.type).values())
-    sizes = f"{size_text(needs)} of {size_text(memory)}"
-    if needs > _HELD_SHARE * memory:
+    mesh = replace(sharding, dp_replicate=count, dp_shard=local_size)
+    changed = replace(cfg, sharding=mesh)
+    needed = sum(minimum_bytes(changed, model, world_size, run.device.type).values())
+    sizes = f"{size_text(needed)} of {size_text(memory)}"
+    if needed > _STATE_SHARE * memory:
         run.log(
-            f"mesh       one copy over all {world} ranks: over the {here} of a machine each would "
-            f"hold {sizes} (sharding.dp_shard: {here} asks for that)"
+            f"mesh       one copy over all {world_size} ranks: over the {local_size} of a machine "
+            f"each would hold {sizes} (sharding.dp_shard: {local_size} asks for that)"
         )
         return cfg
     run.log(
-        f"mesh       {count} copies, each over the {here} ranks of a machine, which hold {sizes} "
-        f"each (sharding.dp_shard: {world} makes one over all)"
+        f"mesh       {count} copies, each over the {local_size} ranks of a machine, which hold "
+        f"{sizes} each (sharding.dp_shard: {world_size} makes one over all)"
     )
-    return own
+    return changed
 
 
 def choose_candidate(cfg: RunConfig, run: Run, device: Device, memory: int) -> RunConfig:
-    """Return the first candidate that fits by the plan and whose step, tried by each rank on its
-    own device, fits on all of them. Collective.
+    """Choose what `auto` becomes: the first candidate that fits by its plan and in a real step.
+
+    Each rank tries the step on its own device, and all must succeed. Collective.
+
+    Raises:
+        MemoryShortageError: no candidate fits.
     """
-    world = run.world_size
-    reserve = reserve_of(device, mesh_shape(world, cfg.sharding))
-    own, here = memory_for(cfg.sharding, run.device), with_index(run.device)
-    place, plan = ranks.on_main(lambda: in_subprocess(_place, cfg, world, device, memory))
-    for candidate in automatic.after(cfg, world, place):
-        args = candidate, world, run.rank, here, own, reserve
-        peaks = ranks.gather_results(lambda args=args: _survived(*args))  # type: ignore[misc]
-        found = [peak for peak in peaks if peak is not None]
-        if len(found) == world:
-            most = f"{size_text(max(found) + reserve)} of {size_text(memory)}"
-            run.log(f"memory     {most}, as tried on the device, {size_text(plan)} by the plan")
+    world_size = run.world_size
+    reserve = reserved_bytes(device, mesh_shape(world_size, cfg.sharding))
+    local_memory = free_memory(cfg.sharding, run.device)
+    local_device = with_index(run.device)
+    place, planned = ranks.on_main(
+        lambda: in_subprocess(_choose_place, cfg, world_size, device, memory)
+    )
+    for candidate in automatic.candidates_from(cfg, world_size, place):
+        args = (candidate, world_size, run.rank, local_device, local_memory, reserve)
+        all_peaks = ranks.gather_results(partial(_try_in_subprocess, *args))
+        peaks = [peak for peak in all_peaks if peak is not None]
+        if len(peaks) == world_size:
+            measured = f"{size_text(max(peaks) + reserve)} of {size_text(memory)}"
+            plan = size_text(planned)
+            run.log(f"memory     {measured}, as tried on the device, {plan} by the plan")
             return candidate
     raise MemoryShortageError(
         f"no setting that `auto` may choose fits into {size_text(memory)} of each device; the last "
-        f"that was tried is {automatic.in_words(cfg, candidate)}, planned to take {size_text(plan)}"
+        f"one tried is {automatic.format_decision(cfg, candidate)}, planned to need "
+        f"{size_text(planned)}"
     )
 
 
-def _place(cfg: RunConfig, world_size: int, device: Device, memory: int) -> tuple[int, int]:
+def _choose_place(cfg: RunConfig, world_size: int, device: Device, memory: int) -> tuple[int, int]:
+    """Find the first candidate that fits by its plan: its place, and the bytes that it needs."""
     place, plan = automatic.choose(cfg, world_size, device, memory)
     return place, plan.estimate.memory
 
 
-def _survived(*args: Any) -> int | None:
-    """Return what `automatic.tried` does, None where the system ended its process."""
+def _try_in_subprocess(*args: Any) -> int | None:
+    """Call `try_step` in a separate process; None if the system killed that process."""
     try:
-        return in_subprocess(automatic.tried, *args)
+        return in_subprocess(try_step, *args)
     except BrokenProcessPool:
         return None
 
 
-def memory_for(cfg: ShardingConfig, device: torch.device) -> int:
-    """Return the bytes that this rank may take of its device, of a CPU its part of the free host
-    memory: `sharding.device_memory` where that is set. Collective.
+def free_memory(cfg: ShardingConfig, device: torch.device) -> int:
+    """Count the bytes that this rank may use: `sharding.device_memory`, or what is free.
+
+    On a CPU that is the rank's part of the free host memory. Collective at its first use.
     """
-    here = ranks.local_world_size()
-    given = cfg.device_memory and parse_size(cfg.device_memory)
-    if given:
-        return given
+    local_size = ranks.local_world_size()
+    limit = cfg.device_memory and parse_size(cfg.device_memory)
+    if limit:
+        return limit
     if device.type == "cpu":
-        return int(min(psutil.virtual_memory().available, container_memory().free) // here)
+        host_bytes = min(psutil.virtual_memory().available, container_memory().free)
+        return int(host_bytes // local_size)
     api = torch.get_device_module(device)
     return api.mem_get_info(device)[0] + api.memory_reserved(device)
 
 
-def least_bytes(
+def minimum_bytes(
     cfg: RunConfig, model: nn.Module, world_size: int, device_type: str
 ) -> dict[str, int]:
-    """Return what a rank of the run holds at least, of an unsharded `model` on any device: name of
-    the part -> bytes. Of adapters the base alone, of 4-bit bases half a byte a value.
+    """Compute a lower bound of what a rank holds, from an unsharded model on any device.
+
+    With adapters it counts the base alone, with 4-bit bases half a byte for each value.
+
+    Returns:
+        Part of the memory -> bytes.
     """
     shards = mesh_shape(world_size, cfg.sharding)[1]
     lora = cfg.adapters
     parameters = list(model.parameters())
-    size = sum(p.numel() * (0.5 if lora and lora.load_in_4bit else p.itemsize) for p in parameters)
+    is_4bit = lora and lora.load_in_4bit
+    size = sum(p.numel() * (0.5 if is_4bit else p.itemsize) for p in parameters)
     trained = sum(p.numel() * p.itemsize for p in parameters if p.requires_grad and not lora)
-    state = trained * _STATE[cfg.optim.optim]
-    held = {"parameters": size, "gradients": trained, "optimizer state": state}
+    state = trained * _STATE_FACTOR[cfg.optim.optim]
+    parts = {"parameters": size, "gradients": trained, "optimizer state": state}
     if cfg.sharding.cpu_offload and device_type != "cpu":
-        held = {}
-    compute = getattr(torch, cfg.sharding.param_dtype).itemsize
-    gathered = max(p.numel() for p in parameters) * compute if shards > 1 and not lora else 0
-    return {k: int(n / shards) for k, n in held.items()} | {"gathered parameters": gathered}
+        parts = {}
+    compute_itemsize = getattr(torch, cfg.sharding.param_dtype).itemsize
+    gathered = 0
+    if shards > 1 and not lora:
+        gathered = max(p.numel() for p in parameters) * compute_itemsize
+    sharded_parts = {name: int(nbytes / shards) for name, nbytes in parts.items()}
+    return sharded_parts | {"gathered parameters": gathered}
 
 
 def in_subprocess(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what `fn` gives in a fresh process; see [Note: apart]."""
+    """Call a function in a new process, and return its result; see [Note: separate process]."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(fn, *args, **kwargs).result()
 
 
-def outlook(cfg: RunConfig, world_size: int, device: Device, memory: int, failed: bool) -> Outlook:
-    """Return what the plan of a run says, with changes where it does not fit, or has `failed`: then
-    changes whose step peaks a tenth lower. Makes a fake world.
+def predict(
+    cfg: RunConfig, world_size: int, device: Device, memory: int, failed: bool
+) -> Prediction:
+    """Plan a run, and the changes that make it fit. Creates a fake process group.
+
+    Args:
+        cfg: the settings of the run.
+        world_size: the number of ranks.
+        device: the figures of their devices.
+        memory: bytes of each device.
+        failed: the run has run out of memory, whatever its plan says. Then only changes whose peak
+            is a tenth lower count as fitting.
     """
     patience = _PATIENCE_FAILED if failed else _PATIENCE
     plan = make_plan(cfg, world_size, device, memory)
-    needs = plan.estimate.memory
-    memory = min(memory, needs - plan.sim.peak.nbytes // 10) if failed else memory
+    needed = plan.estimate.memory
+    if failed:
+        memory = min(memory, needed - plan.sim.peak.nbytes // 10)
     if plan.fits(memory):
-        return Outlook(needs, plan.sim.phase, "")
-    begun = time.monotonic()
-    # One that failed is bounded by its caller.
-    found, _ = remedies(
+        return Prediction(needed, plan.sim.phase, "")
+    start_time = time.monotonic()
+    # After a failure the caller limits the time, so the search may continue until a change fits.
+    remedies, _ = find_remedies(
         plan, device, memory, lambda _: None, patience=patience, at_least_one=failed
     )
-    said = _in_words(plan, [p for p in found if p.fits(memory)])
-    took = time.monotonic() - begun
-    none = f"none that was found within {took:.0f} s; `toolkit plan` takes as long as it needs"
-    return Outlook(needs, plan.sim.phase, said or none)
+    text = _format_remedies(plan, [p for p in remedies if p.fits(memory)])
+    seconds = time.monotonic() - start_time
+    fallback = f"none found within {seconds:.0f} s; `toolkit plan` takes as long as it needs"
+    return Prediction(needed, plan.sim.phase, text or fallback)
 
 
-def _in_words(plan: Plan, found: list[Plan]) -> str:
-    now = plan.estimate.device_time
-    said = [
-        f"{p.change} (needs {size_text(p.estimate.memory)}, time x "
-        f"{p.estimate.device_time / now:.2f}{'' if p.kept else ', another training'})"
-        for p in found[:_LISTED]
-    ]
-    return "; ".join(said)
+def _format_remedies(plan: Plan, remedies: list[Plan]) -> str:
+    cost = plan.estimate.device_time
+    texts = []
+    for remedy in remedies[:_MAX_LISTED]:
+        needed = size_text(remedy.estimate.memory)
+        factor = remedy.estimate.device_time / cost
+        note = "" if remedy.same_training else ", another training"
+        texts.append(f"{remedy.change} (needs {needed}, time x {factor:.2f}{note})")
+    return "; ".join(texts)
 
 
-def _refuse(cfg: RunConfig, world: int, device: Device, memory: int, parts: dict[str, int]) -> None:
-    listed = ", ".join(f"{name} {size_text(n)}" for name, n in parts.items() if n)
+def _refuse(
+    cfg: RunConfig, world_size: int, device: Device, memory: int, parts: dict[str, int]
+) -> None:
+    """Raise a MemoryShortageError that names the parts and the cheapest changes."""
+    listed = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
     missing = size_text(sum(parts.values()) - memory)
+    advice = _plan_advice(cfg, world_size, device, memory)
     raise MemoryShortageError(
-        f"the run cannot fit: each of {world} rank(s) holds at least {listed}; {size_text(memory)} "
-        f"are free, {missing} are missing. Cheapest changes: {_advice(cfg, world, device, memory)}"
+        f"the run cannot fit: each of {world_size} rank(s) holds at least {listed}; "
+        f"{size_text(memory)} are free, {missing} are missing. Cheapest changes: {advice}"
     )
 
 
-def _prediction(cfg: RunConfig, world: int, device: Device, memory: int) -> str:
+def _format_prediction(cfg: RunConfig, world_size: int, device: Device, memory: int) -> str:
+    """Plan a run in a separate process, and format the log line; a plan that fails is a note."""
     try:
-        found = in_subprocess(outlook, cfg, world, device, memory, False)
-    except Exception as error:  # the run may fit, whatever the plan cannot do
+        prediction = in_subprocess(predict, cfg, world_size, device, memory, False)
+    except Exception as error:  # the run may fit, even if it cannot be planned
         return f"note: the memory of a step could not be planned: {one_line(error)}"
-    said = f"{size_text(found.needs)} of {size_text(memory)} by the plan, at most in {found.phase}"
-    if not found.remedies:
-        return f"memory     {said}"
-    return f"WARNING    a step may not fit: {said}. Cheapest changes: {found.remedies}"
+    sizes = f"{size_text(prediction.memory)} of {size_text(memory)}"
+    text = f"{sizes} by the plan, with its peak in {prediction.phase}"
+    if not prediction.remedies:
+        return f"memory     {text}"
+    return f"WARNING    a step may not fit: {text}. Cheapest changes: {prediction.remedies}"
 
 
-def _advice(cfg: RunConfig, world: int, device: Device, memory: int) -> str:
+def _plan_advice(cfg: RunConfig, world_size: int, device: Device, memory: int) -> str:
+    """Plan changes in a separate process with limited time, and format them or the failure."""
     try:
-        return in_subprocess(_soon, cfg, world, device, memory)
+        return in_subprocess(_plan_remedies, cfg, world_size, device, memory)
     except BrokenProcessPool:
-        return f"not planned (over {_LONGEST} s, or no memory for it); ask `toolkit plan`"
-    except Exception as error:  # the shortage is to be told, whatever becomes of the advice
+        return f"not planned (over {_ADVICE_TIMEOUT} s, or out of memory); run `toolkit plan`"
+    except Exception as error:  # the user needs the shortage's message in any case
         return f"not planned: {one_line(error)}"
 
 
-def _soon(cfg: RunConfig, world: int, device: Device, memory: int) -> str:
-    """Return what would fit; end this process where that takes too long."""
-    signal.alarm(_LONGEST)
-    return outlook(cfg, world, device, memory, True).remedies
+def _plan_remedies(cfg: RunConfig, world_size: int, device: Device, memory: int) -> str:
+    """Plan changes that would fit, and end this process if that takes too long."""
+    signal.alarm(_ADVICE_TIMEOUT)
+    return predict(cfg, world_size, device, memory, True).remedies
 
 
 @contextlib.contextmanager
-def _told_if_out_of_memory(cfg: RunConfig, run: Run, device: Device, memory: int) -> Iterator[None]:
-    """Turn an out-of-memory error into a MemoryShortageError that says when, how much and what to
-    change. Each rank that fails says its own at once; the first of them plans the changes.
+def _advise_if_out_of_memory(
+    cfg: RunConfig, run: Run, device: Device, memory: int
+) -> Iterator[None]:
+    """Turn an out-of-memory error into a MemoryShortageError that names changes that would fit.
+
+    Each rank that fails reports its error at once; the first of them plans the changes.
     """
     try:
         yield
@@ -283,18 +366,18 @@ def _told_if_out_of_memory(cfg: RunConfig, run: Run, device: Device, memory: int
         peak = peak_host_memory()
         if run.device.type != "cpu":
             peak = torch.get_device_module(run.device).max_memory_allocated(run.device)
-        train = cfg.train
-        batch = f"{train.per_device_train_batch_size} x {cfg.data.sequence_length:,} tokens"
-        said = (
+        batch = f"{cfg.train.per_device_train_batch_size} x {cfg.data.sequence_length:,} tokens"
+        message = (
             f"out of memory on rank {run.rank}: {one_line(error)} (batch {batch}; "
-            f"{size_text(peak)} at the peak, {size_text(memory)} given)"
+            f"{size_text(peak)} at the peak, {size_text(memory)} available)"
         )
         if not ranks.is_first_to_report("out of memory"):
-            ranks.print_line(f"[rank {run.rank}] {said}", sys.stderr)
+            ranks.print_line(f"[rank {run.rank}] {message}", sys.stderr)
             with watchdog.extend_timeout("out of memory"):
-                time.sleep(2 * _LONGEST)  # the launcher ends this one when the first has spoken
-            raise MemoryShortageError(said) from error
-        ranks.print_line(f"{said}; planning what would fit ...", sys.stderr)
+                # The launcher ends this process when the first one has reported its error.
+                time.sleep(2 * _ADVICE_TIMEOUT)
+            raise MemoryShortageError(message) from error
+        ranks.print_line(f"{message}; planning what would fit ...", sys.stderr)
         with watchdog.extend_timeout("planning what would fit"):
-            advice = _advice(cfg, run.world_size, device, memory)
-        raise MemoryShortageError(f"{said}. Cheapest changes: {advice}") from error
+            advice = _plan_advice(cfg, run.world_size, device, memory)
+        raise MemoryShortageError(f"{message}. Cheapest changes: {advice}") from error

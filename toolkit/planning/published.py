@@ -1,7 +1,8 @@
-"""Shapes of well-known models, as their config.json on the Hub has them: for plans without access.
+"""Shapes of well-known models, as in their config.json on the Hub: for plans without access to it.
 
-`published.json` holds what shapes, positions and windows follow from, and the number of parameters
-that each was published with (tied ones once; of Llama 4 those of its class for text).
+`published.json` holds the settings that determine shapes, positions and windows, and the number of
+parameters that each model was published with. Tied parameters count once; of Llama 4 only those of
+its text model count.
 """
 
 import dataclasses
@@ -19,15 +20,19 @@ _FILE = Path(__file__).with_name("published.json")
 
 @functools.cache
 def published() -> dict[str, dict[str, Any]]:
-    """Return name -> `config` and `parameters` of each model, tuned ones under their own names."""
+    """Read name -> `config` and `parameters` of each model, tuned ones under their own names."""
     content = json.loads(_FILE.read_text("utf-8"))
-    models, same = content["models"], content["same_shape"]
-    return models | {name: models[base] for name, base in same.items()}
+    models = content["models"]
+    tuned = {name: models[base] for name, base in content["same_shape"].items()}
+    return models | tuned
 
 
 def with_known_shape(cfg: Any) -> tuple[Any, str]:
-    """Return the config of a run to be planned, and a note where its model is one whose config.json
-    the Hub does not give: its folder is then one with the shape that came with the toolkit.
+    """Use the toolkit's own config.json of a well-known model if the Hub's cannot be read.
+
+    Returns:
+        The settings of the run, whose model may now be a temporary folder, and a note that says so;
+        the note is empty if nothing changed.
     """
     name = cfg.model.name_or_path
     if name not in published():
@@ -36,24 +41,25 @@ def with_known_shape(cfg: Any) -> tuple[Any, str]:
         formats.local_folder(name, cfg.model.revision)
         return cfg, ""
     except ModelError:
-        folder = _folder_of(name)
+        folder = _temporary_folder(name)
     model = dataclasses.replace(cfg.model, name_or_path=str(folder), revision=None)
     note = f"config.json of {name} cannot be read here; the plan uses the toolkit's own copy of it"
     return dataclasses.replace(cfg, model=model), note
 
 
+# Folders that exist until this process ends.
+_temporary_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+
 @functools.cache
-def _folder_of(name: str) -> Path:
-    scratch = tempfile.TemporaryDirectory(prefix="toolkit-shape-")
-    _kept.append(scratch)  # to the end of this process
-    return write_shape(name, Path(scratch.name))
-
-
-_kept: list[tempfile.TemporaryDirectory[str]] = []
+def _temporary_folder(name: str) -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="toolkit-shape-")
+    _temporary_folders.append(folder)
+    return write_shape(name, Path(folder.name))
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """Write config.json of the model `name` below `folder`; return where it lies."""
+    """Write config.json of a well-known model below `folder`, and return its folder."""
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(published()[name]["config"]), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`toolkit plan`: a run, and what makes it fit, for people in 80 columns, for programs as JSON."""
+"""`toolkit plan` and `toolkit inspect --plan`: facts for programs as JSON, text for people."""
 
 import math
 import textwrap
@@ -9,46 +9,62 @@ from tqdm import tqdm
 
 from toolkit.checkpoint.disk import checkpoints_kept
 from toolkit.config.settings import RunConfig
-from toolkit.planning.automatic import accumulated, choose, chosen_names, in_words
-from toolkit.planning.changes import Plan, layouts, make_plan, remedies
+from toolkit.mesh import DP_REPLICATE, DP_SHARD
+from toolkit.models.classes import model_class_name
+from toolkit.models.peft_model import base_of
+from toolkit.planning.automatic import auto_settings, choose, format_decision, set_accumulation
+from toolkit.planning.changes import compare_layouts, find_remedies
 from toolkit.planning.devices import Device
-from toolkit.planning.estimates import reserve_of, reserves
-from toolkit.planning.fake_ranks import planned_ranks
-from toolkit.planning.longest import Longest, longest
+from toolkit.planning.estimates import list_reserves, reserved_bytes
+from toolkit.planning.fake_ranks import planned_ranks, sharded
 from toolkit.planning.meter import HOST
+from toolkit.planning.search import Longest, Plan, find_longest, make_plan
 from toolkit.planning.simulation import State, state_of
+from toolkit.sharding.unit_table import (
+    dtype_ledger,
+    format_dtype_ledger,
+    format_unit_table,
+    unit_rows,
+)
 from toolkit.tables import count_text, size_text, table
 
+_WIDTH = 80  # of the text, in characters
+_CHANGE_WIDTH = 40  # of the name of a change in a line
 _COMPILED = "Layers are planned as torch_compile makes them: what its partitioner keeps."
-_NAME = 40  # characters of a change in a line, of 80
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What `toolkit plan` found."""
+    """The result of `toolkit plan`."""
 
     plan: Plan
     last: State
     """Of the last rank, whose shards are the smallest; the first rank's are the largest."""
     device: Device
     memory: int | None
+    """Bytes that the run must fit into."""
     remedies: list[Plan] = field(default_factory=list)
-    failed: list[tuple[str, str]] = field(default_factory=list)
-    """Changes that cannot be planned, and why."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Change that cannot be planned -> the reason."""
     layouts: list[Plan] = field(default_factory=list)
-    chosen: str = ""
-    """What `auto` became."""
+    decision: str = ""
+    """What `auto` becomes."""
     longest: Longest | None = None
-    """The largest sizes that fit, where they were asked for."""
+    """The largest sizes that fit, if they were searched for."""
 
     @property
     def fits(self) -> bool:
+        """True if the run fits into the memory, or if no memory is given."""
         return self.plan.fits(self.memory)
 
+    # ---- Facts -----------------------------------------------------------------------------------
+
     def summary(self) -> dict[str, Any]:
-        """Return all of it, ready for JSON; bytes and seconds."""
-        sim, found, calibration = self.plan.sim, self.plan.estimate, self.plan.calibration
-        return {
+        """Collect all facts as values for JSON, in bytes and seconds."""
+        sim = self.plan.sim
+        estimate = self.plan.estimate
+        calibration = self.plan.calibration
+        facts = {
             "model": sim.model,
             "parameters": sim.values,
             "trained": sim.trained,
@@ -57,165 +73,204 @@ class PlanReport:
             "exact": {"first_rank": asdict(sim.state), "last_rank": asdict(self.last)},
             "peak": {"phase": sim.phase, "bytes": sim.peak.nbytes, "layer": sim.peak.layer},
             "phases": {name: asdict(peak) for name, peak in sim.peaks.items()},
-            "reserve": reserve_of(self.device, sim.mesh),
+            "reserve": reserved_bytes(self.device, sim.mesh),
             "calibration": None if calibration is None else asdict(calibration),
-            "memory": found.memory,
+            "memory": estimate.memory,
             "device_memory": self.memory,
-            "margin": None if self.memory is None else self.memory - found.memory,
+            "margin": None if self.memory is None else self.memory - estimate.memory,
             "fits": self.fits,
             "device": asdict(self.device),
-            "estimate": asdict(found) | {"tokens_per_second": found.tokens_per_second},
-            "disk": self._disk(),
-            "run": self._run(),
-            "auto": self.chosen,
-            "remedies": [self._row(p) for p in self.remedies],
-            "not_planned": [{"change": name, "why": why} for name, why in self.failed],
-            "layouts": [self._row(p) for p in self.layouts],
+            "estimate": asdict(estimate) | {"tokens_per_second": estimate.tokens_per_second},
+            "disk": self._disk_facts(),
+            "run": self._run_facts(),
+            "auto": self.decision,
+            "remedies": [self._change_facts(p) for p in self.remedies],
+            "not_planned": [{"change": name, "why": why} for name, why in self.failed.items()],
+            "layouts": [self._change_facts(p) for p in self.layouts],
             "notes": list(sim.notes),
-        } | ({} if self.longest is None else {"longest": self.longest.summary()})
-
-    def text(self) -> str:
-        """Return all of it for people."""
-        sim, found = self.plan.sim, self.plan.estimate
-        train, data = self.plan.cfg.train, self.plan.cfg.data
-        batch = train.micro_batch, data.sequence_length
-        lines = [
-            f"model   {sim.model}, {count_text(sim.values)} parameters, "
-            f"{count_text(sim.trained)} trained",
-            f"mesh    {self.plan.world_size} rank(s): dp_replicate {sim.mesh[0]} x dp_shard "
-            f"{sim.mesh[1]}",
-            f"batch   {batch[0]} x {batch[1]:,} tokens, {train.gradient_accumulation_steps} "
-            f"accumulated: {found.tokens_per_step:,} tokens a step",
-            *textwrap.wrap(f"auto    {self.chosen}", 80, subsequent_indent=" " * 8)[
-                : 80 * bool(self.chosen)
-            ],
-            "",
-            "Held by a rank, exact, in bytes",
-            *_indent(self._state_rows()),
-            "",
-            "At the peak of each phase of a step, simulated (a rank, in GB)",
-            *_indent(self._peak_rows()),
-            f"The {sim.phase} peaks{f' at {sim.peak.layer}' if sim.peak.layer else ''} "
-            "(*: assumed).",
-            f"A device needs {size_text(found.memory)}.",
-            *[_COMPILED] * (sim.sharding.torch_compile == "layer"),
-            *self._calibration_lines(),
-            *(f"note: {note}" for note in sim.notes),
-            "",
-            f"Estimates, on {self.device.name} ({self.device.source})",
-            *_indent(self._estimate_rows()),
-        ]
-        if self.memory is not None:
-            margin = self.memory - found.memory
-            word = f"fits: {size_text(margin)} are left" if margin >= 0 else "DOES NOT FIT: "
-            word += "" if margin >= 0 else f"{size_text(-margin)} are missing"
-            lines += ["", f"In {size_text(self.memory)} it {word}."]
-        if self.remedies:
-            some = any(p.fits(self.memory) for p in self.remedies)
-            what = "Changes that make it fit, the cheapest first" if some else "No change fits"
-            lines += ["", what, *_indent(self._change_rows(self.remedies))]
-        if self.layouts:
-            lines += ["", "Layouts, the fastest that fits first"]
-            lines += _indent(self._change_rows(self.layouts))
-        if self.longest is not None:
-            lines += ["", "The largest that fit", *_indent(list(self.longest.lines))]
-        lines += [f"not planned: {name}: {why}" for name, why in self.failed]
-        return "\n".join(lines)
-
-    def _calibration_lines(self) -> list[str]:
-        found = self.plan.calibration
-        if found is None:
-            return []
-        said = f"Corrected by {found.source}: memory beside what is held x {found.memory:.3f}, "
-        return textwrap.wrap(f"{said}computing x {found.time:.3f}.", 80)
-
-    def _state_rows(self) -> list[str]:
-        first, last = asdict(self.plan.sim.state), asdict(self.last)
-        rows = [["", "first rank", "last rank"]]
-        rows += [[n.replace("optimizer", "optimizer state"), f"{v:,}", f"{last[n]:,}"]
-                 for n, v in first.items()]  # fmt: skip
-        return table(rows, right={1, 2})
-
-    def _peak_rows(self) -> list[str]:
-        peaks = self.plan.sim.peaks
-        kinds = {kind for peak in peaks.values() for kind in peak.kinds}
-        rows = [["", *peaks]]
-        for kind in sorted(kinds, key=lambda k: -max(p.kinds.get(k, 0) for p in peaks.values())):
-            sizes = [peak.kinds.get(kind, 0) for peak in peaks.values()]
-            if max(sizes) >= 5e6 or max(sizes) * 100 >= self.plan.sim.peak.nbytes:
-                name = "(in host memory)" if kind == HOST else kind
-                rows.append([name, *(f"{size / 1e9:,.3f}" for size in sizes)])
-        rows.append(["all on the device", *(f"{p.nbytes / 1e9:,.3f}" for p in peaks.values())])
-        for name, size in reserves(self.device, self.plan.sim.mesh).items():
-            rows.append([f"{name} *", *[f"{size / 1e9:,.3f}"] * len(peaks)])
-        return table(rows, right={1, 2, 3})
-
-    def _estimate_rows(self) -> list[str]:
-        sim, found, run = self.plan.sim, self.plan.estimate, self._run()
-        per_node = min(self.plan.world_size, self.device.per_node)
-        disk = self._disk()
-        compiled = "compiled" if sim.sharding.torch_compile == "layer" else "not compiled"
-        copies = f", copies {found.copies:,.3g}" if found.copies else ""
-        gathered, reduced = size_text(found.gathered), size_text(found.reduced)
-        load, save = (size_text(per_node * n) for n in (found.host_at_load, found.host_at_save))
-        checkpoint, export = size_text(disk["checkpoint"]), size_text(sim.export)
-        lines = {
-            "step": f"{found.step:,.3g} s: computing {found.compute:,.3g}, communicating "
-            f"{found.communication:,.3g}{copies}",
-            "speed": f"{found.tokens_per_second:,.0f} tokens/s, {found.mfu:.1%} MFU, {compiled}",
-            "traffic": f"a rank sends {gathered} to gather, {reduced} to reduce, in a step",
-            "host": f"{load} to load, {save} to save, of each machine",
-            "disk": f"{disk['checkpoints']} checkpoint(s) of {checkpoint}, an export of {export}",
         }
-        if run["max_steps"] is not None:
-            steps, tokens = f"{run['max_steps']:,} steps", f"{count_text(run['tokens'])} tokens"
-            lines["run"] = f"{steps}, {tokens}, {_hours(run['seconds'])}"
-        return table([list(item) for item in lines.items()], right=set())
+        if self.longest is not None:
+            facts["longest"] = self.longest.summary()
+        return facts
 
-    def _change_rows(self, plans: list[Plan]) -> list[str]:
-        now = self.plan.estimate.device_time
-        rows = [["", "needs", "step", "cost", "fits"]]
-        for plan in plans:
-            cost = plan.estimate.device_time / now
-            fits = "yes" if plan.fits(self.memory) else "no"
-            name = plan.change + ("" if plan.kept else " *")
-            parts = textwrap.wrap(name, _NAME)
-            numbers = [
-                size_text(plan.estimate.memory),
-                f"{plan.estimate.step:,.3g} s",
-                f"x {cost:.2f}",
-                fits if self.memory is not None else "-",
-            ]
-            rows += [[part, "", "", "", ""] for part in parts[:-1]] + [[parts[-1], *numbers]]
-        said = ["cost: device-seconds of a token, against the run as it is"]
-        said += ["*: another training, not only another layout"] * (not all(p.kept for p in plans))
-        return [*table(rows, right={1, 2, 3}), *said]
-
-    def _row(self, plan: Plan) -> dict[str, Any]:
+    def _change_facts(self, plan: Plan) -> dict[str, Any]:
         return {
             "change": plan.change,
             "memory": plan.estimate.memory,
             "fits": plan.fits(self.memory),
-            "same_training": plan.kept,
+            "same_training": plan.same_training,
             "world_size": plan.world_size,
             "step": plan.estimate.step,
             "cost": plan.estimate.device_time / self.plan.estimate.device_time,
         }
 
-    def _disk(self) -> dict[str, int]:
-        sim, cfg = self.plan.sim, self.plan.cfg
-        kept = checkpoints_kept(cfg.checkpoint, self._run()["max_steps"])
-        return {"checkpoint": sim.checkpoint, "checkpoints": kept, "export": sim.export}
+    def _disk_facts(self) -> dict[str, int]:
+        sim = self.plan.sim
+        count = checkpoints_kept(self.plan.cfg.checkpoint, self._run_facts()["max_steps"])
+        return {"checkpoint": sim.checkpoint, "checkpoints": count, "export": sim.export}
 
-    def _run(self) -> dict[str, Any]:
-        steps, found = self.plan.cfg.train.max_steps, self.plan.estimate
+    def _run_facts(self) -> dict[str, Any]:
+        steps = self.plan.cfg.train.max_steps
         if steps < 1:
             return {"max_steps": None, "tokens": None, "seconds": None}
         return {
             "max_steps": steps,
-            "tokens": steps * found.tokens_per_step,
-            "seconds": steps * found.step,
+            "tokens": steps * self.plan.estimate.tokens_per_step,
+            "seconds": steps * self.plan.estimate.step,
         }
+
+    # ---- Text ------------------------------------------------------------------------------------
+
+    def text(self) -> str:
+        """Format all facts for people, in 80 columns."""
+        sim = self.plan.sim
+        lines = [
+            *self._run_lines(),
+            "",
+            "Held by a rank, exact, in bytes",
+            *_indent(self._state_table()),
+            "",
+            "At the peak of each phase of a step, simulated (a rank, in GB)",
+            *_indent(self._peak_table()),
+            f"The {sim.phase} peaks{f' at {sim.peak.layer}' if sim.peak.layer else ''} "
+            "(*: assumed).",
+            f"A device needs {size_text(self.plan.estimate.memory)}.",
+        ]
+        if sim.sharding.torch_compile == "layer":
+            lines.append(_COMPILED)
+        lines += self._calibration_lines()
+        lines += [f"note: {note}" for note in sim.notes]
+        lines += ["", f"Estimates, on {self.device.name} ({self.device.source})"]
+        lines += _indent(self._estimate_table())
+        if self.memory is not None:
+            margin = self.memory - self.plan.estimate.memory
+            verdict = f"fits: {size_text(margin)} are left"
+            if margin < 0:
+                verdict = f"DOES NOT FIT: {size_text(-margin)} are missing"
+            lines += ["", f"In {size_text(self.memory)} it {verdict}."]
+        if self.remedies:
+            any_fits = any(p.fits(self.memory) for p in self.remedies)
+            title = "Changes that make it fit, the cheapest first" if any_fits else "No change fits"
+            lines += ["", title, *_indent(self._change_table(self.remedies))]
+        if self.layouts:
+            lines += ["", "Layouts, the fastest that fits first"]
+            lines += _indent(self._change_table(self.layouts))
+        if self.longest is not None:
+            lines += ["", "The largest that fit", *_indent(list(self.longest.lines))]
+        lines += [f"not planned: {name}: {why}" for name, why in self.failed.items()]
+        return "\n".join(lines)
+
+    def _run_lines(self) -> list[str]:
+        """Format model, mesh, batch and what `auto` becomes."""
+        sim = self.plan.sim
+        train = self.plan.cfg.train
+        length = self.plan.cfg.data.sequence_length
+        counts = f"{count_text(sim.values)} parameters, {count_text(sim.trained)} trained"
+        lines = [
+            f"model   {sim.model}, {counts}",
+            f"mesh    {self.plan.world_size} rank(s): dp_replicate {sim.mesh[0]} x dp_shard "
+            f"{sim.mesh[1]}",
+            f"batch   {train.micro_batch} x {length:,} tokens, {train.gradient_accumulation_steps} "
+            f"accumulated: {self.plan.estimate.tokens_per_step:,} tokens a step",
+        ]
+        if self.decision:
+            text = f"auto    {self.decision}"
+            lines += textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 8)
+        return lines
+
+    def _calibration_lines(self) -> list[str]:
+        calibration = self.plan.calibration
+        if calibration is None:
+            return []
+        return textwrap.wrap(
+            f"Corrected by {calibration.source}: memory in addition to what is held x "
+            f"{calibration.memory:.3f}, computing x {calibration.time:.3f}.",
+            _WIDTH,
+        )
+
+    def _state_table(self) -> list[str]:
+        first = asdict(self.plan.sim.state)
+        last = asdict(self.last)
+        rows = [["", "first rank", "last rank"]]
+        for name, nbytes in first.items():
+            title = "optimizer state" if name == "optimizer" else name
+            rows.append([title, f"{nbytes:,}", f"{last[name]:,}"])
+        return table(rows, right={1, 2})
+
+    def _peak_table(self) -> list[str]:
+        peaks = self.plan.sim.peaks
+        rows = [["", *peaks]]
+        largest: dict[str, int] = {}
+        for peak in peaks.values():
+            for kind, nbytes in peak.kinds.items():
+                largest[kind] = max(nbytes, largest.get(kind, 0))
+        for kind in sorted(sorted(largest), key=lambda kind: -largest[kind]):
+            # Small kinds are omitted, unless the model is small.
+            if largest[kind] >= 5e6 or largest[kind] * 100 >= self.plan.sim.peak.nbytes:
+                title = "(in host memory)" if kind == HOST else kind
+                rows.append([title, *(_gigabytes(p.kinds.get(kind, 0)) for p in peaks.values())])
+        rows.append(["all on the device", *(_gigabytes(p.nbytes) for p in peaks.values())])
+        for name, nbytes in list_reserves(self.device, self.plan.sim.mesh).items():
+            rows.append([f"{name} *", *[_gigabytes(nbytes)] * len(peaks)])
+        return table(rows, right={1, 2, 3})
+
+    def _estimate_table(self) -> list[str]:
+        sim = self.plan.sim
+        estimate = self.plan.estimate
+        run = self._run_facts()
+        disk = self._disk_facts()
+        processes = min(self.plan.world_size, self.device.per_node)
+        load = size_text(processes * estimate.host_at_load)
+        save = size_text(processes * estimate.host_at_save)
+        copies = f", copies {estimate.copies:,.3g}" if estimate.copies else ""
+        compiled = "compiled" if sim.sharding.torch_compile == "layer" else "not compiled"
+        rows = [
+            [
+                "step",
+                f"{estimate.step:,.3g} s: computing {estimate.compute:,.3g}, communicating "
+                f"{estimate.communication:,.3g}{copies}",
+            ],
+            [
+                "speed",
+                f"{estimate.tokens_per_second:,.0f} tokens/s, {estimate.mfu:.1%} MFU, {compiled}",
+            ],
+            [
+                "traffic",
+                f"a rank sends {size_text(estimate.gathered)} to gather, "
+                f"{size_text(estimate.reduced)} to reduce, in a step",
+            ],
+            ["host", f"{load} to load, {save} to save, of each machine"],
+            [
+                "disk",
+                f"{disk['checkpoints']} checkpoint(s) of {size_text(disk['checkpoint'])}, an "
+                f"export of {size_text(sim.export)}",
+            ],
+        ]
+        if run["max_steps"] is not None:
+            tokens = count_text(run["tokens"])
+            duration = _format_duration(run["seconds"])
+            rows.append(["run", f"{run['max_steps']:,} steps, {tokens} tokens, {duration}"])
+        return table(rows, right=set())
+
+    def _change_table(self, plans: list[Plan]) -> list[str]:
+        rows = [["", "needs", "step", "cost", "fits"]]
+        for plan in plans:
+            facts = self._change_facts(plan)
+            fits = "yes" if facts["fits"] else "no"
+            numbers = [
+                size_text(facts["memory"]),
+                f"{facts['step']:,.3g} s",
+                f"x {facts['cost']:.2f}",
+                fits if self.memory is not None else "-",
+            ]
+            name = plan.change + ("" if plan.same_training else " *")
+            *first_parts, last_part = textwrap.wrap(name, _CHANGE_WIDTH)
+            rows += [[part, "", "", "", ""] for part in first_parts]
+            rows.append([last_part, *numbers])
+        legend = ["cost: device-seconds of a token, relative to the run as it is"]
+        if not all(plan.same_training for plan in plans):
+            legend.append("*: another training, not only another layout")
+        return [*table(rows, right={1, 2, 3}), *legend]
 
 
 def plan_run(
@@ -227,45 +282,103 @@ def plan_run(
     sweep: bool = False,
     sizes: bool = False,
 ) -> PlanReport:
-    """Return the plan of a run on `device`; with `memory`, in bytes, what makes it fit.
+    """Plan a run, and with `memory` find out what makes it fit.
 
-    Seconds for each layout or change that is tried: one simulated step each. `sweep` compares
-    meshes and recomputation, `sizes` finds the longest sequence and the largest batch that fit,
-    into the `device` where there is no `memory`. ConfigError: the number of processes is not known.
+    Takes seconds for each layout or change that is tried: each simulates a step.
+
+    Args:
+        cfg: the settings of the run.
+        world_size: the number of processes; None if the settings fix the mesh.
+        device: the figures of the devices.
+        memory: bytes of each device that the run must fit into.
+        sweep: compare meshes and recomputation, too.
+        sizes: find the longest sequence and the largest batch that fit into `memory`, by default
+            that of the device.
+
+    Raises:
+        ConfigError: the number of processes is not known.
+        PlanningError: the run cannot be simulated.
     """
-    world = planned_ranks(cfg.sharding, world_size)
+    world_size = planned_ranks(cfg.sharding, world_size)
+    device_memory = memory or int(device.memory)
     with tqdm(unit="plan", disable=None, leave=False) as bar:
 
-        def say(name: str) -> None:
+        def report(name: str) -> None:
             bar.set_postfix_str(name, refresh=False)
             bar.update()
 
-        say("the run as it is")
-        asked = cfg
-        if chosen_names(cfg):
-            plan = choose(cfg, world, device, memory or int(device.memory))[1]
-            cfg = plan.cfg
+        report("the run as it is")
+        if auto_settings(cfg):
+            plan = choose(cfg, world_size, device, device_memory)[1]
         else:
-            cfg = accumulated(cfg, world)
-            plan = make_plan(cfg, world, device, memory)
-        decided = replace(cfg, sharding=plan.sim.sharding)  # what `auto` is on this device
-        last = state_of(decided, world, world - 1) if world > 1 else plan.sim.state
-        found: list[Plan] = []
-        failed: list[tuple[str, str]] = []
+            plan = make_plan(set_accumulation(cfg, world_size), world_size, device, memory)
+        decided = replace(plan.cfg, sharding=plan.sim.sharding)
+        last = plan.sim.state
+        if world_size > 1:
+            last = state_of(decided, world_size, world_size - 1)
+        remedies: list[Plan] = []
+        failed: dict[str, str] = {}
         if memory is not None and not plan.fits(memory):
-            found, failed = remedies(plan, device, memory, say)
-        compared = layouts(plan, device, memory, say) if sweep else []
-        most = longest(plan, device, memory or int(device.memory), say) if sizes else None
-    said = in_words(asked, cfg)
-    return PlanReport(plan, last, device, memory, found, failed, compared, said, most)
+            remedies, failed = find_remedies(plan, device, memory, report)
+        layouts = compare_layouts(plan, device, memory, report) if sweep else []
+        longest = find_longest(plan, device, device_memory, report) if sizes else None
+    decision = format_decision(cfg, plan.cfg)
+    return PlanReport(plan, last, device, memory, remedies, failed, layouts, decision, longest)
 
 
 def _indent(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _hours(seconds: float) -> str:
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.3f}"
+
+
+def _format_duration(seconds: float) -> str:
     if seconds < 7200:
         minutes = math.ceil(seconds / 60)
         return f"{minutes} minute{'s' if minutes > 1 else ''}"
     return f"{seconds / 3600:,.1f} hours" if seconds < 172800 else f"{seconds / 86400:,.1f} days"
+
+
+# ---- Units ---------------------------------------------------------------------------------------
+
+
+def summarise_units(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any]:
+    """Collect how a run would be sharded on GPUs as values for JSON, without weights.
+
+    Args:
+        cfg: the settings of the run.
+        world_size: the number of processes; None if the settings fix the mesh.
+
+    Raises:
+        ConfigError: the number of processes is not known.
+    """
+    world_size = planned_ranks(cfg.sharding, world_size)
+    # Recomputation changes no unit, and deciding its `auto` would take plans.
+    cfg = replace(cfg, sharding=replace(cfg.sharding, activation_checkpointing="none"))
+    with sharded(cfg, world_size) as (made, sharding):
+        rows = unit_rows(made, sharding)
+        return {
+            "model": model_class_name(base_of(made.model)),
+            "parameters": sum(row.parameters for row in rows),
+            "world_size": world_size,
+            "mesh": {name: made.mesh.axes[name] for name in (DP_REPLICATE, DP_SHARD)},
+            "bytes_sharded": sum(row.bytes_sharded for row in rows),
+            "units": [asdict(row) for row in rows],
+            "dtypes": dtype_ledger(made, sharding),
+            "layers": list(made.plan.layers),
+            "table": format_unit_table(made, sharding),
+            "ledger": format_dtype_ledger(made, sharding),
+        }
+
+
+def format_units(summary: dict[str, Any]) -> str:
+    """Format the result of `summarise_units` as text."""
+    mesh = summary["mesh"]
+    return (
+        f"model   {summary['model']}, {summary['parameters']:,} parameters\n"
+        f"mesh    {summary['world_size']} ranks: dp_replicate {mesh['dp_replicate']} x dp_shard "
+        f"{mesh['dp_shard']}; {summary['bytes_sharded'] / 1e6:,.1f} MB of parameters a rank\n"
+        f"dtypes  {summary['ledger']}\n\n{summary['table']}"
+    )

@@ -1,0 +1,238 @@
+"""Plan a run with given settings, and search among settings for those that fit into the memory.
+
+`auto`, the changes that a plan suggests, and the longest sequence are all found by plans: each plan
+simulates a step, which takes seconds, so `search` makes few of them.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from toolkit.config.settings import RunConfig, model_settings
+from toolkit.errors import ToolkitError, one_line
+from toolkit.models import build_on_meta
+from toolkit.planning.devices import Device
+from toolkit.planning.estimates import Calibration, Estimate, estimate, load_calibration
+from toolkit.planning.simulation import Simulation, simulate
+from toolkit.tables import size_text
+
+T = TypeVar("T")
+Report = Callable[[str], object]
+"""Called with a line before each plan, to show progress."""
+
+_LENGTH_STEP = 512  # tokens
+# Upper bounds if neither the model nor the memory sets one.
+_MAX_TOKENS = 1 << 20
+_MAX_MICRO_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Change:
+    """A run with some settings changed."""
+
+    name: str
+    """The changed settings and their values, for reports."""
+    cfg: RunConfig
+    world_size: int
+    same_training: bool = True
+    """False if the model would be trained, or values be rounded, in another way."""
+
+    @property
+    def setting(self) -> str:
+        """The setting that is changed, or the first of several."""
+        return self.name.split()[0]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs on a device; `change` names how its settings differ from the user's."""
+
+    change: str
+    cfg: RunConfig
+    world_size: int
+    sim: Simulation
+    estimate: Estimate
+    same_training: bool = True
+    """False if the change trains the model, or rounds values, in another way."""
+    calibration: Calibration | None = None
+    """The measurement that corrected the estimate."""
+
+    def fits(self, memory: int | None) -> bool:
+        """Return True if a device with `memory` bytes is enough, or if `memory` is None."""
+        return memory is None or self.estimate.memory <= memory
+
+
+def make_plan(
+    cfg: RunConfig,
+    world_size: int,
+    device: Device,
+    memory: int | None,
+    change: str = "",
+    same_training: bool = True,
+) -> Plan:
+    """Plan a run: simulate a step of it, and estimate memory and time on a device.
+
+    `auto` of some settings depends on `memory`, in bytes, by default that of the device.
+
+    Raises:
+        ToolkitError: the run cannot be simulated; see `simulate`.
+    """
+    device_memory = memory or int(device.memory)
+    sim = simulate(cfg, world_size, device_type=device.kind, device_memory=device_memory)
+    calibration = load_calibration(device, sim.model, cfg.sharding.param_dtype)
+    estimated = estimate(sim, cfg, world_size, device, calibration)
+    return Plan(change, cfg, world_size, sim, estimated, same_training, calibration)
+
+
+def with_settings(cfg: Any, section: str, **settings: Any) -> Any:
+    """Copy a config with other settings in one of its sections."""
+    return replace(cfg, **{section: replace(getattr(cfg, section), **settings)})
+
+
+@dataclass
+class Planner:
+    """Plans changes of a run on one device, and records those that cannot be planned."""
+
+    device: Device
+    memory: int | None
+    report: Report
+    failed: dict[str, str] = field(default_factory=dict)
+    """Name of a change -> why it cannot be planned."""
+
+    def plan(self, change: Change, name: str | None = None) -> Plan | None:
+        """Plan a change, reported as `name`; None if the run would refuse it."""
+        name = name or change.name
+        self.report(name)
+        try:
+            return make_plan(
+                change.cfg,
+                change.world_size,
+                self.device,
+                self.memory,
+                name,
+                change.same_training,
+            )
+        except ToolkitError as error:
+            self.failed[change.name] = one_line(error)
+            self.report(f"{change.name}: {one_line(error)}")
+            return None
+
+
+def search(
+    candidates: Sequence[T],
+    needs: Callable[[T], float],
+    memory: float,
+    known: Mapping[float, float] | None = None,
+) -> int:
+    """Count the candidates that fit into the memory, by computing few of their needs.
+
+    Each guess is the place where a line through the two nearest known needs meets the memory. Takes
+    about four to eight calls of `needs` for a thousand candidates.
+
+    Args:
+        candidates: in the order of what they need, the smallest first.
+        needs: computes the bytes of a candidate; infinite if it cannot be run.
+        memory: bytes that there are.
+        known: needs that are known already, by the place of their candidate, counted from 1. A
+            place may be a fraction, between two candidates.
+
+    Returns:
+        How many of the first candidates fit; 0 if none does. The last of them is the largest.
+    """
+    known_needs = dict(known or {})
+    fitting = 0
+    too_large = len(candidates) + 1
+    for place, need in known_needs.items():
+        if need <= memory:
+            fitting = max(fitting, min(int(place), len(candidates)))
+        else:
+            too_large = min(too_large, math.ceil(place))
+    while too_large - fitting > 1:
+        guess = _guess_place(known_needs, memory, fitting, too_large)
+        place = min(max(guess, fitting + 1), too_large - 1)
+        known_needs[place] = needs(candidates[place - 1])
+        if known_needs[place] <= memory:
+            fitting = place
+        else:
+            too_large = place
+    return fitting
+
+
+def _guess_place(needs: dict[float, float], memory: float, fitting: int, too_large: int) -> int:
+    """Guess the place of the last candidate that fits, by a line through the two nearest needs."""
+    places = [place for place, need in needs.items() if math.isfinite(need)]
+    nearest = sorted(places, key=lambda place: abs(needs[place] - memory))[:2]
+    if not nearest:
+        # Nothing is known, so the largest is tried first; if none could be run, the middle one.
+        return (fitting + too_large) // 2 if needs else too_large - 1
+    if len(nearest) == 1:
+        (place,) = nearest
+        return int(place * 2) if needs[place] <= memory else max(1, int(place / 2))
+    first, second = sorted(nearest)
+    slope = (needs[second] - needs[first]) / (second - first)
+    return int(first + (memory - needs[first]) / slope) if slope > 0 else int(2 * second)
+
+
+# ---- The longest sequence and the largest batch --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The largest sizes that fit; 0 if none does."""
+
+    sequence_length: int
+    batch: int
+    """Samples of a micro-batch."""
+    lines: tuple[str, ...]
+    """The report for people."""
+
+    def summary(self) -> dict[str, Any]:
+        """Convert the sizes to values for JSON."""
+        return {"sequence_length": self.sequence_length, "per_device_train_batch_size": self.batch}
+
+
+def find_longest(plan: Plan, device: Device, memory: int, report: Report) -> Longest:
+    """Find the longest sequence and the largest micro-batch that fit into `memory` bytes.
+
+    Each is searched with the other as in `plan`. Makes four to eight plans in all, because what a
+    step needs grows almost linearly.
+    """
+    start_time = time.monotonic()
+    cfg = with_settings(plan.cfg, "train", global_batch_size=None)
+    length = cfg.data.sequence_length
+    micro_batch = cfg.train.micro_batch
+    plan_count = 0
+
+    def plan_bytes(name: str, new_cfg: RunConfig) -> int:
+        nonlocal plan_count
+        plan_count += 1
+        report(name)
+        return make_plan(new_cfg, plan.world_size, device, memory).estimate.memory
+
+    def bytes_of_length(tokens: int) -> int:
+        new_cfg = with_settings(cfg, "data", sequence_length=tokens)
+        return plan_bytes(f"sequence_length {tokens:,}", new_cfg)
+
+    def bytes_of_batch(samples: int) -> int:
+        new_cfg = with_settings(cfg, "train", per_device_train_batch_size=samples)
+        return plan_bytes(f"per_device_train_batch_size {samples:,}", new_cfg)
+
+    config = build_on_meta(model_settings(cfg)).config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    limit = positions if isinstance(positions, int) and positions > 0 else _MAX_TOKENS
+    step = min(_LENGTH_STEP, limit)
+    lengths = range(step, limit + 1, step)
+    known_lengths = {length / step: plan.estimate.memory}
+    tokens = step * search(lengths, bytes_of_length, memory, known_lengths)
+    batches = range(1, _MAX_MICRO_BATCH + 1)
+    samples = search(batches, bytes_of_batch, memory, {micro_batch: plan.estimate.memory})
+    is_limit = " (all positions of the model)" if tokens + step > limit else ""
+    seconds = time.monotonic() - start_time
+    lines = (
+        f"longest  {tokens:,} tokens{is_limit} with {micro_batch} a device, in steps of {step}",
+        f"batch    {samples:,} a device with {length:,} tokens",
+        f"({size_text(memory)} a device; {plan_count} further plans in {seconds:,.0f} s)",
+    )
+    return Longest(tokens, samples, lines)
