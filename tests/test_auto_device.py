@@ -63,9 +63,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
     @contextlib.contextmanager
     def sharded(*_: Any, **__: Any) -> Iterator[tuple[SimpleNamespace, None]]:
-        yield SimpleNamespace(model=None), None
+        yield SimpleNamespace(model=None, mesh=None), None
 
     monkeypatch.setattr(measuring, "sharded", sharded)
+    objective = SimpleNamespace(shard_models=lambda: None, largest_batch=lambda packing: None)
+    monkeypatch.setattr(measuring, "build", lambda *_: objective)
     monkeypatch.setattr(measuring, "base_of", lambda model: model)
     monkeypatch.setattr(measuring, "planned_packing", lambda *_: "bfd")
     step = lambda *_, around, **__: around(lambda: None)  # noqa: E731
