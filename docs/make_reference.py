@@ -27,7 +27,6 @@ from toolkit.config.data import SourceConfig
 from toolkit.config.fields import setting_name
 from toolkit.config.kinds import KINDS
 from toolkit.config.parse import describe_type, flatten_settings
-from toolkit.config.preference import PreferConfig
 
 HERE = Path(__file__).parent / "reference"
 SETTINGS = """# Settings
@@ -70,6 +69,7 @@ API: dict[str, tuple[str, ...] | None] = {
     "toolkit.data.samples.batch": ("Batch",),
     "toolkit.data.prepare": ("inspect_data", "prepare_data", "TrainingData"),
     "toolkit.training": None,
+    "toolkit.objectives": None,
     "toolkit.checkpoint": None,
     "toolkit.export": None,
     "toolkit.planning": None,
@@ -173,13 +173,6 @@ def what_is_trained(config: dict[str, Any]) -> str:
     return "all parameters"
 
 
-# Settings that every run of preference tuning refuses (`PreferConfig`).
-NOT_OF_PREFERENCES = {
-    *("data.supervise", "lora.lora_dropout", "train.label_smoothing_factor"),
-    *("train.neftune_noise_alpha", "train.z_loss"),
-}
-
-
 def settings_page() -> str:
     defaults = {
         kind.name: flatten_settings(
@@ -189,7 +182,9 @@ def settings_page() -> str:
     }
     for settings in defaults.values():
         settings["kind"] = ""  # each fills in its own
-    hints = typing.get_type_hints(PreferConfig)
+    hints: dict[str, Any] = {}
+    for kind in KINDS:
+        hints |= typing.get_type_hints(kind.config)
     lines = [SETTINGS]
     for name, cls in hints.items():
         if dataclasses.is_dataclass(cls):
@@ -199,7 +194,7 @@ def settings_page() -> str:
             item = flatten_settings(SourceConfig(), "data.sources[].")
             lines.append("`data.sources` is a list; each of its entries has these settings:\n")
             lines += [*table(SourceConfig, "data.sources[].", dict.fromkeys(defaults, item)), ""]
-    lines += ["## Top level\n", *table(PreferConfig, "", defaults)]
+    lines += ["## Top level\n", *table(KINDS[-1].config, "", defaults)]
     return "\n".join(lines) + "\n"
 
 
@@ -210,8 +205,9 @@ def table(cls: type, prefix: str, defaults: dict[str, dict]) -> Iterator[str]:
     for name, kind in typing.get_type_hints(cls).items():
         full = prefix + setting_name(name)
         shown = {recipe: own[full] for recipe, own in defaults.items() if full in own}
-        if full in NOT_OF_PREFERENCES:
-            shown.pop("prefer", None)
+        for refusing in KINDS:
+            if full in refusing.refused:
+                shown.pop(refusing.name, None)
         if shown:
             recipe = "all" if len(shown) == len(defaults) else ", ".join(shown)
             cells = [f"`{full}`", recipe, describe_type(kind)]

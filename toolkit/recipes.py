@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -408,7 +408,7 @@ def load_config(
         raise errors[saved_kind_name(content)]
     if len(configs) == 1:
         return kinds[name := next(iter(configs))], configs[name], None
-    name = _kind_of_rows(configs["finetune"].data, remote) if "finetune" in configs else ""
+    name = _kind_of_rows(configs, remote)
     reason = ", since its rows are of that kind" if name in configs else ""
     name = name if name in configs else next(iter(configs))
     title = kinds[name].title
@@ -416,19 +416,29 @@ def load_config(
     return kinds[name], configs[name], note
 
 
-def _kind_of_rows(data: Any, remote: bool) -> str:
-    """Return the name of the kind that rows are for; empty if there are none to look at."""
-    from toolkit.data.row_formats import DOCUMENTS, EXAMPLES, PAIRS
+def _kind_of_rows(configs: Mapping[str, Any], remote: bool) -> str:
+    """Find the kind of run that the training rows are for; empty if there are no rows to look at.
+
+    Args:
+        configs: name of a kind -> its config.
+        remote: read rows from the Hub, too.
+    """
+    from toolkit.data.row_formats import find_row_format
     from toolkit.data.sources.rows import load_sources
 
-    kinds = ((DOCUMENTS, "pretrain"), (PAIRS, "prefer"), (EXAMPLES, "finetune"))
+    formats = {name: find_row_format(cfg.rows) for name, cfg in configs.items()}
+    # A later kind has the more special rows: those of fine-tuning recognise pairs as well, and
+    # documents too.
+    names = sorted(reversed(formats), key=lambda name: not formats[name].is_documents)
     with suppress(ToolkitError):  # files that are on another machine
-        sources = [source for _, source in configured(data, "train")]
-        if any(source.dataset_name for source in sources) and not remote:
-            return ""
-        for row_format, name in kinds if sources else ():
+        for name in names:
+            data = configs[name].data
+            sources = [source for _, source in configured(data, "train")]
+            if not sources or (any(s.dataset_name for s in sources) and not remote):
+                return ""
             with suppress(ToolkitError):  # rows of another kind
-                load_sources(dataclasses.replace(data, streaming=True), row_format=row_format)
+                streamed = dataclasses.replace(data, streaming=True)
+                load_sources(streamed, row_format=formats[name])
                 return name
     return ""
 

@@ -27,6 +27,8 @@ class Kind:
     title: str
     """Its name in messages, model cards and reports."""
     config: type[RunConfig]
+    refused: frozenset[str] = frozenset()
+    """Dotted settings that its config class has and refuses, because they would have no effect."""
 
     @property
     def start(self) -> str:
@@ -38,7 +40,21 @@ class Kind:
 KINDS = (
     Kind("pretrain", "train", "pretraining", PretrainConfig),
     Kind("finetune", "finetune", "fine-tuning", FinetuneConfig),
-    Kind("prefer", "prefer", "preference tuning", PreferConfig),
+    Kind(
+        "prefer",
+        "prefer",
+        "preference tuning",
+        PreferConfig,
+        frozenset(
+            {
+                "data.supervise",
+                "lora.lora_dropout",
+                "train.label_smoothing_factor",
+                "train.neftune_noise_alpha",
+                "train.z_loss",
+            }
+        ),
+    ),
 )
 """The toolkit's own kinds, each after those whose settings it extends."""
 # Sections that may change between two starts of a run. All others define the run, also those that

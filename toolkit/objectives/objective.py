@@ -11,6 +11,7 @@ from toolkit.config import measures
 from toolkit.config.measures import LOSS, Metric
 from toolkit.config.settings import ModelConfig, RunConfig, ShardingConfig
 from toolkit.data.prepare import TrainingData
+from toolkit.data.row_formats import RowFormat, find_row_format
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sample_shape import Packing
 from toolkit.errors import ConfigError
@@ -61,6 +62,11 @@ class Objective:
         """Role -> the frozen model, sharded; filled by `prepare`."""
         self.files: dict[str, StateFile] = {}
         """Files of every checkpoint, for `TrainState.files`; on rank 0."""
+
+    @property
+    def rows(self) -> RowFormat:
+        """How rows become training targets (`RunConfig.rows`)."""
+        return find_row_format(self.cfg.rows)
 
     # ---- Before the first step
 
