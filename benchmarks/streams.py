@@ -128,7 +128,7 @@ def read(folder: Path, form: str, tokenizer, rank: Rank) -> dict[str, float]:
         PretrainConfig,
         TrainConfig,
     )
-    from toolkit.data.prepare import Choice, read_sources
+    from toolkit.data.prepare import PackingChoice, build_feed
     from toolkit.data.tokens.encode import Encoder
     from toolkit.errors import DataError
 
@@ -138,7 +138,7 @@ def read(folder: Path, form: str, tokenizer, rank: Rank) -> dict[str, float]:
     cfg = PretrainConfig(model=ModelConfig("unused"), data=data, train=train)
     encoder = Encoder(tokenizer, data, 32000)
     begun = time.process_time()
-    feed = read_sources(cfg, encoder, Choice("wrapped", "asked"), rank.world_size)
+    feed = build_feed(cfg, encoder, PackingChoice("wrapped", "asked"), rank.world_size)
     tokens = room = 0
     try:
         for micro_batches in feed.steps(rank, train.max_steps, per_device_batch_size=1):

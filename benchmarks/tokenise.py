@@ -113,7 +113,7 @@ def measure(kind: str, workers: str, folder: str) -> None:
     from toolkit.config.data import DataConfig
     from toolkit.data.row_formats import DOCUMENTS
     from toolkit.data.sources.rows import load_sources
-    from toolkit.data.tokens.encode import Encoder, encode
+    from toolkit.data.tokens.encode import Encoder, encode_source
 
     text = datasets.load_from_disk(f"{folder}/text")
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/tok")
@@ -122,7 +122,7 @@ def measure(kind: str, workers: str, folder: str) -> None:
     if kind == "ours":
         cfg = DataConfig(dataset_name=f"{folder}/text", append_eos=False)
         (source,) = load_sources(cfg, row_format=DOCUMENTS)
-        tokens = encode(source, Encoder(tokenizer, cfg, 32000)).tokens
+        tokens = encode_source(source, Encoder(tokenizer, cfg, 32000)).tokens
     else:
         tokens = text.map(
             lambda rows: {"input_ids": tokenizer(rows["text"])["input_ids"]},

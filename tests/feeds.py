@@ -11,7 +11,7 @@ import torch
 from sharded import columns
 from torch.utils.data import DataLoader
 
-from toolkit.data.feed.feed import Feed, samples_of
+from toolkit.data.feed.feed import Feed, build_samples
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sample_shape import Samples, SampleShape
@@ -84,7 +84,7 @@ def source(lengths: list[int], number: int = 0, **mixing) -> EncodedSource:
 
 def samples(tokens: datasets.Dataset, packing: str, length: int, chosen=None, pad=0) -> Samples:
     """Return rows of tokens as samples of up to `length`."""
-    return samples_of(EncodedSource("one", tokens), SampleShape(packing, length, pad), chosen)
+    return build_samples(EncodedSource("one", tokens), SampleShape(packing, length, pad), chosen)
 
 
 def stream(lengths: list[int], number: int = 0, shards: int = 1, **mixing) -> StreamSource:

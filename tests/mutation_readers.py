@@ -34,8 +34,8 @@ from toolkit.checkpoint import TrainState, find_resumable, restore
 from toolkit.checkpoint.run_folder import claim as claim_folder
 from toolkit.config import FinetuneConfig, PretrainConfig, accelerate_yaml, model_settings
 from toolkit.data.prepare import inspect_data, prepare_data
-from toolkit.data.report import render
-from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer, prepare_tokenizer
+from toolkit.data.report import render_report
+from toolkit.data.tokens.tokenizer import load_tokenizer, prepare_tokenizer, use_model_tokenizer
 from toolkit.errors import ConfigError, ExportError
 from toolkit.export import consolidate
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, keep_until
@@ -255,7 +255,7 @@ def answer() -> None:
 def _loaded() -> tuple[Any, Any]:
     cfg = settings("finetune")
     models.check_usable(cfg.model, cfg.data.sequence_length, "cpu")
-    model_cfg = own_tokenizer(model_settings(cfg))
+    model_cfg = use_model_tokenizer(model_settings(cfg))
     model = models.prepare(model_cfg)
     loading.check_fits(model, cfg.model)
     loading.load_pretrained(model, Path("model"), "cpu")
@@ -270,7 +270,7 @@ def verify_model() -> None:
 
 def learn(**data: Any) -> None:
     """Read and encode examples, and show them as `toolkit inspect --data` does."""
-    render(inspect_data(reading("finetune", **data)))
+    render_report(inspect_data(reading("finetune", **data)))
 
 
 def documents(**data: Any) -> Any:
@@ -300,7 +300,7 @@ def data_of_the_run() -> Any:
 
 def resume() -> str | None:
     """Go on with a run; return what tells its state, None where it has no checkpoint left."""
-    model = build_on_meta(own_tokenizer(model_settings(settings("pretrain"))))
+    model = build_on_meta(use_model_tokenizer(model_settings(settings("pretrain"))))
     data = copy.copy(data_of_the_run())
     data.feed = copy.copy(data.feed)
     data.feed.position = copy.deepcopy(data.feed.position)
@@ -309,7 +309,7 @@ def resume() -> str | None:
 
 def resume_adapters() -> str | None:
     cfg = settings("finetune")
-    model = build_on_meta(own_tokenizer(model_settings(cfg)))
+    model = build_on_meta(use_model_tokenizer(model_settings(cfg)))
     return _resumed(adapters.prepare_adapters(model, cfg.adapters, "float32"), "lora")
 
 

@@ -168,7 +168,7 @@ def tried(text: str, kind: str) -> dict[str, tuple[str, str]]:
     chat, ends = Chat(tokenizer), dict[str, str]()
     for name in CONVERSATIONS:
         conversation = example(name)
-        (made,) = encoder.batch([conversation])
+        (made,) = encoder.encode_examples([conversation])
         if isinstance(made, BadRow):
             out[name] = ("refused", made.reason)
             continue

@@ -18,8 +18,8 @@ from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig
 from toolkit.data.chat.masks import NO_STOP, Rendered
 from toolkit.data.chat.template import Chat, with_defaults
 from toolkit.data.examples.recognise import Conversation
-from toolkit.data.prepare import encoder_for, inspect_data
-from toolkit.data.report import render
+from toolkit.data.prepare import build_encoder, inspect_data
+from toolkit.data.report import render_report
 from toolkit.errors import ConfigError
 from toolkit.formats import assets_of
 from toolkit.models import causal_lm
@@ -151,7 +151,7 @@ def test_inspect_warns_and_the_line_that_it_names_ends_the_warning(folder):
     report = inspect_data(config_of(folder, packing="none"))
     warnings = [w for w in report["sources"][0]["warnings"] if LINE in w]
     assert [w.split()[0] for w in sorted(warnings)] == ["1", "2"]
-    assert f"WARNING   {warnings[0]}" in render(report, colour=False)
+    assert f"WARNING   {warnings[0]}" in render_report(report, colour=False)
     kwargs = yaml.safe_load(LINE.removeprefix("set data.chat_template_kwargs: "))
     report = inspect_data(config_of(folder, packing="none", chat_template_kwargs=kwargs))
     assert report["sources"][0]["warnings"] == []
@@ -179,7 +179,7 @@ def test_prompts_are_asked_and_exports_answer_with_the_setting(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     (before,) = encoded_prompts(model, tokenizer, ["q"], 1)
     settings = FinetuneModelConfig(str(folder), tokenizer_name_or_path=str(folder))
-    encoder = encoder_for(cfg, settings, model)
+    encoder = build_encoder(cfg, settings, model)
     (after,) = encoded_prompts(model, encoder.tokenizer, ["q"], 1)
     assert tokenizer.decode(after) == tokenizer.decode(before) + BLOCK
     tokenizer.chat_template = assets_of(model).files["chat_template.jinja"].decode()

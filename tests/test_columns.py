@@ -27,7 +27,7 @@ from toolkit.data.row_formats import (
 from toolkit.data.samples.columns import Column
 from toolkit.data.samples.sample_shape import FILLER, SampleShape
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.errors import ConfigError, DataError
 
 TEACHER = Column("int32", per="token", shape=(2,), fill=-1, late=True)
@@ -86,7 +86,7 @@ def encoded(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])
 def test_a_new_column_reaches_the_batch(encoded: Any, packing: Any) -> None:
-    source = encode(*encoded(CLASSES))
+    source = encode_source(*encoded(CLASSES))
     shape = SampleShape(packing, 16, 299, row_format=CLASSES)
     feed = PreparedFeed([source], shape, seed=0, global_batch=3)
     (samples,) = feed.train
@@ -124,7 +124,9 @@ def test_a_stream_has_the_stored_columns(encoded: Any, packing: Any) -> None:
     source, encoder = encoded(CLASSES)
     shape = SampleShape(packing, 16, 299, row_format=CLASSES)
     rows = source.rows.to_iterable_dataset()
-    stream = SourceStream(StreamSource("one", rows, partial(encoder.row, source)), 0, shape, 3)
+    stream = SourceStream(
+        StreamSource("one", rows, partial(encoder.encode_row, source)), 0, shape, 3
+    )
     sample = stream.next()
     assert sample is not None
     batch = shape.batch([shape.sample(sample.pieces)])
@@ -158,7 +160,7 @@ def test_dummy_samples_have_all_columns() -> None:
 
 
 def test_wrong_values_and_names_are_refused(encoded: Any) -> None:
-    source = encode(*encoded(CLASSES))
+    source = encode_source(*encoded(CLASSES))
     shape = SampleShape("none", 16, row_format=CLASSES)
     (samples,) = PreparedFeed([source], shape, seed=0, global_batch=1).train
     with pytest.raises(DataError, match=r"expected values of teacher .* shape \(2,\)"):

@@ -23,7 +23,7 @@ from toolkit.data.examples.recognise import Conversation, Example
 from toolkit.data.sources import file_readers
 from toolkit.data.sources.row_values import BadRow, or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.data.tokens.encoded import Counts
 from toolkit.data.tokens.text_ids import BATCH_BYTES, TextTokenizer
 from toolkit.errors import DataError
@@ -360,7 +360,7 @@ def encode_on(rank: int, world: int, folder: str, cache: str) -> list:
         try:
             (source,) = load_sources(cfg)  # both at the same time
             done = ranks.main_first(
-                lambda s=source, c=cfg: encode(s, Encoder(make_tokenizer(), c, 300))
+                lambda s=source, c=cfg: encode_source(s, Encoder(make_tokenizer(), c, 300))
             )
             made.append((asdict(done.counts), done.tokens["row"][:]))
         except DataError as error:
@@ -598,7 +598,7 @@ def documents(path: Path, policy: str = "error") -> list[list[int]]:
     """Return the token ids of each row, a token a byte, without those of its end."""
     cfg = DataConfig(train_files=str(path), on_bad_row=policy, append_eos=False)
     (source,) = load_sources(cfg, row_format=row_formats.DOCUMENTS)
-    return encode(source, Encoder(make_tokenizer(), cfg, 300)).tokens["input_ids"][:]
+    return encode_source(source, Encoder(make_tokenizer(), cfg, 300)).tokens["input_ids"][:]
 
 
 def ids_of(*texts: str) -> list[list[int]]:

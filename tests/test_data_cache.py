@@ -18,7 +18,7 @@ from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.row_formats import find_row_format
 from toolkit.data.sources import tables
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def encoded(file: Path, tokenizer: Any, learned: Any = "examples", **settings: A
     cfg = FinetuneDataConfig(train_files=str(file), **settings)
     (source,) = load_sources(cfg, row_format=find_row_format(learned))
     encoder = Encoder(tokenizer, cfg, 300, row_format=find_row_format(learned))
-    return [tokenizer.decode(ids) for ids in encode(source, encoder).tokens["input_ids"]]
+    return [tokenizer.decode(ids) for ids in encode_source(source, encoder).tokens["input_ids"]]
 
 
 def write(file: Path, word: str) -> None:

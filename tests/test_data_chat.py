@@ -113,7 +113,7 @@ def test_what_is_learned_is_what_the_assistant_says(name, vocabulary):
     tokenizer = tokenizer_of(vocabulary, template)
     rendered = list(map(Chat(tokenizer).render, chats.values()))
     encoder = Encoder(tokenizer, FinetuneDataConfig(), 5000)
-    encoded = encoder.batch(list(chats.values()))
+    encoded = encoder.encode_examples(list(chats.values()))
     for (kind, chat), text, tokens in zip(chats.items(), rendered, encoded, strict=True):
         turns = aligned(expected(name, chat.messages))
         assert said(text) == turns, kind

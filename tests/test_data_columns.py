@@ -20,7 +20,7 @@ from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text
 from toolkit.data.row_formats import DOCUMENTS, find_row_format
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.data.tokens.encoded import LATE_COLUMN
 from toolkit.errors import ConfigError, DataError
 
@@ -418,7 +418,7 @@ def test_a_column_that_later_rows_have_is_counted(tmp_path):
     source = source_of(tmp_path, rows, columns={"left": None})
     assert str(source.layout).endswith("; not used: 'id'")
     tokenizer = AutoTokenizer.from_pretrained(save_byte_tokenizer(tmp_path / "tokenizer"))
-    made = encode(source, Encoder(tokenizer, FinetuneDataConfig(), 300))
+    made = encode_source(source, Encoder(tokenizer, FinetuneDataConfig(), 300))
     assert made.counts.notes == {LATE_COLUMN.format("hint"): 2}
     assert made.counts.kept == 120
 

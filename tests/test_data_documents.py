@@ -13,12 +13,12 @@ from transformers import AutoTokenizer
 from toolkit.config.data import DataConfig
 from toolkit.config.settings import ModelConfig, PretrainConfig, TrainConfig
 from toolkit.data.feed.stream import SourceStream
-from toolkit.data.prepare import Choice, read_sources
+from toolkit.data.prepare import PackingChoice, build_feed
 from toolkit.data.row_formats import DOCUMENTS
 from toolkit.data.sources import file_readers
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.errors import DataError
 from toolkit.models import causal_lm as models
 
@@ -41,7 +41,7 @@ def jsonl(path: Path, rows: list) -> str:
 def streamed(cfg: DataConfig, tokenizer) -> list:
     """Return the ids of each row, or what is wrong with it."""
     (source,) = load_sources(cfg, row_format=DOCUMENTS)
-    encode = partial(Encoder(tokenizer, cfg, 300).row, source)
+    encode = partial(Encoder(tokenizer, cfg, 300).encode_row, source)
     found = [encode(stored, number) for number, stored in enumerate(source.rows)]
     for example in found:
         if not isinstance(example, BadRow):
@@ -51,7 +51,7 @@ def streamed(cfg: DataConfig, tokenizer) -> list:
 
 def prepared(cfg: DataConfig, tokenizer) -> list:
     (source,) = load_sources(cfg, row_format=DOCUMENTS)
-    return encode(source, Encoder(tokenizer, cfg, 300)).tokens["input_ids"][:]
+    return encode_source(source, Encoder(tokenizer, cfg, 300)).tokens["input_ids"][:]
 
 
 TEXT = [
@@ -106,7 +106,7 @@ def test_a_run_streams_the_tokens_that_it_would_prepare(tokenizer, tmp_path, tin
         data = DataConfig(train_files=files, streaming=streaming, eval_split=0, sequence_length=16)
         cfg = PretrainConfig(model=named, data=data, train=TrainConfig(max_steps=9))
         encoder = Encoder(tokenizer, data, models.vocabulary_size(model))
-        feed = read_sources(cfg, encoder, Choice("none", "asked"), 1)
+        feed = build_feed(cfg, encoder, PackingChoice("none", "asked"), 1)
         if streaming:
             (source,) = feed.sources
             streamed = SourceStream(source, 0, feed.shape, seed=0)

@@ -53,7 +53,9 @@ def test_all_of_an_answer_is_learned_after_the_tokens_of_its_prompt(kind):
     pairs = [pair for pair in pairs if pair[1].strip()]
     encoder = encoder_of(tokenizer, append_eos=False)
     right = cut = 0
-    for pair, made in zip(pairs, encoder.batch([PromptCompletion(*p) for p in pairs]), strict=True):
+    for pair, made in zip(
+        pairs, encoder.encode_examples([PromptCompletion(*p) for p in pairs]), strict=True
+    ):
         if isinstance(made, BadRow):
             assert kind == "wordpiece"
             assert made.reason in ("edge within a word", "no supervised token")
@@ -74,7 +76,7 @@ def test_all_of_an_answer_is_learned_after_the_tokens_of_its_prompt(kind):
 
 def test_a_prompt_that_ends_within_a_word_of_words_is_refused():
     encoder = encoder_of(tokenizer_of("wordpiece"))
-    (refused, taken) = encoder.batch(
+    (refused, taken) = encoder.encode_examples(
         [PromptCompletion("ret", "urn"), PromptCompletion("ret ", "x")]
     )
     assert isinstance(refused, BadRow)
@@ -111,7 +113,7 @@ def test_all_of_each_turn_is_learned(kind, template, strips):
         )
     right = 0
     for chat, made in zip(
-        chats, encoder_of(tokenizer).batch([*map(Conversation, chats)]), strict=True
+        chats, encoder_of(tokenizer).encode_examples([*map(Conversation, chats)]), strict=True
     ):
         if isinstance(made, BadRow):
             assert kind == "wordpiece", made

@@ -19,13 +19,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from toolkit import ranks
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text, Tokens
-from toolkit.data.feed.feed import samples_of
+from toolkit.data.feed.feed import build_samples
 from toolkit.data.feed.stream import SourceStream, StreamSource
 from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.row_values import BadRow, LeftOut
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.data.tokens.encoded import Counts, EncodedExample, FatalRow
 from toolkit.data.tokens.text_ids import TextTokenizer
 from toolkit.errors import DataError
@@ -86,7 +86,7 @@ class OneByOne(Encoder):
     """Raises what is wrong with an example."""
 
     def __call__(self, example) -> EncodedExample:
-        (result,) = self.batch([example])
+        (result,) = self.encode_examples([example])
         if isinstance(result, BadRow):
             raise result
         return result
@@ -130,7 +130,7 @@ def test_special_tokens_of_the_tokenizer_stand_around_texts_not_around_chats(tok
     )
     encoder = OneByOne(framed, config(), 300)
     examples = [Text("a"), PromptCompletion("b", "c"), Conversation(chat("d", "e")["messages"])]
-    text, pair, talk = encoder.batch(examples)
+    text, pair, talk = encoder.encode_examples(examples)
     assert framed.decode(text.input_ids) == "<|im_start|>a<|endoftext|>"  # one end, not two
     assert framed.decode(pair.input_ids) == "<|im_start|>bc<|endoftext|>"
     assert learned(framed, pair.input_ids, pair.spans) == ["c<|endoftext|>"]
@@ -201,7 +201,7 @@ def test_texts_are_learned_whole_however_long(tokenizer, tmp_path, too_long):
     for files, texts in ((str(file), [said]), (rows, [said, "short"])):
         cfg = config(train_files=[files], too_long=too_long, sequence_length=32)
         (source,) = load_sources(cfg)
-        made = encode(source, Encoder(tokenizer, cfg, 300))
+        made = encode_source(source, Encoder(tokenizer, cfg, 300))
         whole = [[*tokenizer(t)["input_ids"], EOS] for t in texts]
         assert made.tokens["input_ids"][:] == whole
         assert (made.counts.truncated, made.counts.cut_off, made.counts.dropped) == (0, 0, {})
@@ -212,12 +212,12 @@ def test_texts_are_learned_whole_however_long(tokenizer, tmp_path, too_long):
             stream = StreamSource(
                 "s",
                 source.rows.to_iterable_dataset(),
-                partial(Encoder(tokenizer, cfg, 300).row, source),
+                partial(Encoder(tokenizer, cfg, 300).encode_row, source),
             )
             streamed = SourceStream(stream, 0, shape, seed=0, window=1000, first=1000)
             read = [streamed.next()]
             read += [streamed.next() for _ in streamed.items[1:]]
-            prepared = samples_of(made, shape)
+            prepared = build_samples(made, shape)
             for samples in ([shape.sample(i.pieces) for i in read], list(prepared)):
                 kept, learned = [], 0
                 for sample in samples:
@@ -370,7 +370,7 @@ def test_a_tokenizer_without_offsets(merging):
 def test_a_source_counts_and_cache(tokenizer, tmp_path, monkeypatch):
     rows = [chat(f"Say {i}", "x" * i) for i in range(1, 60)]
     cfg = config(sequence_length=70)
-    encoded = encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
+    encoded = encode_source(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
     counts = encoded.counts
     assert encoded.tokens.column_names == ["input_ids", "spans", "row"]
     assert counts.rows == counts.kept + sum(counts.dropped.values()) == 59
@@ -386,7 +386,7 @@ def test_a_source_counts_and_cache(tokenizer, tmp_path, monkeypatch):
     # Again, from the cache: nothing is encoded, counts come along.
     with monkeypatch.context() as patched:
         patched.setattr(Encoder, "rows", None)
-        again = encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
+        again = encode_source(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
         assert again.counts == counts
         assert again.tokens.data.equals(encoded.tokens.data)
         for other in (
@@ -396,13 +396,15 @@ def test_a_source_counts_and_cache(tokenizer, tmp_path, monkeypatch):
             replace(cfg, chat_template=CHATML + " "),
         ):
             with pytest.raises(TypeError, match="NoneType"):
-                encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, other, 300))
+                encode_source(source_of(tmp_path, rows, cfg), Encoder(tokenizer, other, 300))
         with pytest.raises(TypeError, match="NoneType"):
-            encode(source_of(tmp_path, [*rows, rows[0]], cfg), Encoder(tokenizer, cfg, 300))
+            encode_source(source_of(tmp_path, [*rows, rows[0]], cfg), Encoder(tokenizer, cfg, 300))
     # The tokens without the counts are no cache.
     for file in (tmp_path / "cache").rglob("encoded-*.json"):
         file.unlink()
-    assert encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300)).counts == counts
+    assert (
+        encode_source(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300)).counts == counts
+    )
 
 
 MIXED = [
@@ -419,18 +421,18 @@ MIXED = [
 def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path, monkeypatch):
     cfg = config(on_bad_row="skip")
     source = source_of(tmp_path, MIXED, cfg)
-    one = encode(source, Encoder(tokenizer, cfg, 300))
+    one = encode_source(source, Encoder(tokenizer, cfg, 300))
     datasets.disable_caching()
     try:
         with monkeypatch.context() as patched:
             patched.setattr(ranks, "available_cores", lambda: {0, 1, 2})
             patched.setattr(encode_module, "_ROWS_PER_PROCESS", 1)
-            three = encode(source, Encoder(tokenizer, cfg, 300))
+            three = encode_source(source, Encoder(tokenizer, cfg, 300))
     finally:
         datasets.enable_caching()
     with monkeypatch.context() as patched:  # what three processes wrote is read by one
         patched.setattr(Encoder, "rows", None)
-        again = encode(source, Encoder(tokenizer, cfg, 300))
+        again = encode_source(source, Encoder(tokenizer, cfg, 300))
     assert again.counts == three.counts
     assert again.tokens["input_ids"][:] == three.tokens["input_ids"][:]
     assert three.counts == one.counts
@@ -445,7 +447,7 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
     (place,) = one.counts.places["not JSON"]
     assert "rows.jsonl line 3" in place
     # Row by row, as streams are read.
-    streamed = partial(Encoder(tokenizer, cfg, 300).row, source)
+    streamed = partial(Encoder(tokenizer, cfg, 300).encode_row, source)
     examples = [streamed(stored, i) for i, stored in enumerate(source.rows)]
     assert [i for i, e in enumerate(examples) if not isinstance(e, BadRow)] == one.tokens["row"][:]
     kept = [e.input_ids.tolist() for e in examples if not isinstance(e, BadRow)]
@@ -466,14 +468,14 @@ def test_the_first_bad_row_ends_the_run(tokenizer, tmp_path, monkeypatch):
     in_two(monkeypatch)
     cfg = config()
     with pytest.raises(DataError, match=r"line 2: expected a turn of the assistant.*skip"):
-        encode(source_of(tmp_path, MIXED, cfg), Encoder(tokenizer, cfg, 300))
+        encode_source(source_of(tmp_path, MIXED, cfg), Encoder(tokenizer, cfg, 300))
     rows = [chat("a", "b"), chat("a", "b" * 80)]
     for changes in ({}, {"on_bad_row": "skip"}):  # too long is no bad row
         cfg = config(too_long="error", **changes)
         with pytest.raises(DataError, match=r"rows.jsonl line 2: expected at most 64 tokens"):
-            encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
+            encode_source(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
     cfg = config(too_long="drop")
-    encoded = encode(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
+    encoded = encode_source(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
     assert encoded.counts.dropped == {"too long": 1}
     assert encoded.tokens["row"][:] == [0]
 
@@ -487,12 +489,14 @@ def test_a_process_that_is_killed_ends_the_run(tokenizer, tmp_path, monkeypatch)
     in_two(monkeypatch)
     cfg = config()
     with pytest.raises(DataError, match=r"one of 2 processes .* was killed.*taskset"):
-        encode(source_of(tmp_path, [chat("a", "b")] * 4, cfg), Encoder(tokenizer, cfg, 300))
+        encode_source(source_of(tmp_path, [chat("a", "b")] * 4, cfg), Encoder(tokenizer, cfg, 300))
 
 
 def test_a_source_of_which_nothing_is_left(tokenizer, tmp_path):
     cfg = config(too_long="drop", sequence_length=5)
-    encoded = encode(source_of(tmp_path, [chat("a", "b")] * 4, cfg), Encoder(tokenizer, cfg, 300))
+    encoded = encode_source(
+        source_of(tmp_path, [chat("a", "b")] * 4, cfg), Encoder(tokenizer, cfg, 300)
+    )
     assert len(encoded.tokens) == encoded.counts.kept == 0
     assert encoded.counts.dropped == {"too long": 4}
     assert len(encoded.counts.places["too long"]) == 3
@@ -502,4 +506,4 @@ def test_no_chat_template(tokenizer, tmp_path):
     bare = AutoTokenizer.from_pretrained(save_byte_tokenizer(tmp_path / "bare"))
     cfg = config()
     with pytest.raises(DataError, match="has no chat template, and the data holds conversations"):
-        encode(source_of(tmp_path, [chat("a", "b")], cfg), Encoder(bare, cfg, 300))
+        encode_source(source_of(tmp_path, [chat("a", "b")], cfg), Encoder(bare, cfg, 300))

@@ -29,10 +29,10 @@ from toolkit.config.settings import (
     TrainConfig,
 )
 from toolkit.data.feed import shares as dealing
-from toolkit.data.feed.shares import GroupReader, RowPlace, Shares, fewer_lanes
+from toolkit.data.feed.shares import GroupReader, RowPlace, Shares, reduce_lanes
 from toolkit.data.feed.stream import Lane, SourceStream, StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
-from toolkit.data.prepare import Choice, read_sources
+from toolkit.data.prepare import PackingChoice, build_feed
 from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources import tables
 from toolkit.data.sources.rows import load_sources
@@ -234,13 +234,13 @@ def test_weights_hold_and_every_lane_draws_of_every_source():
 
 def test_small_streams_have_fewer_lanes():
     def lanes(count: int, most: int) -> int:
-        return fewer_lanes([stream_of(count).rows], most, LANE_ROWS)
+        return reduce_lanes([stream_of(count).rows], most, LANE_ROWS)
 
     assert [lanes(n, 64) for n in (5, 63, 64, 255, 256)] == [1, 1, 2, 4, 8]
     assert lanes(LANE_ROWS * 9, 12) == 6
     both = [stream_of(256, 0).rows, stream_of(70, 1).rows]
-    assert fewer_lanes(both, 8, LANE_ROWS) == 2
-    assert fewer_lanes(both[::-1], 8, LANE_ROWS) == 2
+    assert reduce_lanes(both, 8, LANE_ROWS) == 2
+    assert reduce_lanes(both[::-1], 8, LANE_ROWS) == 2
     of = feed(stream_of(130))
     assert of.lanes == 4
     assert "read while training in 4 lanes" in of.lines()[0]
@@ -312,7 +312,7 @@ def test_a_stream_goes_on_with_the_same_files_and_tokens_only(tmp_path):
         )  # fmt: skip
         train = TrainConfig(max_steps=9, global_batch_size=8)
         cfg = PretrainConfig(ModelConfig("unused"), data=data, train=train)
-        return read_sources(cfg, Encoder(tokenizer, data, 300), Choice("bfd", "x"), 1)
+        return build_feed(cfg, Encoder(tokenizer, data, 300), PackingChoice("bfd", "x"), 1)
 
     state = made("ab").position.state_dict()
     made("ab").position.load_state_dict(state)
@@ -411,7 +411,7 @@ def test_conversations_of_unlike_files_on_any_number_of_ranks(tmp_path, monkeypa
     cfg = FinetuneConfig(FinetuneModelConfig("unused"), data=data, train=train)
 
     def make() -> StreamFeed:
-        made = read_sources(cfg, Encoder(tokenizer, data, 300), Choice("bfd", "asked"), 1)
+        made = build_feed(cfg, Encoder(tokenizer, data, 300), PackingChoice("bfd", "asked"), 1)
         assert made.lanes == 4
         sizes = [(tmp_path / name).stat().st_size for name in ("a.jsonl", "b.jsonl.gz")]
         *parts, packed = made.sources[0].sizes

@@ -15,7 +15,7 @@ from toolkit.data.order import grouping
 from toolkit.data.order.grouping import ByLength
 from toolkit.data.order.mixture import SampleOrder
 from toolkit.data.samples.batch import IGNORED
-from toolkit.data.samples.packing import best_fit
+from toolkit.data.samples.packing import pack_best_fit
 from toolkit.data.samples.pieces import EncodedRows
 from toolkit.data.samples.sample_shape import FILLER, SampleShape
 from toolkit.errors import DataError
@@ -47,7 +47,7 @@ def test_every_sample_lies_in_one_bin_and_bins_are_as_few_as_by_the_plain_rule()
         rng = np.random.default_rng(seed)
         capacity = int(rng.integers(1, 60))
         lengths = rng.integers(1, capacity + 1, int(rng.integers(0, 150)))
-        plan = best_fit(lengths, capacity)
+        plan = pack_best_fit(lengths, capacity)
         assert sorted(plan.samples.tolist()) == list(range(len(lengths)))
         bins = [plan.bin(i) for i in range(len(plan))]
         assert sum(map(len, bins)) == len(lengths)
@@ -59,11 +59,11 @@ def test_every_sample_lies_in_one_bin_and_bins_are_as_few_as_by_the_plain_rule()
 @pytest.mark.parametrize("capacity", [2048, 8192, 65_536])
 def test_density_is_within_a_hundredth_of_the_bound(capacity):
     lengths = realistic(50_000)
-    plan = best_fit(lengths, capacity)
+    plan = pack_best_fit(lengths, capacity)
     bound = -(-lengths.sum() // capacity)  # all tokens, shared out without a gap
     assert bound <= len(plan) <= 1.01 * bound
     # Windows of 1000 samples, as streams have them: still dense.
-    windows = sum(len(best_fit(lengths[i : i + 1000], 2048)) for i in range(0, 50_000, 1000))
+    windows = sum(len(pack_best_fit(lengths[i : i + 1000], 2048)) for i in range(0, 50_000, 1000))
     bound = -(-lengths.sum() // 2048)
     assert windows <= 1.01 * bound
     # The bound tells: next-fit, which is what a plain loop does, is far from it.
@@ -77,21 +77,21 @@ def test_density_is_within_a_hundredth_of_the_bound(capacity):
 
 def test_a_plan_is_fixed():
     lengths = np.arange(300) ** 2 * 37 % 2000 + 1
-    plan = best_fit(lengths, 2048)
-    assert np.array_equal(plan.samples, best_fit(lengths, 2048).samples)
+    plan = pack_best_fit(lengths, 2048)
+    assert np.array_equal(plan.samples, pack_best_fit(lengths, 2048).samples)
     # Written down: another plan would silently reorder every resumed run.
     assert len(plan) == 155
     assert [plan.bin(i).tolist() for i in (0, 60, 120)] == [[259], [44, 293], [140, 201]]
 
 
 def test_neighbours_of_one_length_do_not_share_a_bin():
-    plan = best_fit(np.full(1000, 5), 20)
+    plan = pack_best_fit(np.full(1000, 5), 20)
     assert len(plan) == 250
     assert min(np.diff(np.sort(plan.bin(i))).min() for i in range(250)) > 10
 
 
 def test_no_sample_needs_no_bin():
-    assert len(best_fit(np.array([], np.int64), 16)) == 0
+    assert len(pack_best_fit(np.array([], np.int64), 16)) == 0
 
 
 # Packed samples

@@ -16,10 +16,10 @@ from toolkit.config.settings import (
 )
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.prepare import inspect_data
-from toolkit.data.report import check_supervised, render, supervision_report
+from toolkit.data.report import build_supervision_report, check_supervised, render_report
 from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.data.tokens.encoded import Counts, EncodedSource
 from toolkit.errors import DataError
 
@@ -77,7 +77,7 @@ def report(tokenizer, *sources: EncodedSource, evaluated=(), **part) -> dict:
         sources, SampleShape("bfd", MAX), seed=0, global_batch=1, eval_sources=evaluated
     )
     feed.parts[0] = replace(feed.parts[0], **part)
-    return supervision_report(feed, tokenizer)
+    return build_supervision_report(feed, tokenizer)
 
 
 def test_numbers(tokenizer):
@@ -101,7 +101,7 @@ def test_numbers(tokenizer):
     assert (chat["lengths"]["min"], chat["lengths"]["max"]) == (18, 28)
     assert text["supervised"] == 9  # nothing predicts the first token
     assert made["total"]["tokens"] == 56
-    said = render(made, colour=False)
+    said = render_report(made, colour=False)
     for line in (
         "chat       5         3         2          1      46          17  37.0%",
         "all        6         3         3          1      56          26  46.4%",
@@ -121,30 +121,32 @@ def test_numbers(tokenizer):
 
 def test_what_is_learned_is_marked(tokenizer):
     made = report(tokenizer, encoded(tokenizer, ASKED))
-    assert "\nTwo and two?[[Four.</s>]]Sure?[[Yes.</s>]]" in render(made, colour=False)
-    coloured = render(made, colour=True)
+    assert "\nTwo and two?[[Four.</s>]]Sure?[[Yes.</s>]]" in render_report(made, colour=False)
+    coloured = render_report(made, colour=True)
     assert "Two and two?\x1b[1;32mFour.</s>\x1b[0mSure?" in coloured
     assert "[[" not in coloured
-    assert render(made) == render(made, colour=False)  # no terminal here
+    assert render_report(made) == render_report(made, colour=False)  # no terminal here
     parts = made["sources"][0]["first"][0]["parts"]
     assert [part["supervised"] for part in parts] == [False, True, False, True]
     whole = report(tokenizer, encoded(tokenizer, [("All", True)]))
-    assert "\nA[[ll]]" in render(whole, colour=False)  # the first token is never learned
+    assert "\nA[[ll]]" in render_report(whole, colour=False)  # the first token is never learned
 
 
 def test_characters_that_would_disturb_a_terminal_are_escaped(tokenizer):
     text = "a\x1b[31m\r\x07\u202eb\u00a0é\U0001f600\n\tc"
-    said = render(report(tokenizer, encoded(tokenizer, [("x", False), (text, True)])), colour=False)
+    said = render_report(
+        report(tokenizer, encoded(tokenizer, [("x", False), (text, True)])), colour=False
+    )
     assert "x[[a\\x1b[31m\\r\\x07\\u202eb\u00a0é\U0001f600\n\\tc]]" in said
 
 
 def test_long_parts_lose_their_middle_and_ids_are_shown_without_a_tokenizer(tokenizer):
     source = encoded(tokenizer, [("q", False), ("a" * 5000 + "z", True)])
-    said = render(report(tokenizer, source), colour=False)
+    said = render_report(report(tokenizer, source), colour=False)
     assert "... (4,401 characters) ..." in said
     assert "z]]" in said
     ids = source.tokens[0]["input_ids"]
-    assert f"\n{ids[0]} [[{ids[1]} {ids[2]} " in render(report(None, source), colour=False)
+    assert f"\n{ids[0]} [[{ids[1]} {ids[2]} " in render_report(report(None, source), colour=False)
 
 
 def test_the_histogram_doubles_and_holds_every_length(tokenizer):
@@ -208,8 +210,8 @@ def test_from_files_to_the_report(tokenizer, tmp_path, monkeypatch):
         train_files=str(tmp_path / "a.jsonl"), sequence_length=MAX, on_bad_row="skip"
     )
     (source,) = load_sources(cfg)
-    made = encode(source, Encoder(tokenizer, cfg, len(tokenizer)))
-    said = render(report(tokenizer, made), colour=False)
+    made = encode_source(source, Encoder(tokenizer, cfg, len(tokenizer)))
+    said = render_report(report(tokenizer, made), colour=False)
     for line in (
         "a          5         2         3          0      57          18  31.6%",
         "a: prompts and completions, in 'prompt' and 'completion'",
@@ -237,7 +239,7 @@ def test_what_is_evaluated_on_stands_apart(tokenizer):
     assert made["total"]["rows"] == 4
     assert made["total"]["cut_off"] == 99
     assert made["total"]["tokens"] == train.counts.tokens + other.counts.tokens
-    said = render(made, colour=False)
+    said = render_report(made, colour=False)
     assert "cut off   99 tokens of 1 examples, which are not learned" in said
     assert [line.split("  ")[0] for line in said.splitlines()[1:5]] == [
         "a", "b", "all", "a (to evaluate on)"

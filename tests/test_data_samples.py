@@ -12,7 +12,7 @@ import torch
 from feeds import samples
 from torch.utils.data import DataLoader
 
-from toolkit.data.feed.prepared import held_out
+from toolkit.data.feed.prepared import split_held_out
 from toolkit.data.samples.batch import IGNORED
 from toolkit.data.samples.pieces import windows
 from toolkit.data.samples.sample_shape import FILLER, SampleShape
@@ -111,7 +111,7 @@ def test_too_little_text(tmp_path):
 )
 def test_split(tmp_path, n, share, max_eval, train, held):
     source = EncodedSource("one", documents([4 * n], 1, tmp_path))
-    first, second = held_out(source, SampleShape("wrapped", 4), share, max_eval)
+    first, second = split_held_out(source, SampleShape("wrapped", 4), share, max_eval)
     assert len(first) == train
     assert (None if second is None else len(second)) == held
     assert first[0]["input_ids"][0] == 0

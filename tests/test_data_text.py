@@ -17,7 +17,7 @@ from toolkit.data.sources.file_readers import parts_of, pieces
 from toolkit.data.sources.files import find_files, stdlib_files
 from toolkit.data.sources.row_values import or_bad
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.errors import DataError
 
 BYTES = Path()
@@ -57,7 +57,7 @@ def refusal(*files: str, **settings) -> str:
     """Return what the run ends with, over tokens of a model with 300 of them."""
     tokenizer = AutoTokenizer.from_pretrained(BYTES)
     with pytest.raises(DataError) as caught:
-        encode(load(*files, **settings), Encoder(tokenizer, DataConfig(**settings), 300))
+        encode_source(load(*files, **settings), Encoder(tokenizer, DataConfig(**settings), 300))
     return str(caught.value)
 
 

@@ -22,7 +22,7 @@ from toolkit.data.row_formats import DOCUMENTS
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens import text_ids
 from toolkit.data.tokens import tokenizer as tokenizers_of_runs
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.data.tokens.tokenizer import (
     END_OF_TEXT,
     check_vocabulary,
@@ -74,7 +74,7 @@ def tokenise(documents, tokenizer, cfg, vocab_size) -> datasets.Dataset:
         whole=True,
     )
     source = DataSource("one", "one", documents.select_columns(list(layout.columns)), layout)
-    return encode(source, Encoder(tokenizer, cfg, vocab_size)).tokens
+    return encode_source(source, Encoder(tokenizer, cfg, vocab_size)).tokens
 
 
 def model_folder(path: Path, vocab_size: int = 600) -> str:
@@ -240,7 +240,7 @@ def test_a_big_file_in_pieces_gives_the_tokens_of_the_whole(tmp_path, tokenizer)
     (tmp_path / "a.py").write_text(text)
     (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.py")), row_format=DOCUMENTS)
     assert len(source.rows) > 3
-    got = encode(source, Encoder(tokenizer, CFG, 600)).tokens["input_ids"]
+    got = encode_source(source, Encoder(tokenizer, CFG, 600)).tokens["input_ids"]
     assert [i for ids in got for i in ids] == [*tokenizer(text)["input_ids"], 0]
 
 
@@ -307,7 +307,7 @@ def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
     (tmp_path / "a.txt").write_text(TEXTS[0])
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     (source,) = load_sources(DataConfig(train_files=str(tmp_path / "a.txt")), row_format=DOCUMENTS)
-    encode(source, Encoder(tokenizer, CFG, 600))
+    encode_source(source, Encoder(tokenizer, CFG, 600))
 
     def state() -> dict[str, int]:
         return {str(p): p.stat().st_mtime_ns for p in cache.rglob("*.arrow")}
@@ -319,12 +319,12 @@ def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
         "from transformers import AutoTokenizer\n"
         "from toolkit.config.settings import DataConfig\n"
         "from toolkit.data.sources.rows import load_sources\n"
-        "from toolkit.data.tokens.encode import Encoder, encode\n"
+        "from toolkit.data.tokens.encode import Encoder, encode_source\n"
         "Encoder.rows = None  # not needed again\n"
         "tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])\n"
         "cfg = DataConfig(train_files=sys.argv[1])\n"
         "(source,) = load_sources(cfg, row_format=DOCUMENTS)\n"
-        "print(len(encode(source, Encoder(tokenizer, cfg, 700)).tokens))\n"
+        "print(len(encode_source(source, Encoder(tokenizer, cfg, 700)).tokens))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "a.txt"), str(folder)],

@@ -15,7 +15,7 @@ from toolkit.config.settings import (
     FinetuneTrainConfig,
 )
 from toolkit.data.feed.prepared import PreparedFeed
-from toolkit.data.prepare import Choice, TrainingData, check_data
+from toolkit.data.prepare import PackingChoice, TrainingData, check_data
 from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ def config(**train: object) -> FinetuneConfig:
 
 def check_feed(cfg: FinetuneConfig, feed: PreparedFeed, world_size: int = 1) -> TrainingData:
     run = Rank(ranks.rank(), world_size)
-    data = TrainingData(cfg, feed, Choice("bfd", "asked"), None, run)
+    data = TrainingData(cfg, feed, PackingChoice("bfd", "asked"), None, run)
     check_data(data)
     return data
 

@@ -13,12 +13,12 @@ from transformers import AutoTokenizer
 
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.feed.prepared import PreparedFeed
-from toolkit.data.report import render, supervision_report
+from toolkit.data.report import build_supervision_report, render_report
 from toolkit.data.row_formats import ANSWERS
 from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.data.tokens.encoded import SAME_PROMPT, EncodedSource
 
 Row = dict[str, Any]
@@ -43,7 +43,7 @@ def encoded(folder: Path, tokenizer: Any, rows: list[Row], name: str = "rows") -
         train_files=str(file), sequence_length=200, chat_template=str(TEMPLATE)
     )
     (source,) = load_sources(cfg, row_format=ANSWERS)
-    return encode(source, Encoder(tokenizer, cfg, 300, row_format=ANSWERS))
+    return encode_source(source, Encoder(tokenizer, cfg, 300, row_format=ANSWERS))
 
 
 def sides(tokenizer: Any, source: EncodedSource) -> list[tuple[str, str]]:
@@ -118,7 +118,7 @@ def test_batches_and_processes_do_not_change_partners(
 def report_of(tokenizer: Any, *sources: EncodedSource) -> dict[str, Any]:
     shape = SampleShape("none", 200, borders=False, row_format=ANSWERS)
     feed = PreparedFeed(sources, shape, seed=1, global_batch=2)
-    return supervision_report(feed, tokenizer, samples=2)
+    return build_supervision_report(feed, tokenizer, samples=2)
 
 
 def test_one_prompt_for_all_rows_is_reported(tmp_path: Path, tokenizer: Any) -> None:
@@ -126,7 +126,7 @@ def test_one_prompt_for_all_rows_is_reported(tmp_path: Path, tokenizer: Any) -> 
     assert all(own != other for own, other in sides(tokenizer, source))
     report = report_of(tokenizer, source)
     assert report["sources"][0]["warnings"] == [f"5 {SAME_PROMPT}"]
-    assert f"WARNING   5 {SAME_PROMPT}" in render(report, colour=False)
+    assert f"WARNING   5 {SAME_PROMPT}" in render_report(report, colour=False)
 
 
 def test_a_single_answer_is_left_out_and_counted(tmp_path: Path, tokenizer: Any) -> None:
@@ -144,7 +144,7 @@ def test_the_report_shows_labels_and_counts_own_answers_alone(
     (entry,) = report["sources"]
     assert entry["labels"] == {"true": 2, "false": 2}
     assert entry["warnings"] == []
-    shown = render(report, colour=False)
+    shown = render_report(report, colour=False)
     assert "not desired (label false): q0: [[a0.<|endoftext|>]]" in shown
     assert "\ndesired (label true): q1: [[a1.<|endoftext|>]]" in shown
     assert "rejected" not in shown

@@ -15,8 +15,7 @@ from toolkit.config import LoraConfig, ModelConfig
 from toolkit.errors import LoadingError, ModelError
 from toolkit.loading import check_fits, load_pretrained, pretrained
 from toolkit.models import build_on_meta
-from toolkit.models.causal_lm import check_usable
-from toolkit.models.causal_lm import check_ranges
+from toolkit.models.causal_lm import check_ranges, check_usable
 
 FILE = "model.safetensors"
 

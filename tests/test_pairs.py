@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.examples.pairs import pair_of
-from toolkit.data.feed.feed import samples_of
+from toolkit.data.feed.feed import build_samples
 from toolkit.data.row_formats import PAIRS, find_row_format
 from toolkit.data.samples.batch import IGNORED
 from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.errors import DataError
 
 TEMPLATE = ROOT / "recipes/configs/chat_template.jinja"
@@ -49,7 +49,7 @@ def encoded(
     settings = {"chat_template": str(TEMPLATE)} | settings
     cfg = FinetuneDataConfig(train_files=str(file), sequence_length=length, **settings)
     (source,) = load_sources(cfg, row_format=PAIRS)
-    return encode(source, Encoder(tokenizer, cfg, 300, row_format=PAIRS))
+    return encode_source(source, Encoder(tokenizer, cfg, 300, row_format=PAIRS))
 
 
 def shown(tokenizer: Any, source: Any, row: int = 0) -> tuple[list[str], list[str]]:
@@ -287,7 +287,7 @@ def test_hostile_rows_are_left_out_or_right(tmp_path: Path, tokenizer: Any, pack
     assert counts.kept > 40
     assert len(counts.dropped) > 4
     shape = SampleShape(packing, 256, borders=packing == "bfd", row_format=PAIRS)
-    samples = samples_of(source, shape)
+    samples = build_samples(source, shape)
     seen = 0
     for first in range(0, len(samples), 4):
         batch = shape.batch([samples[i] for i in range(first, min(first + 4, len(samples)))])

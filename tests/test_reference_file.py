@@ -18,7 +18,7 @@ from toolkit.checkpoint import reference_file as files
 from toolkit.checkpoint.disk import need
 from toolkit.checkpoint.store import where
 from toolkit.config.settings import CheckpointConfig, ModelConfig
-from toolkit.data.feed.feed import samples_of
+from toolkit.data.feed.feed import build_samples
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.order.position import train_batches
 from toolkit.data.row_formats import PAIRS
@@ -104,7 +104,7 @@ def test_an_eval_file_named_like_the_training_file_has_its_own_values() -> None:
 
 
 def test_a_row_without_a_value_enters_no_batch() -> None:
-    samples = samples_of(pairs("a", 8), SampleShape("none", LENGTH, row_format=PAIRS))
+    samples = build_samples(pairs("a", 8), SampleShape("none", LENGTH, row_format=PAIRS))
     values = np.zeros((8, 2), np.float32)
     values[5, 1] = np.nan
     samples.pieces.rows.fill_column("reference", values)

@@ -17,7 +17,7 @@ from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.rows import load_sources
-from toolkit.data.tokens.encode import Encoder, encode
+from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.training.token_rows import warn_of_untrained_tokens
 
 SPECIALS = ("<|open|>", "<|end|>", "<|unused|>")
@@ -33,7 +33,7 @@ def feed_of(folder: Path, tokenizer: Any) -> PreparedFeed:
     file.write_text(json.dumps({"messages": turns}) + "\n")
     cfg = FinetuneDataConfig(train_files=str(file), sequence_length=100)
     (source,) = load_sources(cfg)
-    encoded = encode(source, Encoder(tokenizer, cfg, 300))
+    encoded = encode_source(source, Encoder(tokenizer, cfg, 300))
     return PreparedFeed([encoded], SampleShape("none", 100), seed=1, global_batch=1)
 
 

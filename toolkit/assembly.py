@@ -8,7 +8,7 @@ from toolkit.checkpoint.run_folder import RunFolder
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.data.row_formats import find_row_format
-from toolkit.data.tokens.tokenizer import own_tokenizer, prepare_tokenizer
+from toolkit.data.tokens.tokenizer import prepare_tokenizer, use_model_tokenizer
 from toolkit.objectives import Objective
 from toolkit.sharding.fsdp import Sharded
 from toolkit.start_checks import Start, run_checks
@@ -32,7 +32,7 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
     def add_tokenizer(model: ModelConfig) -> ModelConfig:
         if find_row_format(cfg.rows).is_documents:
             return prepare_tokenizer(model, cfg.data, folder.tokenizer, keep=folder.holds_work)
-        return own_tokenizer(model)
+        return use_model_tokenizer(model)
 
     start = Start(cfg, run.world_size, run.device, cfg, add_tokenizer, log=run.log)
     run_checks(start, "build")

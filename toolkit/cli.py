@@ -488,7 +488,7 @@ def _inspect(args: argparse.Namespace) -> int:
         render = format_units
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data
-        from toolkit.data.report import render
+        from toolkit.data.report import render_report as render
 
         _quiet()
         kind, cfg, _ = recipes.load_config(args.data, args.settings, remote=True)

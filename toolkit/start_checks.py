@@ -32,14 +32,14 @@ from toolkit.checkpoint.run_folder import claim, root_of
 from toolkit.checkpoint.store import is_url, where
 from toolkit.config.lora import ALL_LINEAR, LoraConfig
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, model_settings
-from toolkit.data.first_rows import LOOK_ROWS, LOOK_SHARDS, SHARD_ROWS, RowLook, look_at_rows
+from toolkit.data.first_rows import LOOK_ROWS, LOOK_SHARDS, SHARD_ROWS, RowCheck, check_some_rows
 from toolkit.data.order.position import accumulation_for
-from toolkit.data.prepare import encoder_for
+from toolkit.data.prepare import build_encoder
 from toolkit.data.row_formats import find_row_format
 from toolkit.data.sources.files import What, configured
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
-from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer, prepare_tokenizer
+from toolkit.data.tokens.tokenizer import load_tokenizer, prepare_tokenizer, use_model_tokenizer
 from toolkit.errors import ConfigError
 from toolkit.mesh import DP_REPLICATE, DP_SHARD, mesh_shape
 from toolkit.models.peft_model import adapted_modules, has_adapters
@@ -75,7 +75,7 @@ class Start:
     device: torch.device | str = "cpu"
     build_cfg: Any = None
     """The settings by which this machine can build the model, by default `cfg`."""
-    add_tokenizer: Callable[[ModelConfig], ModelConfig] = own_tokenizer
+    add_tokenizer: Callable[[ModelConfig], ModelConfig] = use_model_tokenizer
     """Completes the model's settings with the tokenizer of the run."""
     log: Callable[[str], object] = print
     script: Path | None = None
@@ -162,7 +162,7 @@ def _silence() -> Iterator[None]:
 
 def _add_local_tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
     """Add the tokenizer of the run if it exists already, and leave out kernels of the device."""
-    model = replace(own_tokenizer(model), kernels="none")
+    model = replace(use_model_tokenizer(model), kernels="none")
     if not find_row_format(cfg.rows).is_documents or model.train_tokenizer or _has_remote_rows(cfg):
         return model
     return prepare_tokenizer(model, replace(cfg.data, streaming=True), Path(cfg.output_dir))
@@ -413,23 +413,23 @@ def check_rows(start: Start) -> str:
     has_no_tokenizer = model_cfg.tokenizer_name_or_path is None and model_cfg.train_tokenizer
     if has_no_tokenizer or _has_remote_rows(cfg):
         return ""
-    encoder = encoder_for(cfg, model_cfg, start.model)
+    encoder = build_encoder(cfg, model_cfg, start.model)
     purposes: tuple[What, ...] = ("train", "eval")
     has_template = encoder.has_chat_template
     row_format = encoder.row_format
     load = partial(load_sources, cfg.data, row_format=row_format, has_template=has_template)
     sources = [source for purpose in purposes for source in load(what=purpose, streaming=True)]
-    looks: list[RowLook] = []
+    looks: list[RowCheck] = []
     deadline = time.monotonic() + _ROW_SECONDS
     for number, source in enumerate(sources):
         seconds = (deadline - time.monotonic()) / (len(sources) - number)
-        looks.append(look_at_rows(source, encoder, max(1.0, seconds)))
+        looks.append(check_some_rows(source, encoder, max(1.0, seconds)))
         if not row_format.is_documents:
             looks[-1].check(source, cfg.data.sequence_length)
     return f"checked    {sum(look.counts.rows for look in looks):,} rows{_row_limits(looks)}"
 
 
-def _row_limits(looks: list[RowLook]) -> str:
+def _row_limits(looks: list[RowCheck]) -> str:
     """Format the part of the log line that says which rows were not checked."""
     if all(look.is_complete for look in looks):
         return ", which are all rows"

@@ -26,7 +26,7 @@ _ENOUGH = 200  # rows of which none can be used, so that the source is refused
 
 
 @dataclass
-class RowLook:
+class RowCheck:
     """Count the rows of a source that were looked at, and what they gave."""
 
     counts: Counts = field(default_factory=Counts)
@@ -44,13 +44,13 @@ class RowLook:
             check_supervised(EncodedSource(source.name, nothing, self.counts), sequence_length)
 
 
-def look_at_rows(source: DataSource, encoder: Encoder, seconds: float) -> RowLook:
+def check_some_rows(source: DataSource, encoder: Encoder, seconds: float) -> RowCheck:
     """Encode some rows of a stream, for at most about so many `seconds`.
 
     Raises:
         DataError: a row that the run would refuse, or a file that cannot be read.
     """
-    look, end = RowLook(), time.monotonic() + seconds
+    look, end = RowCheck(), time.monotonic() + seconds
     rows = iter(source.rows)
     bytes_left = _LOOK_BYTES
     try:
@@ -86,7 +86,7 @@ def _last_rows(rows: Iterable[dict[str, Any]], end: float) -> list[dict[str, Any
 
 
 def _add(
-    look: RowLook, source: DataSource, encoder: Encoder, rows: Iterable[dict[str, Any]], first: int
+    look: RowCheck, source: DataSource, encoder: Encoder, rows: Iterable[dict[str, Any]], first: int
 ) -> None:
-    for result in encoder.rows(source, list(rows), first):
+    for result in encoder.encode_rows(source, list(rows), first):
         look.counts.add(result)

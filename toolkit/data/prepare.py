@@ -19,20 +19,20 @@ from toolkit.config.settings import (
 )
 from toolkit.data.chat import chat_templates
 from toolkit.data.chat.template import with_defaults
-from toolkit.data.ends import end_with, learned_ends, reward_at
-from toolkit.data.feed.feed import Feed, Processes, Readers
+from toolkit.data.feed.feed import DataRank, Feed, LocalDataRank
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream import StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.order.position import Position, accumulation_for
-from toolkit.data.report import check_supervised, render, supervision_report
+from toolkit.data.report import build_supervision_report, check_supervised, render_report
 from toolkit.data.row_formats import RowFormat, find_row_format
 from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sample_shape import Packing, SampleShape
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.tokens.encode import Encoder, encode, encoding_digest
+from toolkit.data.stop_tokens import add_stop_tokens, find_stop_tokens, set_reward_position
+from toolkit.data.tokens.encode import Encoder, encode_source, encoding_digest
 from toolkit.data.tokens.encoded import EncodedSource
-from toolkit.data.tokens.tokenizer import load_tokenizer, own_tokenizer, pad_id
+from toolkit.data.tokens.tokenizer import choose_pad_id, load_tokenizer, use_model_tokenizer
 from toolkit.errors import ConfigError, DataError
 from toolkit.formats import assets_of
 from toolkit.mesh import Mesh
@@ -46,7 +46,7 @@ def prepare_data(
     cfg: RunConfig,
     model: PreTrainedModel,
     model_cfg: ModelConfig,
-    run: Processes,
+    run: DataRank,
     mesh: Mesh,
     metrics: Sequence[Metric] = TOKEN_METRICS,
 ) -> "TrainingData":
@@ -66,19 +66,19 @@ def prepare_data(
     batch does not divide, or max_repeats ends the data too early. ConfigError: a setting needs
     evaluations, and there is nothing to evaluate on.
     """
-    encoder = ranks.on_all(lambda: encoder_for(cfg, model_cfg, model))
+    encoder = ranks.on_all(lambda: build_encoder(cfg, model_cfg, model))
     rows = cfg.train.micro_batch
     choice = ranks.on_main(lambda: choose_packing(cfg.data, model, rows, run.device.type))
     if choice.mask is None:
         attend_within_documents(model)
-    feed = ranks.main_first(partial(read_sources, cfg, encoder, choice, mesh.data.size))
+    feed = ranks.main_first(partial(build_feed, cfg, encoder, choice, mesh.data.size))
     if encoder.row_format.is_chat and encoder.tokenizer is not None:
         if reward_head(model) is not None:
-            ranks.log_once(reward_at(model, encoder.tokenizer))
+            ranks.log_once(set_reward_position(model, encoder.tokenizer))
         else:
-            ends = ranks.on_main(partial(learned_ends, feed, encoder.tokenizer))
-            ranks.log_once(end_with(model, ends, encoder.tokenizer))
-    readers = Readers(run.device, mesh.data.rank, mesh.data.size, run.loader)
+            ends = ranks.on_main(partial(find_stop_tokens, feed, encoder.tokenizer))
+            ranks.log_once(add_stop_tokens(model, ends, encoder.tokenizer))
+    readers = LocalDataRank(run.device, mesh.data.rank, mesh.data.size, run.loader)
     data = TrainingData(cfg, feed, choice, encoder.tokenizer, readers)
     check_data(data, metrics)
     return data
@@ -91,19 +91,19 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     """
     if cfg.train.per_device_train_batch_size == "auto":
         cfg = replace(cfg, train=replace(cfg.train, per_device_train_batch_size=1))
-    model_cfg = own_tokenizer(model_settings(cfg))
+    model_cfg = use_model_tokenizer(model_settings(cfg))
     model = models.build_on_meta(model_cfg)
-    encoder = encoder_for(cfg, model_cfg, model)
+    encoder = build_encoder(cfg, model_cfg, model)
     choice = choose_packing(cfg.data, model, cfg.train.micro_batch)
-    feed = read_sources(cfg, encoder, choice, 1)
+    feed = build_feed(cfg, encoder, choice, 1)
     if cfg.data.streaming:  # it can be streamed; now what is in it
         whole = replace(cfg, data=replace(cfg.data, streaming=False, eval_split=0.0))
-        feed = read_sources(whole, encoder, choice, 1)
+        feed = build_feed(whole, encoder, choice, 1)
     said = {"packing": choice.packing, "why": choice.why}
-    return supervision_report(feed, encoder.tokenizer, samples) | said
+    return build_supervision_report(feed, encoder.tokenizer, samples) | said
 
 
-def encoder_for(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) -> Encoder:
+def build_encoder(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) -> Encoder:
     """Return the encoder of the run's rows, its tokenizer with `data.chat_template` and the
     defaults of `data.chat_template_kwargs`: they become part of `model.hf_assets`, so that the
     export answers as it was trained.
@@ -140,13 +140,13 @@ def _use_chat_template(
         assets_of(model).files["chat_template.jinja"] = templates["default"].encode()
 
 
-def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size: int) -> Feed:
+def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_size: int) -> Feed:
     """Read and encode the data; return what a run reads from. Cached on disk: one rank first."""
     data, train = cfg.data, cfg.train
     row_format = encoder.row_format
 
     def encoded(source: DataSource) -> EncodedSource:
-        made = encode(source, encoder)
+        made = encode_source(source, encoder)
         if not row_format.is_documents:
             check_supervised(made, data.sequence_length)
         return made
@@ -172,7 +172,7 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
         "eval_sources": [encoded(source) for source in others],
         "max_eval_samples": data.max_eval_samples,
     }
-    pad = pad_id(encoder.tokenizer)
+    pad = choose_pad_id(encoder.tokenizer)
     shape = SampleShape(
         choice.packing,
         data.sequence_length,
@@ -186,7 +186,7 @@ def read_sources(cfg: RunConfig, encoder: Encoder, choice: "Choice", world_size:
         return PreparedFeed(prepared, shape, eval_split=data.eval_split, **settings)
     streams = [
         StreamSource(
-            *(s.name, s.rows, partial(encoder.row, s), s.weight, s.max_repeats, s.sizes),
+            *(s.name, s.rows, partial(encoder.encode_row, s), s.weight, s.max_repeats, s.sizes),
             {"the files": s.files_digest(), "what decides tokens": encoding_digest(s, encoder)},
         )
         for s in sources
@@ -207,7 +207,7 @@ def _warn_of_unused_variables(data: DataConfig, sources: Sequence[DataSource]) -
 
 
 @dataclass(frozen=True)
-class Choice:
+class PackingChoice:
     """How rows become samples, and whether their documents need a mask to be told apart."""
 
     packing: Packing
@@ -222,14 +222,14 @@ class Choice:
 
 def choose_packing(
     data: DataConfig, model: PreTrainedModel, rows: int, device: str = "cpu"
-) -> Choice:
+) -> PackingChoice:
     """Return the packing, `auto` decided; `rows` are the samples of a micro-batch.
 
     Tries it on a tiny copy of the model: 0.1 to 2 seconds for most types. Not collective.
     """
     asked = data.packing
     if asked == "none":
-        return Choice(asked, "as data.packing asks")
+        return PackingChoice(asked, "as data.packing asks")
     verdict = packing_probe.probe_packing(
         model.config,
         assets_of(model).model_class,
@@ -239,15 +239,15 @@ def choose_packing(
         packed=asked != "wrapped",
     )
     if asked == "wrapped":
-        return Choice(asked, "as data.packing asks", verdict.mask)
+        return PackingChoice(asked, "as data.packing asks", verdict.mask)
     if verdict.ok:
-        return Choice("bfd", verdict.why, verdict.mask)
+        return PackingChoice("bfd", verdict.why, verdict.mask)
     if asked == "bfd":
         raise DataError(
             f"data.packing bfd: {models.model_class_name(model)} does not keep packed samples "
             f"apart ({verdict.why}); set data.packing: none"
         )
-    return Choice("none", verdict.why)
+    return PackingChoice("none", verdict.why)
 
 
 def check_data(data: "TrainingData", metrics: Sequence[Metric] = TOKEN_METRICS) -> None:
@@ -307,9 +307,9 @@ class TrainingData:
 
     cfg: RunConfig
     feed: Feed
-    choice: Choice
+    choice: PackingChoice
     tokenizer: PreTrainedTokenizerBase | None  # None where the data came as token ids
-    run: Processes
+    run: DataRank
 
     @property
     def row_format(self) -> RowFormat:
@@ -420,4 +420,4 @@ class TrainingData:
         encoded = isinstance(self.feed, PreparedFeed) or self.feed.eval_sources
         if not encoded or self.row_format.is_documents:
             return ""
-        return render(supervision_report(self.feed, self.tokenizer, samples=1))
+        return render_report(build_supervision_report(self.feed, self.tokenizer, samples=1))

@@ -26,7 +26,9 @@ _NUMBERS = ("rows", "left_out", "examples", "truncated", "tokens", "supervised")
 `cut_off`, tokens of what was truncated, beyond `tokens`."""
 
 
-def supervision_report(feed: Feed, tokenizer: Tokenizer | None, samples: int = 2) -> dict[str, Any]:
+def build_supervision_report(
+    feed: Feed, tokenizer: Tokenizer | None, samples: int = 2
+) -> dict[str, Any]:
     """Return what the sources of a feed hold and what of it is learned, ready for JSON; of a stream
     only what is evaluated on is known. Costs a pass over the lengths of the examples.
 
@@ -80,8 +82,8 @@ def check_supervised(source: EncodedSource, sequence_length: int) -> None:
     )
 
 
-def render(report: dict[str, Any], *, colour: bool | None = None) -> str:
-    """Return a `supervision_report` as text, with what is learned in green, or else in [[...]];
+def render_report(report: dict[str, Any], *, colour: bool | None = None) -> str:
+    """Return a `build_supervision_report` as text, with what is learned in green, or else in [[...]];
     None: in green where stdout is a terminal.
     """
     colour = sys.stdout.isatty() if colour is None else colour

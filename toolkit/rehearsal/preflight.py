@@ -16,7 +16,7 @@ import torch
 from toolkit import config, objectives, recipes
 from toolkit.checkpoint.adapter_source import adopt_adapter
 from toolkit.config.settings import FinetuneConfig, ShardingConfig
-from toolkit.data.prepare import encoder_for, prepare_data
+from toolkit.data.prepare import build_encoder, prepare_data
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import DataError
 from toolkit.mesh import View
@@ -121,7 +121,7 @@ class Rehearsal:
         cfg, model = self.cfg, self.start.model
         tokenizer = load_tokenizer(self.start.model_cfg)
         trains_tokenizer = tokenizer is None and cfg.model.train_tokenizer
-        encoder = None if trains_tokenizer else encoder_for(cfg, self.start.model_cfg, model)
+        encoder = None if trains_tokenizer else build_encoder(cfg, self.start.model_cfg, model)
         train_heads = read_heads(cfg, encoder)
         eval_heads = read_heads(cfg, encoder, "eval")
         self.heads = (train_heads, eval_heads)

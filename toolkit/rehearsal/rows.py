@@ -104,7 +104,7 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") ->
         for first, stored_rows in _read_batches(head):
             encoded_rows: Sequence[EncodedRow | None] = [None] * len(stored_rows)
             if encoder is not None:
-                encoded_rows = encoder.rows(source, stored_rows, first)
+                encoded_rows = encoder.encode_rows(source, stored_rows, first)
             _add_rows(head, stored_rows, encoded_rows)
         if encoder is not None and not row_format.is_documents:
             encoded = EncodedSource(source.name, datasets.Dataset.from_dict({}), head.counts)

@@ -26,7 +26,7 @@ READING = "data"
 """What profiles call the wait for a step's micro-batches."""
 
 
-class Processes(Protocol):
+class DataRank(Protocol):
     """The ranks that read different samples, as one of them sees them."""
 
     @property
@@ -40,7 +40,7 @@ class Processes(Protocol):
 
 
 @dataclass(frozen=True)
-class Readers:
+class LocalDataRank:
     """`Processes` by the view `data` of a mesh."""
 
     device: torch.device
@@ -49,7 +49,7 @@ class Readers:
     loader: Callable[..., Any]
 
 
-def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> Samples:
+def build_samples(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> Samples:
     """Return `source`, or what is `chosen` of its `units_of`, as samples; no sample is an error."""
     rows, wrapped = EncodedRows(source.tokens, shape.columns), shape.packing == "wrapped"
     pieces = (windows if wrapped else cut_rows)(rows, shape.sequence_length, chosen)
@@ -68,7 +68,7 @@ def samples_of(source: EncodedSource, shape: SampleShape, chosen: Chosen = None)
     return Samples(pieces, shape)
 
 
-def units_of(source: EncodedSource, shape: SampleShape) -> range | np.ndarray:
+def list_units(source: EncodedSource, shape: SampleShape) -> range | np.ndarray:
     """Return the numbers of what can be chosen of a source: its windows, or its rows."""
     if shape.packing == "wrapped":
         return range(EncodedRows(source.tokens).total // shape.sequence_length)
@@ -96,7 +96,7 @@ class Feed(ABC):
     ) -> None:
         self.shape, self.position, self.eval_sources = shape, position, list(eval_sources)
         self.eval_sets = {
-            source.name: samples_of(source, shape, units_of(source, shape)[:max_eval_samples])
+            source.name: build_samples(source, shape, list_units(source, shape)[:max_eval_samples])
             for source in eval_sources
         }
 
@@ -105,7 +105,7 @@ class Feed(ABC):
         return ", ".join(source.name for source in self.sources)
 
     def steps(
-        self, run: Processes, count: int, *, per_device_batch_size: int, workers: int = 0
+        self, run: DataRank, count: int, *, per_device_batch_size: int, workers: int = 0
     ) -> Iterator[list[Batch]]:
         """Give this rank's micro-batches of the next `count` steps, a list for each, from the
         position on, which `position.advance()` moves when a step is done.
@@ -130,11 +130,11 @@ class Feed(ABC):
         finally:
             del batches  # now: a traceback would keep its workers, which then end badly
 
-    def samples_of(self, before: int, run: Processes) -> list[str]:
+    def samples_of(self, before: int, run: DataRank) -> list[str]:
         """Return the samples that this rank reads in the step after `before` steps, if known."""
         return []
 
-    def evals(self, run: Processes, *, per_device_batch_size: int) -> dict[str, Batches]:
+    def evals(self, run: DataRank, *, per_device_batch_size: int) -> dict[str, Batches]:
         """Return source name -> this rank's micro-batches; see `eval_batches`."""
         found: dict[str, Batches] = {}
         for name, samples in self.eval_sets.items():
@@ -182,7 +182,7 @@ class Feed(ABC):
         """Raise a `DataError` for data of which nothing is learned, or too few for the ranks."""
 
     @abstractmethod
-    def _read(self, run: Processes, count: int, size: int, each: int, workers: int) -> Batches:
+    def _read(self, run: DataRank, count: int, size: int, each: int, workers: int) -> Batches:
         """Return this rank's micro-batches of `count` steps: `each` of `size` samples a step."""
 
     @abstractmethod

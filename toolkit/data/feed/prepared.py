@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from toolkit.data.feed.feed import Batches, Feed, Processes, samples_of, units_of
+from toolkit.data.feed.feed import Batches, DataRank, Feed, build_samples, list_units
 from toolkit.data.order.grouping import WINDOW, ByLength
 from toolkit.data.order.mixture import Mixture, SampleOrder
 from toolkit.data.order.permutation import permute
@@ -31,7 +31,7 @@ class SourceSamples:
     density: float | None  # share of the positions that hold tokens; None where batches decide
     dropped: dict[str, int]  # what is in no sample: `tokens` after the last window, `empty rows`
     cut: int  # rows of more than `sequence_length` tokens that became several samples or pieces
-    held_out: int  # samples that were split off to evaluate on
+    split_held_out: int  # samples that were split off to evaluate on
 
 
 class PreparedFeed(Feed):
@@ -56,7 +56,7 @@ class PreparedFeed(Feed):
         max_eval_samples: int | None = None,
     ) -> None:
         share = 0.0 if eval_sources else eval_split
-        split = [held_out(source, shape, share, max_eval_samples) for source in sources]
+        split = [split_held_out(source, shape, share, max_eval_samples) for source in sources]
         self.train = [samples for samples, _ in split]
         self.parts = [_part(s, *pair, shape) for s, pair in zip(sources, split, strict=True)]
         self.data: ConcatDataset = ConcatDataset(self.train)
@@ -116,7 +116,7 @@ class PreparedFeed(Feed):
                 "smaller data.sequence_length or fewer processes"
             )
 
-    def samples_of(self, before: int, run: Processes) -> list[str]:
+    def samples_of(self, before: int, run: DataRank) -> list[str]:
         size, ends = self.position.global_batch, self.data.cumulative_sizes
         told = []
         mine = self._ordered().indices(before * size, size)[run.rank :: run.world_size]
@@ -146,7 +146,7 @@ class PreparedFeed(Feed):
         lengths = np.concatenate([samples.pieces.lengths for samples in self.train])
         return ByLength(self.order, lengths, self.position.global_batch, self.position.seed)
 
-    def _read(self, run: Processes, count: int, size: int, each: int, workers: int) -> Batches:
+    def _read(self, run: DataRank, count: int, size: int, each: int, workers: int) -> Batches:
         order, start = self._ordered(), self.position.samples_seen
         batches = train_batches(order, start, count, size, each, run.rank, run.world_size)
         return run.loader(self.data, batches, workers, self.shape.batch)
@@ -158,7 +158,7 @@ class PreparedFeed(Feed):
         return [(p.tokens / p.samples, s) for p, s in zip(self.parts, shares, strict=True)]
 
 
-def held_out(
+def split_held_out(
     source: EncodedSource, shape: SampleShape, share: float, most: int | None
 ) -> tuple[Samples, Samples | None]:
     """Return the samples of `source` to train on, and those that are held out of it, if any.
@@ -167,15 +167,15 @@ def held_out(
     so that runs with unlike seeds compare: at least one where `share` is above 0, and not all. Of
     what is held out at most `most` are evaluated on; training does not get the others either.
     """
-    units = units_of(source, shape)
+    units = list_units(source, shape)
     held = min(max(1, round(len(units) * share)), len(units) - 1) if share > 0 else 0
     if held < 1:
-        return samples_of(source, shape), None
+        return build_samples(source, shape), None
     train, evaluated = units[:-held], units[-held:]
     if isinstance(units, np.ndarray):
         evaluated = permute(units[:held], len(units), 0, 0)
         train, evaluated = np.setdiff1d(units, evaluated), np.sort(evaluated[:most])
-    return samples_of(source, shape, train), samples_of(source, shape, evaluated[:most])
+    return build_samples(source, shape, train), build_samples(source, shape, evaluated[:most])
 
 
 def _reading(

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from datasets.formatting import PythonFormatter
 
-from toolkit.data.order.permutation import drawn, permute
+from toolkit.data.order.permutation import draw_below, permute
 
 READ_ROWS = 100  # rows that are read together
 _WHOLE = 1 << 32  # of a file
@@ -150,7 +150,7 @@ class GroupReader:
     def _deal(self, table: pa.Table, mine: np.ndarray, first: RowPlace) -> None:
         """Give each lane its rows of a table, of which the group has those at `mine`."""
         numbers = first.number + np.arange(len(mine))
-        begins = drawn(numbers // self.turns, self.turns, self.shares.seed, first.epoch)
+        begins = draw_below(numbers // self.turns, self.turns, self.shares.seed, first.epoch)
         turns = (numbers + begins) % self.turns
         for turn, waiting in self._waiting.items():
             numbers = np.flatnonzero(turns == turn)
@@ -175,7 +175,7 @@ def _tables(
         skipped += len(table)
 
 
-def fewer_lanes(rows: Sequence[datasets.IterableDataset], most: int, each: int) -> int:
+def reduce_lanes(rows: Sequence[datasets.IterableDataset], most: int, each: int) -> int:
     """Return the greatest divisor of `most` of which each lane has `each` rows of every stream, at
     least 1. Reads up to `most` x `each` rows of each stream, without making rows of them.
     """

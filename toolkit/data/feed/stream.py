@@ -25,7 +25,7 @@ import numpy as np
 from toolkit.data.feed.shares import BEGINNING, GroupReader, RowPlace, Shares
 from toolkit.data.order.permutation import derived_seed, permute
 from toolkit.data.samples.columns import Column, stored_columns
-from toolkit.data.samples.packing import best_fit
+from toolkit.data.samples.packing import pack_best_fit
 from toolkit.data.samples.pieces import Piece, join_pieces, labels_of
 from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.row_values import BadRow
@@ -272,7 +272,7 @@ class SourceStream:
         groups = [[piece] for piece in pieces]
         if self.shape.packing == "bfd":
             lengths = np.array([len(piece.ids) for piece in pieces], np.int64)
-            plan = best_fit(lengths, self.shape.sequence_length)
+            plan = pack_best_fit(lengths, self.shape.sequence_length)
             groups = [[pieces[i] for i in plan.bin(b)] for b in range(len(plan))]
         elif self.shape.packing == "wrapped" and pieces:
             groups = [[p] for p in _cut(join_pieces(pieces), self.shape.sequence_length)]

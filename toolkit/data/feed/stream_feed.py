@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from toolkit.data.feed.feed import Batches, Feed, Processes
-from toolkit.data.feed.shares import GroupReader, fewer_lanes
+from toolkit.data.feed.feed import Batches, DataRank, Feed
+from toolkit.data.feed.shares import GroupReader, reduce_lanes
 from toolkit.data.feed.stream import WINDOW, Lane, SourceStream, StreamSample, StreamSource
-from toolkit.data.order.mixture import locate, shares
+from toolkit.data.order.mixture import integer_shares, source_at_turn
 from toolkit.data.order.position import Position
 from toolkit.data.samples.batch import IGNORED
 from toolkit.data.samples.sample_shape import SampleShape
@@ -59,7 +59,7 @@ class StreamFeed(Feed):
                 "expected a weight (data.sources[...].weight) of each stream, whose size is not "
                 f"known before its end: {', '.join(lacking)} has none"
             )
-        self.lanes = fewer_lanes([source.rows for source in sources], lanes, lane_rows)
+        self.lanes = reduce_lanes([source.rows for source in sources], lanes, lane_rows)
         reading: dict[str, Any] = {
             "data.packing": shape.packing,
             "data.sequence_length": shape.sequence_length,
@@ -129,7 +129,7 @@ class StreamFeed(Feed):
             for s in self.first_windows
         ]
 
-    def _read(self, run: Processes, count: int, size: int, each: int, workers: int) -> Batches:
+    def _read(self, run: DataRank, count: int, size: int, each: int, workers: int) -> Batches:
         at, rank, world = copy.copy(self.position), run.rank, run.world_size
         lanes, window = self.lanes, self.window
         mine = RankBatches(self.sources, self.shape, at, lanes, window, count, size, rank, world)
@@ -178,7 +178,7 @@ class MixedLane:
 
     def __init__(self, streams: Sequence[SourceStream], lane: Lane) -> None:
         self.streams = {stream.source.name: stream for stream in streams}
-        self.shares = shares([stream.source.weight or 1 for stream in streams])
+        self.shares = integer_shares([stream.source.weight or 1 for stream in streams])
         self.lane, self._turn, self._used_up = lane, lane.number, list[str]()
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class MixedLane:
         """Return the next sample; None when all sources are used up."""
         names = list(self.streams)
         while active := [i for i, name in enumerate(names) if name not in self._used_up]:
-            which, _ = locate(active, self.shares, np.array([self._turn]))
+            which, _ = source_at_turn(active, self.shares, np.array([self._turn]))
             name = names[int(which[0])]
             item = self.streams[name].next()
             if item is not None:

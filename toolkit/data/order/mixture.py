@@ -60,7 +60,7 @@ class Mixture:
         max_repeats: Sequence[float | None] | None = None,
     ) -> None:
         limits = max_repeats or [None] * len(sizes)
-        self.sizes, self.shares = tuple(sizes), shares(weights)
+        self.sizes, self.shares = tuple(sizes), integer_shares(weights)
         self.seeds = [derived_seed(seed, "source", s) for s in range(len(sizes))]
         self._limits = {
             s: max(1, int(sizes[s] * limit + 1e-9))
@@ -82,7 +82,7 @@ class Mixture:
         ends = [phase.start for phase in self._phases[1:]] + [stop]
         for phase, end in zip(self._phases, ends, strict=True):
             here = slice(max(phase.start - start, 0), max(min(end, stop) - start, 0))
-            which, turn = locate(phase.active, self.shares, positions[here] - phase.start)
+            which, turn = source_at_turn(phase.active, self.shares, positions[here] - phase.start)
             sources[here], turns[here] = which, turn + np.array(phase.drawn, np.int64)[which]
         passes, at = np.divmod(turns, np.array(self.sizes, np.int64)[sources])
         samples = np.empty_like(positions)
@@ -99,7 +99,7 @@ class Mixture:
     def counts(self, position: int) -> list[int]:
         """Return how many samples of each source are among the first `position`."""
         phase = next(p for p in reversed(self._phases) if p.start <= position)
-        here = given(phase.active, self.shares, position - phase.start)
+        here = samples_per_source(phase.active, self.shares, position - phase.start)
         return [drawn + here.get(source, 0) for source, drawn in enumerate(phase.drawn)]
 
     def _plan(self) -> int | None:
@@ -129,7 +129,7 @@ class SampleOrder(Mixture):
         self.seeds = [seed]
 
 
-def shares(weights: Sequence[float]) -> list[int]:
+def integer_shares(weights: Sequence[float]) -> list[int]:
     """Return the weights as integers above 0 in (almost) the same proportion."""
     # Where the weights are sizes, as many samples as there are hold each exactly once.
     if all(w == int(w) for w in weights) and sum(weights) <= _SHARES:
@@ -138,23 +138,28 @@ def shares(weights: Sequence[float]) -> list[int]:
     return [max(1, round(w / total * _SHARES)) for w in weights]
 
 
-def given(active: Sequence[int], shares: Sequence[int], turns: Any) -> dict[int, Any]:
+def samples_per_source(active: Sequence[int], shares: Sequence[int], turns: Any) -> dict[int, Any]:
     """Return how many of the first `turns` (an integer or an array) each of `active` gives."""
     if len(active) == 1:
         return {active[0]: turns}
     left, right = active[: len(active) // 2], active[len(active) // 2 :]
-    part, whole = sum(shares[s] for s in left), sum(shares[s] for s in active)
+    part, whole = sum(integer_shares[s] for s in left), sum(integer_shares[s] for s in active)
     of_left = turns * part // whole
-    return given(left, shares, of_left) | given(right, shares, turns - of_left)
+    return samples_per_source(left, integer_shares, of_left) | samples_per_source(
+        right, integer_shares, turns - of_left
+    )
 
 
-def locate(
+def source_at_turn(
     active: Sequence[int], shares: Sequence[int], turns: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the source that is read at each of `turns`, and how many samples it gave before.
 
     `turns` are positions in the mixture of the `active` sources, int64; `shares` those of all.
     """
-    before, after = (np.array(list(given(active, shares, n).values())) for n in (turns, turns + 1))
+    before, after = (
+        np.array(list(samples_per_source(active, integer_shares, n).values()))
+        for n in (turns, turns + 1)
+    )
     which = np.argmax(after > before, axis=0)
     return np.array(active)[which], np.take_along_axis(before, which[None], axis=0)[0]

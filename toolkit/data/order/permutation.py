@@ -32,7 +32,7 @@ def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarra
     return out.astype(np.int64).reshape(index.shape)
 
 
-def drawn(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+def draw_below(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Return a number below `n` for each `index`, int64, as if drawn for (`seed`, `epoch`)."""
     key = np.uint64(derived_seed(seed, "drawn", epoch))
     return (_mix(_mix(index.astype(np.uint64)) ^ key) % np.uint64(n)).astype(np.int64)

@@ -33,7 +33,7 @@ class BinPlan:
         return self.samples[self.starts[index] : self.starts[index + 1]]
 
 
-def best_fit(lengths: np.ndarray, capacity: int) -> BinPlan:
+def pack_best_fit(lengths: np.ndarray, capacity: int) -> BinPlan:
     """Return a best-fit decreasing packing of samples of `lengths` into bins of `capacity` tokens.
 
     Lengths are from 1 to the capacity. No sample is split, each lies in one bin, and the plan

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, default_collate
 from toolkit.data.row_formats import EXAMPLES, RowFormat
 from toolkit.data.samples.batch import IGNORED, Batch
 from toolkit.data.samples.columns import Column, stored_columns
-from toolkit.data.samples.packing import BinPlan, best_fit
+from toolkit.data.samples.packing import BinPlan, pack_best_fit
 from toolkit.data.samples.pieces import Piece, Pieces
 from toolkit.errors import DataError
 from toolkit.models.attention import document_borders
@@ -333,7 +333,7 @@ class Samples(Dataset):
         self.pieces, self.shape = pieces, shape
         self.plan: BinPlan | None = None
         if shape.packing == "bfd":
-            self.plan = best_fit(pieces.lengths, shape.sequence_length)
+            self.plan = pack_best_fit(pieces.lengths, shape.sequence_length)
 
     def __len__(self) -> int:
         return len(self.pieces if self.plan is None else self.plan)

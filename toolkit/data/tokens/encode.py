@@ -46,7 +46,7 @@ from toolkit.data.tokens.partners import (
     partners_among,
     stored_rows,
 )
-from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, content_of
+from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, tokenizer_content
 from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
 from toolkit.formats.synced_files import replacing
@@ -123,11 +123,11 @@ class Encoder:
         template = self.finetune and self.finetune.chat_template
         return bool(template or getattr(self.tokenizer, "chat_template", None))
 
-    def row(self, source: DataSource, stored: Row, number: int) -> EncodedRow:
-        """Encode one row of a source; see `rows`."""
-        return self.rows(source, [stored], number)[0]
+    def encode_row(self, source: DataSource, stored: Row, number: int) -> EncodedRow:
+        """Encode one row of a source; see `encode_rows`."""
+        return self.encode_rows(source, [stored], number)[0]
 
-    def rows(
+    def encode_rows(
         self,
         source: DataSource,
         stored: Sequence[Row],
@@ -161,7 +161,7 @@ class Encoder:
                 else [row and or_bad(source.example, row) for row in partners]
             )
             examples = [*map(join_partner, examples, others)]
-        encoded = self.batch(examples)
+        encoded = self.encode_examples(examples)
         for at, (row, values) in enumerate(zip(stored, readable, strict=True)):
             example = encoded[at]
             if isinstance(values, dict) and not isinstance(example, BadRow):
@@ -177,7 +177,7 @@ class Encoder:
             encoded[at] = BadRow(message, example.reason)
         return encoded
 
-    def batch(self, examples: Sequence[Parsed | BadRow]) -> list[EncodedRow]:
+    def encode_examples(self, examples: Sequence[Parsed | BadRow]) -> list[EncodedRow]:
         """Encode parsed rows; each BadRow stays as it is.
 
         Raises:
@@ -344,7 +344,7 @@ class Encoder:
         return BadRow("expected a supervised token, got none", "no supervised token")
 
 
-def encode(source: DataSource, encoder: Encoder) -> EncodedSource:
+def encode_source(source: DataSource, encoder: Encoder) -> EncodedSource:
     """Encode all rows of a source, and count them.
 
     Uses all cores. The result is cached on disk by rows, tokenizer, template and settings, so one
@@ -465,11 +465,11 @@ def _encode_rows_from(
     numbers = range(first, min(first + count, len(source.rows)))
     stored = stored_rows(source, numbers)
     if partners is None:
-        return encoder.rows(source, stored, first)
+        return encoder.encode_rows(source, stored, first)
     chosen = partners[numbers.start : numbers.stop].tolist()
     needed = iter(stored_rows(source, [number for number in chosen if number != NO_PARTNER]))
     others = [None if number == NO_PARTNER else next(needed) for number in chosen]
-    return encoder.rows(source, stored, first, others)
+    return encoder.encode_rows(source, stored, first, others)
 
 
 def _set_up_worker(encode_from: Callable[[int], list[EncodedRow]]) -> None:
@@ -532,7 +532,7 @@ def encoding_digest(source: DataSource, encoder: Encoder) -> str:
         _VERSION,
         source.layout,
         source.names,
-        b"" if tokenizer is None else content_of(tokenizer),
+        b"" if tokenizer is None else tokenizer_content(tokenizer),
         {} if tokenizer is None else tokenizer.special_tokens_map,
         sorted(templates.items()),
         {name: getattr(cfg, name) for name in names},

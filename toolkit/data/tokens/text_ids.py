@@ -231,7 +231,7 @@ class TextTokenizer:
         return TokenSpans(np.asarray(whole, np.int32), out)
 
 
-def content_of(tokenizer: PreTrainedTokenizerBase) -> bytes:
+def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
     """Return all that decides which ids the tokenizer gives."""
     if tokenizer.is_fast:
         return tokenizer.backend_tokenizer.to_str().encode()

@@ -43,14 +43,14 @@ def prepare_tokenizer(
     the one that is there); none, where the data is tokenised already, else a DataError. Collective:
     rank 0 writes.
     """
-    model = own_tokenizer(model)
+    model = use_model_tokenizer(model)
     if model.tokenizer_name_or_path is not None:
         return model
     return ranks.on_main(lambda: _trained(model, data, folder, keep))
 
 
 @ranks.collective
-def own_tokenizer(model: ModelConfig) -> ModelConfig:
+def use_model_tokenizer(model: ModelConfig) -> ModelConfig:
     """Return `model` with its own tokenizer where none is named and it has one. Collective."""
     if model.tokenizer_name_or_path is not None:
         return model
@@ -138,7 +138,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
+def choose_pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
     """Return the token that fills up; it is never learned, so any that has an embedding will do."""
     for name in ("pad_token_id", "eos_token_id"):
         if (found := getattr(tokenizer, name, None)) is not None:

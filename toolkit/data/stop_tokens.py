@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.prepared import PreparedFeed
-from toolkit.data.tokens.tokenizer import pad_id
+from toolkit.data.tokens.tokenizer import choose_pad_id
 from toolkit.errors import ModelError
 from toolkit.formats import assets_of
 from toolkit.models.reward import set_pooling_token
@@ -21,7 +21,7 @@ _LOOKED_AT = 64  # examples of each source
 _SHARE = 0.5  # of a source's answers
 
 
-def learned_ends(feed: Feed, tokenizer: Tokenizer) -> list[int]:
+def find_stop_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
     """Return the special tokens with which at least half of a source's answers end, by its first
     examples; of a stream by what is evaluated on.
     """
@@ -39,7 +39,7 @@ def learned_ends(feed: Feed, tokenizer: Tokenizer) -> list[int]:
     return sorted(found)
 
 
-def end_with(model: PreTrainedModel, ends: list[int], tokenizer: Tokenizer) -> str:
+def add_stop_tokens(model: PreTrainedModel, ends: list[int], tokenizer: Tokenizer) -> str:
     """Let generation with `model` and its exports stop at `ends` too; return the line that says so,
     empty where it did already.
     """
@@ -57,11 +57,11 @@ def end_with(model: PreTrainedModel, ends: list[int], tokenizer: Tokenizer) -> s
     return f"ends       {names} ends a learned answer: added to eos_token_id of {_FILE}"
 
 
-def reward_at(model: PreTrainedModel, tokenizer: Tokenizer) -> str:
+def set_reward_position(model: PreTrainedModel, tokenizer: Tokenizer) -> str:
     """Let a reward model and its exports read rewards before what fills up; return the line that
     says so.
     """
-    pad = pad_id(tokenizer)
+    pad = choose_pad_id(tokenizer)
     set_pooling_token(model, assets_of(model), pad)
     also = " (which ends texts, too: it is passed over)" if pad == tokenizer.eos_token_id else ""
     return (
