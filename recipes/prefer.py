@@ -1,12 +1,12 @@
-"""Teach a causal language model by preferences: pairs of a chosen and a rejected answer (DPO).
+"""Tune a causal language model by preferences: pairs of a chosen and a rejected answer (DPO).
 
     accelerate launch --config_file accelerate_configs/cpu.yaml \\
         recipes/prefer.py --config recipes/configs/prefer_tiny.yaml
 
-Also under `torchrun` and plain `python`. Without a config and a model it runs the demo's. The same
-command on the same output_dir resumes.
+`torchrun` and plain `python` work, too. Without a config and a model, the demo runs. The same
+command on the same output_dir resumes the run.
 
-Every call below is made by every rank; those that can fail on one rank fail on all of them.
+Every rank makes every call below. If a call fails on one rank, it fails on all of them.
 """
 
 from pathlib import Path
@@ -23,28 +23,29 @@ DEMO = Path(__file__).parent / "configs" / "prefer_tiny.yaml"
 
 
 def prefer(cfg: PreferConfig, run: Run) -> None:
-    # ---- What can be refused is refused before anything is loaded --------------------------------
-    folder = RunFolder(cfg, run)  # keeps other starts out
-    cfg = checkpoint.adopt_adapter(cfg)  # rank and targets of `lora.from`
-    base, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
-    cfg = planning.resolve_auto(cfg, base, run, folder)  # `auto` is decided
+    """Tune a model by preferences from start to export, or resume the run in `cfg.output_dir`."""
+    # ---- Checks, model, data and mesh; no weights are loaded yet ---------------------------------
+    folder = RunFolder(cfg, run)  # locks output_dir for this run
+    cfg = checkpoint.adopt_adapter(cfg)  # takes rank and targets from `lora.from`
+    base, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes without values
+    cfg = planning.resolve_auto(cfg, base, run, folder)  # settings on `auto` get values
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
-    objective = objectives.build(cfg, mesh)  # the loss, its metrics and its reference
+    objective = objectives.build(cfg, mesh)  # the loss, its metrics, its reference model
     data = prepare_data(cfg, base, model_cfg, run, mesh, objective.metrics)
     model = adapters.prepare_adapters(base, cfg.adapters, cfg.sharding.param_dtype)
-    objective.prepare_model(model)  # no dropout: the model and its reference are one function
+    objective.prepare_model(model)  # switches dropout off
     assembly.check_before_loading(cfg, model, data, objective)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
-    # ---- The state: a new one, or where an earlier start left off --------------------------------
-    # The newest checkpoint that verifies; the data's position is moved to it.
+    # ---- The training state: new, or restored from a checkpoint ----------------------------------
+    # The newest checkpoint that verifies, if there is one. The data position is set to it.
     saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
-    objective.restore(model, data, folder.root, saved)  # the reference values that it holds
+    objective.restore(model, data, folder.root, saved)  # reads reference values
     empty = saved is not None and not objective.needs_start
-    assembly.load_weights(sharded, cfg, run, empty=empty)  # and those of `lora.from`
+    assembly.load_weights(sharded, cfg, run, empty=empty)  # and adapters of `lora.from`
     training.seed_everything(cfg.seed, run.rank)
-    run.log(objective.prepare(sharded))  # the reference, from the model that training starts from
-    optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
+    run.log(objective.prepare(sharded))  # computes missing reference values
+    optimizer = training.build_optimizer(model, cfg.optim)  # after sharding: its state is sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
     state = TrainState(model, optimizer, scheduler, data.position, files=objective.files)
     checkpoint.restore(state, saved)
@@ -57,41 +58,41 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     run.log(stopping.line(state.step))
     for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
         counts = [objective.counts(batch) for batch in micro_batches]
-        update = training.Update(sharded, micro_batches, counts, metrics.router)  # of all ranks
+        update = training.Update(sharded, micro_batches, counts, metrics.router)  # over all ranks
         for batch in update:
-            loss = objective(model, batch)  # a sum over the batch's pairs
-            update.mean(loss).backward()  # of the global batch
+            loss = objective(model, batch)  # the sum over the pairs of the micro-batch
+            update.mean(loss).backward()  # its share of the mean over the global batch
         stats = update.step(optimizer, cfg.optim.max_grad_norm, metrics.guards.spikes)
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
         data.position.advance()
         training.collect_garbage(step)
-        last = step == data.max_steps or training.stop_requested()
-        evaluated = {}
-        if data.evals and (last or training.is_due(step, cfg.train.eval_steps)):
+        is_last = step == data.max_steps or training.stop_requested()
+        eval_metrics = {}
+        if data.evals and (is_last or training.is_due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = training.evaluate_metrics(sharded, data.evals, objective)
+                eval_metrics = training.evaluate_metrics(sharded, data.evals, objective)
                 training.answer_prompts(model, data.tokenizer, cfg.train, folder.samples, step)
-            last = stopping.update(evaluated) or last
+            is_last = stopping.update(eval_metrics) or is_last
             run.log(stopping.line(step))
-        metrics.step(step, stats, learning_rate, **evaluated)
-        if step == metrics.first_step + 5:  # not at the first, whose learning rate may be zero
+        metrics.step(step, stats, learning_rate, **eval_metrics)
+        if step == metrics.first_step + 5:  # in the first steps the learning rate may be zero
             run.log(*adapters.idle_adapter_warnings(model))
-        if last or training.is_due(step, cfg.checkpoint.save_steps):
+        if is_last or training.is_due(step, cfg.checkpoint.save_steps):
             metrics.check_finite(step)
-            state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
+            state.step, state.tokens, state.metrics = step, metrics.tokens, eval_metrics
             with metrics.pause():
-                path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
+                path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not is_last)
                 run.log(checkpoint.saved_line(path))
                 run.log(*data.reading_lines(), export.prove_adapter(state, path))
         if training.is_due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
             with metrics.pause():
-                run.log(export.export_step(model, folder.path, step, may_fail=not last))
-        if last:
+                run.log(export.export_step(model, folder.path, step, may_fail=not is_last))
+        if is_last:
             break
 
-    # ---- What was done, and what comes next ------------------------------------------------------
+    # ---- Export and publish ----------------------------------------------------------------------
     checkpoint.wait()
     training.leave_loop(state.step)
     if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):

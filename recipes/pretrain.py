@@ -1,12 +1,12 @@
-"""Pretrain a causal language model, from random weights or from a checkpoint, sharded with FSDP2.
+"""Pretrain a causal language model, from random weights or from a checkpoint, with FSDP2.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml \\
         recipes/pretrain.py --config recipes/configs/pretrain_tiny.yaml --train.max_steps 20
 
-Also under `torchrun --nproc_per_node 2 recipes/pretrain.py ...` and plain `python`. Without a
-config and a model it runs the demo's. The same command on the same output_dir resumes.
+`torchrun --nproc_per_node 2 recipes/pretrain.py ...` and plain `python` work, too. Without a config
+and a model, the demo runs. The same command on the same output_dir resumes the run.
 
-Every call below is made by every rank; those that can fail on one rank fail on all of them.
+Every rank makes every call below. If a call fails on one rank, it fails on all of them.
 """
 
 from pathlib import Path
@@ -23,22 +23,23 @@ DEMO = Path(__file__).parent / "configs" / "pretrain_tiny.yaml"
 
 
 def pretrain(cfg: PretrainConfig, run: Run) -> None:
-    # ---- What can be refused is refused before anything is loaded --------------------------------
-    folder = RunFolder(cfg, run)  # keeps other starts out
-    model, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes, no bytes
-    cfg = planning.resolve_auto(cfg, model, run, folder)  # `auto` is decided
+    """Pretrain a model from start to export, or resume the run in `cfg.output_dir`."""
+    # ---- Checks, model, data and mesh; no weights are loaded yet ---------------------------------
+    folder = RunFolder(cfg, run)  # locks output_dir for this run
+    model, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes without values
+    cfg = planning.resolve_auto(cfg, model, run, folder)  # settings on `auto` get values
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
     objective = objectives.build(cfg, mesh)  # the loss and its metrics
     data = prepare_data(cfg, model, model_cfg, run, mesh, objective.metrics)
     assembly.check_before_loading(cfg, model, data, objective)
     sharded = apply_fsdp(model, mesh, cfg.sharding, fixed_length=data.fixed_length)
 
-    # ---- The state: a new one, or where an earlier start left off --------------------------------
-    # The newest checkpoint that verifies; the data's position is moved to it.
+    # ---- The training state: new, or restored from a checkpoint ----------------------------------
+    # The newest checkpoint that verifies, if there is one. The data position is set to it.
     saved = checkpoint.find_resumable(folder.root, model, data, cfg.checkpoint)
     loading.load_or_init(sharded, cfg.model, run.device, cfg.seed, empty=saved is not None)
     training.seed_everything(cfg.seed, run.rank)
-    optimizer = training.build_optimizer(model, cfg.optim)  # its state is born sharded
+    optimizer = training.build_optimizer(model, cfg.optim)  # after sharding: its state is sharded
     scheduler = training.build_scheduler(optimizer, cfg.optim, data.max_steps)
     state = TrainState(model, optimizer, scheduler, data.position)
     checkpoint.restore(state, saved)
@@ -48,37 +49,37 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
     for step, micro_batches in data.steps(after=state.step):
-        update = training.Update(sharded, micro_batches, router=metrics.router)  # of all ranks
+        update = training.Update(sharded, micro_batches, router=metrics.router)  # over all ranks
         for batch in update:
-            loss = objective(model, batch)  # a sum over the batch's targets
-            update.mean(loss).backward()  # of the global batch
+            loss = objective(model, batch)  # the sum over the targets of the micro-batch
+            update.mean(loss).backward()  # its share of the mean over the global batch
         stats = update.step(optimizer, cfg.optim.max_grad_norm, metrics.guards.spikes)
         learning_rate = float(scheduler.get_last_lr()[0])
         scheduler.step()
         data.position.advance()
         training.collect_garbage(step)
-        last = step == data.max_steps or training.stop_requested()
-        evaluated = {}
-        if data.evals and (last or training.is_due(step, cfg.train.eval_steps)):
+        is_last = step == data.max_steps or training.stop_requested()
+        eval_metrics = {}
+        if data.evals and (is_last or training.is_due(step, cfg.train.eval_steps)):
             with metrics.pause():
-                evaluated = training.evaluate_metrics(sharded, data.evals, objective)
-        metrics.step(step, stats, learning_rate, **evaluated)
+                eval_metrics = training.evaluate_metrics(sharded, data.evals, objective)
+        metrics.step(step, stats, learning_rate, **eval_metrics)
 
-        if last or training.is_due(step, cfg.checkpoint.save_steps):
+        if is_last or training.is_due(step, cfg.checkpoint.save_steps):
             metrics.check_finite(step)
-            state.step, state.tokens, state.metrics = step, metrics.tokens, evaluated
+            state.step, state.tokens, state.metrics = step, metrics.tokens, eval_metrics
             with metrics.pause():
-                path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not last)
+                path = checkpoint.save(state, folder.root, cfg.checkpoint, may_fail=not is_last)
             run.log(checkpoint.saved_line(path))
             run.log(*data.reading_lines())
         if training.is_due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
             with metrics.pause():
-                run.log(export.export_step(model, folder.path, step, may_fail=not last))
-        if last:
+                run.log(export.export_step(model, folder.path, step, may_fail=not is_last))
+        if is_last:
             break
 
-    # ---- What was done, and what comes next ------------------------------------------------------
+    # ---- Export and publish ----------------------------------------------------------------------
     checkpoint.wait()
     training.leave_loop(state.step)
     if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):

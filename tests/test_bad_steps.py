@@ -167,10 +167,10 @@ def run(tmp_path, monkeypatch) -> Any:
     save_tiny_model(tmp_path / "model")
     mark = AutoTokenizer.from_pretrained(tmp_path / "model").convert_tokens_to_ids("#")
     text = (ROOT / "recipes" / "finetune.py").read_text("utf-8")
-    loss = "loss = loss_of(model, batch, z_loss=cfg.train.z_loss)"
+    loss = "loss = objective(model, batch)"
     assert text.count(loss) == 1
     factor = f"(float('nan') if (batch.inputs['input_ids'] == {mark}).any() else 1.0)"
-    edit = f"loss = training.LossSum(loss_of(model, batch).total * {factor}, batch.count)"
+    edit = f"loss = training.LossSum(objective(model, batch).total * {factor}, batch.count)"
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     recipe = tmp_path / "recipes" / "finetune.py"
     recipe.write_text(text.replace(loss, edit), "utf-8")

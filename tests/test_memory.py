@@ -128,7 +128,7 @@ def test_running_out_of_memory_ends_all_ranks_with_what_would_fit(
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     recipe = tmp_path / "recipes" / "pretrain.py"
     text = recipe.read_text("utf-8").replace(
-        "training.causal_lm_loss(model", "causal_lm_loss(model"
+        "loss = objective(model", "loss = causal_lm_loss(model"
     )
     recipe.write_text(text.replace("\ndef pretrain(", PLANTED + "\ndef pretrain("), "utf-8")
     given = flags(tiny_llama, text_file, tmp_path / "run")

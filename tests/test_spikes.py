@@ -130,6 +130,7 @@ def test_a_spike_of_one_rank_changes_nothing_on_any(tmp_path, optim, watched) ->
 SPIKY = """
 import runpy
 from toolkit import training
+from toolkit.objectives import causal_lm
 from toolkit.training.guards.bad_steps import Spikes
 
 Spikes.__init__.__kwdefaults__["window"] = 6
@@ -139,7 +140,7 @@ def spiky(m, b, **more):
     factor = 1.0 + 50.0 * (b.inputs["input_ids"] == {mark}).any()
     return training.LossSum(plain(m, b, **more).total * factor, b.count)
 
-training.causal_lm_loss = spiky
+causal_lm.causal_lm_loss = spiky
 runpy.run_path({recipe!r}, run_name="__main__")
 """
 

@@ -27,7 +27,7 @@ REPEATED = ("train/loss", "train/grad_norm", "train/learning_rate", "train/token
 def train(folder: Path, model: Path, text: Path, report_to: str, end: str, code: int) -> Path:
     """End a run after step 6, resume it from step 4 to step 8; return its folder."""
     recipe = (ROOT / "recipes/pretrain.py").read_text("utf-8")
-    after = "        metrics.step(step, stats, learning_rate, **evaluated)\n"
+    after = "        metrics.step(step, stats, learning_rate, **eval_metrics)\n"
     assert after in recipe
     ending = f"{after}        if step == {ENDED_AT}: {end}\n"
     (folder / "ended.py").write_text(recipe.replace(after, ending), "utf-8")
