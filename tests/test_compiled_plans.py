@@ -22,9 +22,8 @@ from toolkit.planning import simulation
 from toolkit.planning.devices import KNOWN, this_host
 from toolkit.planning.estimates import NCCL, RESERVE, reserved_bytes
 from toolkit.planning.fake_ranks import fake_world, sharded
-from toolkit.planning.fused import fused_operations
 from toolkit.planning.measuring import measure
-from toolkit.planning.meter import Meter
+from toolkit.planning.meter import Meter, fused_operations
 from toolkit.planning.simulation import simulate
 
 CPU = torch.device("cpu")
@@ -53,7 +52,7 @@ def _kept(cfg: RunConfig) -> int:
     backend = cfg.sharding.torch_compile_backend
     with sharded(cfg, 1, 0, "cpu", compile_by=backend) as (made, _):
         model = made.model
-        simulation._filled(model, cfg, CPU)
+        simulation.materialise_run(model, cfg, CPU)
         ids = torch.randint(8, 1000, (ROWS, LENGTH))
         batch = {"input_ids": ids, "labels": ids}
         loss_sum(model.train(), batch)  # compiles

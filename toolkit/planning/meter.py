@@ -1,45 +1,60 @@
-"""What a step allocates, computes and sends, counted while it runs on tensors without bytes.
+"""Count what a step allocates, computes and sends, while it runs on tensors without bytes.
 
-A dispatch mode sees every operation. Each storage that an operation makes counts from then until
-Python lets go of it, under the kind of work that made it; FSDP2's own labels (`record_function`)
-tell gathered parameters from gradients on their way. Knows no model and no settings.
+A dispatch mode sees every operation. A storage counts from the operation that creates it until
+Python frees it, under the kind of work that created it. FSDP2's own labels (`record_function`)
+distinguish gathered parameters from gradients that are being reduced. Knows no model and no
+settings.
+
+[Note: fused operations] In a compiled graph, operations between two matrix products become one
+kernel, so the values between them are neither read nor written. What inductor fuses in practice is
+more fine-grained; this estimate distinguishes compiled layers from eager ones.
 """
 
 import contextlib
+import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from toolkit.formats import torch_private
-from toolkit.planning.fused import Operations, fused_operations
 from toolkit.sharding.host_memory import TO_HOST
 
-_aten: Any = torch.ops.aten
-PARAMETERS, BUFFERS, GRADIENTS, STATE = "parameters", "buffers", "gradients", "optimizer state"
-GATHERED, REDUCED = "gathered parameters", "gradients being reduced"
-ACTIVATIONS, HOST = "activations", "host"
-WORKING = {"forward": ACTIVATIONS, "backward": "backward", "optimizer step": "optimizer step"}
-"""Phase of a step -> kind of what it makes."""
+Operations = Counter[tuple[float, int, bool]]
+"""(floating-point operations, bytes read and written, in 16 bits) -> number of operations."""
 
-_KEPT = {PARAMETERS, BUFFERS, GRADIENTS, STATE}
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
-# What the host would read of the device: any loss, every token supervised, nothing drawn.
-_ALL_TRUE = {_aten.equal.default, _aten.is_nonzero.default}
-_COMPILER = "_dynamo.backends.debugging"  # which runs graphs as they are
-_OfOperators = torch_private("_ops", "HigherOrderOperator")
+PARAMETERS = "parameters"
+BUFFERS = "buffers"
+GRADIENTS = "gradients"
+STATE = "optimizer state"
+GATHERED = "gathered parameters"
+REDUCED = "gradients being reduced"
+ACTIVATIONS = "activations"
+HOST = "host"
+WORKING = {"forward": ACTIVATIONS, "backward": "backward", "optimizer step": "optimizer step"}
+"""Phase of a step -> kind of the memory that it allocates."""
+
+_aten: Any = torch.ops.aten
+# Kinds that a rank holds between two steps.
+_PERSISTENT = {PARAMETERS, BUFFERS, GRADIENTS, STATE}
+_MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
+# Answers that the host would read from the device: any loss, every token supervised, nothing drawn.
+_ANSWERED_TRUE = {_aten.equal.default, _aten.is_nonzero.default}
+_COMPILER = "_dynamo.backends.debugging"  # its `boxed_nop` runs graphs as they are
+_HigherOrderOperator = torch_private("_ops", "HigherOrderOperator")
 _WITH_RANDOM_STATE = {"run_and_save_rng_state", "run_with_rng_state"}
-# By which DTensor tries an operation that it meets first on whole tensors without bytes, to learn
-# the shape of its result. Those are none of the step's.
-_TRIAL = "_propagate_tensor_meta_non_cached"
+# DTensor calls this for an operation that it meets for the first time, to learn the shape of the
+# result from full tensors without bytes. The step does not need their memory.
+_SHAPE_TRIAL = "_propagate_tensor_meta_non_cached"
 _COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
@@ -50,12 +65,11 @@ _COLLECTIVES = {
 
 @dataclass
 class Peak:
-    """The largest moment of a phase."""
+    """The moment of a phase at which most memory is in use."""
 
     nbytes: int = 0
     working: int = 0
-    """Of them, what is not held between two steps: activations, gathered parameters and the like.
-    """
+    """Bytes of them that are not held between two steps, such as activations."""
     kinds: dict[str, int] = field(default_factory=dict)
     """Kind -> bytes."""
     layer: str = ""
@@ -64,12 +78,11 @@ class Peak:
 
 @dataclass
 class Work:
-    """Operations and traffic, to be turned into time by the figures of a device."""
+    """Operations and traffic, from which a device's figures give the time."""
 
     operations: Operations = field(default_factory=Counter)
-    """(floating-point operations, bytes read and written, in 16 bits) -> how often."""
     traffic: Counter[tuple[str, int, int]] = field(default_factory=Counter)
-    """(collective, bytes of the whole tensor, ranks) -> how often."""
+    """(collective, bytes of the full tensor, ranks) -> number of calls. 0 ranks are all."""
 
     def __mul__(self, times: int) -> "Work":
         return Work(*(Counter({k: n * times for k, n in c.items()}) for c in vars(self).values()))
@@ -77,19 +90,21 @@ class Work:
 
 @dataclass
 class _LiveStorage:
+    """A storage that is in use."""
+
     kind: str
     nbytes: int = 0
 
 
 class Meter(TorchDispatchMode):
-    """Counts bytes, operations and traffic of what runs inside, on fake tensors of a CPU.
+    """Counts bytes, operations and traffic of the code inside, on fake tensors of a CPU.
 
-    Code that `torch.compile` makes is counted as it runs, not while it is made.
+    Code that `torch.compile` generates is counted when it runs, not while it is compiled.
 
     Args:
-        absent: kinds that are not in the device's memory, such as what is offloaded.
+        absent: kinds that are not in the device's memory, such as offloaded ones.
         granularity: bytes that an allocation is rounded up to.
-        gloo: collectives are gloo's, which reduces a copy of what it scatters.
+        gloo: collectives are those of gloo, which copies what it reduces.
     """
 
     supports_higher_order_operators = True
@@ -99,132 +114,158 @@ class Meter(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.live: Counter[str] = Counter()
-        """Kind -> bytes that are held now."""
+        """Kind -> bytes in use now."""
         self.peaks: dict[str, Peak] = {}
-        """Phase -> its largest moment."""
+        """Phase of the step -> its peak."""
         self.work: dict[str, Work] = {}
-        """Part of a step -> what it computes and sends."""
+        """Part of the step -> what it computes and sends."""
         self.layer = ""
-        self._absent, self._granularity, self._gloo = {HOST, *absent}, granularity, gloo
-        self._phase, self._part, self._labels = "", "", list[str]()
-        self._held: dict[int, _LiveStorage] = {}
-        self._total, self._aside, self._compiled = 0, 0, 0
+        """The decoder layer that runs; set by the caller."""
+        self._absent = {HOST, *absent}
+        self._granularity = granularity
+        self._gloo = gloo
+        self._phase = ""
+        self._part = ""
+        self._labels: list[str] = []
+        self._storages: dict[int, _LiveStorage] = {}
+        self._total_bytes = 0
+        self._shape_trials = 0
+        """Number of shape trials that are running, nested."""
+        self._compiled_graphs = 0
+        """Number of compiled graphs that are running, nested."""
         self._compilation = torch_private("_guards", "CompileContext")
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let `torch.compile` work inside; torch asks."""
+        """Tell torch that code inside may be compiled."""
         return True
 
     def begin(self, phase: str, part: str = "") -> None:
-        """Let a phase of a step begin, and, where one is named, a part of it."""
-        self._phase, self._part = phase, part or self._part
+        """Start a phase of the step, and with `part` a part of it whose work counts separately."""
+        self._phase = phase
+        self._part = part or self._part
         self.peaks.setdefault(phase, Peak())
         self.work.setdefault(self._part, Work())
-        self._mark()
+        self._update_peak()
 
     def claim(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Count the memory of `tensors` under `kind` from here on."""
+        """Count the memory of tensors under another kind from now on."""
         for tensor in tensors:
-            self._count(tensor, kind, anew=True)
+            self._count(tensor, kind, replaces_kind=True)
 
     @contextlib.contextmanager
     def running(self, *, compiled: bool = False) -> Iterator[None]:
-        """Count what runs inside; `compiled`: some of it is by `torch.compile`."""
-        resize, meter = torch.UntypedStorage.resize_, self
-        propagator = torch_private("distributed.tensor._sharding_prop", "ShardingPropagator")
-        propagate = getattr(propagator, _TRIAL)
+        """Count the code inside the context.
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # seen by no dispatch mode
+        Args:
+            compiled: some of the code is compiled by `torch.compile`.
+        """
+        meter = self
+        resize = torch.UntypedStorage.resize_
+        propagator = torch_private("distributed.tensor._sharding_prop", "ShardingPropagator")
+        try_shape = getattr(propagator, _SHAPE_TRIAL)
+
+        # No dispatch mode sees that a storage is resized.
+        def counting_resize(storage: torch.UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
-            if (held := meter._held.get(id(storage))) is not None:
-                meter._change(held, storage.nbytes())
+            if (live := meter._storages.get(id(storage))) is not None:
+                meter._resize(live, storage.nbytes())
             return out
 
-        def tried(*args: Any) -> Any:
-            meter._aside += 1
+        def uncounted_trial(*args: Any) -> Any:
+            meter._shape_trials += 1
             try:
-                return propagate(*args)
+                return try_shape(*args)
             finally:
-                meter._aside -= 1
+                meter._shape_trials -= 1
 
         with contextlib.ExitStack() as patches:
-            for owner, name, own in (
-                (torch.UntypedStorage, "resize_", resized),
-                (propagator, _TRIAL, tried),
-            ):
-                patches.enter_context(mock.patch.object(owner, name, own))
-            if compiled:  # seconds to import
-                patches.enter_context(self._graphs_told())
+            patch = mock.patch.object(torch.UntypedStorage, "resize_", counting_resize)
+            patches.enter_context(patch)
+            patches.enter_context(mock.patch.object(propagator, _SHAPE_TRIAL, uncounted_trial))
+            # The compiler takes seconds to import.
+            if compiled:
+                patches.enter_context(self._counting_graphs())
             with self:
                 yield
 
-    def _graphs_told(self) -> Any:
-        """Count the operations of each compiled graph that runs, as if they were fused."""
-        compile_graph, meter = torch_private(_COMPILER, "boxed_nop"), self
+    def _counting_graphs(self) -> Any:
+        """Build a context that counts the fused operations of each compiled graph that runs."""
+        meter = self
+        compile_graph = torch_private(_COMPILER, "boxed_nop")
 
-        def told(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-            run, operations = compile_graph(graph, inputs), fused_operations(graph.graph, _flops)
+        def compile_and_count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            run = compile_graph(graph, inputs)
+            operations = fused_operations(graph.graph, _flops)
 
-            def counted(args: Any) -> Any:
+            def run_and_count(args: Any) -> Any:
                 if meter._part:
                     meter.work[meter._part].operations += operations
-                meter._compiled += 1
+                meter._compiled_graphs += 1
                 try:
                     return run(args)
                 finally:
-                    meter._compiled -= 1
+                    meter._compiled_graphs -= 1
 
-            counted._boxed_call = True  # type: ignore[attr-defined]
-            return counted
+            run_and_count._boxed_call = True  # type: ignore[attr-defined]
+            return run_and_count
 
         patches = contextlib.ExitStack()
-        patches.enter_context(mock.patch(f"torch.{_COMPILER}.boxed_nop", told))
-        # A graph for each kind of layer: sizes that are symbols would be counted as nothing.
+        patches.enter_context(mock.patch(f"torch.{_COMPILER}.boxed_nop", compile_and_count))
+        # Each kind of layer needs a graph of its own: a size that is a symbol counts as nothing.
         patches.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
         return patches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, _OfOperators):
-            return self._of_operators(func, args, kwargs or {})
-        if func.namespace == "prim" or self._aside or self._compilation.try_get() is not None:
-            return func(*args, **(kwargs or {}))
+        """Run an operation and count it; torch calls this for each one."""
+        kwargs = kwargs or {}
+        if isinstance(func, _HigherOrderOperator):
+            return self._run_higher_order(func, args, kwargs)
+        is_compiling = self._compilation.try_get() is not None
+        if func.namespace == "prim" or self._shape_trials or is_compiling:
+            return func(*args, **kwargs)
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # comes again, with the local tensors
+            # DTensor calls the operation again, with the local tensors.
+            return NotImplemented
         if func.namespace == "profiler":
-            self._label(func, args)
-            return func(*args, **(kwargs or {}))
-        if func in _ALL_TRUE:
+            self._follow_label(func, args)
+            return func(*args, **kwargs)
+        if func in _ANSWERED_TRUE:
             return True
         if func is _aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
-        if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # Kernels take other dtypes, the one for tensors without bytes does not.
-            like = [t.bfloat16() if isinstance(t, torch.Tensor) else t for t in args[:2]]
-            out = func(*like, *args[2:], **(kwargs or {})).to(args[0].dtype)
-        elif func is _aten.addmm.dtype_out:
-            out = kwargs["out"]  # torch 2.11's fake one takes the dtype for a factor
-        elif func is _aten.nonzero.default:
-            every = args[0].numel(), args[0].ndim
-            out = _aten.new_empty(args[0], every, dtype=torch.int64)
-        else:
-            out = func(*args, **(kwargs or {}))
-        kind = self._kind()
+        out = self._run_operation(func, args, kwargs)
+        kind = self._current_kind()
         if func.namespace == "c10d":
-            self._send(func, args)
+            self._count_collective(func, args)
         if not func.is_view:
             for tensor in tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):
                     self._count(tensor, kind)
-            if self._part and not self._compiled:
-                self._compute(func, args, kwargs or {}, out)
+            if self._part and not self._compiled_graphs:
+                self._count_work(func, args, kwargs, out)
         return out
 
-    def _of_operators(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation on fake tensors, which some operations do not support."""
+        if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # Kernels support other dtypes, but the implementation for fake tensors does not.
+            operands = [t.bfloat16() if isinstance(t, torch.Tensor) else t for t in args[:2]]
+            return func(*operands, *args[2:], **kwargs).to(args[0].dtype)
+        if func is _aten.addmm.dtype_out:
+            # The implementation of torch 2.11 mistakes the dtype for a factor.
+            return kwargs["out"]
+        if func is _aten.nonzero.default:
+            shape = args[0].numel(), args[0].ndim
+            return _aten.new_empty(args[0], shape, dtype=torch.int64)
+        return func(*args, **kwargs)
+
+    def _run_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator whose arguments are operators."""
-        if self._compilation.try_get() is not None or func.name() not in _WITH_RANDOM_STATE:
+        is_compiling = self._compilation.try_get() is not None
+        if is_compiling or func.name() not in _WITH_RANDOM_STATE:
             return func(*args, **kwargs)
-        # Attention in a compiled layer that recomputes: a kernel that might draw random numbers.
+        # Attention in a compiled layer that recomputes: the kernel could draw random numbers.
         with self:
             if func.name() == "run_with_rng_state":
                 return args[1](*args[2:], **kwargs)
@@ -232,14 +273,15 @@ class Meter(TorchDispatchMode):
 
     # ---- Memory ----------------------------------------------------------------------------------
 
-    def _label(self, func: Any, args: Any) -> None:
-        """Follow the labels that code puts around itself."""
+    def _follow_label(self, func: Any, args: Any) -> None:
+        """Follow the labels that code puts around itself by `record_function`."""
         if func is not torch.ops.profiler._record_function_enter_new.default:
             self._labels[-1:] = []
         else:
             self._labels.append(str(args[0]))
 
-    def _kind(self) -> str:
+    def _current_kind(self) -> str:
+        """Derive the kind of new memory from the innermost known label, or from the phase."""
         for label in reversed(self._labels):
             if label == TO_HOST:
                 return HOST
@@ -249,88 +291,167 @@ class Meter(TorchDispatchMode):
                 return GATHERED
         return WORKING.get(self._phase, self._phase)
 
-    def _count(self, tensor: torch.Tensor, kind: str, anew: bool = False) -> None:
+    def _count(self, tensor: torch.Tensor, kind: str, replaces_kind: bool = False) -> None:
+        """Count the storage of a tensor, once, until it is freed."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if local.device.type == "meta":
             return
         storage = local.untyped_storage()
-        held = self._held.get(id(storage))
-        if held is None:
-            held = self._held[id(storage)] = _LiveStorage(kind)
-            weakref.finalize(storage, self._gone, id(storage)).atexit = False
-        elif anew and held.kind != kind:
-            size = held.nbytes
-            self._change(held, 0)
-            held.kind = kind
-            self._change(held, size)
-        self._change(held, storage.nbytes())
+        live = self._storages.get(id(storage))
+        if live is None:
+            live = self._storages[id(storage)] = _LiveStorage(kind)
+            weakref.finalize(storage, self._free, id(storage)).atexit = False
+        elif replaces_kind and live.kind != kind:
+            nbytes = live.nbytes
+            self._resize(live, 0)
+            live.kind = kind
+            self._resize(live, nbytes)
+        self._resize(live, storage.nbytes())
 
-    def _gone(self, key: int) -> None:
-        self._change(self._held.pop(key), 0)
+    def _free(self, key: int) -> None:
+        self._resize(self._storages.pop(key), 0)
 
-    def _change(self, held: _LiveStorage, nbytes: int) -> None:
+    def _resize(self, live: _LiveStorage, nbytes: int) -> None:
+        """Change the size of a storage, and with it the sums."""
         nbytes = -(-nbytes // self._granularity) * self._granularity
-        if more := nbytes - held.nbytes:
-            held.nbytes = nbytes
-            self.live[held.kind] += more
-            if held.kind not in self._absent:
-                self._total += more
-                if more > 0:
-                    self._mark()
+        if growth := nbytes - live.nbytes:
+            live.nbytes = nbytes
+            self.live[live.kind] += growth
+            if live.kind not in self._absent:
+                self._total_bytes += growth
+                if growth > 0:
+                    self._update_peak()
 
-    def _mark(self) -> None:
+    def _update_peak(self) -> None:
         peak = self.peaks.get(self._phase)
-        if peak is not None and self._total > peak.nbytes:
-            kinds = {kind: size for kind, size in self.live.items() if size}
-            held = sum(kinds.get(kind, 0) for kind in _KEPT - self._absent)
-            self.peaks[self._phase] = Peak(self._total, self._total - held, kinds, self.layer)
+        if peak is not None and self._total_bytes > peak.nbytes:
+            kinds = {kind: nbytes for kind, nbytes in self.live.items() if nbytes}
+            persistent = sum(kinds.get(kind, 0) for kind in _PERSISTENT - self._absent)
+            working = self._total_bytes - persistent
+            self.peaks[self._phase] = Peak(self._total_bytes, working, kinds, self.layer)
 
     # ---- Work ------------------------------------------------------------------------------------
 
-    def _send(self, func: Any, args: Any) -> None:
+    def _count_collective(self, func: Any, args: Any) -> None:
+        """Count what a collective sends, and the copy that gloo makes of it."""
         name = _COLLECTIVES.get(func._schema.name)
         tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
         if name is None or not tensors:
             return
         sizes = [t.numel() * t.itemsize for t in tensors]
         if name == "reduce_scatter":
-            self._count(tensors[0], GRADIENTS, anew=True)
+            self._count(tensors[0], GRADIENTS, replaces_kind=True)
             if self._gloo:
                 copy = _LiveStorage(REDUCED)
-                self._change(copy, max(sizes))
-                self._change(copy, 0)
-        parts = name in ("all_gather", "reduce_scatter")
-        ranks = max(sizes) // max(1, min(sizes)) if parts else 0  # 0: all of them
+                self._resize(copy, max(sizes))
+                self._resize(copy, 0)
+        # One tensor is the full one, the other the shard of a rank.
+        has_shards = name in ("all_gather", "reduce_scatter")
+        ranks = max(sizes) // max(1, min(sizes)) if has_shards else 0
         if self._part:
-            self.work[self._part].traffic[name, max(sizes) if parts else sum(sizes), ranks] += 1
+            nbytes = max(sizes) if has_shards else sum(sizes)
+            self.work[self._part].traffic[name, nbytes, ranks] += 1
 
-    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+    def _count_work(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Count the floating-point operations of an eager operation, and its memory traffic."""
         if func.namespace in ("c10d", "profiler"):
             return
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        moved = [t for t in (*inputs, *tree_leaves(out)) if isinstance(t, torch.Tensor)]
-        if not moved or func in (_aten.empty.memory_format, _aten.new_empty.default):
+        tensors = [t for t in (*inputs, *tree_leaves(out)) if isinstance(t, torch.Tensor)]
+        if not tensors or func in (_aten.empty.memory_format, _aten.new_empty.default):
             return
-        nbytes = sum(t.numel() * t.itemsize for t in moved)
-        half = min((t.itemsize for t in inputs if t.is_floating_point()), default=4) <= 2
+        nbytes = sum(t.numel() * t.itemsize for t in tensors)
+        is_half = min((t.itemsize for t in inputs if t.is_floating_point()), default=4) <= 2
         operations = self.work[self._part].operations
-        operations[float(_flops(func, args, kwargs, out)), nbytes, half] += 1
+        operations[float(_flops(func, args, kwargs, out)), nbytes, is_half] += 1
 
 
 def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
-    """Return the floating-point operations of a matrix product or an attention, 0 of all else."""
+    """Count the floating-point operations of a matrix product or an attention; 0 for others."""
     name = func._schema.name
-    if "flash_attention_for_cpu" in name:  # of a causal one half is left out
-        causal = kwargs.get("is_causal") or any(value is True for value in args)
-        share = 0.5 if causal else 1.0
-        backward = name.endswith("backward")
-        shapes = [t.shape for t in args if isinstance(t, torch.Tensor)][: 3 + backward]
-        # Keys and values that heads share count for each; torch 2.11 refuses them.
-        shapes = [torch.Size((s[0], shapes[backward][1], *s[2:])) for s in shapes]
-        return share * (sdpa_backward_flop_count if backward else sdpa_flop_count)(*shapes)
-    if name.rpartition("::")[2] in _PRODUCTS:
-        first = args[1 if "add" in name else 0]
-        groups = out.shape[0] if out.ndim > first.ndim else 1  # which share the inner dimension
-        return 2.0 * out.numel() * first.shape[-1] / groups
-    counted = flop_registry.get(func.overloadpacket)
-    return 0.0 if counted is None else float(counted(*args, **kwargs, out_val=out))
+    if "flash_attention_for_cpu" in name:
+        # Causal attention computes half of the products.
+        is_causal = kwargs.get("is_causal") or any(value is True for value in args)
+        share = 0.5 if is_causal else 1.0
+        is_backward = name.endswith("backward")
+        shapes = [t.shape for t in args if isinstance(t, torch.Tensor)][: 3 + is_backward]
+        # Keys and values that heads share count for each head; torch 2.11 refuses their shapes.
+        heads = shapes[is_backward][1]
+        shapes = [torch.Size((s[0], heads, *s[2:])) for s in shapes]
+        return share * (sdpa_backward_flop_count if is_backward else sdpa_flop_count)(*shapes)
+    if name.rpartition("::")[2] in _MATRIX_PRODUCTS:
+        operand = args[1 if "add" in name else 0]
+        # Groups share the inner dimension.
+        groups = out.shape[0] if out.ndim > operand.ndim else 1
+        return 2.0 * out.numel() * operand.shape[-1] / groups
+    count = flop_registry.get(func.overloadpacket)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
+
+
+# ---- Compiled graphs -----------------------------------------------------------------------------
+
+
+def fused_operations(graph: fx.Graph, flops: Callable[[Any, Any, Any, Any], float]) -> Operations:
+    """Count the kernels of a graph that AOTAutograd made; see [Note: fused operations].
+
+    Args:
+        graph: its nodes hold fake tensors.
+        flops: (operation, arguments, keyword arguments, result) -> floating-point operations; 0 if
+            the operation can be fused.
+    """
+    # Node -> the kernel that writes it; inputs of the graph have none.
+    kernel_of: dict[fx.Node, int] = {}
+    # View -> the node that it is a view of.
+    base_of: dict[fx.Node, fx.Node] = {}
+    kernel_flops: list[float] = []
+    can_extend = False  # the last kernel can take further operations
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        target, args = node.target, node.args
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            # It saves or restores the state of random numbers around an operation.
+            place = next(i for i, a in enumerate(args) if isinstance(a, torch._ops.OpOverload))
+            target, args = args[place], args[place + 1 :]
+        if target is operator.getitem or getattr(target, "is_view", False):
+            base_of[node] = base_of.get(args[0], args[0])
+            continue
+        arg_values, kwarg_values = tree_map_only(fx.Node, _value, (args, node.kwargs))
+        count = flops(target, arg_values, kwarg_values, _value(node))
+        if count or not can_extend:
+            kernel_flops.append(count)
+        can_extend = not count
+        kernel_of[node] = len(kernel_flops) - 1
+    # Dicts without values are sets that keep the order.
+    reads: list[dict[fx.Node, None]] = [{} for _ in kernel_flops]
+    writes: list[dict[fx.Node, None]] = [{} for _ in kernel_flops]
+    for node in graph.nodes:
+        kernel = kernel_of.get(node)
+        if kernel is None and node.op != "output":
+            continue
+        for argument in node.all_input_nodes:
+            source = base_of.get(argument, argument)
+            if kernel_of.get(source) != kernel:
+                if kernel is not None:
+                    reads[kernel][source] = None
+                if source in kernel_of:
+                    writes[kernel_of[source]][source] = None
+    operations: Operations = Counter()
+    for kernel, count in enumerate(kernel_flops):
+        tensors = [t for node in (*reads[kernel], *writes[kernel]) for t in _tensors(node)]
+        inputs = [t for n in reads[kernel] for t in _tensors(n) if t.is_floating_point()]
+        is_half = min((t.itemsize for t in inputs), default=4) <= 2
+        nbytes = sum(t.numel() * t.itemsize for t in tensors)
+        operations[count, nbytes, is_half] += 1
+    return operations
+
+
+def _value(node: fx.Node) -> Any:
+    """Get the fake tensor, or tensors, that a node stands for."""
+    return node.meta.get("val")
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """List the tensors of a node, without states of random numbers, whose size is not a number."""
+    tensors = (t for t in tree_leaves(_value(node)) if isinstance(t, torch.Tensor))
+    return [t for t in tensors if isinstance(t.numel(), int)]

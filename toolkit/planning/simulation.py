@@ -1,15 +1,16 @@
-"""A step of a run without its bytes: the real `train_step` as one rank, on fake tensors.
+"""Simulate a step of a run without its bytes: the real `train_step` as one rank, on fake tensors.
 
 Model, FSDP2, loss and optimizer are the run's own; the process group does not exist.
 
 [Note: fake step] FSDP2 issues, waits for and frees everything in the same order on a CPU mesh as on
-GPUs, and fake tensors carry shapes, dtypes and storages. So what is gathered, kept, recomputed and
-reduced at a time is not modelled here, it happens. What is left out: memory inside of kernels,
+GPUs, and fake tensors have shapes, dtypes and storages. So what is gathered, kept, recomputed and
+reduced at a time is not modelled here: it happens. Missing are the memory inside of kernels and the
 fragments of the allocator.
 
-[Note: compiled layers] Where the run compiles its layers, so does the plan: Dynamo, AOTAutograd and
-the partitioner are inductor's; what they make runs operation by operation. So a layer keeps for its
-backward what the run's keeps, and what inductor would fuse away counts for a moment.
+[Note: compiled layers] If the run compiles its layers, so does the plan: Dynamo, AOTAutograd and
+the partitioner are those of inductor, but the operations of the graphs run one by one. So a layer
+keeps for its backward what it keeps in the run, and values that inductor would fuse away count for
+a moment.
 """
 
 import contextlib
@@ -32,8 +33,7 @@ from toolkit.config.settings import RunConfig, ShardingConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import ToolkitError, one_line
 from toolkit.formats import local_tensor, transformers_private
-from toolkit.loading.materialisation import place_parameter
-from toolkit.loading.materialisation import set_tensor as put
+from toolkit.loading.materialisation import place_parameter, set_tensor
 from toolkit.mesh import DP_REPLICATE, DP_SHARD
 from toolkit.models.classes import model_class_name, original_class
 from toolkit.models.layers import decoder_layers, tied_families
@@ -52,7 +52,9 @@ from toolkit.training.router import build_router
 from toolkit.training.step import train_step
 
 Device = str | torch.device
-_SECTOR = 512  # bytes that CUDA's allocator rounds up to
+_ALLOCATION_BYTES = 512  # CUDA's allocator rounds up to multiples of it
+# A longer accumulation repeats the first of them.
+_MAX_MICRO_BATCHES = 2
 
 
 class PlanningError(ToolkitError):
@@ -60,12 +62,12 @@ class PlanningError(ToolkitError):
 
 
 class _CompilationError(PlanningError):
-    """A run that may be planned where its layers are not compiled."""
+    """A run that can be planned only without compiled layers."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of one rank between two steps."""
+    """Bytes that one rank holds between two steps."""
 
     parameters: int
     gradients: int
@@ -74,43 +76,50 @@ class State:
 
     @property
     def total(self) -> int:
+        """The sum, in bytes."""
         return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step of one rank takes."""
+    """What a step of one rank allocates, computes and sends."""
 
     model: str
+    """Class of the model."""
     values: int
-    """Parameters of the model."""
+    """Number of the model's parameters."""
     trained: int
+    """Number of the parameters that are trained."""
     mesh: tuple[int, int]
-    """dp_replicate x dp_shard."""
+    """(dp_replicate, dp_shard)."""
     state: State
     """Exact: the values of this rank's shards."""
     offloaded: int
-    """Bytes of them, and of activations at most, in host memory."""
+    """Bytes in host memory: the state, and the largest activations."""
     peaks: dict[str, Peak]
-    """Phase of the step -> its largest moment."""
+    """Phase of the step -> its peak."""
     work: dict[str, Work]
-    """Part of the step -> its operations and traffic; one micro-batch, and those of a step."""
+    """Part of the step -> its operations and traffic. The parts are the last micro-batch, the other
+    micro-batches together, and the optimizer's step."""
     model_flops_per_token: float
     largest_tensor: int
-    """Bytes of the largest parameter, whole, in its storage dtype."""
+    """Bytes of the largest parameter, unsharded, in its storage dtype."""
     checkpoint: int
     """Bytes of a checkpoint, of all ranks."""
     export: int
+    """Bytes of an export."""
     notes: tuple[str, ...] = ()
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    """As simulated, `auto` decided."""
+    """As simulated, with `auto` decided."""
 
     @property
     def peak(self) -> Peak:
+        """The largest peak of all phases."""
         return max(self.peaks.values(), key=lambda peak: peak.nbytes)
 
     @property
     def phase(self) -> str:
+        """The phase with the largest peak."""
         return max(self.peaks, key=lambda phase: self.peaks[phase].nbytes)
 
 
@@ -123,17 +132,26 @@ def simulate(
     device_memory: int | None = None,
     gloo: bool = True,
 ) -> Simulation:
-    """Return what `rank` of `world_size` takes for a step of `cfg`, without weights or a device.
+    """Simulate a step of one rank, without weights and without a device.
 
-    About 0.1 s a decoder layer, and 2 s a kind of layer where layers are compiled. `device_type`
-    decides what settings on `auto` become, with `device_memory` where that says it; on CPUs `gloo`
-    moves what is sent, through copies. PlanningError: the model's forward asks for values.
+    Takes about 0.1 s for a decoder layer, and 2 s for each kind of layer if layers are compiled.
+    Creates a fake process group.
+
+    Args:
+        cfg: the settings of the run.
+        world_size: the number of ranks.
+        rank: the rank to simulate.
+        device_type: `auto` is decided as on devices of this type.
+        device_memory: bytes of a device, which some settings on `auto` depend on.
+        gloo: on CPUs, count the copies that gloo makes of what it sends.
+
+    Raises:
+        PlanningError: the model's forward needs the values of tensors.
     """
-    where = cfg, world_size, rank, device_type, device_memory, gloo
     try:
-        return _simulated(*where, compiled=True)
+        return _simulate(cfg, world_size, rank, device_type, device_memory, gloo, compiled=True)
     except _CompilationError as error:
-        sim = _simulated(*where, compiled=False)
+        sim = _simulate(cfg, world_size, rank, device_type, device_memory, gloo, compiled=False)
         note = (
             "layers could not be compiled without values, so they are planned as eager ones: "
             f"{one_line(error, 200)}"
@@ -141,7 +159,7 @@ def simulate(
         return replace(sim, notes=(*sim.notes, note))
 
 
-def _simulated(
+def _simulate(
     cfg: RunConfig,
     world_size: int,
     rank: int,
@@ -150,13 +168,17 @@ def _simulated(
     gloo: bool,
     compiled: bool,
 ) -> Simulation:
-    """Return what `simulate` does; `compiled`: layers are, where the run's are."""
+    """Simulate a step; with `compiled`, layers are compiled if the run compiles them."""
     backend = TRACED if compiled and cfg.sharding.torch_compile_backend == "inductor" else None
-    where = cfg, world_size, rank, device_type, device_memory
-    with sharded(*where, compile_by=backend) as (made, sharding):
+    on_host = device_type == "cpu"
+    with sharded(cfg, world_size, rank, device_type, device_memory, compile_by=backend) as (
+        made,
+        sharding,
+    ):
         model = made.model
         base: Any = base_of(model)
         notes = _find_loss(base, model)
+        # Computed while the model is on meta, because the step replaces its tensors.
         facts: dict[str, Any] = {
             "model": model_class_name(base),
             "values": count_values(model),
@@ -166,107 +188,109 @@ def _simulated(
             "checkpoint": checkpoint_bytes(model, world_size, cfg.optim),
             "export": export_bytes(model),
         }
-        compiles = sharding.torch_compile == "layer"
-        if compiled and cfg.sharding.torch_compile not in (False, "none", "auto") and not compiles:
+        is_compiled = sharding.torch_compile == "layer"
+        asks_compilation = cfg.sharding.torch_compile not in (False, "none", "auto")
+        if compiled and asks_compilation and not is_compiled:
             notes.append("what torch_compile saves is not planned: activations are eager ones")
-        apart = sharding.cpu_offload and device_type != "cpu"  # there it is one memory
-        absent = [PARAMETERS, GRADIENTS, STATE] if apart else []
-        host = device_type == "cpu"
+        # On a CPU, device and host share one memory.
+        is_offloaded = sharding.cpu_offload and not on_host
+        absent = [PARAMETERS, GRADIENTS, STATE] if is_offloaded else []
         objective = build(cfg, made.mesh, device_type)
         objective.shard_models()
         batch = objective.largest_batch(planned_packing(cfg, base))
-        meter = Meter(absent, 1 if host else _SECTOR, gloo=gloo and host and world_size > 1)
+        granularity = 1 if on_host else _ALLOCATION_BYTES
+        meter = Meter(absent, granularity, gloo=gloo and on_host and world_size > 1)
+        has_mask = "attention_mask" in batch.inputs
         with FakeTensorMode(allow_non_fake_inputs=True):
             try:
-                padded = "attention_mask" in batch.inputs
-                with meter.running(compiled=compiles), _silent(), _values_told(padded):
+                with meter.running(compiled=is_compiled), _silence(), _real_masks(has_mask):
                     state = run_step(made, objective, meter, "cpu", batch)
             except ToolkitError:
                 raise
-            except Exception as error:  # an architecture may do anything on its way
-                failed = _CompilationError if compiles else PlanningError
-                raise failed(
+            except Exception as error:  # the model's code may do anything
+                error_class = _CompilationError if is_compiled else PlanningError
+                raise error_class(
                     f"a step of {model_class_name(base)} cannot be run without values: "
                     f"{one_line(error, 300)}"
                 ) from error
-        offloaded = state.total if apart else 0
-        offloaded += max(peak.kinds.get("host", 0) for peak in meter.peaks.values())
+        host_activations = max(peak.kinds.get("host", 0) for peak in meter.peaks.values())
         return Simulation(
+            **facts,
             mesh=(made.mesh.axes[DP_REPLICATE], made.mesh.axes[DP_SHARD]),
             state=state,
-            offloaded=offloaded,
+            offloaded=host_activations + (state.total if is_offloaded else 0),
             peaks=meter.peaks,
             work=meter.work,
             notes=tuple(notes),
             sharding=sharding,
-            **facts,
         )
 
 
 def _find_loss(base: Any, model: nn.Module) -> list[str]:
-    """Find by a tiny copy what `model` makes of its logits; return what is to be said of it.
-    A reward model makes none.
+    """Find out with a tiny copy how a model computes its logits, and mark `model` accordingly.
+
+    A reward model computes none.
+
+    Returns:
+        Notes for the user.
     """
     if reward_head(model) is not None:
         return []
     kinds = layer_kinds(base)
-    why = "it has no decoder layers to look at"
-    for small in shrunk_configs(base.config, kinds, None) if kinds else ():
-        said = io.StringIO()
+    reason = "it has no decoder layers"
+    for config in shrunk_configs(base.config, kinds, None) if kinds else ():
+        output = io.StringIO()
         try:
-            tiny = build_meta_model(original_class(base), small).to_empty(device="cpu").eval()
+            tiny = build_meta_model(original_class(base), config).to_empty(device="cpu").eval()
             for parameter in tiny.parameters():
                 nn.init.normal_(parameter, std=0.02)
             for buffer in tiny.buffers():
                 buffer.zero_()
-            with contextlib.redirect_stdout(said):
+            with contextlib.redirect_stdout(output):
                 take_loss_from(tiny, model)
-        except Exception as error:  # the next, milder cut is to be tried
-            why = one_line(error)
+        except Exception as error:  # the next config is closer to the real one
+            reason = one_line(error)
             continue
-        return said.getvalue().split("\n")[:-1]
-    raise PlanningError(f"{model_class_name(base)}: its loss cannot be tried on a tiny copy: {why}")
+        return output.getvalue().split("\n")[:-1]
+    raise PlanningError(
+        f"{model_class_name(base)}: its loss cannot be tried on a tiny copy: {reason}"
+    )
 
 
 def state_of(cfg: RunConfig, world_size: int, rank: int) -> State:
-    """Return the bytes that `rank` holds between two steps, without a step."""
+    """Count the bytes that a rank holds between two steps, without a step."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with sharded(cfg, world_size, rank, "cuda") as (made, _):
-        model, objective = made.model, build(cfg, made.mesh)
-        objective.shard_models()
-        with fake, Meter().running():
-            states = _filled(model, cfg, "cpu")[1]
-            trained = [p for p in model.parameters() if p.requires_grad]
-            parameters = _parameter_bytes(model, objective)
-            return State(parameters, local_bytes(trained), local_bytes(states))
+    with sharded(cfg, world_size, rank, "cuda") as (made, _), fake, Meter().running():
+        model = made.model
+        _, state = materialise_run(model, cfg, "cpu")
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return State(*map(local_bytes, (model.parameters(), trained, state)))
 
 
-def _parameter_bytes(model: nn.Module, objective: Objective) -> int:
-    """Return the bytes of this rank's shards, those of frozen models included."""
-    models = (model, *(frozen.model for frozen in objective.frozen.values()))
-    return sum(local_bytes(held.parameters()) for held in models)
-
-
-def _filled(
+def materialise_run(
     model: Any, cfg: RunConfig, device: Device
 ) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
-    """Give a sharded model on meta its memory; return its optimizer, begun, and the state."""
-    _materialise(model, device)
+    """Allocate a sharded model on meta, and the state of its optimizer.
+
+    Returns:
+        The optimizer, and the tensors of its state.
+    """
+    _materialise_model(model, device)
     optimizer = build_optimizer(model, cfg.optim)
     begin_state(optimizer)
-    return optimizer, [t for s in optimizer.state.values() for t in s.values()]
+    return optimizer, [t for state in optimizer.state.values() for t in state.values()]
 
 
-def _materialise(model: Any, device: Device) -> None:
+def _materialise_model(model: Any, device: Device) -> None:
     """Allocate the parameters and buffers of a sharded model on meta, with small values."""
     for names in tied_families(model).values():
         reference = model.get_parameter(names[0])
-        part = torch.zeros_like(local_tensor(reference), device=device)
-        if part.is_floating_point():
-            part.normal_(std=0.02)
-        place_parameter(model, names, part, reference)
+        shard = torch.zeros_like(local_tensor(reference), device=device)
+        if shard.is_floating_point():
+            shard.normal_(std=0.02)
+        place_parameter(model, names, shard, reference)
     for name, buffer in list(model.named_buffers()):
-        put(model, name, torch.zeros_like(buffer, device=device))
+        set_tensor(model, name, torch.zeros_like(buffer, device=device))
 
 
 def run_step(
@@ -278,56 +302,72 @@ def run_step(
     *,
     around: Callable[[Callable[[], object]], object] = lambda step: step(),
 ) -> State:
-    """Run a step of a sharded model on meta, with memory on `device`; see [Note: fake step].
+    """Run a step of a sharded model on meta, after allocating it; see [Note: fake step].
 
     Args:
-        batch: on the host, the micro-batch that every micro-batch of the step copies.
-        around: calls the step, which it is given.
-    """
-    model, cfg = sharded.model, objective.cfg
-    optimizer, states = _filled(model, cfg, device)
-    for frozen in objective.frozen.values():
-        _materialise(frozen.model, device)
-    gradients = 0
+        sharded: the model.
+        objective: computes the loss; its frozen models are allocated, too.
+        meter: gets the phases of the step and the kinds of its memory.
+        device: where memory is allocated.
+        batch: on the host; every micro-batch of the step is a copy of it.
+        around: gets a function that runs the step, and calls it.
 
-    def before_step(*_: Any) -> None:
-        nonlocal gradients
-        # Twice where the optimizer's step calls that of its class.
-        found = [p.grad for p in model.parameters() if p.grad is not None]
-        gradients = local_bytes(found)
-        meter.claim(found, GRADIENTS)
+    Returns:
+        What the rank holds after the step.
+    """
+    model = sharded.model
+    cfg = objective.cfg
+    optimizer, state = materialise_run(model, cfg, device)
+    frozen_models = [frozen.model for frozen in objective.frozen.values()]
+    for frozen_model in frozen_models:
+        _materialise_model(frozen_model, device)
+    gradient_bytes = 0
+
+    # Runs twice if the optimizer's step calls that of its base class.
+    def before_optimizer_step(*_: Any) -> None:
+        nonlocal gradient_bytes
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradient_bytes = local_bytes(gradients)
+        meter.claim(gradients, GRADIENTS)
         meter.begin("optimizer step", "step")
 
-    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_pre_hook(before_optimizer_step)
     model.train()
-    accumulated, count = cfg.train.gradient_accumulation_steps, 0
+    accumulation = cfg.train.gradient_accumulation_steps
+    simulated = min(_MAX_MICRO_BATCHES, accumulation)
+    forward_count = 0
 
-    def measured(module: nn.Module, batch: Batch) -> LossSum:
-        nonlocal count
-        count += 1
-        last = count == min(2, accumulated)
-        meter.begin("forward", "last micro-batch" if last else "other micro-batches")
-        out = objective(module, batch)
+    def compute_loss(module: nn.Module, batch: Batch) -> LossSum:
+        nonlocal forward_count
+        forward_count += 1
+        is_last = forward_count == simulated
+        meter.begin("forward", "last micro-batch" if is_last else "other micro-batches")
+        loss = objective(module, batch)
         meter.begin("backward")
-        return out
+        return loss
 
-    with _layers_told(model, meter):
-        for held in (model, *(frozen.model for frozen in objective.frozen.values())):
-            meter.claim(held.parameters(), PARAMETERS)
-            meter.claim(held.buffers(), BUFFERS)
-        meter.claim(states, STATE)
-        batches = [batch.to(device, copy=True) for _ in range(min(2, accumulated))]
+    with _follow_layers(model, meter):
+        for allocated in (model, *frozen_models):
+            meter.claim(allocated.parameters(), PARAMETERS)
+            meter.claim(allocated.buffers(), BUFFERS)
+        meter.claim(state, STATE)
+        batches = [batch.to(device, copy=True) for _ in range(simulated)]
         meter.claim((tensor for copy in batches for tensor in copy.tensors()), BUFFERS)
-        norm, router = cfg.optim.max_grad_norm, build_router(sharded, cfg)
-        step = partial(train_step, max_grad_norm=norm, loss=measured, router=router)
+        step = partial(
+            train_step,
+            max_grad_norm=cfg.optim.max_grad_norm,
+            loss=compute_loss,
+            router=build_router(sharded, cfg),
+        )
         around(lambda: step(sharded, optimizer, batches))
-    if accumulated > 1:
-        meter.work["other micro-batches"] *= accumulated - 1
-    return State(_parameter_bytes(model, objective), gradients, local_bytes(states))
+    if accumulation > 1:
+        meter.work["other micro-batches"] *= accumulation - 1
+    parameter_bytes = sum(local_bytes(m.parameters()) for m in (model, *frozen_models))
+    return State(parameter_bytes, gradient_bytes, local_bytes(state))
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that the first step makes, by a step on gradients of zeros."""
+    """Create the state of an optimizer as the first step does, by a step on zero gradients."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -336,19 +376,19 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this rank's parts of `tensors`."""
-    parts = [local_tensor(t.detach()) for t in tensors]
-    return sum(p.numel() * p.element_size() for p in parts)
+    """Sum the bytes of this rank's shards of tensors."""
+    shards = [local_tensor(t.detach()) for t in tensors]
+    return sum(t.numel() * t.element_size() for t in shards)
 
 
 @contextlib.contextmanager
-def _values_told(padded: bool) -> Iterator[None]:
-    """Let transformers build the attention mask that a run of such rows has.
+def _real_masks(has_mask: bool) -> Iterator[None]:
+    """Make transformers build the attention mask that the run builds.
 
-    Without values it always builds a mask, which is right for `padded` rows. Of full rows it reads
-    that they are not packed (`Meter` answers so), and builds none.
+    With fake tensors it always builds a mask, which is right for padded rows. For full rows the run
+    reads from the tensors that they are not packed, and builds none; `Meter` answers that read.
     """
-    if padded:
+    if has_mask:
         yield
         return
     transformers_private("masking_utils", "is_tracing")
@@ -357,36 +397,39 @@ def _values_told(padded: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keep back what torch logs of operations without values, whose error itself is told, and of
-    compiling, which the run says again.
+def _silence() -> Iterator[None]:
+    """Suppress what torch logs.
+
+    That is about operations without values, whose error is reported, and about compilation, which
+    the run logs again.
     """
-    before = logging.root.manager.disable
+    disabled_level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.disable(before)
+        logging.disable(disabled_level)
 
 
 @contextlib.contextmanager
-def _layers_told(model: nn.Module, meter: Meter) -> Iterator[None]:
-    """Tell `meter` which decoder layer runs, forward and backward."""
-
+def _follow_layers(model: nn.Module, meter: Meter) -> Iterator[None]:
+    """Keep `meter.layer` up to date in forward and backward."""
     with contextlib.ExitStack() as hooks:
         for name, layer in decoder_layers(base_of(model)).items():
-            # Not compiled, or each layer's name would make a graph of its own.
+            # Not compiled, because each layer's name would make a separate graph.
             @torch.compiler.disable
-            def tell(*_: Any, name: str = name) -> None:
+            def set_layer(*_: Any, name: str = name) -> None:
                 meter.layer = name
 
             @torch.compiler.disable
-            def after(_: nn.Module, __: Any, out: Any, tell: Callable = tell) -> None:
-                first = out[0] if isinstance(out, tuple) else out
-                if isinstance(first, torch.Tensor) and first.requires_grad:
-                    first.register_hook(lambda _: tell())
+            def follow_backward(
+                _: nn.Module, __: Any, out: Any, set_layer: Callable = set_layer
+            ) -> None:
+                hidden = out[0] if isinstance(out, tuple) else out
+                if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+                    hidden.register_hook(lambda _: set_layer())
 
-            hooks.enter_context(layer.register_forward_pre_hook(tell))
-            hooks.enter_context(layer.register_forward_hook(after))
+            hooks.enter_context(layer.register_forward_pre_hook(set_layer))
+            hooks.enter_context(layer.register_forward_hook(follow_backward))
         yield
