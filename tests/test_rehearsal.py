@@ -399,7 +399,7 @@ def test_7_a_resume_that_is_not_exact(folder) -> None:
         "update.mean(loss).backward()",
         "(update.mean(loss) * NOISE.uniform(0.9, 1.1)).backward()",
     )
-    refused(config(), "resume", "not the undisturbed one")
+    refused(config(), "resume", "differs from the run before the kill")
 
 
 @pytest.mark.plans

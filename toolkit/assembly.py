@@ -48,7 +48,10 @@ def check_before_loading(
     `start_checks`. Collective.
 
     Args:
+        cfg: the settings of the run, with `auto` decided.
         model: on meta, with its adapters, before sharding.
+        data: the prepared data.
+        objective: of the run; it may store files in each checkpoint.
 
     Raises:
         ToolkitError: the run would fail.
@@ -71,6 +74,9 @@ def load_weights(sharded: Sharded, cfg: RunConfig, run: Run, *, empty: bool) -> 
     They are the base, or random weights, and the adapter of `lora.from`.
 
     Args:
+        sharded: the model, on meta.
+        cfg: the settings of the run.
+        run: the processes of the run.
         empty: allocate memory only, because the values come from a checkpoint.
 
     Raises:

@@ -130,6 +130,7 @@ def check_start(cfg: RunConfig, world_size: int | None, device: str) -> str:
     a Hub id are not requested.
 
     Args:
+        cfg: the settings of the run.
         world_size: the number of processes; None if it is not known yet.
         device: a device type of torch.
 
@@ -161,7 +162,7 @@ def _silence() -> Iterator[None]:
 
 
 def _add_local_tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
-    """Add the tokenizer of the run if it exists already, and leave out kernels of the device."""
+    """Add the tokenizer of the run if it exists already, and drop kernels of the device."""
     model = replace(use_model_tokenizer(model), kernels="none")
     if not find_row_format(cfg.rows).is_documents or model.train_tokenizer or _has_remote_rows(cfg):
         return model
@@ -332,7 +333,9 @@ def check_continued_adapter(cfg: RunConfig, base: PreTrainedModel, *, resumes: b
     A resumed run does not read that adapter. One process.
 
     Args:
+        cfg: the settings of the run.
         base: on meta, without adapters; it is not changed.
+        resumes: the run has a checkpoint.
 
     Raises:
         ConfigError: names what does not fit.
@@ -446,12 +449,15 @@ def shard_on_meta(start: Start) -> str:
     world_size = start.world_size
     assert world_size is not None
     compiled = cfg.sharding.torch_compile
-    with sharded(cfg, world_size, model=start.model, torch_compile=compiled) as (made, sharding):
-        rows = unit_rows(made, sharding)
-        replicas = made.mesh.axes[DP_REPLICATE]
-        shards = made.mesh.axes[DP_SHARD]
+    with sharded(cfg, world_size, model=start.model, torch_compile=compiled) as (
+        sharded_model,
+        sharding,
+    ):
+        rows = unit_rows(sharded_model, sharding)
+        replicas = sharded_model.mesh.axes[DP_REPLICATE]
+        shards = sharded_model.mesh.axes[DP_SHARD]
         rank_bytes = size_text(sum(row.bytes_sharded for row in rows))
-        start.model = made.model
+        start.model = sharded_model.model
         return f"{len(rows)} units on {replicas} x {shards} ranks, {rank_bytes} of parameters each"
 
 

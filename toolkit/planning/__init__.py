@@ -1,4 +1,4 @@
-"""What a run will take, before it is begun: memory, traffic, time, disk. No weights, no device."""
+"""Plan a run before it starts: its memory, traffic, time and disk. No weights, no device."""
 
 from typing import TYPE_CHECKING
 

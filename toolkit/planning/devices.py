@@ -86,14 +86,14 @@ def find_device_name(torch_name: str) -> str | None:
         None if the device is not known.
     """
     text = torch_name.lower().replace("rtx ", "rtx")
-    parts = {known: known.split("-") for known in KNOWN}
+    words = {name: name.split("-") for name in KNOWN}
     matching = [
-        known
-        for known, words in parts.items()
-        if all(re.search(rf"\b{word}\b", text) for word in words)
+        name
+        for name, parts in words.items()
+        if all(re.search(rf"\b{part}\b", text) for part in parts)
     ]
     # `h100-pcie` is more specific than `h100`.
-    return max(matching, key=lambda known: len(parts[known]), default=None)
+    return max(matching, key=lambda name: len(words[name]), default=None)
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -111,9 +111,9 @@ def figures_of(device: torch.device) -> Device:
     if device.type == "cpu":
         return this_host()
     torch_name = torch.get_device_module(device).get_device_name(device)
-    known = find_device_name(torch_name)
-    if known is not None:
-        return KNOWN[known]
+    known_name = find_device_name(torch_name)
+    if known_name is not None:
+        return KNOWN[known_name]
     source = f"an H100's, because {torch_name} is not known"
     return dataclasses.replace(KNOWN["h100"], name=torch_name, source=source)
 
@@ -130,10 +130,10 @@ def device_here(name: str | None = None) -> tuple[Device, torch.device]:
         return this_host(), torch.device("cpu")
     device = with_index(torch.device(torch.accelerator.current_accelerator() or "cuda"))
     torch_name = torch.get_device_module(device).get_device_name(device)
-    known = name or find_device_name(torch_name)
-    if known is None:
+    figures_name = name or find_device_name(torch_name)
+    if figures_name is None:
         raise ConfigError(f"the figures of {torch_name} are not known; give --device FILE")
-    return device_of(known), device
+    return device_of(figures_name), device
 
 
 def device_of(name: str) -> Device:

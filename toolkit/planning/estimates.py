@@ -159,7 +159,7 @@ def reserved_bytes(device: Device, mesh: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs on a device, in bytes and seconds.
+    """Memory and time of a run on a device, in bytes and seconds.
 
     Assumes that a device reaches a share of its peaks; see `devices`.
     """

@@ -49,7 +49,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         ShardingError: this process has a process group already.
     """
     if dist.is_initialized():
-        raise ShardingError("a process group exists already; plan in a process of its own")
+        raise ShardingError("a process group exists already; plan in a separate process")
     store = torch_private("testing._internal.distributed.fake_pg", "FakeStore")()
     dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:

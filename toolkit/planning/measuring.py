@@ -63,11 +63,14 @@ def measure(
 
     kind = device.type
     backend = cfg.sharding.torch_compile_backend
-    with sharded(cfg, world_size, rank, kind, mesh_type=kind, compile_by=backend) as (made, _):
-        objective = build(cfg, made.mesh, kind)
+    with sharded(cfg, world_size, rank, kind, mesh_type=kind, compile_by=backend) as (
+        sharded_model,
+        _,
+    ):
+        objective = build(cfg, sharded_model.mesh, kind)
         objective.shard_models()
-        batch = objective.largest_batch(planned_packing(cfg, base_of(made.model)))
-        run_step(made, objective, meter, device, batch, around=measure_step)
+        batch = objective.largest_batch(planned_packing(cfg, base_of(sharded_model.model)))
+        run_step(sharded_model, objective, meter, device, batch, around=measure_step)
     return measured[0]
 
 

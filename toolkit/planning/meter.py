@@ -212,7 +212,7 @@ class Meter(TorchDispatchMode):
 
         patches = contextlib.ExitStack()
         patches.enter_context(mock.patch(f"torch.{_COMPILER}.boxed_nop", compile_and_count))
-        # Each kind of layer needs a graph of its own: a size that is a symbol counts as nothing.
+        # Each kind of layer needs a separate graph: a size that is a symbol counts as nothing.
         patches.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
         return patches
 

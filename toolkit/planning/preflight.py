@@ -4,7 +4,7 @@ It also warns of a step that may not fit, decides `auto`, and completes an out-o
 the changes that would fit.
 
 [Note: separate process] A plan needs a process group of processes that do not exist, which cannot
-be initialised next to the run's own. So plans are made in a process of their own, of rank 0 or of
+be initialised next to the run's own. So plans are made in a separate process, of rank 0 or of
 the rank that failed. It takes 6 s for its imports and some seconds for a plan.
 """
 
@@ -62,7 +62,7 @@ class MemoryShortageError(ToolkitError):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan says about a run in a given memory."""
+    """The memory that a run needs by its plan, and changes that reduce it."""
 
     memory: int
     """Bytes that the run needs."""

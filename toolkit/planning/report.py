@@ -29,7 +29,7 @@ from toolkit.sharding.unit_table import (
 from toolkit.tables import count_text, size_text, table
 
 _WIDTH = 80  # of the text, in characters
-_CHANGE_WIDTH = 40  # of the name of a change in a line
+_CHANGE_WIDTH = 40  # of the name of a change in a table
 _COMPILED = "Layers are planned as torch_compile makes them: what its partitioner keeps."
 
 
@@ -357,19 +357,19 @@ def summarise_units(cfg: RunConfig, world_size: int | None = None) -> dict[str, 
     world_size = planned_ranks(cfg.sharding, world_size)
     # Recomputation changes no unit, and deciding its `auto` would take plans.
     cfg = replace(cfg, sharding=replace(cfg.sharding, activation_checkpointing="none"))
-    with sharded(cfg, world_size) as (made, sharding):
-        rows = unit_rows(made, sharding)
+    with sharded(cfg, world_size) as (sharded_model, sharding):
+        rows = unit_rows(sharded_model, sharding)
         return {
-            "model": model_class_name(base_of(made.model)),
+            "model": model_class_name(base_of(sharded_model.model)),
             "parameters": sum(row.parameters for row in rows),
             "world_size": world_size,
-            "mesh": {name: made.mesh.axes[name] for name in (DP_REPLICATE, DP_SHARD)},
+            "mesh": {name: sharded_model.mesh.axes[name] for name in (DP_REPLICATE, DP_SHARD)},
             "bytes_sharded": sum(row.bytes_sharded for row in rows),
             "units": [asdict(row) for row in rows],
-            "dtypes": dtype_ledger(made, sharding),
-            "layers": list(made.plan.layers),
-            "table": format_unit_table(made, sharding),
-            "ledger": format_dtype_ledger(made, sharding),
+            "dtypes": dtype_ledger(sharded_model, sharding),
+            "layers": list(sharded_model.plan.layers),
+            "table": format_unit_table(sharded_model, sharding),
+            "ledger": format_dtype_ledger(sharded_model, sharding),
         }
 
 

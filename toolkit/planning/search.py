@@ -47,7 +47,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs on a device; `change` names how its settings differ from the user's."""
+    """Memory and time of a run on a device; `change` says how its settings differ."""
 
     change: str
     cfg: RunConfig
@@ -124,7 +124,7 @@ def search(
     candidates: Sequence[T],
     needs: Callable[[T], float],
     memory: float,
-    known: Mapping[float, float] | None = None,
+    known_needs: Mapping[float, float] | None = None,
 ) -> int:
     """Count the candidates that fit into the memory, by computing few of their needs.
 
@@ -135,25 +135,25 @@ def search(
         candidates: in the order of what they need, the smallest first.
         needs: computes the bytes of a candidate; infinite if it cannot be run.
         memory: bytes that there are.
-        known: needs that are known already, by the place of their candidate, counted from 1. A
-            place may be a fraction, between two candidates.
+        known_needs: place of a candidate, counted from 1 -> its need. A place may be a fraction,
+            between two candidates.
 
     Returns:
         How many of the first candidates fit; 0 if none does. The last of them is the largest.
     """
-    known_needs = dict(known or {})
+    needs_by_place: dict[float, float] = dict(known_needs or {})
     fitting = 0
     too_large = len(candidates) + 1
-    for place, need in known_needs.items():
+    for place, need in needs_by_place.items():
         if need <= memory:
             fitting = max(fitting, min(int(place), len(candidates)))
         else:
             too_large = min(too_large, math.ceil(place))
     while too_large - fitting > 1:
-        guess = _guess_place(known_needs, memory, fitting, too_large)
+        guess = _guess_place(needs_by_place, memory, fitting, too_large)
         place = min(max(guess, fitting + 1), too_large - 1)
-        known_needs[place] = needs(candidates[place - 1])
-        if known_needs[place] <= memory:
+        needs_by_place[place] = needs(candidates[place - 1])
+        if needs_by_place[place] <= memory:
             fitting = place
         else:
             too_large = place

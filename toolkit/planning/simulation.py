@@ -82,7 +82,7 @@ class State:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step of one rank allocates, computes and sends."""
+    """Memory, operations and traffic of a step of one rank."""
 
     model: str
     """Class of the model."""
@@ -172,10 +172,10 @@ def _simulate(
     backend = TRACED if compiled and cfg.sharding.torch_compile_backend == "inductor" else None
     on_host = device_type == "cpu"
     with sharded(cfg, world_size, rank, device_type, device_memory, compile_by=backend) as (
-        made,
+        sharded_model,
         sharding,
     ):
-        model = made.model
+        model = sharded_model.model
         base: Any = base_of(model)
         notes = _find_loss(base, model)
         # Computed while the model is on meta, because the step replaces its tensors.
@@ -195,7 +195,7 @@ def _simulate(
         # On a CPU, device and host share one memory.
         is_offloaded = sharding.cpu_offload and not on_host
         absent = [PARAMETERS, GRADIENTS, STATE] if is_offloaded else []
-        objective = build(cfg, made.mesh, device_type)
+        objective = build(cfg, sharded_model.mesh, device_type)
         objective.shard_models()
         batch = objective.largest_batch(planned_packing(cfg, base))
         granularity = 1 if on_host else _ALLOCATION_BYTES
@@ -204,7 +204,7 @@ def _simulate(
         with FakeTensorMode(allow_non_fake_inputs=True):
             try:
                 with meter.running(compiled=is_compiled), _silence(), _real_masks(has_mask):
-                    state = run_step(made, objective, meter, "cpu", batch)
+                    state = run_step(sharded_model, objective, meter, "cpu", batch)
             except ToolkitError:
                 raise
             except Exception as error:  # the model's code may do anything
@@ -216,7 +216,7 @@ def _simulate(
         host_activations = max(peak.kinds.get("host", 0) for peak in meter.peaks.values())
         return Simulation(
             **facts,
-            mesh=(made.mesh.axes[DP_REPLICATE], made.mesh.axes[DP_SHARD]),
+            mesh=(sharded_model.mesh.axes[DP_REPLICATE], sharded_model.mesh.axes[DP_SHARD]),
             state=state,
             offloaded=host_activations + (state.total if is_offloaded else 0),
             peaks=meter.peaks,
@@ -260,8 +260,8 @@ def _find_loss(base: Any, model: nn.Module) -> list[str]:
 def state_of(cfg: RunConfig, world_size: int, rank: int) -> State:
     """Count the bytes that a rank holds between two steps, without a step."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with sharded(cfg, world_size, rank, "cuda") as (made, _), fake, Meter().running():
-        model = made.model
+    with sharded(cfg, world_size, rank, "cuda") as (sharded_model, _), fake, Meter().running():
+        model = sharded_model.model
         _, state = materialise_run(model, cfg, "cpu")
         trained = [p for p in model.parameters() if p.requires_grad]
         return State(*map(local_bytes, (model.parameters(), trained, state)))

@@ -40,6 +40,7 @@ def count_processes(cfg: ShardingConfig, world_size: int) -> int:
     """Count the processes of the real run, as far as its mesh fixes them.
 
     Args:
+        cfg: has the mesh of the run.
         world_size: the processes of the rehearsal, used for an axis that the mesh leaves open.
     """
     fixed_sizes = [size for size in (cfg.dp_replicate, cfg.dp_shard) if size != -1]

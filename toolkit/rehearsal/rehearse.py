@@ -33,6 +33,8 @@ def rehearse(
     the toolkit's own.
 
     Args:
+        file: the config.
+        world_size: the processes of the rehearsal.
         settings: `--section.field value`, which override the file.
         recipe: name of a kind of run; None to let the config decide (`recipes.load_config`).
         skip: stages that check this machine and are omitted: packages, output, hub, disk.

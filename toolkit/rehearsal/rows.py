@@ -82,12 +82,13 @@ class Head:
         return file
 
 
-def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") -> list[Head]:
+def read_heads(cfg: RunConfig, encoder: Encoder | None, purpose: What = "train") -> list[Head]:
     """Read the first rows of each source of the config, and check them as the run will.
 
     Args:
+        cfg: the settings of the run.
         encoder: None if the tokenizer is yet to be trained on the rows.
-        what: the purpose of the sources: training or evaluation.
+        purpose: read the sources for training or for evaluation.
 
     Raises:
         DataError: the run would refuse a row or a source.
@@ -96,7 +97,9 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, what: What = "train") ->
     heads = []
     has_template = encoder is None or encoder.has_chat_template
     row_format = find_row_format(cfg.rows)
-    for source in load_sources(data, what=what, row_format=row_format, has_template=has_template):
+    for source in load_sources(
+        data, what=purpose, row_format=row_format, has_template=has_template
+    ):
         rows = source.rows
         if isinstance(rows, datasets.Dataset):
             source = replace(source, rows=rows.select(range(min(len(rows), LOOK_ROWS + 1))))

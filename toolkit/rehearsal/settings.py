@@ -71,6 +71,7 @@ def affordable_length(cfg: RunConfig, shrunk: Shrunk) -> int:
 
     Args:
         cfg: the config for a CPU; see `settings_for_cpu`.
+        shrunk: the small model.
     """
     rows = min(cfg.train.micro_batch, _MAX_MICRO_BATCH)
     accumulation = min(cfg.train.gradient_accumulation_steps, _MAX_ACCUMULATION)
@@ -90,7 +91,10 @@ def rehearsal_config(
     """Build the config of the rehearsal from that of the run.
 
     Args:
+        cfg: the config of the run.
+        shrunk: the small model's folder and dtype.
         model: the small model, on meta.
+        world_size: the processes of the rehearsal.
         length: tokens of a sample.
         files: the rows for training and for evaluation, one file for each source.
         output: the output_dir of the rehearsal.
@@ -116,7 +120,8 @@ def list_not_rehearsed(cfg: ShardingConfig, processes: int, world_size: int) -> 
     """List what differs between run and rehearsal apart from settings.
 
     Args:
-        processes: of the run.
+        cfg: the sharding settings of the run.
+        processes: the processes of the run.
         world_size: processes of the rehearsal.
     """
     entries = [

@@ -1,8 +1,8 @@
 """The scaled-down model of a rehearsal: every kind of layer of the real one, few and narrow.
 
-Its folder looks like the real one: config.json, tokenizer and code. If pretrained weights are asked
-for, it holds random ones under the names and in the dtype of a checkpoint. An adapter that the run
-continues (`lora.from`) gets a small counterpart.
+Its folder looks like the real one: config.json, tokenizer and code. If the run loads pretrained
+weights, the folder holds random ones under the names and in the dtype of the real files. An adapter
+that the run continues (`lora.from`) gets a small counterpart.
 """
 
 import contextlib
@@ -60,6 +60,8 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
 
     Args:
         cfg: the settings of the run's model, without kernels for GPUs.
+        param_dtype: the dtype in which the run computes.
+        folder: is created.
 
     Raises:
         ModelError: no scaled-down model can compute a step on this machine.
@@ -150,7 +152,9 @@ def write_small_adapter(lora: LoraConfig, model: PreTrainedModel, folder: Path) 
     """Write a PEFT folder with random values, like the adapter of `lora.from` but smaller.
 
     Args:
+        lora: the settings of the run's adapter.
         model: the small model, on meta; the adapter is added to it.
+        folder: is created.
 
     Returns:
         The settings that continue the small adapter.

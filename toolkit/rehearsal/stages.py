@@ -153,6 +153,7 @@ class Recorder:
         """Run a stage, unless one that it needs has failed, and add it to the result.
 
         Args:
+            name: a key of `STAGES`.
             work: does the work of the stage and describes what it found.
             needs: the stages that must not have failed; None for all earlier ones.
         """
