@@ -81,7 +81,7 @@ def prepare(scratch: Path, megabytes: int) -> None:
     """Write the rows of text and a tokenizer trained on a part of them."""
     import datasets
 
-    from toolkit.data.sources.file_readers import pieces
+    from toolkit.data.sources.file_readers import read_pieces
     from toolkit.data.tokens.tokenizer import train_tokenizer
     from toolkit.errors import DataError
 
@@ -92,7 +92,7 @@ def prepare(scratch: Path, megabytes: int) -> None:
     while size < wanted:
         for file in files:
             try:
-                rows += pieces(file)
+                rows += read_pieces(file)
             except DataError:  # some of the library's tests are no UTF-8 on purpose
                 continue
             size += file.stat().st_size

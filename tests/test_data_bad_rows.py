@@ -21,7 +21,7 @@ from toolkit.config.data import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data import row_formats
 from toolkit.data.examples.recognise import Conversation, Example
 from toolkit.data.sources import file_readers
-from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.row_values import BadRow, catch_bad_row
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.data.tokens.encoded import Counts
@@ -263,7 +263,7 @@ def judged(
     cfg = DataConfig(train_files=str(path), streaming=streaming)
     (source,) = load_sources(cfg)
     stored = enumerate(source.rows)
-    return source, [(source.place(row, n), or_bad(source.example, row)) for n, row in stored]
+    return source, [(source.place(row, n), catch_bad_row(source.example, row)) for n, row in stored]
 
 
 @pytest.mark.parametrize(("kind", "base", "name"), CASES)

@@ -21,12 +21,12 @@ from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
 from toolkit.data.chat.checks import EARLIER_REASONING, NOT_PRINTED, check_printed
-from toolkit.data.chat.long_chats import found_alike
+from toolkit.data.chat.long_chats import find_similar_answers
 from toolkit.data.chat.masks import Rendered
-from toolkit.data.chat.template import Chat, learned_turns
+from toolkit.data.chat.template import Chat, supervised_turns
 from toolkit.data.chat.traits import find_traits
 from toolkit.data.examples.recognise import Conversation
-from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.row_values import BadRow, catch_bad_row
 from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import DataError, ModelError
 
@@ -215,11 +215,11 @@ def test_a_long_conversation_costs_a_few_renderings_in_all(name, vocabulary):
     tries.clear()
     search = masks.Search(render, messages, specials, known)
     check_printed(search, turns, has_tools=False)
-    found = found_alike(search, turns)
+    found = find_similar_answers(search, turns)
     assert found == one_by_one
     assert said(found) == expected(name, messages)
     assert len(tries) < 120
-    assert found_alike(search, turns[:10]) is None  # of few each is looked at
+    assert find_similar_answers(search, turns[:10]) is None  # of few each is looked at
 
 
 @pytest.mark.parametrize("name", ["chatml", "zephyr"])
@@ -239,8 +239,8 @@ def test_a_turn_that_is_printed_otherwise_is_found_by_itself(name, vocabulary):
         )[0][0]
         search = masks.Search(render, messages, tuple(tokenizer.all_special_tokens), known)
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        assert found_alike(search, turns) is None
-        one_by_one = or_bad(search.found, turns)
+        assert find_similar_answers(search, turns) is None
+        one_by_one = catch_bad_row(search.found, turns)
         if isinstance(one_by_one, BadRow):
             assert str(result).startswith(str(one_by_one))
         else:
@@ -424,10 +424,10 @@ def test_results_of_tools_are_not_learned_though_they_stand_within_the_turn(voca
 
 def test_which_turns_are_learned(vocabulary):
     chat = Conversation(PLAIN, supervised_from=4)
-    assert learned_turns(chat, "auto") == learned_turns(chat, "completion") == [5]
-    assert learned_turns(chat, "assistant") == [1, 3, 5]
-    assert learned_turns(chat, "last_assistant") == [5]
-    assert learned_turns(Conversation(PLAIN), "auto") == [1, 3, 5]
+    assert supervised_turns(chat, "auto") == supervised_turns(chat, "completion") == [5]
+    assert supervised_turns(chat, "assistant") == [1, 3, 5]
+    assert supervised_turns(chat, "last_assistant") == [5]
+    assert supervised_turns(Conversation(PLAIN), "auto") == [1, 3, 5]
     for template in (TEMPLATES["qwen3"].stock, TEMPLATES["qwen3"].marked):
         tokenizer = tokenizer_of(vocabulary, TEMPLATES["qwen3"], template)
         turns = expected("qwen3", PLAIN)

@@ -85,7 +85,7 @@ def test_ids_of_rows(tokenizer, tmp_path, rows, append_eos):
 
 
 def test_ids_of_a_text_file_in_pieces(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(file_readers.pieces, "__defaults__", (64,))
+    monkeypatch.setattr(file_readers.read_pieces, "__defaults__", (64,))
     file = tmp_path / "a.txt"
     file.write_text("".join(f"Line {i}.\n" for i in range(50)) + "\0")
     cfg = DataConfig(train_files=str(file))

@@ -22,7 +22,7 @@ from toolkit.data.examples.recognise import Conversation, PromptCompletion, Text
 from toolkit.data.feed.feed import build_samples
 from toolkit.data.feed.stream import SourceStream, StreamSource
 from toolkit.data.samples.sample_shape import SampleShape
-from toolkit.data.sources.row_values import BadRow, LeftOut
+from toolkit.data.sources.row_values import BadRow, SkippedRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
 from toolkit.data.tokens.encode import Encoder, encode_source
@@ -179,10 +179,10 @@ def test_too_long(tokenizer):
     assert cut.cut_off == 6
     assert tokenizer.decode(cut.input_ids) == "0123456789abcde"
     assert learned(tokenizer, cut.input_ids, cut.spans) == ["abcde"]
-    with pytest.raises(LeftOut, match="none of its first 10 tokens") as caught:
+    with pytest.raises(SkippedRow, match="none of its first 10 tokens") as caught:
         OneByOne(tokenizer, config(sequence_length=10), 300)(example)
     assert caught.value.reason == "no supervised token within sequence_length"
-    with pytest.raises(LeftOut, match=r"at most 15 tokens \(data.sequence_length\), got 21"):
+    with pytest.raises(SkippedRow, match=r"at most 15 tokens \(data.sequence_length\), got 21"):
         OneByOne(tokenizer, config(sequence_length=15, too_long="drop"), 300)(example)
     with pytest.raises(FatalRow, match=r"got 21; set data.too_long to truncate or drop"):
         OneByOne(tokenizer, config(sequence_length=15, too_long="error"), 300)(example)

@@ -21,12 +21,12 @@ from toolkit.data.examples.recognise import (
     PromptCompletion,
     Text,
     Tokens,
-    example_of,
-    recognise,
+    parse_example,
+    recognise_layout,
 )
 from toolkit.data.sources import instructions, tables
-from toolkit.data.sources.files import configured
-from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.files import list_sources
+from toolkit.data.sources.row_values import BadRow, catch_bad_row
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.errors import DataError
 
@@ -73,7 +73,7 @@ def load(*files: str, **settings) -> list[DataSource]:
 
 
 def read(source: DataSource) -> list:
-    found = [or_bad(source.example, stored) for stored in source.rows]
+    found = [catch_bad_row(source.example, stored) for stored in source.rows]
     bad = [example for example in found if isinstance(example, BadRow)]
     assert not bad, bad
     return found
@@ -84,7 +84,7 @@ def places(source: DataSource, rows=None) -> list[str]:
 
 
 def example(row: dict, *, text: bool = False):
-    return example_of(row, recognise([row], text=text))
+    return parse_example(row, recognise_layout([row], text=text))
 
 
 # Formats
@@ -179,11 +179,14 @@ def test_tokens():
 
 
 def test_the_more_telling_columns_win_and_the_most_common_layout():
-    assert recognise([chat(prompt="x", prompt_id="y")]).shape == "messages"
+    assert recognise_layout([chat(prompt="x", prompt_id="y")]).shape == "messages"
     rows = [{"text": "a stray one"}, chat(), chat()]
-    assert recognise(rows).shape == "messages"
-    assert recognise([{"messages": [ASK]}], text=True).columns == ("messages",)
-    assert str(recognise([chat()])) == "conversations (turns with role and content), in 'messages'"
+    assert recognise_layout(rows).shape == "messages"
+    assert recognise_layout([{"messages": [ASK]}], text=True).columns == ("messages",)
+    assert (
+        str(recognise_layout([chat()]))
+        == "conversations (turns with role and content), in 'messages'"
+    )
 
 
 def test_an_unknown_format_names_row_and_columns(tmp_path):
@@ -418,7 +421,7 @@ def test_globs_folders_sources_and_their_names(tmp_path, monkeypatch):
     assert [s.name for s in evaluated] == ["a", "b.v1"]
     assert load_sources(DataConfig(train_files="*.jsonl*"), what="eval") == []
     twice = [SourceConfig(files="more", name=name) for name in ("x", "x", "x-2")]
-    assert len({s.name for _, s in configured(DataConfig(sources=twice))}) == 3
+    assert len({s.name for _, s in list_sources(DataConfig(sources=twice))}) == 3
 
 
 def test_text_files_are_documents(tmp_path):
@@ -458,9 +461,9 @@ def test_a_source_goes_to_another_process_as_its_path(tmp_path):
 
 
 def test_rows_of_another_layout_are_bad():
-    layout = recognise([chat()])
+    layout = recognise_layout([chat()])
     with pytest.raises(BadRow, match=r"expected a column 'messages'.*got 'text'"):
-        example_of({"text": "a"}, layout)
+        parse_example({"text": "a"}, layout)
 
 
 # The built-in instructions
@@ -469,8 +472,8 @@ def test_rows_of_another_layout_are_bad():
 def test_builtin_instructions(monkeypatch):
     cfg = DataConfig()
     assert load_sources(cfg, what="eval") == []
-    files = instructions.stdlib_files()[::12]
-    monkeypatch.setattr(instructions, "stdlib_files", lambda: files)
+    files = instructions.find_stdlib_files()[::12]
+    monkeypatch.setattr(instructions, "find_stdlib_files", lambda: files)
     (source,) = load_sources(cfg)
     found = read(source)
     assert len(found) > 300
@@ -513,7 +516,7 @@ def test_text_files_name_the_file_and_others_the_row(tmp_path):
     files = [str(tmp_path / f"{name}.txt") for name in "abc"]
     for streaming in (False, True):
         (source,) = load_sources(DataConfig(train_files=files, streaming=streaming))
-        found = [or_bad(source.example, stored) for stored in source.rows]
+        found = [catch_bad_row(source.example, stored) for stored in source.rows]
         assert [e.text for e in found[:2]] == ["fine", "also fine"]
         assert isinstance(found[2], BadRow)
         assert places(source)[2] == f"{files[2]} piece 0 (counted from 0)"

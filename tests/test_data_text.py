@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from toolkit.config.data import DataConfig
 from toolkit.data.row_formats import DOCUMENTS
-from toolkit.data.sources.file_readers import parts_of, pieces
-from toolkit.data.sources.files import find_files, stdlib_files
-from toolkit.data.sources.row_values import or_bad
+from toolkit.data.sources.file_readers import read_pieces, split_text
+from toolkit.data.sources.files import find_files, find_stdlib_files
+from toolkit.data.sources.row_values import catch_bad_row
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens.encode import Encoder, encode_source
 from toolkit.errors import DataError
@@ -49,7 +49,7 @@ def load(*files: str, **settings) -> DataSource:
 
 def texts(source: DataSource) -> list:
     """Return the text, or the token ids, of each row."""
-    found = [or_bad(source.example, stored) for stored in source.rows]
+    found = [catch_bad_row(source.example, stored) for stored in source.rows]
     return [e.input_ids if hasattr(e, "input_ids") else e.text for e in found]
 
 
@@ -80,7 +80,7 @@ def refusal(*files: str, **settings) -> str:
 def test_pieces_join_to_the_text(tmp_path, text, size):
     file = tmp_path / "a.txt"
     write(file, text)
-    got = list(pieces(file, size))
+    got = list(read_pieces(file, size))
     assert "".join(got) == text
     assert all(len(p.encode()) <= 2 * size + 8 for p in got)
 
@@ -88,14 +88,14 @@ def test_pieces_join_to_the_text(tmp_path, text, size):
 def test_pieces_end_between_two_full_lines(tmp_path):
     file = tmp_path / "a.py"
     write(file, "def f():\n    return 1\n\n\nx = 1\ny = 2\n\n    z\n" * 50)
-    *cut, _ = pieces(file, 200)
+    *cut, _ = read_pieces(file, 200)
     assert len(cut) > 5
     assert all(p.endswith(("x = 1\n", "    z\n")) for p in cut)
 
 
 @pytest.mark.parametrize("text", ["", "one\ntwo\n" * 60, "ü" * 400, "\n" * 300, "a b " * 99])
 def test_a_long_text_of_a_row_is_cut_alike(text):
-    parts = list(parts_of(text, 64))
+    parts = list(split_text(text, 64))
     assert "".join(parts) == text
     assert all(len(part.encode()) <= 2 * 64 + 8 for part in parts)
     assert all(part.endswith("\n") for part in parts[:-1] if "one" in part)
@@ -104,7 +104,7 @@ def test_a_long_text_of_a_row_is_cut_alike(text):
 def test_a_byte_order_mark_is_not_text_and_nul_is(tmp_path):
     file = tmp_path / "a.txt"
     write(file, b"\xef\xbb\xbfa\x00b\r\n")
-    assert list(pieces(file)) == ["a\x00b\r\n"]
+    assert list(read_pieces(file)) == ["a\x00b\r\n"]
 
 
 def test_a_long_line_is_cut(tmp_path):
@@ -147,11 +147,11 @@ def test_text_is_cached_until_a_file_changes(tmp_path):
 
 
 def test_the_builtin_text_is_the_standard_library():
-    files = stdlib_files()
+    files = find_stdlib_files()
     names = {f.name for f in files}
     assert {"ast.py", "argparse.py"} <= names
     assert not any({"test", "site-packages", "__pycache__"} & set(f.parts[-3:]) for f in files)
-    assert files == stdlib_files()
+    assert files == find_stdlib_files()
     rows = load().rows
     assert sum(rows["end"]) == sum(rows["start"]) <= len(files)
     assert sum(map(len, rows["text"])) > 5_000_000

@@ -12,7 +12,7 @@ from conftest import ROOT, save_byte_tokenizer
 from transformers import AutoTokenizer
 
 from toolkit.config.data import FinetuneDataConfig
-from toolkit.data.examples.pairs import pair_of
+from toolkit.data.examples.pairs import parse_pair
 from toolkit.data.feed.feed import build_samples
 from toolkit.data.row_formats import PAIRS, find_row_format
 from toolkit.data.samples.batch import IGNORED
@@ -306,14 +306,14 @@ def test_hostile_rows_are_left_out_or_right(tmp_path: Path, tokenizer: Any, pack
 
 
 def test_a_pair_is_read_by_itself() -> None:
-    pair = pair_of({"chosen": "q: good", "rejected": "q: goods"})
+    pair = parse_pair({"chosen": "q: good", "rejected": "q: goods"})
     assert (pair.chosen.prompt, pair.chosen.completion, pair.rejected.completion) == (
         "q:",
         " good",
         " goods",
     )  # type: ignore[union-attr]
     with pytest.raises(BadRow, match="a number"):
-        pair_of({"response_1": "a", "response_2": "b", "preference": "first"})
+        parse_pair({"response_1": "a", "response_2": "b", "preference": "first"})
 
 
 def test_rows_for_another_recipe_name_it(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from toolkit.config.data import FinetuneDataConfig
-from toolkit.data.examples.pairs import Answer, Pair, answer_of, pair_of
+from toolkit.data.examples.pairs import Answer, Pair, parse_answer, parse_pair
 from toolkit.data.examples.recognise import Conversation, PromptCompletion
 from toolkit.data.row_formats import PAIRS, find_row_format
-from toolkit.data.sources.row_values import BadRow, LeftOut, or_bad
+from toolkit.data.sources.row_values import BadRow, SkippedRow, catch_bad_row
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.errors import DataError
 
@@ -616,9 +616,9 @@ def test_dialogues_are_read_completely(tmp_path: Path, has_template: bool) -> No
     (source,) = load_sources(cfg, row_format=PAIRS, has_template=has_template)
     assert ("read as turns" if has_template else "read as texts") in str(source.layout)
     for stored, row, (_, _, reason) in zip(source.rows, rows, DIALOGUES, strict=True):
-        found = or_bad(source.example, stored)
+        found = catch_bad_row(source.example, stored)
         if reason is not None:
-            assert isinstance(found, LeftOut)
+            assert isinstance(found, SkippedRow)
             assert found.reason == reason
             continue
         for text, side in ((row["chosen"], found.chosen), (row["rejected"], found.rejected)):
@@ -652,7 +652,7 @@ def test_dialogues_are_read_completely(tmp_path: Path, has_template: bool) -> No
     ],
 )
 def test_an_implicit_prompt_ends_before_the_blank(one: str, other: str, prompt: str) -> None:
-    pair = pair_of({"chosen": one, "rejected": other})
+    pair = parse_pair({"chosen": one, "rejected": other})
     assert pair.chosen == PromptCompletion(prompt, one[len(prompt) :])
     assert pair.rejected == PromptCompletion(prompt, other[len(prompt) :])
 
@@ -661,7 +661,7 @@ def test_an_implicit_prompt_ends_before_the_blank(one: str, other: str, prompt: 
 def test_labels_of_a_csv_file_are_texts(label: Any) -> None:
     row = {"prompt": Q, "completion": GOOD, "label": label}
     opposite = {"true": "false", "True": "False", "1": "0", "chosen": "rejected"}
-    assert answer_of(row).desirable
-    assert not answer_of(row | {"label": opposite.get(label, type(label)(0))}).desirable
+    assert parse_answer(row).desirable
+    assert not parse_answer(row | {"label": opposite.get(label, type(label)(0))}).desirable
     with pytest.raises(BadRow, match="expected true or false in 'label'"):
-        answer_of(row | {"label": "perhaps"})
+        parse_answer(row | {"label": "perhaps"})

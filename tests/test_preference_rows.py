@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.row_formats import PAIRS, find_row_format
-from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.row_values import BadRow, catch_bad_row
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.errors import DataError
 
@@ -40,7 +40,7 @@ def source_of(
 
 
 def last_of(source: DataSource) -> Any:
-    return or_bad(source.example, list(source.rows)[-1])
+    return catch_bad_row(source.example, list(source.rows)[-1])
 
 
 @pytest.mark.parametrize(

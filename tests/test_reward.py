@@ -29,7 +29,7 @@ from toolkit import cli
 from toolkit.config import PreferConfig, parse
 from toolkit.config.preference import PreferenceConfig, RewardModelConfig
 from toolkit.config.settings import ModelConfig, OptimConfig, ShardingConfig
-from toolkit.data.examples.pairs import pair_of
+from toolkit.data.examples.pairs import parse_pair
 from toolkit.data.row_formats import PAIRS
 from toolkit.data.samples.batch import IGNORED, Batch
 from toolkit.data.samples.pieces import Piece
@@ -312,11 +312,11 @@ def test_settings_without_effect_are_refused(flags: list[str], said: str) -> Non
 
 def test_a_margin_is_a_number() -> None:
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    assert pair_of(row).margin is None
-    assert pair_of(row | {"margin": 1}).margin == 1.0
+    assert parse_pair(row).margin is None
+    assert parse_pair(row | {"margin": 1}).margin == 1.0
     for wrong in ("much", True, float("nan")):
         with pytest.raises(BadRow, match="margin"):
-            pair_of(row | {"margin": wrong})
+            parse_pair(row | {"margin": wrong})
 
 
 # ---- Runs ---------------------------------------------------------------------------------------

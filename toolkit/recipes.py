@@ -37,8 +37,8 @@ from toolkit.config import (
     saved_kind_name,
 )
 from toolkit.config.settings import RunConfig, check_folder
-from toolkit.data.sources.files import configured, find_files
-from toolkit.data.sources.files import kind_of as kind_of_files
+from toolkit.data.sources.files import common_file_kind as kind_of_files
+from toolkit.data.sources.files import find_files, list_sources
 from toolkit.errors import (
     EXIT_CODE_PREEMPTED,
     NOT_FSDP,
@@ -146,7 +146,7 @@ def _check_paths(cfg: Any) -> None:
     """Refuse a model's folder that is not there, and files that match nothing; imports no torch."""
     check_folder(cfg.model.name_or_path)
     for what in ("train", "eval"):
-        for setting, source in configured(cfg.data, what):  # type: ignore[arg-type]
+        for setting, source in list_sources(cfg.data, what):  # type: ignore[arg-type]
             if not source.dataset_name:
                 kind_of_files(find_files(source.files, setting), setting)
     _check_cache(cfg.model.name_or_path, cfg.model.revision)
@@ -433,7 +433,7 @@ def _kind_of_rows(configs: Mapping[str, Any], remote: bool) -> str:
     with suppress(ToolkitError):  # files that are on another machine
         for name in names:
             data = configs[name].data
-            sources = [source for _, source in configured(data, "train")]
+            sources = [source for _, source in list_sources(data, "train")]
             if not sources or (any(s.dataset_name for s in sources) and not remote):
                 return ""
             with suppress(ToolkitError):  # rows of another kind

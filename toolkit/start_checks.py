@@ -36,7 +36,7 @@ from toolkit.data.first_rows import LOOK_ROWS, LOOK_SHARDS, SHARD_ROWS, RowCheck
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import build_encoder
 from toolkit.data.row_formats import find_row_format
-from toolkit.data.sources.files import What, configured
+from toolkit.data.sources.files import What, list_sources
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
 from toolkit.data.tokens.tokenizer import load_tokenizer, prepare_tokenizer, use_model_tokenizer
@@ -171,7 +171,7 @@ def _add_local_tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
 
 def _has_remote_rows(cfg: RunConfig) -> bool:
     """Return True if a source is a data set that is not a folder of this machine."""
-    names = [source.dataset_name for _, source in configured(cfg.data)]
+    names = [source.dataset_name for _, source in list_sources(cfg.data)]
     return any(name and not Path(name).expanduser().is_dir() for name in names)
 
 

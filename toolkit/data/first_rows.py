@@ -12,7 +12,7 @@ import datasets
 from toolkit.data.report import check_supervised
 from toolkit.data.sources import file_readers
 from toolkit.data.sources.rows import DataSource
-from toolkit.data.sources.tables import as_data_error
+from toolkit.data.sources.tables import to_data_error
 from toolkit.data.tokens.encode import Encoder
 from toolkit.data.tokens.encoded import Counts, EncodedSource
 
@@ -71,7 +71,7 @@ def check_some_rows(source: DataSource, encoder: Encoder, seconds: float) -> Row
             last = source.rows.shard(num_shards=shards, index=shards - 1)
             _add(look, source, encoder, _last_rows(last, end), 0)
     except Exception as error:
-        raise as_data_error(error, source.where) from error
+        raise to_data_error(error, source.where) from error
     return look
 
 

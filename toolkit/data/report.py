@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.prepared import PreparedFeed, SourceSamples
 from toolkit.data.samples.pieces import EncodedRows
-from toolkit.data.sources.row_values import escaped
+from toolkit.data.sources.row_values import escape_text
 from toolkit.data.tokens.encoded import LABELS, WARNINGS, EncodedSource
 from toolkit.errors import DataError
 from toolkit.tables import table
@@ -96,7 +96,7 @@ def render_report(report: dict[str, Any], *, colour: bool | None = None) -> str:
     ]
     lines = table([head, *rows], right=set(range(1, len(head))))
     for source in report["sources"]:
-        lines += ["", escaped(f"{_titled(source)}: {source['format']}")]
+        lines += ["", escape_text(f"{_titled(source)}: {source['format']}")]
         lines += [f"  {line}" for line in _facts(source, report["sequence_length"])]
         lines += [f"  {line}" for line in _bars(source["lengths"]["histogram"])]
         for example in source["first"]:
@@ -229,7 +229,7 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
         weight = "by its size" if source["weight"] is None else f"weight {source['weight']:g}"
         yield f"mixed     {weight}{repeats}"
     for reason, dropped in source["dropped"].items():
-        first = escaped("; ".join(dropped["first"]), keep="")
+        first = escape_text("; ".join(dropped["first"]), keep="")
         rows = "1 row" if dropped["rows"] == 1 else f"{dropped['rows']:,} rows"
         yield f"left out  {rows}: {reason}" + (f" ({first})" if first else "")
     if source["cut_off"]:
@@ -279,7 +279,7 @@ def _marked(parts: Sequence[Mapping[str, Any]], colour: bool) -> str:
         if len(text) > _SHOWN_CHARACTERS:
             half, left = _SHOWN_CHARACTERS // 2, len(text) - _SHOWN_CHARACTERS
             text = f"{text[:half]} ... ({left:,} characters) ... {text[-half:]}"
-        text = escaped(text)
+        text = escape_text(text)
         shown.append(f"{before}{text}{after}" if part["supervised"] else text)
     if len(parts) > _SHOWN_PARTS:
         shown.append(f" ... ({len(parts) - _SHOWN_PARTS} more parts)")

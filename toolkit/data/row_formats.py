@@ -105,19 +105,19 @@ class RowFormat:
 
 
 def _document_layout(rows: Sequence[Row], names: Names) -> Layout:
-    return recognise.document_layout(rows, text="text" in names.columns)
+    return recognise.recognise_documents(rows, text="text" in names.columns)
 
 
 def _example_layout(rows: Sequence[Row], names: Names) -> Layout:
-    return recognise.recognise(rows, text="text" in names.columns)
+    return recognise.recognise_layout(rows, text="text" in names.columns)
 
 
 def _built_in_conversations() -> tuple[datasets.Dataset, Layout]:
-    return instructions.conversations(), Layout("messages", ("messages",))
+    return instructions.build_conversations(), Layout("messages", ("messages",))
 
 
 def _built_in_pairs() -> tuple[datasets.Dataset, Layout]:
-    return instructions.preferences(), Layout("pairs", preferences.SIDES, prompt=("prompt",))
+    return instructions.build_preferences(), Layout("pairs", preferences.SIDES, prompt=("prompt",))
 
 
 def _sides(pair: pairs.Pair) -> Sequence[Example]:
@@ -134,7 +134,7 @@ DOCUMENTS = RowFormat(
     name="documents",
     title="documents",
     recognise=_document_layout,
-    parse=recognise.example_of,
+    parse=recognise.parse_example,
     standard_names=_STANDARD,
     candidate_names=_CANDIDATES,
     is_chat=False,
@@ -146,7 +146,7 @@ EXAMPLES = RowFormat(
     name="examples",
     title="examples",
     recognise=_example_layout,
-    parse=recognise.example_of,
+    parse=recognise.parse_example,
     standard_names=_STANDARD,
     candidate_names=_CANDIDATES,
     built_in_rows=_built_in_conversations,
@@ -156,8 +156,8 @@ EXAMPLES = RowFormat(
 PAIRS = RowFormat(
     name="pairs",
     title="pairs of answers",
-    recognise=preferences.pair_layout,
-    parse=pairs.pair_of,
+    recognise=preferences.recognise_pairs,
+    parse=pairs.parse_pair,
     standard_names=_PREFERENCES,
     candidate_names=_PREFERENCE_CANDIDATES,
     texts=_sides,
@@ -176,8 +176,8 @@ of both answers by the reference model.
 ANSWERS = RowFormat(
     name="answers",
     title="answers with a label",
-    recognise=preferences.answer_layout,
-    parse=pairs.answer_of,
+    recognise=preferences.recognise_answers,
+    parse=pairs.parse_answer,
     standard_names=_PREFERENCES,
     candidate_names=_PREFERENCE_CANDIDATES,
     texts=_sides,

@@ -17,7 +17,7 @@ from toolkit.config.settings import RunConfig
 from toolkit.data.report import check_supervised
 from toolkit.data.row_formats import find_row_format
 from toolkit.data.sources.files import What
-from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.row_values import BadRow, catch_bad_row
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens.encode import Encoder, check_documents
 from toolkit.data.tokens.encoded import Counts, EncodedExample, EncodedRow, EncodedSource
@@ -140,7 +140,7 @@ def _add_rows(
     has_text_only = layout.shape == "pieces"
     names = ("text",) if has_text_only else (*layout.columns, *layout.optional)
     for stored, encoded in zip(stored_rows, encoded_rows, strict=True):
-        columns = or_bad(head.source.row, stored)
+        columns = catch_bad_row(head.source.row, stored)
         if encoded is not None:
             head.counts.add(encoded)
         if isinstance(columns, BadRow) or isinstance(encoded, BadRow):

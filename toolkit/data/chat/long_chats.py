@@ -15,7 +15,7 @@ MANY = 16  # answers from which on this is worth while
 _TRIED = 8  # of them that are looked at one by one
 
 
-def found_alike(search: Search, wanted: Sequence[int]) -> Rendered | None:
+def find_similar_answers(search: Search, wanted: Sequence[int]) -> Rendered | None:
     """Return what `Search.found` does, in time that grows with the length alone; None where the
     answers are few, not plain, or not printed alike.
     """

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from toolkit.data.chat.checks import align_beginnings, check_printed
-from toolkit.data.chat.long_chats import found_alike
+from toolkit.data.chat.long_chats import find_similar_answers
 from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
 from toolkit.data.chat.traits import (
     TEMPLATE_ERRORS,
@@ -38,7 +38,7 @@ from toolkit.data.chat.traits import (
     uncut,
 )
 from toolkit.data.examples.recognise import Conversation
-from toolkit.data.sources.row_values import BadRow, clean
+from toolkit.data.sources.row_values import BadRow, check_text
 from toolkit.errors import ConfigError, DataError
 from toolkit.formats import MAX_TEMPLATE_BYTES
 from toolkit.formats.private import transformers_private
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 class Chat:
     """Conversations to text: `chat.render(conversation)`.
 
-    `supervise`: see `learned_turns`; `chat_template`, and what it raises: `chat_templates`;
+    `supervise`: see `supervised_turns`; `chat_template`, and what it raises: `chat_templates`;
     `template_kwargs`: further arguments of the template, over which those of a row win.
     """
 
@@ -96,12 +96,12 @@ class Chat:
         try:
             kwargs = {**self.template_kwargs, **conversation.template_kwargs}
             conversation = replace(conversation, template_kwargs=kwargs)
-            wanted = learned_turns(conversation, self.supervise)
+            wanted = supervised_turns(conversation, self.supervise)
             rendered = self.templates[name].mark(conversation, wanted)
             if isinstance(rendered, BadRow):
                 return rendered
             # A template may print what no row may hold.
-            clean(rendered.text, "the rendered conversation", nul=True)
+            check_text(rendered.text, "the rendered conversation", nul=True)
         except BadRow as bad:
             return bad
         except KeyboardInterrupt:  # a template may run without end
@@ -172,11 +172,11 @@ class Template:
         search.notes += check_printed(search, wanted or every, has_tools=bool(tools))
         advice_for = partial(self._advice_for, conversation)
         if not (self.has_markers and wanted):
-            of_turns = found_alike(search, wanted) or search.found(wanted)
+            of_turns = find_similar_answers(search, wanted) or search.found(wanted)
             return align_beginnings(search, of_turns, wanted, advice_for)
         found = None
         try:
-            found = found_alike(search, every) or search.found(every)
+            found = find_similar_answers(search, every) or search.found(every)
         except NotFound:
             if every != wanted:
                 raise
@@ -351,7 +351,7 @@ def _stopped_clock() -> Iterator[None]:
         random.setstate(state)
 
 
-def learned_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
+def supervised_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
     """Return the indices of the assistant's turns that are learned; of `all` none in particular."""
     turns = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
     if supervise == "all" and conversation.context:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.data.examples.turns import ROLES, SPELLINGS, TURN_COLUMNS
-from toolkit.data.sources.row_values import Row, json_value, named
+from toolkit.data.sources.row_values import Row, list_names, parse_json
 from toolkit.errors import ConfigError, DataError
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -89,16 +89,16 @@ class Names:
         ]
         for other, name, existing in expected:
             if other not in existing and not (name in self.keys.values() and other in keys):
-                of_turns = f"; turns have {named(keys)}" if keys else ""
+                of_turns = f"; turns have {list_names(keys)}" if keys else ""
                 raise DataError(
-                    f"{where}: data.columns names {other!r}, the rows have {named(columns)}"
+                    f"{where}: data.columns names {other!r}, the rows have {list_names(columns)}"
                     f"{of_turns}{_nearest(other, existing) or '.'} {_ELSEWHERE.format(name)}"
                 )
         absent = [name for name in self.left_out if name not in everything]
         for name in absent:
             if name not in REASONING and (near := _nearest(name, everything)):
                 raise DataError(
-                    f"{where}: data.columns skips {name!r}, the rows have {named(everything)}{near}"
+                    f"{where}: data.columns skips {name!r}, the rows have {list_names(everything)}{near}"
                 )
         roles = {str(turn.get(key)) for turn in turns for key in ("role", "from", *self.keys)}
         return [*(n for n in absent if n not in REASONING), *sorted({*self.roles} - roles)]
@@ -120,7 +120,7 @@ class Names:
             if name not in used and not (name in self.keys.values() and name in keys):
                 raise DataError(
                     f"{where}: data.columns maps {name!r} to {other!r}, and nothing uses {name!r}: "
-                    f"these rows are {by}, which use {named(used)}. Correct the mapping or remove "
+                    f"these rows are {by}, which use {list_names(used)}. Correct the mapping or remove "
                     f"it. {_ELSEWHERE.format(name)}"
                 )
 
@@ -184,7 +184,7 @@ def _nearest(name: str, names: Collection[Any]) -> str:
 def _turns(value: Any) -> list[Row]:
     """Return a list of turns, or JSON text of one; empty for any other value."""
     try:
-        value = json_value(value) if isinstance(value, str) and value[:1] == "[" else value
+        value = parse_json(value) if isinstance(value, str) and value[:1] == "[" else value
     except (ValueError, RecursionError):
         return []  # judged with the row
     if isinstance(value, dict):  # one turn alone
@@ -238,23 +238,23 @@ def suggest_example_columns(rows: Sequence[Row]) -> str:
         for name, spellings in (("role", _ROLE_KEYS), ("content", _CONTENT_KEYS)):
             if name not in keys and (other := _first(spellings, keys)) is not None:
                 mapping[name] = other
-        return f"Set data.columns: {shown_mapping(mapping)}"
+        return f"Set data.columns: {format_mapping(mapping)}"
     if prompt and response:
         if response == "answers" and "tools" in names:  # calls of functions, as xLAM has them
             mapping = {"instruction": prompt, "tool_calls": response}
-            return f"Set data.columns: {shown_mapping(mapping)}"
+            return f"Set data.columns: {format_mapping(mapping)}"
         mapping = {"instruction": prompt, "output": response}
         if (context := _first(_CONTEXTS, names - {prompt, response})) is not None:
             mapping["input"] = context
         if "system_prompt" in names and "system" not in names:
             mapping["system"] = "system_prompt"
-        as_text = shown_mapping({"prompt": prompt, "completion": response})
+        as_text = format_mapping({"prompt": prompt, "completion": response})
         return (
-            f"Set data.columns: {shown_mapping(mapping)} (in the chat template), or {as_text} (as "
+            f"Set data.columns: {format_mapping(mapping)} (in the chat template), or {as_text} (as "
             "plain text)"
         )
     if (text := _first(_TEXTS, names)) is not None:
-        return f"Set data.columns: {shown_mapping({'text': text})}"
+        return f"Set data.columns: {format_mapping({'text': text})}"
     return "Set data.columns, such as {prompt: question, completion: answer} or {text: body}"
 
 
@@ -282,7 +282,7 @@ def suggest_pair_columns(rows: Sequence[Row]) -> str:
     mapping = dict(zip(("chosen", "rejected"), pair, strict=True))
     if not {"prompt", "instruction"} & names and (ask := _first(QUESTIONS, names)):
         mapping["instruction"] = ask
-    return f"Set data.columns: {shown_mapping(mapping)}"
+    return f"Set data.columns: {format_mapping(mapping)}"
 
 
 def suggest_answer_columns(names: Sequence[str]) -> str:
@@ -294,10 +294,10 @@ def suggest_answer_columns(names: Sequence[str]) -> str:
     mapping = {"completion": response, "label": label}
     if not {"prompt", "instruction"} & {*names} and (ask := _first(QUESTIONS, {*names})):
         mapping["instruction"] = ask
-    return f"Set data.columns: {shown_mapping(mapping)}"
+    return f"Set data.columns: {format_mapping(mapping)}"
 
 
-def shown_mapping(mapping: Mapping[str, str]) -> str:
+def format_mapping(mapping: Mapping[str, str]) -> str:
     """Return a mapping as it stands in YAML, without names that map to themselves."""
     pairs = (f"{name}: {other}" for name, other in mapping.items() if name != other)
     return "{" + ", ".join(pairs) + "}"

@@ -27,9 +27,9 @@ from toolkit.data.examples.preferences import (
     COMPARED,
     RANKED,
     SIDES,
-    answer_layout,
-    pair_layout,
     possible_prompts,
+    recognise_answers,
+    recognise_pairs,
 )
 from toolkit.data.examples.recognise import (
     Conversation,
@@ -37,7 +37,15 @@ from toolkit.data.examples.recognise import (
     PromptCompletion,
     refuse_system_text,
 )
-from toolkit.data.sources.row_values import BadRow, LeftOut, Row, listed, named, string, wrong
+from toolkit.data.sources.row_values import (
+    BadRow,
+    Row,
+    SkippedRow,
+    list_names,
+    read_list,
+    read_text,
+    refuse_value,
+)
 
 _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _OTHER_PROMPT = "prompts that differ"
@@ -73,10 +81,10 @@ class Answer:
         if isinstance(mine, PromptCompletion) and isinstance(theirs, PromptCompletion):
             mixed = PromptCompletion(mine.prompt, theirs.completion)
             return Pair(mine, mixed, self.desirable)
-        return LeftOut("no other row has an answer to compare with", "no answer to compare with")
+        return SkippedRow("no other row has an answer to compare with", "no answer to compare with")
 
 
-def pair_of(row: Row, layout: Layout | None = None) -> Pair:
+def parse_pair(row: Row, layout: Layout | None = None) -> Pair:
     """Return the pair in a row.
 
     Args:
@@ -86,9 +94,9 @@ def pair_of(row: Row, layout: Layout | None = None) -> Pair:
         LeftOut: the pair teaches nothing, for example because both answers are the same.
         BadRow: anything else is wrong with the row.
     """
-    layout = layout or pair_layout([row], Names({}, {}, {}, ()))
+    layout = layout or recognise_pairs([row], Names({}, {}, {}, ()))
     if missing := [name for name in layout.columns if row.get(name) is None]:
-        raise BadRow(f"expected a column {missing[0]!r}, got {named(row)}", "missing column")
+        raise BadRow(f"expected a column {missing[0]!r}, got {list_names(row)}", "missing column")
     row = _with_sides(_with_plain_prompt(row), layout)
     chosen, rejected = (_answer_value(row[name], name, layout) for name in SIDES)
     if isinstance(chosen, list) != isinstance(rejected, list):
@@ -99,7 +107,7 @@ def pair_of(row: Row, layout: Layout | None = None) -> Pair:
     else:
         pair = _pair_of_turns(row, prompt, [chosen, rejected])
     if pair.chosen == pair.rejected:
-        raise LeftOut("both answers are the same", "equal sides")
+        raise SkippedRow("both answers are the same", "equal sides")
     return replace(pair, margin=_margin(row))
 
 
@@ -111,7 +119,7 @@ def _with_plain_prompt(row: Row) -> Row:
     if not isinstance(prompt, dict) or "messages" not in prompt:
         return row
     messages, tools = prompt["messages"], row.get("tools") or prompt.get("tools")
-    messages = None if messages is None else listed(messages, "prompt.messages")
+    messages = None if messages is None else read_list(messages, "prompt.messages")
     return row | {"prompt": messages, "tools": tools}
 
 
@@ -137,7 +145,7 @@ def _margin(row: Row) -> float | None:
     if (margin := row.get("margin")) is None:
         return None
     if not _is_number(margin):
-        wrong(margin, "margin", "a number", "wrong margin")
+        refuse_value(margin, "margin", "a number", "wrong margin")
     return float(margin)
 
 
@@ -150,16 +158,16 @@ def _compared(row: Row) -> tuple[Any, Any]:
     """Return the better and the worse of two answers."""
     preference = row["preference"]
     if not _is_number(preference):
-        wrong(preference, "preference", "a number, below 0 where the first answer is better")
+        refuse_value(preference, "preference", "a number, below 0 where the first answer is better")
     if preference == 0:
-        raise LeftOut("preference is 0: neither answer is better", "no preference")
+        raise SkippedRow("preference is 0: neither answer is better", "no preference")
     answers = row["response_1"], row["response_2"]
     return answers if preference < 0 else (answers[1], answers[0])
 
 
 def _ranked(completions: Any) -> tuple[Any, Any]:
     """Return the better and the worse of two answers that have a rank, the best of which is 0."""
-    answers = listed(completions, RANKED)
+    answers = read_list(completions, RANKED)
     mappings = all(isinstance(a, dict) and {"rank", "completion"} <= {*a} for a in answers)
     if len(answers) != 2 or not mappings:
         raise BadRow(
@@ -170,10 +178,10 @@ def _ranked(completions: Any) -> tuple[Any, Any]:
         )
     for answer in answers:
         if not _is_number(answer["rank"]):
-            wrong(answer["rank"], f"{RANKED}.rank", "a number", "wrong rank")
+            refuse_value(answer["rank"], f"{RANKED}.rank", "a number", "wrong rank")
     better, worse = sorted(answers, key=lambda answer: answer["rank"])
     if better["rank"] == worse["rank"]:
-        raise LeftOut("both ranks are the same: neither answer is better", "no preference")
+        raise SkippedRow("both ranks are the same: neither answer is better", "no preference")
     return better["completion"], worse["completion"]
 
 
@@ -184,10 +192,10 @@ def _answer_value(value: Any, name: str, layout: Layout) -> str | list[Row]:
     if isinstance(value, list):
         return turns.read_turns(value, name)
     if name in layout.json_turns:
-        wrong(value, name, "turns as in the first rows", "no turns")
+        refuse_value(value, name, "turns as in the first rows", "no turns")
     if name in turns.TURN_COLUMNS:
-        wrong(value, name, "a list of turns", "no turns")
-    return string(value, name)
+        refuse_value(value, name, "a list of turns", "no turns")
+    return read_text(value, name)
 
 
 def _prompt_of(
@@ -201,23 +209,25 @@ def _prompt_of(
     """
     if "instruction" in layout.prompt:
         if row.get("instruction") is None:
-            raise BadRow(f"expected a column 'instruction', got {named(row)}", "missing column")
+            raise BadRow(
+                f"expected a column 'instruction', got {list_names(row)}", "missing column"
+            )
         return turns.instruction_turns(row)
     value = row.get("prompt") if "prompt" in layout.prompt else None
     is_within = layout.dialogue or all(map(turns.holds_prompt, answers))
     as_turns = layout.chat or any(isinstance(answer, list) for answer in answers)
     if isinstance(value, str) and not value.strip() and as_turns and not is_within:
-        wrong(value, "prompt", "text", "empty prompt")
+        refuse_value(value, "prompt", "text", "empty prompt")
     if isinstance(value, list) and value:
         return turns.read_turns(value, "prompt")
     if value is not None and value != []:
         if "prompt" in layout.json_turns:
-            wrong(value, "prompt", "turns as in the first rows", "no turns")
-        return string(value, "prompt")
+            refuse_value(value, "prompt", "turns as in the first rows", "no turns")
+        return read_text(value, "prompt")
     if is_within:
         return None
     possible = possible_prompts([row], (*layout.columns, *layout.optional, *SIDES))
-    beside = f" next to {named(possible)}" if possible else ""
+    beside = f" next to {list_names(possible)}" if possible else ""
     missing = "prompt" in layout.prompt and ("prompt" in row or layout.mostly_prompts)
     if missing and not all(map(_has_user_turn, answers)):
         said = "none" if row.get("prompt") is None else "an empty one"
@@ -239,7 +249,7 @@ def _pair_of_texts(
         prompt, chosen = _split_dialogue(chosen, "chosen")
         other, rejected = _split_dialogue(rejected, "rejected")
         if prompt != other:
-            raise LeftOut("the prompts of both sides are not the same", _OTHER_PROMPT)
+            raise SkippedRow("the prompts of both sides are not the same", _OTHER_PROMPT)
     elif layout.dialogue:
         sides = [
             _dialogue(text, name) for text, name in zip((chosen, rejected), SIDES, strict=True)
@@ -249,7 +259,7 @@ def _pair_of_texts(
         except BadRow as bad:
             if bad.reason != _OTHER_PROMPT:
                 raise
-            raise LeftOut(str(bad), bad.reason) from bad  # some rows of HH-RLHF are like this
+            raise SkippedRow(str(bad), bad.reason) from bad  # some rows of HH-RLHF are like this
     if layout.chat or isinstance(prompt, list):
         return _pair_of_turns(row, prompt, [[_assistant(text)] for text in (chosen, rejected)])
     refuse_system_text(row)
@@ -258,7 +268,7 @@ def _pair_of_texts(
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     for text, name in zip((chosen, rejected), SIDES, strict=True):
         if not text.strip():
-            raise LeftOut(f"the {name} answer is empty", "empty answer")
+            raise SkippedRow(f"the {name} answer is empty", "empty answer")
     return Pair(PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected))
 
 
@@ -272,7 +282,7 @@ def _dialogue(text: str, name: str) -> list[Row]:
     """
     before, *parts = _SPEAKER.split(text)
     if before.strip() or not parts:
-        wrong(text, name, "a dialogue that begins with 'Human:'", "no dialogue")
+        refuse_value(text, name, "a dialogue that begins with 'Human:'", "no dialogue")
     roles = {"Human": "user", "Assistant": "assistant"}
     return [
         {"role": roles[speaker], "content": content.removeprefix(" ")}
@@ -284,7 +294,7 @@ def _split_dialogue(text: str, name: str) -> tuple[str, str]:
     """Return a dialogue up to its last "Assistant:", and the answer with the blank before it."""
     prompt, mark, answer = text.rpartition("\n\nAssistant:")
     if not mark or _dialogue(text, name)[-1]["role"] != "assistant":
-        wrong(text, name, "a dialogue that ends with a turn of 'Assistant:'", "no dialogue")
+        refuse_value(text, name, "a dialogue that ends with a turn of 'Assistant:'", "no dialogue")
     return prompt + mark, answer
 
 
@@ -346,7 +356,7 @@ def _conversation(row: Row, messages: list[Row]) -> Conversation:
     return Conversation(messages, tools, kwargs, len(messages) - 1)
 
 
-def answer_of(row: Row, layout: Layout | None = None) -> Answer:
+def parse_answer(row: Row, layout: Layout | None = None) -> Answer:
     """Return the labelled answer in a row.
 
     Args:
@@ -356,9 +366,9 @@ def answer_of(row: Row, layout: Layout | None = None) -> Answer:
         LeftOut: the answer is empty.
         BadRow: anything else is wrong with the row.
     """
-    layout = layout or answer_layout([row], Names({}, {}, {}, ()))
+    layout = layout or recognise_answers([row], Names({}, {}, {}, ()))
     if missing := [name for name in layout.columns if row.get(name) is None]:
-        raise BadRow(f"expected a column {missing[0]!r}, got {named(row)}", "missing column")
+        raise BadRow(f"expected a column {missing[0]!r}, got {list_names(row)}", "missing column")
     row, desirable = _with_plain_prompt(row), _label(row["label"])
     column = layout.columns[0]
     answer = _answer_value(row[column], column, layout)
@@ -366,7 +376,7 @@ def answer_of(row: Row, layout: Layout | None = None) -> Answer:
     if isinstance(answer, str) and not (layout.chat or isinstance(prompt, list)):
         refuse_system_text(row)
         if not answer.strip():
-            raise LeftOut("the answer is empty", "empty answer")
+            raise SkippedRow("the answer is empty", "empty answer")
         return Answer(PromptCompletion(prompt or "", answer), desirable)
     messages = [_assistant(answer)] if isinstance(answer, str) else answer
     messages = turns.add_system(row, _join(prompt, messages, messages))
@@ -380,7 +390,7 @@ def _label(value: Any) -> bool:
     if text in ("true", "1", "1.0", "chosen"):
         return True
     if text not in ("false", "0", "0.0", "rejected"):
-        wrong(value, "label", "true or false", "wrong label")
+        refuse_value(value, "label", "true or false", "wrong label")
     return False
 
 
@@ -399,4 +409,4 @@ def _check_answer(turn: Row, where: str) -> None:
             "weight of 0",
         )
     if not (turn.get("tool_calls") or (turn.get("content") or "").strip()):
-        raise LeftOut(f"the {where} answer is empty", "empty answer")
+        raise SkippedRow(f"the {where} answer is empty", "empty answer")

@@ -29,7 +29,7 @@ from typing import Any
 
 from toolkit.data.examples.columns import (
     Names,
-    shown_mapping,
+    format_mapping,
     suggest_answer_columns,
     suggest_pair_columns,
 )
@@ -41,7 +41,7 @@ from toolkit.data.examples.recognise import (
     system_column,
 )
 from toolkit.data.examples.turns import SPELLINGS, TURN_COLUMNS, holds_prompt
-from toolkit.data.sources.row_values import BadRow, Row, named
+from toolkit.data.sources.row_values import BadRow, Row, list_names
 
 SIDES = ("chosen", "rejected")
 COMPARED = ("response_1", "response_2", "preference")
@@ -138,7 +138,7 @@ class _FirstRows:
         )
 
 
-def pair_layout(rows: Sequence[Row], names: Names) -> Layout:
+def recognise_pairs(rows: Sequence[Row], names: Names) -> Layout:
     """Return the layout of a source of pairs by its first rows, which have standard names.
 
     Raises:
@@ -149,7 +149,7 @@ def pair_layout(rows: Sequence[Row], names: Names) -> Layout:
     if columns is None:
         raise BadRow(
             f"expected pairs of answers ('chosen' and 'rejected', or 'response_1', 'response_2' "
-            f"and 'preference'), got {named(rows[0])}. {suggest_pair_columns(rows)}; single "
+            f"and 'preference'), got {list_names(rows[0])}. {suggest_pair_columns(rows)}; single "
             "answers with a label are for preference.loss_type kto",
             "unknown format",
         )
@@ -186,7 +186,7 @@ def without_chat_template(layout: Layout) -> Layout:
     return replace(layout, chat=False, plain=True, remarks=tuple(remarks))
 
 
-def answer_layout(rows: Sequence[Row], names: Names) -> Layout:
+def recognise_answers(rows: Sequence[Row], names: Names) -> Layout:
     """Return the layout of a source of labelled answers by its first rows, which have standard
     names.
 
@@ -200,7 +200,7 @@ def answer_layout(rows: Sequence[Row], names: Names) -> Layout:
     if label is None or (answer is None and chat is None):
         raise BadRow(
             f"expected answers with a label ('prompt', 'completion' and 'label'), got "
-            f"{named(rows[0])}. {suggest_answer_columns([*rows[0]])}; pairs are for another "
+            f"{list_names(rows[0])}. {suggest_answer_columns([*rows[0]])}; pairs are for another "
             "preference.loss_type than kto",
             "unknown format",
         )
@@ -356,7 +356,7 @@ def _take_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, tex
         _refuse_possible_prompt(first, texts)
         if len(answers) == 1:
             raise BadRow(
-                f"expected a prompt next to the answer, got {named(first.rows[0])}. Set "
+                f"expected a prompt next to the answer, got {list_names(first.rows[0])}. Set "
                 "data.columns, such as {prompt: question}",
                 "no prompt",
             )
@@ -420,8 +420,8 @@ def _column_of_question(first: _FirstRows) -> str | None:
     if len(columns) > 1:
         question, other = columns[:2]
         raise BadRow(
-            f"expected one prompt, got {named(columns)}. Set data.columns: "
-            f"{shown_mapping({'instruction': question, 'input': other})} to use both, or "
+            f"expected one prompt, got {list_names(columns)}. Set data.columns: "
+            f"{format_mapping({'instruction': question, 'input': other})} to use both, or "
             f"{{instruction: {question}, {other}: null}}",
             "several prompts",
         )
@@ -443,7 +443,7 @@ def _refuse_repeated_prompts(first: _FirstRows, answers: Sequence[str]) -> None:
     if len(answers) == 1:
         cure = "write it without the prompt"
     raise BadRow(
-        f"expected answers that follow the text in 'prompt', got {named(columns)} that begin with "
+        f"expected answers that follow the text in 'prompt', got {list_names(columns)} that begin with "
         f"it in all first rows; {cure}",
         "prompt in the answer",
     )
@@ -465,7 +465,7 @@ def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
         mapping = f"{{instruction: {name}}} (the user's turn)"
         mapping += f" or {{prompt: {name}}} (plain text)" if texts else ""
     raise BadRow(
-        f"expected a prompt, got answers without one next to {named(possible)}, which nothing "
+        f"expected a prompt, got answers without one next to {list_names(possible)}, which nothing "
         f"uses. Set data.columns: {mapping}, or {{{name}: null}} if it is no prompt",
         "no prompt",
     )

@@ -30,13 +30,13 @@ from toolkit.data.samples.batch import IGNORED
 from toolkit.data.sources.row_values import (
     BadRow,
     Row,
-    json_value,
-    listed,
-    named,
-    parsed,
-    shown,
-    string,
-    wrong,
+    describe_value,
+    list_names,
+    parse_json,
+    parse_json_text,
+    read_list,
+    read_text,
+    refuse_value,
 )
 
 Format = Literal["text", "prompt_completion", "conversation", "tokenised", "preferences"]
@@ -170,14 +170,14 @@ class Layout:
 
         renamed = dict(self.renamed)
         remarks = "".join(f"; {text.format(join(names))}" for text, names in self.remarks)
-        unused = f"; not used: {named(self.unused)}" if self.unused else ""
+        unused = f"; not used: {list_names(self.unused)}" if self.unused else ""
         return f"{self.title}, in {join(self.columns)}{remarks}{unused}"
 
 
 PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))  # of text files
 
 
-def recognise(rows: Sequence[Row], *, text: bool = False) -> Layout:
+def recognise_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
     """Return the layout that most of `rows` have, the first rows of a source.
 
     Of several formats, the first of these wins: `input_ids`, text where `data.columns` names it
@@ -195,12 +195,12 @@ def recognise(rows: Sequence[Row], *, text: bool = False) -> Layout:
         return _with_system(layouts.most_common(1)[0][0], rows)
     if all(name in row for row in rows for name in ("chosen", "rejected")):
         raise BadRow(
-            f"expected examples, got pairs of answers ({named(rows[0])}). `toolkit prefer` learns "
+            f"expected examples, got pairs of answers ({list_names(rows[0])}). `toolkit prefer` learns "
             "from both; data.columns {completion: chosen} learns the chosen ones alone",
             "pairs of answers",
         )
     raise BadRow(
-        f"expected the columns of a format, got {named(rows[0])}. Known are: text ('text'); "
+        f"expected the columns of a format, got {list_names(rows[0])}. Known are: text ('text'); "
         "prompts and completions ('prompt' and 'completion'); conversations ('messages' or "
         "'conversations', or Alpaca's 'instruction' and 'output'); token ids ('input_ids', with "
         f"'labels', 'completion_mask' or 'assistant_masks'). {suggest_example_columns(rows)}",
@@ -250,7 +250,7 @@ def has_text(row: Row, name: str) -> bool:
     return isinstance(value := row.get(name), str) and bool(value.strip())
 
 
-def document_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
+def recognise_documents(rows: Sequence[Row], *, text: bool = False) -> Layout:
     """Return the layout of documents: token ids where rows have any, else text, else BadRow."""
     if any("input_ids" in row for row in rows):
         return Layout("tokenised", ("input_ids",), whole=True)
@@ -260,7 +260,7 @@ def document_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
     if (other := _layout_of(rows[0], text)) is not None:
         advice = f"these are {other}: recipes/finetune.py learns from them, pretraining from text"
     raise BadRow(
-        f"expected a column 'text' or 'input_ids', got {named(rows[0])}; {advice}",
+        f"expected a column 'text' or 'input_ids', got {list_names(rows[0])}; {advice}",
         "unknown format",
     )
 
@@ -295,7 +295,7 @@ def _layout_of(row: Row, text: bool) -> Layout | None:
 
 def _turn_style(value: Any, column: str) -> RowShape:
     try:
-        value = json_value(value) if isinstance(value, str) else value
+        value = parse_json(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         value = None  # judged with the row
     found = value if isinstance(value, list) else []
@@ -304,13 +304,13 @@ def _turn_style(value: Any, column: str) -> RowShape:
     return "sharegpt" if sharegpt else "messages"
 
 
-def example_of(row: Row, layout: Layout) -> Example:
+def parse_example(row: Row, layout: Layout) -> Example:
     """Return what is to be learned of `row`; raise BadRow for the first thing that is wrong."""
     # A row without the mask that others have would be learned whole.
     empty = [name for name in _MASKS if name in row and row[name] is None]
     if missing := [name for name in layout.columns if name not in row or name in empty]:
         raise BadRow(
-            f"expected a column {missing[0]!r} ({layout}), got {named(row)}", "missing column"
+            f"expected a column {missing[0]!r} ({layout}), got {list_names(row)}", "missing column"
         )
     try:
         return _example(row, layout)
@@ -322,24 +322,24 @@ def _example(row: Row, layout: Layout) -> Example:
     column = layout.columns[0]
     match layout.shape:
         case "text" | "pieces":
-            text = string(row[column], column, nul=layout.whole)
+            text = read_text(row[column], column, nul=layout.whole)
             if layout.shape == "pieces":
                 return Text(text, row["start"], row["end"])
             if not layout.whole and not text.strip():
-                wrong(text, column, "text", "empty text")
+                refuse_value(text, column, "text", "empty text")
             return Text(text)
         case "tokenised" if layout.whole:
-            ids = parsed(row[column], column)
+            ids = parse_json_text(row[column], column)
             if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
-                wrong(ids, column, "a list of token ids")
+                refuse_value(ids, column, "a list of token ids")
             return Tokens(ids)
         case "tokenised":
             return Tokens(*_ids_and_labels(row))
         case "prompt_completion":
             refuse_system_text(row)
-            prompt, completion = (string(row[name], name) for name in layout.columns)
+            prompt, completion = (read_text(row[name], name) for name in layout.columns)
             if not completion.strip():
-                wrong(completion, "completion", "text", "empty completion")
+                refuse_value(completion, "completion", "text", "empty completion")
             return PromptCompletion(prompt, completion)
         case "turn_lists" | "turn_texts":
             prompt, completion = (row[name] for name in layout.columns)
@@ -356,19 +356,19 @@ def _example(row: Row, layout: Layout) -> Example:
 def _prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], int]:
     """Return the turns of a prompt and its completion, and how many of them are the prompt."""
     if isinstance(completion, str):
-        text = string(completion, "completion")
+        text = read_text(completion, "completion")
         if not text.strip():
-            wrong(completion, "completion", "text", "empty completion")
+            refuse_value(completion, "completion", "text", "empty completion")
         answer = [{"role": "assistant", "content": text}]
     elif isinstance(completion, list):
         answer = turns.read_turns(completion, "completion")
     else:
-        wrong(completion, "completion", "text or a list of turns")
+        refuse_value(completion, "completion", "text or a list of turns")
     if isinstance(prompt, str):
-        before = turns.split_prompt(string(prompt, "prompt"), answer)
+        before = turns.split_prompt(read_text(prompt, "prompt"), answer)
         return [*before, *answer], len(before)
     if not isinstance(prompt, list):
-        wrong(prompt, "prompt", "text or a list of turns")
+        refuse_value(prompt, "prompt", "text or a list of turns")
     messages = turns.read_turns(prompt, "prompt")
     return [*turns.split_prompt(messages, answer), *answer], len(messages)
 
@@ -381,7 +381,7 @@ def _conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Co
     for i, turn in enumerate(messages):
         said = turn.get("tool_calls") or (turn.get("content") or "").strip()
         if turn["role"] == "assistant" and not said:
-            content = shown(turn.get("content"))
+            content = describe_value(turn.get("content"))
             raise BadRow(
                 f"expected an answer in turn {i} (assistant), got content {content} and no "
                 "tool_calls",
@@ -448,9 +448,9 @@ def _mask(value: Any, name: str, ids: list[int]) -> list[bool]:
 
 
 def _integers(value: Any, where: str) -> list[int]:
-    values = listed(value, where)
+    values = read_list(value, where)
     allowed = {int} if where in ("input_ids", "labels") else {int, bool}
     if not set(map(type, values)) <= allowed:
         i = next(i for i, v in enumerate(values) if type(v) not in allowed)
-        wrong(values[i], f"{where}[{i}]", "an integer")
+        refuse_value(values[i], f"{where}[{i}]", "an integer")
     return values

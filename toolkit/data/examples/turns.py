@@ -11,13 +11,13 @@ from toolkit.config.data import RESERVED_ARGUMENTS
 from toolkit.data.sources.row_values import (
     BadRow,
     Row,
-    clean,
-    listed,
-    named,
-    optional_string,
-    parsed,
-    string,
-    wrong,
+    check_text,
+    list_names,
+    parse_json_text,
+    read_list,
+    read_optional_text,
+    read_text,
+    refuse_value,
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -49,7 +49,7 @@ def read_turns(value: Any, where: str) -> list[Row]:
     """Return a list of turns as messages, whether they have `role` and `content` or ShareGPT's
     `from` and `value`.
     """
-    turns = listed(value, where)
+    turns = read_list(value, where)
     if any(isinstance(turn, dict) and "from" in turn for turn in turns):
         return from_sharegpt(turns, where)
     return from_messages(turns, where)
@@ -58,12 +58,12 @@ def read_turns(value: Any, where: str) -> list[Row]:
 def instruction_turns(row: Row) -> list[Row]:
     """Return Alpaca's `history`, `instruction` and `input` as messages that end with the user."""
     texts: list[str] = []
-    for i, pair in enumerate(listed(row.get("history") or [], "history")):
+    for i, pair in enumerate(read_list(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
-            wrong(pair, f"history[{i}]", "an instruction and its answer")
-        texts += [string(text, f"history[{i}][{at}]") for at, text in enumerate(pair)]
-    instruction = string(row["instruction"], "instruction")
-    parts = (instruction, optional_string(row, "input"))
+            refuse_value(pair, f"history[{i}]", "an instruction and its answer")
+        texts += [read_text(text, f"history[{i}][{at}]") for at, text in enumerate(pair)]
+    instruction = read_text(row["instruction"], "instruction")
+    parts = (instruction, read_optional_text(row, "input"))
     question = "\n\n".join(part for part in parts if part.strip())
     if not question:
         raise BadRow("expected text in 'instruction', got none", "empty instruction")
@@ -78,7 +78,7 @@ def from_alpaca(row: Row) -> list[Row]:
     """Return Alpaca's instruction, input and output as messages, after `history`."""
     messages, calls = instruction_turns(row), row.get("tool_calls")
     if calls is None:
-        return [*messages, {"role": "assistant", "content": string(row["output"], "output")}]
+        return [*messages, {"role": "assistant", "content": read_text(row["output"], "output")}]
     content = {"content": row["output"]} if row.get("output") else {}
     answer = {"role": "assistant", **content, "tool_calls": calls}
     return [*messages, _message(answer, "the answer")]
@@ -90,7 +90,7 @@ def add_system(row: Row, messages: list[Row]) -> list[Row]:
     Raises:
         BadRow: the conversation begins with another system text.
     """
-    system = optional_string(row, "system")
+    system = read_optional_text(row, "system")
     if not system.strip():
         return messages
     if messages[0]["role"] in ("system", "developer"):
@@ -159,12 +159,12 @@ def tools_of(row: Row) -> list[dict[str, Any]] | None:
     """
     tools: list[dict[str, Any]] = []
     for name in ("tools", "functions"):
-        given = [] if row.get(name) in (None, "") else listed(row[name], name)
-        found = [parsed(tool, f"{name}[{i}]") for i, tool in enumerate(given)]
+        given = [] if row.get(name) in (None, "") else read_list(row[name], name)
+        found = [parse_json_text(tool, f"{name}[{i}]") for i, tool in enumerate(given)]
         for i, tool in enumerate(found):
             if not isinstance(tool, dict) or not tool:
-                wrong(tool, f"{name}[{i}]", "the JSON schema of a tool (a mapping)")
-        clean(found, name)
+                refuse_value(tool, f"{name}[{i}]", "the JSON schema of a tool (a mapping)")
+        check_text(found, name)
         tools += found if name == "tools" else [{"type": "function", "function": f} for f in found]
     return tools or None
 
@@ -172,13 +172,13 @@ def tools_of(row: Row) -> list[dict[str, Any]] | None:
 def template_kwargs_of(row: Row) -> dict[str, Any]:
     """Return further arguments of the template from the column `chat_template_kwargs`."""
     name = "chat_template_kwargs"
-    value = {} if row.get(name) in (None, "") else parsed(row[name], name)
+    value = {} if row.get(name) in (None, "") else parse_json_text(row[name], name)
     if not isinstance(value, dict):
-        wrong(value, name, "a mapping")
-    clean(value, name)
+        refuse_value(value, name, "a mapping")
+    check_text(value, name)
     if taken := RESERVED_ARGUMENTS.intersection(value):
         raise BadRow(
-            f"expected further arguments of the template in {name!r}, got {named(sorted(taken))}, "
+            f"expected further arguments of the template in {name!r}, got {list_names(sorted(taken))}, "
             "which the toolkit sets",
             "reserved template argument",
         )
@@ -187,17 +187,17 @@ def template_kwargs_of(row: Row) -> dict[str, Any]:
 
 def _turns(value: Any, where: str, keys: tuple[str, ...], *more: str) -> Iterator[tuple[Row, str]]:
     """Yield each turn, which has `keys`, and its place; `more` are named with them."""
-    turns = listed(value, where)
+    turns = read_list(value, where)
     if not turns:
         raise BadRow(f"expected turns in {where!r}, got an empty list", "empty conversation")
-    clean(turns, where)
+    check_text(turns, where)
     for i, turn in enumerate(turns):
         at = f"{where}[{i}]"
         if not isinstance(turn, dict):
-            wrong(turn, at, "a turn (a mapping)")
+            refuse_value(turn, at, "a turn (a mapping)")
         if missing := [key for key in keys if key not in turn]:
             expected = " and ".join(map(repr, (*keys, *more)))
-            said = f"expected {expected} in {at!r}, got {named(turn)}"
+            said = f"expected {expected} in {at!r}, got {list_names(turn)}"
             raise BadRow(said, f"missing {missing[0]}")
         yield turn, at
 
@@ -206,12 +206,12 @@ def _message(turn: Row, where: str) -> Row:
     message = _weighed(turn, where)
     message["role"] = role = _role(turn["role"], where)
     calls = turn.get("tool_calls")
-    calls = None if calls == [] else parsed(calls, f"{where}.tool_calls")
+    calls = None if calls == [] else parse_json_text(calls, f"{where}.tool_calls")
     if (call := message.pop("function_call", None)) is not None:  # as it was before tool_calls
         if calls:
             said = f"expected tool_calls or the older function_call in {where!r}, got both"
             raise BadRow(said, "two kinds of calls")
-        calls = [{"type": "function", "function": parsed(call, f"{where}.function_call")}]
+        calls = [{"type": "function", "function": parse_json_text(call, f"{where}.function_call")}]
     if calls is not None:
         if role != "assistant":
             raise BadRow(
@@ -220,11 +220,11 @@ def _message(turn: Row, where: str) -> Row:
                 "tool calls of another role",
             )
         if not isinstance(calls, list):
-            wrong(calls, f"{where}.tool_calls", "a list")
+            refuse_value(calls, f"{where}.tool_calls", "a list")
         places = (f"{where}.tool_calls[{i}]" for i in range(len(calls)))
         message["tool_calls"] = [*map(_tool_call, calls, places)]
     elif "content" not in turn:
-        raise BadRow(f"expected 'content' in {where!r}, got {named(turn)}", "missing content")
+        raise BadRow(f"expected 'content' in {where!r}, got {list_names(turn)}", "missing content")
     if turn.get("content") is not None or role != "assistant":
         message["content"] = _content(turn.get("content"), f"{where}.content")
     return message
@@ -233,7 +233,9 @@ def _message(turn: Row, where: str) -> Row:
 def _role(name: Any, where: str) -> str:
     role = SPELLINGS.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        wrong(name, where, f"one of the roles {', '.join(ROLES)} (data.columns)", "unknown role")
+        refuse_value(
+            name, where, f"one of the roles {', '.join(ROLES)} (data.columns)", "unknown role"
+        )
     return role
 
 
@@ -270,34 +272,34 @@ def _flag(value: Any, name: str, where: str) -> bool | None:
     if text in ("1", "1.0", "true"):
         return True
     if text not in ("", "none") and (name in _WEIGHTS or isinstance(value, int | float)):
-        wrong(value, f"{where}.{name}", "0 or 1", "weight of a turn")
+        refuse_value(value, f"{where}.{name}", "0 or 1", "weight of a turn")
     return None
 
 
 def _content(value: Any, where: str) -> str:
     """Return the text; of a list of parts, which text-only templates would print as a list."""
     if not isinstance(value, list):
-        return string(value, where)
+        return read_text(value, where)
     for i, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
-            wrong(kind, f"{where}[{i}]", "a part of type text")
+            refuse_value(kind, f"{where}[{i}]", "a part of type text")
         if _weighed(part, f"{where}[{i}]").get("weight") == 0:
             raise BadRow(
                 f"expected a turn that is supervised as a whole, got a part {where}[{i}] that the "
                 "loss is not to cover; split the turn",
                 "supervision of parts of a turn",
             )
-    return "".join(string(p.get("text"), f"{where}[{i}].text") for i, p in enumerate(value))
+    return "".join(read_text(p.get("text"), f"{where}[{i}].text") for i, p in enumerate(value))
 
 
 def _sharegpt(turn: Row, where: str) -> Row:
     name = turn["from"]
     message = {k: v for k, v in _weighed(turn, where).items() if k not in ("from", "value")}
-    value = string(turn["value"], f"{where}.value")
+    value = read_text(turn["value"], f"{where}.value")
     if name not in _CALLS:
         return {"role": _role(name, f"{where}.from"), "content": value, **message}
-    found = parsed(value, f"{where}.value")
+    found = parse_json_text(value, f"{where}.value")
     calls = found if isinstance(found, list) else [found]
     places = (f"{where}.value[{i}]" for i in range(len(calls)))
     return {"role": "assistant", **message, "tool_calls": [*map(_tool_call, calls, places)]}
@@ -305,18 +307,20 @@ def _sharegpt(turn: Row, where: str) -> Row:
 
 def _tool_call(call: Any, where: str) -> Row:
     if not isinstance(call, dict):
-        wrong(call, where, "a tool call (a mapping)")
+        refuse_value(call, where, "a tool call (a mapping)")
     bare = "function" not in call and "name" in call  # its fields without a `function` around them
     function = call if bare else call.get("function")
     if not isinstance(function, dict):
-        wrong(function, f"{where}.function", "a mapping of name and arguments")
-    name = string(function.get("name"), f"{where}.function.name")
+        refuse_value(function, f"{where}.function", "a mapping of name and arguments")
+    name = read_text(function.get("name"), f"{where}.function.name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = parsed(arguments, f"{where}.function.arguments") if arguments.strip() else {}
+        arguments = (
+            parse_json_text(arguments, f"{where}.function.arguments") if arguments.strip() else {}
+        )
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        wrong(arguments, f"{where}.function.arguments", "a mapping")
+        refuse_value(arguments, f"{where}.function.arguments", "a mapping")
     function = {**function, "name": name, "arguments": arguments}
     if not bare:
         return {**call, "function": function}

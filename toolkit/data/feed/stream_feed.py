@@ -19,7 +19,7 @@ from toolkit.data.order.mixture import integer_shares, source_at_turn
 from toolkit.data.order.position import Position
 from toolkit.data.samples.batch import IGNORED
 from toolkit.data.samples.sample_shape import SampleShape
-from toolkit.data.sources.row_values import escaped
+from toolkit.data.sources.row_values import escape_text
 from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import DataError
 
@@ -162,7 +162,7 @@ class StreamFeed(Feed):
                 reasons.update(count.get("reasons", {}))
                 firsts = count.get("first", {}) | firsts
             for reason, rows in reasons.items():
-                first = escaped(" ".join(firsts[reason].split()), keep="")
+                first = escape_text(" ".join(firsts[reason].split()), keep="")
                 lines.append(f"  left out {rows:,}: {reason} (the first: {first})")
         return lines
 

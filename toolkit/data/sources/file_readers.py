@@ -29,8 +29,14 @@ from typing import IO, Any, BinaryIO
 import pyarrow as pa
 
 from toolkit.data.sources.files import Kind
-from toolkit.data.sources.row_values import BadRow, json_value, named, or_bad, shown
-from toolkit.data.sources.tables import PLACE, Bounds, in_tables
+from toolkit.data.sources.row_values import (
+    BadRow,
+    catch_bad_row,
+    describe_value,
+    list_names,
+    parse_json,
+)
+from toolkit.data.sources.tables import PLACE, Bounds, to_tables
 from toolkit.errors import DataError
 
 ROW_BYTES = 64 << 20  # a longer row is bad: reading it may take all memory
@@ -52,41 +58,41 @@ def line_tables(
     """
     if os.path.getsize(file) == 0:
         return
-    cut = _csv if kind == "csv" else _lines
+    find_cut = _csv if kind == "csv" else _lines
     if kind == "json" and not _is_lines(file):
         with _open(file) as stream:
-            cut = _list if _is_list(stream) else _lines
-    place = "row {} (counted from 0)" if cut is _list else "line {}"
+            find_cut = _list if _is_list(stream) else _lines
+    place = "row {} (counted from 0)" if find_cut is _list else "line {}"
     if bounds and bounds[0]:
         place = f"line {{}} of those after byte {bounds[0]}"
     with _open(file) as stream:
         if bounds:
-            cut = partial(_lines, bounds=bounds)
+            find_cut = partial(_lines, bounds=bounds)
         stored = (
             (b"", place.format(number), f"{row.reason}\n{row}")
             if isinstance(row, BadRow)
             else (row, place.format(number), None)
-            for number, row in cut(stream, file, limit)
+            for number, row in find_cut(stream, file, limit)
         )
-        yield from in_tables(stored, LINES)
+        yield from to_tables(stored, LINES)
 
 
-def decoded(stored: dict[str, Any]) -> dict[str, Any]:
+def decode_row(stored: dict[str, Any]) -> dict[str, Any]:
     """Return the mapping that a raw row stands for; raise BadRow for one that is none."""
     if stored[FAULT] is not None:
         reason, _, said = stored[FAULT].partition("\n")
         raise BadRow(said, reason)
     raw = stored[RAW]
     try:
-        row = json_value(raw.decode("utf-8"))
+        row = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _not_utf8(raw[error.start], f" at offset {error.start} of the row") from error
     except RecursionError as error:
         raise BadRow("expected a JSON mapping, got one nested too deep", "nesting") from error
     except ValueError as error:
-        raise BadRow(f"expected JSON, got {shown(raw)} ({error})", "not JSON") from error
+        raise BadRow(f"expected JSON, got {describe_value(raw)} ({error})", "not JSON") from error
     if not isinstance(row, dict):
-        raise BadRow(f"expected a JSON mapping, got {shown(row)}", "no mapping")
+        raise BadRow(f"expected a JSON mapping, got {describe_value(row)}", "no mapping")
     return row
 
 
@@ -101,7 +107,7 @@ def first_row(file: Path) -> dict[str, Any] | None:
             if line is None:
                 return None
             if line.strip():
-                row = or_bad(decoded, {FAULT: None, RAW: line})
+                row = catch_bad_row(decode_row, {FAULT: None, RAW: line})
                 return row if isinstance(row, dict) else None
     return None
 
@@ -203,7 +209,7 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
     if not header or len(set(header)) < len(header) or not all(header) or broken:
         raise DataError(
             f"{file}: expected a CSV header of different names in UTF-8 in its first line, got "
-            f"{named(header)}"
+            f"{list_names(header)}"
         )
     while True:
         first = reader.line_num + 1
@@ -223,7 +229,7 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
             except UnicodeEncodeError as error:
                 yield first, _not_utf8(ord(row[error.start]) - 0xDC00)
         elif fields:
-            said = f"expected {len(header)} fields ({named(header)}), got {len(fields)}"
+            said = f"expected {len(header)} fields ({list_names(header)}), got {len(fields)}"
             yield first, BadRow(said, "wrong number of fields")
 
 
@@ -243,15 +249,15 @@ PIECES = pa.schema({"text": _TEXT, "start": _FLAG, "end": _FLAG, PLACE: _TEXT})
 
 def text_tables(file: str) -> Iterator[pa.Table]:
     """Yield a text file as tables of `PIECES`; see `pieces`."""
-    texts = enumerate(pairwise(chain(pieces(Path(file)), [None])))
+    texts = enumerate(pairwise(chain(read_pieces(Path(file)), [None])))
     rows = (
         (text or "", not number, following is None, f"piece {number} (counted from 0)")
         for number, (text, following) in texts
     )
-    return in_tables(rows, PIECES)
+    return to_tables(rows, PIECES)
 
 
-def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
+def read_pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
     """Yield the text of a file in pieces of about `size` bytes; what is not UTF-8 is a DataError
     that names the offset.
     """
@@ -269,7 +275,7 @@ def pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
             offset += len(block)
 
 
-def parts_of(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
+def split_text(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
     """Yield `text` in parts of about `size` bytes, cut as a file is."""
     return (block.decode() for block in _pieces(io.BytesIO(text.encode()), size))
 
@@ -278,14 +284,14 @@ def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
     rest = b""
     while len(block := stream.read(size)) == size:
         rest += block
-        end = cut(rest)
+        end = find_cut(rest)
         yield rest[:end]
         rest = rest[end:]
     if rest or block:
         yield rest + block
 
 
-def cut(block: bytes) -> int:
+def find_cut(block: bytes) -> int:
     """Return where to end a piece of UTF-8 text: where a tokenizer ends a token anyway.
 
     After a newline between two lines that neither end nor begin with white space; where there is

@@ -36,7 +36,7 @@ _OF_A_SPLIT = re.compile(r"(?<![a-z0-9])(train|test|valid|validation|val|dev|eva
 _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
-def configured(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceConfig]]:
+def list_sources(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceConfig]]:
     """Return the sources that `cfg` names as (setting, source).
 
     Each entry of `eval_files` is a source; those of `eval_sources` follow.
@@ -82,7 +82,7 @@ def find_files(patterns: str | list[str], what: str) -> list[Path]:
     return list(found)
 
 
-def kind_of(files: list[Path], what: str) -> Kind:
+def common_file_kind(files: list[Path], what: str) -> Kind:
     """Return the one kind that all of `files` are of; several are a DataError."""
     kinds = {DATA_ENDINGS.get(_ending(file), "text"): file for file in reversed(files)}
     if len(kinds) > 1:
@@ -94,7 +94,7 @@ def kind_of(files: list[Path], what: str) -> Kind:
     return next(iter(kinds))
 
 
-def stdlib_files() -> list[Path]:
+def find_stdlib_files() -> list[Path]:
     """Return the source files of Python's standard library, without tests: some 11 MB of text."""
     root = Path(sysconfig.get_paths()["stdlib"]).resolve()
     return [
@@ -106,12 +106,12 @@ def stdlib_files() -> list[Path]:
 
 def _matches(pattern: str, what: str) -> list[Path]:
     path = Path(pattern).expanduser()
-    if is_data_set(path):
+    if is_saved_data_set(path):
         raise DataError(f"{what}: {pattern} is a data set folder; give it as data.dataset_name")
     if path.is_file():  # before the glob: a file's own name may hold brackets
         return [path]
     if path.is_dir():
-        if (split := split_of(path, what)) is not None:
+        if (split := find_split(path, what)) is not None:
             return split.files
         known = [*DATA_ENDINGS, *TEXT_ENDINGS]
         found = [p for p in _beneath(path) if _ending(p) in known]
@@ -138,7 +138,7 @@ class Split(NamedTuple):
     others: dict[str, int]
 
 
-def split_of(folder: Path, what: str) -> Split | None:
+def find_split(folder: Path, what: str) -> Split | None:
     """Return the split that the setting `what` reads of a folder as the Hub has them: with a
     README.md that names files, or files that are named after splits. None for any other folder.
     """
@@ -171,7 +171,7 @@ def _beneath(root: Path) -> Iterator[Path]:
         yield from (Path(folder, n) for n in sorted(names) if not n.startswith("."))
 
 
-def is_data_set(folder: Path) -> bool:
+def is_saved_data_set(folder: Path) -> bool:
     """Whether `save_to_disk` of `datasets` wrote the folder."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 

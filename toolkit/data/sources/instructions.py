@@ -14,8 +14,8 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 
-from toolkit.data.sources.files import stdlib_files
-from toolkit.data.sources.tables import cached, digest_contents, digest_of, in_tables
+from toolkit.data.sources.files import find_stdlib_files
+from toolkit.data.sources.tables import compute_digest, digest_contents, load_or_build, to_tables
 
 BODY_LINES, BODY_CHARACTERS = 30, 1200  # a function whose body has more is left out
 DOCSTRING_CHARACTERS = 400  # a longer one is cut after a paragraph
@@ -38,20 +38,20 @@ _PAIRS = 2_000  # of preferences: a demo asks its reference for all of them firs
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def conversations() -> datasets.Dataset:
+def build_conversations() -> datasets.Dataset:
     """Return several thousand conversations of two turns: made in a few seconds, and cached."""
-    files = stdlib_files()
-    key = digest_of(_VERSION, digest_contents(files, _WHERE))
-    tables = in_tables(_rows(files), _ROWS)
-    return cached(f"rows-{key}", tables, _ROWS, "Reading the standard library")
+    files = find_stdlib_files()
+    key = compute_digest(_VERSION, digest_contents(files, _WHERE))
+    tables = to_tables(_rows(files), _ROWS)
+    return load_or_build(f"rows-{key}", tables, _ROWS, "Reading the standard library")
 
 
-def preferences() -> datasets.Dataset:
+def build_preferences() -> datasets.Dataset:
     """Return two thousand pairs: the right answer, and the same with more than was asked for."""
-    files = stdlib_files()
-    key = digest_of(_VERSION, f"longer {_PAIRS}", digest_contents(files, _WHERE))
-    tables = in_tables(islice(_preferences(files), _PAIRS), _PREFERENCES)
-    return cached(f"rows-{key}", tables, _PREFERENCES, "Reading the standard library")
+    files = find_stdlib_files()
+    key = compute_digest(_VERSION, f"longer {_PAIRS}", digest_contents(files, _WHERE))
+    tables = to_tables(islice(_preferences(files), _PAIRS), _PREFERENCES)
+    return load_or_build(f"rows-{key}", tables, _PREFERENCES, "Reading the standard library")
 
 
 def _rows(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]]]]:

@@ -25,11 +25,11 @@ class BadRow(Exception):
         return str(self.args[0])
 
 
-class LeftOut(BadRow):
+class SkippedRow(BadRow):
     """A row that is left out and counted, whatever `on_bad_row` says."""
 
 
-def or_bad(fn: Callable[[Any], T], value: Any) -> T | BadRow:
+def catch_bad_row(fn: Callable[[Any], T], value: Any) -> T | BadRow:
     """Return what `fn` makes of a value, or the BadRow that it raises."""
     try:
         return fn(value)
@@ -37,12 +37,12 @@ def or_bad(fn: Callable[[Any], T], value: Any) -> T | BadRow:
         return bad
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a value for a message: its type and its beginning, on one line, escaped."""
     return "null" if value is None else f"{type(value).__name__} {_short.repr(value)}"
 
 
-def escaped(text: str, keep: str = "\n") -> str:
+def escape_text(text: str, keep: str = "\n") -> str:
     """Return text in which nothing moves the cursor, changes colours or cannot be seen."""
     return "".join(
         c
@@ -52,55 +52,55 @@ def escaped(text: str, keep: str = "\n") -> str:
     )
 
 
-def named(keys: Any) -> str:
+def list_names(keys: Any) -> str:
     """Return the names of columns or keys for a message, at most a dozen."""
     names = [_short.repr(key) for key in keys]
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
     return (", ".join(names[:12]) + more) or "none"
 
 
-def wrong(value: Any, where: str, expected: str, reason: str = "wrong type") -> NoReturn:
+def refuse_value(value: Any, where: str, expected: str, reason: str = "wrong type") -> NoReturn:
     """Raise a BadRow for a value that is not what was expected."""
-    raise BadRow(f"expected {expected} in {where!r}, got {shown(value)}", reason)
+    raise BadRow(f"expected {expected} in {where!r}, got {describe_value(value)}", reason)
 
 
-def listed(value: Any, where: str) -> list[Any]:
+def read_list(value: Any, where: str) -> list[Any]:
     """Return `value`, which must be a list, or JSON text of one."""
-    value = parsed(value, where)
+    value = parse_json_text(value, where)
     if not isinstance(value, list):
-        wrong(value, where, "a list")
+        refuse_value(value, where, "a list")
     return value
 
 
-def string(value: Any, where: str, *, nul: bool = False) -> str:
+def read_text(value: Any, where: str, *, nul: bool = False) -> str:
     """Return `value`, which must be clean text; see `clean`."""
     if not isinstance(value, str):
-        wrong(value, where, "text")
-    clean(value, where, nul=nul)
+        refuse_value(value, where, "text")
+    check_text(value, where, nul=nul)
     return value
 
 
-def optional_string(row: dict[str, Any], name: str) -> str:
+def read_optional_text(row: dict[str, Any], name: str) -> str:
     """Return the text of a column; empty where it is missing or null."""
-    return "" if row.get(name) is None else string(row[name], name)
+    return "" if row.get(name) is None else read_text(row[name], name)
 
 
-def parsed(value: Any, where: str) -> Any:
+def parse_json_text(value: Any, where: str) -> Any:
     """Return what JSON text stands for, checked by `clean`; anything else as it is."""
     if not isinstance(value, str):
         return value
     try:
-        content = json_value(value)
+        content = parse_json(value)
     except ValueError as error:
         raise BadRow(
-            f"expected a list, a mapping or JSON text in {where!r}, got {shown(value)} ({error})",
+            f"expected a list, a mapping or JSON text in {where!r}, got {describe_value(value)} ({error})",
             "not JSON",
         ) from error
-    clean(content, where)
+    check_text(content, where)
     return content
 
 
-def json_value(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Return what JSON text stands for; NaN and infinities, which are no JSON, raise ValueError."""
 
     def refuse(name: str) -> NoReturn:
@@ -109,7 +109,7 @@ def json_value(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def clean(value: Any, where: str, *, nul: bool = False) -> None:
+def check_text(value: Any, where: str, *, nul: bool = False) -> None:
     """Refuse text, however deep in `value`, that is not Unicode or, without `nul`, has a NUL."""
     if isinstance(value, str):
         if not nul and "\0" in value:
@@ -125,10 +125,10 @@ def clean(value: Any, where: str, *, nul: bool = False) -> None:
             ) from error
     elif isinstance(value, dict):
         for key, inner in value.items():
-            clean(key, where, nul=nul)
-            clean(inner, f"{where}.{key}", nul=nul)
+            check_text(key, where, nul=nul)
+            check_text(inner, f"{where}.{key}", nul=nul)
     elif isinstance(value, list):
         for i, inner in enumerate(value):
-            clean(inner, f"{where}[{i}]", nul=nul)
+            check_text(inner, f"{where}[{i}]", nul=nul)
     elif isinstance(value, float) and value - value != 0:
         raise BadRow(f"expected a finite number in {where!r}, got {value}", "not JSON")

@@ -18,13 +18,13 @@ from toolkit.data.sources import file_readers, tables
 from toolkit.data.sources.file_readers import PIECES, text_tables
 from toolkit.data.sources.files import (
     What,
-    configured,
+    common_file_kind,
     find_files,
-    kind_of,
-    split_of,
-    stdlib_files,
+    find_split,
+    find_stdlib_files,
+    list_sources,
 )
-from toolkit.data.sources.row_values import BadRow, Row, or_bad
+from toolkit.data.sources.row_values import BadRow, Row, catch_bad_row
 from toolkit.errors import DataError
 
 _OF_FILES = (tables.FILE, tables.PLACE)
@@ -52,7 +52,7 @@ class DataSource:
 
     def files_digest(self) -> str:
         """Return a digest of names and sizes of the files, in order; the folder may move."""
-        return tables.digest_of([(Path(f).name, os.path.getsize(f)) for f in self.files])
+        return tables.compute_digest([(Path(f).name, os.path.getsize(f)) for f in self.files])
 
     @cached_property
     def _features(self) -> dict[str, Any]:
@@ -63,9 +63,11 @@ class DataSource:
         read.
         """
         if file_readers.RAW in stored:
-            return file_readers.decoded(stored)
+            return file_readers.decode_row(stored)
         of, names = self._features, [name for name in stored if name not in _OF_FILES]
-        return {name: tables.plain(stored[name], name, of.get(name)) for name in names}
+        return {
+            name: tables.decode_and_drop_nulls(stored[name], name, of.get(name)) for name in names
+        }
 
     def row(self, stored: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of a stored row by their standard names.
@@ -81,9 +83,9 @@ class DataSource:
         Raises:
             BadRow: the row cannot be used.
         """
-        return self.example_of(self.read(stored))
+        return self.parse_example(self.read(stored))
 
-    def example_of(self, row: dict[str, Any]) -> Parsed:
+    def parse_example(self, row: dict[str, Any]) -> Parsed:
         """Return the example, pair or answer in a row that `read` returned.
 
         Raises:
@@ -133,7 +135,7 @@ def load_sources(
     """
     if streaming is None:  # else it is as the caller says, also of rows to evaluate on
         streaming = cfg.streaming and what == "train"
-    configs = configured(cfg, what)
+    configs = list_sources(cfg, what)
     if not configs and what == "train":
         if not row_format.is_documents:
             if row_format.built_in_rows is None:
@@ -143,7 +145,7 @@ def load_sources(
             rows = built_in.to_iterable_dataset() if streaming else built_in
             where = "the built-in instructions (Python's standard library)"
             return [DataSource("stdlib-instructions", where, rows, layout, row_format=row_format)]
-        source = SourceConfig(files=[str(f) for f in stdlib_files()], name="stdlib")
+        source = SourceConfig(files=[str(f) for f in find_stdlib_files()], name="stdlib")
         configs = [("the built-in text", source)]
     sources = [_source(source, setting, cfg, streaming, row_format) for setting, source in configs]
     if has_template:
@@ -165,7 +167,7 @@ def _source(
         rows, unread = tables.read_named(source, where, columns, streaming=streaming)
     else:
         files = find_files(source.files, setting)
-        kind = kind_of(files, setting)
+        kind = common_file_kind(files, setting)
         _say_splits(source.files, setting)
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         where = f"{setting} ({files[0]}{more})"
@@ -180,7 +182,7 @@ def _source(
             schema = file_readers.LINES
         else:
             reader = partial(tables.arrow_tables, kind=kind, columns=columns)
-            unread = tables.first_values(str(files[0]), kind, columns)
+            unread = tables.read_first_values(str(files[0]), kind, columns)
         cuts: dict[str, tables.Cut] = {
             "json": file_readers.cut_lines,
             "parquet": tables.cut_parquet,
@@ -208,7 +210,7 @@ def _say_splits(patterns: str | list[str], setting: str) -> None:
     """Say which split is read of folders that hold several."""
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         folder = Path(pattern).expanduser()
-        split = split_of(folder, setting) if folder.is_dir() else None
+        split = find_split(folder, setting) if folder.is_dir() else None
         if split is not None and (split.others or split.name != "train"):
             others = ", ".join(f"{name} ({count})" for name, count in split.others.items())
             left = f", not {others}" if others else ""
@@ -223,7 +225,7 @@ def _check_text(files: list[Path], where: str) -> None:
     for file in files[:LOOK_AT]:
         if (row := file_readers.first_row(file)) is None:
             continue
-        layout = or_bad(recognise.recognise, [row])
+        layout = catch_bad_row(recognise.recognise_layout, [row])
         advice = "let its name end in .jsonl, or put texts that look so into a column 'text'"
         if isinstance(layout, recognise.Layout):
             raise DataError(f"{where}: {file}: expected text, got JSON lines ({layout}); {advice}")
@@ -251,9 +253,11 @@ def _recognised(source: DataSource, unread: list[Row]) -> DataSource:
         DataError: no row can be read, the rows have no known layout, or data.columns does not fit.
     """
     try:
-        first = [(stored, or_bad(source.read, stored)) for stored in islice(source.rows, LOOK_AT)]
+        first = [
+            (stored, catch_bad_row(source.read, stored)) for stored in islice(source.rows, LOOK_AT)
+        ]
     except Exception as error:
-        raise tables.as_data_error(error, source.where) from error
+        raise tables.to_data_error(error, source.where) from error
     if not first:
         raise DataError(f"{source.where}: expected examples, found no row")
     readable = [(i, row) for i, (_, row) in enumerate(first) if isinstance(row, dict)]

@@ -25,7 +25,7 @@ from datasets.utils import tqdm
 
 from toolkit import ranks
 from toolkit.config.data import SourceConfig
-from toolkit.data.sources.files import Kind, is_data_set
+from toolkit.data.sources.files import Kind, is_saved_data_set
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError, one_line
 from toolkit.formats.synced_files import replacing
@@ -77,7 +77,7 @@ def cache_folder() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "toolkit"
 
 
-def digest_of(*parts: Any) -> str:
+def compute_digest(*parts: Any) -> str:
     """Return a name for plain values, the same in every process."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
@@ -86,7 +86,7 @@ def digest_of(*parts: Any) -> str:
     return digest.hexdigest()
 
 
-def cached(
+def load_or_build(
     name: str, parts: Iterable[pa.Table], schema: pa.Schema, title: str, total: int | None = None
 ) -> datasets.Dataset:
     """Return the rows of `parts`, memory-mapped, as an earlier start wrote them under `name`, or
@@ -122,7 +122,7 @@ def groups(
         yield group
 
 
-def in_tables(rows: Iterable[tuple], schema: pa.Schema) -> Iterator[pa.Table]:
+def to_tables(rows: Iterable[tuple], schema: pa.Schema) -> Iterator[pa.Table]:
     """Yield rows as tables of some megabytes, by the length of their first values."""
     for group in groups(rows, lambda row: len(row[0]), _TABLE_BYTES, _TABLE_ROWS):
         columns = zip(zip(*group, strict=True), schema, strict=True)
@@ -153,9 +153,9 @@ def read_files(
         schema = schema.append(pa.field(FILE, pa.int32()))
     if not streaming:
         files = digest_contents([Path(shard.file) for shard in shards], where)
-        key = digest_of(_VERSION, reader.func.__qualname__, files, reader.keywords)
+        key = compute_digest(_VERSION, reader.func.__qualname__, files, reader.keywords)
         tables = (table for _, table in _tables(shards, reader, schema))
-        return cached(f"rows-{key}", tables, schema, f"Reading {where}")
+        return load_or_build(f"rows-{key}", tables, schema, f"Reading {where}")
     kwargs = {"shards": shards, "reader": reader, "schema": schema}
     return datasets.IterableDataset(
         ArrowExamplesIterable(_tables, kwargs),
@@ -253,7 +253,7 @@ def _batches(
             row += len(batch)
 
 
-def first_values(file: str, kind: Kind, columns: Sequence[str]) -> list[dict[str, Any]]:
+def read_first_values(file: str, kind: Kind, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Return the first rows of the columns of a Parquet or Arrow file that are not among `columns`.
 
     Only texts and lists of them are read; None stands for other values. A file that cannot be read
@@ -319,7 +319,7 @@ def read_named(
     if folder.is_file():
         raise DataError(f"{where} is a file, expected a data set; give it as files")
     try:
-        if is_data_set(folder):
+        if is_saved_data_set(folder):
             rows = datasets.load_from_disk(str(folder))
         else:
             name = str(folder) if folder.is_dir() else name
@@ -328,7 +328,7 @@ def read_named(
             if rows.features is None:  # of a stream, where the first rows tell
                 rows = rows._resolve_features()
     except Exception as error:
-        raise as_data_error(error, where) from error
+        raise to_data_error(error, where) from error
     if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
             raise DataError(
@@ -368,7 +368,7 @@ def _unread_values(rows: RowDataset, names: list[str]) -> list[dict[str, Any]]:
     return [empty | row for row in first] or ([empty] if names else [])
 
 
-def as_data_error(error: BaseException, where: str) -> DataError:
+def to_data_error(error: BaseException, where: str) -> DataError:
     """Return the DataError within `error`, or a new one with the cause that `datasets` hid."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, DataError):
@@ -389,7 +389,7 @@ def _binary(feature: Any) -> Any:
     return feature
 
 
-def plain(value: Any, where: str, feature: Any = None) -> Any:
+def decode_and_drop_nulls(value: Any, where: str, feature: Any = None) -> Any:
     """Return the value of a column with bytes as text, without the keys that Arrow filled with null
     to give all mappings the same: all but a turn's `content`, which is null beside tool calls, and
     those of a `feature` that keeps JSON as it is.
@@ -409,11 +409,13 @@ def plain(value: Any, where: str, feature: Any = None) -> Any:
         if value and isinstance(value[0], int):  # token ids: many, and nothing to decode
             return value
         of_each = getattr(feature, "feature", None)
-        return [plain(inner, f"{where}[{i}]", of_each) for i, inner in enumerate(value)]
+        return [
+            decode_and_drop_nulls(inner, f"{where}[{i}]", of_each) for i, inner in enumerate(value)
+        ]
     if isinstance(value, dict):
         of = feature if isinstance(feature, dict) else {}
         return {
-            key: plain(inner, f"{where}.{key}", of.get(key))
+            key: decode_and_drop_nulls(inner, f"{where}.{key}", of.get(key))
             for key, inner in value.items()
             if inner is not None or (key == "content" and "role" in value)
         }

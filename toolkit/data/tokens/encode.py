@@ -29,7 +29,7 @@ from toolkit.data.row_formats import EXAMPLES, Parsed, RowFormat
 from toolkit.data.samples.batch import IGNORED
 from toolkit.data.samples.columns import Column, stored_columns
 from toolkit.data.sources import tables
-from toolkit.data.sources.row_values import BadRow, LeftOut, Row, or_bad
+from toolkit.data.sources.row_values import BadRow, Row, SkippedRow, catch_bad_row
 from toolkit.data.sources.rows import DataSource
 from toolkit.data.tokens.encoded import (
     LATE_COLUMN,
@@ -150,15 +150,16 @@ class Encoder:
             DataError: a row ends the run: a bad one with `data.on_bad_row: error`, or one that is
                 refused whatever the settings are.
         """
-        readable = [or_bad(source.read, row) for row in stored]
+        readable = [catch_bad_row(source.read, row) for row in stored]
         examples: list[Any] = [
-            row if isinstance(row, BadRow) else or_bad(source.example_of, row) for row in readable
+            row if isinstance(row, BadRow) else catch_bad_row(source.parse_example, row)
+            for row in readable
         ]
         if self.row_format.compares_rows:
             others: Sequence[Any] = (
                 partners_among(examples)
                 if partners is None
-                else [row and or_bad(source.example, row) for row in partners]
+                else [row and catch_bad_row(source.example, row) for row in partners]
             )
             examples = [*map(join_partner, examples, others)]
         encoded = self.encode_examples(examples)
@@ -172,7 +173,7 @@ class Encoder:
             message = f"{source.place(row, first + at)}: {example}"
             if isinstance(example, FatalRow):
                 raise DataError(message)
-            if not isinstance(example, LeftOut) and self.cfg.on_bad_row == "error":
+            if not isinstance(example, SkippedRow) and self.cfg.on_bad_row == "error":
                 raise source.refusal(row, first + at, example)
             encoded[at] = BadRow(message, example.reason)
         return encoded
@@ -321,7 +322,7 @@ class Encoder:
             limit, piece = None, self.limit
             is_part = len(ids) > 0 and not (example.start and example.end)
         if not len(ids) and self.finetune:
-            return LeftOut("the tokenizer gives no token for it", "no token")
+            return SkippedRow("the tokenizer gives no token for it", "no token")
         cut_off = 0 if limit is None else max(0, len(ids) - limit)
         if limit is not None and cut_off:
             fault = f"expected at most {limit} tokens (data.sequence_length), got {len(ids)}"
@@ -329,7 +330,7 @@ class Encoder:
             if too_long == "error":
                 return FatalRow(f"{fault}; set data.too_long to truncate or drop", "too long")
             if too_long == "drop":
-                return LeftOut(fault, "too long")
+                return SkippedRow(fault, "too long")
             ids = ids[:limit]
             spans = [(begin, min(end, limit)) for begin, end in spans if begin < limit]
         ids = ids.astype(np.int32, copy=False)
@@ -337,7 +338,7 @@ class Encoder:
         if self.finetune is None or is_part or encoded.supervised:
             return encoded
         if cut_off:
-            return LeftOut(
+            return SkippedRow(
                 f"none of its first {limit} tokens (data.sequence_length) is supervised",
                 "no supervised token within sequence_length",
             )
@@ -359,7 +360,7 @@ def encode_source(source: DataSource, encoder: Encoder) -> EncodedSource:
     settings = encoding_digest(source, encoder)
     columns = stored_columns(encoder.row_format.columns)
     parts = (source.rows._fingerprint, source.files, settings, rendered_by)
-    key = tables.digest_of(*parts, *([sorted(columns.items())] if columns else []))
+    key = tables.compute_digest(*parts, *([sorted(columns.items())] if columns else []))
     name = f"encoded-{key}"
     counts_file = tables.cache_folder() / f"{name}.json"
     # The counts are written before the tokens get their name.
@@ -367,7 +368,9 @@ def encode_source(source: DataSource, encoder: Encoder) -> EncodedSource:
         counts_file.with_suffix(".arrow").unlink(missing_ok=True)
     schema = _schema(source, encoder.row_format, columns)
     encoded = _encode_tables(source, encoder, schema, columns, counts_file)
-    tokens = tables.cached(name, encoded, schema, f"Encoding {source.name}", len(source.rows))
+    tokens = tables.load_or_build(
+        name, encoded, schema, f"Encoding {source.name}", len(source.rows)
+    )
     counts = Counts(**json.loads(counts_file.read_text("utf-8")))
     if source.layout.whole:
         check_documents(source, counts)
@@ -528,7 +531,7 @@ def encoding_digest(source: DataSource, encoder: Encoder) -> str:
         if tokenizer is not None and _may_use_template(source, tokenizer, cfg):
             templates = chat_templates(tokenizer, cfg.chat_template)
             names += ["chat_template_kwargs"]
-    return tables.digest_of(
+    return tables.compute_digest(
         _VERSION,
         source.layout,
         source.names,

@@ -6,7 +6,7 @@ import numpy as np
 
 from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.data.examples.pairs import Pair
-from toolkit.data.sources.row_values import LeftOut
+from toolkit.data.sources.row_values import SkippedRow
 from toolkit.data.tokens.encoded import (
     LABELS,
     OTHER_PROMPT,
@@ -54,9 +54,9 @@ def encode_pair(pair: Pair, sides: Sequence[EncodedExample], cfg: DataConfig) ->
         if too_long == "error":
             return FatalRow(f"{fault}; set data.too_long to truncate or drop", "too long")
         if too_long == "drop":
-            return LeftOut(fault, "too long")
+            return SkippedRow(fault, "too long")
         if length < 1:
-            return LeftOut(f"{fault}: the prompt leaves no room for answers", "prompt too long")
+            return SkippedRow(f"{fault}: the prompt leaves no room for answers", "prompt too long")
         cut_off = sum(max(0, answer - length) for answer in answer_lengths)
 
     ids, spans = list[np.ndarray](), list[Span]()
@@ -69,13 +69,13 @@ def encode_pair(pair: Pair, sides: Sequence[EncodedExample], cfg: DataConfig) ->
         spans += [(b + offset, e + offset) for b, e in inside if e > b]
     if pair.desirable is None and np.array_equal(*ids):
         if cut_off:
-            return LeftOut(
+            return SkippedRow(
                 f"{fault}: truncated to {length} tokens, the answers are equal", "equal once cut"
             )
-        return LeftOut("both answers give the same tokens", "equal sides")
+        return SkippedRow("both answers give the same tokens", "equal sides")
     second = len(ids[0])
     if not (spans and spans[0][0] < second and spans[-1][0] >= second):
-        return LeftOut("an answer has no token to learn", "empty answer")
+        return SkippedRow("an answer has no token to learn", "empty answer")
     return EncodedExample(
         np.concatenate(ids),
         spans,

@@ -22,9 +22,9 @@ import numpy as np
 
 from toolkit.data.examples.pairs import Answer, Pair
 from toolkit.data.examples.recognise import Conversation
-from toolkit.data.sources.row_values import or_bad
+from toolkit.data.sources.row_values import catch_bad_row
 from toolkit.data.sources.rows import DataSource
-from toolkit.data.sources.tables import digest_of
+from toolkit.data.sources.tables import compute_digest
 
 NO_PARTNER = -1
 _BLOCK = 1000  # rows that are read at a time
@@ -48,7 +48,7 @@ def choose_partners(source: DataSource) -> np.ndarray:
     numbers, keys = list[int](), list[_Key]()
     for first in range(0, len(source.rows), _BLOCK):
         for number, stored in enumerate(stored_rows(source, range(first, first + _BLOCK)), first):
-            example = or_bad(source.example, stored)
+            example = catch_bad_row(source.example, stored)
             if isinstance(example, Answer):
                 numbers.append(number)
                 keys.append(_key_of(example))
@@ -134,5 +134,5 @@ def _key_of(answer: Answer) -> _Key:
         parts: tuple[Any, Any] = prompt, example.messages[-1]
     else:
         parts = example.prompt, example.completion
-    digests = (digest_of(json.dumps(part, sort_keys=True, default=repr)) for part in parts)
+    digests = (compute_digest(json.dumps(part, sort_keys=True, default=repr)) for part in parts)
     return _Key(isinstance(example, Conversation), *(int(text[:16], 16) for text in digests))

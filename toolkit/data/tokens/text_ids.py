@@ -28,7 +28,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.sources.file_readers import parts_of
+from toolkit.data.sources.file_readers import split_text
 from toolkit.data.sources.row_values import BadRow
 from toolkit.data.sources.tables import groups
 from toolkit.errors import DataError
@@ -75,7 +75,7 @@ class TextTokenizer:
         parts = (
             (at, part)
             for at, text in enumerate(texts)
-            for part in ([text] if len(text) <= BATCH_BYTES else parts_of(text))
+            for part in ([text] if len(text) <= BATCH_BYTES else split_text(text))
         )
         found: list[list[np.ndarray]] = [[] for _ in texts]
         for group in groups(parts, lambda part: len(part[1]), BATCH_BYTES):

@@ -17,9 +17,9 @@ from toolkit.config.data import DataConfig
 from toolkit.config.settings import ModelConfig, check_folder
 from toolkit.data.examples.recognise import Text
 from toolkit.data.row_formats import DOCUMENTS
-from toolkit.data.sources.row_values import BadRow, or_bad
+from toolkit.data.sources.row_values import BadRow, catch_bad_row
 from toolkit.data.sources.rows import DataSource, load_sources
-from toolkit.data.sources.tables import as_data_error
+from toolkit.data.sources.tables import to_data_error
 from toolkit.errors import ConfigError, DataError, ModelError, one_line
 from toolkit.formats import check_config, local_folder
 
@@ -203,7 +203,7 @@ def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]
         left -= room
         try:
             for at, stored in zip(itertools.count(first, stride), rows, strict=False):
-                example = or_bad(source.example, stored)
+                example = catch_bad_row(source.example, stored)
                 if isinstance(example, BadRow) and data.on_bad_row == "error":
                     raise source.refusal(stored, at, example)
                 text = example.text[:room] if isinstance(example, Text) else ""
@@ -212,7 +212,7 @@ def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]
                 if room <= 0:
                     break
         except Exception as error:
-            raise as_data_error(error, source.where) from error
+            raise to_data_error(error, source.where) from error
         left += room
 
 
