@@ -197,7 +197,7 @@ def without(what: int) -> contextlib.ExitStack:
 
     stack = contextlib.ExitStack()
     if what:
-        stack.enter_context(mock.patch.object(saving, "_sums", no_sums))
+        stack.enter_context(mock.patch.object(saving, "_sum_local_parts", no_sums))
         stack.enter_context(mock.patch.object(shards, "bytes_sum", return_value=0))
     if what < 2:
         return stack
@@ -218,7 +218,7 @@ def load(rank: int, world: int, scratch: str, moments: bool) -> dict:
     state = build(world, scratch, moments)
     path = Path(scratch, "kept", "checkpoints", "step-00000001")
     dist.barrier()
-    proof, read, found = resuming._prove, resuming.read_tensors, dict[str, float]()
+    proof, read, found = resuming._check_bit_sums, resuming.read_tensors, dict[str, float]()
 
     def timed(*args: Any) -> None:
         begun = time.perf_counter()
@@ -231,7 +231,7 @@ def load(rank: int, world: int, scratch: str, moments: bool) -> dict:
 
     begun = time.perf_counter()
     with (
-        mock.patch.object(resuming, "_prove", timed),
+        mock.patch.object(resuming, "_check_bit_sums", timed),
         mock.patch.object(resuming, "read_tensors", counted),
     ):
         checkpoint.restore(state, path)
@@ -240,7 +240,7 @@ def load(rank: int, world: int, scratch: str, moments: bool) -> dict:
         forget(Path(scratch, "kept"))
     dist.barrier()
     begun = time.perf_counter()
-    assert checkpoint.newest(f"{scratch}/kept") is not None
+    assert checkpoint.find_newest(f"{scratch}/kept") is not None
     return {**found, "verified": time.perf_counter() - begun}
 
 

@@ -257,7 +257,7 @@ def torchs(world: int) -> dict[str, float]:
 
 def ours(world: int) -> dict[str, float]:
     """Return what the toolkit's save and resume cost rank 0."""
-    from toolkit.checkpoint import shard_plan
+    from toolkit.checkpoint import shards
     from toolkit.formats import chunk_table, read_metadata
 
     known = {
@@ -269,9 +269,9 @@ def ours(world: int) -> dict[str, float]:
         items, results = plan_of(rank, world)
         held = [i for i, item in enumerate(items) if item.tensor_data.chunk.sizes.numel()]  # type: ignore[union-attr]
         own = [items[i] for i in held], [results[i] for i in held]
-        told.append(shard_plan.summary(known, *own))
+        told.append(shards.encode_written_chunks(known, *own))
     with tempfile.TemporaryDirectory() as folder, contextlib.nullcontext(_Laps()) as seconds:
-        content = shard_plan.metadata_of(known, told)
+        content = shards.build_metadata(known, told)
         Path(folder, ".metadata").write_bytes(content)
         seconds["save"] = seconds.now()
         Path(folder, ".metadata").write_bytes(content)

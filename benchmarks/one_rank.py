@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit import ranks
-from toolkit.checkpoint import commit, shard_plan
+from toolkit.checkpoint import commit, shards
 from toolkit.formats import torch_private
 from toolkit.planning.fake_ranks import fake_world
 
@@ -102,8 +102,8 @@ def as_rank(rank: int, world: int) -> Iterator[Noted]:
         for name in _EXCHANGES:
             stack.enter_context(mock.patch.object(ranks, name, note(name)))
         # What others wrote is not there: the checkpoint has this rank's part only.
-        stack.enter_context(mock.patch.object(shard_plan, "metadata_of", return_value=b""))
-        stack.enter_context(mock.patch.object(commit, "damaged_files", return_value=[]))
+        stack.enter_context(mock.patch.object(shards, "build_metadata", return_value=b""))
+        stack.enter_context(mock.patch.object(commit, "find_damaged_files", return_value=[]))
         stack.enter_context(noted)
         yield noted
 

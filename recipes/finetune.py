@@ -26,7 +26,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     """Fine-tune a model from start to export, or resume the run in `cfg.output_dir`."""
     # ---- Checks, model, data and mesh; no weights are loaded yet ---------------------------------
     folder = RunFolder(cfg, run)  # locks output_dir for this run
-    cfg = checkpoint.adopt_adapter(cfg)  # takes rank and targets from `lora.from`
+    cfg = checkpoint.apply_adapter_settings(cfg)  # takes rank and targets from `lora.from`
     base, model_cfg = assembly.build(cfg, run, folder)  # on meta: shapes without values
     cfg = planning.resolve_auto(cfg, base, run, folder)  # settings on `auto` get values
     mesh = init_mesh(run.device.type, run.world_size, cfg.sharding)
@@ -91,7 +91,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     # ---- Export and publish ----------------------------------------------------------------------
     checkpoint.wait()
     training.leave_loop(state.step)
-    if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):
+    if cfg.checkpoint.export_at_end and not export.has_export(folder.path, state.step):
         run.log(export.export_step(model, folder.path, state.step))
     run.log(metrics.close(), *folder.next_lines(state.step, adapted=cfg.adapters is not None))
     hub.publish(folder.path, cfg.hub, run.log)

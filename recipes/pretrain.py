@@ -82,7 +82,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     # ---- Export and publish ----------------------------------------------------------------------
     checkpoint.wait()
     training.leave_loop(state.step)
-    if cfg.checkpoint.export_at_end and not export.exported(folder.path, state.step):
+    if cfg.checkpoint.export_at_end and not export.has_export(folder.path, state.step):
         run.log(export.export_step(model, folder.path, state.step))
     run.log(metrics.close(), *folder.next_lines(state.step))
     hub.publish(folder.path, cfg.hub, run.log)

@@ -55,7 +55,7 @@ from test_run_kills import checkpoints  # noqa: E402
 from warm import Warm  # noqa: E402
 
 from toolkit import recipes  # noqa: E402
-from toolkit.checkpoint.commit import committed_steps, damaged_files  # noqa: E402
+from toolkit.checkpoint.commit import committed_steps, find_damaged_files  # noqa: E402
 from toolkit.errors import EXIT_CODE_PREEMPTED  # noqa: E402
 
 WORLD = 2
@@ -580,7 +580,7 @@ class Tally:
         done, kept = noted.count("step out"), committed_steps(scene / "run")
         saved = max(kept, default=0)
         self._count(plan, phase_of(noted), code, done - saved, took)
-        damaged = [file for folder in kept.values() for file in damaged_files(folder)]
+        damaged = [file for folder in kept.values() for file in find_damaged_files(folder)]
         checks = {
             f"exit codes {codes}, expected {right}: {said[-600:]}": code != right,
             "orphans": kind in LAUNCHERS and len(codes) > 1,

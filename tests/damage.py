@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from toolkit.checkpoint import newest
+from toolkit.checkpoint import find_newest
 from toolkit.checkpoint.reference_file import FILE as REFERENCE
 from toolkit.checkpoint.reference_file import encode
 from toolkit.export import consolidate
@@ -193,7 +193,7 @@ def used(target: Target) -> str | None:
     """Return a fault where a resume would use the damaged checkpoint, or not the older one."""
     assert target.run is not None
     with contextlib.redirect_stdout(io.StringIO()):
-        found = newest(target.run)
+        found = find_newest(target.run)
     for aside in target.folder.parent.glob(f"{target.folder.name}.bad-*"):
         aside.rename(target.folder)
     return None if found == target.older else f"a resume would use {found}"

@@ -175,12 +175,12 @@ def orphans(scene: str) -> list[str]:
 
 
 def damaged(output: Path) -> list[str]:
-    from toolkit.checkpoint.commit import committed_steps, damaged_files
+    from toolkit.checkpoint.commit import committed_steps, find_damaged_files
 
     return [
         f"checkpoint {step} damaged: {fault}"
         for step, checkpoint in committed_steps(output).items()
-        for fault in damaged_files(checkpoint)
+        for fault in find_damaged_files(checkpoint)
     ]
 
 

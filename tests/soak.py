@@ -177,9 +177,9 @@ class Stage:
 
     def prune(self, scene: Path, say: Callable[[str], None]) -> None:
         say("begin prune")
-        from toolkit.checkpoint.retention import prune
+        from toolkit.checkpoint.saving import prune_checkpoints
 
-        prune(scene / "run", self.cfg)
+        prune_checkpoints(scene / "run", self.cfg)
         say("done prune")
 
     def export(self, scene: Path, name: str, step: int, say: Callable[[str], None]) -> None:
@@ -414,7 +414,7 @@ class Checker:
 
     def _stamp_of(self, checkpoint: Path) -> int:
         """Verify a checkpoint by its hashes and return the stamp of its weights."""
-        damage = self.stage.commit.damaged_files(checkpoint)
+        damage = self.stage.commit.find_damaged_files(checkpoint)
         if damage:
             raise ValueError(f"{damage[0][0]} {damage[0][1]}")
         seal = (checkpoint / "COMMIT").read_text()
@@ -1047,9 +1047,9 @@ def break_commit_first() -> None:
     def wrong(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
         text = json.dumps(manifest, indent=1, sort_keys=True)
         local_folder.write_synced(folder / commit.MANIFEST, text)
-        local_folder.write_synced(folder / commit.COMMIT, commit.seal(text.encode()))
+        local_folder.write_synced(folder / commit.COMMIT, commit.commit_text(text.encode()))
         target = folder.parent / commit.step_name(step)
-        local_folder.step_aside(target, commit.is_sound)
+        local_folder.make_way(target, commit.is_intact)
         os.rename(folder, target)
         local_folder.sync(target.parent)
         for below, _, files in os.walk(target):
@@ -1063,11 +1063,11 @@ def break_commit_first() -> None:
 
 def break_raw_errors() -> None:
     """What the disk refuses is raised as it came."""
-    from toolkit.checkpoint import commit, local_folder, retention, saving
+    from toolkit.checkpoint import commit, local_folder, saving
 
-    modules: list[Any] = [commit, local_folder, retention, saving]
+    modules: list[Any] = [commit, local_folder, saving]
     for module in modules:
-        module.disk_errors = lambda what: contextlib.nullcontext()
+        module.raise_disk_errors = lambda what: contextlib.nullcontext()
 
 
 def break_rewritten() -> None:
@@ -1076,13 +1076,13 @@ def break_rewritten() -> None:
 
     def wrong(run_dir: Path, step: int) -> Path:
         for path in commit.committed_steps(run_dir).values():
-            with commit.disk_errors("the old state could not be written"):
+            with commit.raise_disk_errors("the old state could not be written"):
                 state = (path / "state.json").read_bytes()
                 (path / "state.json").write_bytes(state)
         return begin(run_dir, step)
 
-    begin = commit.begin
-    commit.begin = wrong
+    begin = commit.begin_attempt
+    commit.begin_attempt = wrong
 
 
 def break_in_place() -> None:
@@ -1093,7 +1093,7 @@ def break_in_place() -> None:
         if target.exists():
             shutil.rmtree(target)
 
-    local_folder.step_aside = wrong
+    local_folder.make_way = wrong
 
 
 def break_prune_first() -> None:
@@ -1102,11 +1102,11 @@ def break_prune_first() -> None:
 
     def wrong(run_dir: Path, step: int) -> Path:
         for path in list(commit.committed_steps(run_dir).values())[:-1]:
-            commit.delete([path])
+            commit.delete_attempts([path])
         return begin(run_dir, step)
 
-    begin = commit.begin
-    commit.begin = wrong
+    begin = commit.begin_attempt
+    commit.begin_attempt = wrong
 
 
 def break_delete_in_place() -> None:
@@ -1117,7 +1117,7 @@ def break_delete_in_place() -> None:
         for path in paths:
             shutil.rmtree(path)
 
-    commit.delete = wrong
+    commit.delete_attempts = wrong
 
 
 def controls(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:

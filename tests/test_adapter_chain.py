@@ -17,11 +17,11 @@ from sharded import apply_fsdp, init_mesh
 from torch.distributed.tensor import DTensor
 
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint.adapter_source import adopt_adapter
+from toolkit.checkpoint.adapter_source import apply_adapter_settings
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig, ShardingConfig
 from toolkit.errors import ConfigError
-from toolkit.export import check_adapter, consolidate, continuation, load_adapter
+from toolkit.export import adapter_loading, check_adapter, consolidate, load_adapter
 from toolkit.formats import export_manifest
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.hub import card as model_card
@@ -120,7 +120,7 @@ def config_of(folder: Path, adapter: Path | None = None, **lora: Any) -> Any:
 
 def continued(cfg: Any, world: int) -> Any:
     """Return the sharded model that continues the adapter of `cfg`."""
-    cfg = adopt_adapter(cfg)
+    cfg = apply_adapter_settings(cfg)
     model = add_adapters(build_on_meta(cfg.model), cfg.lora)
     assert "continues adapter" in check_adapter(model, cfg)
     sharding = ShardingConfig(param_dtype="float32")
@@ -143,18 +143,18 @@ def load_all(rank: int, world: int, root: str) -> dict[str, Any]:
         values = {n: full(t) for n, t in trained_tensors(model).items()}
         logits = model(input_ids=ids, use_cache=False).logits.detach()
         results[name] = {"values": values, "logits": logits}
-    real = continuation.part_of
+    real = adapter_loading.part_of
 
     def first_rows(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return whole[: len(real(whole, like))]  # every rank takes rank 0's rows
 
-    continuation.part_of = first_rows
+    adapter_loading.part_of = first_rows
     try:
         continued(config_of(Path(root, "patterns")), world)
     except ConfigError as error:
         results["refused"] = str(error)
     finally:
-        continuation.part_of = real
+        adapter_loading.part_of = real
     return results
 
 

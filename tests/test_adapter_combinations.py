@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from toolkit import checkpoint, config
 from toolkit.adapters.lora import add_adapters, prepare_adapters
-from toolkit.checkpoint.adapter_source import adopt_adapter
-from toolkit.checkpoint.run_folder import claim, save_config
+from toolkit.checkpoint.adapter_source import apply_adapter_settings
+from toolkit.checkpoint.run_folder import claim_folders, save_config
 from toolkit.config import FinetuneConfig, PreferConfig
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import (
@@ -80,7 +80,7 @@ def config_of(made: Path, source: object, **lora: Any) -> FinetuneConfig:
 
 def continued(cfg: Any) -> Any:
     """Return the model of a run that continues the adapter of `cfg`, as the recipes build it."""
-    cfg = adopt_adapter(cfg)
+    cfg = apply_adapter_settings(cfg)
     base = build_on_meta(model_settings(cfg))
     assert "continues" in check_continued_adapter(cfg, base, resumes=False)
     model = prepare_adapters(base, cfg.adapters, "float32")
@@ -111,7 +111,7 @@ def test_the_adapter_of_a_reward_model_is_continued_with_its_head(made: Path) ->
     assert any("score" in name for name in trained_tensors(model))
     assert_values(model, made / "reward")
     with pytest.raises(ConfigError, match=r"is an adapter of a reward model .*, this run trains a"):
-        adopt_adapter(config.parse(PreferConfig, flags))
+        apply_adapter_settings(config.parse(PreferConfig, flags))
 
 
 def test_names_in_an_adapter_that_the_model_lacks_change_nothing(made: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_run_on_a_store_is_continued(made: Path, tmp_path: Path) -> None:
         assert torch.equal(trained_tensors(model)[name], tensor), name
     assert model.hf_assets.continued["step"] == 3
     with pytest.raises(ConfigError, match=r"^lora.from bucket://.*nothing"):
-        adopt_adapter(config_of(made, f"bucket://{tmp_path}/nothing"))
+        apply_adapter_settings(config_of(made, f"bucket://{tmp_path}/nothing"))
 
 
 def test_a_matrix_of_another_vocabulary_is_refused_before_the_base_is_read(made: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_matrix_of_another_vocabulary_is_refused_before_the_base_is_read(made:
 
 def test_an_adapter_that_was_replaced_since_the_first_start_is_refused(made: Path) -> None:
     """A resume whose reference lacks rows reads the adapter again."""
-    cfg = adopt_adapter(config_of(made, made / "adapter"))
+    cfg = apply_adapter_settings(config_of(made, made / "adapter"))
     model = prepare_adapters(build_on_meta(cfg.model), cfg.adapters, "float32")
     load_pretrained(model, cfg.model.name_or_path, "cpu")
     other = replace(cfg, lora=replace(cfg.lora, from_=str(made / "everywhere")))
@@ -173,19 +173,19 @@ def test_the_same_command_resumes_with_targets_in_any_spelling(
         )
         return config.parse(FinetuneConfig, ["--config", str(file)])
 
-    first = adopt_adapter(parsed(targets))
+    first = apply_adapter_settings(parsed(targets))
     run.mkdir()
     (run / "metrics.jsonl").touch()
     save_config(first)
-    claim(parsed(targets))
-    again = adopt_adapter(parsed(targets))
+    claim_folders(parsed(targets))
+    again = apply_adapter_settings(parsed(targets))
     assert again.lora == first.lora
     base = build_on_meta(again.model)
     assert "that of the run's checkpoint" in check_continued_adapter(again, base, resumes=True)
     with pytest.raises(ConfigError, match=r"lora\.target_modules was"):
-        claim(parsed("[k_proj]"))
+        claim_folders(parsed("[k_proj]"))
     if source == "adapter":  # which modules `all-linear` means is known once there is a model
         wider = parsed("all-linear")
-        claim(wider)
+        claim_folders(wider)
         with pytest.raises(ConfigError, match="adapts other modules"):
-            check_continued_adapter(adopt_adapter(adopt_adapter(wider)), base, resumes=True)
+            check_continued_adapter(apply_adapter_settings(apply_adapter_settings(wider)), base, resumes=True)

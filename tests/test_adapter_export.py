@@ -38,7 +38,7 @@ from toolkit.config.settings import (
     ShardingConfig,
 )
 from toolkit.errors import CheckpointError, ExportError, HubError
-from toolkit.export import adapter_proof, consolidate, export_live, export_step
+from toolkit.export import adapter_loading, consolidate, export_live, export_step
 from toolkit.formats import export_manifest
 from toolkit.hub import card as model_card
 from toolkit.hub import publishing
@@ -133,7 +133,7 @@ def _train(rank: int, world: int, root: str) -> dict[str, Any]:
         run, save = folder / "run", CheckpointConfig()
         begun = checkpoint.save(checkpoint.TrainState(model, step=1), run, save)
         if name in ("llama", "tied"):
-            adapter_proof.prove(model, begun)
+            adapter_loading.compare_with_reloaded(model, begun)
         own_values(model, rank)
         path = checkpoint.save(
             checkpoint.TrainState(model, step=2), run, CheckpointConfig(async_save=name == "gpt2")
@@ -142,7 +142,7 @@ def _train(rank: int, world: int, root: str) -> dict[str, Any]:
         random = torch.get_rng_state()
         grads = {n: p.requires_grad for n, p in model.named_parameters()}
         model.train()
-        proof = adapter_proof.prove(model, path)
+        proof = adapter_loading.compare_with_reloaded(model, path)
         assert all(m.training for m in model.modules())
         assert all(torch.equal(t, held[n]) for n, t in whole(model).items())
         assert grads == {n: p.requires_grad for n, p in model.named_parameters()}
@@ -166,23 +166,23 @@ def _controls(model: Any, rank: int, path: str, folder: Path) -> dict[str, Any]:
         if rank == 1:
             chooser = torch.Generator().manual_seed(i)
             local(tensor).copy_(torch.randn(local(tensor).shape, generator=chooser))
-    lost = refused(lambda: adapter_proof.prove(model, path))
+    lost = refused(lambda: adapter_loading.compare_with_reloaded(model, path))
     for name, tensor in trained_tensors(model).items():
         local(tensor).copy_(live[name])
     # Weights that a reader would take in another order: equal shapes, equal names.
-    real = adapter_proof._load
+    real = adapter_loading._reload_by_peft
 
     def swapped(*args: Any) -> dict[str, torch.Tensor]:
         loaded = real(*args)
         one, two = [n for n in loaded if "k_proj.lora_A" in n][:2]
         return {**loaded, one: loaded[two], two: loaded[one]}
 
-    with mock.patch.object(adapter_proof, "_load", swapped):
-        mixed = refused(lambda: adapter_proof.prove(model, path))
+    with mock.patch.object(adapter_loading, "_reload_by_peft", swapped):
+        mixed = refused(lambda: adapter_loading.compare_with_reloaded(model, path))
     return {
         "lost": lost,
         "mixed": mixed,
-        "plain": adapter_proof.prove_adapter(checkpoint.TrainState(torch.nn.Linear(1, 1)), path),
+        "plain": adapter_loading.prove_adapter(checkpoint.TrainState(torch.nn.Linear(1, 1)), path),
     }
 
 
@@ -643,7 +643,7 @@ def test_a_base_that_was_drawn_is_no_finding(trained, tmp_path: Path) -> None:
 def test_a_base_that_is_not_whole(trained, copy: Callable[[str], Path], tmp_path: Path) -> None:
     """The digest looks at every tensor, so the plan itself is asked."""
     from toolkit.checkpoint.sources import find_source
-    from toolkit.export.sources import AdapterMerge, SavedTensors
+    from toolkit.export.readers import AdapterMerge, SavedTensors
 
     source = SavedTensors(find_source(trained[0] / "llama/run"))
     folder = copy("llama/source")

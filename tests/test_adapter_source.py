@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from toolkit import checkpoint, config
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint.adapter_source import adopt_adapter, structure_of
+from toolkit.checkpoint.adapter_source import apply_adapter_settings, read_structure
 from toolkit.checkpoint.run_folder import save_config
 from toolkit.config import FinetuneConfig, PreferConfig
 from toolkit.config.lora import LoraConfig
@@ -69,7 +69,7 @@ def refusal(fn: Callable[[], object]) -> str:
 
 def start(cfg: FinetuneConfig) -> str:
     """Do what a run does before its data is prepared; return its line."""
-    cfg = adopt_adapter(cfg)
+    cfg = apply_adapter_settings(cfg)
     return check_continued_adapter(cfg, build_on_meta(cfg.model), resumes=False)
 
 
@@ -87,9 +87,9 @@ def test_rank_and_targets_come_from_each_kind_of_source(
 ) -> None:
     cfg = config_of(made, made / source)
     assert cfg.adapters is cfg.lora
-    adopted = adopt_adapter(cfg)
+    adopted = apply_adapter_settings(cfg)
     assert (adopted.lora.r, adopted.lora.from_) == (rank, str(made / source))
-    assert adopt_adapter(adopted) == adopted
+    assert apply_adapter_settings(adopted) == adopted
     assert start(cfg).startswith(f"adapter    continues {chain}: rank {rank}, alpha ")
     model = add_adapters(build_on_meta(cfg.model), adopted.lora)
     load_pretrained(model, made / "base", "cpu")
@@ -108,7 +108,7 @@ def test_settings_that_contradict_are_refused_and_equal_ones_are_not(
 ) -> None:
     source = made / "adapter"
     same = config_of(made, source, r=3, lora_alpha=7, target_modules=["v_proj", "q_proj"])
-    assert adopt_adapter(same).lora.r == 3
+    assert apply_adapter_settings(same).lora.r == 3
     for setting, value in (
         ("r", 16),
         ("lora_alpha", 8.0),
@@ -117,7 +117,9 @@ def test_settings_that_contradict_are_refused_and_equal_ones_are_not(
         ("modules_to_save", ["lm_head"]),
         ("rank_pattern", {"q_proj": 2}),
     ):
-        said = refusal(lambda s=setting, v=value: adopt_adapter(config_of(made, source, **{s: v})))
+        said = refusal(
+            lambda s=setting, v=value: apply_adapter_settings(config_of(made, source, **{s: v}))
+        )
         assert said.startswith(f"lora.{setting} is ")
         assert said.endswith(f"leave lora.{setting} out")
     file = tmp_path / "config.yaml"
@@ -147,7 +149,7 @@ def test_layers_and_patterns_of_other_tools_come_over(made: Path) -> None:
             transformers.AutoModelForCausalLM.from_pretrained(made / "base"),
             peft.LoraConfig(task_type="CAUSAL_LM", **own),
         )
-        lora = replace(LoraConfig(from_="x"), **structure_of(own, "x"))
+        lora = replace(LoraConfig(from_="x"), **read_structure(own, "x"))
         ours = add_adapters(build_on_meta(ModelConfig(str(made / "base"))), lora)
         assert adapted_modules(ours).keys() == adapted_modules(theirs).keys()
         assert adapted_modules(ours)
@@ -222,10 +224,10 @@ def test_another_base_is_refused(made: Path, tmp_path: Path, monkeypatch) -> Non
     assert "give the adapter's own base" in refusal(lambda: start(config_of(made, unknown, "wide")))
     cfg = config_of(made, unknown)
     named = replace(cfg, model=replace(cfg.model, name_or_path="org/another", init="pretrained"))
-    from toolkit.checkpoint.adapter_source import check_base, open_adapter
+    from toolkit.checkpoint.adapter_source import check_same_base, open_adapter
 
     with open_adapter(cfg.lora) as source:
-        assert "is an adapter of org/base" in refusal(lambda: check_base(named, source))
+        assert "is an adapter of org/base" in refusal(lambda: check_same_base(named, source))
 
 
 def test_a_changed_byte_of_an_export_is_found(made: Path, tmp_path: Path) -> None:
@@ -233,7 +235,7 @@ def test_a_changed_byte_of_an_export_is_found(made: Path, tmp_path: Path) -> Non
     content = bytearray((export / WEIGHTS).read_bytes())
     content[-3] ^= 1
     (export / WEIGHTS).write_bytes(content)
-    assert "is damaged" in refusal(lambda: adopt_adapter(config_of(made, export)))
+    assert "is damaged" in refusal(lambda: apply_adapter_settings(config_of(made, export)))
 
 
 def test_what_is_no_adapter_gets_a_line(made: Path, tmp_path: Path, monkeypatch) -> None:
@@ -249,7 +251,7 @@ def test_what_is_no_adapter_gets_a_line(made: Path, tmp_path: Path, monkeypatch)
         "org/nothing": "nor an adapter that the Hub gives",
         made / "run/checkpoints/step-00000007/hf": "give the checkpoint: ",
     }.items():
-        assert said in refusal(lambda s=source: adopt_adapter(config_of(made, s))), source
+        assert said in refusal(lambda s=source: apply_adapter_settings(config_of(made, s))), source
 
 
 def test_a_peft_folder_as_the_model_says_what_to_set(made: Path) -> None:
@@ -263,13 +265,13 @@ def test_a_peft_folder_as_the_model_says_what_to_set(made: Path) -> None:
 def test_a_resumed_run_needs_no_adapter(made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / "adapter", tmp_path / "adapter"))
     cfg = replace(config_of(made, folder), output_dir=str(tmp_path / "run"))
-    adopted = adopt_adapter(cfg)
+    adopted = apply_adapter_settings(cfg)
     shutil.copytree(made / "run", tmp_path / "run")  # that it has checkpoints is what counts
     save_config(adopted)
     shutil.rmtree(folder)
-    assert adopt_adapter(cfg) == adopted
+    assert apply_adapter_settings(cfg) == adopted
     with pytest.raises(ConfigError, match="there is no such folder"):
-        adopt_adapter(replace(cfg, output_dir=str(tmp_path / "new")))
+        apply_adapter_settings(replace(cfg, output_dir=str(tmp_path / "new")))
 
 
 def test_streams_cannot_have_a_reference_with_an_adapter() -> None:

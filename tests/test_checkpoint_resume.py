@@ -139,7 +139,7 @@ def resume_all(world: int, folders: dict[str, str], root: str) -> dict:
 def storm(world: int, folders: dict[str, str], root: str) -> dict:
     """Dropout on: eight steps at once, and with three interruptions."""
     from toolkit import checkpoint
-    from toolkit.checkpoint import rng_state
+    from toolkit.checkpoint import resuming
     from toolkit.config.settings import CheckpointConfig
     from toolkit.training.launch import seed_everything
 
@@ -162,7 +162,7 @@ def storm(world: int, folders: dict[str, str], root: str) -> dict:
         return losses, current.weights()
 
     found = {"calm": run("calm", 0), "stormy": run("stormy", 3)}
-    with mock.patch.object(rng_state, "restore"):
+    with mock.patch.object(resuming, "restore_rng"):
         found["without rng"] = run("amnesic", 3)
     return found
 

@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from toolkit import checkpoint
-from toolkit.checkpoint import commit, disk, resuming, rng_state, saving, shards
-from toolkit.checkpoint.summary import summarise
+from toolkit.checkpoint import commit, disk_space, resuming, saving, shards
+from toolkit.checkpoint.summary import summarize
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError, StorageError
 from toolkit.formats import chunk_table, read_metadata
@@ -84,20 +84,20 @@ def test_auto_saves_behind_the_loop_where_copies_fit_host_memory(
     monkeypatch.setattr(saving.ranks, "local_world_size", lambda: here)
     auto, tensors = CheckpointConfig(), {"a": torch.zeros(1), "b": torch.zeros(1)}
     assert auto.async_save == "auto"
-    assert [saving._goes_behind(state, tensors, auto) for _ in range(2)] == [expected] * 2
+    assert [saving._resolve_async_save(state, tensors, auto) for _ in range(2)] == [expected] * 2
     out = capsys.readouterr().out
     assert out.count("async_save") == bool(said)  # once, at the first save
     assert said in out
     for asked in (True, False):
         cfg = CheckpointConfig(async_save=asked)
-        assert saving._goes_behind(state, tensors, cfg) is asked
+        assert saving._resolve_async_save(state, tensors, cfg) is asked
 
 
 def test_adapters_are_saved_at_once(monkeypatch):
     monkeypatch.setattr(saving, "has_adapters", lambda model: True)
     monkeypatch.setattr(saving, "local_tensor", lambda tensor: torch.empty(1, device="meta"))
     state = checkpoint.TrainState(nn.Linear(1, 1))
-    assert not saving._goes_behind(state, {"a": torch.zeros(1)}, CheckpointConfig())
+    assert not saving._resolve_async_save(state, {"a": torch.zeros(1)}, CheckpointConfig())
 
 
 # ---- Files and hashes ----------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_torchs_own_tools_read_what_was_saved(tmp_path):
     dcp.load(target, checkpoint_id=path / "dcp")
     for name, parameter in state.model.named_parameters():
         assert torch.equal(target[f"model.{name}"], parameter)
-    assert not commit.damaged_files(path)
+    assert not commit.find_damaged_files(path)
 
 
 # ---- Reading only what is wanted -----------------------------------------------------------------
@@ -242,8 +242,8 @@ def go_on_behind(rank: int, world: int, folder: str, root: str) -> dict:
             raise OSError(28, "No space left on device", "small")
         return small(*args)
 
-    small = rng_state.write
-    with mock.patch.object(rng_state, "write", full):
+    small = saving.write_rng
+    with mock.patch.object(saving, "write_rng", full):
         try:
             checkpoint.save(run.state, f"{root}/full-small", SYNC)
         except Exception as error:
@@ -454,11 +454,11 @@ def test_strange_json_is_one_error_that_names_the_file(tmp_path, name, text):
         (path / "state.json").write_text(json.dumps(state))
     else:
         (path / name).write_text(text)
-    (path / "COMMIT").write_text(commit.seal((path / "manifest.json").read_bytes()))
+    (path / "COMMIT").write_text(commit.commit_text((path / "manifest.json").read_bytes()))
 
     def inspect() -> None:
         commit.read_manifest(path)
-        summarise(path)
+        summarize(path)
         checkpoint.restore(small_state(1), path)
 
     with pytest.raises(CheckpointError, match=r"state\.json|manifest|state of a run|optimizer"):
@@ -566,14 +566,14 @@ def test_a_start_may_look_at_the_sizes_of_shards_only(tmp_path, capsys, file, cu
 
 
 def test_a_run_whose_checkpoints_all_failed_does_not_begin_anew_by_itself(tmp_path):
-    resuming.refuse_lost(tmp_path)  # nothing was ever saved
+    resuming.check_fresh_start(tmp_path)  # nothing was ever saved
     path = Path(checkpoint.save(small_state(), tmp_path, SYNC))
     (path / "state.json").write_text("{}")
-    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint.find_newest(tmp_path) is None
     with pytest.raises(CheckpointError, match=r"what failed is kept: step-00000003\.bad-"):
-        resuming.refuse_lost(tmp_path)
+        resuming.check_fresh_start(tmp_path)
     checkpoint.save(small_state(0, 4), tmp_path, SYNC)
-    resuming.refuse_lost(tmp_path)
+    resuming.check_fresh_start(tmp_path)
 
 
 def test_a_start_finds_its_checkpoint_and_its_place_in_the_data(tmp_path):
@@ -626,7 +626,7 @@ def test_the_disk_is_asked_before_the_run(tmp_path):
 
     folder = save_tiny_model(tmp_path / "model", hidden_size=128, num_hidden_layers=2)
     model = build_on_meta(ModelConfig(str(folder)))
-    predicted = disk.checkpoint_bytes(model, 1)  # on meta: nothing is loaded
+    predicted = disk_space.estimate_checkpoint_bytes(model, 1)  # on meta: nothing is loaded
     load_pretrained(model, str(folder), "cpu")
     optimizer = build_optimizer(model, OptimConfig())
     model(input_ids=torch.arange(9)[None]).logits.sum().backward()
@@ -643,8 +643,8 @@ def test_the_disk_is_asked_before_the_run(tmp_path):
         with tempfile.TemporaryDirectory() as other:
             other_path = Path(checkpoint.save(state, other, SYNC))
             size = sum(f.stat().st_size for f in other_path.rglob("*") if f.is_file())
-        assert 0.9 * disk.checkpoint_bytes(model, 1, optim) < size, name
-        assert size <= disk.checkpoint_bytes(model, 1, optim), name
+        assert 0.9 * disk_space.estimate_checkpoint_bytes(model, 1, optim) < size, name
+        assert size <= disk_space.estimate_checkpoint_bytes(model, 1, optim), name
 
     cfg = CheckpointConfig(save_steps=10, save_total_limit=3)
     for changes, max_steps, expected in (
@@ -655,7 +655,7 @@ def test_the_disk_is_asked_before_the_run(tmp_path):
         ({"save_total_limit": None}, 95, 10),
     ):
         changed = CheckpointConfig(**{"save_steps": 10, "save_total_limit": 3, **changes})
-        assert disk.checkpoints_kept(changed, max_steps) == expected, changes
+        assert disk_space.count_checkpoints_on_disk(changed, max_steps) == expected, changes
     # Those that were there and are gone, to an archive, are not needed again.
     every = CheckpointConfig(save_steps=100, save_total_limit=None)
     for steps, expected in (
@@ -664,29 +664,32 @@ def test_the_disk_is_asked_before_the_run(tmp_path):
         (range(100, 10_000, 100), 100),
         ((10_000,), 1),
     ):
-        assert disk.checkpoints_kept(every, 10_000, steps) == expected, steps
+        assert disk_space.count_checkpoints_on_disk(every, 10_000, steps) == expected, steps
     limited = CheckpointConfig(save_steps=100, save_total_limit=2)
-    assert disk.checkpoints_kept(limited, 10_000, (9800, 9900)) == 3
+    assert disk_space.count_checkpoints_on_disk(limited, 10_000, (9800, 9900)) == 3
 
-    def need(free: int) -> disk.DiskEstimate:
+    def need(free: int) -> disk_space.DiskEstimate:
         with mock.patch("shutil.disk_usage") as usage:
             usage.return_value.free = free
-            return disk.need(model, tmp_path / "not" / "yet", cfg, 100, 1)
+            return disk_space.estimate_disk_use(model, tmp_path / "not" / "yet", cfg, 100, 1)
 
-    total = 4 * predicted + disk.export_bytes(model)
-    disk.refuse_overflow(need(total), cfg)
+    total = 4 * predicted + disk_space.estimate_export_bytes(model)
+    disk_space.check_disk_space(need(total), cfg)
     with pytest.raises(CheckpointError) as error:
-        disk.refuse_overflow(need(total - 10**6), cfg)
+        disk_space.check_disk_space(need(total - 10**6), cfg)
     for part in (size_text(total), "free", "Free 1.0 MB", "save_total_limit is 3"):
         assert part in str(error.value)
     # What is there already needs no room.
-    there = disk.need(model, tmp_path, cfg, 100, 1)
+    there = disk_space.estimate_disk_use(model, tmp_path, cfg, 100, 1)
     assert there.there == written
     # So with exports; but what was set aside stays, and makes no room.
     for name, counts in (("exports/step-1", True), ("exports/step-1.old-a", False)):
-        before = disk.need(model, tmp_path, cfg, 100, 1).there
+        before = disk_space.estimate_disk_use(model, tmp_path, cfg, 100, 1).there
         shutil.copytree(path, tmp_path / name)
-        assert disk.need(model, tmp_path, cfg, 100, 1).there == before + written * counts
-    before = disk.need(model, tmp_path, cfg, 100, 1).there
+        assert (
+            disk_space.estimate_disk_use(model, tmp_path, cfg, 100, 1).there
+            == before + written * counts
+        )
+    before = disk_space.estimate_disk_use(model, tmp_path, cfg, 100, 1).there
     shutil.copytree(path, path.with_name("step-00000009.bad-a"))
-    assert disk.need(model, tmp_path, cfg, 100, 1).there == before
+    assert disk_space.estimate_disk_use(model, tmp_path, cfg, 100, 1).there == before

@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from toolkit import __version__
-from toolkit.checkpoint.facts import run_facts
-from toolkit.checkpoint.run_folder import recorded_root
-from toolkit.checkpoint.summary import render, summarise
+from toolkit.checkpoint.run_folder import find_checkpoint_root
+from toolkit.checkpoint.summary import collect_run_facts, format_summary, summarize
 from toolkit.cli import main, split_settings
 from toolkit.errors import CheckpointError
 
@@ -154,8 +153,8 @@ def test_inspect_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "chunks": 1,
     }
     checkpoint = run / "checkpoints/step-00000012"
-    assert summarise(checkpoint)["checkpoints"] is None
-    assert summarise(checkpoint / "dcp")["parameters"] == summary["parameters"]
+    assert summarize(checkpoint)["checkpoints"] is None
+    assert summarize(checkpoint / "dcp")["parameters"] == summary["parameters"]
 
 
 def test_inspect_groups_identical_layers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +190,7 @@ def test_tensors_in_as_many_chunks_share_a_line(run: Path, monkeypatch: pytest.M
         return metadata
 
     monkeypatch.setattr(module, "read_metadata", sharded)
-    said = render(summarise(run))
+    said = format_summary(summarize(run))
     lines = {x.split()[0]: x for x in said.splitlines() if x.startswith("model.")}
     assert lines["model.model.layers.{0,2}.mlp.up_proj.weight"].split()[-1] == "2"
     assert lines["model.model.layers.1.mlp.up_proj.weight"].split()[-1] == "1"
@@ -203,7 +202,7 @@ def test_a_damaged_state_is_named(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "checkpoints/step-00000012", tmp_path / "step-00000012")
     (tmp_path / "step-00000012/state.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"state\.json is not readable JSON"):
-        summarise(tmp_path / "step-00000012")
+        summarize(tmp_path / "step-00000012")
 
 
 def test_a_relative_root_is_found_from_elsewhere(tmp_path, monkeypatch) -> None:
@@ -217,12 +216,14 @@ def test_a_relative_root_is_found_from_elsewhere(tmp_path, monkeypatch) -> None:
     for cwd, run in ((project, "runs/a"), (elsewhere, "../project/runs/a"), (elsewhere, project)):
         monkeypatch.chdir(cwd)
         given = project / "runs/a" if run is project else Path(run)
-        assert recorded_root(given).resolve() == project / "ck"  # not the other project's
-    assert recorded_root(project / "ck") == project / "ck"
-    assert run_facts(project / "ck")["steps"] == 3, "the metrics of its run"
+        assert find_checkpoint_root(given).resolve() == project / "ck"  # not the other project's
+    assert find_checkpoint_root(project / "ck") == project / "ck"
+    assert collect_run_facts(project / "ck")["steps"] == 3, "the metrics of its run"
     (project / "runs/b").mkdir()
     (project / "runs/b/config.yaml").write_text("output_dir: other\ncheckpoint: {root: ck}\n")
-    assert recorded_root(project / "runs/b") == Path("ck")  # the run was moved: here, as ever
+    assert find_checkpoint_root(project / "runs/b") == Path(
+        "ck"
+    )  # the run was moved: here, as ever
 
 
 def test_settings_stand_anywhere_among_the_arguments_of_a_command() -> None:

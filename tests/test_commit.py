@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 from toolkit import config
-from toolkit.checkpoint import commit, local_folder, newest
-from toolkit.checkpoint.retention import expendable, prune
+from toolkit.checkpoint import commit, find_newest, local_folder
+from toolkit.checkpoint.saving import prune_checkpoints, steps_to_delete
 from toolkit.config.settings import CheckpointConfig, PretrainConfig
 from toolkit.errors import CheckpointError, ConfigError
 
 
 def save(run: Path, step: int, text: str = "x", metrics: dict | None = None) -> Path:
-    folder = commit.begin(run, step)
+    folder = commit.begin_attempt(run, step)
     (folder / "dcp").mkdir()
     (folder / "dcp" / "data").write_text(text)
     (folder / "state.json").write_text(json.dumps({"step": step, "metrics": metrics or {}}))
-    files = commit.hash_files(folder, ["dcp/data", "state.json"])
+    files = commit.store_files(folder, ["dcp/data", "state.json"])
     return commit.commit(folder, step, {"version": 1, "step": step, "files": files, "tensors": {}})
 
 
@@ -75,8 +75,8 @@ def test_a_changed_manifest_and_a_lost_commit_are_named(tmp_path):
     broken = commit.broken_steps(tmp_path)
     assert broken[4][1] == "COMMIT is not that of manifest.json: one of them was changed"
     assert broken[5][1] == "COMMIT missing"
-    prune(tmp_path, CheckpointConfig())
-    commit.begin(tmp_path, 6)
+    prune_checkpoints(tmp_path, CheckpointConfig())
+    commit.begin_attempt(tmp_path, 6)
     assert flipped.is_dir()
     assert lost.is_dir()  # damage is never taken for a leftover
 
@@ -90,10 +90,10 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path, name):
     manifest["files"][name] = {"size": 1, "sha256": "0" * 64}
     text = json.dumps(manifest)
     (checkpoint / "manifest.json").write_text(text)
-    (checkpoint / "COMMIT").write_text(commit.seal(text.encode()))
+    (checkpoint / "COMMIT").write_text(commit.commit_text(text.encode()))
     assert commit.is_committed(checkpoint)
     with pytest.raises(CheckpointError, match="no file of the checkpoint"):
-        commit.damaged_files(checkpoint)
+        commit.find_damaged_files(checkpoint)
 
 
 def test_other_names_are_no_checkpoints(tmp_path):
@@ -111,7 +111,7 @@ def test_other_names_are_no_checkpoints(tmp_path):
     (root / "step-00000009.tmp-00000000").write_text("likewise")
     assert list(commit.committed_steps(tmp_path)) == [100_000_000]
     before = set(names(tmp_path))
-    prune(tmp_path, CheckpointConfig())
+    prune_checkpoints(tmp_path, CheckpointConfig())
     assert before - set(names(tmp_path)) == {"step-00000009.tmp-00000000"}
     save(tmp_path, 8)
     assert list(commit.committed_steps(tmp_path)) == [8, 100_000_000]
@@ -140,9 +140,9 @@ def test_what_cannot_be_read_just_now_is_not_damaged(tmp_path, monkeypatch, name
         with pytest.raises(
             CheckpointError, match=rf"/{name} cannot be read: {os.strerror(number)}"
         ):
-            newest(tmp_path)
+            find_newest(tmp_path)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
-    assert newest(tmp_path).name == "step-00000002"
+    assert find_newest(tmp_path).name == "step-00000002"
 
 
 def test_what_is_no_file_is_damaged(tmp_path):
@@ -152,21 +152,23 @@ def test_what_is_no_file_is_damaged(tmp_path):
     data = tmp_path / "checkpoints/step-00000002/dcp/data"
     data.unlink()
     data.mkdir()
-    assert newest(tmp_path).name == "step-00000001"
+    assert find_newest(tmp_path).name == "step-00000001"
     assert kinds(tmp_path) == ["bad"]
 
 
 def test_damage_is_named(tmp_path):
     checkpoint = save(tmp_path, 3)
-    assert commit.damaged_files(checkpoint) == []
-    assert commit.damaged_files(checkpoint, only=["more"]) == [("more", "is not in the manifest")]
+    assert commit.find_damaged_files(checkpoint) == []
+    assert commit.find_damaged_files(checkpoint, only=["more"]) == [
+        ("more", "is not in the manifest")
+    ]
 
 
 def test_a_stray_file_costs_no_checkpoint(tmp_path):
     checkpoint = save(tmp_path, 3)
     (checkpoint / ".DS_Store").write_text("x")
-    assert newest(tmp_path) == checkpoint
-    assert commit.damaged_files(checkpoint) == [(".DS_Store", "is not in the manifest")]
+    assert find_newest(tmp_path) == checkpoint
+    assert commit.find_damaged_files(checkpoint) == [(".DS_Store", "is not in the manifest")]
 
 
 @pytest.mark.parametrize("move", [shutil.copytree, shutil.move])
@@ -177,7 +179,7 @@ def test_a_step_under_another_name_is_refused_and_not_moved(tmp_path, move):
     move(root / "step-00000002", root / "step-00000900")
     before = names(tmp_path)
     said = "step-00000900 is the checkpoint of step 2, .* give it back the name step-00000002"
-    for look in (newest, commit.find_checkpoint, commit.committed_steps):
+    for look in (find_newest, commit.find_checkpoint, commit.committed_steps):
         with pytest.raises(CheckpointError, match=said):
             look(tmp_path)
     assert names(tmp_path) == before
@@ -186,8 +188,8 @@ def test_a_step_under_another_name_is_refused_and_not_moved(tmp_path, move):
 
 
 def test_a_manifest_that_nobody_would_read_is_not_committed(tmp_path, monkeypatch):
-    entry = {"size": 1, "sha256": commit.hash_of(save(tmp_path, 1) / "dcp/data")}
-    folder = commit.begin(tmp_path, 2)
+    entry = {"size": 1, "sha256": commit.hash_file(save(tmp_path, 1) / "dcp/data")}
+    folder = commit.begin_attempt(tmp_path, 2)
     (folder / "data").write_text("x")
     with monkeypatch.context() as patch:
         patch.setattr(commit, "MAX_JSON_BYTES", 100)
@@ -230,16 +232,16 @@ def test_a_save_that_fails_gives_back_what_was_there(tmp_path, monkeypatch, step
     assert text_of(tmp_path) == "first"
     assert kinds(tmp_path) == ["tmp"]
     save(tmp_path, 3, "third")
-    prune(tmp_path, CheckpointConfig())
+    prune_checkpoints(tmp_path, CheckpointConfig())
     assert text_of(tmp_path) == "third"
     assert names(tmp_path) == ["step-00000003"]
 
 
 def test_a_folder_that_is_not_its_manifest_is_not_committed(tmp_path):
     def attempt(change) -> None:
-        folder = commit.begin(tmp_path, 3)
+        folder = commit.begin_attempt(tmp_path, 3)
         (folder / "data").write_text("x")
-        files = commit.hash_files(folder, ["data"])
+        files = commit.store_files(folder, ["data"])
         change(folder, files)
         commit.commit(folder, 3, {"step": 3, "files": files, "tensors": {}})
 
@@ -261,17 +263,17 @@ def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
     for text in ("first", "second"):
         save(tmp_path, 3, text)
         target = tmp_path / "checkpoints" / "step-00000003"
-        local_folder.step_aside(target, commit.is_sound)  # and no more: the kill
+        local_folder.make_way(target, commit.is_intact)  # and no more: the kill
         assert text_of(tmp_path) == text
         shutil.copytree(commit.find_checkpoint(tmp_path), target)
         (target / "COMMIT").rename(target / "COMMIT.prepared")  # the next kill, later
         assert text_of(tmp_path) == text
         assert not commit.broken_steps(tmp_path)
-        prune(tmp_path, CheckpointConfig())
+        prune_checkpoints(tmp_path, CheckpointConfig())
         assert text_of(tmp_path) == text
         assert kinds(tmp_path) == ["old"]
     save(tmp_path, 3, "third")
-    prune(tmp_path, CheckpointConfig())
+    prune_checkpoints(tmp_path, CheckpointConfig())
     assert text_of(tmp_path) == "third"
     assert names(tmp_path) == ["step-00000003"]
 
@@ -279,7 +281,7 @@ def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
 def test_a_damaged_old_one_does_not_come_back(tmp_path):
     save(tmp_path, 3, "first")
     target = tmp_path / "checkpoints" / "step-00000003"
-    local_folder.step_aside(target, commit.is_sound)
+    local_folder.make_way(target, commit.is_intact)
     old = commit.find_checkpoint(tmp_path)
     bad = local_folder.LocalFolder(old).set_aside()
     assert bad.name.startswith("step-00000003.bad-")
@@ -289,13 +291,13 @@ def test_a_damaged_old_one_does_not_come_back(tmp_path):
 def test_an_old_one_stays_while_its_successor_does_not_verify(tmp_path):
     save(tmp_path, 3, "first")
     target = tmp_path / "checkpoints" / "step-00000003"
-    local_folder.step_aside(target, commit.is_sound)
-    folder = commit.begin(tmp_path, 3)
+    local_folder.make_way(target, commit.is_intact)
+    folder = commit.begin_attempt(tmp_path, 3)
     (folder / "data").write_text("second")
-    files = commit.hash_files(folder, ["data"])
+    files = commit.store_files(folder, ["data"])
     commit.commit(folder, 3, {"step": 3, "files": files, "tensors": {}})
     (target / "data").write_text("secone")
-    prune(tmp_path, CheckpointConfig())
+    prune_checkpoints(tmp_path, CheckpointConfig())
     local_folder.LocalFolder(target).set_aside()
     assert text_of(tmp_path) == "first"
 
@@ -309,14 +311,14 @@ def test_the_checkpoints_folder_may_be_a_link_and_no_file(tmp_path):
         else:
             (run / "checkpoints").symlink_to(tmp_path / "nowhere")
         with pytest.raises(CheckpointError, match="a folder is expected"):
-            commit.begin(run, 1)
+            commit.begin_attempt(run, 1)
     run = tmp_path / "run"
     run.mkdir()
     (tmp_path / "big disk").mkdir()
     (run / "checkpoints").symlink_to(tmp_path / "big disk")
     for step in (1, 2, 3):
         save(run, step)
-        prune(run, CheckpointConfig())
+        prune_checkpoints(run, CheckpointConfig())
     assert list(commit.committed_steps(run)) == [2, 3]
 
 
@@ -326,7 +328,7 @@ def test_a_link_to_a_checkpoint_is_read_and_not_deleted(tmp_path):
     (tmp_path / "checkpoints" / "step-00000001").symlink_to(elsewhere)
     for step in (2, 3, 4):
         save(tmp_path, step)
-    prune(tmp_path, CheckpointConfig())
+    prune_checkpoints(tmp_path, CheckpointConfig())
     assert list(commit.committed_steps(tmp_path)) == [1, 3, 4]
 
 
@@ -339,7 +341,7 @@ def test_leftovers_go_before_the_next_save_needs_their_room(tmp_path):
         shutil.copytree(root / "step-00000003", root / "step-00000004") / "COMMIT",
         root / "step-00000004" / "COMMIT.prepared",
     )
-    folder = commit.begin(tmp_path, 5)
+    folder = commit.begin_attempt(tmp_path, 5)
     assert names(tmp_path) == sorted(["step-00000003", folder.name])
 
 
@@ -355,7 +357,7 @@ def keeping(last: int | None = 2, best: int = 0, **more: Any) -> CheckpointConfi
 def test_what_retention_keeps():
     def left(policy: CheckpointConfig, losses: dict[int, float | None]) -> list[int]:
         verified = {s: {} if v is None else {"eval_loss": v} for s, v in losses.items()}
-        return sorted(set(losses) - expendable(verified, policy))
+        return sorted(set(losses) - steps_to_delete(verified, policy))
 
     none = dict.fromkeys(range(1, 9))
     assert left(keeping(last=None), none) == [*range(1, 9)]
@@ -376,7 +378,7 @@ def test_retention_keeps_what_each_rule_names_and_two_at_least():
         steps = chance.sample(range(100), chance.randint(0, 12))
         verified = {s: {"eval_loss": chance.random()} for s in steps if chance.random() < 0.7}
         last, best = chance.choice((1, 2, 3, 5)), chance.randint(0, 3)
-        left = set(verified) - expendable(verified, keeping(last, best))
+        left = set(verified) - steps_to_delete(verified, keeping(last, best))
         assert len(left) >= min(2, len(verified))
         assert left >= set(sorted(verified)[-last:])
         assert left >= set(sorted(verified, key=lambda s: verified[s]["eval_loss"])[:best])
@@ -387,10 +389,10 @@ def test_prune_reads_the_metrics_and_deletes(tmp_path):
     policy = keeping(last=2, best=1)
     for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, 2.6, 2.7, 2.8], start=1):
         save(tmp_path, step, metrics={"eval_loss": loss})
-        prune(tmp_path, policy)
+        prune_checkpoints(tmp_path, policy)
     assert list(commit.committed_steps(tmp_path)) == [2, 6, 7]
-    prune(tmp_path, CheckpointConfig())
-    prune(tmp_path, keeping(last=None))
+    prune_checkpoints(tmp_path, CheckpointConfig())
+    prune_checkpoints(tmp_path, keeping(last=None))
     assert names(tmp_path) == ["step-00000006", "step-00000007"]
 
 
@@ -407,10 +409,10 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, damage):
         (broken / "dcp" / "data").unlink()
     else:
         (broken / "manifest.json").write_text("{}")
-    prune(tmp_path, CheckpointConfig())
+    prune_checkpoints(tmp_path, CheckpointConfig())
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
     save(tmp_path, 4)
-    prune(tmp_path, CheckpointConfig())
+    prune_checkpoints(tmp_path, CheckpointConfig())
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
@@ -427,29 +429,29 @@ def test_what_cannot_be_deleted_is_a_warning_and_keeps_nothing_else(tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
-        prune(tmp_path, CheckpointConfig())
+        prune_checkpoints(tmp_path, CheckpointConfig())
         said = capsys.readouterr().out
         assert said.startswith("WARNING: ")
         assert "could not be deleted: Directory not empty" in said
         assert list(commit.committed_steps(tmp_path)) == [3, 4]
         assert kinds(tmp_path) == ["trash"]
         save(tmp_path, 5)  # nor is it in the way of a save
-    prune(tmp_path, CheckpointConfig())
+    prune_checkpoints(tmp_path, CheckpointConfig())
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
 
 
 def test_an_old_checkpoint_that_cannot_be_read_hinders_no_deletion(tmp_path, monkeypatch):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    real = commit.hash_of
+    real = commit.hash_file
 
     def fails(file, kind):
         if "step-00000002" in str(file):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
         return real(file, kind)
 
-    monkeypatch.setattr(commit, "hash_of", fails)
-    prune(tmp_path, CheckpointConfig())
+    monkeypatch.setattr(commit, "hash_file", fails)
+    prune_checkpoints(tmp_path, CheckpointConfig())
     assert list(commit.committed_steps(tmp_path)) == [2, 3, 4]
 
 
@@ -458,7 +460,7 @@ def test_an_old_state_that_is_no_json_ends_nothing(tmp_path):
         save(tmp_path, step)
     state = tmp_path / "checkpoints/step-00000001/state.json"
     state.write_text("x" * state.stat().st_size)
-    prune(tmp_path, CheckpointConfig())
+    prune_checkpoints(tmp_path, CheckpointConfig())
     assert list(commit.committed_steps(tmp_path)) == [1, 3, 4]  # not sound: not deleted
 
 

@@ -32,10 +32,10 @@ from toolkit import checkpoint
 from toolkit.checkpoint.sources import find_source
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
-from toolkit.export import consolidate, weight_file, writer
+from toolkit.export import consolidate, writer
 from toolkit.export import plan as export_plan
 from toolkit.export.plan import parse_options
-from toolkit.export.proof import ExportProof
+from toolkit.export.writer import ExportProof
 from toolkit.formats import ExportGroup, HFAssets, export_manifest, plain_files, stored_tensors
 from toolkit.loading.pretrained import materialise
 from toolkit.models import build_on_meta, decoder_layers, model_on_meta, tied_names
@@ -690,7 +690,7 @@ def test_what_is_read_is_proven_by_its_sum(
 ) -> None:
     """Rows are cut by the blocks in which they are read; a flipped bit of the last is found."""
     run = with_sums(root / "llama" / kind, tmp_path / "run")
-    monkeypatch.setattr(weight_file, "BLOCK", 24)
+    monkeypatch.setattr(writer, "BLOCK", 24)
     monkeypatch.setattr(stored_tensors, "BLOCK", 24)
     out = consolidate(run, tmp_path / "hf", dtype=dtype, max_shard_size="8KB")
     full = trained(root / "llama/source").state_dict()
@@ -752,7 +752,7 @@ def test_after_a_failed_fsync_nothing_is_kept(
 
 def test_files_of_many_tensors(tmp_path: Path) -> None:
     shapes = {f"tensor.{n}": (torch.float32, (2,)) for n in range(12_000)}
-    tensors, headers = export_plan._lay_out(shapes, 24_000)
+    tensors, headers = export_plan._lay_out_files(shapes, 24_000)
     assert len(headers) == 4
     groups = [ExportGroup((name,), {name: (2,)}, False) for name in shapes]
     names = {name: name for name in shapes}

@@ -73,7 +73,7 @@ def test_auto_saves_behind_the_loop_where_copies_fit_the_container(
     monkeypatch.setattr(saving, "container_memory", lambda: ContainerMemory(10**6, free))
     state = checkpoint.TrainState(nn.Linear(1, 1))
     tensors = {"a": torch.zeros(1), "b": torch.zeros(1)}
-    assert saving._goes_behind(state, tensors, CheckpointConfig()) is expected
+    assert saving._resolve_async_save(state, tensors, CheckpointConfig()) is expected
     assert f"async_save {str(expected).lower()}" in capsys.readouterr().out
 
 

@@ -74,7 +74,7 @@ def test_a_run_on_a_disk_that_fills_up(
         assert f"Training goes on; {left} more in a row may fail" in text
     lines = [line["step"] for line in read_lines(run / "metrics.jsonl")]
     steps = commit.committed_steps(run)
-    assert not any(commit.damaged_files(path) for path in steps.values())
+    assert not any(commit.find_damaged_files(path) for path in steps.values())
     if free_at == 5:  # steps 3 and 4 could not be saved
         assert ended.returncode == 0, ended.stderr
         assert sorted(steps) == [1, 2, 5, 6, 7, 8]
@@ -147,7 +147,7 @@ def test_a_warning_says_what_is_missing(tmp_path, capsys):
     state = checkpoint.TrainState(torch.nn.Linear(500, 500), step=1)
     checkpoint.save(state, tmp_path, cfg)
     with (
-        mock.patch.object(saving.rng_state, "write", side_effect=OSError(28, "No space", "rng")),
+        mock.patch.object(saving, "write_rng", side_effect=OSError(28, "No space", "rng")),
         mock.patch.object(LocalFolder, "free_bytes", return_value=400_000),
     ):
         state.step = 2
@@ -168,12 +168,12 @@ def test_a_run_does_not_count_what_another_in_its_process_lost(tmp_path, capsys)
     cfg = CheckpointConfig(max_failed_saves=1)
     for run in ("first", "second"):
         state = checkpoint.TrainState(torch.nn.Linear(4, 4), step=1)
-        with mock.patch.object(saving.rng_state, "write", side_effect=OSError(28, "No space")):
+        with mock.patch.object(saving, "write_rng", side_effect=OSError(28, "No space")):
             assert checkpoint.save(state, tmp_path / run, cfg, may_fail=True) == ""
         assert "0 more in a row may fail" in capsys.readouterr().out
         assert state.saves.failed == [""]
     with (
-        mock.patch.object(saving.rng_state, "write", side_effect=OSError(28, "No space")),
+        mock.patch.object(saving, "write_rng", side_effect=OSError(28, "No space")),
         pytest.raises(StorageError, match="save 2 in a row"),
     ):
         checkpoint.save(state, tmp_path / run, cfg, may_fail=True)
@@ -182,7 +182,7 @@ def test_a_run_does_not_count_what_another_in_its_process_lost(tmp_path, capsys)
 def test_a_fault_of_the_state_is_none_of_the_disk(tmp_path):
     state = checkpoint.TrainState(torch.nn.Linear(4, 4), step=1)
     with (
-        mock.patch.object(saving.rng_state, "write", side_effect=ValueError("a bug")),
+        mock.patch.object(saving, "write_rng", side_effect=ValueError("a bug")),
         pytest.raises(ValueError, match="a bug"),
     ):
         checkpoint.save(state, tmp_path, CheckpointConfig(), may_fail=True)

@@ -21,7 +21,7 @@ from conftest import ROOT, free_port, save_byte_tokenizer, save_tiny_model, torc
 from hub_server import READ_TOKEN, SIGNATURE, TOKEN, XET_TOKEN, Fault, Hub, Large, Repo
 
 from toolkit.checkpoint import commit
-from toolkit.checkpoint.facts import run_facts
+from toolkit.checkpoint.summary import collect_run_facts
 from toolkit.config.published import select_publishable_settings
 from toolkit.errors import REMOVED, ExportError, is_secret_name, scrub
 from toolkit.formats import export_manifest
@@ -703,7 +703,7 @@ def test_facts_of_a_run_hold_no_secret_and_no_path(tmp_path):
     lines = [{"step": s, "loss": 9.0 - s / 100, "tokens": s} for s in range(1, 601)]
     lines[399]["eval_loss"] = 5.5
     (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    facts = run_facts(run, 500)
+    facts = collect_run_facts(run, 500)
     text = json.dumps(facts)
     for word in ("canary", TOKEN, str(tmp_path), "private"):
         assert word not in text
@@ -711,7 +711,7 @@ def test_facts_of_a_run_hold_no_secret_and_no_path(tmp_path):
     assert facts["base_model"]["license"] == "apache-2.0"
     assert facts["steps"] == 500
     assert facts["metrics"]["eval_loss"] == 5.5
-    assert run_facts(tmp_path / "no") == {}
+    assert collect_run_facts(tmp_path / "no") == {}
 
     manifest = {"toolkit": "0", "origin": {"run": facts}, "tensors": {}, "files": {}}
     card = model_card.render(manifest, NAME, "ab" * 32)
@@ -752,7 +752,7 @@ def test_facts_of_a_fine_tuning(tmp_path):
 
     def facts() -> dict:
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-        return run_facts(tmp_path)
+        return collect_run_facts(tmp_path)
 
     found = facts()
     assert "private" not in json.dumps(found)
@@ -779,7 +779,7 @@ def test_the_card_has_the_batch_and_the_evaluation(tmp_path):
     line = {"step": 20, "loss": 2.0, "eval_loss": 1.5, "tokens": 9}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     for step, devices in ((20, "2 devices"), (25, "2 devices"), (None, "3 devices")):
-        facts = run_facts(tmp_path, step)
+        facts = collect_run_facts(tmp_path, step)
         manifest = {"toolkit": "0", "origin": {"run": facts}, "tensors": {}, "files": {}}
         card = model_card.render(manifest, NAME, "ab" * 32)
         assert f"Batch: 16 samples a step on {devices}." in card
@@ -832,11 +832,11 @@ def test_the_card_loads_the_class_that_config_json_names():
 
 def test_the_card_has_the_versions_of_the_machine_that_trained(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 1\n")
-    here = run_facts(tmp_path, 10)["versions"]
+    here = collect_run_facts(tmp_path, 10)["versions"]
     starts = [{"step": step, "versions": {"torch": f"9.{step}"}} for step in (0, 5, 10)]
     (tmp_path / "starts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in starts))
-    assert run_facts(tmp_path, 10)["versions"] == {"torch": "9.5"}, "step 10 came before"
-    assert run_facts(tmp_path)["versions"] == {"torch": "9.10"}
+    assert collect_run_facts(tmp_path, 10)["versions"] == {"torch": "9.5"}, "step 10 came before"
+    assert collect_run_facts(tmp_path)["versions"] == {"torch": "9.10"}
     assert here["torch"].startswith("2."), "where no start is recorded"
 
 
@@ -866,7 +866,7 @@ def test_the_card_says_what_was_true_where_the_run_trained(tmp_path, monkeypatch
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(json.dumps({"step": 9, "tokens": 90, "world_size": 1}))
 
-    facts = run_facts(run, 9)
+    facts = collect_run_facts(run, 9)
     manifest = {"toolkit": "0", "origin": {"run": facts}, "tensors": {}, "files": {}}
     card = model_card.render(manifest, NAME, "ab" * 32)
     front = yaml.safe_load(card.split("---")[1])
@@ -878,10 +878,10 @@ def test_the_card_says_what_was_true_where_the_run_trained(tmp_path, monkeypatch
     assert "skipped" not in card
     assert "| optim.learning_rate | 0.1 |" in card, "of the start that trained it"
     assert "Changed on the way: `seed` was 3 up to step 4." in card
-    assert run_facts(run, 5)["tokens"] is None, "no line and no checkpoint is of step 5"
-    assert run_facts(run, 3)["changes"] == {}
+    assert collect_run_facts(run, 5)["tokens"] is None, "no line and no checkpoint is of step 5"
+    assert collect_run_facts(run, 3)["changes"] == {}
     (run / "starts.jsonl").unlink()  # the control: an earlier version recorded nothing
-    assert run_facts(run, 9)["base_model"]["hub_id"] == "models/base"
+    assert collect_run_facts(run, 9)["base_model"]["hub_id"] == "models/base"
 
 
 @pytest.mark.parametrize("facts", [{"versions": ["torch"]}, {"hyperparameters": "none"}])

@@ -26,7 +26,7 @@ from toolkit import checkpoint
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.coverage import coverage_rows, covered_share
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint.carried import Carried, carried_tensors
+from toolkit.checkpoint.carried import Carried, find_carried_tensors
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError, LoadingError, ModelError
@@ -385,7 +385,7 @@ def test_shapes_of_what_is_carried_are_found_without_its_values(
         return block(tensor, *rows)
 
     monkeypatch.setattr(StoredTensor, "block", counted)
-    found = carried_tensors(model, assets_of(model), source)
+    found = find_carried_tensors(model, assets_of(model), source)
     made = {name: one for name, one in found.items() if one.stored is None}
     assert any(name.endswith("kv_a_proj_with_mqa.weight") for name in made)  # blocks do not divide
     assert read == []

@@ -19,7 +19,7 @@ from toolkit.adapters.lora import add_adapters
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError, ToolkitError
-from toolkit.export import consolidate, export_live, export_step, live, plan, weight_file
+from toolkit.export import consolidate, export_live, export_step, live, plan, writer
 from toolkit.formats import export_manifest
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
@@ -138,8 +138,8 @@ def _plant(where: str, patched: pytest.MonkeyPatch) -> None:
         return flip_one_byte(value) if len(hits) == 3 else value
 
     if where == "gather":
-        whole = live._whole
-        patched.setattr(live, "_whole", lambda tensor: once(whole(tensor)))
+        whole = live._full_tensor
+        patched.setattr(live, "_full_tensor", lambda tensor: once(whole(tensor)))
     elif where == "copy":
         gather = live._gather_group
 
@@ -155,13 +155,13 @@ def _plant(where: str, patched: pytest.MonkeyPatch) -> None:
 
         patched.setattr(plan.ExportPlan, "convert", converted)
     elif where == "cast":
-        contents = weight_file._contents
+        contents = writer._cast_blocks
 
         def cast(values: Any, dtype: torch.dtype, name: str) -> Any:
             for content in contents(values, dtype, name):
                 yield memoryview(once(torch.frombuffer(content, dtype=torch.uint8)).numpy())
 
-        patched.setattr(weight_file, "_contents", cast)
+        patched.setattr(writer, "_cast_blocks", cast)
     else:
         write = os.pwrite
 

@@ -38,7 +38,7 @@ def fork_and_kill(rank: int, world: int, root: str) -> dict[str, object]:
     ready = folder.with_name("ready")
     owner = os.fork()
     if owner == 0:
-        lock.take(folder, "77")
+        lock.acquire(folder, "77")
         worker = os.fork()
         if worker == 0:
             time.sleep(60)
@@ -50,19 +50,19 @@ def fork_and_kill(rank: int, world: int, root: str) -> dict[str, object]:
         time.sleep(0.01)
     worker = int(ready.read_text())
     try:
-        lock.take(folder)
+        lock.acquire(folder)
     except ConfigError as error:
         found["refused"] = str(error)
     os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)
     begun = time.monotonic()
-    found["line"] = lock.take(folder)
+    found["line"] = lock.acquire(folder)
     found["seconds"] = time.monotonic() - begun
     found["worker lives"] = os.path.exists(f"/proc/{worker}")
     os.kill(worker, signal.SIGKILL)
-    found["owner"], found["again"] = owner, lock.take(folder)
+    found["owner"], found["again"] = owner, lock.acquire(folder)
     lock.release(folder)
-    found["given back"] = lock.take(folder)
+    found["given back"] = lock.acquire(folder)
     return found
 
 
@@ -95,10 +95,10 @@ def test_an_owner_on_another_host_lives_while_it_touches_the_file(tmp_path, hour
     toucher = threading.Thread(target=touch)
     toucher.start()
     with pytest.raises(ConfigError, match="in use by process 12 on node-7 since then"):
-        lock.take(tmp_path)
+        lock.acquire(tmp_path)
     stop.set()
     toucher.join()
-    assert "process 12 on node-7 since then, which is gone" in lock.take(tmp_path)
+    assert "process 12 on node-7 since then, which is gone" in lock.acquire(tmp_path)
 
 
 def test_an_owner_on_another_host_that_leaves_meanwhile_is_no_hindrance(tmp_path, monkeypatch):
@@ -107,7 +107,7 @@ def test_an_owner_on_another_host_that_leaves_meanwhile_is_no_hindrance(tmp_path
     timer = threading.Timer(0.3, lambda: file.write_text(""))
     timer.start()
     begun = time.monotonic()
-    lock.take(tmp_path)
+    lock.acquire(tmp_path)
     assert time.monotonic() - begun < 50
 
 
@@ -116,20 +116,20 @@ def test_a_file_system_without_locks_is_watched_for_this_host_too(tmp_path, monk
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(lock.fcntl, "flock", refuse)
-    write_note(tmp_path, lock._kernel())
+    write_note(tmp_path, lock._kernel_id())
     begun = time.monotonic()
-    lock.take(tmp_path)
+    lock.acquire(tmp_path)
     assert time.monotonic() - begun > 0.7
     theirs = dict(lock._held)
     lock._held.clear()  # as another process: the first one's thread goes on touching
     with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
-        lock.take(tmp_path)
+        lock.acquire(tmp_path)
     lock._held.update(theirs)
 
 
 def test_a_run_that_lost_its_folder_saves_nothing_more(tmp_path):
     state = checkpoint.TrainState(torch.nn.Linear(4, 4), step=1)
-    lock.take(tmp_path)
+    lock.acquire(tmp_path)
     checkpoint.save(state, tmp_path, CheckpointConfig())
     file = write_note(tmp_path, "another")
     time.sleep(0.3)
@@ -225,7 +225,7 @@ def look(rank: int, world: int, root: str, alone: bool) -> str:
         ):
             return "no right to mount"
     try:
-        run_folder.check_shared(Path(root, "run"))
+        run_folder.check_shared_folder(Path(root, "run"))
     except LaunchError as error:
         return str(error)
     return ""

@@ -30,8 +30,8 @@ from toolkit.adapters.coverage import (
     find_idle_adapters,
 )
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint import disk, resuming
-from toolkit.checkpoint.summary import render, summarise
+from toolkit.checkpoint import disk_space, resuming
+from toolkit.checkpoint.summary import format_summary, summarize
 from toolkit.config import (
     CheckpointConfig,
     FinetuneConfig,
@@ -533,9 +533,9 @@ def test_a_checkpoint_holds_the_adapters_and_not_the_base(served, folders, runs)
     assert (config.r, config.use_dora, config.lora_dropout) == (4, True, 0.2)
     assert config.ensure_weight_tying
 
-    found = summarise(runs / "dropping")
+    found = summarize(runs / "dropping")
     assert found["adapter"]["name_or_path"] == folders["gemma3_text"]
-    assert "DoRA of rank 4" in render(found)
+    assert "DoRA of rank 4" in format_summary(found)
 
 
 def test_damage_in_an_adapter_checkpoint_is_found(served, runs, tmp_path):
@@ -559,7 +559,7 @@ def test_another_base_or_other_adapters_are_refused(served, folders, runs, tmp_p
     kind = "gemma3_text"
     other = str(tiny.save(tiny.tiny_model(kind, seed=5), tmp_path / "other", kind))
     moved = str(tiny.save(tiny.tiny_model(kind), tmp_path / "moved", kind))
-    path = checkpoint.newest(runs / "dropping")
+    path = checkpoint.find_newest(runs / "dropping")
     assert path is not None
 
     def check(folder: str, lora: LoraConfig) -> None:
@@ -580,7 +580,7 @@ def test_another_base_or_other_adapters_are_refused(served, folders, runs, tmp_p
         resuming.check_same_model(plain, path)
     init_weights(plain, "cpu", 0)
     checkpoint.save(checkpoint.TrainState(plain, step=1), tmp_path / "whole", SAVING)
-    whole_model = checkpoint.newest(tmp_path / "whole")
+    whole_model = checkpoint.find_newest(tmp_path / "whole")
     assert whole_model is not None
     with pytest.raises(CheckpointError, match="holds a whole model, not adapters"):
         resuming.check_same_model(adapt(folders[kind], DROPPING), whole_model)
@@ -602,7 +602,7 @@ def test_the_base_of_a_checkpoint_is_the_one_that_was_loaded(folders, tmp_path):
     load_pretrained(state.model, other, "cpu")
     shutil.rmtree(other)  # a save does not need it any more
     checkpoint.save(state, tmp_path / "run", SAVING)
-    path = checkpoint.newest(tmp_path / "run")
+    path = checkpoint.find_newest(tmp_path / "run")
     assert path is not None
     entry = json.loads((Path(path) / "state.json").read_text())["adapter"]
     assert (entry["digest"], entry["name_or_path"]) == (digest, other)
@@ -638,8 +638,11 @@ def test_the_disk_is_asked_for_adapters_only(folders):
     assets = sum(map(len, base_of(model).hf_assets.files.values()))
     plain = build_on_meta(ModelConfig(folders["llama"]))
     tensors = 3 * len(trained_tensors(model))
-    assert disk.checkpoint_bytes(model, 1) == 3 * own + tensors * 2048 + 32 * 1024 + assets
-    assert disk.export_bytes(model) == own < disk.export_bytes(plain)
+    assert (
+        disk_space.estimate_checkpoint_bytes(model, 1)
+        == 3 * own + tensors * 2048 + 32 * 1024 + assets
+    )
+    assert disk_space.estimate_export_bytes(model) == own < disk_space.estimate_export_bytes(plain)
 
 
 def test_a_checkpoint_of_adapters_needs_its_base(folders):

@@ -16,7 +16,7 @@ from distributed import run_recipe_ranks
 from test_run_kills import checkpoints, flags
 
 from toolkit import recipes
-from toolkit.checkpoint.commit import committed_steps, damaged_files
+from toolkit.checkpoint.commit import committed_steps, find_damaged_files
 from toolkit.errors import ConfigError
 from toolkit.training.guards import preemption
 from toolkit.training.guards.preemption import EXIT_CODE
@@ -126,7 +126,7 @@ def test_a_signal_in_the_middle_of_an_export(tmp_path, tiny_llama, text_file) ->
     for its part.
     """
     run = tmp_path / "run"
-    script = planted(tmp_path, place="toolkit.export.live._whole", nth=3, rank="0")
+    script = planted(tmp_path, place="toolkit.export.live._full_tensor", nth=3, rank="0")
     settings = given(tiny_llama, text_file, run, "--checkpoint.export_at_end", "true")
     ended = run_recipe_ranks(script, 2, *settings, cwd=tmp_path)
     assert ended.returncode == EXIT_CODE, ended.stderr
@@ -242,7 +242,7 @@ def test_a_save_that_is_cut_off_harms_nothing(
     assert said in ended.stderr
     kept = committed_steps(run)
     assert max(kept) == 2
-    assert not any(damaged_files(folder) for folder in kept.values())
+    assert not any(find_damaged_files(folder) for folder in kept.values())
     assert run_recipe_ranks("pretrain", 2, *settings, cwd=tmp_path).returncode == 0
     assert max(committed_steps(run)) == STEPS
 

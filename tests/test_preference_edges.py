@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from trl_figures import models, pairs, reward_model
 
-from toolkit.checkpoint.retention import expendable
+from toolkit.checkpoint.saving import steps_to_delete
 from toolkit.config import CheckpointConfig, parse
 from toolkit.config.measures import TOKEN_METRICS, is_greater_better, preference_metrics
 from toolkit.config.preference import PreferConfig, PreferenceConfig
@@ -489,7 +489,7 @@ def test_a_metric_that_no_evaluation_gives_is_refused(
 def test_the_best_of_a_metric_that_should_fall_is_the_smallest() -> None:
     cfg = CheckpointConfig(metric_for_best_model="eval_e1_reward_rejected", keep_best=1)
     verified = {step: {"eval_e1_reward_rejected": float(step)} for step in range(1, 6)}
-    assert expendable(verified, cfg) == {2, 3}
+    assert steps_to_delete(verified, cfg) == {2, 3}
     stopping = build_early_stopping(
         FinetuneTrainConfig(early_stopping_patience=2, eval_steps=500), cfg, {}
     )

@@ -160,7 +160,7 @@ def test_what_fails_on_one_machine_fails_on_all() -> None:
 
 def late(rank: int, world: int, before_the_group: bool) -> int:
     """Exchange with a rank that is late by more than groups may take to connect."""
-    ranks._TO_CONNECT = datetime.timedelta(seconds=1)
+    ranks._CONNECT_TIMEOUT = datetime.timedelta(seconds=1)
     if not before_the_group:
         ranks.object_group()
     if rank == 1:
@@ -175,7 +175,7 @@ def test_a_group_is_made_within_minutes_and_then_waits_for_a_day() -> None:
 
 
 def second_channel(rank: int, world: int) -> list[int]:
-    ranks._TO_CONNECT = datetime.timedelta(seconds=1)
+    ranks._CONNECT_TIMEOUT = datetime.timedelta(seconds=1)
     ranks.object_group()
     if rank == 1:
         time.sleep(3)  # work of its own before all make the next one

@@ -276,7 +276,7 @@ def losses_without_rng(run: Path, same: list[str], step: int) -> list[float]:
         save_file(saved, file)
     manifest = commit.read_manifest(path)
     names = [n for n in manifest["files"] if n.startswith("rng/")]
-    manifest["files"] |= commit.hash_files(path, names)
+    manifest["files"] |= commit.store_files(path, names)
     commit.commit(path.rename(path.with_name(path.name + ".tmp-test")), step, manifest)
     result = run_recipe_ranks("pretrain", 2, *same, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -284,7 +284,7 @@ def losses_without_rng(run: Path, same: list[str], step: int) -> list[float]:
 
 
 def _digests(run: Path) -> dict:
-    return commit.read_manifest(checkpoint.newest(run))["row_sums"]
+    return commit.read_manifest(checkpoint.find_newest(run))["row_sums"]
 
 
 def test_asynchronous_saving_changes_no_bit_and_holds_the_loop_shorter(

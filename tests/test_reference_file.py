@@ -13,10 +13,10 @@ import safetensors.numpy
 import torch
 from conftest import save_tiny_model
 
-from toolkit.checkpoint import TrainState, commit, newest, save
+from toolkit.checkpoint import TrainState, commit, find_newest, save
 from toolkit.checkpoint import reference_file as files
-from toolkit.checkpoint.disk import need
-from toolkit.checkpoint.store import where
+from toolkit.checkpoint.disk_space import estimate_disk_use
+from toolkit.checkpoint.store import parse_location
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.data.feed.feed import build_samples
 from toolkit.data.feed.prepared import PreparedFeed
@@ -267,17 +267,17 @@ def test_a_store_keeps_the_parts_until_the_file_is_committed(tmp_path: Path) -> 
     import bucket
 
     bucket.Store.quiet()
-    root, content = where(f"bucket://{tmp_path}/run"), files.encode(ORIGIN, VALUES)
+    root, content = parse_location(f"bucket://{tmp_path}/run"), files.encode(ORIGIN, VALUES)
     files.delete_parts(root)
     for number in (1, 2):
         files.write_part(root, number, ORIGIN, VALUES)
     assert len(files.read_parts(root).whole) == 2
-    path = where(save(tiny_state(tmp_path, content), root, CFG))
+    path = parse_location(save(tiny_state(tmp_path, content), root, CFG))
     assert (path / files.FILE).read_bytes() == content
     assert files.FILE in commit.read_manifest(path)["files"]
     assert not files.read_parts(root).whole
     (path / files.FILE).write_bytes(content[:-1])
-    assert newest(root) is None
+    assert find_newest(root) is None
 
 
 def test_a_bit_that_flips_in_memory_is_not_committed(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_damage_at_rest_is_found_by_verify_and_by_a_resume(tmp_path: Path) -> No
             f"checkpoints/{newer.name}/{files.FILE}"
         }
         for verify in ("bytes", "sizes"):
-            assert newest(tmp_path, verify) == older
+            assert find_newest(tmp_path, verify) == older
             (aside,) = newer.parent.glob(f"{newer.name}.bad-*")
             aside.rename(newer)
         (newer / files.FILE).write_bytes(content)
@@ -327,6 +327,6 @@ def test_damage_at_rest_is_found_by_verify_and_by_a_resume(tmp_path: Path) -> No
 def test_the_disk_preflight_counts_the_file(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
     model = build_on_meta(ModelConfig(str(tmp_path / "model")))
-    without = need(model, tmp_path / "run", CFG, 100, 1)
-    with_file = need(model, tmp_path / "run", CFG, 100, 1, file_bytes=24_000)
+    without = estimate_disk_use(model, tmp_path / "run", CFG, 100, 1)
+    with_file = estimate_disk_use(model, tmp_path / "run", CFG, 100, 1, file_bytes=24_000)
     assert with_file.total - without.total == 24_000 * without.checkpoints

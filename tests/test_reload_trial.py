@@ -17,7 +17,7 @@ from toolkit.adapters.targets import shortest_suffixes
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import ModelError
-from toolkit.export import adapter_proof, consolidate
+from toolkit.export import adapter_loading, consolidate
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.packed_linear import packed_weights
@@ -51,7 +51,7 @@ def test_all_linear_leaves_out_what_peft_would_lose(
     path = checkpoint.save(
         checkpoint.TrainState(model, step=1), tmp_path / "run", CheckpointConfig()
     )
-    assert "adapter proven" in adapter_proof.prove(model, path)
+    assert "adapter proven" in adapter_loading.compare_with_reloaded(model, path)
     adapter = consolidate(tmp_path / "run", tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(source)
     state = PeftModel.from_pretrained(base, adapter, torch_device="cpu").state_dict()

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from toolkit import cli, config
 from toolkit.checkpoint import TrainState, resume, run_folder, save
 from toolkit.checkpoint.local_folder import LocalFolder
-from toolkit.checkpoint.summary import summarise
+from toolkit.checkpoint.summary import summarize
 from toolkit.config.settings import CheckpointConfig, ModelConfig, PretrainConfig
 from toolkit.data.tokens.tokenizer import load_tokenizer
 from toolkit.errors import LoadingError, ModelError, ToolkitError
@@ -167,7 +167,7 @@ def try_everything(work: Path, root: Path) -> list[str]:
             said.extend(": ".join(map(str, f)) for f in getattr(result, "findings", ()))
 
     attempt(lambda: verify_checkpoint(work / "run"))
-    attempt(lambda: summarise(work / "run"))
+    attempt(lambda: summarize(work / "run"))
     attempt(lambda: verify_export(work / "run", root / "export"))
     attempt(lambda: consolidate(work / "run", work / "out"))
     attempt(lambda: verify_export(None, work / "out") if (work / "out").exists() else None)

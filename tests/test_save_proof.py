@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import filesystem
 
 from toolkit import checkpoint
-from toolkit.checkpoint import commit, resuming, saving, shard_plan, shards
+from toolkit.checkpoint import commit, resuming, saving, shards
 from toolkit.errors import CheckpointError
 from toolkit.formats import device_threads
 from toolkit.formats.bit_sums import bytes_sum, part_sums, wrapped
@@ -165,14 +165,14 @@ def test_copies_that_come_late_are_waited_for_and_a_thread_of_another_device_is_
     tensors = {f"model.{i}": torch.randn(50, 40) for i in range(4)}
     expected = expected_of(tensors)
     writer = shards.HashingWriter(tmp_path / "right", expected=expected)
-    shard_plan.write_shards(tensors, writer, "could not save", Saves())
+    shards.write_shards(tensors, writer, "could not save", Saves())
     monkeypatch.setattr(shards, "device_pool", plain_pool)  # as it was: on device 0
     writer = shards.HashingWriter(tmp_path / "proven", expected=expected)
     with pytest.raises(CheckpointError, match=r"^could not save: other bytes were written of 4 te"):
-        shard_plan.write_shards(tensors, writer, "could not save", Saves())
+        shards.write_shards(tensors, writer, "could not save", Saves())
     # Without the proof nothing says so.
     silent = shards.HashingWriter(tmp_path / "silent")
-    shard_plan.write_shards(tensors, silent, "could not save", Saves())
+    shards.write_shards(tensors, silent, "could not save", Saves())
     monkeypatch.undo()
     for name, same in (("right", True), ("silent", False)):
         found = {n: torch.zeros_like(t) for n, t in tensors.items()}
@@ -215,7 +215,7 @@ def test_a_writer_that_copies_from_a_device_does_wait(tmp_path: Path, late: Late
         writer = shards.HashingWriter(
             tmp_path / str(waits), expected=expected_of(tensors), in_host_memory=in_host_memory
         )
-        shard_plan.write_shards(tensors, writer, "could not save", Saves())
+        shards.write_shards(tensors, writer, "could not save", Saves())
         assert late.waits == waits
 
 
@@ -282,14 +282,14 @@ def test_a_bit_that_changes_on_the_way_to_a_file_is_found_and_named(
 def test_a_copy_for_the_background_that_is_not_done_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied = saving._copied
+    copied = saving._copy_to_host
 
     def late(*given: Any) -> Any:
         copies = copied(*given)
         copies["optimizer.0.weight.exp_avg"].fill_(0.5)
         return copies
 
-    monkeypatch.setattr(saving, "_copied", late)
+    monkeypatch.setattr(saving, "_copy_to_host", late)
     with pytest.raises(CheckpointError, match=r"memory held: optimizer\.0\.weight\.exp_avg; "):
         save_and_wait(small_state(), tmp_path, ASYNC)
 

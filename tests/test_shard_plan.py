@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from toolkit import ranks
-from toolkit.checkpoint import shard_plan
+from toolkit.checkpoint import shards
 from toolkit.checkpoint.local_folder import LocalFolder
 from toolkit.checkpoint.shards import HashingWriter, read_tensors
 from toolkit.errors import CheckpointError
@@ -60,7 +60,7 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor], saves: Saves) -> list[
 
     ranks.gather_results_to_main = heard
     try:
-        shard_plan.write_shards(tensors, HashingWriter(folder), "could not save", saves)
+        shards.write_shards(tensors, HashingWriter(folder), "could not save", saves)
     finally:
         ranks.gather_results_to_main = gather
     return sent
@@ -81,7 +81,7 @@ def loaded(folder: Path, like: dict[str, torch.Tensor], own: bool) -> bool:
 def save_and_load(rank: int, world: int, root: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     folders = {name: Path(root, name) for name in ("first", "second", "third", "fourth", "torch")}
-    found: dict[str, Any] = {"mine": sorted(shard_plan.written_here(values(mesh)))}
+    found: dict[str, Any] = {"mine": sorted(shards.names_to_write(values(mesh)))}
     saves = Saves()
     found["sent"] = [
         saved(folders["first"], values(mesh), saves),
@@ -150,18 +150,18 @@ def refused(rank: int, world: int, root: str) -> list[str]:
         "hole": tensors,
         "disk": tensors,
     }
-    here = shard_plan.written_here
+    here = shards.names_to_write
     for case, given in cases.items():
         if case == "hole":
-            shard_plan.written_here = lambda tensors: here(tensors) - {"a"}
+            shards.names_to_write = lambda tensors: here(tensors) - {"a"}
         writer = HashingWriter(Path(root, case))
         if case == "disk" and rank == 1:
             writer.path = Path(root, "hole", ".metadata" * 99)  # no folder can be made of it
         try:
-            shard_plan.write_shards(given, writer, "could not save", Saves())
+            shards.write_shards(given, writer, "could not save", Saves())
         except CheckpointError as error:
             said.append(str(error))
-        shard_plan.written_here = here
+        shards.names_to_write = here
     saved(Path(root, "after"), tensors, Saves())  # nobody is left in another exchange
     return said
 
@@ -230,7 +230,7 @@ def test_arrays_say_of_chunks_what_objects_do(tmp_path) -> None:
 
 def test_of_replicas_the_one_with_least_writes() -> None:
     tensors = {str(i): torch.ones(n) for i, n in enumerate((8, 1, 1, 5))}
-    assert shard_plan.written_here(tensors) == {"0", "1", "2", "3"}  # one process
+    assert shards.names_to_write(tensors) == {"0", "1", "2", "3"}  # one process
 
 
 @pytest.mark.parametrize("world", [3])

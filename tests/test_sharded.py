@@ -373,7 +373,7 @@ def test_save_resume_export(world, trained, folders, tmp_path):
         assert undisturbed == resumed
         assert all(equal)
         assert commit.is_committed(Path(path))
-        assert not commit.damaged_files(Path(path))
+        assert not commit.find_damaged_files(Path(path))
     weights = ranks[0]["silent"][2]
     model = AutoModelForCausalLM.from_pretrained(
         consolidate(run, tmp_path / "fp32", dtype="float32")
@@ -561,7 +561,7 @@ def summed(rank: int, world: int) -> list[list[float] | None]:
     if rank == world - 1:
         model["last"].grad = torch.tensor([3.0, 0.0])
     among = init_mesh("cpu", world, FP32).loss
-    with mock.patch.object(ranks, "_least", side_effect=AssertionError("the hosts were asked")):
+    with mock.patch.object(ranks, "_min_of_each", side_effect=AssertionError("the hosts were asked")):
         step._sum_replicated(model, among)
     return [None if p.grad is None else p.grad.tolist() for p in model.values()]
 

@@ -23,11 +23,11 @@ from test_checkpoint_saving import small_state
 from toolkit import checkpoint, cli, config
 from toolkit.checkpoint import (
     commit,
-    disk,
+    disk_space,
     local_copy,
     object_store,
-    retention,
     run_folder,
+    saving,
     store,
 )
 from toolkit.checkpoint.object_store import RemotePath
@@ -67,7 +67,9 @@ def same(a: checkpoint.TrainState, b: checkpoint.TrainState) -> bool:
 
 def names(url: str) -> set[str]:
     """Return the attempts that have any object."""
-    return {n.split("/")[1] for n in store.where(url).files() if n.startswith("checkpoints/")}
+    return {
+        n.split("/")[1] for n in store.parse_location(url).files() if n.startswith("checkpoints/")
+    }
 
 
 # ---- One process ---------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ def names(url: str) -> set[str]:
 def test_a_checkpoint_in_memory_comes_back(tmp_path):
     url = f"memory://bucket/{tmp_path.name}"
     state = saved(url, 3, seed=1)
-    assert names(url) == {checkpoint.newest(url).name}
+    assert names(url) == {checkpoint.find_newest(url).name}
     fresh = small_state(seed=2)
     assert not same(state, fresh)
     assert checkpoint.resume(fresh, url, SYNC) == 3
@@ -96,7 +98,7 @@ def test_torch_reads_it_from_the_store(tmp_path):
     url = f"memory://bucket/{tmp_path.name}"
     state = saved(url, 3, seed=1)
     found = {f"model.{n}": torch.zeros_like(p) for n, p in state.model.named_parameters()}
-    dcp.load(found, storage_reader=FsspecReader(f"{checkpoint.newest(url)}/dcp"))
+    dcp.load(found, storage_reader=FsspecReader(f"{checkpoint.find_newest(url)}/dcp"))
     assert all(torch.equal(found[f"model.{n}"], p) for n, p in state.model.named_parameters())
 
 
@@ -110,7 +112,7 @@ def test_behind_the_loop(url):
     fresh = small_state(seed=2)
     assert checkpoint.resume(fresh, url, SYNC) == 3
     assert all(torch.equal(a, b) for a, b in zip(before, weights(fresh), strict=True))
-    assert str(checkpoint.newest(url)) == path
+    assert str(checkpoint.find_newest(url)) == path
     Store.fail = ".distcp"
     checkpoint.save(small_state(1, 4), url, ASYNC)
     with pytest.raises(CheckpointError, match=r"step 4 could not be written.*store went away"):
@@ -120,16 +122,16 @@ def test_behind_the_loop(url):
 def test_retention_and_overwriting(url):
     for step in (1, 2, 3):
         saved(url, step, step)
-    assert sorted(commit.committed_steps(store.where(url))) == [2, 3]
+    assert sorted(commit.committed_steps(store.parse_location(url))) == [2, 3]
     again = saved(url, 3, seed=7)
     assert [n.split("-")[1] for n in sorted(names(url))] == ["00000002.try", "00000003.try"]
     fresh = small_state()
     assert checkpoint.resume(fresh, url, SYNC) == 3
     assert same(again, fresh)
     # A damaged one does not count as kept: two that verify stay.
-    _flip(checkpoint.newest(url), "state.json")
+    _flip(checkpoint.find_newest(url), "state.json")
     saved(url, 4, 4)
-    assert sorted(commit.committed_steps(store.where(url))) == [2, 3, 4]
+    assert sorted(commit.committed_steps(store.parse_location(url))) == [2, 3, 4]
 
 
 class Bulk(bucket.Bucket):
@@ -193,15 +195,17 @@ def _flip(place: RemotePath, name: str) -> None:
 def test_a_damaged_one_is_marked_and_the_one_before_is_used(url, capsys, name):
     saved(url, 1, 1)
     saved(url, 2, 2)
-    bad = checkpoint.newest(url)
+    bad = checkpoint.find_newest(url)
     _flip(bad, name)
-    before = store.where(url).files()
+    before = store.parse_location(url).files()
     fresh = small_state()
     assert checkpoint.resume(fresh, url, SYNC) == 1
     assert f"WARNING: checkpoint {bad.name} is damaged" in capsys.readouterr().out
-    assert store.where(url).files().keys() - before.keys() == {f"checkpoints/{bad.name}/BAD"}
+    assert store.parse_location(url).files().keys() - before.keys() == {
+        f"checkpoints/{bad.name}/BAD"
+    }
     saved(url, 2, 3)  # the run reaches the step again, and the damaged one is still there
-    assert commit.committed_steps(store.where(url))[2].name != bad.name
+    assert commit.committed_steps(store.parse_location(url))[2].name != bad.name
     saved(url, 3, 3)
     saved(url, 4, 4)
     assert bad.name in names(url)
@@ -209,9 +213,9 @@ def test_a_damaged_one_is_marked_and_the_one_before_is_used(url, capsys, name):
 
 def test_a_superseded_attempt_counts_again_where_the_new_one_is_damaged(url):
     first = saved(url, 1, 1)
-    with mock.patch.object(retention, "prune", return_value=[]):  # killed before it
+    with mock.patch.object(saving, "prune_checkpoints", return_value=[]):  # killed before it
         saved(url, 1, 2)
-    _flip(checkpoint.newest(url), "dcp/__0_0.distcp")
+    _flip(checkpoint.find_newest(url), "dcp/__0_0.distcp")
     fresh = small_state()
     assert checkpoint.resume(fresh, url, SYNC) == 1
     assert same(first, fresh)
@@ -227,12 +231,12 @@ def test_a_folder_copied_from_a_disk_counts(url, tmp_path):
     (tmp_path / "run/checkpoints/step-00000003/COMMIT").unlink()  # still being copied
     saved(url, 4, 4)
     assert "step-00000003" in names(url)
-    assert sorted(commit.committed_steps(store.where(url))) == [4]
+    assert sorted(commit.committed_steps(store.parse_location(url))) == [4]
 
 
 def test_a_damaged_blob_on_the_store_is_one_error(url):
     saved(url, 1, 1)
-    place = checkpoint.newest(url)
+    place = checkpoint.find_newest(url)
     Path((place / "dcp/__0_0.distcp").path).write_bytes(b"PK" * 5000)
     with pytest.raises(CheckpointError, match=r"dcp cannot be read"):
         checkpoint.restore(small_state(), place)
@@ -241,7 +245,11 @@ def test_a_damaged_blob_on_the_store_is_one_error(url):
 def test_both_kinds_of_storage_answer_alike(url, tmp_path):
     """A new one must pass, too: what counts, what is left over, what is set aside and deleted."""
     seen = []
-    for place in (tmp_path / "disk", store.where(url), store.where(f"memory://{tmp_path.name}")):
+    for place in (
+        tmp_path / "disk",
+        store.parse_location(url),
+        store.parse_location(f"memory://{tmp_path.name}"),
+    ):
         storage = store.storage_of(place)
         storage.check_usable("checkpoint.root")
         storage_file = store.storage_of(place / "config.yaml")
@@ -251,19 +259,19 @@ def test_both_kinds_of_storage_answer_alike(url, tmp_path):
             assert (file.name, file.read_text()) == ("config.yaml", "a: 1")
         kinds = []
         for step, ends in ((1, True), (2, True), (3, False)):
-            attempt = commit.begin(place, step)
+            attempt = commit.begin_attempt(place, step)
             scratch = store.storage_of(attempt).scratch()
             (scratch / "dcp").mkdir()
             (scratch / "dcp/data").write_bytes(b"abc")
-            files = commit.hash_files(scratch, ["dcp/data"], attempt)
+            files = commit.store_files(scratch, ["dcp/data"], attempt)
             if ends:
                 done = commit.commit(attempt, step, {"step": step, "files": files, "tensors": {}})
                 assert done == store.storage_of(attempt).committed_as(step)
-        kinds.append([(a.step, a.kind) for a in commit.attempts_of(place)])
+        kinds.append([(a.step, a.kind) for a in commit.list_attempts(place)])
         store.storage_of(commit.committed_steps(place)[2]).set_aside()
-        kinds.append([(a.step, a.kind) for a in commit.attempts_of(place)])
-        commit.delete(a.folder for a in commit.attempts_of(place) if a.kind != "bad")
-        kinds.append([(a.step, a.kind) for a in commit.attempts_of(place)])
+        kinds.append([(a.step, a.kind) for a in commit.list_attempts(place)])
+        commit.delete_attempts(a.folder for a in commit.list_attempts(place) if a.kind != "bad")
+        kinds.append([(a.step, a.kind) for a in commit.list_attempts(place)])
         assert storage.files(["config.yaml", "none"]) == {"config.yaml": 4}
         seen.append(kinds)
     saved, kept = [(1, "saved"), (2, "saved"), (3, "tmp")], [(1, "saved"), (2, "bad"), (3, "tmp")]
@@ -287,14 +295,14 @@ def _life(url: str) -> None:
 
 def _faults(url: str) -> list[str]:
     """Return what a kill has lost or mixed up; saves once more, as the next start would."""
-    run, found = store.where(url), []
+    run, found = store.parse_location(url), []
     versions = {1: [1], 2: [2], 3: [3, 4]}
     steps = commit.committed_steps(run)
     if len(steps) < 2 or 2 not in steps:
         found.append(f"committed: {sorted(steps)}")
     for step, place in steps.items():
         try:
-            damage = commit.damaged_files(place, commit.read_manifest(place)["files"])
+            damage = commit.find_damaged_files(place, commit.read_manifest(place)["files"])
             state = small_state()
             if damage or checkpoint.restore(state, place) != step:
                 found.append(f"step {step}: {damage}")
@@ -353,7 +361,7 @@ def test_a_kill_at_each_put_and_delete_loses_nothing(tmp_path, capsys):
 
 def _commit_first(attempt, step, manifest):
     text = json.dumps(manifest)
-    (attempt / "COMMIT").write_bytes(commit.seal(text.encode()).encode())
+    (attempt / "COMMIT").write_bytes(commit.commit_text(text.encode()).encode())
     (attempt / "manifest.json").write_bytes(text.encode())
     return attempt
 
@@ -386,11 +394,11 @@ def test_a_put_that_fails_leaves_what_was_committed(url):
         with pytest.raises(CheckpointError, match="store went away"):
             saved(url, 3, 3)
         Store.quiet()
-        steps = commit.committed_steps(store.where(url))
+        steps = commit.committed_steps(store.parse_location(url))
         assert len(steps) >= 2
         for place in steps.values():
             files = commit.read_manifest(place)["files"]
-            assert not commit.damaged_files(place, files)
+            assert not commit.find_damaged_files(place, files)
     saved(url, 4, 4)
     assert len(names(url)) == 2
 
@@ -446,7 +454,7 @@ def two_ranks(rank: int, world: int, model: str, url: str) -> dict:
         assert checkpoint.resume(fresh.state, place, cfg) == 2
 
     # A damaged file that one rank finds is marked once, and both ranks fall back.
-    newest = checkpoint.newest(f"{url}-False")
+    newest = checkpoint.find_newest(f"{url}-False")
     torch.distributed.barrier()
     if rank == 0:
         _flip(newest, "dcp/__1_0.distcp")
@@ -490,7 +498,7 @@ def test_a_url_that_cannot_be_used(url):
         "lost", "no_such_driver.Store", clobber=True, errtxt="Install no_such_driver"
     )
     with pytest.raises(CheckpointError) as error:
-        store.where(url)
+        store.parse_location(url)
     assert "hunter2" not in str(error.value)
     assert "token" not in str(error.value)
     if url.startswith("lost"):
@@ -498,9 +506,13 @@ def test_a_url_that_cannot_be_used(url):
 
 
 def test_a_path_is_no_url(tmp_path):
-    assert store.where(str(tmp_path)) == tmp_path == store.where(f"file://{tmp_path}")
+    assert (
+        store.parse_location(str(tmp_path))
+        == tmp_path
+        == store.parse_location(f"file://{tmp_path}")
+    )
     assert not store.is_url(tmp_path)
-    place = store.where("memory://bucket/run/")
+    place = store.parse_location("memory://bucket/run/")
     assert (str(place / "a"), (place / "a").name, (place / "a").parent) == (
         "memory://bucket/run/a",
         "a",
@@ -511,13 +523,13 @@ def test_a_path_is_no_url(tmp_path):
 @pytest.mark.parametrize("failing", ["probe", "bucket"])
 def test_a_store_that_refuses_is_found_out_at_once(url, tmp_path, failing):
     cfg = _config(tmp_path, url)
-    run_folder.claim(cfg)
-    assert not store.where(url).files()
+    run_folder.claim_folders(cfg)
+    assert not store.parse_location(url).files()
     Store.fail = failing
     if failing == "bucket":  # refuses everything
         Store.fail = str(tmp_path)
     with pytest.raises(CheckpointError, match=r"checkpoints cannot go to bucket://.*went away"):
-        run_folder.claim(cfg)
+        run_folder.claim_folders(cfg)
 
 
 def _config(tmp_path: Path, root: str | None, seed: int = 42) -> PretrainConfig:
@@ -545,32 +557,32 @@ def test_secrets_and_contradictions_are_refused(flags, said):
 @pytest.mark.slow
 def test_a_root_belongs_to_one_run(tmp_path, url):
     cfg = _config(tmp_path, url)
-    run_folder.claim(cfg)
+    run_folder.claim_folders(cfg)
     folder = Path(cfg.output_dir)
     run_folder.save_config(cfg)
     saved(url, 3, 3)
-    run_folder.claim(cfg)
+    run_folder.claim_folders(cfg)
     # On another machine, whose disk is empty: the same run goes on, another one does not.
     shutil.rmtree(folder)
-    run_folder.claim(cfg)
+    run_folder.claim_folders(cfg)
     with pytest.raises(ConfigError, match=r"checkpoint.root bucket://.*seed was 42, is 7"):
-        run_folder.claim(_config(tmp_path, url, seed=7))
+        run_folder.claim_folders(_config(tmp_path, url, seed=7))
     # Nor does a run that has left its checkpoints elsewhere begin anew.
     run_folder.save_config(cfg)
     (folder / "metrics.jsonl").write_text("{}\n")
     for root in (None, str(tmp_path / "local"), f"{url}-2"):
         with pytest.raises(ConfigError, match=r"it would begin anew\. Copy checkpoints"):
-            run_folder.claim(_config(tmp_path, root))
+            run_folder.claim_folders(_config(tmp_path, root))
     shutil.copytree(tmp_path / "run", tmp_path / "run-2")
-    run_folder.claim(_config(tmp_path, f"{url}-2"))
+    run_folder.claim_folders(_config(tmp_path, f"{url}-2"))
 
 
 def test_a_root_on_a_disk(tmp_path):
     cfg = _config(tmp_path, str(tmp_path / "other"))
-    run_folder.claim(cfg)
+    run_folder.claim_folders(cfg)
     folder = Path(cfg.output_dir)
     run_folder.save_config(cfg)
-    root = run_folder.root_of(cfg)
+    root = run_folder.checkpoint_root(cfg)
     saved(root, 3, 3)
     assert sorted(commit.committed_steps(root)) == [3]
     assert not (folder / "checkpoints").exists()
@@ -582,8 +594,8 @@ def test_the_disk_is_asked_for_the_exports_only(tiny_llama, tmp_path, url):
     from toolkit.models.causal_lm import build_on_meta
 
     model = build_on_meta(ModelConfig(str(tiny_llama)))
-    on_disk = disk.need(model, tmp_path, CheckpointConfig(), 1000, 1)
-    away = disk.need(model, tmp_path, CheckpointConfig(root=url), 1000, 1)
+    on_disk = disk_space.estimate_disk_use(model, tmp_path, CheckpointConfig(), 1000, 1)
+    away = disk_space.estimate_disk_use(model, tmp_path, CheckpointConfig(root=url), 1000, 1)
     assert away.total == away.export == on_disk.export < on_disk.total
     assert url in str(away)
 
@@ -609,9 +621,9 @@ def test_the_recipe_and_the_command_line(tiny_llama, text_file, tmp_path, url, m
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"checkpoint {url}/checkpoints" in done.stdout
     assert not (tmp_path / "out" / "checkpoints").exists()
-    assert sorted(commit.committed_steps(store.where(url))) == [2]
+    assert sorted(commit.committed_steps(store.parse_location(url))) == [2]
 
-    for path in (str(tmp_path / "out"), url, str(checkpoint.newest(url))):
+    for path in (str(tmp_path / "out"), url, str(checkpoint.find_newest(url))):
         capsys.readouterr()
         assert cli.main(["inspect", path, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["step"] == 2
@@ -621,7 +633,7 @@ def test_the_recipe_and_the_command_line(tiny_llama, text_file, tmp_path, url, m
     assert cli.main(["verify", url, export]) == 0
     described = json.loads(Path(export, "toolkit_manifest.json").read_text())["manifest"]["origin"]
     assert described["run"]["steps"] == 2
-    _flip(checkpoint.newest(url), "dcp/__0_0.distcp")
+    _flip(checkpoint.find_newest(url), "dcp/__0_0.distcp")
     assert cli.main(["verify", url]) == 1
     assert cli.main(["consolidate", f"{url}/nothing", "--output", export + "2"]) == 1
     assert "holds no committed checkpoint" in capsys.readouterr().err

@@ -396,7 +396,7 @@ def test_sums_see_what_hashes_of_files_do_not(root: Path, copy: Callable[[str], 
     content[chunk.raw + 5] ^= 4
     chunk.file.write_bytes(content)
     reseal(folder)
-    assert commit.damaged_files(folder) == []
+    assert commit.find_damaged_files(folder) == []
     findings = verify_checkpoint(folder).findings
     assert [f[:2] for f in findings] == [(f"dcp/{chunk.file.name}", key)]
     # The exports were made before that; of what they hold it can no longer be said.

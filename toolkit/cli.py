@@ -379,9 +379,9 @@ def _load_planned(file: str, settings: Sequence[str]) -> tuple[Any, str | None]:
     cfg = _known_shape(cfg)
     if getattr(getattr(cfg, "lora", None), "from_", None) is None:
         return cfg, note
-    from toolkit.checkpoint import adopt_adapter
+    from toolkit.checkpoint import apply_adapter_settings
 
-    return adopt_adapter(cfg), note
+    return apply_adapter_settings(cfg), note
 
 
 def _print_note(note: str | None) -> None:
@@ -498,10 +498,11 @@ def _inspect(args: argparse.Namespace) -> int:
         found = inspect_data(cfg)
     else:
         from toolkit.checkpoint import local_copy
-        from toolkit.checkpoint.summary import render, summarise
+        from toolkit.checkpoint.summary import format_summary, summarize
 
         with local_copy(args.path) as path:
-            found = summarise(path)
+            found = summarize(path)
+        render = format_summary
     if args.json:
         print(json.dumps(found), flush=True)
     else:

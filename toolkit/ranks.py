@@ -1,14 +1,16 @@
-"""Agreement between the processes of a run: what one decides all learn, where one fails all raise.
+"""Communicate and agree between the ranks of a run, so that all of them continue or all raise.
 
-A rank that raises alone leaves the others waiting in a collective until a timeout. Everything that
-can fail on one rank only (reading files, checking data) goes through the functions here.
+A rank that raises alone leaves the others waiting in a collective until it times out. Everything
+that can fail on one rank only (reading files, checking rows) therefore goes through `on_all`,
+`on_main` or `collective`, which raise on every rank if one of them failed.
 
-Without an initialised process group every function is the plain call.
+All functions here exchange Python objects or a few numbers over gloo, on the CPU. Without an
+initialised process group, each of them is the plain call.
 
-[Note: exchanges] Ranks agree through rank 0: it gathers numbers and broadcasts the verdict (W small
-messages to one rank, then log2 W hops), where a ring would take 2 W hops, and an all-gather of
-objects moves W * W of them. Where nothing is wrong an exchange takes some bytes a rank and no
-object; what failed is told only when something did.
+[Note: exchanges] Ranks agree through rank 0: it gathers the numbers of all ranks and broadcasts the
+outcome (W small messages to one rank, then log2 W hops). A ring would take 2 W hops, and an
+all-gather of objects moves W * W of them. If nothing failed, an exchange sends a few bytes per rank
+and pickles no object. The message of a failure is sent only if there was a failure.
 """
 
 import datetime
@@ -38,113 +40,140 @@ T = TypeVar("T")
 P = ParamSpec("P")
 N = TypeVar("N", int, float)
 
-_Told = tuple[type[Exception], str] | None  # what other ranks learn of one's failure
-_PATIENCE = datetime.timedelta(days=1)
-_TO_CONNECT = datetime.timedelta(minutes=10)  # ranks that are all there
-# What gloo says where the other side of a connection ended; its errors have no class of their own.
-_LOST = re.compile(r"gloo.*([Cc]onnection|closed by peer|Broken pipe|reset by peer)", re.DOTALL)
-_LOST_NCCL = re.compile(r"ncclRemoteError|remote process|aborted|closed|reset|[Tt]im(ed |e)?out")
+_Failure = tuple[type[Exception], str]  # class and message, as sent to the other ranks
+_OBJECT_TIMEOUT = datetime.timedelta(days=1)
+_CONNECT_TIMEOUT = datetime.timedelta(minutes=10)  # every rank is already there
+# gloo raises plain RuntimeErrors when a peer is gone, so that only their text tells them apart.
+_GLOO_PEER_LOSS = re.compile(
+    r"gloo.*([Cc]onnection|closed by peer|Broken pipe|reset by peer)", re.DOTALL
+)
+_NCCL_PEER_LOSS = re.compile(
+    r"ncclRemoteError|remote process|aborted|closed|reset|[Tt]im(ed |e)?out"
+)
+# Keyed by the world group, so that a new process group gets new entries.
 _groups: dict[Any, dict[str, dist.ProcessGroup]] = {}
-_nodes: dict[Any, list[int]] = {}
+_node_indices: dict[Any, list[int]] = {}
 _channel = threading.local()
 
 
+# ---- Ranks and machines
+
+
 def rank() -> int:
-    """Return this process's rank, 0 without a process group."""
+    """Return the rank of this process, or 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return the number of processes, 1 without a process group."""
+    """Return the number of processes, or 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def world_group() -> dist.ProcessGroup | None:
-    """Return the group of all processes, which has collectives on the run's devices; None without a
-    process group.
+    """Return the group of all ranks, whose collectives run on the run's devices.
+
+    Returns:
+        None without a process group.
     """
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def host_id() -> str:
-    """Return what tells this machine from others: its name, and the start of its kernel, since
-    copies of one machine may have one name.
+    """Return a string that identifies this machine: its name and the id of its last boot.
+
+    Copies of one virtual machine may share a host name, but not a boot id.
     """
-    with suppress(OSError):  # not Linux
+    # Only Linux has a boot id.
+    with suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
     return socket.gethostname()
 
 
 def available_cores() -> set[int]:
-    """Return the processors that this process may use."""
+    """Return the numbers of the CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def node_indices() -> list[int]:
-    """Return the number of each rank's machine, from 0, in rank order. Collective at its first use,
-    which therefore no thread beside the main one may be: `launch.start` makes it.
+    """Return, for each rank in order, the index of the machine that it runs on.
+
+    Machines are numbered from 0 in the order of their first rank. The first call is collective and
+    must come from the main thread; `launch.start` makes it. Later calls are local.
     """
     if world_size() == 1 or _is_fake():
         return [0] * world_size()
     world = dist.group.WORLD
-    if world not in _nodes:
-        names = gather_to_main(host_id())
+    if world not in _node_indices:
+        hosts = gather_to_main(host_id())
         numbers: dict[str, int] = {}
-        found = broadcast([numbers.setdefault(name, len(numbers)) for name in names])
-        _nodes.clear()  # of a process group that is gone
-        _nodes[world] = found
-    return _nodes[world]
+        indices = broadcast([numbers.setdefault(host, len(numbers)) for host in hosts])
+        # Entries of an earlier process group are stale.
+        _node_indices.clear()
+        _node_indices[world] = indices
+    return _node_indices[world]
 
 
 def local_world_size() -> int:
-    """Return how many processes of the run are on this machine. Collective as `node_indices` is."""
-    machines = node_indices()
-    return machines.count(machines[rank()])
+    """Return the number of ranks on this machine. Collective at its first use (`node_indices`)."""
+    nodes = node_indices()
+    return nodes.count(nodes[rank()])
+
+
+# ---- Output
 
 
 def log_once(*lines: str | None) -> None:
-    """Print lines once, from rank 0, above a progress bar; empty ones are left out."""
+    """Print log lines from rank 0 only, above any progress bar; skip lines that are empty."""
     for line in filter(None, lines if rank() == 0 else ()):
         print_line(line)
 
 
 def fits_terminal(line: str) -> bool:
-    """Return whether a line is no longer than the terminal; elsewhere every one fits."""
+    """Return True if a line is no wider than the terminal, or the output is no terminal."""
     return not sys.stdout.isatty() or len(line) <= shutil.get_terminal_size().columns
 
 
 def print_line(line: str, file: TextIO | None = None) -> None:
-    """Print a line of this process above its progress bars, where there are any; in a terminal that
-    is narrower it is broken between words, as is each line of a text but for rows of a table.
+    """Print a line from this process, above its progress bars.
+
+    In a terminal, lines that are too wide are wrapped between words. In a text of several lines,
+    table rows are not wrapped.
+
+    Args:
+        line: one line, or several separated by newlines.
+        file: stdout by default.
     """
     stream = file or sys.stdout
     if stream.isatty() and "\n" in line:
-        line = "\n".join(map(_broken, line.split("\n")))
+        line = "\n".join(map(_wrap_line, line.split("\n")))
     elif stream.isatty():
         labelled = re.fullmatch(r"\w+ +", line[:11])
-        if len(re.findall(" {2,}", line)) > 2:  # names and their values stay together
+        # A row of names and values: keep each name on one line with its value.
+        if len(re.findall(" {2,}", line)) > 2:
             line = re.sub(r"(?<! ) (?! )", "\N{NO-BREAK SPACE}", line)
         line = textwrap.fill(
             line,
             shutil.get_terminal_size().columns,
             subsequent_indent=" " * (11 if labelled else 4),
-            break_long_words=False,  # paths stay whole
+            # Users copy paths from these lines.
+            break_long_words=False,
             break_on_hyphens=False,
         ).replace("\N{NO-BREAK SPACE}", " ")
     tqdm.write(line, file=file)
     stream.flush()
 
 
-def _broken(line: str) -> str:
-    """Return a line of a text broken between words where it is longer than the terminal."""
-    columns, inner = shutil.get_terminal_size().columns, line.strip()
-    if len(line) <= columns or "  " in inner:
+def _wrap_line(line: str) -> str:
+    """Wrap a line between words if it is wider than the terminal and no table row."""
+    columns = shutil.get_terminal_size().columns
+    text = line.strip()
+    if len(line) <= columns or "  " in text:
         return line
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.fill(
-        inner,
+        text,
         columns,
         initial_indent=indent,
         subsequent_indent=indent + "  ",
@@ -153,31 +182,39 @@ def _broken(line: str) -> str:
     )
 
 
+# ---- Which rank reports an error
+
+
 def mark_collective(error: ToolkitError) -> ToolkitError:
-    """Return an error that every rank raises, so marked that rank 0 alone prints it."""
+    """Mark an error that every rank raises, so that only rank 0 prints it; return the error."""
     error.already_reported = rank() != 0  # type: ignore[attr-defined]
     return error
 
 
 def is_first_to_report(text: str) -> bool:
-    """Return whether this rank is the first that is about to print `text`. Not collective: a rank
-    that fails alone says it itself, and so does one whose store has left with another rank: what
-    all raise for sure is marked by
-    `mark_collective`.
+    """Return True if no other rank has claimed to print `text` before. Not collective.
+
+    Use it for errors that may be raised on one rank or on several. A rank that fails alone prints
+    its error, and so does every rank once the store is gone. An error that all ranks raise for sure
+    is marked by `mark_collective` instead.
     """
     key = f"said/{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
-    own = str(rank())
-    return _of_store(lambda store: store.compare_set(key, "", own)) in (None, own.encode())
+    this_rank = str(rank())
+    claimed_by = _call_store(lambda store: store.compare_set(key, "", this_rank))
+    return claimed_by in (None, this_rank.encode())
 
 
 def post_notice(name: str) -> None:
-    """Leave `name` for ranks that lose this one, which is about to leave. Not collective."""
-    _of_store(lambda store: store.set(f"posted/{name}", ""))
+    """Leave the notice `name` for the other ranks, before this rank exits. Not collective."""
+    _call_store(lambda store: store.set(f"posted/{name}", ""))
 
 
 def has_notice(name: str) -> bool:
-    """Return whether any rank posted this notice. Not collective."""
-    return bool(_of_store(lambda store: store.check([f"posted/{name}"])))
+    """Return True if any rank has posted the notice `name`. Not collective."""
+    return bool(_call_store(lambda store: store.check([f"posted/{name}"])))
+
+
+# ---- Exchanges of values
 
 
 def broadcast(value: T) -> T:
@@ -190,89 +227,109 @@ def broadcast(value: T) -> T:
 
 
 def min_over_ranks(number: N) -> N:
-    """Return the smallest of the ranks' numbers (exact up to 2**53). Collective, 8 bytes a rank."""
-    return type(number)(_least([number])[0])
+    """Return the smallest of the ranks' numbers, exact up to 2**53. Collective, 8 bytes a rank."""
+    return type(number)(_min_of_each([number])[0])
 
 
 def any_over_ranks(flags: Sequence[bool]) -> list[bool]:
-    """Return for each of the flags whether it is set on any rank; all have as many. Collective, 8
-    bytes a rank and flag.
+    """Compute, for each flag, if any rank has set it. Collective, 8 bytes per rank and flag.
+
+    Every rank must pass the same number of flags.
     """
-    return [not number for number in _least([not flag for flag in flags])]
+    return [not number for number in _min_of_each([not flag for flag in flags])]
 
 
 def all_equal(value: object) -> bool:
-    """Return whether all ranks have the same `value`, by its JSON. Collective, 16 bytes a rank."""
+    """Return True if all ranks pass the same `value`. Collective, 16 bytes a rank.
+
+    Compares a hash of the value's JSON.
+    """
     text = json.dumps(value, sort_keys=True, default=repr)
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
-    lowest, highest = _least([number, -number])
+    lowest, highest = _min_of_each([number, -number])
     return lowest == -highest
 
 
 def gather(value: T) -> list[T]:
-    """Return the `value` of every rank, in rank order, on every rank. Collective; rank 0 sends W
-    pickled objects to each of W ranks: take `gather_to_main`, `min_over_ranks` or `any_over_ranks` where they do.
+    """Return the `value` of every rank, in rank order, on every rank. Collective.
+
+    Rank 0 sends W pickled objects to each of W ranks. If they are enough, `gather_to_main`,
+    `min_over_ranks` or `any_over_ranks` are much cheaper.
     """
     return broadcast(gather_to_main(value))
 
 
 def gather_to_main(value: T) -> list[T]:
-    """Return the `value` of every rank, in rank order, on rank 0; nothing elsewhere. Collective;
-    pickles, and rank 0 has room for W times the largest.
+    """Return the `value` of every rank, in rank order, on rank 0. Collective; pickles.
+
+    Rank 0 needs memory for W times the largest value.
+
+    Returns:
+        An empty list on the other ranks.
     """
     if world_size() == 1 or _is_fake():
         return [value] * world_size()
     content = pickle.dumps(value)
-    return _to_main(content, -int(_least([-len(content)])[0]))
+    return _gather_pickled(content, -int(_min_of_each([-len(content)])[0]))
 
 
 def gather_integers(values: list[int]) -> list[list[int]]:
-    """Return the `values` of every rank, in rank order; each brings as many, of 64 bits.
-    Collective; one exchange of 8 bytes a value, which nothing goes through rank 0 for.
+    """Return the `values` of every rank, in rank order, on every rank. Collective.
+
+    Every rank must pass the same number of 64-bit integers. One all-gather of 8 bytes a value,
+    which does not go through rank 0.
     """
     if world_size() == 1 or _is_fake():
         return [list(values)] * world_size()
-    mine = torch.tensor(values, dtype=torch.int64)
-    every = [torch.empty_like(mine) for _ in range(world_size())]
-    dist.all_gather(every, mine, group=_current_group())
-    return [one.tolist() for one in every]
+    local = torch.tensor(values, dtype=torch.int64)
+    gathered = [torch.empty_like(local) for _ in range(world_size())]
+    dist.all_gather(gathered, local, group=_current_group())
+    return [row.tolist() for row in gathered]
 
 
 def sum_over_ranks(values: list[int]) -> list[int] | None:
-    """Return the sums over all ranks of `values`, which wrap around at 64 bits; each rank brings as
-    many. Collective, 8 bytes a value. None where the other ranks do not exist (`fake_world`).
+    """Sum each of `values` over all ranks; sums wrap around at 64 bits. Collective.
+
+    Every rank must pass the same number of values; costs 8 bytes a value.
+
+    Returns:
+        None if the other ranks do not exist (`fake_world`).
     """
     if world_size() == 1:
         return list(values)
     if _is_fake():
         return None
-    mine = torch.tensor(values, dtype=torch.int64)
-    dist.all_reduce(mine, group=_current_group())
-    return mine.tolist()
+    sums = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(sums, group=_current_group())
+    return sums.tolist()
+
+
+# ---- Functions that may fail on one rank
 
 
 def on_all(fn: Callable[[], T]) -> T:
-    """Run `fn` on every rank; when it fails on any of them, raise on all of them.
+    """Run `fn` on every rank; if it fails on any rank, raise on all of them.
 
-    The rank that failed raises its own exception. The others raise a `ToolkitError` of the same
-    class where it was one, with the first failing rank's message. Collective, 8 bytes a rank.
+    The rank that failed raises its own exception. The other ranks raise an error with the message
+    of the first failing rank: of the same class if that is a `ToolkitError`, else a `ToolkitError`.
+    Collective, 8 bytes a rank.
     """
-    result, failure = _outcome(fn)
-    _agree(failure)
+    result, failure = _call_catching(fn)
+    _raise_if_any_failed(failure)
     return result  # type: ignore[return-value]
 
 
 def min_result(fn: Callable[[], int]) -> int:
-    """Run `fn` on every rank; return the smallest result, or raise as `on_all` does.
+    """Run `fn` on every rank and return the smallest result; raises as `on_all` does.
 
     Results are exact up to 2**53. Collective, one exchange of 16 bytes a rank.
     """
-    result, failure = _outcome(fn)
-    return _agree(failure, 0 if result is None else result)
+    result, failure = _call_catching(fn)
+    return _raise_if_any_failed(failure, 0 if result is None else result)
 
 
 def collective(fn: Callable[P, T]) -> Callable[P, T]:
-    """Make a function that every rank calls fail on all of them when it fails on any (`on_all`)."""
+    """Decorate a function so that a failure on one rank is raised on all ranks (`on_all`)."""
 
     @functools.wraps(fn)
     def on_every_rank(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -282,102 +339,124 @@ def collective(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def gather_results(fn: Callable[[], T]) -> list[T]:
-    """Run `fn` on every rank; return all results, in rank order, or raise as `on_all` does.
-    Collective; see `gather`.
+    """Run `fn` on every rank and return all results, in rank order, on every rank.
+
+    Raises as `on_all` does. Collective; for the cost see `gather`.
     """
     return broadcast(gather_results_to_main(fn))
 
 
 def gather_results_to_main(fn: Callable[[], T]) -> list[T]:
-    """Run `fn` on every rank; return all results, in rank order, on rank 0 and nothing elsewhere,
-    or raise as `on_all` does. Collective; see `gather_to_main`.
+    """Run `fn` on every rank and return all results, in rank order, on rank 0.
+
+    Raises as `on_all` does. Collective; for the cost see `gather_to_main`.
+
+    Returns:
+        An empty list on the other ranks.
     """
-    result, failure = _outcome(fn)
+    result, failure = _call_catching(fn)
     if world_size() == 1 or _is_fake():
-        _agree(failure)
+        _raise_if_any_failed(failure)
         return [result] * world_size()  # type: ignore[list-item]
-    content, unfit = _outcome(lambda: pickle.dumps(result))
-    failure = failure or unfit
-    most = _agree(failure, -len(content or b""))
-    return _to_main(content, -most)  # type: ignore[arg-type]
+    content, pickle_failure = _call_catching(lambda: pickle.dumps(result))
+    failure = failure or pickle_failure
+    # One exchange tells if a rank failed, and the length of the longest result.
+    negative_length = _raise_if_any_failed(failure, -len(content or b""))
+    return _gather_pickled(content, -negative_length)  # type: ignore[arg-type]
 
 
 def on_main(fn: Callable[[], T]) -> T:
-    """Run `fn` on rank 0 alone and return its result on every rank; its failure is everyone's.
+    """Run `fn` on rank 0 only and return its result on every rank; if it fails, all ranks raise.
+
     Collective, one broadcast.
     """
-    # One whose others do not exist speaks for rank 0, too.
-    speaks = rank() == 0 or _is_fake()
-    result, failure = _outcome(fn) if speaks else (None, None)
-    told, result = broadcast((_told(failure), result))
-    if told is not None:
-        _raise_on_all(0, told, failure)
+    # In a fake world there is no other rank 0 that could run it.
+    runs_here = rank() == 0 or _is_fake()
+    result, failure = _call_catching(fn) if runs_here else (None, None)
+    failure_of_main, result = broadcast((_describe_failure(failure), result))
+    if failure_of_main is not None:
+        _raise_on_all(0, failure_of_main, failure)
     return result  # type: ignore[return-value]
 
 
 def main_first(fn: Callable[[], T]) -> T:
-    """Run `fn` on rank 0, then on the first rank of every other machine, then on the others: each
-    fills a cache that those after it read, on storage that all share or on the machine's own.
+    """Run `fn` on rank 0, then on the first rank of each other machine, then on all other ranks.
+
+    Use it to fill a cache that later ranks read, no matter if the cache is on storage that all
+    machines share or local to each machine. Collective.
     """
-    machines, result = node_indices(), None
-    turns = [
-        0 if r == 0 else 1 if machines.index(machines[r]) == r else 2 for r in range(world_size())
-    ]
+    nodes = node_indices()
+    turns = [0 if r == 0 else 1 if nodes.index(nodes[r]) == r else 2 for r in range(world_size())]
+    result = None
     for turn in sorted(set(turns)):
-        mine = turns[rank()] == turn
-        result = on_all(fn if mine else lambda result=result: result)  # type: ignore[misc]
+        is_my_turn = turns[rank()] == turn
+        result = on_all(fn if is_my_turn else lambda result=result: result)  # type: ignore[misc]
     return result  # type: ignore[return-value]
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Return whether an error says that another rank is gone, which is the cause to look for."""
-    if isinstance(error, dist.DistBackendError):  # of NCCL, which has faults of its own, too
-        return _LOST_NCCL.search(str(error)) is not None
+    """Return True if an error means that another rank is gone; the cause is then on that rank."""
+    # NCCL uses this class for its own faults as well.
+    if isinstance(error, dist.DistBackendError):
+        return _NCCL_PEER_LOSS.search(str(error)) is not None
     if isinstance(error, dist.DistNetworkError):
         return True
-    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _GLOO_PEER_LOSS.search(str(error)) is not None
+
+
+# ---- Groups and timeouts
 
 
 def object_group(channel: str = "main") -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks that waits a day: one rank may tokenise for hours. None
-    without a process group, and where the other ranks do not exist. Created at its first use, which
-    every rank takes part in.
+    """Return the gloo group of all ranks for Python objects, with a timeout of one day.
+
+    The timeout is that long because one rank may tokenize for hours while the others wait. The
+    first use of a channel creates its group, which is collective.
+
+    Returns:
+        None without a process group, and if the other ranks do not exist (`fake_world`).
     """
     if not dist.is_initialized() or _is_fake():
         return None
     world = dist.group.WORLD
     if world not in _groups:
-        _groups.clear()  # of a process group that is gone
+        # Groups of an earlier process group are gone.
+        _groups.clear()
         _groups[world] = {}
     if channel not in _groups[world]:
         if channel != "main":
-            _least([0], object_group())  # where they wait a day for each other
-        set_timeout, _ = _timeouts()
-        group = dist.new_group(backend="gloo", timeout=_TO_CONNECT if set_timeout else _PATIENCE)
+            # Wait for slow ranks here: the timeout to connect, below, is short.
+            _min_of_each([0], object_group())
+        set_timeout, _ = _timeout_access()
+        timeout = _CONNECT_TIMEOUT if set_timeout else _OBJECT_TIMEOUT
+        group = dist.new_group(backend="gloo", timeout=timeout)
         _groups[world][channel] = group
-        _least([0], group)  # connects those who exchange, as long as the launcher lives
+        # gloo connects at the first exchange, by the launcher's store, which may die before ours.
+        _min_of_each([0], group)
         if set_timeout:
-            set_timeout(_PATIENCE, group)
+            set_timeout(_OBJECT_TIMEOUT, group)
     return _groups[world][channel]
 
 
 def set_timeouts(timeout: datetime.timedelta) -> None:
-    """Let the collectives of all groups but those of this file fail after `timeout`, the groups of
-    a mesh too; say where that is not possible.
+    """Set the timeout of collectives for all groups, those of a mesh included.
+
+    The groups of this module keep theirs. Logs a note if this torch has no way to set timeouts.
     """
-    own = {id(group) for channels in _groups.values() for group in channels.values()}
-    set_timeout, groups = _timeouts()
+    object_groups = {id(group) for channels in _groups.values() for group in channels.values()}
+    set_timeout, groups = _timeout_access()
     if set_timeout is None:
         log_once(
-            f"NOTE: collectives keep their timeout: torch {torch.__version__} lets none be set"
+            "NOTE: the timeout of collectives stays as it is: "
+            f"torch {torch.__version__} has no way to change it"
         )
     for group in groups:
-        if id(group) not in own:
+        if id(group) not in object_groups:
             set_timeout(timeout, group)
 
 
-def _timeouts() -> tuple[Any, list[dist.ProcessGroup]]:
-    """Return what sets the timeout of a group, None where this torch has it not, and all groups."""
+def _timeout_access() -> tuple[Any, list[dist.ProcessGroup]]:
+    """Return torch's function that sets a group's timeout (None if it has none), and all groups."""
     # Private in torch 2.11 to 2.15, and the only way to change it.
     set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     groups = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", None)
@@ -386,8 +465,9 @@ def _timeouts() -> tuple[Any, list[dist.ProcessGroup]]:
 
 @contextmanager
 def use_channel(channel: str) -> Iterator[None]:
-    """Let this thread's exchanges use a group of their own, made by `object_group(channel)`: two
-    threads that exchange over one group take each other's messages.
+    """Let this thread exchange over the group of `channel` (`object_group`) inside the context.
+
+    Two threads that exchanged over one group would receive each other's messages.
     """
     _channel.name = channel
     try:
@@ -397,79 +477,86 @@ def use_channel(channel: str) -> Iterator[None]:
 
 
 def _current_group() -> dist.ProcessGroup | None:
+    """Return the object group of this thread's channel."""
     return object_group(getattr(_channel, "name", "main"))
 
 
-def _of_store(act: Callable[[dist.Store], T]) -> T | None:
-    """Return what `act` makes of the process group's store, None without other ranks or a store."""
-    # Private in torch 2.x; without it each rank speaks for itself.
-    store_of = getattr(dist.distributed_c10d, "_get_default_store", None)
-    if world_size() > 1 and store_of is not None:
-        with suppress(RuntimeError):  # it is gone, with whoever held it
-            return act(store_of())
+def _call_store(call: Callable[[dist.Store], T]) -> T | None:
+    """Call a function with the process group's store; return None if there is no store."""
+    # Private in torch 2.x. Without it, each rank reports for itself.
+    get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if world_size() > 1 and get_store is not None:
+        # The store ends with the process that hosts it.
+        with suppress(RuntimeError):
+            return call(get_store())
     return None
 
 
 def _is_fake() -> bool:
-    """Whether the other ranks do not exist (sharding's `fake_world`): each is taken to agree."""
+    """Return True if the other ranks do not exist (`fake_world`); they count as agreeing."""
     return dist.get_backend() == "fake"
 
 
-def _outcome(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def _call_catching(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Call `fn`; return its result and None, or None and the exception it raised."""
     try:
         return fn(), None
     except Exception as error:
         return None, error
 
 
-def _told(failure: BaseException | None) -> _Told:
-    """Return what the other ranks learn of a failure."""
+def _describe_failure(failure: BaseException | None) -> _Failure | None:
+    """Return class and message of a failure, as the other ranks raise it."""
     if isinstance(failure, ToolkitError):
         return type(failure), str(failure)
     return None if failure is None else (ToolkitError, f"{type(failure).__name__}: {failure}")
 
 
-def _agree(failure: BaseException | None, number: float = 0) -> int:
-    """Raise on all ranks where any failed, `failure` on this one; return the least `number`."""
+def _raise_if_any_failed(failure: BaseException | None, number: float = 0) -> int:
+    """Raise on all ranks if any rank has a `failure`; else return the smallest `number`."""
     world = world_size()
-    first, lowest = _least([world if failure is None else rank(), number])
-    if first < world:
-        every = gather_to_main(_told(failure))
-        told = broadcast(every[int(first)] if every else None)
-        _raise_on_all(int(first), told, failure)  # type: ignore[arg-type]
+    first_failed, lowest = _min_of_each([world if failure is None else rank(), number])
+    if first_failed < world:
+        failures = gather_to_main(_describe_failure(failure))
+        first_failure = broadcast(failures[int(first_failed)] if failures else None)
+        _raise_on_all(int(first_failed), first_failure, failure)  # type: ignore[arg-type]
     return int(lowest)
 
 
-def _raise_on_all(first: int, told: tuple[type[Exception], str], failure: Any) -> None:
-    """Raise what befell the rank `first`; `failure` is this rank's own, None where it has none."""
+def _raise_on_all(first_failed: int, first_failure: _Failure, failure: Any) -> None:
+    """Raise this rank's `failure`, or if it has none, the failure of the rank `first_failed`."""
     error = failure
     if error is None:
-        kind, text = told
-        error = kind(f"{text} (on rank {first})")
-    # The first that failed prints it, whichever exchange outside of this one sees it fail again.
-    if rank() != first and not getattr(error, "agreed", False):
+        error_class, message = first_failure
+        error = error_class(f"{message} (on rank {first_failed})")
+    # The first rank that failed prints the error, even if an outer exchange sees it fail again.
+    if rank() != first_failed and not getattr(error, "agreed", False):
         error.already_reported = True
     error.agreed = True
     raise error
 
 
-def _least(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Return the least of the ranks' numbers, each by itself. See [Note: exchanges]."""
+def _min_of_each(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """Compute the minimum over ranks of each of `numbers`. See [Note: exchanges]."""
     if world_size() == 1 or _is_fake():
         return list(numbers)
-    group, own = group or _current_group(), torch.tensor(numbers, dtype=torch.float64)
-    every = [torch.empty_like(own) for _ in range(world_size())] if rank() == 0 else None
-    dist.gather(own, every, dst=0, group=group)
-    if every is not None:
-        own = torch.stack(every).amin(0)
-    dist.broadcast(own, src=0, group=group)
-    return own.tolist()
+    group = group or _current_group()
+    minimum = torch.tensor(numbers, dtype=torch.float64)
+    gathered = [torch.empty_like(minimum) for _ in range(world_size())] if rank() == 0 else None
+    dist.gather(minimum, gathered, dst=0, group=group)
+    if gathered is not None:
+        minimum = torch.stack(gathered).amin(0)
+    dist.broadcast(minimum, src=0, group=group)
+    return minimum.tolist()
 
 
-def _to_main(content: bytes, most: int) -> list[Any]:
-    """Return on rank 0 what every rank's pickled `content` of at most `most` bytes is of."""
-    own = torch.zeros(most, dtype=torch.uint8)
-    own[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    every = [torch.empty_like(own) for _ in range(world_size())] if rank() == 0 else None
-    dist.gather(own, every, dst=0, group=_current_group())
-    return [pickle.loads(one.numpy().data) for one in every or ()]
+def _gather_pickled(content: bytes, max_length: int) -> list[Any]:
+    """Gather every rank's pickled `content` to rank 0 and unpickle it there.
+
+    `max_length` is the length in bytes of the longest content; shorter ones are padded to it.
+    """
+    padded = torch.zeros(max_length, dtype=torch.uint8)
+    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    gathered = [torch.empty_like(padded) for _ in range(world_size())] if rank() == 0 else None
+    dist.gather(padded, gathered, dst=0, group=_current_group())
+    return [pickle.loads(buffer.numpy().data) for buffer in gathered or ()]

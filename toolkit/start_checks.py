@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 
 from toolkit import export, hub, loading, models, ranks, training
 from toolkit.adapters import add_adapters, check_target_names
-from toolkit.checkpoint import disk
-from toolkit.checkpoint.adapter_source import adopt_adapter, check_base, open_adapter
+from toolkit.checkpoint import disk_space
+from toolkit.checkpoint.adapter_source import apply_adapter_settings, check_same_base, open_adapter
 from toolkit.checkpoint.commit import committed_steps
-from toolkit.checkpoint.run_folder import claim, root_of
-from toolkit.checkpoint.store import is_url, where
+from toolkit.checkpoint.run_folder import checkpoint_root, claim_folders
+from toolkit.checkpoint.store import is_url, parse_location
 from toolkit.config.lora import ALL_LINEAR, LoraConfig
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, model_settings
 from toolkit.data.first_rows import LOOK_ROWS, LOOK_SHARDS, SHARD_ROWS, RowCheck, check_some_rows
@@ -141,7 +141,7 @@ def check_start(cfg: RunConfig, world_size: int | None, device: str) -> str:
         ToolkitError: the run would fail.
     """
     with _silence():
-        cfg = adopt_adapter(cfg)
+        cfg = apply_adapter_settings(cfg)
         is_local = Path(cfg.model.name_or_path).expanduser().is_dir()
         build_cfg = cfg if is_local else replace(cfg, model=replace(cfg.model, init="random"))
         add_tokenizer = partial(_add_local_tokenizer, cfg)
@@ -203,7 +203,7 @@ def check_packages(start: Start) -> str:
                 f"{package.replace('_', '-')}, or leave it out"
             )
     if is_url(cfg.checkpoint.root):
-        where(cfg.checkpoint.root)  # raises if the store's driver is missing
+        parse_location(cfg.checkpoint.root)  # raises if the store's driver is missing
     files = [] if start.script is None else [start.script]
     model = Path(cfg.model.name_or_path).expanduser()
     if cfg.model.trust_remote_code and model.is_dir():
@@ -234,7 +234,7 @@ def _find_missing_imports(file: Path) -> Iterable[str]:
 
 def check_output(start: Start) -> str:
     """Refuse an output_dir or a checkpoint.root that holds something other than this run."""
-    claim(start.cfg)
+    claim_folders(start.cfg)
     return ""
 
 
@@ -242,7 +242,7 @@ def check_writable(start: Start) -> str:
     """Refuse an output_dir or a checkpoint.root that no file can be written to, by writing one."""
     cfg = start.cfg
     folders = {"output_dir": Path(cfg.output_dir)}
-    root = root_of(cfg)
+    root = checkpoint_root(cfg)
     if cfg.checkpoint.root is not None and isinstance(root, Path):
         folders["checkpoint.root"] = root
     for setting, folder in folders.items():
@@ -310,9 +310,9 @@ def check_adapter_files(start: Start) -> str:
     if cfg.adapters:
         check_target_names(start.model, cfg.adapters)
         continues = isinstance(cfg, FinetuneConfig) and cfg.lora.from_ is not None
-        if continues and not committed_steps(root_of(cfg)):
+        if continues and not committed_steps(checkpoint_root(cfg)):
             with open_adapter(cfg.lora) as source:
-                check_base(cfg, source)
+                check_same_base(cfg, source)
     return ""
 
 
@@ -320,7 +320,7 @@ def check_adapter(start: Start) -> str:
     """Refuse an adapter (`lora.from`) that the run cannot continue. Collective."""
 
     def check() -> str:
-        resumes = bool(committed_steps(root_of(start.cfg)))
+        resumes = bool(committed_steps(checkpoint_root(start.cfg)))
         return check_continued_adapter(start.cfg, start.model, resumes=resumes)
 
     start.log(ranks.on_main(check))
@@ -471,7 +471,7 @@ def check_disk(start: Start) -> str:
         return ""
 
     def check() -> str:
-        estimate = disk.need(
+        estimate = disk_space.estimate_disk_use(
             model,
             cfg.output_dir,
             cfg.checkpoint,
@@ -480,7 +480,7 @@ def check_disk(start: Start) -> str:
             cfg.optim,
             file_bytes=start.file_bytes,
         )
-        disk.refuse_overflow(estimate, cfg.checkpoint)
+        disk_space.check_disk_space(estimate, cfg.checkpoint)
         return str(estimate)
 
     text = ranks.on_main(check)

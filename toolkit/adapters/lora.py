@@ -111,7 +111,7 @@ def _wrap(model: PreTrainedModel, targets: Targets) -> "PeftModel":
 
 def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
     if cfg.r < 1:
-        hint = "; read the settings of lora.from first (adopt_adapter)" if cfg.from_ else ""
+        hint = "; read the settings of lora.from first (apply_adapter_settings)" if cfg.from_ else ""
         raise ConfigError(f"lora.r must be 1 or more for adapters, got {cfg.r}{hint}")
     for name in ("lora_dropout", "use_dora"):
         if cfg.target_parameters and getattr(cfg, name):

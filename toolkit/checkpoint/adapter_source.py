@@ -2,7 +2,7 @@
 
 A PEFT folder, a repository of the Hub, an export of this toolkit, a run, or one of its checkpoints.
 What it is, and of which base, is read from small files and headers: its values are read by
-`toolkit.export.continuation`, after the base.
+`toolkit.export.adapter_loading`, after the base.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from toolkit import ranks
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.peft_folder import read_adapter_config
 from toolkit.checkpoint import commit
-from toolkit.checkpoint.run_folder import adopt_recorded, local_copy, recorded_config
-from toolkit.checkpoint.sources import Source, base_entry, find_source
+from toolkit.checkpoint.run_folder import apply_recorded_adapter, local_copy, read_recorded_config
+from toolkit.checkpoint.sources import Source, find_source, read_base_entry
 from toolkit.checkpoint.store import is_url
 from toolkit.config.lora import ALL_LINEAR, LoraConfig, comparable
 from toolkit.config.published import is_path
@@ -60,7 +60,7 @@ class AdapterSource:
         return read_header(self.folder / ADAPTER_WEIGHTS)
 
 
-def adopt_adapter(cfg: Any) -> Any:
+def apply_adapter_settings(cfg: Any) -> Any:
     """Return `cfg` with the rank, targets and the like of the adapter that `lora.from` names.
 
     A run that is resumed has recorded them: then the adapter need not exist any more. Collective;
@@ -69,13 +69,13 @@ def adopt_adapter(cfg: Any) -> Any:
     """
     if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
         return cfg
-    return ranks.on_main(lambda: _adopt(cfg))
+    return ranks.on_main(lambda: _apply_settings(cfg))
 
 
-def _adopt(cfg: FinetuneConfig) -> FinetuneConfig:
-    recorded = recorded_config(cfg)
+def _apply_settings(cfg: FinetuneConfig) -> FinetuneConfig:
+    recorded = read_recorded_config(cfg)
     if recorded is not None and recorded.lora.from_ == cfg.lora.from_:
-        return adopt_recorded(cfg, recorded)
+        return apply_recorded_adapter(cfg, recorded)
     with open_adapter(cfg.lora) as source:
         _check_task(source, cfg)
         return replace(cfg, lora=_with_structure(cfg.lora, source))
@@ -83,7 +83,7 @@ def _adopt(cfg: FinetuneConfig) -> FinetuneConfig:
 
 def _with_structure(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
     """Return the settings with the adapter's; refuse those of the user that contradict it."""
-    theirs = structure_of(source.config, source.name)
+    theirs = read_structure(source.config, source.name)
     for name, value in lora.requested().items():
         if name == "target_modules" and comparable(value) == ALL_LINEAR:
             continue  # which modules those are, the model says
@@ -95,7 +95,7 @@ def _with_structure(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
     return lora.with_structure(theirs)
 
 
-def structure_of(config: dict[str, Any], name: str) -> dict[str, Any]:
+def read_structure(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the settings `STRUCTURE` of an adapter_config.json; ConfigError: of a wrong type."""
     lists = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
     patterns, switches = ("rank_pattern", "alpha_pattern"), ("use_rslora", "use_dora")
@@ -105,9 +105,9 @@ def structure_of(config: dict[str, Any], name: str) -> dict[str, Any]:
     structure |= {n: False if config.get(n) is None else config[n] for n in switches}
     fits = {
         "lora_alpha": _is_number(structure["lora_alpha"]),
-        **{n: _are_texts(structure[n]) for n in ("target_parameters", "modules_to_save")},
+        **{n: _is_string_list(structure[n]) for n in ("target_parameters", "modules_to_save")},
         **{
-            n: isinstance(structure[n], str) or _are_texts(structure[n])
+            n: isinstance(structure[n], str) or _is_string_list(structure[n])
             for n in ("target_modules", "exclude_modules")
         },
         **{
@@ -127,7 +127,7 @@ def structure_of(config: dict[str, Any], name: str) -> dict[str, Any]:
     for n in lists:
         structure[n] = sorted(structure[n]) if isinstance(structure[n], list) else structure[n]
     if config.get("layers_to_transform") not in (None, []):
-        structure["target_modules"] = _of_layers(config, structure["target_modules"])
+        structure["target_modules"] = _layer_pattern(config, structure["target_modules"])
     return structure
 
 
@@ -136,11 +136,11 @@ def _is_number(value: Any) -> bool:
     return is_number and math.isfinite(value) and value > 0
 
 
-def _are_texts(value: Any) -> bool:
+def _is_string_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _of_layers(config: dict[str, Any], targets: Any) -> Any:
+def _layer_pattern(config: dict[str, Any], targets: Any) -> Any:
     """Return one regular expression for `target_modules` within `layers_to_transform`.
 
     PEFT takes the last number in a module's name that stands behind one of `layers_pattern`, or
@@ -184,29 +184,29 @@ def open_adapter(lora: LoraConfig) -> Iterator[AdapterSource]:
         try:
             path = Path(name).expanduser()
             if not is_url(name) and not path.is_dir():
-                path = _of_hub(name, lora.revision)
-                yield _peft_folder(name, path, hub=True)
+                path = _find_on_hub(name, lora.revision)
+                yield _read_peft_folder(name, path, hub=True)
                 return
             if not is_url(name) and (path / ADAPTER_FILE).is_file():
-                yield _peft_folder(name, path)
+                yield _read_peft_folder(name, path)
                 return
             if not is_url(name):
-                _refuse_other_folders(name, path)
+                _check_folder_kind(name, path)
             local = stack.enter_context(local_copy(name if is_url(name) else path))
-            yield _own_checkpoint(name, local)
+            yield _read_toolkit_checkpoint(name, local)
         except ConfigError:
             raise
         except ToolkitError as error:
             raise ConfigError(f"lora.from {name}: {error}") from error
 
 
-def _of_hub(name: str, revision: str | None) -> Path:
+def _find_on_hub(name: str, revision: str | None) -> Path:
     """Return the folder in the cache that holds an adapter of the Hub."""
     path = Path(name).expanduser()
     if path.exists():
         raise ConfigError(f"lora.from {name} is a file; give the folder that holds it")
     if is_path(name) or (len(path.parts) == 2 and path.parent.is_dir()):
-        hint = commit.did_you_mean(path, lambda p: (p / ADAPTER_FILE).is_file())
+        hint = commit.suggest_paths(path, lambda p: (p / ADAPTER_FILE).is_file())
         raise ConfigError(
             f"lora.from {name}: there is no such folder (current folder: {Path.cwd()}){hint}"
         )
@@ -224,7 +224,7 @@ def _of_hub(name: str, revision: str | None) -> Path:
     return Path(str(config)).parent
 
 
-def _peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterSource:
+def _read_peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterSource:
     """Return the adapter in a PEFT folder, whose files are checked against an export's manifest."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
         if (folder / _PICKLE).is_file():
@@ -244,21 +244,21 @@ def _peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterSource
     base = dict(zip(("name_or_path", "revision"), map(config.get, keys), strict=True))
     origin: dict[str, Any] = {}
     if (folder / export_manifest.FILE).is_file():
-        origin = _checked_origin(folder)
+        origin = _read_checked_origin(folder)
     adapter = _mapping(origin, "adapter")
     base["digest"] = _mapping(adapter, "base").get("digest")
     stage = {
         "name": name if hub else folder.resolve().name,
         "hub_id": name if hub else None,
         "revision": folder.name if hub else None,  # the commit
-        "sha256": commit.hash_of(folder / ADAPTER_WEIGHTS),
+        "sha256": commit.hash_file(folder / ADAPTER_WEIGHTS),
         "step": origin.get("step"),
         "continued": _earlier_stage(adapter.get("continued")),
     }
-    return AdapterSource(name, folder, config, base, _without_nothing(stage))
+    return AdapterSource(name, folder, config, base, _drop_none(stage))
 
 
-def _checked_origin(folder: Path) -> dict[str, Any]:
+def _read_checked_origin(folder: Path) -> dict[str, Any]:
     """Return the origin in an export's manifest; ConfigError: a file is not what it says."""
     manifest = export_manifest.read(folder)
     for name in (ADAPTER_WEIGHTS, ADAPTER_FILE):
@@ -273,7 +273,7 @@ def _checked_origin(folder: Path) -> dict[str, Any]:
     return manifest["origin"]
 
 
-def _own_checkpoint(name: str, path: Path) -> AdapterSource:
+def _read_toolkit_checkpoint(name: str, path: Path) -> AdapterSource:
     """Return the adapter in a checkpoint of this toolkit, or in the newest one of a run."""
     source = find_source(path)
     if source.checkpoint is None:
@@ -287,20 +287,20 @@ def _own_checkpoint(name: str, path: Path) -> AdapterSource:
         config = read_adapter_config(source.hf)
     except ExportError as error:
         raise ConfigError(f"lora.from {name} cannot be continued: {error}") from error
-    entry = base_entry(source)
+    entry = read_base_entry(source)
     checkpoint = source.checkpoint
     manifest = commit.read_manifest(checkpoint)
     is_run_of = checkpoint.parent.name == commit.CHECKPOINTS
     stage = {
         "name": (checkpoint.parent.parent if is_run_of else checkpoint).resolve().name,
-        "sha256": commit.hash_of(checkpoint / commit.MANIFEST),
+        "sha256": commit.hash_file(checkpoint / commit.MANIFEST),
         "step": manifest.get("step"),
         "continued": _earlier_stage(entry.get("continued")),
     }
-    return AdapterSource(name, checkpoint, config, entry, _without_nothing(stage), source)
+    return AdapterSource(name, checkpoint, config, entry, _drop_none(stage), source)
 
 
-def _refuse_other_folders(name: str, path: Path) -> None:
+def _check_folder_kind(name: str, path: Path) -> None:
     """Refuse a folder that holds neither an adapter nor a run, and say what it is."""
     if (path / _PICKLE).is_file() or (path / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"lora.from {name} has no {ADAPTER_FILE}; complete the PEFT folder")
@@ -328,19 +328,17 @@ def _earlier_stage(entry: Any, depth: int = 0) -> dict[str, Any] | None:
         return None
     kinds = {"name": str, "hub_id": str, "revision": str, "sha256": str, "step": int}
     entries = {n: entry[n] for n, kind in kinds.items() if isinstance(entry.get(n), kind)}
-    return _without_nothing(
-        entries | {"continued": _earlier_stage(entry.get("continued"), depth + 1)}
-    )
+    return _drop_none(entries | {"continued": _earlier_stage(entry.get("continued"), depth + 1)})
 
 
-def _without_nothing(entry: dict[str, Any]) -> dict[str, Any]:
+def _drop_none(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if value is not None}
 
 
 # ---- Its base
 
 
-def check_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
+def check_same_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
     """Refuse an adapter of another base than `cfg` names; return the log line that says what the
     comparison rests on. Reads 16 kB a tensor of a base that is on this machine.
 
@@ -396,7 +394,7 @@ def _digest_on_disk(name: str, revision: str | None) -> str | None:
         return None
 
 
-def chain_text(stage: dict[str, Any]) -> str:
+def format_chain(stage: dict[str, Any]) -> str:
     """Return the chain of adapters that a run continues, newest first."""
     parts = []
     entry: Any = stage
@@ -407,7 +405,7 @@ def chain_text(stage: dict[str, Any]) -> str:
     return ", which continued ".join(parts)
 
 
-def settings_text(lora: LoraConfig) -> str:
+def format_settings(lora: LoraConfig) -> str:
     """Return rank, alpha and targets for a log line."""
     targets = lora.target_modules
     target_text = targets if isinstance(targets, str) else ", ".join(targets)

@@ -55,7 +55,7 @@ class CarriedTensor:
         return (rows for _, rows in blocks(self.stored))
 
 
-def carried_tensors(
+def find_carried_tensors(
     model: PreTrainedModel, assets: HFAssets, folder: Path | None = None
 ) -> dict[str, CarriedTensor]:
     """Return the tensors of the source that no parameter of `model` takes.
@@ -68,7 +68,7 @@ def carried_tensors(
     if not names:
         return {}
     try:
-        folder = _source(assets) if folder is None else folder
+        folder = _find_source_folder(assets) if folder is None else folder
         entries = read_weights(weight_files(folder))
     except (LoadingError, ModelError, ExportError) as error:
         raise ExportError(
@@ -113,7 +113,7 @@ class Carried:
         """Return what `carried_tensors` finds, or its names where it is left out."""
         if leave_out:
             return cls({}, source_keys(model, assets.source or ()).carried, assets)
-        return cls(carried_tensors(model, assets, folder), [], assets)
+        return cls(find_carried_tensors(model, assets, folder), [], assets)
 
     def told(self) -> dict[str, Any]:
         """Return what an export's manifest says of it; says it in a line, too."""
@@ -133,7 +133,7 @@ class Carried:
         return said
 
 
-def _source(assets: HFAssets) -> Path:
+def _find_source_folder(assets: HFAssets) -> Path:
     if assets.origin is None:  # of another tool: the folder that was given with its config
         return Path(str(assets.folder))
     named, revision = str(assets.origin.get("name_or_path")), assets.origin.get("revision")

@@ -51,7 +51,8 @@ from typing import Any
 import xxhash
 
 from toolkit.checkpoint import store
-from toolkit.checkpoint.attempts import (
+from toolkit.checkpoint.local_folder import disk_error, raise_disk_errors
+from toolkit.checkpoint.names import (
     BAD,
     CHECKPOINTS,
     COMMIT,
@@ -60,7 +61,6 @@ from toolkit.checkpoint.attempts import (
     Attempt,
     step_name,
 )
-from toolkit.checkpoint.local_folder import disk_error, disk_errors
 from toolkit.checkpoint.store import storage_of
 from toolkit.errors import CheckpointError
 from toolkit.formats import METADATA_FILE, is_inner_path
@@ -68,11 +68,11 @@ from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
 EXPORTS = "exports"  # of a run that writes them itself
 STATE = "state.json"
-SUMS = "row_sums"  # of the manifest: tensor, of model and optimizer -> the sum of its rows
+ROW_SUMS = "row_sums"  # of the manifest: tensor, of model and optimizer -> the sum of its rows
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
 SHARDED_SAFETENSORS = "shard-*-model-*-of-*.safetensors"
 ACCELERATE = "pytorch_model_fsdp_"  # folder of the weights in what `save_state` writes
-LEFT_OVER = ("tmp", "trash")  # kinds of attempts that killed saves and deletions leave
+LEFTOVER_KINDS = ("tmp", "trash")  # kinds of attempts that killed saves and deletions leave
 _STEP = re.compile(rb'^ "step": ([0-9]+)', re.MULTILINE)  # in a manifest, as it is written
 # Faults of what lies there, not of the disk that is asked: no second look finds something else.
 _NO_FILE = {
@@ -93,14 +93,14 @@ _MARKS = (
 
 def committed_steps(run: str | store.Folder) -> dict[int, Any]:
     """Return step -> folder of every committed checkpoint of a run, oldest first."""
-    return {step: a.folder for step, a in counting(attempts_of(run)).items()}
+    return {step: a.folder for step, a in latest_attempts(list_attempts(run)).items()}
 
 
 def broken_steps(run: str | store.Folder) -> dict[int, tuple[Any, str]]:
     """Return step -> (folder, fault) where COMMIT or manifest was changed or lost: no kill does.
     Raises as `is_committed`.
     """
-    saved = [(a, _committed(a.folder)[1]) for a in attempts_of(run) if a.kind == "saved"]
+    saved = [(a, _read_committed(a.folder)[1]) for a in list_attempts(run) if a.kind == "saved"]
     return {a.step: (a.folder, fault) for a, fault in saved if fault is not None}
 
 
@@ -109,28 +109,28 @@ def is_committed(checkpoint: store.Folder) -> bool:
 
     CheckpointError: the disk does not let itself be read just now, so that nobody can tell.
     """
-    return _committed(checkpoint)[1] is None
+    return _read_committed(checkpoint)[1] is None
 
 
 def find_checkpoint(path: str | store.Folder, *also: Callable[[Path], bool]) -> Any:
     """Return the checkpoint that `path` means: itself, or the newest committed one of a run; else
     CheckpointError says which paths around it would do, or are of a kind that is asked for `also`.
     """
-    path = store.where(path)
+    path = store.parse_location(path)
     storage = storage_of(path)
     if is_committed(path) and (storage.is_disk or BAD not in storage.files([BAD])):
         return path
     if steps := committed_steps(path):
         return steps[max(steps)]
-    raise CheckpointError(_no_checkpoint(path, *also))
+    raise CheckpointError(_explain_missing(path, *also))
 
 
-def _no_checkpoint(path: Any, *also: Callable[[Path], bool]) -> str:
+def _explain_missing(path: Any, *also: Callable[[Path], bool]) -> str:
     """Return the error that says why there is no checkpoint, and which paths around would do."""
     none = f"{path} holds no committed checkpoint ({path / CHECKPOINTS}/step-*/{COMMIT})"
     if not storage_of(path).is_disk:
         return none
-    hint = did_you_mean(path, _may_be_checkpoint, *also)
+    hint = suggest_paths(path, _looks_like_checkpoint, *also)
     if not path.exists():
         if re.match(r"[a-z][a-z0-9+.-]+:/[^/]", str(path)):
             return f"{path} is a URL; copy its checkpoint first, with checkpoint.local_copy{hint}"
@@ -143,29 +143,29 @@ def _no_checkpoint(path: Any, *also: Callable[[Path], bool]) -> str:
     return none + hint
 
 
-def _may_be_checkpoint(path: Path) -> bool:
+def _looks_like_checkpoint(path: Path) -> bool:
     return any(any(path.glob(mark)) for mark in _MARKS)
 
 
-def did_you_mean(path: Path, *kinds: Callable[[Path], bool]) -> str:
+def suggest_paths(path: Path, *kinds: Callable[[Path], bool]) -> str:
     """Return the end of an error: which folders around `path` are of one of the `kinds`."""
     here = next(p for p in (path, *path.absolute().parents) if p.is_dir())
     below = (sorted(itertools.islice(here.glob(depth), 1000)) for depth in ("*", "*/*"))
     for group in (list(path.parents)[:3], *below):
-        folders = sorted((p for p in group if p.is_dir()), key=lambda p: _unlike(p, path))
+        folders = sorted((p for p in group if p.is_dir()), key=lambda p: _name_distance(p, path))
         if found := [p for kind in kinds for p in folders if kind(p)]:
             return f"; did you mean {' or '.join(map(str, found[:3]))}?"
     return ""
 
 
-def _unlike(folder: Path, asked: Path) -> float:
+def _name_distance(folder: Path, asked: Path) -> float:
     """Return how unlike two names are, from 0 to 1."""
     return 1 - difflib.SequenceMatcher(None, folder.name, asked.name).ratio()
 
 
 def read_manifest(checkpoint: store.Folder) -> dict[str, Any]:
     """Return the manifest of a committed checkpoint; CheckpointError where it cannot be trusted."""
-    content, fault = _committed(checkpoint)
+    content, fault = _read_committed(checkpoint)
     if fault is not None:
         raise CheckpointError(f"{checkpoint} is not committed: {fault}")
     return parse_manifest(content, checkpoint / MANIFEST)
@@ -177,7 +177,7 @@ def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
     try:
         listed = manifest["files"].items()
         files = [(name, e["size"], e["sha256"]) for name, e in listed]
-        sums = list(manifest.get(SUMS, {}).values())
+        sums = list(manifest.get(ROW_SUMS, {}).values())
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{source} is not a manifest of this toolkit: {error!r}") from error
     for name, size, sha256 in files:
@@ -187,11 +187,11 @@ def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
     if not isinstance(step, int | None):
         raise CheckpointError(f"{source} is not a manifest of this toolkit: step {step!r:.80}")
     if not all(type(n) is int for n in sums):
-        raise CheckpointError(f"{source} is not a manifest of this toolkit: {SUMS}")
+        raise CheckpointError(f"{source} is not a manifest of this toolkit: {ROW_SUMS}")
     return manifest
 
 
-def damaged_files(
+def find_damaged_files(
     folder: store.Folder,
     only: Iterable[str] | None = None,
     *,
@@ -213,25 +213,27 @@ def damaged_files(
         if name not in files:
             return "is not in the manifest"
         is_read = hashed is None or name in hashed
-        return damage(folder / name, sizes.get(name, -1), files[name], hashed=is_read)
+        return find_damage(folder / name, sizes.get(name, -1), files[name], hashed=is_read)
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return [(n, f) for n, f in zip(names, pool.map(fault, names), strict=True) if f is not None]
 
 
-def is_sound(checkpoint: store.Folder) -> bool:
+def is_intact(checkpoint: store.Folder) -> bool:
     """Return whether a checkpoint is committed, and its files have their sizes, and all but the
     shards their hashes.
     """
     try:
         files = read_manifest(checkpoint)["files"]
         small = {name for name in files if not name.endswith(SHARD)}
-        return not damaged_files(checkpoint, files, hashed=small, files=files)
+        return not find_damaged_files(checkpoint, files, hashed=small, files=files)
     except CheckpointError:  # also where it cannot be read just now: it is not known to be whole
         return False
 
 
-def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: bool) -> str | None:
+def find_damage(
+    file: store.Folder, size: int, expected: dict[str, Any], *, hashed: bool
+) -> str | None:
     """Return what is wrong with a file of `size` bytes (-1: it is none); None where nothing is.
 
     CheckpointError: it cannot be read just now (too many open files, a stale handle, no permission,
@@ -243,26 +245,26 @@ def damage(file: store.Folder, size: int, expected: dict[str, Any], *, hashed: b
         return f"is {size} bytes long, expected {expected['size']}"
     try:
         kind = "sha256" if "sha256" in expected else "xxh3"  # of an export
-        same = not hashed or hash_of(file, kind) == expected[kind]
+        same = not hashed or hash_file(file, kind) == expected[kind]
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
-        return _fault_of(file, error)
+        return _describe_read_error(file, error)
     return None if same else "has other bytes than were saved"
 
 
-def hash_of(file: Any, kind: str = "sha256") -> str:
+def hash_file(file: Any, kind: str = "sha256") -> str:
     """Return the hash of some `kind` (sha256, xxh3) over a file or an object, in hexadecimal."""
     with file.open("rb") as f:
         return hashlib.file_digest(f, xxhash.xxh3_128 if kind == "xxh3" else kind).hexdigest()
 
 
-def seal(manifest: bytes) -> str:
+def commit_text(manifest: bytes) -> str:
     """Return the text of COMMIT for a manifest."""
     return hashlib.sha256(manifest).hexdigest() + "\n"
 
 
-def _committed(checkpoint: store.Folder) -> tuple[bytes, str | None]:
+def _read_committed(checkpoint: store.Folder) -> tuple[bytes, str | None]:
     """Return the bytes of the manifest, and why they are not the committed ones; None: they are."""
     found = []
     for name in (COMMIT, MANIFEST):
@@ -271,13 +273,13 @@ def _committed(checkpoint: store.Folder) -> tuple[bytes, str | None]:
         except FileNotFoundError:
             return b"", f"{name} missing"
         except OSError as error:
-            return b"", f"{name} {_fault_of(checkpoint / name, error)}"
-    if found[0] != seal(found[1]).encode():
+            return b"", f"{name} {_describe_read_error(checkpoint / name, error)}"
+    if found[0] != commit_text(found[1]).encode():
         return b"", f"{COMMIT} is not that of {MANIFEST}: one of them was changed"
     return found[1], None
 
 
-def _fault_of(file: store.Folder, error: OSError) -> str:
+def _describe_read_error(file: store.Folder, error: OSError) -> str:
     """Return what is wrong with a file that is none; raise where only the disk cannot be read."""
     if error.errno in _NO_FILE:
         return f"cannot be read: {error.strerror}"
@@ -287,23 +289,23 @@ def _fault_of(file: store.Folder, error: OSError) -> str:
 # ---- Writing
 
 
-def begin(run: str | store.Folder, step: int) -> Any:
+def begin_attempt(run: str | store.Folder, step: int) -> Any:
     """Return the empty folder, or the place, in which the checkpoint of `step` is written.
 
     What killed saves and deletions of this run left is removed first, since it may be what fills
     the disk: call it only when no other save of the run is going on.
     """
-    root = store.where(run) / CHECKPOINTS
-    with disk_errors(f"{root} cannot be used, a folder is expected"):
-        attempts = attempts_of(run)
+    root = store.parse_location(run) / CHECKPOINTS
+    with raise_disk_errors(f"{root} cannot be used, a folder is expected"):
+        attempts = list_attempts(run)
         # A folder that cannot be deleted now is in nobody's way; `prune` says so.
         with contextlib.suppress(OSError, CheckpointError):
-            delete(a.folder for a in attempts if a.kind in LEFT_OVER)
+            delete_attempts(a.folder for a in attempts if a.kind in LEFTOVER_KINDS)
         number = max((a.order for a in attempts if a.step == step), default=0) + 1
         return storage_of(root).new_attempt(step, number)
 
 
-def hash_files(folder: Path, names: Iterable[str], to: store.Folder | None = None) -> Files:
+def store_files(folder: Path, names: Iterable[str], to: store.Folder | None = None) -> Files:
     """Store files of the `scratch` folder of an attempt, durably, in the attempt `to`; where both
     are one, fsync them. Return their manifest entries.
     """
@@ -311,7 +313,7 @@ def hash_files(folder: Path, names: Iterable[str], to: store.Folder | None = Non
     def settle(name: str) -> dict[str, Any]:
         file = folder / name
         storage_of((to or folder) / name).put(file)
-        return {"size": file.stat().st_size, "sha256": hash_of(file)}
+        return {"size": file.stat().st_size, "sha256": hash_file(file)}
 
     names = list(names)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -335,13 +337,13 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
             f"{MANIFEST} of step {step} has {len(text):,} bytes, more than the {MAX_JSON_BYTES:,} "
             "that are read: not committed"
         )
-    with disk_errors(f"checkpoint of step {step} could not be committed"):
-        for name, fault in damaged_files(folder, hashed=(), files=manifest["files"]):
+    with raise_disk_errors(f"checkpoint of step {step} could not be committed"):
+        for name, fault in find_damaged_files(folder, hashed=(), files=manifest["files"]):
             raise CheckpointError(f"{folder / name} {fault}: not committed")
-        return storage_of(folder).commit(step, text, seal(text.encode()), is_sound)
+        return storage_of(folder).commit(step, text, commit_text(text.encode()), is_intact)
 
 
-def delete(folders: Iterable[Any]) -> None:
+def delete_attempts(folders: Iterable[Any]) -> None:
     """Delete so that at no moment a half-deleted folder is taken for a checkpoint. Where one
     resists (a file that somebody has open, on NFS), the others go, and its error is raised.
     """
@@ -358,22 +360,22 @@ def delete(folders: Iterable[Any]) -> None:
 # ---- Names
 
 
-def attempts_of(run: str | store.Folder) -> list[Attempt]:
+def list_attempts(run: str | store.Folder) -> list[Attempt]:
     """Return all that bears a name of the protocol, by step, what counts last."""
-    found = storage_of(store.where(run) / CHECKPOINTS).attempts()
+    found = storage_of(store.parse_location(run) / CHECKPOINTS).attempts()
     # step-000000007 would be a second step 7
     attempts = [a for a in found if step_name(a.step) == a.folder.name.partition(".")[0]]
     return sorted(attempts, key=lambda a: (a.step, a.order, a.folder.name))
 
 
-def counting(attempts: list[Attempt]) -> dict[int, Attempt]:
+def latest_attempts(attempts: list[Attempt]) -> dict[int, Attempt]:
     """Return step -> the committed attempt that counts.
 
     CheckpointError: one bears the name of another step than it was saved at.
     """
     found = {}
     for a in attempts:
-        content, fault = _committed(a.folder) if a.kind in ("saved", "old") else (b"", "")
+        content, fault = _read_committed(a.folder) if a.kind in ("saved", "old") else (b"", "")
         if fault is None:
             said = _STEP.search(content)
             if said and int(said[1]) != a.step:

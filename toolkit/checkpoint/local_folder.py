@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toolkit.checkpoint.attempts import COMMIT, MANIFEST, Attempt, step_name
+from toolkit.checkpoint.names import COMMIT, MANIFEST, Attempt, step_name
 from toolkit.errors import CheckpointError, ConfigError, StorageError
 from toolkit.formats.synced_files import replace_synced, sync, sync_above, write_synced
 from toolkit.parsing import MAX_JSON_BYTES
@@ -75,18 +75,18 @@ class LocalFolder:
             )
 
     def free_bytes(self) -> int:
-        return shutil.disk_usage(existing(self.path)).free
+        return shutil.disk_usage(nearest_existing_folder(self.path)).free
 
     def attempts(self) -> Iterator[Attempt]:
         for path in self.path.iterdir() if self.path.is_dir() else ():
             if match := _ATTEMPT.fullmatch(path.name):
-                kind = match[2] or ("tmp" if _unfinished(path) else "saved")
+                kind = match[2] or ("tmp" if _is_unfinished(path) else "saved")
                 yield Attempt(path, int(match[1]), kind, 0 if kind == "old" else 1)
 
     def new_attempt(self, step: int, number: int) -> Path:
         self.path.mkdir(parents=True, exist_ok=True)
         sync_above(self.path)
-        folder = beside(self.path / step_name(step), "tmp")
+        folder = new_attempt_name(self.path / step_name(step), "tmp")
         folder.mkdir()
         return folder
 
@@ -103,20 +103,20 @@ class LocalFolder:
         write_synced(folder / _PREPARED, seal)
         for below, _, _ in os.walk(folder):
             sync(Path(below))
-        aside = step_aside(target, verifies)
+        aside = make_way(target, verifies)
         try:
             os.rename(folder, target)
             sync(target.parent)
             os.rename(target / _PREPARED, target / COMMIT)
         except OSError:
-            _take_back(folder, target, aside)
+            _undo_renames(folder, target, aside)
             raise
         sync(target)
         return target
 
     def set_aside(self) -> Path:
-        bad = beside(self.path, "bad")
-        with disk_errors(f"{self.path} cannot be set aside"):
+        bad = new_attempt_name(self.path, "bad")
+        with raise_disk_errors(f"{self.path} cannot be set aside"):
             os.rename(self.path, bad)
             sync(bad.parent)
         return bad
@@ -124,7 +124,7 @@ class LocalFolder:
     def delete(self) -> None:
         folder = self.path
         if not re.search(r"\.(tmp|trash)-", folder.name):
-            folder = beside(folder, "trash")
+            folder = new_attempt_name(folder, "trash")
             os.rename(self.path, folder)
             sync(folder.parent)
         if folder.is_symlink() or not folder.is_dir():
@@ -136,38 +136,38 @@ class LocalFolder:
         shutil.rmtree(folder)
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing_folder(folder: Path) -> Path:
     """Return `folder`, or the folder that it will be made in."""
     folder = folder.absolute()
-    return folder if folder.is_dir() else existing(folder.parent)
+    return folder if folder.is_dir() else nearest_existing_folder(folder.parent)
 
 
-def beside(folder: Path, kind: str) -> Path:
+def new_attempt_name(folder: Path, kind: str) -> Path:
     """Return a new name of a kind; of `step-N.old-*`, too, which would still count otherwise."""
     return folder.with_name(f"{folder.name.partition('.')[0]}.{kind}-{os.urandom(4).hex()}")
 
 
-def step_aside(target: Path, verifies: Callable[[Path], bool]) -> Path | None:
+def make_way(target: Path, verifies: Callable[[Path], bool]) -> Path | None:
     """Free the name `target`; return where a committed checkpoint of this name went, if one did."""
     if not os.path.lexists(target):
         return None
     aside = None
-    if _unfinished(target):
-        os.rename(target, beside(target, "trash"))
+    if _is_unfinished(target):
+        os.rename(target, new_attempt_name(target, "trash"))
     elif verifies(target):
         for a in list(LocalFolder(target.parent).attempts()):
             if a.kind == "old" and a.folder.stem == target.name:  # superseded by this one
-                os.rename(a.folder, beside(target, "trash"))
+                os.rename(a.folder, new_attempt_name(target, "trash"))
                 sync(target.parent)
-        aside = beside(target, "old")
+        aside = new_attempt_name(target, "old")
         os.rename(target, aside)
     else:
-        os.rename(target, beside(target, "bad"))
+        os.rename(target, new_attempt_name(target, "bad"))
     sync(target.parent)
     return aside
 
 
-def _take_back(folder: Path, target: Path, aside: Path | None) -> None:
+def _undo_renames(folder: Path, target: Path, aside: Path | None) -> None:
     """Undo the renames of a `commit` that failed, as far as the disk lets."""
     # Where it does not, nothing is lost: `target` has no COMMIT, and `aside` counts.
     with contextlib.suppress(OSError):
@@ -179,7 +179,7 @@ def _take_back(folder: Path, target: Path, aside: Path | None) -> None:
             sync(target.parent)
 
 
-def _unfinished(path: Path) -> bool:
+def _is_unfinished(path: Path) -> bool:
     """Return whether a save was killed between the rename to `step-N` and COMMIT."""
     return os.path.lexists(path / _PREPARED) and not os.path.lexists(path / COMMIT)
 
@@ -187,7 +187,7 @@ def _unfinished(path: Path) -> bool:
 # ---- Errors of a disk
 
 
-def is_refusal(error: BaseException | None) -> bool:
+def is_disk_failure(error: BaseException | None) -> bool:
     """Return whether a disk that is full or broken raised `error`."""
     return isinstance(error, OSError) and error.errno in _DISK_FULL | _DISK_FAILS
 
@@ -209,12 +209,12 @@ def disk_error(what: str, error: BaseException) -> CheckpointError:
             "; free some space, lower checkpoint.save_total_limit or give another output_dir. The "
             "checkpoints before it are as they were"
         )
-    kind = StorageError if is_refusal(cause) else CheckpointError
+    kind = StorageError if is_disk_failure(cause) else CheckpointError
     return kind(f"{what}: {cause.strerror or cause}{place}{advice}")
 
 
 @contextlib.contextmanager
-def disk_errors(what: str) -> Iterator[None]:
+def raise_disk_errors(what: str) -> Iterator[None]:
     """Raise the disk's errors as ours: `ranks` tells those to ranks that did not fail."""
     try:
         yield

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from toolkit.checkpoint.attempts import BAD, COMMIT, MANIFEST, Attempt, step_name
+from toolkit.checkpoint.names import BAD, COMMIT, MANIFEST, Attempt, step_name
 from toolkit.errors import CheckpointError, StorageError, ToolkitError, one_line
 from toolkit.formats import is_inner_path
 

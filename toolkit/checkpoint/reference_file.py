@@ -20,7 +20,7 @@ import safetensors.numpy
 import xxhash
 from safetensors import SafetensorError
 
-from toolkit.checkpoint.local_folder import disk_errors
+from toolkit.checkpoint.local_folder import raise_disk_errors
 from toolkit.checkpoint.store import Folder, storage_of
 from toolkit.errors import CheckpointError, one_line
 from toolkit.formats.synced_files import sync_above
@@ -90,7 +90,7 @@ def write_part(root: Folder, number: int, origin: Origin, values: Values) -> Non
     content, folder = encode(origin, values), root / PARTS
     digest = xxhash.xxh3_128(content).hexdigest()
     file = folder / f"part-{number:05d}-{digest}.safetensors"
-    with disk_errors(f"{file} of {len(content):,} bytes could not be written"):
+    with raise_disk_errors(f"{file} of {len(content):,} bytes could not be written"):
         if isinstance(folder, Path) and not folder.is_dir():
             folder.mkdir(parents=True)
             sync_above(folder)
@@ -109,7 +109,7 @@ class Parts:
 def read_parts(root: Folder) -> Parts:
     """Return the parts of a pass that lie in `root`."""
     folder, parts = root / PARTS, Parts({}, [], 0)
-    with disk_errors(f"{folder} cannot be read"):
+    with raise_disk_errors(f"{folder} cannot be read"):
         for name in sorted(storage_of(folder).files()):
             match = _PART.fullmatch(name)
             if match is None:
@@ -126,7 +126,7 @@ def read_parts(root: Folder) -> Parts:
 def delete_part(root: Folder, name: str) -> None:
     """Delete one part, which is of no use."""
     file = root / PARTS / name
-    with disk_errors(f"{file} cannot be deleted"):
+    with raise_disk_errors(f"{file} cannot be deleted"):
         file.unlink()
 
 

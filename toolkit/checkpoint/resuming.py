@@ -10,22 +10,24 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
-from toolkit.checkpoint import commit, rng_state
-from toolkit.checkpoint.attempts import SHARD
+from toolkit.checkpoint import commit
+from toolkit.checkpoint.names import SHARD
 from toolkit.checkpoint.saving import CHANNEL, DCP, HF, RNG
-from toolkit.checkpoint.shards import read_tensors, spread
+from toolkit.checkpoint.shards import read_tensors, split_by_size
 from toolkit.checkpoint.state import (
     TrainState,
-    check_model,
-    empty_moments,
-    fill_optimizer,
-    move_schedule,
+    allocate_optimizer_state,
+    check_model_tensors,
+    load_optimizer_state,
     optimizer_tensors,
-    piece,
+    raise_bad_state,
     read_state,
-    state_faults,
+    required_part,
+    restore_rng,
+    restore_schedule,
+    rng_device,
 )
-from toolkit.checkpoint.store import Folder, read_object, storage_of, where
+from toolkit.checkpoint.store import Folder, parse_location, read_json_object, storage_of
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError, one_line
 from toolkit.formats import (
@@ -60,7 +62,7 @@ def resume(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> i
         CheckpointError: `state` asks for what the checkpoint lacks (names it), or its tensors have
             other shapes: the architecture changed.
     """
-    return restore(state, newest(run_dir, cfg.verify_on_resume))
+    return restore(state, find_newest(run_dir, cfg.verify_on_resume))
 
 
 def find_resumable(
@@ -76,23 +78,23 @@ def find_resumable(
     `restore` takes the result. CheckpointError: none verifies and some were set aside; it is of
     another model; or it holds no position.
     """
-    saved = newest(run_dir, (cfg or CheckpointConfig()).verify_on_resume)
+    saved = find_newest(run_dir, (cfg or CheckpointConfig()).verify_on_resume)
 
     def check_and_move() -> None:
         if saved is None:
-            refuse_lost(run_dir)
+            check_fresh_start(run_dir)
             return
         check_same_model(model, saved)
         if position is not None:
-            content = piece(read_state(saved), "data", saved)
-            with state_faults(saved):
+            content = required_part(read_state(saved), "data", saved)
+            with raise_bad_state(saved):
                 position.load_state_dict(content)
 
     ranks.on_all(check_and_move)
     return saved
 
 
-def newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
+def find_newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     """Return the newest checkpoint of a run that verifies, None where there is none. Collective.
 
     One that fails is named loudly and set aside; nothing is deleted. Reads and hashes every file,
@@ -103,7 +105,7 @@ def newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     it is damaged, and nothing is set aside.
     """
     background.wait()
-    run = ranks.on_all(lambda: where(run_dir))
+    run = ranks.on_all(lambda: parse_location(run_dir))
 
     broken = ranks.on_main(
         lambda: [(str(p), what) for p, what in commit.broken_steps(run).values()]
@@ -111,19 +113,19 @@ def newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     for name, what in broken:
         quarantine(name, what)
     while saved := ranks.on_main(lambda: [str(p) for p in commit.committed_steps(run).values()]):
-        path = where(saved[-1])
-        damage = _verify(path, verify)
+        path = parse_location(saved[-1])
+        damage = _find_damage(path, verify)
         if not damage:
             return path
         quarantine(path, "; ".join(f"{n} {what}" for n, what in damage[:5]))
     return None
 
 
-def refuse_lost(run_dir: str | Folder) -> None:
+def check_fresh_start(run_dir: str | Folder) -> None:
     """Refuse to begin anew where checkpoints of the run were set aside and none is left."""
-    attempts = commit.attempts_of(run_dir)
+    attempts = commit.list_attempts(run_dir)
     aside = [a.folder.name for a in attempts if a.kind == "bad"]
-    if aside and not commit.counting(attempts):
+    if aside and not commit.latest_attempts(attempts):
         raise CheckpointError(
             f"no checkpoint of {run_dir} verifies; what failed is kept: {', '.join(aside[:4])}. To "
             "go on from one, give it back its name (step-N) and start again; to begin anew give "
@@ -133,7 +135,7 @@ def refuse_lost(run_dir: str | Folder) -> None:
 
 def quarantine(checkpoint: str | Folder, what: str) -> None:
     """Set a checkpoint aside, loudly: no resume takes it, and nothing is deleted. Collective."""
-    checkpoint = where(checkpoint)
+    checkpoint = parse_location(checkpoint)
     aside = ranks.on_main(lambda: str(storage_of(checkpoint).set_aside()))
     name = checkpoint.name
     ranks.log_once(
@@ -141,7 +143,7 @@ def quarantine(checkpoint: str | Folder, what: str) -> None:
     )
 
 
-def _verify(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
+def _find_damage(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
     """Return what is wrong with the files of a checkpoint, on every rank. Collective."""
     begun = time.perf_counter()
 
@@ -149,15 +151,15 @@ def _verify(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
         files = commit.read_manifest(checkpoint)["files"]
         told = {n: {key: entry[key] for key in ("size", "sha256")} for n, entry in files.items()}
         # Other files there (a note, .DS_Store) are no fault of the checkpoint.
-        return told, commit.damaged_files(checkpoint, files, hashed=(), files=files)
+        return told, commit.find_damaged_files(checkpoint, files, hashed=(), files=files)
 
     # The others neither read the manifest nor list the folder.
     files, damage = ranks.on_main(look)
     # Files that are parsed are read in any case.
     shards = {name for name in files if name.endswith(SHARD)} if verify == "sizes" else set()
     sizes = {name: entry["size"] for name, entry in files.items() if name not in shards}
-    mine = spread(sorted(sizes), sizes.__getitem__, ranks.world_size())[ranks.rank()]
-    found = ranks.gather_results(lambda: commit.damaged_files(checkpoint, mine, files=files))
+    mine = split_by_size(sorted(sizes), sizes.__getitem__, ranks.world_size())[ranks.rank()]
+    found = ranks.gather_results(lambda: commit.find_damaged_files(checkpoint, mine, files=files))
     damage = list(dict.fromkeys(itertools.chain(damage, *found)))
     ranks.log_once(
         f"{'read' if damage else 'verified'} {checkpoint.name}: {size_text(sum(sizes.values()))} "
@@ -177,7 +179,7 @@ def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
     """
     check_same_adapters(model, read_state(checkpoint), checkpoint)
     assets, file = getattr(model, "hf_assets", None), checkpoint / HF / "config.json"
-    if assets is None or (before := read_object(file)) is None:
+    if assets is None or (before := read_json_object(file)) is None:
         return
     now = assets.config
     names = [n for n in {**before, **now} if n not in NOT_ARCHITECTURE]
@@ -203,17 +205,17 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
 
     # Reading takes the longest of all here: one rank does, and the arrays go to the others.
     ranks.on_all(lambda: check_same_model(state.model, checkpoint))
-    table = ranks.on_main(lambda: chunk_table(_metadata(checkpoint)))
+    table = ranks.on_main(lambda: chunk_table(_read_dcp_metadata(checkpoint)))
 
     def check() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """Check that the checkpoint has all that `state` asks for; make room for the moments."""
         content = read_state(checkpoint)
-        check_model(tensors, table.tensors, checkpoint)
-        with state_faults(checkpoint):
-            moments = empty_moments(state, table.tensors, content, checkpoint)
+        check_model_tensors(tensors, table.tensors, checkpoint)
+        with raise_bad_state(checkpoint):
+            moments = allocate_optimizer_state(state, table.tensors, content, checkpoint)
         for name in ("scheduler", "data"):
             if getattr(state, name) is not None:
-                piece(content, name, checkpoint)
+                required_part(content, name, checkpoint)
         return content, moments
 
     content, moments = ranks.on_all(check)
@@ -223,10 +225,10 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     def settle() -> None:
         if has_adapters(state.model):
             assets_of(state.model).continued = (content.get("adapter") or {}).get("continued")
-        with state_faults(checkpoint):
-            fill_optimizer(state, moments, content)
+        with raise_bad_state(checkpoint):
+            load_optimizer_state(state, moments, content)
             if state.scheduler is not None:
-                move_schedule(state.scheduler, content["scheduler"])
+                restore_schedule(state.scheduler, content["scheduler"])
             state.step, state.tokens = content["step"], content["tokens"]
             state.metrics = dict(content.get("metrics") or {})
             state.extra.update(content["extra"])
@@ -235,7 +237,7 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
         _restore_rng(checkpoint, content)
 
     ranks.on_all(settle)
-    _prove(checkpoint, model_tensors(state.model) | optimizer_tensors(state))
+    _check_bit_sums(checkpoint, model_tensors(state.model) | optimizer_tensors(state))
     own = size_text(sum(local_tensor(t).nbytes for t in tensors.values()))
     ranks.log_once(
         f"read {checkpoint.name}: {own} of this rank in {time.perf_counter() - begun:.1f} s"
@@ -243,18 +245,18 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     return state.step
 
 
-def _prove(checkpoint: Folder, tensors: Tensors) -> None:
+def _check_bit_sums(checkpoint: Folder, tensors: Tensors) -> None:
     """Compare `tensors`, as they are in memory now, with what was summed when they were saved; see
     [Note: proof of a save]. Collective, 8 bytes a tensor. CheckpointError names those that differ.
     """
-    saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(commit.SUMS, {}))
+    saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(commit.ROW_SUMS, {}))
     names = sorted(n for n, tensor in tensors.items() if n in saved and cut_by_rows(tensor))
     if len(names) < len(tensors):
         ranks.log_once(
             f"NOTE: {len(tensors) - len(names)} of {len(tensors)} tensors, not cut by rows or "
             "without a sum in the manifest, were loaded without a proof"
         )
-    wrong = tensors_with_other_sums({name: tensors[name] for name in names}, saved)
+    wrong = find_wrong_sums({name: tensors[name] for name in names}, saved)
     if wrong:
         listed = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
         raise ranks.mark_collective(
@@ -266,7 +268,7 @@ def _prove(checkpoint: Folder, tensors: Tensors) -> None:
         )
 
 
-def tensors_with_other_sums(tensors: Tensors, expected: dict[str, int]) -> list[str]:
+def find_wrong_sums(tensors: Tensors, expected: dict[str, int]) -> list[str]:
     """Return the names of sharded `tensors` whose bits in live memory do not have the `expected`
     sum of rows; see [Note: bit sums]. Collective, 8 bytes a tensor.
     """
@@ -281,7 +283,7 @@ def tensors_with_other_sums(tensors: Tensors, expected: dict[str, int]) -> list[
     ]
 
 
-def _metadata(checkpoint: Folder) -> Metadata:
+def _read_dcp_metadata(checkpoint: Folder) -> Metadata:
     file = storage_of(checkpoint / DCP / METADATA_FILE)
     with file.local() as local:
         # Of shards that are elsewhere the sizes were compared with the manifest's.
@@ -291,9 +293,9 @@ def _metadata(checkpoint: Folder) -> Metadata:
 def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:
     """Restore this rank's random state; on other ranks or another device derive one, and say so."""
     before = (content["world_size"], content.get("device", "cpu"))
-    now = (ranks.world_size(), rng_state.device_type())
+    now = (ranks.world_size(), rng_device())
     if before == now:
-        rng_state.restore(checkpoint / RNG, ranks.rank())
+        restore_rng(checkpoint / RNG, ranks.rank())
         return
     ranks.log_once(
         f"resuming on {now[0]} rank(s) of {now[1]} what {before[0]} of {before[1]} saved: weights, "

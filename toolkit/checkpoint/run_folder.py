@@ -19,9 +19,14 @@ from typing import TYPE_CHECKING, Any
 from toolkit import config, ranks
 from toolkit.checkpoint import commit, lock
 from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
-from toolkit.checkpoint.local_folder import LocalFolder, beside, disk_errors, existing
+from toolkit.checkpoint.local_folder import (
+    LocalFolder,
+    nearest_existing_folder,
+    new_attempt_name,
+    raise_disk_errors,
+)
 from toolkit.checkpoint.reference_file import PARTS
-from toolkit.checkpoint.store import Folder, is_url, storage_of, where
+from toolkit.checkpoint.store import Folder, is_url, parse_location, storage_of
 from toolkit.config.kinds import defines_run
 from toolkit.config.lora import ALL_LINEAR, STRUCTURE, comparable
 from toolkit.config.published import get_mapping
@@ -60,15 +65,15 @@ class RunFolder:
         """Claim the folder, and keep every other run out to the end of this one: ConfigError names
         the one that is there.
         """
-        self._cfg, self.before = cfg, ranks.on_all(lambda: claim(cfg))
-        self.path, self.root = Path(cfg.output_dir), root_of(cfg)
+        self._cfg, self.before = cfg, ranks.on_all(lambda: claim_folders(cfg))
+        self.path, self.root = Path(cfg.output_dir), checkpoint_root(cfg)
         # Before anything is written or tokenised that a second start would do as well.
         for folder, setting in ((self.path, "output_dir"), (self.root, "checkpoint.root")):
-            ranks.log_once(ranks.on_main(partial(lock.take, folder, run.job, setting)))
+            ranks.log_once(ranks.on_main(partial(lock.acquire, folder, run.job, setting)))
             run.at_end.callback(lock.release, folder)
         if storage_of(self.root).is_disk:  # else the hosts may have nothing in common but the store
             for shared in dict.fromkeys((self.path, self.root)):
-                check_shared(shared)
+                check_shared_folder(shared)
         self.tokenizer = self.path / TOKENIZER  # one that the run trains
         self.samples = self.path / SAMPLES  # answers to `train.eval_prompts`
         self.holds_work = self.before is not None  # metrics or checkpoints of an earlier start
@@ -114,12 +119,12 @@ class RunFolder:
     def _set_exports_aside(self, after: int) -> list[str]:
         """Rename the exports of later steps: this start trains those anew."""
         folders = sorted((self.path / EXPORTS).glob("step-" + "[0-9]" * 8))
-        with disk_errors(f"exports of {self.path} cannot be renamed"):
-            return [set_export_aside(f) for f in folders if f.name > commit.step_name(after)]
+        with raise_disk_errors(f"exports of {self.path} cannot be renamed"):
+            return [rename_old_export(f) for f in folders if f.name > commit.step_name(after)]
 
     def next_lines(self, step: int, *, adapted: bool = False) -> list[str]:
         """Return what a run prints at its end: where things are, and the command that exports."""
-        export = f"toolkit consolidate {self.path} --output {export_path(self.path)}"
+        export = f"toolkit consolidate {self.path} --output {default_export_path(self.path)}"
         lora = getattr(self._cfg, "lora", None)
         base = self._cfg.model.name_or_path
         adapter = [f"adapter    continues {lora.from_}, base {base}"] if lora and lora.from_ else []
@@ -131,24 +136,24 @@ class RunFolder:
         ]
 
 
-def set_export_aside(export: Path) -> str:
+def rename_old_export(export: Path) -> str:
     """Rename an export of other weights to `step-N.old-*`; return the line that says so."""
-    old = beside(export, "old")
+    old = new_attempt_name(export, "old")
     os.rename(export, old)
     return f"NOTE: {export} was there already; it is now {old}"
 
 
-def root_of(cfg: Any) -> Any:
+def checkpoint_root(cfg: Any) -> Any:
     """Return what holds the run's checkpoints, as `checkpoint.save` and `newest` take it."""
-    return where(cfg.output_dir if cfg.checkpoint.root is None else cfg.checkpoint.root)
+    return parse_location(cfg.output_dir if cfg.checkpoint.root is None else cfg.checkpoint.root)
 
 
-def export_path(folder: Path) -> Path:
+def default_export_path(folder: Path) -> Path:
     """Return where the export of a run goes unless told otherwise: beside it, `RUN-hf`."""
     return Path(f"{folder if folder.name not in ('', '..') else folder.resolve()}-hf")
 
 
-def plain_config(run: Path) -> dict[str, Any]:
+def read_raw_config(run: Path) -> dict[str, Any]:
     """Return the settings of a run of any recipe and version; {} where none can be read."""
     try:
         found = read_yaml(run / CONFIG, ConfigError)
@@ -157,20 +162,24 @@ def plain_config(run: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def recorded_root(run: Path) -> Folder:
+def find_checkpoint_root(run: Path) -> Folder:
     """Return what holds the checkpoints of a run, by its `checkpoint.root`; any other folder as it
     is.
     """
-    recorded = plain_config(run)
+    recorded = read_raw_config(run)
     root = get_mapping(recorded, "checkpoint").get("root")
     is_root = (run / CHECKPOINTS).is_dir() and not (run / METRICS).is_file()
     if not isinstance(root, str) or not root or is_root:
         return run
-    place = where(root)
-    return place if is_url(root) else beside_recorded(run, recorded.get("output_dir"), str(place))
+    place = parse_location(root)
+    return (
+        place
+        if is_url(root)
+        else resolve_recorded_path(run, recorded.get("output_dir"), str(place))
+    )
 
 
-def beside_recorded(place: Path, written: Any, other: str) -> Path:
+def resolve_recorded_path(place: Path, written: Any, other: str) -> Path:
     """Return a path of a config, of which `written` is at `place`. Paths of a config are relative
     to the folder that its run was started in, not to this one.
     """
@@ -194,9 +203,9 @@ def local_copy(path: str | Path) -> Iterator[Path]:
     store cannot be read, or the copy does not fit.
     """
     # Of a config that is no run's, whoever reads the folder says what is wrong with it.
-    place: Any = where(path)
+    place: Any = parse_location(path)
     if not is_url(path):
-        place = recorded_root(place)
+        place = find_checkpoint_root(place)
     if storage_of(place).is_disk:
         yield place
         return
@@ -215,14 +224,14 @@ def local_copy(path: str | Path) -> Iterator[Path]:
         yield folder
 
 
-def claim(cfg: Any) -> Any:
+def claim_folders(cfg: Any) -> Any:
     """Refuse a run directory or a `checkpoint.root` that is not free and does not hold this very
     run; return the settings that an earlier start recorded, None where it left no work.
 
     ConfigError: the directory holds another run, or files that are not a run's. CheckpointError:
     `checkpoint.root` is on a store that cannot be read or written.
     """
-    folder, root = Path(cfg.output_dir), root_of(cfg)
+    folder, root = Path(cfg.output_dir), checkpoint_root(cfg)
     LocalFolder(folder).check_usable("output_dir")
     present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
     # A start that was killed may have left these: whole pieces of a run, and unfinished ones.
@@ -235,10 +244,10 @@ def claim(cfg: Any) -> Any:
             f"({', '.join(sorted(strangers)[:3])}); give an empty or new folder"
         )
     before = None
-    if CONFIG in present and _holds_work(folder):
+    if CONFIG in present and _has_progress(folder):
         before = _read(folder / CONFIG, type(cfg))
-        _check_same_run(before, adopt_recorded(cfg, before), "output_dir", folder)
-        moved, old = before.checkpoint.root != cfg.checkpoint.root, root_of(before)
+        _check_same_run(before, apply_recorded_adapter(cfg, before), "output_dir", folder)
+        moved, old = before.checkpoint.root != cfg.checkpoint.root, checkpoint_root(before)
         if moved and committed_steps(old) and not committed_steps(root):
             raise ConfigError(
                 f"checkpoint.root was {before.checkpoint.root}, is {cfg.checkpoint.root}, and the "
@@ -254,28 +263,28 @@ def claim(cfg: Any) -> Any:
         storage_of(root).check_usable("checkpoint.root")
         if committed_steps(root):
             other = _read(root / CONFIG, type(cfg))
-            _check_same_run(other, adopt_recorded(cfg, other), "checkpoint.root", root)
+            _check_same_run(other, apply_recorded_adapter(cfg, other), "checkpoint.root", root)
     return before
 
 
-def recorded_config(cfg: Any) -> Any:
+def read_recorded_config(cfg: Any) -> Any:
     """Return the settings that an earlier start of this run recorded, in output_dir or next to its
     checkpoints; None if no start left any work. Raises as `claim` does for a damaged file.
     """
-    folder, root = Path(cfg.output_dir), root_of(cfg)
-    if (folder / CONFIG).is_file() and _holds_work(folder):
+    folder, root = Path(cfg.output_dir), checkpoint_root(cfg)
+    if (folder / CONFIG).is_file() and _has_progress(folder):
         return _read(folder / CONFIG, type(cfg))
     if cfg.checkpoint.root is not None and committed_steps(root):
         return _read(root / CONFIG, type(cfg))
     return None
 
 
-def _holds_work(folder: Path) -> bool:
+def _has_progress(folder: Path) -> bool:
     """Return whether a start left metrics or a checkpoint in its output_dir."""
     return (folder / METRICS).is_file() or bool(committed_steps(folder))
 
 
-def adopt_recorded(cfg: Any, recorded: Any) -> Any:
+def apply_recorded_adapter(cfg: Any, recorded: Any) -> Any:
     """Return `cfg` with the settings of the adapter that an earlier start of the run continued.
 
     The start recorded them, so that a resume does not need the adapter (`lora.from`) any more.
@@ -292,7 +301,7 @@ def adopt_recorded(cfg: Any, recorded: Any) -> Any:
     return dataclasses.replace(cfg, lora=lora.with_structure(structure | contradictions))
 
 
-def check_shared(folder: Path) -> None:
+def check_shared_folder(folder: Path) -> None:
     """Refuse hosts that do not see what rank 0 writes where `folder` is, or will be made:
     LaunchError names them. Collective; one small file, a broadcast and a gather.
     """
@@ -300,8 +309,8 @@ def check_shared(folder: Path) -> None:
         return
 
     def write() -> Path:
-        token = existing(folder) / f"{_TOKEN}{os.urandom(8).hex()}"
-        with disk_errors(f"{folder} cannot be written to"):
+        token = nearest_existing_folder(folder) / f"{_TOKEN}{os.urandom(8).hex()}"
+        with raise_disk_errors(f"{folder} cannot be written to"):
             token.touch()
         return token
 
@@ -333,8 +342,8 @@ def _appears(file: Path) -> bool:
 
 def save_config(cfg: Any) -> None:
     """Write the resolved config to the run directory, and beside checkpoints that are elsewhere."""
-    folder, text, root = Path(cfg.output_dir), config.dump(cfg), root_of(cfg)
-    with disk_errors(f"{CONFIG} of the run could not be written"):
+    folder, text, root = Path(cfg.output_dir), config.dump(cfg), checkpoint_root(cfg)
+    with raise_disk_errors(f"{CONFIG} of the run could not be written"):
         storage_of(folder / CONFIG).replace(text)
         if root.resolve() != folder.resolve():
             storage_of(root / CONFIG).replace(text)
@@ -344,7 +353,7 @@ def _read(file: Folder, cls: type[RunConfig]) -> Any:
     """Return the config that `save_config` wrote for the same recipe."""
     try:
         with storage_of(file).local() as local:
-            content = plain_config(local.parent)
+            content = read_raw_config(local.parent)
             name = config.saved_kind_name(content)
             if not content or name == cls.kind_name():
                 return config.load(cls, local)

@@ -22,9 +22,10 @@ of them on the device.
 
 import contextlib
 import json
+import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,27 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from toolkit import formats, ranks
-from toolkit.checkpoint import commit, lock, retention, rng_state
-from toolkit.checkpoint.commit import SUMS, Files
-from toolkit.checkpoint.local_folder import disk_errors
-from toolkit.checkpoint.reference_file import FILE
-from toolkit.checkpoint.shard_plan import write_shards, written_here
-from toolkit.checkpoint.shards import HashingWriter
-from toolkit.checkpoint.state import TrainState, optimizer_tensors, state_text
-from toolkit.checkpoint.store import Folder, storage_of, where
+from toolkit.checkpoint import commit, lock
+from toolkit.checkpoint.commit import (
+    CHECKPOINTS,
+    ROW_SUMS,
+    STATE,
+    Files,
+    latest_attempts,
+    list_attempts,
+)
+from toolkit.checkpoint.local_folder import raise_disk_errors
+from toolkit.checkpoint.reference_file import FILE, PARTS, delete_parts
+from toolkit.checkpoint.shards import HashingWriter, names_to_write, write_shards
+from toolkit.checkpoint.state import (
+    TrainState,
+    format_state,
+    optimizer_tensors,
+    snapshot_rng,
+    write_rng,
+)
+from toolkit.checkpoint.store import Folder, parse_location, read_json_object, storage_of
+from toolkit.config.published import get_mapping
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError, StorageError
 from toolkit.formats import Tensors, local_tensor
@@ -82,13 +96,13 @@ def save(
     begun = time.perf_counter()
     ranks.object_group(CHANNEL)  # every rank is here now, and not when it is needed
     ranks.node_indices()
-    run = ranks.on_all(lambda: where(run_dir))
+    run = ranks.on_all(lambda: parse_location(run_dir))
     model, optimizer = model_tensors(state.model), optimizer_tensors(state)
     needed = sum(t.numel() * t.itemsize for t in (*model.values(), *optimizer.values()))
     needed += sum(len(file.content) for file in state.files.values())
     failed = state.saves.failed
-    with _disk_may_fail(needed, run, cfg, may_fail, failed):
-        behind = _goes_behind(state, model | optimizer, cfg)
+    with _tolerate_disk_failure(needed, run, cfg, may_fail, failed):
+        behind = _resolve_async_save(state, model | optimizer, cfg)
         snapshot = _Snapshot(state, model, optimizer, run, cfg, behind)
         if not behind:
             return snapshot.write()
@@ -98,7 +112,7 @@ def save(
         def write_behind() -> None:
             with (
                 ranks.use_channel(CHANNEL),
-                _disk_may_fail(needed, run, cfg, may_fail, failed, path),
+                _tolerate_disk_failure(needed, run, cfg, may_fail, failed, path),
             ):
                 snapshot.write()
                 ranks.log_once(
@@ -116,7 +130,7 @@ def saved_line(path: str) -> str:
     return path and f"{'saving' if background.is_pending() else 'saved'} {path}"
 
 
-def _goes_behind(state: TrainState, tensors: Tensors, cfg: CheckpointConfig) -> bool:
+def _resolve_async_save(state: TrainState, tensors: Tensors, cfg: CheckpointConfig) -> bool:
     """Return whether the loop goes on while this is written. `auto` is decided at a run's first
     save, where rank 0 says so; collective then.
     """
@@ -140,7 +154,7 @@ def _goes_behind(state: TrainState, tensors: Tensors, cfg: CheckpointConfig) -> 
 
 
 @contextlib.contextmanager
-def _disk_may_fail(
+def _tolerate_disk_failure(
     needed: int,
     run: Folder,
     cfg: CheckpointConfig,
@@ -155,7 +169,7 @@ def _disk_may_fail(
         yield
     except StorageError as error:
         failed.append(path)
-        text = str(error) + ranks.on_main(lambda: _lacking(needed, run))
+        text = str(error) + ranks.on_main(lambda: _describe_missing_space(needed, run))
         left = cfg.max_failed_saves - len(failed)
         setting = f"checkpoint.max_failed_saves {cfg.max_failed_saves}"
         if may_fail and left >= 0:
@@ -171,7 +185,7 @@ def _disk_may_fail(
         raise named from error
 
 
-def _lacking(needed: int, run: Folder) -> str:
+def _describe_missing_space(needed: int, run: Folder) -> str:
     """Return what a checkpoint of `needed` bytes lacks, when a save has failed and is removed."""
     try:
         free = storage_of(run).free_bytes()
@@ -207,26 +221,26 @@ class _Snapshot:
         position = None if state.data is None else state.data.state_dict()
 
         def begin() -> str:
-            lock.check()
-            self.content = state_text(state, position)
+            lock.check_held()
+            self.content = format_state(state, position)
             self.adapter = json.loads(self.content).get("adapter")
-            return str(commit.begin(run, state.step))
+            return str(commit.begin_attempt(run, state.step))
 
-        self.target = where(ranks.on_main(begin))
+        self.target = parse_location(ranks.on_main(begin))
         # On a store a folder of this rank's own, for small files.
         self.folder = ranks.on_all(self._scratch)
         try:
             self.tensors = model | optimizer
-            self.sums = ranks.on_all(lambda: _sums(self.tensors))
+            self.sums = ranks.on_all(lambda: _sum_local_parts(self.tensors))
             if behind:
-                self.tensors = ranks.on_all(lambda: _copied(self.tensors, self.saves.room))
-            self.rng = rng_state.snapshot()
+                self.tensors = ranks.on_all(lambda: _copy_to_host(self.tensors, self.saves.room))
+            self.rng = snapshot_rng()
         except BaseException:
             self.remove()
             raise
 
     def _scratch(self) -> Path:
-        with disk_errors(self.failed):
+        with raise_disk_errors(self.failed):
             return storage_of(self.target).scratch()
 
     def write(self) -> str:
@@ -252,15 +266,15 @@ class _Snapshot:
         return path
 
     def _prune(self) -> None:
-        retention.prune(self.run, self.cfg)
+        prune_checkpoints(self.run, self.cfg)
         if FILE in self.files:  # its parts are in the checkpoint now
-            retention.delete_reference_parts(self.run)
+            delete_reference_parts(self.run)
 
     def _write_rest(self, shards: Files) -> Files:
         """Write what is not tensors; return size and sha256 of every file of this rank."""
         folder = self.folder
-        with disk_errors(self.failed):
-            names = [f"{RNG}/{rng_state.write(folder / RNG, ranks.rank(), self.rng)}"]
+        with raise_disk_errors(self.failed):
+            names = [f"{RNG}/{write_rng(folder / RNG, ranks.rank(), self.rng)}"]
             if ranks.rank() == 0:
                 (folder / commit.STATE).write_text(self.content, "utf-8")
                 names += [commit.STATE, f"{DCP}/{formats.METADATA_FILE}"]
@@ -272,7 +286,7 @@ class _Snapshot:
                         (folder / HF / "adapter_config.json").write_text(text, "utf-8")
                     names += [f"{HF}/{n}" for n in storage_of(folder / HF).files()]
             names += [self._write_file(name) for name in self.files]
-            small = commit.hash_files(folder, names, self.target)
+            small = commit.store_files(folder, names, self.target)
         for name, file in self.files.items():
             if small[name]["sha256"] != file.sha256:
                 raise CheckpointError(
@@ -284,7 +298,7 @@ class _Snapshot:
     def _write_file(self, name: str) -> str:
         """Write one of the state's files; return its name."""
         content = self.files[name].content
-        with disk_errors(f"{self.failed}: {name} of {len(content):,} bytes"):
+        with raise_disk_errors(f"{self.failed}: {name} of {len(content):,} bytes"):
             (self.folder / name).write_bytes(content)
         return name
 
@@ -301,10 +315,10 @@ class _Snapshot:
             "version": MANIFEST_VERSION,
             "step": self.step,
             "files": {name: entry for files, _ in parts for name, entry in files.items()},
-            SUMS: dict(zip(self._summed(), sums.tolist(), strict=True)),
+            ROW_SUMS: dict(zip(self._summed(), sums.tolist(), strict=True)),
             **({} if self.adapter is None else {"adapter": self.adapter}),
         }
-        with disk_errors(self.failed):
+        with raise_disk_errors(self.failed):
             return commit.commit(self.target, self.step, manifest)
 
     def remove(self) -> None:
@@ -313,16 +327,16 @@ class _Snapshot:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _sums(tensors: Tensors) -> dict[str, tuple[int, int, int]]:
+def _sum_local_parts(tensors: Tensors) -> dict[str, tuple[int, int, int]]:
     """Return of each tensor that this rank writes the bytes of its part, their sum and that of its
     rows, as the device has them.
     """
-    parts = {name: tensors[name] for name in written_here(tensors)}
+    parts = {name: tensors[name] for name in names_to_write(tensors)}
     return {n: (local_tensor(t).nbytes, *part_sums(t).tolist()) for n, t in parts.items()}
 
 
 @torch.no_grad()
-def _copied(tensors: Tensors, rooms: dict[Any, torch.Tensor]) -> Tensors:
+def _copy_to_host(tensors: Tensors, rooms: dict[Any, torch.Tensor]) -> Tensors:
     """Return copies of this rank's parts in host memory, laid out like `tensors`, in `rooms`, so
     that they last until the next call. Pinned where they come from a device.
     """
@@ -343,3 +357,67 @@ def _copied(tensors: Tensors, rooms: dict[Any, torch.Tensor]) -> Tensors:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
     return copies
+
+
+def steps_to_delete(verified: Mapping[int, Mapping[str, float]], cfg: CheckpointConfig) -> set[int]:
+    """Return the steps that may be deleted of those that are sound, given with their metrics; the
+    others are no candidates, and do not count as kept either.
+    """
+    if cfg.save_total_limit is None:
+        return set()
+    kept = set(sorted(verified)[-max(2, cfg.save_total_limit) :])
+    metric, greater = cfg.best_metric()
+    sign = -1 if greater else 1
+    measured = {
+        step: values[metric]
+        for step, values in verified.items()
+        if math.isfinite(values.get(metric, math.nan))
+    }
+    ranked = sorted(measured, key=lambda step: (sign * measured[step], -step))
+    return set(verified) - kept - set(ranked[: int(cfg.keep_best)])
+
+
+def prune_checkpoints(run: str | Folder, cfg: CheckpointConfig) -> None:
+    """Delete the checkpoints that `cfg` does not keep, and leftovers: unfinished, half-deleted
+    and superseded folders. Call it after the newest one is committed.
+
+    A checkpoint counts as kept only when it `is_intact`; `resume` hashes the shards, too. Others are
+    not deleted, nor are links: somebody else put them there. What resists makes a warning.
+    """
+    run = parse_location(run)
+    with _warn_on_disk_error(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
+        attempts = list_attempts(run)
+        newest = latest_attempts(attempts)
+        verified: dict[int, dict[str, float]] = {}
+        for step, attempt in newest.items():
+            folder = attempt.folder
+            if not folder.is_symlink() and commit.is_intact(folder):
+                with contextlib.suppress(CheckpointError):  # its state is damaged: not sound
+                    metrics = get_mapping(read_json_object(folder / STATE) or {}, "metrics").items()
+                    verified[step] = {k: v for k, v in metrics if isinstance(v, int | float)}
+        gone = [a.folder for a in attempts if a.kind in commit.LEFTOVER_KINDS]
+        for a in attempts:
+            superseded = a.step in verified and a.order < newest[a.step].order
+            saved = a.kind == "saved" and commit.is_committed(a.folder)
+            if superseded and (saved or a.kind == "old"):
+                gone.append(a.folder)
+        gone += [newest[step].folder for step in sorted(steps_to_delete(verified, cfg))]
+        commit.delete_attempts(gone)
+
+
+def delete_reference_parts(run: Folder) -> None:
+    """Delete the parts of the reference pass, which a committed checkpoint holds. What resists
+    makes a warning.
+    """
+    with _warn_on_disk_error(f"{run / PARTS} could not be deleted"):
+        delete_parts(run)
+
+
+@contextlib.contextmanager
+def _warn_on_disk_error(what: str) -> Iterator[None]:
+    """Say what went wrong, and go on: a run that has saved does not end over an old checkpoint."""
+    try:
+        with raise_disk_errors(what):
+            yield
+    except CheckpointError as error:
+        ranks.print_line(f"WARNING: {error}. The next save tries again")

@@ -58,7 +58,7 @@ class Source:
     def sums(self) -> dict[str, int]:
         """Return key -> `row_sum` of live memory at saving; empty for another tool's."""
         manifest = {} if self.checkpoint is None else commit.read_manifest(self.checkpoint)
-        return manifest.get(commit.SUMS, {})
+        return manifest.get(commit.ROW_SUMS, {})
 
 
 def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> Source:
@@ -80,9 +80,9 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
         raise CheckpointError(f"{path} is a file; give the folder that holds it: {path.parent}")
     foreign = hf_assets is not None or not commit.is_committed(path.parent)
     if foreign and (path / formats.METADATA_FILE).is_file():
-        return _dcp(path, _assets(hf_assets, path))
+        return _read_dcp(path, _find_assets(hf_assets, path))
     if shards := sorted(path.glob(commit.SHARDED_SAFETENSORS)):
-        return _safetensors(path, shards, _assets(hf_assets, path))
+        return _read_sharded_safetensors(path, shards, _find_assets(hf_assets, path))
     inner = [path / _CONSOLIDATED_BESIDE]
     if not any(inner[0].glob(commit.SHARDED_SAFETENSORS)):
         inner = sorted(p.parent for p in path.glob(f"{commit.ACCELERATE}*/{formats.METADATA_FILE}"))
@@ -100,10 +100,10 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
                 f"{path} is a Hugging Face folder already: nothing to consolidate"
             ) from error
         raise
-    return _own_checkpoint(found, hf_assets)
+    return _read_toolkit_checkpoint(found, hf_assets)
 
 
-def base_entry(source: Source) -> dict[str, Any]:
+def read_base_entry(source: Source) -> dict[str, Any]:
     """Return what a checkpoint's manifest says of the base that was adapted."""
     entry = commit.read_manifest(source.checkpoint).get(ENTRY) if source.checkpoint else None
     if not isinstance(entry, dict) or not isinstance(entry.get("name_or_path"), str):
@@ -119,7 +119,7 @@ def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
 
     `elsewhere` is a folder or Hub id, None where the run had it; ExportError for another base.
     """
-    entry = base_entry(source)
+    entry = read_base_entry(source)
     if str(entry.get("digest")).startswith("random"):
         raise ExportError(
             f"the base of {source.checkpoint} was drawn at random ({entry['digest']}) and is in no "
@@ -137,14 +137,14 @@ def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
     return folder
 
 
-def named_base(source: Source, elsewhere: str | Path | None = None) -> dict[str, Any]:
+def describe_base(source: Source, elsewhere: str | Path | None = None) -> dict[str, Any]:
     """Return the base as an exported adapter names it: as the run did, or `elsewhere`.
 
     A folder's weights are read and compared. Of a Hub id whose weights are not here only the config
     is: a name is no reason to download them. `toolkit verify --logits` reads them. ExportError:
     `elsewhere` is not found here, or is another base.
     """
-    entry = base_entry(source)
+    entry = read_base_entry(source)
     if elsewhere is None:
         return entry
     given = str(elsewhere)
@@ -174,12 +174,12 @@ def _base_folder(given: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def travels(name: str) -> bool:
+def is_adapter_asset(name: str) -> bool:
     """Return whether a file beside a model's weights goes with adapters, as a tokenizer does."""
     return name != "generation_config.json" and not name.endswith(".py")
 
 
-def parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict[str, str]]:
+def map_parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict[str, str]]:
     """Return (prefix, parameter name -> key of the checkpoint) of all weights in `source`.
 
     Wrappers' parts of the keys (`_orig_mod.` of torch.compile) are left out. Of keys without a
@@ -201,7 +201,7 @@ def parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict[str
     return prefix, found
 
 
-def check_whole(source: Source, keys: Iterable[str]) -> None:
+def check_complete(source: Source, keys: Iterable[str]) -> None:
     """Check that chunks cover each element of each tensor once; ExportError names what is not."""
     for key in keys:
         if fault := source.fault(key):
@@ -209,26 +209,26 @@ def check_whole(source: Source, keys: Iterable[str]) -> None:
             raise ExportError(f"{key} {shape} is not whole in {source.folder}: {fault}")
 
 
-def _own_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
+def _read_toolkit_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
     metadata = f"dcp/{formats.METADATA_FILE}"
     files = commit.read_manifest(checkpoint)["files"]
     if metadata not in files:
         raise CheckpointError(f"{checkpoint} has no {metadata} in its manifest")
     of_model = [n for n in files if n.startswith(("dcp/", "hf/"))]
     small = [n for n in of_model if n.startswith("hf/") or n == metadata]
-    for name, fault in commit.damaged_files(checkpoint, of_model, hashed=small, files=files):
-        raise damaged(checkpoint / name, fault)
+    for name, fault in commit.find_damaged_files(checkpoint, of_model, hashed=small, files=files):
+        raise damaged_file_error(checkpoint / name, fault)
     own = checkpoint / "hf"
-    hf = own if is_adapter_folder(own) else _assets(hf_assets, own)
-    return _dcp(checkpoint / "dcp", hf, checkpoint)
+    hf = own if is_adapter_folder(own) else _find_assets(hf_assets, own)
+    return _read_dcp(checkpoint / "dcp", hf, checkpoint)
 
 
-def damaged(file: Path, what: str) -> CheckpointError:
+def damaged_file_error(file: Path, what: str) -> CheckpointError:
     """Return the error of a file that is not what the manifest says."""
     return CheckpointError(f"{file} {what}; use another checkpoint of the run")
 
 
-def _dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
+def _read_dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
     metadata = formats.read_metadata(folder)
     tensors = {
         key: (entry.properties.dtype, tuple(entry.size))
@@ -247,7 +247,7 @@ def _dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
     return Source(folder, hf, checkpoint, tensors, stored, fault)
 
 
-def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
+def _read_sharded_safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
     parts: dict[str, dict[Any, formats.Chunk]] = {}
     for file in files:
         formats.plain_file(folder, file.name, CheckpointError)
@@ -290,7 +290,7 @@ def _safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
     return Source(folder, hf, None, tensors, found.__getitem__, fault)
 
 
-def _assets(hf_assets: str | Path | None, own: Path) -> Path:
+def _find_assets(hf_assets: str | Path | None, own: Path) -> Path:
     """Return the folder with the config: the one given, else the checkpoint's own."""
     if hf_assets is None:
         if not _has_config(own):

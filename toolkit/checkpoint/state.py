@@ -3,17 +3,21 @@
 import contextlib
 import json
 import math
+import random
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import numpy
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from toolkit import ranks
 from toolkit.adapters.base import adapter_entry
-from toolkit.checkpoint import rng_state
 from toolkit.checkpoint.commit import STATE
-from toolkit.checkpoint.store import Folder, read_object
+from toolkit.checkpoint.store import Folder, read_json_object, storage_of
 from toolkit.errors import CheckpointError, one_line
 from toolkit.formats import Known, Tensors
 from toolkit.models.peft_model import has_adapters
@@ -29,21 +33,21 @@ def optimizer_tensors(state: TrainState) -> Tensors:
     """Return `optimizer.<parameter>.<name>` -> tensor; numbers go to state.json."""
     return {
         f"optimizer.{name}.{key}": value
-        for name, values in _optimizer_state(state).items()
+        for name, values in _state_by_name(state).items()
         for key, value in values.items()
         if isinstance(value, torch.Tensor) and value.ndim > 0
     }
 
 
-def state_text(state: TrainState, position: dict[str, Any] | None) -> str:
+def format_state(state: TrainState, position: dict[str, Any] | None) -> str:
     """Return the text of state.json; `position` is that of `state.data`."""
     content = {
         "step": state.step,
         "tokens": state.tokens,
         "metrics": {k: float(v) for k, v in state.metrics.items() if math.isfinite(v)},
         "world_size": ranks.world_size(),
-        "device": rng_state.device_type(),
-        "optimizer": _optimizer_content(state),
+        "device": rng_device(),
+        "optimizer": _describe_optimizer(state),
         # Only values that JSON can hold: a closed-form schedule needs no more.
         "scheduler": None
         if state.scheduler is None
@@ -56,17 +60,17 @@ def state_text(state: TrainState, position: dict[str, Any] | None) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def _optimizer_state(state: TrainState) -> dict[str, dict[str, Any]]:
+def _state_by_name(state: TrainState) -> dict[str, dict[str, Any]]:
     held = {} if state.optimizer is None else state.optimizer.state
     return {name: held[p] for name, p in state.model.named_parameters() if p in held}
 
 
-def _optimizer_content(state: TrainState) -> dict[str, Any] | None:
+def _describe_optimizer(state: TrainState) -> dict[str, Any] | None:
     if state.optimizer is None:
         return None
     tensors: dict[str, set[str]] = {}  # by the number of dimensions, a text in JSON
     scalars: dict[str, dict[str, float]] = {}
-    with_state, parameters = _optimizer_state(state), dict(state.model.named_parameters())
+    with_state, parameters = _state_by_name(state), dict(state.model.named_parameters())
     for name, held in with_state.items():
         for key, value in held.items():
             if isinstance(value, torch.Tensor) and value.ndim > 0:
@@ -84,7 +88,7 @@ def _optimizer_content(state: TrainState) -> dict[str, Any] | None:
 def read_state(checkpoint: Folder) -> dict[str, Any]:
     """Return what a checkpoint holds beside tensors: step, tokens, world size, data position."""
     file = checkpoint / STATE
-    saved = read_object(file)
+    saved = read_json_object(file)
     if saved is None:
         raise CheckpointError(f"{file} is missing: step, tokens, schedule, position")
     if odd := [n for n, k in _KINDS.items() if not isinstance(saved.get(n, ...), k | None)]:
@@ -93,7 +97,7 @@ def read_state(checkpoint: Folder) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def state_faults(checkpoint: Folder) -> Iterator[None]:
+def raise_bad_state(checkpoint: Folder) -> Iterator[None]:
     """Raise what a state.json of another form leads to as one error that names the file."""
     try:
         yield
@@ -103,14 +107,14 @@ def state_faults(checkpoint: Folder) -> Iterator[None]:
         ) from error
 
 
-def piece(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[str, Any]:
+def required_part(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[str, Any]:
     """Return a part of state.json that this run needs, or raise a CheckpointError."""
     if saved.get(name) is None:
         raise CheckpointError(f"{checkpoint} holds no {name} state, which this run needs to go on")
     return saved[name]
 
 
-def check_model(tensors: Tensors, known: Known, checkpoint: Folder) -> None:
+def check_model_tensors(tensors: Tensors, known: Known, checkpoint: Folder) -> None:
     """Refuse a checkpoint whose model tensors have other names, shapes or dtypes."""
     faults = []
     if lacking := sorted(tensors.keys() - known.keys()):
@@ -128,7 +132,7 @@ def check_model(tensors: Tensors, known: Known, checkpoint: Folder) -> None:
         )
 
 
-def empty_moments(
+def allocate_optimizer_state(
     state: TrainState, known: Known, saved: dict[str, Any], checkpoint: Folder
 ) -> dict[str, Tensors]:
     """Return, per trained parameter, tensors to load its optimizer state into, laid out like it.
@@ -137,7 +141,7 @@ def empty_moments(
     """
     if state.optimizer is None:
         return {}
-    before = piece(saved, "optimizer", checkpoint)
+    before = required_part(saved, "optimizer", checkpoint)
     kind = type(state.optimizer).__name__
     if before["class"] != kind:
         raise CheckpointError(
@@ -181,7 +185,9 @@ def empty_moments(
     return moments
 
 
-def fill_optimizer(state: TrainState, moments: dict[str, Tensors], saved: dict[str, Any]) -> None:
+def load_optimizer_state(
+    state: TrainState, moments: dict[str, Tensors], saved: dict[str, Any]
+) -> None:
     """Put loaded `moments` and the numbers of state.json into the optimizer."""
     optimizer = state.optimizer
     if optimizer is None:
@@ -205,7 +211,7 @@ def fill_optimizer(state: TrainState, moments: dict[str, Tensors], saved: dict[s
             optimizer.state[parameter].update(parts)
 
 
-def move_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
+def restore_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
     """Move a schedule to where it was saved."""
     if not isinstance(scheduler, LambdaLR):
         scheduler.load_state_dict(saved)
@@ -221,3 +227,77 @@ def move_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
         scheduler._last_lr = rates
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+# ---- Random state: python's, numpy's, torch's and the device's
+
+# Names in every rank's file; a device that draws random numbers adds its own.
+_RNG_PIECES = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss", "torch")
+
+
+def rng_device() -> str:
+    """Return the kind of device that draws random numbers here beside the CPU, else `cpu`."""
+    # A device that the process has not used has no state, and looking would start it.
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return "cpu"
+    used = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
+    return device.type if used() else "cpu"
+
+
+def snapshot_rng() -> dict[str, torch.Tensor]:
+    """Return a copy of the random state of this process and of its current device."""
+    _version, words, gauss = random.getstate()
+    # The legacy form is a tuple; numpy's stubs allow the other one too.
+    _, keys, position, has_gauss, cached = cast(tuple, numpy.random.get_state(legacy=True))
+    gauss = float("nan") if gauss is None else gauss
+    tensors = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(keys.astype(numpy.int64)),
+        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if rng_device() != "cpu":
+        tensors[rng_device()] = torch.get_device_module(rng_device()).get_rng_state()
+    return tensors
+
+
+def write_rng(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> str:
+    """Write what `snapshot_rng` returned; return the file's name."""
+    folder.mkdir(exist_ok=True)
+    # Not save_file: it hides the cause of a failed write, and makes a file that only we may read.
+    (folder / _rng_file_name(rank)).write_bytes(save(tensors))
+    return _rng_file_name(rank)
+
+
+def restore_rng(folder: Folder, rank: int) -> None:
+    """Put the random state of `rank` in place; CheckpointError names the file or piece lacking."""
+    file = folder / _rng_file_name(rank)
+    try:
+        saved = load(storage_of(file).read_plain())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing: the random state of rank {rank}") from error
+    except (SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}): the random state of rank {rank}"
+        ) from error
+    wanted = (*_RNG_PIECES, *([] if rng_device() == "cpu" else [rng_device()]))
+    if lacking := [name for name in wanted if name not in saved]:
+        raise CheckpointError(f"{file} lacks the random state of {', '.join(lacking)}")
+    try:
+        gauss = saved["python_gauss"].item()
+        random.setstate((3, tuple(saved["python"].tolist()), None if gauss != gauss else gauss))
+        position, has_gauss = saved["numpy_position"].tolist()
+        keys = saved["numpy"].numpy().astype(numpy.uint32)
+        numpy.random.set_state(("MT19937", keys, position, has_gauss, saved["numpy_gauss"].item()))
+        torch.set_rng_state(saved["torch"])
+        if rng_device() != "cpu":
+            torch.get_device_module(rng_device()).set_rng_state(saved[rng_device()])
+    except (ValueError, TypeError, RuntimeError, IndexError, OverflowError) as error:
+        raise CheckpointError(f"{file} holds no random state: {error}") from error
+
+
+def _rng_file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"

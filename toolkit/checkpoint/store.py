@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from toolkit.checkpoint.attempts import Attempt
 from toolkit.checkpoint.local_folder import LocalFolder
+from toolkit.checkpoint.names import Attempt
 from toolkit.checkpoint.object_store import RemotePath, from_url
 from toolkit.errors import CheckpointError
 from toolkit.parsing import parse_json
@@ -83,7 +83,7 @@ def is_url(path: object) -> bool:
     return bool(isinstance(path, str) and _URL.match(path) and not _FILE_URL.match(path))
 
 
-def where(path: str | Folder) -> Folder:
+def parse_location(path: str | Folder) -> Folder:
     """Return the folder, or the place on a store, that `path` names. Asks no store anything;
     raises as `from_url`.
     """
@@ -92,12 +92,12 @@ def where(path: str | Folder) -> Folder:
     return from_url(path) if is_url(path) else Path(_FILE_URL.sub("", path, count=1))
 
 
-def bytes_below(folder: Folder) -> int:
+def folder_bytes(folder: Folder) -> int:
     """Return the bytes of all files below `folder`, without those that links lead to."""
     return sum(size for size in storage_of(folder).files().values() if size > 0)
 
 
-def read_object(file: Folder) -> dict[str, Any] | None:
+def read_json_object(file: Folder) -> dict[str, Any] | None:
     """Return the JSON object that a file holds, None where there is no file."""
     try:
         content = parse_json(storage_of(file).read_plain(), file, CheckpointError)

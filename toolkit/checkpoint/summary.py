@@ -1,5 +1,6 @@
 """Describe a run or a checkpoint for `toolkit inspect`, from metadata alone."""
 
+import itertools
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -7,14 +8,24 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.commit import STATE, attempts_of, counting, find_checkpoint
-from toolkit.checkpoint.store import bytes_below, read_object
-from toolkit.config.published import get_mapping
+from toolkit.checkpoint.commit import (
+    CHECKPOINTS,
+    STATE,
+    find_checkpoint,
+    latest_attempts,
+    list_attempts,
+    step_name,
+)
+from toolkit.checkpoint.run_folder import CONFIG, read_raw_config, resolve_recorded_path
+from toolkit.checkpoint.store import folder_bytes, read_json_object
+from toolkit.config.published import get_mapping, select_publishable_settings, to_publishable
 from toolkit.formats import METADATA_FILE, read_metadata
+from toolkit.formats.metrics_file import METRICS, STARTS, read_lines, read_metrics
 from toolkit.tables import fold, size_text, table
+from toolkit.training.run_start import read_versions
 
 
-def summarise(path: str | Path) -> dict[str, Any]:
+def summarize(path: str | Path) -> dict[str, Any]:
     """Return what a run, a checkpoint or a plain DCP folder holds, ready for JSON.
 
     Keys: `path`; `checkpoints` (of a run: folder, step, committed, bytes), else None; of the newest
@@ -34,9 +45,9 @@ def summarise(path: str | Path) -> dict[str, Any]:
         checkpoint, dcp, runs = path, path, None
     else:
         checkpoint = find_checkpoint(path)
-        dcp, runs = checkpoint / "dcp", None if checkpoint == path else _checkpoints(path)
+        dcp, runs = checkpoint / "dcp", None if checkpoint == path else _list_checkpoints(path)
     tensors = [
-        _tensor(name, entry)
+        _describe_tensor(name, entry)
         for name, entry in read_metadata(dcp).state_dict_metadata.items()
         if hasattr(entry, "properties")
     ]
@@ -51,8 +62,8 @@ def summarise(path: str | Path) -> dict[str, Any]:
     for tensor in tensors:
         sections[tensor["section"]] += tensor["bytes"]
         dtypes[tensor["section"]][tensor["dtype"]] += math.prod(tensor["shape"])
-    state = read_object(checkpoint / STATE) or {}
-    config = read_object(checkpoint / "hf" / "config.json") or {}
+    state = read_json_object(checkpoint / STATE) or {}
+    config = read_json_object(checkpoint / "hf" / "config.json") or {}
     plain = {k: v for k, v in state.items() if isinstance(v, str | int | float) or v is None}
     step, world_size = plain.pop("step", None), plain.pop("world_size", None)
     batch = get_mapping(state, "data").get("global_batch")
@@ -71,13 +82,13 @@ def summarise(path: str | Path) -> dict[str, Any]:
         "parameters": sum(
             n for dtype, n in dtypes["model"].items() if getattr(torch, dtype).is_floating_point
         ),
-        "bytes": {**sections, "files": bytes_below(checkpoint)},
+        "bytes": {**sections, "files": folder_bytes(checkpoint)},
         "dtypes": {section: dict(found) for section, found in dtypes.items() if found},
         "tensors": tensors,
     }
 
 
-def render(summary: dict[str, Any]) -> str:
+def format_summary(summary: dict[str, Any]) -> str:
     """Return the summary as text: checkpoints, totals, and one line for tensors that are alike.
 
     Names that differ in numbers only, with equal shape, dtype and chunks, share a line:
@@ -93,7 +104,7 @@ def render(summary: dict[str, Any]) -> str:
     lines.append(f"checkpoint  {summary['checkpoint']}")
     facts = [
         ("architecture", summary["model"]),
-        *_adapter(summary["adapter"]),
+        *_adapter_facts(summary["adapter"]),
         ("step", summary["step"]),
         ("saved by ranks", summary["world_size"]),
         ("global batch", summary["global_batch_size"]),
@@ -107,24 +118,24 @@ def render(summary: dict[str, Any]) -> str:
     rows.append(["  all files", size_text(summary["bytes"]["files"])])
     lines += [*table(rows, right=set()), ""]
     head = ["tensor", "tensors", "shape", "dtype", "bytes", "chunks"]
-    return "\n".join([*lines, *table([head, *_grouped(summary["tensors"])], right={1, 4})])
+    return "\n".join([*lines, *table([head, *_tensor_rows(summary["tensors"])], right={1, 4})])
 
 
-def _checkpoints(run: Path) -> list[dict[str, Any]]:
-    attempts = attempts_of(run)
-    counted = counting(attempts).values()
+def _list_checkpoints(run: Path) -> list[dict[str, Any]]:
+    attempts = list_attempts(run)
+    counted = latest_attempts(attempts).values()
     return [
         {
             "folder": a.folder.name,
             "step": a.step,
             "committed": a in counted,
-            "bytes": bytes_below(a.folder),
+            "bytes": folder_bytes(a.folder),
         }
         for a in sorted(attempts, key=lambda a: a.folder.name)
     ]
 
 
-def _tensor(name: str, entry: Any) -> dict[str, Any]:
+def _describe_tensor(name: str, entry: Any) -> dict[str, Any]:
     shape, dtype = list(entry.size), entry.properties.dtype
     return {
         "name": name,
@@ -136,7 +147,7 @@ def _tensor(name: str, entry: Any) -> dict[str, Any]:
     }
 
 
-def _grouped(tensors: list[dict[str, Any]]) -> list[list[str]]:
+def _tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
     facts = [(str(t["shape"]), t["dtype"], str(t["chunks"])) for t in tensors]
     rows = []
     for name, indices in fold([t["name"] for t in tensors], facts):
@@ -146,7 +157,7 @@ def _grouped(tensors: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def _adapter(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
+def _adapter_facts(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Return what a line says of adapters, and which base they are for."""
     if not isinstance(entry, dict):
         return []
@@ -157,3 +168,78 @@ def _adapter(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
         ("adapters", f"{kind} of rank {config.get('r')}, alpha {config.get('lora_alpha')}"),
         ("base", f"{entry.get('name_or_path')}{revision}"),
     ]
+
+
+def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
+    """Return what a model card says of a run, as plain JSON values; {} where there is no run.
+
+    Secrets are removed, and of paths only the last part is kept. `run_dir` may be the run's
+    `checkpoint.root`; what it did after `step` is left out.
+
+    Returns:
+        What `publishable_settings` found at the start that trained `step`, `changes` {setting:
+        [[value, until step], ...]} of those that earlier starts had otherwise, `metrics` (the last
+        line's values, and the last evaluation's) and `logged_at` {metric: step}, `versions` (that
+        trained it), `steps`, `tokens`, `global_batch` (samples) and `devices`.
+    """
+    run = Path(run_dir)
+    config = read_raw_config(run)
+    home = _find_output_dir(run, config)
+    lines = [x for x in read_metrics(home) if step is None or x["step"] <= step]
+    starts = [x for x in read_lines(home / STARTS) if step is None or x["step"] < step]
+    if not config and not lines:
+        return {}
+    # The last evaluation may be of an earlier line than the last loss.
+    final = {key: (value, line["step"]) for line in lines for key, value in line.items()}
+    logged = {key: found for key, found in final.items() if key not in ("step", "tokens")}
+    state, last = _read_last_state(run, step), lines[-1]["step"] if lines else None
+    steps = last if step is None else step
+    of_state = state if state.get("step") == steps else {}
+    of_line = lines[-1] if last == steps and lines else {}
+    decided = get_mapping(starts[-1], "run") if starts else {}
+    if not all(get_mapping(decided, part) for part in ("base_model", "data", "hyperparameters")):
+        decided = {}  # an earlier version's, or damaged
+    facts = {
+        **(decided or select_publishable_settings(config, run)),
+        "changes": _setting_changes(starts),
+        "metrics": {key: value for key, (value, _) in logged.items()},
+        "logged_at": {key: at for key, (_, at) in logged.items()},
+        # Of the machine that trained, which need not be the one that exports.
+        "versions": get_mapping(starts[-1], "versions") if starts else read_versions(),
+        "steps": steps,
+        "tokens": of_state.get("tokens", of_line.get("tokens")),
+        "global_batch": get_mapping(state, "data").get("global_batch"),
+        "devices": state.get("world_size"),
+    }
+    return to_publishable(facts)
+
+
+def _setting_changes(starts: list[dict[str, Any]]) -> dict[str, list[list[Any]]]:
+    """Return setting -> [value, last step with it] of what the newest of `starts` has otherwise."""
+    parts: dict[int, dict[str, Any]] = {}  # of starts after one step the last one trained
+    for start in starts:
+        parts[start["step"]] = get_mapping(get_mapping(start, "run"), "hyperparameters")
+    changes: dict[str, list[list[Any]]] = {}
+    for (_, old), (step, new) in itertools.pairwise(parts.items()):
+        for name in sorted(old.keys() | new.keys() if old and new else ()):
+            if old.get(name) != new.get(name):
+                changes.setdefault(name, []).append([old.get(name), step])
+    return changes
+
+
+def _find_output_dir(run: Path, config: dict[str, Any]) -> Path:
+    """Return the output_dir of a run whose checkpoints (`checkpoint.root`) are in `run`."""
+    home = config.get("output_dir")
+    if (run / METRICS).is_file() or not isinstance(home, str):
+        return run
+    root = get_mapping(config, "checkpoint").get("root")
+    file = resolve_recorded_path(run, root, home) / CONFIG
+    same = file.is_file() and file.read_bytes() == (run / CONFIG).read_bytes()
+    return file.parent if same else run
+
+
+def _read_last_state(run: Path, step: int | None) -> dict[str, Any]:
+    """Return what the last checkpoint up to `step` says of itself."""
+    files = sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8 + "/state.json"))
+    before = [f for f in files if step is None or f.parent.name <= step_name(step)]
+    return (read_json_object(before[-1]) if before else None) or {}

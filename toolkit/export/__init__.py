@@ -1,9 +1,11 @@
-"""A checkpoint or a live model becomes a Hugging Face or a PEFT folder: one writer, three sources.
+"""Export a checkpoint or a live model as a Hugging Face folder, or its adapter as a PEFT folder.
 
-consolidation  the door for checkpoints      sources  a checkpoint's tensors, and a merge's
-live           the door for a running model  writer   the folder on the disk
-plan           what the folder consists of   weight_file  one file: its bytes, and their hashes
-continuation   the adapter that a run continues
+consolidation    export a checkpoint
+live             export a model that is still training
+plan             names, dtypes and files of the exported folder, from shapes alone
+readers          read the tensors to export: from a checkpoint, or from a base and an adapter
+writer           write the folder, and prove that its files hold the source's values
+adapter_loading  load the adapter that a run continues; prove that a saved adapter can be reloaded
 """
 
 from typing import TYPE_CHECKING
@@ -11,10 +13,9 @@ from typing import TYPE_CHECKING
 from toolkit.lazy import import_when_used
 
 if TYPE_CHECKING:
-    from toolkit.export.adapter_proof import prove_adapter
+    from toolkit.export.adapter_loading import check_adapter, load_adapter, prove_adapter
     from toolkit.export.consolidation import consolidate
-    from toolkit.export.continuation import check_adapter, load_adapter
-    from toolkit.export.live import export_live, export_step, exported
+    from toolkit.export.live import export_live, export_step, has_export
 
 import_when_used(__name__)
 
@@ -23,7 +24,7 @@ __all__ = [
     "consolidate",
     "export_live",
     "export_step",
-    "exported",
+    "has_export",
     "load_adapter",
     "prove_adapter",
 ]

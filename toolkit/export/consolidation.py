@@ -14,27 +14,27 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint.carried import Carried
-from toolkit.checkpoint.commit import CHECKPOINTS, MANIFEST, hash_of, read_manifest
-from toolkit.checkpoint.facts import run_facts
+from toolkit.checkpoint.commit import CHECKPOINTS, MANIFEST, hash_file, read_manifest
 from toolkit.checkpoint.sources import (
     Source,
-    base_entry,
+    describe_base,
     find_base,
     find_source,
-    named_base,
+    read_base_entry,
 )
+from toolkit.checkpoint.summary import collect_run_facts
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError
 from toolkit.export.plan import (
-    adapter_origin,
+    describe_adapter_origin,
     make_adapter_plan,
     make_plan,
     model_of_assets,
     parse_options,
 )
-from toolkit.export.sources import AdapterMerge, SavedTensors
-from toolkit.export.writer import ReadGroup, check_output, write_export
+from toolkit.export.readers import AdapterMerge, SavedTensors
+from toolkit.export.writer import ReadGroup, resolve_output, write_export
 from toolkit.formats import HFAssets, assets_of
 from toolkit.models import tied_families
 
@@ -80,15 +80,18 @@ def consolidate(
     """
     override, limit = parse_options(dtype, max_shard_size)
     source = find_source(checkpoint, hf_assets)
-    hf, where, target = source.hf, str(source.folder), check_output(output)
+    hf, where, target = source.hf, str(source.folder), resolve_output(output)
     if merge and not source.is_adapter:
         raise ExportError(f"{checkpoint} is not an adapter checkpoint: there is nothing to merge")
-    origin, read_group = _origin(source, dtype, hf_assets if source.is_adapter else None), None
+    origin, read_group = (
+        _describe_origin(source, dtype, hf_assets if source.is_adapter else None),
+        None,
+    )
     run = origin.get("run")
     if not source.is_adapter:
         model = model_of_assets(hf)
         tensors = SavedTensors(source, model.state_dict())
-        assets = _assets(model, source, hf_assets)
+        assets = _load_assets(model, source, hf_assets)
         carried = Carried.of(model, assets, leave_out=without_carried)
         shapes, prefix = tensors.shapes(), tensors.prefix
         plan = make_plan(
@@ -99,12 +102,15 @@ def consolidate(
         tensors, base = SavedTensors(source), find_base(source, hf_assets)
         merged = AdapterMerge(tensors, base, override, limit, without_carried=without_carried)
         plan, read_group = merged.plan, merged.read_group
-        origin |= {"adapter": adapter_origin(hf, base_entry(source), plan, run), "merged": True}
+        origin |= {
+            "adapter": describe_adapter_origin(hf, read_base_entry(source), plan, run),
+            "merged": True,
+        }
         origin |= merged.carried.told()
     else:
-        named, tensors = named_base(source, hf_assets), SavedTensors(source)
+        named, tensors = describe_base(source, hf_assets), SavedTensors(source)
         plan = make_adapter_plan(hf, tensors.shapes(), override, where=where, base=named)
-        origin |= {"adapter": adapter_origin(hf, named, plan, run)}
+        origin |= {"adapter": describe_adapter_origin(hf, named, plan, run)}
     read: ReadGroup = read_group or functools.partial(tensors.read_group, plan)
     tensors.check()
     for family in tied_families(plan.model).values():
@@ -114,7 +120,7 @@ def consolidate(
     return str(Path(output).expanduser())
 
 
-def _assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:
+def _load_assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:
     """Return the assets of a checkpoint, with the source looked for where `hf_assets` says."""
     assets = assets_of(model)
     if hf_assets is not None and source.checkpoint is not None:
@@ -124,16 +130,16 @@ def _assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None
     return assets
 
 
-def _origin(source: Source, dtype: str, base: str | Path | None) -> dict[str, Any]:
+def _describe_origin(source: Source, dtype: str, base: str | Path | None) -> dict[str, Any]:
     """Return what the export's manifest says of where the weights come from; `base` is the Hub id
     or folder of an adapter's base, None where the run had it.
     """
     origin: dict[str, Any] = {"dtype": dtype}
     if source.checkpoint is not None:
         step = read_manifest(source.checkpoint).get("step")
-        origin |= {"checkpoint": hash_of(source.checkpoint / MANIFEST), "step": step}
+        origin |= {"checkpoint": hash_file(source.checkpoint / MANIFEST), "step": step}
         if source.checkpoint.parent.name == CHECKPOINTS:
-            origin["run"] = run_facts(source.checkpoint.parent.parent, step) or None
+            origin["run"] = collect_run_facts(source.checkpoint.parent.parent, step) or None
     if base is not None and not is_path(str(base)) and origin.get("run"):
         named = {"name": str(base), "hub_id": str(base), "revision": None}
         origin["run"]["base_model"] = origin["run"]["base_model"] | named

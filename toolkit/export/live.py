@@ -22,21 +22,21 @@ from toolkit import ranks
 from toolkit.adapters.base import adapter_entry
 from toolkit.checkpoint.carried import Carried
 from toolkit.checkpoint.commit import EXPORTS, step_name
-from toolkit.checkpoint.facts import run_facts
-from toolkit.checkpoint.local_folder import is_refusal
-from toolkit.checkpoint.run_folder import set_export_aside
-from toolkit.checkpoint.shard_plan import written_here
+from toolkit.checkpoint.local_folder import is_disk_failure
+from toolkit.checkpoint.run_folder import rename_old_export
+from toolkit.checkpoint.shards import names_to_write
+from toolkit.checkpoint.summary import collect_run_facts
 from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ExportError
 from toolkit.export.plan import (
     ExportPlan,
-    adapter_origin,
+    describe_adapter_origin,
     make_adapter_plan,
     make_plan,
     model_of_assets,
     parse_options,
 )
-from toolkit.export.writer import check_output, write_export
+from toolkit.export.writer import resolve_output, write_export
 from toolkit.formats import ADAPTER_FILE, ExportGroup, Tensors, assets_of, local_tensor
 from toolkit.formats.bit_sums import part_sums
 from toolkit.formats.layout import cut_by_rows
@@ -75,13 +75,13 @@ def export_live(
     """
     tensors = {n.removeprefix(_PREFIX): t for n, t in model_tensors(model).items()}
     if ranks.rank() != 0:
-        _serve(tensors)
+        _serve_gathers(tensors)
 
     def write() -> str:
         override, limit = parse_options(dtype, max_shard_size)
-        target = check_output(output)
+        target = resolve_output(output)
         plan, facts = _plan_live(model, tensors, override, limit)
-        sums = _sum_here(tensors, ranks.broadcast(_dtypes_by_tensor(plan)))
+        sums = _sum_tensors(tensors, ranks.broadcast(_dtypes_by_tensor(plan)))
         write_export(
             plan,
             target,
@@ -99,7 +99,7 @@ def export_live(
             failure = error
         # No `finally`: where a signal comes in the middle of a gather, this rank leaves at once.
         ranks.broadcast(None)  # the end of what the others serve
-        if isinstance(failure, ExportError) and may_fail and is_refusal(failure.__cause__):
+        if isinstance(failure, ExportError) and may_fail and is_disk_failure(failure.__cause__):
             ranks.print_line(f"WARNING: there is no export: {failure}. Training goes on")
         elif failure is not None:
             raise failure
@@ -121,17 +121,17 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: b
     def prepare() -> dict[str, Any] | None:
         if os.path.lexists(target):
             try:
-                ranks.print_line(set_export_aside(target))
+                ranks.print_line(rename_old_export(target))
             except OSError as error:
                 raise ExportError(f"{target} cannot be renamed: {error.strerror}") from error
-        return run_facts(run_dir, step) or None
+        return collect_run_facts(run_dir, step) or None
 
     origin = {"step": step, "run": ranks.on_main(prepare)}
     path = export_live(model, target, origin=origin, may_fail=may_fail)
     return path and f"exported {path}"
 
 
-def exported(run_dir: str | Path, step: int) -> bool:
+def has_export(run_dir: str | Path, step: int) -> bool:
     """Return whether the run has an export of `step`: a start sets those of later steps than its
     first aside. The same on every rank. Collective.
     """
@@ -148,50 +148,50 @@ def _plan_live(
         hf = Path(folder)  # as in a checkpoint: what follows is the same for both
         assets_of(model).save(hf)
         if not has_adapters(model):
-            exported = model_of_assets(hf)
-            carried = Carried.of(exported, assets_of(exported))
-            plan = make_plan(exported, shapes, override, limit, where=where, carried=carried)
+            exported_model = model_of_assets(hf)
+            carried = Carried.of(exported_model, assets_of(exported_model))
+            plan = make_plan(exported_model, shapes, override, limit, where=where, carried=carried)
             return plan, carried.told()
         entry = adapter_entry(model)
         (hf / ADAPTER_FILE).write_text(json.dumps(entry["config"]), "utf-8")
         plan = make_adapter_plan(hf, shapes, override, where=where, base=entry)
-        return plan, {"adapter": adapter_origin(hf, entry, plan)}
+        return plan, {"adapter": describe_adapter_origin(hf, entry, plan)}
 
 
 def _gather_group(plan: ExportPlan, tensors: Tensors, group: ExportGroup) -> Tensors:
     """Return a group's outputs in host memory, with the other ranks' help."""
     stored = [plan.stored[name] for name in group.sources]
     ranks.broadcast(stored)
-    gathered = [_whole(tensors[name]).cpu() for name in stored]
+    gathered = [_full_tensor(tensors[name]).cpu() for name in stored]
     return plan.convert(group, dict(zip(group.sources, gathered, strict=True)))
 
 
-def _serve(tensors: Tensors) -> None:
+def _serve_gathers(tensors: Tensors) -> None:
     """Take part in the sums and gathers that rank 0 requests, until it is done or has failed."""
     request: _SumRequest | list[str] | None
     while (request := ranks.broadcast(None)) is not None:
         if isinstance(request, dict):
             # A failure is rank 0's too: it ends this loop, and `on_main` raises it here.
             with contextlib.suppress(Exception):
-                _sum_here(tensors, request)
+                _sum_tensors(tensors, request)
             continue
         for name in request:
-            _whole(tensors[name])
+            _full_tensor(tensors[name])
 
 
 def _dtypes_by_tensor(plan: ExportPlan) -> _SumRequest:
     """Return stored name -> the dtypes in which the plan exports it."""
     dtypes: _SumRequest = {}
     for group in plan.groups:
-        exported = {plan.tensors[plan.names[name]].dtype for name in group.outputs}
+        dtypes_of_group = {plan.tensors[plan.names[name]].dtype for name in group.outputs}
         for name in group.sources:
             wanted = dtypes.setdefault(plan.stored[name], [])
-            wanted += sorted(exported - {*wanted}, key=str)
+            wanted += sorted(dtypes_of_group - {*wanted}, key=str)
     return dtypes
 
 
 @torch.no_grad()
-def _sum_here(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torch.dtype], int]:
+def _sum_tensors(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torch.dtype], int]:
     """Return the sums of whole tensors, cast to the dtypes of `request`, from the memory of all
     ranks; see [Note: proof of an export]. Collective; each rank reads its parts once a dtype.
 
@@ -199,7 +199,7 @@ def _sum_here(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torch.d
     """
     pairs = [(name, dtype) for name, dtypes in request.items() for dtype in dtypes]
     pairs = [(name, dtype) for name, dtype in pairs if cut_by_rows(tensors[name])]
-    chosen = written_here({name: tensors[name] for name, _ in pairs})  # of replicas one
+    chosen = names_to_write({name: tensors[name] for name, _ in pairs})  # of replicas one
 
     def sums() -> list[int]:
         shares = [
@@ -228,5 +228,5 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

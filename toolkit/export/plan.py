@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from toolkit.adapters.peft_folder import peft_layout, read_adapter_config
 from toolkit.checkpoint.carried import Carried, CarriedTensor
-from toolkit.checkpoint.sources import travels
+from toolkit.checkpoint.sources import is_adapter_asset
 from toolkit.config.published import describe_base_model
 from toolkit.errors import ExportError
 from toolkit.formats import (
@@ -165,12 +165,12 @@ def make_plan(
     ExportError: `stored` and the model do not fit together (names the tensor), or a dtype that
     cannot be exported.
     """
-    assets, origin = assets_of(model), _match(model, stored, where, prefix)
+    assets, origin = assets_of(model), _match_parameters(model, stored, where, prefix)
     order = {name: i for i, name in enumerate(origin)}
     groups = sorted(export_groups(model, origin), key=lambda g: min(order[n] for n in g.sources))
     groups = _under_source_names(model, groups)
     default = _config_dtype(assets)
-    names = {name: _spelling(name, model) for group in groups for name in group.outputs}
+    names = {name: _source_spelling(name, model) for group in groups for name in group.outputs}
     names |= _converted_names(model, groups, names)
     beside = {} if carried is None else carried.tensors
     beside = {name: tensor for name, tensor in beside.items() if name not in names.values()}
@@ -198,10 +198,10 @@ def make_plan(
             entry.shape,
         )
     names |= {name: name for name in beside}
-    tensors, headers = _lay_out(shapes, limit)
+    tensors, headers = _lay_out_files(shapes, limit)
     written = override or (default if assets.source is None else None)
     left_out = carried is not None and bool(carried.left_out)
-    files = {**assets.files, "config.json": _config_file(model, written, left_out)}
+    files = {**assets.files, "config.json": _format_config(model, written, left_out)}
     if len(headers) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         placed = {name: tensors[name].file.name for name in sorted(tensors)}
@@ -250,7 +250,7 @@ def _converted_names(
     if not unknown:
         return {}
     outputs = [name for group in unknown for name in group.outputs]
-    wanted, known = _by_slot(model, outputs), _by_slot(model, source)
+    wanted, known = _group_by_slot(model, outputs), _group_by_slot(model, source)
     pairs: dict[str, str] = {}
     for slot, members in wanted.items():
         if len(members) == len(known.get(slot, ())):
@@ -258,35 +258,37 @@ def _converted_names(
     return pairs
 
 
-def _by_slot(model: PreTrainedModel, keys: Iterable[str]) -> dict[tuple[str, str], list[str]]:
+def _group_by_slot(model: PreTrainedModel, keys: Iterable[str]) -> dict[tuple[str, str], list[str]]:
     """Return (parameter, pattern of the converter) -> the keys that load through it, in order."""
     slots: dict[tuple[str, str], list[str]] = {}
     for key, target, pattern in loaded_as(model, keys):
         if pattern is not None:
             slots.setdefault((target, pattern), []).append(key)
-    return {slot: sorted(members, key=_natural) for slot, members in slots.items()}
+    return {slot: sorted(members, key=_natural_sort_key) for slot, members in slots.items()}
 
 
-def _natural(key: str) -> list[tuple[str, int]]:
+def _natural_sort_key(key: str) -> list[tuple[str, int]]:
     """Return a sort key by which `experts.2` and `expert_2` come before `experts.10`."""
     parts = [re.fullmatch(r"(.*?)(\d*)", part) for part in key.split(".")]
     return [(part[1], int(part[2] or -1)) for part in parts if part]
 
 
-def _match(model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str) -> dict[str, str]:
+def _match_parameters(
+    model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str
+) -> dict[str, str]:
     """Return parameter name -> stored name for all that is exported, in the model's order."""
     state, families, aliases = model.state_dict(), tied_families(model), tied_names(model)
     described = f"{type(model).__name__} of {assets_of(model).folder}/config.json"
     doubt = "is it the config of this checkpoint?"
     if unknown := sorted(stored.keys() - state.keys()):
         raise ExportError(
-            f"{where} holds {prefix}{unknown[0]}{_more(unknown)}, which {described} does not have; "
+            f"{where} holds {prefix}{unknown[0]}{_count_others(unknown)}, which {described} does not have; "
             f"{doubt}"
         )
     owned = {name: families.get(name, [name]) for name in state if name not in aliases}
     if missing := [name for name, family in owned.items() if not stored.keys() & set(family)]:
         raise ExportError(
-            f"{where} lacks {prefix}{missing[0]}{_more(missing)}, which {type(model).__name__} "
+            f"{where} lacks {prefix}{missing[0]}{_count_others(missing)}, which {type(model).__name__} "
             "needs: the checkpoint is incomplete or of another model"
         )
     origin, dropped = {}, model.all_tied_weights_keys or {}
@@ -301,7 +303,7 @@ def _match(model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str
     return origin
 
 
-def _spelling(name: str, model: PreTrainedModel) -> str:
+def _source_spelling(name: str, model: PreTrainedModel) -> str:
     """Return `name` as the source spells it: some leave the base model's prefix out (`wte.weight`).
 
     transformers accepts both when it loads and always writes the prefix.
@@ -342,7 +344,7 @@ def make_adapter_plan(
     for kind, names in (("lacks", wanted - stored.keys()), ("also holds", stored.keys() - wanted)):
         if names:
             raise ExportError(
-                f"{where} {kind} {min(names)}{_more(names)}: the adapter is not the one of its "
+                f"{where} {kind} {min(names)}{_count_others(names)}: the adapter is not the one of its "
                 f"{ADAPTER_FILE}"
             )
     placed = {}
@@ -351,8 +353,10 @@ def make_adapter_plan(
         if shape != shapes[name]:
             raise ExportError(f"{name} is {shape} in {where}, {ADAPTER_FILE} says {shapes[name]}")
         placed[key] = override if override and dtype.is_floating_point else dtype, shape
-    tensors, headers = _lay_out(placed, math.inf, ADAPTER_WEIGHTS)
-    files = {n: content for n, content in assets_of(layout.base).files.items() if travels(n)}
+    tensors, headers = _lay_out_files(placed, math.inf, ADAPTER_WEIGHTS)
+    files = {
+        n: content for n, content in assets_of(layout.base).files.items() if is_adapter_asset(n)
+    }
     # For inference, and with the base that it is for.
     named = {"base_model_name_or_path": base["name_or_path"], "revision": base.get("revision")}
     content = {**config, "inference_mode": True, **named}
@@ -369,7 +373,7 @@ def make_adapter_plan(
     )
 
 
-def adapter_origin(
+def describe_adapter_origin(
     hf: Path,
     entry: dict[str, Any],
     plan: ExportPlan,
@@ -393,7 +397,7 @@ def adapter_origin(
     }
 
 
-def _lay_out(
+def _lay_out_files(
     shapes: TensorShapes, limit: float, single: str = SINGLE_FILE
 ) -> tuple[dict[str, StoredTensor], dict[str, bytes]]:
     """Return exported name -> place and file name -> header; files are filled in the given order.
@@ -433,7 +437,7 @@ def _lay_out(
     return tensors, headers
 
 
-def _config_file(
+def _format_config(
     model: PreTrainedModel, written: torch.dtype | None, left_out: bool = False
 ) -> bytes:
     """Return config.json: the source's bytes, unless those would change the bits that are loaded.
@@ -467,6 +471,6 @@ def _config_file(
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _more(names: Collection[str]) -> str:
+def _count_others(names: Collection[str]) -> str:
     """Return how many names follow the first one, for an error that names that."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

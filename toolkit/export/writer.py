@@ -2,36 +2,65 @@
 
 In OUTPUT.tmp-export/ one weight file after the other is written. All are fsynced at the end: an
 fsync may hold up the whole disk. Memory: blocks of 1 MB, and what `read_group` holds of one group.
+
+[Note: proof of an export] Each written file is read back and its tensors are summed as
+`formats.bit_sums` does. The sums must be those of the source. Of a running model, each rank sums
+its part on its device, before anything is gathered, cast as the export casts it. Of a checkpoint,
+the manifest holds them. Tensors that were converted (fused experts) are first loaded again the way
+transformers loads them. So a byte that changed in a gather, a copy, a cast, a conversion or a write
+is an error that names the tensor, and no folder is left.
+
+If the source has no sum of its own (a merged adapter, tensors that no parameter takes, a
+conversion into several dtypes), the sum of the values that reached the writer is compared. This
+covers the cast and the write.
+
+Costs one pass over the source and one over the files, which the page cache still holds.
 """
 
 import contextlib
+import copy
 import errno
 import fcntl
+import math
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from toolkit.checkpoint.commit import CHECKPOINTS
-from toolkit.errors import ExportError
+from toolkit.errors import ExportError, LoadingError
 from toolkit.export.plan import ExportPlan
-from toolkit.export.proof import ExportProof, SourceSum
-from toolkit.export.weight_file import TensorValues, write_file
-from toolkit.formats import ExportGroup, StoredTensor, export_manifest
-from toolkit.formats.synced_files import sync, sync_above
+from toolkit.formats import BLOCK, ExportGroup, StoredTensor, block_sum, export_manifest, row_sum
+from toolkit.formats.bit_sums import sums_of_rows, wrapped
+from toolkit.formats.synced_files import sync, sync_above, write_behind
+from toolkit.loading import load_group, plan_load_groups
 
 _MARK = ".toolkit-export"  # tells a folder that a killed export left from somebody's files
 _QUIET = 30.0  # seconds between two lines of progress where there is no terminal
 
+TensorValues = torch.Tensor | Iterator[torch.Tensor]
+"""A whole tensor, or its rows in order, some at a time."""
+
 ReadGroup = Callable[[ExportGroup], Mapping[str, TensorValues]]
 """Returns output name -> values of all outputs of a group."""
 
+SourceSum = Callable[[str, torch.dtype], int | None]
+"""Returns the row sum of a stored tensor, given by name and cast to a dtype; None if unknown."""
 
-def check_output(output: str | Path) -> Path:
+
+# ---- The folder
+
+
+def resolve_output(output: str | Path) -> Path:
     """Return the folder that `output` means; ExportError where something is there already, or it
     lies inside an export or among checkpoints.
     """
@@ -42,7 +71,7 @@ def check_output(output: str | Path) -> Path:
         raise ExportError(
             f"output {output} exists and is not empty; give another folder or remove it first"
         )
-    if around := next(filter(_is_whole, target.parents), None):
+    if around := next(filter(_holds_output, target.parents), None):
         raise ExportError(
             f"output {output} lies inside {around}, which is no place for another export; give one "
             "elsewhere"
@@ -50,7 +79,7 @@ def check_output(output: str | Path) -> Path:
     return target
 
 
-def _is_whole(folder: Path) -> bool:
+def _holds_output(folder: Path) -> bool:
     """Return whether a folder is an export, or what holds the checkpoints of a run."""
     of_run = folder.name == CHECKPOINTS and any(folder.glob("step-*"))
     return of_run or (folder / export_manifest.FILE).is_file()
@@ -76,7 +105,7 @@ def write_export(
             source.
     """
     proof = ExportProof(plan, source_sum)
-    with _staged(target) as folder:
+    with _staging_folder(target) as folder:
         _check_space(plan, folder)
         for name, content in plan.assets.items():
             (folder / name).write_bytes(content)
@@ -94,14 +123,17 @@ def write_export(
 
 
 def _write_files(
-    plan: ExportPlan, folder: Path, read_group: ReadGroup, proof: ExportProof
+    plan: ExportPlan, folder: Path, read_group: ReadGroup, proof: "ExportProof"
 ) -> Iterator[dict[str, Any]]:
     """Write the weight files and check each; yield the manifest's entries of each file."""
     files: dict[str, dict[str, StoredTensor]] = {}
     for name, place in plan.tensors.items():
         files.setdefault(place.file.name, {})[name] = place
     order = [name for places in files.values() for name in places]
-    values, position = _values(plan, order, read_group, proof), {n: i for i, n in enumerate(order)}
+    values, position = (
+        _read_values(plan, order, read_group, proof),
+        {n: i for i, n in enumerate(order)},
+    )
     unchecked = sorted(plan.groups, key=lambda g: _last_position(plan, g, position), reverse=True)
     written = 0
     with _progress(_weight_bytes(plan)) as bar:
@@ -128,8 +160,8 @@ def _progress(total: int) -> tqdm:
     return tqdm(total=total, desc="export", leave=False, **options)
 
 
-def _values(
-    plan: ExportPlan, names: list[str], read_group: ReadGroup, proof: ExportProof
+def _read_values(
+    plan: ExportPlan, names: list[str], read_group: ReadGroup, proof: "ExportProof"
 ) -> Iterator[TensorValues]:
     """Yield the values of the exported tensors `names`; one group is held at a time.
 
@@ -149,7 +181,7 @@ def _values(
 
 
 @contextlib.contextmanager
-def _staged(target: Path) -> Iterator[Path]:
+def _staging_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder beside `target` that takes its name on success, and else is removed."""
     folder = target.with_name(f"{target.name}.tmp-export")
     with contextlib.ExitStack() as stack:
@@ -205,3 +237,179 @@ def _check_space(plan: ExportPlan, folder: Path) -> None:
             f"the export needs {needed / 1e6:.2f} MB, {folder.parent} has {free / 1e6:.2f} MB "
             "free; give an output on another disk, or a smaller dtype",
         )
+
+
+# ---- One weight file
+
+
+def write_file(
+    path: Path,
+    header: bytes,
+    places: dict[str, StoredTensor],
+    values: Iterator[TensorValues],
+    advance: Callable[[int], object],
+) -> dict[str, Any]:
+    """Write a safetensors file; return what `export_manifest.describe` says of it.
+
+    Costs one write, and hashes of 10 GB/s over the file and over each tensor; holds blocks of 1 MB
+    beside the values.
+
+    Args:
+        header: its first bytes.
+        places, values: its tensors in order, and the values of each.
+        advance: called with the numbers of bytes that were written.
+
+    Raises:
+        ExportError: values that do not have the planned size, or that their dtype cannot hold.
+        OSError: the disk failed.
+    """
+    end = given = 0
+    whole, tensors = xxhash.xxh3_128(), dict[str, Any]()
+    with open(path, "xb", buffering=0) as file:
+
+        def write(content: memoryview) -> None:
+            nonlocal end, given
+            whole.update(content)
+            _write_all(file.fileno(), content, end)
+            end += len(content)
+            given = write_behind(file.fileno(), given, end)
+            advance(len(content))
+
+        write(memoryview(header))
+        for name, place in places.items():
+            begin, value, hashed = end, next(values), xxhash.xxh3_128()
+            for content in _cast_blocks(value, place.dtype, name):
+                hashed.update(content)
+                write(content)
+                del content  # a view may keep its whole group while the next one is read
+            del value
+            if (begin, end - begin) != (place.begin, place.nbytes):
+                raise ExportError(
+                    f"{name} got {end - begin} bytes at {begin} of {path}, planned were "
+                    f"{place.nbytes} at {place.begin}"
+                )
+            tensors[name] = export_manifest.describe_tensor(place, hashed.hexdigest())
+    return {"files": {path.name: {"size": end, "xxh3": whole.hexdigest()}}, "tensors": tensors}
+
+
+def _write_all(descriptor: int, content: memoryview, position: int) -> None:
+    while content:
+        count = os.pwrite(descriptor, content, position)
+        content, position = content[count:], position + count
+
+
+def _cast_blocks(values: TensorValues, dtype: torch.dtype, name: str) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in `dtype`, in row-major order, a block at a time."""
+    for part in [values] if isinstance(values, torch.Tensor) else values:
+        for block in _row_major_blocks(part, BLOCK // max(part.dtype.itemsize, dtype.itemsize)):
+            cast = block.to(dtype)
+            if dtype == torch.float16 and bool((cast.isinf() & block.isfinite()).any()):
+                raise ExportError(
+                    f"{name} has values beyond float16's 65504; use --dtype bfloat16 or float32"
+                )
+            yield memoryview(cast.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _row_major_blocks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements in row-major order, `most` at a time, whatever its strides."""
+    if tensor.is_contiguous():
+        yield from tensor.reshape(-1).split(most) if tensor.numel() else ()
+    elif math.prod(tensor.shape[1:]) > most:
+        for part in tensor:
+            yield from _row_major_blocks(part, most)
+    else:
+        for rows in tensor.split(max(1, most // math.prod(tensor.shape[1:]))):
+            yield rows.reshape(-1)
+
+
+# ---- Proof of the written files
+
+
+@dataclass
+class ExportProof:
+    """The comparison of the written files of `plan` with the sums of their source."""
+
+    plan: ExportPlan
+    source_sum: SourceSum
+    wrong: list[str] = field(default_factory=list)  # exported names
+    _written: dict[str, int] = field(default_factory=dict)  # exported name -> sum of its values
+
+    def record(self, group: ExportGroup, name: str, values: TensorValues) -> TensorValues:
+        """Return the values of an exported tensor; sum them on their way without a source sum."""
+        if self._is_known(group):
+            return values
+        return self._summed(name, values)
+
+    def check(self, folder: Path, group: ExportGroup) -> None:
+        """Compare the written tensors of `group` in `folder`; note those that differ in `wrong`."""
+        names = [self.plan.names[name] for name in group.outputs]
+        entries = {name: _place_in_folder(self.plan.tensors[name], folder) for name in names}
+        if not self._is_known(group):
+            sums = {name: row_sum(entry) for name, entry in entries.items()}
+            self.wrong += [name for name in names if sums[name] != self._written.pop(name)]
+        elif group.converted:
+            self.wrong += names[:1] * (not self._is_loaded_right(group, entries))
+        else:
+            stored = self.plan.stored[group.sources[0]]
+            for name, entry in entries.items():
+                if row_sum(entry) != self.source_sum(stored, entry.dtype):
+                    self.wrong.append(name)
+
+    def finish(self) -> None:
+        """Raise an ExportError if a written tensor is not that of the source."""
+        if self.wrong:
+            first_names = ", ".join(self.wrong[:3]) + ", ..." * (len(self.wrong) > 3)
+            raise ExportError(
+                f"other bytes were written of {len(self.wrong)} tensor(s) than their source held: "
+                f"{first_names}. A device, its driver, the disk or this machine's memory is at "
+                "fault, or something wrote to the weights during the export; nothing was left. "
+                "Export again, on another machine if it happens again"
+            )
+
+    def _is_known(self, group: ExportGroup) -> bool:
+        """Return whether the source has a sum for each parameter of `group` as it is exported."""
+        dtypes = {self.plan.tensors[self.plan.names[name]].dtype for name in group.outputs}
+        if not group.sources or (group.converted and len(dtypes) > 1):
+            return False
+        stored = [self.plan.stored[name] for name in group.sources]
+        return all(self.source_sum(name, dtype) is not None for name in stored for dtype in dtypes)
+
+    def _is_loaded_right(self, group: ExportGroup, entries: dict[str, StoredTensor]) -> bool:
+        """Return whether transformers loads the source's parameters from a converted group."""
+        (dtype,) = {entry.dtype for entry in entries.values()}
+        parameters: dict[str, torch.Tensor] = {}
+        try:
+            for part in plan_load_groups(self._reader, entries):
+                parameters |= load_group(self._reader, part, entries)
+        except LoadingError:
+            return False
+        for name in group.sources:
+            expected = self.source_sum(self.plan.stored[name], dtype)
+            if name not in parameters or _sum_of(parameters[name].to(dtype)) != expected:
+                return False
+        return True
+
+    @cached_property
+    def _reader(self) -> PreTrainedModel:
+        return copy.deepcopy(self.plan.model)  # reading changes a model's dtypes
+
+    def _summed(self, name: str, values: TensorValues) -> Iterator[torch.Tensor]:
+        """Yield the rows of a tensor, and keep the sum of what they are cast to."""
+        place, first, total = self.plan.tensors[name], 0, 0
+        for part in [values] if isinstance(values, torch.Tensor) else values:
+            rows = part if len(place.shape) > 1 else part.reshape(1, -1)
+            for block in rows.split(max(1, BLOCK * len(rows) // max(1, rows.nbytes))):
+                total += block_sum(place, first, block.to(place.dtype))
+                first += len(block)
+            yield part
+        self._written[name] = wrapped(total)
+
+
+def _place_in_folder(place: StoredTensor, folder: Path) -> StoredTensor:
+    (chunk,) = place.chunks
+    return replace(place, chunks=(replace(chunk, file=folder / chunk.file),))
+
+
+def _sum_of(tensor: torch.Tensor) -> int:
+    """Return the sum of the rows of a tensor in memory; see [Note: bit sums]."""
+    return int(sums_of_rows(tensor if tensor.ndim > 1 else tensor.reshape(-1, 1), 0)[1])

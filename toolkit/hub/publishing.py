@@ -7,7 +7,7 @@ from typing import Any
 from toolkit import ranks
 from toolkit.checkpoint import local_copy
 from toolkit.checkpoint.commit import EXPORTS, MANIFEST, find_checkpoint
-from toolkit.checkpoint.run_folder import export_path
+from toolkit.checkpoint.run_folder import default_export_path
 from toolkit.config import HubConfig
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError, HubError
@@ -75,7 +75,7 @@ def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
 
 def export_of(checkpoint: Path, run_dir: Path) -> Path:
     """Return the folder of a checkpoint's export: one that holds it already, or a free name."""
-    live, own = run_dir / EXPORTS / checkpoint.name, export_path(run_dir)
+    live, own = run_dir / EXPORTS / checkpoint.name, default_export_path(run_dir)
     if live.exists() and verify_export(checkpoint, live).ok:
         return live
     try:

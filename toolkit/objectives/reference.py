@@ -40,7 +40,7 @@ from toolkit.checkpoint.reference_file import (
     write_part,
 )
 from toolkit.checkpoint.resuming import NOT_ARCHITECTURE
-from toolkit.checkpoint.shard_plan import written_here
+from toolkit.checkpoint.shards import names_to_write
 from toolkit.checkpoint.store import Folder
 from toolkit.config.preference import PreferConfig
 from toolkit.data.feed.prepared import PreparedFeed
@@ -310,7 +310,7 @@ def model_digest(model: nn.Module) -> str:
     """
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     names = sorted(tensors)
-    here = written_here(tensors)
+    here = names_to_write(tensors)
 
     def sums() -> list[int]:
         return [

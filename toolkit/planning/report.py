@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from toolkit.checkpoint.disk import checkpoints_kept
+from toolkit.checkpoint.disk_space import count_checkpoints_on_disk
 from toolkit.config.settings import RunConfig
 from toolkit.mesh import DP_REPLICATE, DP_SHARD
 from toolkit.models.classes import model_class_name
@@ -106,7 +106,7 @@ class PlanReport:
 
     def _disk_facts(self) -> dict[str, int]:
         sim = self.plan.sim
-        count = checkpoints_kept(self.plan.cfg.checkpoint, self._run_facts()["max_steps"])
+        count = count_checkpoints_on_disk(self.plan.cfg.checkpoint, self._run_facts()["max_steps"])
         return {"checkpoint": sim.checkpoint, "checkpoints": count, "export": sim.export}
 
     def _run_facts(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils
 
-from toolkit.checkpoint.disk import checkpoint_bytes, export_bytes
+from toolkit.checkpoint.disk_space import estimate_checkpoint_bytes, estimate_export_bytes
 from toolkit.config.settings import RunConfig, ShardingConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import ToolkitError, one_line
@@ -185,8 +185,8 @@ def _simulate(
             "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "model_flops_per_token": flops_per_token(model, cfg.data.sequence_length),
             "largest_tensor": max(p.numel() * p.element_size() for p in model.parameters()),
-            "checkpoint": checkpoint_bytes(model, world_size, cfg.optim),
-            "export": export_bytes(model),
+            "checkpoint": estimate_checkpoint_bytes(model, world_size, cfg.optim),
+            "export": estimate_export_bytes(model),
         }
         is_compiled = sharding.torch_compile == "layer"
         asks_compilation = cfg.sharding.torch_compile not in (False, "none", "auto")

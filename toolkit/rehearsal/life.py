@@ -18,8 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config, hub
-from toolkit.checkpoint.commit import CHECKPOINTS, SUMS, committed_steps, read_manifest, step_name
-from toolkit.checkpoint.run_folder import export_path
+from toolkit.checkpoint.commit import (
+    CHECKPOINTS,
+    ROW_SUMS,
+    committed_steps,
+    read_manifest,
+    step_name,
+)
+from toolkit.checkpoint.run_folder import default_export_path
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ToolkitError
 from toolkit.export import consolidate
@@ -57,7 +63,7 @@ class Life:
     def __post_init__(self) -> None:
         self.run = Path(self.cfg.output_dir)
         self.before_kill = self.folder / "before"
-        self.export = export_path(self.run)
+        self.export = default_export_path(self.run)
         self.merged = self.folder / "merged"
         self.has_adapter = self.cfg.adapters is not None
         self.config = self.folder / "rehearsal.yaml"
@@ -282,8 +288,8 @@ class Life:
 def _compare_checkpoints(first: Path, second: Path) -> list[str]:
     """List the differences between two checkpoints of a step that must be bitwise identical."""
     differences = []
-    first_sums = read_manifest(first)[SUMS]
-    second_sums = read_manifest(second)[SUMS]
+    first_sums = read_manifest(first)[ROW_SUMS]
+    second_sums = read_manifest(second)[ROW_SUMS]
     changed = [name for name in first_sums if first_sums[name] != second_sums.get(name)]
     if changed:
         more = f" and {len(changed) - 1} more" if changed[1:] else ""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from toolkit import config, objectives, recipes
-from toolkit.checkpoint.adapter_source import adopt_adapter
+from toolkit.checkpoint.adapter_source import apply_adapter_settings
 from toolkit.config.settings import FinetuneConfig, ShardingConfig
 from toolkit.data.prepare import build_encoder, prepare_data
 from toolkit.data.tokens.tokenizer import load_tokenizer
@@ -97,7 +97,7 @@ class Rehearsal:
     def read_settings(self) -> str:
         """Read the config, and find the recipe that it is for."""
         kind, self.cfg, note = recipes.load_config(self.file, self.flags, self.recipe, remote=True)
-        self.cfg = adopt_adapter(self.cfg)
+        self.cfg = apply_adapter_settings(self.cfg)
         script = recipes.script_of(kind.name)
         self.start = Start(
             self.cfg,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.commit import committed_steps
-from toolkit.checkpoint.run_folder import CONFIG, plain_config, recorded_root
+from toolkit.checkpoint.run_folder import CONFIG, find_checkpoint_root, read_raw_config
 from toolkit.errors import CheckpointError, ReportError
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, number, read_lines, read_metrics
 
@@ -83,7 +83,7 @@ def _read(path: Path, name: str) -> RunRecord:
             f"{path}: expected a run's folder, with {CONFIG} or {METRICS}; give the output_dir of "
             "a run"
         )
-    config, lines = plain_config(path), read_metrics(path)
+    config, lines = read_raw_config(path), read_metrics(path)
     notes = _odd_lines(path, lines)
     if not config:
         notes.append(f"{CONFIG} is missing or not readable: its settings are not shown")
@@ -125,7 +125,7 @@ def _odd_lines(path: Path, lines: list[Line]) -> list[str]:
 
 def _checkpoints(path: Path, notes: list[str]) -> list[int]:
     try:
-        return sorted(committed_steps(recorded_root(path)))
+        return sorted(committed_steps(find_checkpoint_root(path)))
     except (CheckpointError, OSError) as error:  # a store that is not to be reached from here
         notes.append(f"checkpoints are not shown: {error}")
         return []

@@ -23,7 +23,7 @@ class Saves:
     """Copies of tensors. Filling fresh pages, let alone pinning them, takes longer than the copy,
     so the next save uses them again."""
     written: Any = None
-    """The chunks that the ranks wrote (`checkpoint.shard_plan`)."""
+    """The chunks that the ranks wrote (`checkpoint.shards`)."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from toolkit.adapters.peft_folder import (
     peft_layout,
     read_adapter_config,
 )
-from toolkit.checkpoint.sources import Source, base_entry, find_base, travels
+from toolkit.checkpoint.sources import Source, find_base, is_adapter_asset, read_base_entry
 from toolkit.errors import ExportError, ModelError, ToolkitError
 from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, export_manifest, local_folder, whole
 from toolkit.loading import LoadGroup
@@ -139,8 +139,8 @@ class AdapterCheck(ExportCheck):
         return model
 
     def compare_assets(self, source: Source) -> None:
-        self.compare_files(source, travels)
-        expected, digest = base_entry(source).get("digest"), self._base_digest()
+        self.compare_files(source, is_adapter_asset)
+        expected, digest = read_base_entry(source).get("digest"), self._base_digest()
         if digest != expected:
             what = f"says that the base has the digest {digest}, the checkpoint {expected}"
             self.add(export_manifest.FILE, None, what)
@@ -161,7 +161,7 @@ class AdapterCheck(ExportCheck):
 
     def compare_logits(self, like: PreTrainedModel) -> None:
         source = self.source
-        known = self._base_digest() if source is None else base_entry(source).get("digest")
+        known = self._base_digest() if source is None else read_base_entry(source).get("digest")
         if str(known).startswith("random"):
             self.findings.note(
                 f"no logits were computed: the base was drawn ({known}), and is in no folder"

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from toolkit import formats
 from toolkit.checkpoint import commit
-from toolkit.checkpoint.commit import COMMIT, MANIFEST, STATE, SUMS
-from toolkit.checkpoint.store import read_object, storage_of
+from toolkit.checkpoint.commit import COMMIT, MANIFEST, ROW_SUMS, STATE
+from toolkit.checkpoint.store import read_json_object, storage_of
 from toolkit.errors import CheckpointError
 from toolkit.verify.findings import Findings, is_regular
 
@@ -42,7 +42,7 @@ class CheckpointCheck:
                 self.add(name, None, f"is a link to {os.readlink(self.folder / name)}")
             elif name not in self.files and name not in (MANIFEST, COMMIT):
                 self.add(name, None, "is not in the manifest")
-        self.sums = manifest.get(SUMS, {})
+        self.sums = manifest.get(ROW_SUMS, {})
         self.damaged = self.findings.hash_files(self.folder, self.files)
         metadata = self._metadata()
         for name, what in self.damaged.items():
@@ -76,7 +76,7 @@ class CheckpointCheck:
             fault = str(error)
         if fault is not None:
             self.add(MANIFEST, None, fault)
-        if COMMIT in raw and raw[COMMIT] != commit.seal(raw[MANIFEST]).encode():
+        if COMMIT in raw and raw[COMMIT] != commit.commit_text(raw[MANIFEST]).encode():
             self.add(COMMIT, None, f"is not the sha256 of {MANIFEST}: one of them was changed")
             if fault is None:
                 self.add(MANIFEST, None, f"does not have the sha256 that {COMMIT} says")
@@ -164,7 +164,7 @@ class CheckpointCheck:
 
     def _state(self, step: object) -> None:
         try:
-            found = (read_object(self.folder / STATE) or {}).get("step")
+            found = (read_json_object(self.folder / STATE) or {}).get("step")
             if found != step:
                 self.add(STATE, None, f"is of step {found}, {MANIFEST} of step {step}")
         except CheckpointError as error:

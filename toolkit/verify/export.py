@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from toolkit import formats
-from toolkit.checkpoint.carried import CarriedTensor, carried_tensors
+from toolkit.checkpoint.carried import CarriedTensor, find_carried_tensors
 from toolkit.checkpoint.commit import step_name
 from toolkit.checkpoint.sources import Source, find_base
 from toolkit.errors import ExportError, LoadingError, ModelError, ToolkitError
@@ -339,7 +339,7 @@ class ExportCheck:
         if not self.carried:
             return
         try:
-            theirs = carried_tensors(model, saved, folder)
+            theirs = find_carried_tensors(model, saved, folder)
         except ExportError as error:
             self.findings.note(f"not compared with the source: {error}")
             return

@@ -27,7 +27,7 @@ from toolkit.adapters.peft_folder import (
     read_adapter_config,
     weight_delta,
 )
-from toolkit.checkpoint.sources import Source, check_whole, parameter_names
+from toolkit.checkpoint.sources import Source, check_complete, map_parameter_names
 from toolkit.errors import ExportError, LoadingError
 from toolkit.formats import (
     StoredTensor,
@@ -244,8 +244,8 @@ class MergeProof(Proof):
 
 def expected_of(source: Source, names: Iterable[str] = ()) -> dict[str, Expected]:
     """Return parameter -> its tensor in a checkpoint; ExportError where one is not whole."""
-    _, keys = parameter_names(source, names)
-    check_whole(source, keys.values())
+    _, keys = map_parameter_names(source, names)
+    check_complete(source, keys.values())
     known = source.sums()
     return {
         name: Expected(source.stored(key), f"{key} of the checkpoint", known.get(key))

@@ -125,5 +125,5 @@ def _export_folder(folder: Path) -> Path:
         raise ExportError(f"{folder} is a checkpoint, not an export; give the checkpoint first")
     raise ExportError(
         f"{folder} is no Hugging Face folder: it has no weights and no config"
-        f"{commit.did_you_mean(folder, is_export)}"
+        f"{commit.suggest_paths(folder, is_export)}"
     )

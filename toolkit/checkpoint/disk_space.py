@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
-from toolkit.checkpoint.local_folder import LocalFolder, existing
-from toolkit.checkpoint.store import Folder, bytes_below, storage_of, where
+from toolkit.checkpoint.local_folder import LocalFolder, nearest_existing_folder
+from toolkit.checkpoint.store import Folder, folder_bytes, parse_location, storage_of
 from toolkit.config.settings import CheckpointConfig, OptimConfig
 from toolkit.errors import CheckpointError
 from toolkit.formats import DTYPES, assets_of
@@ -51,7 +51,7 @@ class DiskEstimate:
         )
 
 
-def need(
+def estimate_disk_use(
     model: nn.Module,
     output_dir: str | Path,
     cfg: CheckpointConfig,
@@ -68,7 +68,7 @@ def need(
     archive perhaps, are not needed again. `file_bytes` are those of other files in a checkpoint.
     """
     run = Path(output_dir)
-    root: Any = where(output_dir if cfg.root is None else cfg.root)
+    root: Any = parse_location(output_dir if cfg.root is None else cfg.root)
     on_disk = storage_of(root).is_disk
     steps = sorted(committed_steps(root)) if on_disk else []
     done = max(steps, default=0)
@@ -77,17 +77,17 @@ def need(
         at_end = cfg.export_at_end and max_steps % every != 0
         present = [f for f in (run / EXPORTS).glob("step-*") if ".old-" not in f.name]
         exports = max(1, len(present) + max_steps // every - done // every + at_end)
-    folder = home = existing(run)
+    folder = home = nearest_existing_folder(run)
     if on_disk:
-        folder, there = existing(root), _counted(root / CHECKPOINTS, ".bad-")
+        folder, there = nearest_existing_folder(root), _bytes_in_use(root / CHECKPOINTS, ".bad-")
     if folder.stat().st_dev == home.stat().st_dev:
-        there += _counted(run / EXPORTS, ".old-")
+        there += _bytes_in_use(run / EXPORTS, ".old-")
     else:
         exports = 0  # on another disk than the checkpoints, which fill theirs first
     return DiskEstimate(
-        checkpoint_bytes(model, world_size, optim) + file_bytes,
-        checkpoints_kept(cfg, max_steps, steps),
-        exports * export_bytes(model),
+        estimate_checkpoint_bytes(model, world_size, optim) + file_bytes,
+        count_checkpoints_on_disk(cfg, max_steps, steps),
+        exports * estimate_export_bytes(model),
         there,
         LocalFolder(folder).free_bytes(),
         folder,
@@ -95,20 +95,22 @@ def need(
     )
 
 
-def refuse_overflow(need: DiskEstimate, cfg: CheckpointConfig) -> None:
+def check_disk_space(estimate: DiskEstimate, cfg: CheckpointConfig) -> None:
     """Refuse a run that would fill the disk: CheckpointError with what is needed, free, to do."""
-    lacking = need.total - min(need.there, need.total) - need.free
+    lacking = estimate.total - min(estimate.there, estimate.total) - estimate.free
     if lacking > 0:
         limit = cfg.save_total_limit
         rule = "all are kept" if limit is None else f"checkpoint.save_total_limit is {limit}"
         raise CheckpointError(
-            f"the run does not fit on the disk: {need}. Free {size_text(lacking)}, save less "
+            f"the run does not fit on the disk: {estimate}. Free {size_text(lacking)}, save less "
             f"({rule}, save_steps {cfg.save_steps}, export_steps {cfg.export_steps}), or give "
             "another output_dir"
         )
 
 
-def checkpoint_bytes(model: nn.Module, world_size: int, optim: OptimConfig = _ADAMW) -> int:
+def estimate_checkpoint_bytes(
+    model: nn.Module, world_size: int, optim: OptimConfig = _ADAMW
+) -> int:
     """Return the bytes of a checkpoint: parameters in storage dtype, buffers, optimizer state."""
     tensors = model_tensors(model)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -122,7 +124,7 @@ def checkpoint_bytes(model: nn.Module, world_size: int, optim: OptimConfig = _AD
     )
 
 
-def checkpoints_kept(
+def count_checkpoints_on_disk(
     cfg: CheckpointConfig, max_steps: int | None, steps: Sequence[int] = ()
 ) -> int:
     """Return how many checkpoints lie on the disk at most: one more than the limit, since the new
@@ -137,7 +139,7 @@ def checkpoints_kept(
     return kept if max_steps is None else min(kept, saved)
 
 
-def export_bytes(model: nn.Module) -> int:
+def estimate_export_bytes(model: nn.Module) -> int:
     """Return the bytes of the Hugging Face folder, in the dtype that most source tensors have; of
     a model with adapters those of the adapters.
     """
@@ -149,7 +151,7 @@ def export_bytes(model: nn.Module) -> int:
     return sum(t.numel() for t in tensors) * dtype.itemsize
 
 
-def _counted(root: Path, aside: str) -> int:
+def _bytes_in_use(root: Path, aside: str) -> int:
     """Return the bytes below `root`, without what was set aside: that stays and makes no room."""
     folders = root.iterdir() if root.is_dir() else ()
-    return sum(bytes_below(folder) for folder in folders if aside not in folder.name)
+    return sum(folder_bytes(folder) for folder in folders if aside not in folder.name)

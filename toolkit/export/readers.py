@@ -20,11 +20,16 @@ from toolkit.adapters.peft_folder import (
     read_adapter_config,
 )
 from toolkit.checkpoint.carried import Carried
-from toolkit.checkpoint.commit import damaged_files
-from toolkit.checkpoint.sources import Source, check_whole, damaged, parameter_names
+from toolkit.checkpoint.commit import find_damaged_files
+from toolkit.checkpoint.sources import (
+    Source,
+    check_complete,
+    damaged_file_error,
+    map_parameter_names,
+)
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.export.plan import CASTABLE, ExportPlan, TensorShapes, make_plan, model_of_assets
-from toolkit.export.weight_file import TensorValues
+from toolkit.export.writer import TensorValues
 from toolkit.formats import (
     ADAPTER_FILE,
     ExportGroup,
@@ -49,7 +54,7 @@ class SavedTensors:
 
     def __init__(self, source: Source, names: Iterable[str] = ()):
         self.source = source
-        self.prefix, self.keys = parameter_names(source, names)
+        self.prefix, self.keys = map_parameter_names(source, names)
         self._sums = source.sums()
 
     def source_sum(self, name: str, dtype: torch.dtype) -> int | None:
@@ -63,15 +68,15 @@ class SavedTensors:
 
     def check(self) -> None:
         """Check that each tensor is whole, and the files of those that have no sum."""
-        check_whole(self.source, self.keys.values())
+        check_complete(self.source, self.keys.values())
         checkpoint = self.source.checkpoint
         if checkpoint is None:
             return  # of another tool: there is nothing to compare with
         without = [key for key in self.keys.values() if key not in self._sums]
         files = {chunk.file for key in without for chunk in self.source.stored(key).chunks}
         names = sorted(str(file.relative_to(checkpoint)) for file in files)
-        for name, fault in damaged_files(checkpoint, only=names):
-            raise damaged(checkpoint / name, fault)
+        for name, fault in find_damaged_files(checkpoint, only=names):
+            raise damaged_file_error(checkpoint / name, fault)
 
     def check_same(self, names: list[str]) -> None:
         """Refuse tensors of which one is exported and that do not hold the same values."""

@@ -8,6 +8,7 @@ without PEFT, or with those that the checkpoint recorded when it was saved.
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,19 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.adapters.peft_folder import adapter_file_keys, fill_without_memory, load_with_peft
+from toolkit.checkpoint import TrainState, local_copy, wait
 from toolkit.checkpoint.adapter_source import (
     AdapterSource,
-    chain_text,
-    check_base,
+    check_same_base,
+    format_chain,
+    format_settings,
     open_adapter,
-    settings_text,
 )
-from toolkit.checkpoint.resuming import tensors_with_other_sums
+from toolkit.checkpoint.resuming import find_wrong_sums, quarantine
 from toolkit.config.settings import FinetuneConfig
-from toolkit.errors import ConfigError, ExportError
+from toolkit.errors import CheckpointError, ConfigError, ExportError
 from toolkit.export.consolidation import consolidate
-from toolkit.export.sources import SavedTensors
+from toolkit.export.readers import SavedTensors
 from toolkit.formats import (
     ADAPTER_FILE,
     ADAPTER_WEIGHTS,
@@ -39,13 +41,14 @@ from toolkit.formats import (
     local_tensor,
     part_of,
     read_header,
+    reshard,
     same_values,
     whole,
 )
 from toolkit.formats.bit_sums import part_sums
 from toolkit.formats.layout import cut_by_rows
 from toolkit.models import model_on_meta
-from toolkit.models.peft_model import adapted_parameters, trained_tensors
+from toolkit.models.peft_model import adapted_parameters, has_adapters, trained_tensors
 
 _MODEL = "model."  # before names of parameters in a checkpoint
 
@@ -57,28 +60,28 @@ def check_adapter(adapted: nn.Module, cfg: FinetuneConfig) -> str:
     which may be on meta. One process; reads headers. ConfigError names what does not fit.
     """
     with open_adapter(cfg.lora) as source:
-        line = check_base(cfg, source)
-        _refuse_other_tensors(source, adapted)
-        return f"adapter    continues {chain_text(source.stage)}: {settings_text(cfg.lora)}; {line}"
+        line = check_same_base(cfg, source)
+        _check_tensors(source, adapted)
+        return f"adapter    continues {format_chain(source.stage)}: {format_settings(cfg.lora)}; {line}"
 
 
-def _refuse_other_tensors(source: AdapterSource, adapted: nn.Module) -> None:
+def _check_tensors(source: AdapterSource, adapted: nn.Module) -> None:
     """Refuse an adapter whose keys or shapes are not those of `adapted`. Reads headers."""
     shapes = {name: tuple(tensor.shape) for name, tensor in trained_tensors(adapted).items()}
     if source.checkpoint is not None:
         saved = SavedTensors(source.checkpoint).shapes()
         stored_shapes = {name: shape for name, (_, shape) in saved.items()}
     else:
-        frozen, entries = frozen_keys(adapted), source.tensors()
+        frozen, entries = map_frozen_keys(adapted), source.tensors()
         names = adapter_file_keys(adapted) | frozen
         stored_shapes = {names.get(key, key): entry.shape for key, entry in entries.items()}
         parameters = dict(adapted.named_parameters(remove_duplicate=False))
         saved_along = [name for key, name in frozen.items() if key in entries]
         shapes |= {name: tuple(parameters[name].shape) for name in saved_along}
-    _refuse_difference(source, shapes, stored_shapes)
+    _check_names_and_shapes(source, shapes, stored_shapes)
 
 
-def _refuse_difference(
+def _check_names_and_shapes(
     source: AdapterSource,
     expected: dict[str, tuple[int, ...]],
     stored_shapes: dict[str, tuple[int, ...]],
@@ -109,7 +112,7 @@ def _refuse_difference(
             )
 
 
-def frozen_keys(adapted: nn.Module) -> dict[str, str]:
+def map_frozen_keys(adapted: nn.Module) -> dict[str, str]:
     """Return key of the file -> frozen parameter that PEFT may save along: an embedding's matrix,
     if it is adapted or its vocabulary was resized.
     """
@@ -129,19 +132,19 @@ def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
 
         def read() -> tuple[Tensors, dict[str, int], Tensors, dict[str, Any]]:
             source = stack.enter_context(open_adapter(cfg.lora))
-            return _read(model, source, stack)
+            return _read_adapter(model, source, stack)
 
         values, sums, frozen, stage = ranks.on_all(
             lambda: read() if ranks.rank() == 0 else ({}, {}, {}, {})
         )
         live = trained_tensors(model)
         for name, tensor in live.items():
-            _fill(tensor, values.get(name))
+            _copy_local_part(tensor, values.get(name))
         stage, names = ranks.broadcast((stage, [*frozen]))
-        _refuse_other_base(model, cfg, frozen, names)
+        _check_frozen_matrices(model, cfg, frozen, names)
         expected = ranks.broadcast(sums)
         proven = {n: t for n, t in live.items() if cut_by_rows(t)}
-        if wrong := tensors_with_other_sums(proven, expected):
+        if wrong := find_wrong_sums(proven, expected):
             raise ranks.mark_collective(
                 ConfigError(
                     f"lora.from {cfg.lora.from_}: {len(wrong)} of {len(live)} tensors do not hold "
@@ -153,24 +156,22 @@ def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
     return [f"adapter    {len(live)} tensors loaded by PEFT, bit sums equal to the file's"]
 
 
-def _read(
+def _read_adapter(
     model: nn.Module, source: AdapterSource, stack: contextlib.ExitStack
 ) -> tuple[Tensors, dict[str, int], Tensors, dict[str, Any]]:
     """Return name -> value as PEFT loads it and name -> expected sum, of what is trained; name ->
     value of frozen matrices that the file holds, too; and the stage. One process.
     """
-    _refuse_other_tensors(source, model)  # a resume may read it without `check_adapter`
+    _check_tensors(source, model)  # a resume may read it without `check_adapter`
     live = trained_tensors(model)
     folder = source.folder
     if source.checkpoint is not None:
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         folder = Path(consolidate(source.folder, Path(scratch, "adapter")))
-    keys, extra = adapter_file_keys(model), frozen_keys(model)
+    keys, extra = adapter_file_keys(model), map_frozen_keys(model)
     entries = read_header(folder / ADAPTER_WEIGHTS)
     frozen = {extra[key]: whole(entries[key]) for key in extra.keys() & entries.keys()}
-    with _without_frozen(
-        folder, {k: e for k, e in entries.items() if k in keys}, frozen
-    ) as readable:
+    with _drop_frozen(folder, {k: e for k, e in entries.items() if k in keys}, frozen) as readable:
         loaded, names = _load_by_peft(model, readable)
     values = {name: loaded[name].detach().to(live[name].dtype) for name in names}
     sums: dict[str, int] = {}
@@ -189,7 +190,7 @@ def _read(
 
 
 @contextlib.contextmanager
-def _without_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> Iterator[Path]:
+def _drop_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> Iterator[Path]:
     """Give the PEFT folder without frozen matrices, for which a base without bytes has no room."""
     if not frozen:
         yield folder
@@ -231,7 +232,7 @@ def _load_by_peft(model: nn.Module, folder: Path) -> tuple[Tensors, list[str]]:
     return state, names
 
 
-def _fill(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+def _copy_local_part(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
     """Copy this rank's part of rank 0's `value` into a live tensor. Collective."""
     full = torch.empty(tensor.shape, dtype=tensor.dtype) if value is None else value.contiguous()
     if (group := ranks.object_group()) is not None:
@@ -240,7 +241,7 @@ def _fill(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
         local_tensor(tensor).copy_(part_of(full, tensor))
 
 
-def _refuse_other_base(
+def _check_frozen_matrices(
     model: nn.Module, cfg: FinetuneConfig, frozen: Tensors, names: list[str]
 ) -> None:
     """Refuse a frozen matrix in the adapter's file that is not the base's. Collective."""
@@ -263,3 +264,77 @@ def _refuse_other_base(
                 "train, with other values than the base: it was trained on another base"
             )
         )
+
+
+_ADVICE = "do not go on from it, or publish it: a reader would get another model"
+
+
+def prove_adapter(state: TrainState, checkpoint: str) -> str:
+    """Prove the adapter of a checkpoint that was just saved of `state`; return the line for the
+    log, empty for a model without adapters. One that does not come back is set aside. Collective.
+
+    Waits for a save in the background. Rank 0 reads and writes the adapter once and holds it twice.
+    CheckpointError: on every rank: the adapter does not come back (names rank and tensor).
+    ExportError: on every rank: it cannot be exported or loaded by PEFT.
+    """
+    if not has_adapters(state.model):
+        return ""
+    wait()
+    if checkpoint in state.saves.failed:  # by the disk, as was said: there is nothing to prove
+        return ""
+    try:
+        return compare_with_reloaded(state.model, checkpoint)
+    except CheckpointError as error:
+        quarantine(checkpoint, str(error))
+        raise
+
+
+def compare_with_reloaded(model: nn.Module, checkpoint: str | Path) -> str:
+    """Compare the adapter in `model` with what PEFT loads; see `prove_adapter`."""
+    begun = time.perf_counter()
+    wait()
+    reshard(model)
+    trained = trained_tensors(model)
+    loaded = ranks.on_all(lambda: _reload_by_peft(checkpoint, trained) if ranks.rank() == 0 else {})
+    different = [name for name in trained if not _is_equal(name, trained[name], loaded)]
+    failed = any(ranks.any_over_ranks([bool(different)]))
+    for rank, names in enumerate(ranks.gather(different) if failed else ()):
+        if names:
+            raise CheckpointError(
+                f"{checkpoint} does not give back what was trained: on rank {rank} "
+                f"{len(names)} of {len(trained)} tensors differ, such as {names[0]}; {_ADVICE}"
+            )
+    how = "through PeftModel.from_pretrained, equal to the bit"
+    seconds = time.perf_counter() - begun
+    return f"adapter proven: {len(trained)} tensors reloaded {how} ({seconds:.1f} s)"
+
+
+def _reload_by_peft(
+    checkpoint: str | Path, trained: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the adapter as PEFT loads it: name -> whole tensor, in the dtypes of `trained`."""
+    with local_copy(checkpoint) as folder, tempfile.TemporaryDirectory() as scratch:
+        exported = Path(consolidate(folder, Path(scratch, "adapter")))
+        base = fill_without_memory(model_on_meta(Path(folder, "hf")))
+        model, problems = load_with_peft(base, exported, empty=True)
+    if problems:
+        raise CheckpointError(f"{checkpoint}: {problems[0]}")
+    found = model.state_dict()
+    missing = [n for n in trained if n not in found or found[n].is_meta]
+    if missing:
+        raise CheckpointError(
+            f"PEFT does not load {missing[0]} (and {len(missing) - 1} more) of the export of "
+            f"{checkpoint}; {_ADVICE}"
+        )
+    return {n: found[n].detach().to(t.dtype) for n, t in trained.items()}
+
+
+def _is_equal(name: str, tensor: torch.Tensor, loaded: dict[str, torch.Tensor]) -> bool:
+    """Return whether this rank's part of a tensor is what rank 0 loaded. Collective."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if ranks.rank() == 0:
+        whole = loaded[name].contiguous()
+    if (group := ranks.object_group()) is not None:
+        dist.broadcast(whole, src=0, group=group)
+    expected, part = part_of(whole, tensor), local_tensor(tensor.detach()).cpu()
+    return part.shape == expected.shape and bool(same_values(expected, part).all())
