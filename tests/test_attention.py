@@ -318,7 +318,7 @@ def test_a_saved_config_does_not_name_it(tmp_path):
 
 def test_borders_beside_a_mask_are_refused():
     batch = forward_of(batch_of())
-    with pytest.raises(ModelError, match="attention_mask beside the borders"):
+    with pytest.raises(ModelError, match="attention_mask together with document borders"):
         within_documents("llama")(**batch, attention_mask=torch.ones_like(batch["input_ids"]))
 
 

@@ -329,7 +329,7 @@ MODEL_CASES = {
     "value of another type": (spoil_config(hidden_size="wide"), ["hidden_size", "wide"]),
     "an adapter beside the weights": (
         write("adapter_config.json", "{}"),
-        ["holds an adapter (adapter_config.json) beside its weights", "Merge it"],
+        ["holds an adapter (adapter_config.json) next to its weights", "Merge the adapter"],
     ),
     "code of its own": (
         spoil_config(model_type="mine", auto_map={"AutoConfig": "mine.Config"}),

@@ -148,7 +148,7 @@ def test_the_text_part_is_trained_where_the_class_has_no_forward_for_text(
     def forward(self: Any, **inputs: Any) -> Any:  # as that of transformers 5.24, not of 5.23
         raise AttributeError("its output has no attribute 'image_outputs'")
 
-    monkeypatch.setattr(tiny_copy, "_known", {})
+    monkeypatch.setattr(tiny_copy, "_faults", {})
     monkeypatch.setattr(Llama4ForConditionalGeneration, "forward", forward)
     model = build_on_meta(ModelConfig(str(layout("llama4", tmp_path))))
     assert type(model).__name__ == "Llama4ForCausalLM"

@@ -1,11 +1,12 @@
 """Attention within documents by their borders, without a mask.
 
-From positions that restart, transformers builds a dense mask [B, 1, T, T] in every forward, for
-which the host waits for the device and which rules flash attention out. A micro-batch that carries
-`document_borders` needs none: transformers makes no mask for an attention function that has no mask
-function of its name, and hands the borders down to it, as its flash attention knows them.
+From positions that restart, transformers builds a dense mask [B, 1, T, T] in every forward. The
+host waits for the device to build it, and flash attention cannot use it. A micro-batch with
+`document_borders` needs no mask: transformers builds none for an attention function that has no
+mask function of its name, and passes the borders on, as its flash attention knows them.
 
-Owns that function and when it is active. Which types bear it is tried (`packing_probe`).
+This file owns that function and decides when it is active. `packing_probe` tries which model types
+work with it.
 
 [Note: one graph] A compiled layer is compiled again if a number that its code compares changes. So
 it never compares what differs between micro-batches: the number of documents, and the length of the
@@ -34,7 +35,7 @@ from toolkit.errors import ModelError, one_line
 
 _ONE_DOCUMENT_A_ROW = "one_document_a_row"  # argument of `_attention` that forwards pass down
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What a batch carries of its documents; the names of transformers' `FlashAttentionKwargs`."""
+"""Arguments that describe a batch's documents; the names of `FlashAttentionKwargs`."""
 _Heads = Sequence[torch.Tensor]  # query, key and value: [tokens, heads, width]
 _PREFIX = "documents_"
 _BLOCK = 512  # queries that are masked at a time where SDPA takes no flag for the mask
@@ -50,11 +51,14 @@ _IDLE = frozenset(
 
 
 def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return where the documents of a micro-batch begin and end, as the forward takes it.
+    """Compute the borders of the documents in a micro-batch, as the forward takes them.
 
-    `cu_seq_lens_*` are int32 [documents + 1] over the flattened rows, `max_length_*` python ints.
-    To be called on the host: it reads the values of `position_ids` [B, T], which restart with each
-    document; without them each row of `input_ids` [B, T] is one.
+    Call it on the host: it reads the values of `position_ids` [B, T], which restart with each
+    document. Without them each row of `input_ids` [B, T] is one document.
+
+    Returns:
+        `cu_seq_lens_*`, int32 [documents + 1], borders over the flattened rows; `max_length_*`,
+        int.
     """
     rows, length = batch["input_ids"].shape
     positions = batch.get("position_ids")
@@ -67,21 +71,26 @@ def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def attend_within_documents(model: PreTrainedModel) -> None:
-    """Let `model` attend without a mask where a batch carries `document_borders`, in place.
+    """Let `model` attend without a mask to batches with `document_borders`, in place.
 
-    Every other forward (padded rows, generation) attends and masks as before. ModelError: its
-    attention is none that this can stand for; in a forward: it attends by more than borders.
-    See [Note: one graph].
+    Every other forward (padded rows, generation) attends and masks as before. See [Note: one
+    graph].
+
+    Raises:
+        ModelError: the model's attention is neither SDPA nor flash attention. A later forward
+            raises it if the model attends by more than borders.
     """
-    held = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    configs = [c for c in held.values() if isinstance(c, PreTrainedConfig)]
+    configs_by_id = {
+        id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None
+    }
+    configs = [c for c in configs_by_id.values() if isinstance(c, PreTrainedConfig)]
     kernels = {str(config._attn_implementation) for config in configs}
-    own = kernels.pop()
-    if kernels or not (own == "sdpa" or "flash" in own):
-        raise ModelError(f"its attention is {' and '.join(sorted({own, *kernels}))}")
+    kernel = kernels.pop()
+    if kernels or not (kernel == "sdpa" or "flash" in kernel):
+        raise ModelError(f"its attention is {' and '.join(sorted({kernel, *kernels}))}")
     # "flash" in a name makes transformers look for a kernel of that name.
-    name = _PREFIX + own.replace("flash", "fa")
-    AttentionInterface.register(name, partial(_attention, own))
+    name = _PREFIX + kernel.replace("flash", "fa")
+    AttentionInterface.register(name, partial(_attention, kernel))
     _set(configs, name)
     forward = model.forward
 
@@ -89,9 +98,9 @@ def attend_within_documents(model: PreTrainedModel) -> None:
     def with_or_without_mask(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get(BORDERS[0]) is not None:
             if kwargs.get("attention_mask") is not None:  # transformers would drop it
-                raise ModelError("expected no attention_mask beside the borders of documents")
+                raise ModelError("expected no attention_mask together with document borders")
             return forward(*args, **with_fixed_lengths(kwargs))
-        _set(configs, own)  # now masks are built
+        _set(configs, kernel)  # now masks are built
         try:
             return forward(*args, **kwargs)
         finally:  # recomputed layers find what they were given, a mask or borders
@@ -101,8 +110,9 @@ def attend_within_documents(model: PreTrainedModel) -> None:
 
 
 def with_fixed_lengths(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward with document borders as its layers take them: equal in all
-    micro-batches of a run, but for the borders themselves. See [Note: one graph].
+    """Fix the arguments of a forward with document borders, except the borders themselves.
+
+    So layers get equal arguments in all micro-batches of a run. See [Note: one graph].
     """
     if not torch.compiler.is_compiling():
         mark_borders_dynamic(inputs)
@@ -116,7 +126,7 @@ def with_fixed_lengths(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def mark_borders_dynamic(inputs: dict[str, Any]) -> None:
-    """Let a compiler take the number of documents in `inputs` for one that changes."""
+    """Tell the compiler that the number of documents in `inputs` changes."""
     compiler = sys.modules.get("torch._dynamo")  # seconds to import, and only to compile
     for borders in map(inputs.get, BORDERS[:2]):
         if compiler is not None and isinstance(borders, torch.Tensor):
@@ -124,12 +134,13 @@ def mark_borders_dynamic(inputs: dict[str, Any]) -> None:
 
 
 def _set(configs: list[PreTrainedConfig], kernel: str) -> None:
+    """Set the attention implementation of configs."""
     for config in configs:
         config._attn_implementation = kernel
 
 
 def _attention(
-    own: str,
+    kernel: str,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -140,28 +151,33 @@ def _attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    **others: Any,
+    **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return attention [B, T, heads, width], by `AttentionInterface`'s contract, as `own` does."""
-    borders = {name: others.pop(name, None) for name in BORDERS}
-    whole_rows = others.pop(_ONE_DOCUMENT_A_ROW, False)
+    """Compute attention [B, T, heads, width] as `kernel` does; within documents given borders.
+
+    The contract is `AttentionInterface`'s.
+    """
+    borders = {name: unused.pop(name, None) for name in BORDERS}
+    whole_rows = unused.pop(_ONE_DOCUMENT_A_ROW, False)
     begins, _, longest, _ = borders.values()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
-    own_way = partial(_flash, own, sliding_window) if "flash" in own else sdpa_attention_forward
+    attend = (
+        partial(_flash, kernel, sliding_window) if "flash" in kernel else sdpa_attention_forward
+    )
     if begins is None or longest is None:
-        return own_way(module, query, key, value, attention_mask, **options, **others)
+        return attend(module, query, key, value, attention_mask, **options, **unused)
     if attention_mask is not None or not causal or query.shape[2] != key.shape[2]:
-        raise ModelError("it attends with a mask of its own, or to other tokens than its own")
-    if "flash" in own:
-        return own_way(module, query, key, value, None, **options, **others, **borders)
-    unknown = sorted(n for n, v in others.items() if v is not None and n not in _IDLE)
+        raise ModelError("it attends with its own mask, or to other tokens than its own")
+    if "flash" in kernel:
+        return attend(module, query, key, value, None, **options, **unused, **borders)
+    unknown = sorted(n for n, v in unused.items() if v is not None and n not in _IDLE)
     if unknown:
         raise ModelError(f"its attention takes {', '.join(unknown)}, which needs its own kernel")
     window = None if sliding_window is None or sliding_window >= longest else sliding_window
     batch, _, length, width = query.shape
     if window is None and whole_rows:
-        return own_way(module, query, key, value, None, **options)
+        return attend(module, query, key, value, None, **options)
     scaling = width**-0.5 if scaling is None else scaling
     qkv = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     if _has_kernel(qkv[0], dropout):
@@ -172,7 +188,11 @@ def _attention(
 
 
 def check_varlen_kernel(device: torch.device) -> None:
-    """Try the kernel of a GPU on two documents against the plain path. Raises ModelError."""
+    """Compare the GPU's kernel on two documents with the plain computation.
+
+    Raises:
+        ModelError: the kernel does not run, or its values are wrong.
+    """
     if device.type != "cuda":
         return
     generator = torch.Generator().manual_seed(0)
@@ -180,15 +200,15 @@ def check_varlen_kernel(device: torch.device) -> None:
     borders = torch.tensor([0, 24, 64], dtype=torch.int32, device=device)
     expected = _each_document(qkv, borders, 0.125, 16, 0.0)
     try:
-        found = _varlen([t.bfloat16() for t in qkv], borders, 40, 0.125, 16)
+        values = _varlen([t.bfloat16() for t in qkv], borders, 40, 0.125, 16)
     except (RuntimeError, NotImplementedError) as error:
         raise ModelError(f"varlen flash attention does not run: {one_line(error)}") from error
-    if (off := float((found.float() - expected).abs().max())) > 0.05:
+    if (off := float((values.float() - expected).abs().max())) > 0.05:
         raise ModelError(f"varlen flash attention is off by {off:.1e} on this device")
 
 
 def _has_kernel(query: torch.Tensor, dropout: float) -> bool:
-    """Whether torch's varlen flash attention takes a query [tokens, heads, width]."""
+    """Return True if torch's varlen flash attention takes a query [tokens, heads, width]."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     return query.device.type == "cuda" and half and query.shape[-1] <= 256 and not dropout
 
@@ -196,7 +216,7 @@ def _has_kernel(query: torch.Tensor, dropout: float) -> bool:
 def _varlen(
     qkv: _Heads, borders: torch.Tensor, longest: int, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """Return attention [tokens, heads, width] by one kernel over all documents."""
+    """Compute attention [tokens, heads, width] by one kernel over all documents."""
     # It takes one width, a multiple of 8; zeros more change no score.
     out_width = qkv[2].shape[-1]
     width = -(-max(qkv[0].shape[-1], out_width) // 8) * 8
@@ -211,29 +231,32 @@ def _varlen(
 
 
 def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """Pad the last dim with zeros up to `width`."""
     missing = width - tensor.shape[-1]
     return F.pad(tensor, (0, missing)) if missing else tensor  # a pad of nothing copies
 
 
 def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return a tensor [tokens, key heads, width] with as many heads as the query."""
+    """Repeat the key heads of a tensor [tokens, key heads, width] once per group of query heads."""
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
-# A loop over documents would be compiled anew for each batch.
+# A loop over documents would be compiled again for each batch.
 @torch.compiler.disable
 def _each_document(
     qkv: _Heads, borders: torch.Tensor, scaling: float, window: int | None, dropout: float
 ) -> torch.Tensor:
-    """Return attention [tokens, heads, width] document by document, at most `_BLOCK` rows of
-    scores at a time. On a device the host waits for `borders`, once a micro-batch.
+    """Compute attention [tokens, heads, width] document by document.
+
+    At most `_BLOCK` rows of scores exist at a time. On a device the host waits for `borders`, once
+    a micro-batch.
     """
     if not hasattr(borders, "lengths"):  # every layer is handed the same tensor
         borders.lengths = borders.diff().tolist()  # type: ignore[attr-defined]
     out_width = qkv[2].shape[-1]
-    width = max(qkv[0].shape[-1], out_width)  # unlike widths would have SDPA hold all scores
-    query, *others = (_widened(t, width) for t in qkv)
-    heads = [query, *(_repeated(t, query) for t in others)]
+    width = max(qkv[0].shape[-1], out_width)  # with unequal widths SDPA would hold all scores
+    query, *key_and_value = (_widened(t, width) for t in qkv)
+    heads = [query, *(_repeated(t, query) for t in key_and_value)]
     lengths: list[int] = borders.lengths  # type: ignore[attr-defined]
     parts = (t.transpose(0, 1)[None].split(lengths, dim=2) for t in heads)
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
@@ -247,13 +270,13 @@ def _each_document(
             end, first = min(begin + _BLOCK, tokens), max(0, begin - reach + 1)
             positions = torch.arange(first, end, device=q.device)
             back = positions[begin - first :, None] - positions
-            seen = (back >= 0) & (back < reach)
-            out.append(attend(q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end], seen))
+            visible = (back >= 0) & (back < reach)
+            out.append(attend(q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end], visible))
     return torch.cat(out, dim=2)[0].transpose(0, 1)[..., :out_width]
 
 
 def _flash(
-    own: str,
+    kernel: str,
     sliding_window: int | None,
     module: nn.Module,
     query: torch.Tensor,
@@ -265,7 +288,7 @@ def _flash(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return what flash attention `own` gives: transformers' own would look for this one's name."""
+    """Compute flash attention `kernel`; transformers' function would look up this one's name."""
     out_width, length = value.shape[-1], query.shape[2]
     query, key, value = (t.transpose(1, 2) for t in (query, key, _widened(value, query.shape[-1])))
     out = _flash_attention_forward(
@@ -276,7 +299,7 @@ def _flash(
         query_length=length,
         softmax_scale=scaling,
         sliding_window=sliding_window,
-        attn_implementation=own,
+        attn_implementation=kernel,
         s_aux=None if s_aux is None else s_aux.to(query.dtype),
         **options,
     )

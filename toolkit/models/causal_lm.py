@@ -1,4 +1,4 @@
-"""From a checkpoint folder or Hub id to a causal LM on the meta device, with its assets."""
+"""Build a causal LM on the meta device from a checkpoint folder or Hub id, with its assets."""
 
 import contextlib
 import inspect
@@ -45,27 +45,35 @@ _GENERATION, _ROUTER = "generation_config.json", "output_router_logits"
 
 
 def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
-    """Return the model of `cfg` on the meta device, tied; the folder needs no weights.
+    """Build the model of `cfg` on the meta device, with its ties; no weights are needed.
 
-    Parameters have the storage dtype `cfg.dtype`, or fp32 where transformers keeps them so.
-    `model.hf_assets` holds what an export needs. ModelError: no usable config of a causal LM there.
+    Parameters have the storage dtype `cfg.dtype`, or fp32 if transformers keeps them so.
+    `model.hf_assets` holds what an export needs.
+
+    Raises:
+        ModelError: the folder has no usable config of a causal LM.
     """
     if cfg.trust_remote_code:
         allow_remote_code()
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
     model_class = _model_class(config, cfg, folder)
-    named = next(iter(config.architectures or ()), None)
-    whole = None if _is_reward(cfg) else multimodal_class(config, named)
+    class_name = next(iter(config.architectures or ()), None)
+    multimodal = None if _is_reward(cfg) else multimodal_class(config, class_name)
     if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
         raise ModelError(
             f"{cfg.name_or_path} is {model_class.__name__}, a drafter that works on the keys and "
-            "values of another model (shared_kv_states). Give that one as model.name_or_path"
+            "values of another model (shared_kv_states). Set model.name_or_path to that model"
         )
     composite = config
-    wanted, text = model_class.config_class, config.get_text_config()
-    if wanted is not None and not isinstance(config, wanted) and isinstance(text, wanted):
-        config, composite = text, config  # without images and sound, as `AutoModelForCausalLM` does
+    config_class, text = model_class.config_class, config.get_text_config()
+    if (
+        config_class is not None
+        and not isinstance(config, config_class)
+        and isinstance(text, config_class)
+    ):
+        # The text part alone, without images and sound, as `AutoModelForCausalLM` builds it.
+        config, composite = text, config
     dtype, reader = _storage_dtype(cfg, config, folder), make_dequantiser(composite)
     for section in (composite, config):
         vars(section).pop(QUANTISED, None)  # what is built is not quantised
@@ -84,8 +92,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
             raise ModelError(f"{cfg.name_or_path}: {one_line(error, 400)}") from error
         raise ModelError(
             f"model.attn_implementation {kernel} cannot be used here: {one_line(error, 400)} "
-            "Install its package (pip install flash-attn for flash_attention_2), or leave the "
-            "setting out: PyTorch's own attention is the default"
+            "Install its package (pip install flash-attn for flash_attention_2), or remove the "
+            "setting: PyTorch's own attention is the default"
         ) from error
     except Exception as error:  # config.json comes from outside: it may ask for anything
         raise ModelError(
@@ -93,8 +101,10 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
             f"{one_line(error, 400)}"
         ) from error
     for section in (model.config, model.config.get_text_config()):
-        section.use_cache = False  # of no use in training; the export keeps the pristine config
-        if getattr(section, _ROUTER, False):  # by `training.router`, where it is asked for
+        # A cache is of no use in training. The export keeps the pristine config.
+        section.use_cache = False
+        # `training.router` computes the loss of routers, if the run uses it.
+        if getattr(section, _ROUTER, False):
             setattr(section, _ROUTER, False)
     if dtype != torch.float32:
         for tensor in find_fp32_tensors(model, buffers=True).values():
@@ -115,7 +125,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
             f"{type(model).__name__}: nothing would be trained"
         )
     assets.tied, assets.model_class = tied_names(model), model_class
-    assets.whole = None if whole in (None, model_class) else (whole, composite)
+    assets.whole = None if multimodal in (None, model_class) else (multimodal, composite)
     assets.conversions = formats.conversion_mapping(model, hf_quantizer=reader)
     model.hf_assets = assets
     return model
@@ -124,7 +134,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
 def _assets(
     cfg: ModelConfig, folder: Path, reader: Any, config: PreTrainedConfig
 ) -> tuple[formats.HFAssets, Path]:
-    """Return what the files of a model say, and the folder of its tokenizer."""
+    """Read what the files of a model say, and find the folder of its tokenizer."""
     pristine, files = formats.read_config(folder), formats.asset_files(folder)
     source = formats.source_dtypes(folder) if cfg.init == "pretrained" else None
     parts: dict[str, tuple[str, ...]] = {}
@@ -139,9 +149,9 @@ def _assets(
         tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
         formats.check_config(tokenizer_folder)
     if tokenizer_folder != folder:  # the model's generation config, all else of the tokenizer
-        own = {n: c for n, c in files.items() if n == _GENERATION or n.endswith(".py")}
+        model_files = {n: c for n, c in files.items() if n == _GENERATION or n.endswith(".py")}
         files = formats.asset_files(tokenizer_folder)
-        files = {n: content for n, content in files.items() if n != _GENERATION} | own
+        files = {n: content for n, content in files.items() if n != _GENERATION} | model_files
     is_folder = os.path.isdir(os.path.expanduser(cfg.name_or_path))
     assets = formats.HFAssets(
         config=pristine,
@@ -159,28 +169,35 @@ def _assets(
 def model_on_meta(
     folder: Path, init: Literal["pretrained", "random"] = "random"
 ) -> PreTrainedModel:
-    """Return the model that the config in a folder describes, on meta, for its names and shapes;
-    `pretrained`: with what its weights are, too.
+    """Build the model that a folder's config describes, on meta, for its names and shapes.
+
+    With `init` "pretrained" its assets also describe the weights in the folder.
     """
-    named = formats.read_config(folder).get("architectures") or [None]
-    kind = RewardModelConfig if named[0] in classifier_names() else ModelConfig
+    architectures = formats.read_config(folder).get("architectures") or [None]
+    kind = RewardModelConfig if architectures[0] in classifier_names() else ModelConfig
     return build_on_meta(kind(str(folder), init=init, trust_remote_code=allows_remote_code()))
 
 
 def allow_remote_code() -> None:
-    """Let `model_on_meta` run code that comes with a model, to the end of this process."""
+    """Let `model_on_meta` run code that comes with a model, until this process ends."""
     _process["trusts_code"] = True
 
 
 def allows_remote_code() -> bool:
-    """Return whether this process was told to run code that comes with a model."""
+    """Return True if this process may run code that comes with a model."""
     return _process["trusts_code"]
 
 
 def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | str) -> None:
-    """Refuse what is no causal LM, has too few positions, lacks its weights, or asks for kernels
-    that `device` cannot run, by the config and the headers of the weights. Of a Hub id all that an
-    export carries is downloaded. Collective. Raises ModelError, LoadingError or ConfigError.
+    """Refuse a model that this run cannot train, by its config and the headers of its weights.
+
+    It must be a causal LM with enough positions, have its weights, and `device` must be able to run
+    its kernels. For a Hub id, all files that an export copies are downloaded. Collective.
+
+    Raises:
+        ModelError: the model cannot be trained.
+        LoadingError: its weights are missing or damaged.
+        ConfigError: its kernels do not run on `device`.
     """
     ranks.main_first(lambda: formats.obtain_assets(cfg.name_or_path, cfg.revision))
     if (tokenizer := cfg.tokenizer_name_or_path) not in (None, cfg.name_or_path):
@@ -190,6 +207,7 @@ def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | 
 
 @ranks.collective
 def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | str) -> None:
+    """Run the checks of `check_usable` on every rank, after the download."""
     if cfg.kernels == "liger":
         check_kernels(device)
     if cfg.trust_remote_code:
@@ -202,14 +220,14 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
     _model_class(config, cfg, folder)
     if cfg.init == "pretrained" and (folder / "adapter_config.json").is_file():
         raise ModelError(
-            f"{folder} holds an adapter (adapter_config.json) beside its weights: transformers "
-            "would load weights and adapter together, this toolkit the weights alone. Merge it "
-            "into them (PEFT's merge_and_unload), or move it away"
+            f"{folder} holds an adapter (adapter_config.json) next to its weights: transformers "
+            "would load both, this toolkit would load the weights only. Merge the adapter into "
+            "the weights (PEFT's merge_and_unload), or move it away"
         )
     if cfg.attn_implementation == "flex_attention" and torch.device(device).type == "cpu":
         raise ModelError(
-            "model.attn_implementation flex_attention has no backward on CPUs; leave it out for "
-            "sdpa"
+            "model.attn_implementation flex_attention has no backward on CPUs; remove the setting "
+            "to use sdpa"
         )
     # Rotary models take longer sequences without a word.
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -224,16 +242,19 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
 
 @ranks.collective
 def prepare(cfg: ModelConfig) -> PreTrainedModel:
-    """Return the model of `cfg` on meta, with its kernels, after `check_usable`. Collective.
-    ModelError also where it sees future tokens (BERT and its kin without `is_decoder`), or drops
-    layers at random.
+    """Build the model of `cfg` on meta, with its kernels, after `check_usable`. Collective.
+
+    Raises:
+        ModelError: as in `build_on_meta`; also if the model sees future tokens (BERT and its kin
+            without `is_decoder`), or drops layers at random.
     """
     model = build_on_meta(cfg)
     marks = [(getattr(m, "is_decoder", 1), getattr(m, "is_causal", 1)) for m in model.modules()]
     if not getattr(model.config, "is_decoder", True) and any(False in mark for mark in marks):
         raise ModelError(
-            f"{model_class_name(model)} attends in both directions, since is_decoder is false in its "
-            "config.json. Set is_decoder: true there, or give a causal model as model.name_or_path"
+            f"{model_class_name(model)} attends in both directions, since is_decoder is false in "
+            "its config.json. Set is_decoder: true there, or set model.name_or_path to a causal "
+            "model"
         )
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
         value = getattr(model.config.get_text_config(), name, 0.0)
@@ -248,7 +269,12 @@ def prepare(cfg: ModelConfig) -> PreTrainedModel:
 
 
 def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
-    """Return transformers' config of the model; refuses unknown model types, quantised weights."""
+    """Read transformers' config of the model.
+
+    Raises:
+        ModelError: the model type is unknown, or the weights are quantised in a way that cannot be
+            read.
+    """
     file, content = folder / "config.json", formats.read_config(folder)
     formats.check_config(folder)
     kind, has_code = content.get("model_type"), "auto_map" in content
@@ -265,9 +291,13 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
     except Exception as error:  # the file comes from outside: it may hold anything
         raise ModelError(f"{file} cannot be used: {one_line(error, 400)}; correct it") from error
     check_ranges(content, file)
-    found = next((v for k, v in formats.nested_items(content) if k == QUANTISED and v), None)
-    if found and make_dequantiser(config) is None:
-        kind = found.get("quant_method", found) if isinstance(found, dict) else found
+    quantisation = next((v for k, v in formats.nested_items(content) if k == QUANTISED and v), None)
+    if quantisation and make_dequantiser(config) is None:
+        kind = (
+            quantisation.get("quant_method", quantisation)
+            if isinstance(quantisation, dict)
+            else quantisation
+        )
         raise ModelError(
             f"{file} has a {QUANTISED}: its weights are quantised already ({kind}), and "
             "transformers does not read them in full precision. Give the checkpoint that they were "
@@ -277,12 +307,15 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
 
 
 def _is_reward(cfg: ModelConfig) -> bool:
+    """Return True if `cfg` describes a reward model."""
     return isinstance(cfg, RewardModelConfig)
 
 
 def _model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrainedModel]:
-    """Return the class for `config`: of a causal LM, or of a reward model where `cfg` is one's;
-    ModelError for an encoder, a classifier, ...
+    """Find the class for `config`: a causal LM, or a reward model if `cfg` describes one.
+
+    Raises:
+        ModelError: the checkpoint is an encoder, a classifier, or another kind of model.
     """
     if _is_reward(cfg):
         return reward_class(config, cfg.name_or_path)
@@ -291,11 +324,11 @@ def _model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrained
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         return get_class_from_dynamic_module(custom, str(folder))
-    named = (getattr(config, "architectures", None) or [None])[0]
-    if named in causal_lm_names():
-        return getattr(transformers, named)
+    class_name = (getattr(config, "architectures", None) or [None])[0]
+    if class_name in causal_lm_names():
+        return getattr(transformers, class_name)
     mapped, fault = causal_lm_class(config), ""
-    if (conditional := multimodal_class(config, named)) is not None:
+    if (conditional := multimodal_class(config, class_name)) is not None:
         if not (fault := find_text_fault(conditional, config)):
             return conditional
         # Its text part by itself; the rest of the checkpoint is carried to the export.
@@ -303,9 +336,9 @@ def _model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrained
             return mapped
         fault = f", and {conditional.__name__} has no forward for text alone ({fault})"
     # A base model without a head (LlamaModel) may be trained as a causal LM; another head may not.
-    if mapped is None or (named is not None and not named.endswith("Model")):
+    if mapped is None or (class_name is not None and not class_name.endswith("Model")):
         raise ModelError(
-            f"{cfg.name_or_path} is {named or config.model_type}, not a causal language model"
+            f"{cfg.name_or_path} is {class_name or config.model_type}, not a causal language model"
             f"{fault}; expected an architecture such as "
             f"{getattr(mapped, '__name__', 'LlamaForCausalLM')} "
             f"(config.json: model_type {config.model_type}). Give another model.name_or_path"
@@ -314,7 +347,10 @@ def _model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrained
 
 
 def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
-    """Return the dtype in which parameters are stored; `auto`: the checkpoint's, or bfloat16."""
+    """Choose the dtype that parameters are stored in.
+
+    `auto` is the checkpoint's dtype, or bfloat16 if that is unknown.
+    """
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype or "float32")
     stored = getattr(config, "dtype", None)
@@ -335,34 +371,44 @@ def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> 
 def find_fp32_tensors(
     model: nn.Module, *, buffers: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """Return parameters (and `buffers`) that transformers keeps in fp32 in a model of `dtype`."""
+    """Find the parameters that transformers keeps in fp32 in a model of `dtype`.
+
+    Args:
+        model: not sharded, or sharded.
+        buffers: include buffers.
+        dtype: of the model.
+
+    Returns:
+        Name -> tensor.
+    """
     if not isinstance(model, PreTrainedModel):
         return {}
     dtype_plan = formats.transformers_private("modeling_utils", "PreTrainedModel._get_dtype_plan")
     plan = dtype_plan(model, dtype)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     tensors |= model.named_buffers() if buffers else ()
-    kept = re.compile("|".join(f"({pattern.replace('*', '.*')})" for pattern in plan) or "$^")
-    return {n: t for n, t in tensors.items() if t.is_floating_point() and kept.search(n)}
+    pattern = re.compile("|".join(f"({pattern.replace('*', '.*')})" for pattern in plan) or "$^")
+    return {n: t for n, t in tensors.items() if t.is_floating_point() and pattern.search(n)}
 
 
 def loaded_dtype(
-    model: nn.Module, parameter: str, stored: torch.dtype, wanted: torch.dtype
+    model: nn.Module, parameter: str, stored: torch.dtype, requested: torch.dtype
 ) -> torch.dtype:
-    """Return the dtype in which transformers holds a parameter of a floating dtype.
+    """Compute the dtype in which transformers loads a parameter of a floating dtype.
 
     Args:
         model: not sharded and without adapters.
+        parameter: its name.
         stored: its dtype in the checkpoint.
-        wanted: the dtype that the model is loaded in; the wider one of both counts.
+        requested: dtype that the model is loaded in; the wider one of both counts.
     """
-    dtype = torch.promote_types(stored, wanted)
-    kept = find_fp32_tensors(model, dtype=dtype) if dtype.itemsize < 4 else {}
-    return torch.float32 if parameter in kept else dtype
+    dtype = torch.promote_types(stored, requested)
+    fp32_names = find_fp32_tensors(model, dtype=dtype) if dtype.itemsize < 4 else {}
+    return torch.float32 if parameter in fp32_names else dtype
 
 
 def requests_router_loss(model: PreTrainedModel) -> bool:
-    """Return whether the config of a model, as it was read, asks for its routers' loss."""
+    """Return True if the config.json of a model turns on the loss of its routers."""
     assets = getattr(model, "hf_assets", None)
     settings = model.config.to_dict() if assets is None else assets.config
     return any(value is True for name, value in formats.nested_items(settings) if name == _ROUTER)
@@ -374,6 +420,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:
+    """Find the folder of a tokenizer that is given as a folder or a Hub id."""
     if (path := Path(name).expanduser()).is_dir():
         return path
     revision = cfg.revision if name == cfg.name_or_path else None  # another repository has others
@@ -384,8 +431,10 @@ def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:
 
 
 def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig) -> dict[str, int]:
-    """Give embeddings and head a row per token of the tokenizer; return the rows before of each
-    parameter that this changed.
+    """Give embeddings and head one row per token of the tokenizer.
+
+    Returns:
+        Name of each changed parameter -> its number of rows before.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     multiple = int(cfg.resize_embeddings)  # true is 1
@@ -407,7 +456,7 @@ def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
     if fault:
         raise ModelError(
             f"model.resize_embeddings: transformers cannot give {type(model).__name__} another "
-            f"number of tokens: {fault}. Leave the setting out, and give a tokenizer of at most "
+            f"number of tokens: {fault}. Remove the setting, and use a tokenizer of at most "
             f"{before} tokens (model.tokenizer_name_or_path)"
         )
     # A setter may put one parameter in two places that the source stores apart (reformer's biases).
@@ -421,8 +470,8 @@ def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
     sections = [pristine, *(v for v in pristine.values() if isinstance(v, dict))]
     for section in [s for s in sections if s.get("vocab_size") == before] or [pristine]:
         section.update(changed)
-    named = model.named_parameters(remove_duplicate=False)
-    return {n: shapes[n][0] for n, p in named if n in shapes and p.shape != shapes[n]}
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {n: shapes[n][0] for n, p in parameters if n in shapes and p.shape != shapes[n]}
 
 
 _PROBABILITY = re.compile(r"dropout(_prob|_rate|_p)?$|_pdrop$|layer_?drop$|drop_path_rate$")
@@ -434,8 +483,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def check_ranges(content: dict[str, Any], file: Path) -> None:
-    """Refuse a config.json with a number that no forward can use. Raises a ModelError that names
-    the setting, before anything is built.
+    """Refuse a config.json with a number that no forward can use.
+
+    Raises:
+        ModelError: names the setting, before anything is built.
     """
     for name, value in nested_items(content):
         if isinstance(value, bool) or not isinstance(value, int | float):

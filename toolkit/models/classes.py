@@ -1,4 +1,4 @@
-"""Which class of transformers a config means, and a new model of one."""
+"""Find the transformers class that a config means, and build a model of it."""
 
 import copy
 from typing import Any
@@ -16,66 +16,78 @@ _CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
 
 
 def build(model_class: Any, config: Any, dtype: Any, **options: Any) -> Any:
-    """Return a new model; the config stays as it is."""
+    """Build a new model of `model_class` without changing `config`."""
     return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
 
 
 def original_class(model: nn.Module) -> Any:
-    """Return the model's class as it was before sharding changed it."""
+    """Return the class of a model as it was before sharding replaced it."""
     return assets_of(model).model_class or type(model)
 
 
 def model_class_name(model: nn.Module) -> str:
-    """Return the name of that class."""
+    """Return the name of a model's class as it was before sharding replaced it."""
     return original_class(model).__name__
 
 
 def causal_lm_names() -> set[str]:
-    """Return the names of the causal LM classes of transformers."""
+    """List the names of transformers' causal LM classes."""
     return _names("MODEL_FOR_CAUSAL_LM_MAPPING")
 
 
 def causal_lm_class(config: PreTrainedConfig) -> Any:
-    """Return the causal LM class that transformers has for a kind of config; None: it has none."""
+    """Find transformers' causal LM class for this type of config; None if there is none."""
     return _mapped("MODEL_FOR_CAUSAL_LM_MAPPING", config)
 
 
 def classifier_names() -> set[str]:
-    """Return the names of the sequence classification classes of transformers."""
+    """List the names of transformers' sequence classification classes."""
     return _names(_CLASSIFIERS)
 
 
 def classifier_class(config: PreTrainedConfig) -> Any:
-    """Return the sequence classification class for a kind of config; None: there is none."""
+    """Find transformers' sequence classification class for this type of config, or None."""
     return _mapped(_CLASSIFIERS, config)
 
 
-def multimodal_class(config: PreTrainedConfig, named: str | None) -> type[PreTrainedModel] | None:
-    """Return the class for text with images or sound that is `named`; of a config that names none
-    the one that transformers has for it. None: there is none.
+def multimodal_class(
+    config: PreTrainedConfig, class_name: str | None
+) -> type[PreTrainedModel] | None:
+    """Find the class for text with images or sound; None if there is none.
+
+    Args:
+        config: decides the class if `class_name` is None.
+        class_name: name of the class from the config's `architectures`.
     """
     for table in _CONDITIONAL:
-        if named is not None and named in _names(table):
-            found = getattr(transformers, named)
-            return found if isinstance(config, found.config_class) else None
-        if named is None and (found := _mapped(table, config)) is not None:
-            return found
+        if class_name is not None and class_name in _names(table):
+            candidate = getattr(transformers, class_name)
+            return candidate if isinstance(config, candidate.config_class) else None
+        if class_name is None and (candidate := _mapped(table, config)) is not None:
+            return candidate
     return None
 
 
-def auto_class_name(named: str) -> str:
-    """Return the name of the class of transformers that loads a checkpoint of the class `named`."""
+def auto_class_name(class_name: str) -> str:
+    """Return the name of the Auto class that loads a checkpoint of the class `named`."""
     for table, auto in zip(_CONDITIONAL, ("ImageTextToText", "MultimodalLM"), strict=True):
-        if named in _names(table) - causal_lm_names():
+        if class_name in _names(table) - causal_lm_names():
             return f"AutoModelFor{auto}"
-    if named in classifier_names():
+    if class_name in classifier_names():
         return "AutoModelForSequenceClassification"
     return "AutoModelForCausalLM"
 
 
 def reward_loading_code(auto: str, config: dict[str, Any]) -> tuple[str, str]:
-    """Return the argument by which a reader of an adapter loads its base as `config` says that it
-    was trained on, and a line for afterwards; empty where it is no reward model.
+    """Format the code by which readers of an adapter load its base as a reward model.
+
+    Args:
+        auto: name of the Auto class that loads the base.
+        config: content of the config.json that the base was trained with.
+
+    Returns:
+        An argument for `from_pretrained`, and a line of code that follows it. Both are empty if the
+        base is not a reward model.
     """
     if auto != "AutoModelForSequenceClassification":
         return "", ""
@@ -85,10 +97,12 @@ def reward_loading_code(auto: str, config: dict[str, Any]) -> tuple[str, str]:
 
 
 def _names(table: str) -> set[str]:
+    """List the class names in one of transformers' tables."""
     values = getattr(modeling_auto, f"{table}_NAMES").values()
     return {name for value in values for name in ([value] if isinstance(value, str) else value)}
 
 
 def _mapped(table: str, config: PreTrainedConfig) -> Any:
-    found: Any = getattr(modeling_auto, table).get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
+    """Look up the class for this type of config in one of transformers' tables."""
+    classes: Any = getattr(modeling_auto, table).get(type(config), None)
+    return classes[0] if isinstance(classes, tuple) else classes

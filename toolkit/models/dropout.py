@@ -1,8 +1,8 @@
-"""Switch off what makes a model another function in each forward of training.
+"""Switch off everything that makes a training forward random.
 
 Preference tuning compares a model with its reference, so both must be the same function. Dropout
 has many names (`attention_dropout`, `layerdrop`, `router_jitter_noise`), and some are read from the
-config in each forward. So there is no list: a tiny copy of the model is run in training mode, with
+config in each forward. So there is no list: a tiny copy of the model runs in training mode, with
 draws forced to either end, and the numbers that change its output are set to 0.
 """
 
@@ -45,11 +45,11 @@ class NoiseSetting:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Make `model` the same function in training as in eval mode, in each forward, in place.
+    """Make `model` compute the same in training as in eval mode, in place. Collective.
 
-    Collective. Sets to 0 the rates of dropout modules, attributes that are named dropout, and what
-    else a tiny copy of the model shows to add noise. Takes seconds. Logs what it set besides
-    dropout modules, or why no copy could be tried.
+    Sets to 0 the rates of dropout modules, attributes that are named dropout, and other settings
+    that add noise to a tiny copy of the model. Takes seconds. Logs what it set besides dropout
+    modules, or why no copy could be tried.
 
     Raises:
         ModelError: a module computes something else in training than in eval mode, or in each
@@ -78,8 +78,13 @@ def noise_settings(
 ) -> tuple[list[NoiseSetting], str]:
     """Find the settings, besides dropout modules, that add noise to training, on a tiny copy.
 
-    Not collective. Returns them, and why no copy could be tried, empty if one was. Raises
-    ModelError for noise that no setting switches off.
+    Not collective.
+
+    Returns:
+        The settings, and why no copy could be tried (empty if one was tried).
+
+    Raises:
+        ModelError: no setting switches the noise off.
     """
     try:
         kinds = layer_kinds(build_meta_model(model_class, config))
@@ -104,7 +109,7 @@ def noise_settings(
 
 
 def _use_plain_attention(config: PreTrainedConfig, model_class: Any) -> None:
-    """Let a copy attend without kernels that a CPU has not, or that take packed rows only."""
+    """Choose an attention that runs on a CPU and on rows that are not packed."""
     kernel = str(config._attn_implementation)
     if kernel not in ("eager", "sdpa"):
         config._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
@@ -124,13 +129,13 @@ def disable_dropout_modules(model: nn.Module) -> None:
 
 
 def _configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """Return the configs that modules of a model read in their forwards, each once."""
+    """List the configs that modules of a model read in their forwards, each once."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     return [config for config in configs.values() if isinstance(config, PreTrainedConfig)]
 
 
 def _owners(model: nn.Module, setting: NoiseSetting) -> list[Any]:
-    """Return the modules and configs of a model that have a setting."""
+    """List the modules and configs of a model that have a setting."""
     owners: list[Any] = [*model.modules(), *_configs(model)]
     return [
         owner
@@ -141,7 +146,7 @@ def _owners(model: nn.Module, setting: NoiseSetting) -> list[Any]:
 
 @dataclass
 class _Trial:
-    """A tiny copy of a model, and what it answers in eval mode."""
+    """A tiny copy of a model, and its logits in eval mode."""
 
     model: PreTrainedModel
     ids: torch.Tensor = field(init=False)
@@ -157,7 +162,7 @@ class _Trial:
             self.logits(training=True, mode=mode)
 
     def logits(self, *, training: bool, mode: Callable[[], Any] = contextlib.nullcontext) -> Any:
-        """Return the logits of one forward, in which `mode` decides what is drawn."""
+        """Compute the logits of one forward; `mode` decides what is drawn in it."""
         self.model.train(training)
         with (
             torch.no_grad(),
@@ -168,20 +173,25 @@ class _Trial:
             return self.model(input_ids=self.ids, use_cache=False).logits.float()
 
     def agrees(self, logits: torch.Tensor) -> bool:
+        """Return True if the logits equal those of eval mode up to rounding."""
         spread = float(self.expected.std()) or 1.0
         if logits.shape != self.expected.shape or not logits.isfinite().all():
             return False
         return float((logits - self.expected).abs().max()) <= _ROUNDING * spread
 
     def differing_mode(self) -> Callable[[], Any] | None:
-        """Return draws by which a forward in training is not that of eval mode; None: all are."""
+        """Find draws with which a training forward differs from eval mode, or None."""
         for mode in _modes():
             if not self.agrees(self.logits(training=True, mode=mode)):
                 return mode
         return None
 
     def search(self) -> list[NoiseSetting]:
-        """Set to 0 what adds noise; return it. ModelError if noise is left, with its module."""
+        """Set every setting that adds noise to 0, and return those settings.
+
+        Raises:
+            ModelError: noise is left; the error names its module.
+        """
         chosen = [*self._zeroed(hinted=True)]
         if self.differing_mode() is None:
             return chosen
@@ -196,8 +206,13 @@ class _Trial:
         return chosen
 
     def _zeroed(self, *, hinted: bool) -> dict[NoiseSetting, list[float]]:
-        """Set to 0 the shares that modules and configs hold as numbers, if that changes nothing in
-        eval mode; return them with their values. `hinted`: those with telling names, or the others.
+        """Set to 0 the numbers between 0 and 1 that change nothing in eval mode.
+
+        Args:
+            hinted: numbers with telling names such as "jitter", or all others.
+
+        Returns:
+            Setting -> its values before.
         """
         settings = dict.fromkeys(
             NoiseSetting(module_class_name(owner), name)
@@ -219,11 +234,12 @@ class _Trial:
         return zeroed
 
     def _restore(self, setting: NoiseSetting, values: list[float]) -> None:
+        """Set a setting of all its owners to `values`."""
         for owner, value in zip(_owners(self.model, setting), values, strict=True):
             setattr(owner, setting.attribute, value)
 
     def _refuse(self, mode: Callable[[], Any]) -> None:
-        """Raise a ModelError with the first module that makes other outputs of equal inputs."""
+        """Raise a ModelError that names the first module with other outputs for equal inputs."""
         calls = [
             self._calls(training=False),
             self._calls(training=True, mode=mode),
@@ -247,9 +263,7 @@ class _Trial:
         )
 
     def _calls(self, **options: Any) -> list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]:
-        """Return each call of a module in a forward, in the order of their ends: its name, inputs
-        and outputs.
-        """
+        """List the module calls of a forward in the order of their ends: name, inputs, outputs."""
         calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = []
         with contextlib.ExitStack() as stack:
             before: dict[str, list[torch.Tensor]] = {}
@@ -269,7 +283,7 @@ class _Trial:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Return copies of the floating tensors in nested arguments."""
+    """Copy the floating tensors in nested arguments."""
     if torch.is_tensor(value):
         return [value.detach().clone()] if value.is_floating_point() else []
     if isinstance(value, dict):
@@ -280,6 +294,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
+    """Return True if two lists of tensors are equal up to rounding."""
     return len(expected) == len(actual) and all(
         x.shape == y.shape and torch.allclose(x, y, rtol=_ROUNDING, atol=1e-6, equal_nan=True)
         for x, y in zip(expected, actual, strict=True)
@@ -287,7 +302,7 @@ def _same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
 
 
 def _modes() -> list[Callable[[], Any]]:
-    """Return contexts for a forward: draws at the lowest or highest end, or by one of two seeds."""
+    """List contexts for a forward that force draws to an end of their range, or fix the seed."""
 
     def seeded(seed: int) -> Callable[[], Any]:
         def mode() -> Any:
@@ -300,7 +315,7 @@ def _modes() -> list[Callable[[], Any]]:
 
 
 class _Extreme(TorchDispatchMode):
-    """Let uniform draws be at one end of their range, and all or nothing be dropped."""
+    """Force uniform draws to one end of their range, and Bernoulli draws to all or nothing."""
 
     def __init__(self, end: float) -> None:
         super().__init__()

@@ -1,4 +1,9 @@
-"""Where a model keeps its decoder layers, found from modules and classes; which names are tied."""
+"""Find the parts of a model: decoder layers, experts, tied names, and the text path.
+
+[Note: text path] A checkpoint that also takes images or sound names a class of which text needs the
+decoder, its embedding and its head. That class is trained, so that an export is again what
+`config.json` names. Modules outside the text path are frozen, and never gathered.
+"""
 
 import re
 
@@ -15,46 +20,50 @@ _CHOSEN = re.compile(r"num_experts_per_tok(en)?|moe_(topk|top_k|k)|top_k_experts
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the decoder layers of `model`, name -> module, in the order of definition.
+    """Find the decoder layers of `model`: name -> module, in the order of definition.
 
-    They are the elements of its stacks (every outermost `ModuleList` that holds more than a
-    fiftieth of the parameters) and the modules of the classes in `_no_split_modules`; of nested
-    ones the outermost, but the layers rather than a stage that stacks several. Never one that holds
-    an embedding, the head, or a parameter tied to something that is no layer; none of a tower for
-    images or sound.
+    Candidates are the elements of the model's stacks, and the modules of the classes in
+    `_no_split_modules`. A stack is an outermost `ModuleList` with more than a fiftieth of the
+    parameters. Of nested candidates the outermost counts, except that the layers are preferred to a
+    stage that stacks several of them. A layer never holds an embedding, the head, or a parameter
+    that is tied to something outside the layers, and never belongs to a tower for images or sound.
     """
-    classes: set[str] = set()
+    layer_classes: set[str] = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            classes.update(getattr(module, "_no_split_modules", None) or [])
-    named = dict(model.named_modules())
-    by_class = {n for n, m in named.items() if n and module_class_name(m) in classes}
-    found: set[str] = set()
+            layer_classes.update(getattr(module, "_no_split_modules", None) or [])
+    modules = dict(model.named_modules())
+    by_class = {n for n, m in modules.items() if n and module_class_name(m) in layer_classes}
+    candidates: set[str] = set()
     for name in by_class | _stacked(model):
         stages = [
             f"{name}.{inner}"
-            for inner, child in named[name].named_modules()
+            for inner, child in modules[name].named_modules()
             if isinstance(child, nn.ModuleList)
             and sum(f"{name}.{inner}.{i}" in by_class for i in range(len(child))) > 1
         ]
         if not stages:
-            found.add(name)
-    beside = set(modules_outside_text(model))
-    found = {n for n in found if not beside.intersection([n, *enclosing_names(n)])}
-    apart = _kept_apart(model, named, found)
-    held = {n: [id(p) for p in named[n].parameters()] for n in named if n in found}
-    layers = {n: named[n] for n, own in held.items() if own and not apart.intersection(own)}
+            candidates.add(name)
+    outside_text = set(modules_outside_text(model))
+    candidates = {n for n in candidates if not outside_text.intersection([n, *enclosing_names(n)])}
+    apart = _kept_apart(model, modules, candidates)
+    parameter_ids = {
+        n: [id(p) for p in modules[n].parameters()] for n in modules if n in candidates
+    }
+    layers = {
+        n: modules[n] for n, ids in parameter_ids.items() if ids and not apart.intersection(ids)
+    }
     return {n: m for n, m in layers.items() if not any(o in layers for o in enclosing_names(n))}
 
 
 def enclosing_names(name: str) -> list[str]:
-    """Return the modules around a name, outermost first, the root left out."""
+    """List the names of the modules around a name, outermost first, without the root."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _stacked(model: nn.Module) -> set[str]:
-    """Return the names of the elements of the stacks that matter, outermost lists only."""
+    """List the names of the elements of large stacks; only outermost lists count."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
     total = sum(p.numel() for p in model.parameters())
     total -= sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
@@ -68,36 +77,42 @@ def _stacked(model: nn.Module) -> set[str]:
     }
 
 
-def _kept_apart(model: nn.Module, named: dict[str, nn.Module], layers: set[str]) -> set[int]:
-    """Return what no layer may hold: parameters of embedding and head, and ties beyond layers."""
+def _kept_apart(model: nn.Module, modules: dict[str, nn.Module], layers: set[str]) -> set[int]:
+    """Collect the ids of parameters that no layer may hold.
+
+    They are the parameters of embedding and head, and parameters that are tied beyond layers.
+    """
     apart: set[int] = set()
     base = base_of(model)
     if isinstance(base, PreTrainedModel):
         for module in (base.get_input_embeddings(), base.get_output_embeddings()):
             apart.update(map(id, () if module is None else module.parameters()))
-    for first, *others in tied_families(model).values():
-        inside = [any(o in layers for o in enclosing_names(name)) for name in (first, *others)]
-        if others and not all(inside):
+    for first, *aliases in tied_families(model).values():
+        inside = [any(o in layers for o in enclosing_names(name)) for name in (first, *aliases)]
+        if aliases and not all(inside):
             apart.add(id(model.get_parameter(first)))
     return apart
 
 
 def expert_counts(model: PreTrainedModel) -> set[int]:
-    """Return how many routed experts a layer may have, by the settings of the config."""
+    """Collect the possible numbers of routed experts in a layer from the config's settings."""
     settings = nested_items(model.config.to_dict())
     return {n for name, n in settings if type(n) is int and n > 1 and _EXPERTS.search(str(name))}
 
 
 def experts_per_token(model: nn.Module) -> int | None:
-    """Return to how many routed experts of a layer a token is sent, by the config."""
+    """Read from the config how many routed experts of a layer process each token."""
     settings = nested_items(base_of(model).config.get_text_config().to_dict())
     chosen = (n for name, n in settings if type(n) is int and _CHOSEN.fullmatch(str(name)))
     return next(chosen, None)
 
 
 def active_expert_shares(model: nn.Module) -> dict[str, float]:
-    """Return, for every parameter of routed experts, the share of it that a token meets: experts
-    that it is sent to, by the config, of those that are there. Empty: no mixture of experts.
+    """Compute which share of each routed expert parameter processes one token.
+
+    Returns:
+        Name of a parameter -> experts per token / number of experts. Empty if the model is not a
+        mixture of experts.
     """
     chosen = experts_per_token(model)
     if not chosen or not (counts := expert_counts(base_of(model))):
@@ -111,7 +126,7 @@ def active_expert_shares(model: nn.Module) -> dict[str, float]:
 
 
 def tied_families(model: nn.Module) -> dict[str, list[str]]:
-    """Return every parameter's first name -> all its names."""
+    """Map the first name of every parameter to all its names."""
     first: dict[int, str] = {}
     families: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -120,54 +135,56 @@ def tied_families(model: nn.Module) -> dict[str, list[str]]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return alias -> the first name of the same parameter, for every tied parameter."""
+    """Map every further name of a tied parameter to its first name."""
     return {alias: names[0] for names in tied_families(model).values() for alias in names[1:]}
 
 
 def modules_outside_text(model: nn.Module) -> list[str]:
-    """Return the outermost modules that text does not run through: towers for images and sound,
-    and what leads from them. None of a model that takes nothing but text.
+    """List the outermost modules that text does not pass through.
+
+    They are towers for images and sound, and the projections behind them. A model for text alone
+    has none. See [Note: text path].
     """
     base = base_of(model)
-    used = _text_modules(base)
-    if not used:
+    text_parts = _text_modules(base)
+    if not text_parts:
         return []
     names = {id(module): name for name, module in model.named_modules()}
-    inside = {names[id(m)] for part in used for m in part.modules() if id(m) in names}
+    inside = {names[id(m)] for part in text_parts for m in part.modules() if id(m) in names}
     around = {outer for name in inside for outer in ["", *enclosing_names(name)]}
-    found: list[str] = []
+    outside: list[str] = []
     for name in names.values():
         if name in inside or name in around or any(n in inside for n in enclosing_names(name)):
             continue
         if names[id(base)] not in ("", name, *enclosing_names(name)):
             continue  # of the adapters
-        if not any(outer in found for outer in enclosing_names(name)):
-            found.append(name)
-    return found
+        if not any(outer in outside for outer in enclosing_names(name)):
+            outside.append(name)
+    return outside
 
 
 def parameters_outside_text(model: nn.Module) -> set[str]:
-    """Return every name of the parameters that lie beside the text part; see `beside_text`."""
-    used = _text_modules(base_of(model))
-    kept = {id(p) for module in used for p in module.parameters()}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name for name, p in named if id(p) not in kept} if used else set()
+    """Collect every name of the parameters outside the text path; see [Note: text path]."""
+    text_parts = _text_modules(base_of(model))
+    text_ids = {id(p) for module in text_parts for p in module.parameters()}
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name for name, p in parameters if id(p) not in text_ids} if text_parts else set()
 
 
 def frozen_towers_line(model: nn.Module) -> str:
-    """Return what a run says of what lies beside the text part; "" where nothing does."""
+    """Format the log line about parameters outside the text path; "" if there are none."""
     base = base_of(model)
-    found = {name: base.get_submodule(name) for name in modules_outside_text(base)}
-    total = sum(p.numel() for module in found.values() for p in module.parameters())
+    towers = {name: base.get_submodule(name) for name in modules_outside_text(base)}
+    total = sum(p.numel() for module in towers.values() for p in module.parameters())
     if not total:
         return ""
     return (
-        f"frozen     {', '.join(found)}: {total / 1e6:,.1f} M parameters that text does not reach"
+        f"frozen     {', '.join(towers)}: {total / 1e6:,.1f} M parameters that text does not reach"
     )
 
 
 def _text_modules(base: nn.Module) -> list[nn.Module]:
-    """Return decoder, embedding and head of a model for more than text; else nothing."""
+    """Find decoder, embedding and head of a multimodal model; [] for a text model."""
     config = getattr(base, "config", None)
     if (
         not isinstance(base, PreTrainedModel)
@@ -183,8 +200,10 @@ def _text_modules(base: nn.Module) -> list[nn.Module]:
 
 
 def _output_embeddings(base: PreTrainedModel) -> nn.Module | None:
-    """Return the head that makes logits; a class that names none may hold a language model that
-    does (nemotron_h_omni: `language_model.lm_head`).
+    """Find the head that computes logits.
+
+    A class without one may contain a language model with one (nemotron_h_omni:
+    `language_model.lm_head`).
     """
     inner = (module for module in base.modules() if isinstance(module, PreTrainedModel))
     heads = (module.get_output_embeddings() for module in inner)

@@ -1,4 +1,4 @@
-"""States that a forward on the side needs, and that leave no trace: random state, eval, eager."""
+"""Contexts for a forward that must leave no trace: random state, eval mode, no compilation."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def forked_rng(device: torch.device | str = "cpu") -> contextlib.AbstractContextManager[None]:
-    """Put the random state of the CPU and of `device`, any accelerator, back at the end."""
+    """Restore the random state of the CPU and of `device` at the end of the context."""
     place = torch.device(device)
     if place.type in ("cpu", "meta"):
         return torch.random.fork_rng(devices=[])
@@ -18,7 +18,7 @@ def forked_rng(device: torch.device | str = "cpu") -> contextlib.AbstractContext
 
 
 def get_random_state() -> list[torch.Tensor]:
-    """Return copies of the random state of the CPU and of the accelerator, where there is one."""
+    """Copy the random state of the CPU and, if there is one, of the accelerator."""
     # A build for CUDA names it on a machine that has none, too.
     device = torch.accelerator.current_accelerator(check_available=True)
     states = [torch.get_rng_state()]
@@ -27,7 +27,7 @@ def get_random_state() -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let `module` run `forward` instead of its own, and put that back."""
+    """Let `module` run `forward` instead of its own within the context."""
     before = vars(module).get("forward")
     vars(module)["forward"] = forward
     try:
@@ -41,8 +41,10 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextlib.contextmanager
 def isolated_forward(model: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Let `model` run without dropout, and compilation, which each new shape would start; put modes
-    and random state back. The caller frees gathered parameters (`layout.reshard`).
+    """Let `model` run in eval mode without compilation, and restore modes and random state.
+
+    A compiled forward would compile again for each new shape. The caller frees gathered parameters
+    afterwards (`layout.reshard`).
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()

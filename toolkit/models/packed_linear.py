@@ -1,14 +1,14 @@
-"""A linear layer whose matrix is kept in 4 bits, as one parameter that FSDP2 can shard.
+"""A linear layer whose 4-bit matrix is one parameter that FSDP2 can shard.
 
-The only file that imports bitsandbytes, whose quantisation and product these are.
+Only this file imports bitsandbytes, which quantises and multiplies.
 
 [Note: packed weights] bitsandbytes keeps a 4-bit matrix as a parameter of nibbles, and the scales
-of its blocks as an attribute of that parameter, which no sharding sees: every rank would hold all
-scales, an eighth of the nibbles. Here one parameter holds both, as a column of bytes: nibbles
-first, then scales. Its dtype is that in which its unit computes, since FSDP2 casts whatever has
-another one. So it is sharded, gathered, offloaded and freed as any weight is, and nothing writes
-into it: bitsandbytes' own layer repacks its weight in place in an evaluation on some CPUs. A
-forward takes the gathered column apart without a copy.
+of its blocks as an attribute of that parameter. Sharding does not see attributes, so every rank
+would hold all scales, an eighth of the nibbles. Here one parameter holds both, as a column of
+bytes: nibbles first, then scales. Its dtype is the compute dtype of its unit, since FSDP2 casts a
+parameter of any other dtype. So it is sharded, gathered, offloaded and freed as any weight is, and
+nothing writes into it. (bitsandbytes' own layer repacks its weight in place in an evaluation on
+some CPUs.) A forward splits the gathered column into views, without a copy.
 """
 
 import copy
@@ -28,22 +28,22 @@ _ALIGNED = 16  # bytes to which every part of a column is aligned
 
 
 def packed_weights(model: nn.Module) -> dict[str, "PackedLinear"]:
-    """Return every name of each parameter that is stored in 4 bits -> its layer."""
-    named = model.named_modules(remove_duplicate=False)
-    return {f"{name}.weight": m for name, m in named if isinstance(m, PackedLinear)}
+    """Map every name of each 4-bit parameter to its layer."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {f"{name}.weight": m for name, m in modules if isinstance(m, PackedLinear)}
 
 
 def count_values(model: nn.Module) -> int:
-    """Return how many values the parameters of `model` stand for; shared ones count once."""
+    """Count the values that the parameters of `model` represent; shared ones count once."""
     packed = packed_weights(model)
-    named = model.named_parameters()
-    return sum(packed[n].elements if n in packed else p.numel() for n, p in named)
+    parameters = model.named_parameters()
+    return sum(packed[n].elements if n in packed else p.numel() for n, p in parameters)
 
 
 class PackedLinear(nn.Module):
     """A linear layer whose weight is a column of bytes; see [Note: packed weights].
 
-    PEFT knows it as bitsandbytes' `Linear4bit`. Only the input gets a gradient.
+    PEFT treats it as bitsandbytes' `Linear4bit`. Only the input gets a gradient.
     """
 
     weight: nn.Parameter
@@ -72,7 +72,7 @@ class PackedLinear(nn.Module):
         self.train(linear.training)
 
     def _describe_weight(self) -> None:
-        """Give the weight the attributes of bitsandbytes' parameter that PEFT reads."""
+        """Set the attributes of bitsandbytes' parameter that PEFT reads."""
         self.weight.quant_type = self.quant_type  # type: ignore[attr-defined]
         self.weight.compress_statistics = self.double_quant  # type: ignore[attr-defined]
 
@@ -85,15 +85,16 @@ class PackedLinear(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix that is stored."""
+        """Shape of the stored matrix: (out_features, in_features)."""
         return self.out_features, self.in_features
 
     @property
     def elements(self) -> int:
+        """Number of values in the stored matrix."""
         return self.in_features * self.out_features
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the column of a whole matrix [out_features, in_features], on its device."""
+        """Quantise a full matrix [out_features, in_features] into its column, on its device."""
         state: Any
         source = weight.to(self.source_dtype).contiguous()
         nibbles, state = _quantize(source, self.quant_type, self.double_quant)
@@ -107,7 +108,7 @@ class PackedLinear(nn.Module):
         return column.view(self.compute_dtype).reshape(-1, 1)
 
     def unpack(self, column: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return nibbles and bitsandbytes' state of a whole column; views of it."""
+        """Split a full column into nibbles and bitsandbytes' state; both are views of it."""
         flat = column.detach().reshape(-1).view(torch.uint8)
         values = [flat[place].view(dtype) for place, dtype in self.parts]
         if self._tables is None or self._tables.code.device != column.device:
@@ -131,7 +132,7 @@ class PackedLinear(nn.Module):
         return values[0].reshape(-1, 1), state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` times the dequantised matrix, plus bias, in the dtype of `x`."""
+        """Multiply `x` by the dequantised matrix, add the bias, and return the dtype of `x`."""
         nibbles, state = self.unpack(self.weight)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         product = self._product(x.to(self.compute_dtype), nibbles, quant_state=state, bias=bias)
@@ -142,7 +143,12 @@ class PackedLinear(nn.Module):
 
 
 def _parts(elements: int, double_quant: bool) -> tuple[tuple[tuple[slice, torch.dtype], ...], int]:
-    """Return where in a column nibbles, scales (and their scales and offset) lie; and its bytes."""
+    """Compute the layout of a column, in bytes.
+
+    Returns:
+        (slice, dtype) of nibbles, scales and, with double quantisation, the scales of scales and
+        their offset; and the column's number of bytes.
+    """
     blocks = elements // BLOCK
     kinds = [(elements // 2, torch.uint8), (blocks, torch.float32)]
     if double_quant:
@@ -158,33 +164,36 @@ def _parts(elements: int, double_quant: bool) -> tuple[tuple[tuple[slice, torch.
 
 @functools.cache
 def packed_linear_class() -> type[PackedLinear]:
-    """Return the class of packed layers, which is bitsandbytes' for PEFT."""
+    """Create the class of packed layers, as a subclass of bitsandbytes' for PEFT."""
     base = import_bitsandbytes().nn.Linear4bit
-    own = {
+    attributes = {
         "_product": staticmethod(import_bitsandbytes().matmul_4bit),
         "_state": import_bitsandbytes().functional.QuantState,
         # No layout of an evaluation, whoever calls bitsandbytes' own forward.
         "support_avx512bf16_for_cpu": False,
     }
-    return type("Linear4bit", (PackedLinear, base), own)
+    return type("Linear4bit", (PackedLinear, base), attributes)
 
 
 def _tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
-    """Return a state of bitsandbytes whose tables of values all layers share."""
+    """Return a bitsandbytes state whose tables of values all layers share."""
     # A plan's tensors are of another kind, without values: its tables are not for a run.
     return _tables_of(type(torch.empty(0)), quant_type, double_quant, device)
 
 
 @functools.cache
 def _tables_of(kind: type, quant_type: str, double_quant: bool, device: torch.device) -> Any:
+    """Quantise one block, for its tables."""
     _, state = _quantize(torch.ones(BLOCK, device=device), quant_type, double_quant)
     return state
 
 
 def _quantize(weight: torch.Tensor, quant_type: str, double_quant: bool) -> tuple[Any, Any]:
-    """Return nibbles and state of `weight`."""
+    """Quantise `weight` into nibbles and a bitsandbytes state."""
     functional = import_bitsandbytes().functional
-    kept = functional.name2qmap  # a table of values that the library makes once, for all calls:
+    shared_tables = (
+        functional.name2qmap
+    )  # a table of values that the library makes once, for all calls:
     if type(torch.empty(0)) is not torch.Tensor:  # a plan's, without values, is not for a run
         functional.name2qmap = {}
     try:
@@ -192,11 +201,15 @@ def _quantize(weight: torch.Tensor, quant_type: str, double_quant: bool) -> tupl
             weight, blocksize=BLOCK, compress_statistics=double_quant, quant_type=quant_type
         )
     finally:
-        functional.name2qmap = kept
+        functional.name2qmap = shared_tables
 
 
 def check_4bit_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Refuse a `device` on which a small matrix in 4 bits does not come back from products."""
+    """Refuse a `device` whose 4-bit products do not reproduce a small matrix.
+
+    Raises:
+        ConfigError: the products fail, or are wrong.
+    """
     library = f"lora.load_in_4bit: bitsandbytes {import_bitsandbytes().__version__}"
     try:
         off = _worst_error(device, lora, dtype)
@@ -213,7 +226,7 @@ def check_4bit_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype
 
 
 def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> float:
-    """Return how far products give a matrix back, in shares of a block's largest value."""
+    """Compute the largest error of 4-bit products, as a share of its block's largest value."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 3 * BLOCK, generator=generator).to(dtype).to(device)
     like = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta")
@@ -221,23 +234,27 @@ def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> 
     layer.source_dtype = dtype
     layer.weight = nn.Parameter(layer.pack(weight), requires_grad=False)
     eye = torch.eye(weight.shape[1], dtype=dtype, device=device, requires_grad=True)
-    # Training, its backward, and one row at a time: each has kernels of its own.
+    # Training, its backward, and one row at a time: each has its own kernels.
     trained = layer.train()(eye)
     into = torch.eye(weight.shape[1], weight.shape[0], dtype=dtype, device=device)
     (gradient,) = torch.autograd.grad(trained, eye, into)
     by_rows = torch.cat([layer.eval()(row) for row in eye.detach().split(1)])
-    found = torch.stack([trained.detach().T, gradient[: weight.shape[0]], by_rows.T])
+    products = torch.stack([trained.detach().T, gradient[: weight.shape[0]], by_rows.T])
     scale = weight.float().reshape(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
-    return ((found - weight).float().flatten(1).abs() / scale).max().item()
+    return ((products - weight).float().flatten(1).abs() / scale).max().item()
 
 
-def import_bitsandbytes(asked: str = "lora.load_in_4bit") -> Any:
-    """Return the library; ConfigError where it is not installed, or cannot be loaded."""
+def import_bitsandbytes(setting: str = "lora.load_in_4bit") -> Any:
+    """Import bitsandbytes; `setting` is named in the error.
+
+    Raises:
+        ConfigError: it is not installed, or cannot be loaded.
+    """
     try:
         import bitsandbytes as library
     except ImportError as error:
         raise ConfigError(
-            f"{asked} needs bitsandbytes, which cannot be imported ({error}): install "
-            "fsdp2-toolkit[qlora], or leave it out"
+            f"{setting} needs bitsandbytes, which cannot be imported ({error}): install "
+            "fsdp2-toolkit[qlora], or remove the setting"
         ) from error
     return library

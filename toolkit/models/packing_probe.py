@@ -1,7 +1,7 @@
-"""Whether a model type keeps packed samples apart, found out by trying it on a tiny copy.
+"""Try on a tiny copy whether a model type keeps packed samples apart.
 
-There is no list of types: of those that transformers knows, more than a third let samples see each
-other without a word (state spaces, linear attention, position biases, masks built elsewhere).
+There is no list of types. Of those that transformers knows, more than a third let samples see each
+other without a warning (state spaces, linear attention, position biases, masks built elsewhere).
 """
 
 from collections.abc import Callable, Iterator
@@ -27,15 +27,15 @@ from toolkit.models.tiny_copy import (
     shrunk_configs,
 )
 
-Batch = list[tuple[int, ...]]  # of each row the lengths of its samples
+Batch = list[tuple[int, ...]]  # the lengths of each row's samples
 Batches = list[Batch]
-# Samples of the rows that are tried: other lengths a row, single tokens, and longer than a window.
+# Sample lengths of the rows: different in each row, some of one token, some above a window.
 _WHOLE: tuple[int, ...] = (24,)
 _PACKED: tuple[tuple[int, ...], ...] = ((7, 1, 11, 5), (3, 9, 2, 2, 8), _WHOLE, (12, 12))
 _MOST_PARAMETERS = 2**28
 # Largest difference of logits that is rounding, as a share of their spread.
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
-_SURE = 0.3  # no rounding makes as much of a difference
+_SURE = 0.3  # rounding never makes as large a difference
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class PackingVerdict:
     """Whether packed samples stay apart, and whether that takes a mask."""
 
     ok: bool
-    why: str  # what was found, or what went wrong, in words for a user
-    mask: str | None = None  # why one is needed; None: `attend_within_documents` does it
-    by: float = 0.0  # by how much of their spread the logits are off
+    why: str  # the reason, in words for a user
+    mask: str | None = None  # why a mask is needed; None: `attend_within_documents` suffices
+    by: float = 0.0  # error of the logits as a share of their spread
 
 
 def probe_packing(
@@ -59,17 +59,19 @@ def probe_packing(
 ) -> PackingVerdict:
     """Try on a tiny copy of the model whether packed samples stay apart. Not collective.
 
-    Takes a second; half a minute for the few types whose layers cannot be left out. Runs packed
-    rows as training does, without dropout: later samples must not move when the first one changes,
-    and each must come out as it does by itself. Where `document_borders` do not do, tries the mask
-    that transformers makes of `position_ids`. Whatever fails on the way is a no with its reason.
+    Takes a second; half a minute for the few types whose layers cannot be skipped. Runs packed rows
+    as training does, without dropout: later samples must not move when the first one changes, and
+    each must get the logits that it gets alone. If `document_borders` do not achieve that, the mask
+    that transformers builds from `position_ids` is tried. A failure on the way counts as a no, with
+    its reason.
 
     Args:
-        model_class: before sharding; None: what transformers maps the config to.
-        sequence_length: of a packed row; windows and chunks that are as long are not cut.
-        rows: of a micro-batch: flash attention keeps apart the samples of one row only.
-        device: of the run, for an attention implementation that the CPU has not.
-        packed: False: each row is one document; says whether that takes a mask.
+        config: of the model.
+        model_class: before sharding; None: transformers' class for the config.
+        sequence_length: of a packed row; windows and chunks that are as long are not reduced.
+        rows: of a micro-batch. Flash attention keeps apart the samples of one row only.
+        device: of the run, for an attention implementation that does not run on a CPU.
+        packed: False: each row is one document; tells whether that takes a mask.
     """
     try:
         model_class = model_class or causal_lm_class(config)
@@ -99,23 +101,23 @@ def probe_packing(
 def _try(
     make: Callable[[], PreTrainedModel], batches: Batches, device: torch.device
 ) -> PackingVerdict:
-    """Return what tiny copies show: by the borders of documents, else by a mask."""
+    """Try tiny copies with document borders first, then with a mask."""
     model = make()
     try:
         check_varlen_kernel(device)
         attend_within_documents(model)
-        verdict = _judged(model, batches, borders=True)
+        verdict = _judge(model, batches, borders=True)
     except Exception as error:  # an architecture may refuse in any way
         verdict = PackingVerdict(False, one_line(error, 400))
     if verdict.ok:
         return verdict
     if all(len(lengths) == 1 for batch in batches for lengths in batch):
         return PackingVerdict(True, "each row is one document", verdict.why)
-    return replace(_judged(make(), batches, borders=False), mask=verdict.why)
+    return replace(_judge(make(), batches, borders=False), mask=verdict.why)
 
 
-def _judged(model: PreTrainedModel, batches: Batches, *, borders: bool) -> PackingVerdict:
-    """Return what `model` shows, in fp64 where it is not sure."""
+def _judge(model: PreTrainedModel, batches: Batches, *, borders: bool) -> PackingVerdict:
+    """Judge `model` in its dtype, and in fp64 if the result is not clear."""
     is_half = next(model.parameters()).dtype == torch.bfloat16
     # Flex attention is not worth a compilation.
     with forked_rng(model.device), torch.compiler.set_stance("force_eager"):
@@ -125,13 +127,19 @@ def _judged(model: PreTrainedModel, batches: Batches, *, borders: bool) -> Packi
         try:  # again in fp64, where rounding is gone
             model.set_experts_implementation("eager")  # the grouped product has no fp64
             return _compare(model.double(), batches, borders)
-        except (RuntimeError, TypeError, ValueError):  # casts of its own, or a kernel without fp64
+        except (RuntimeError, TypeError, ValueError):  # its own casts, or a kernel without fp64
             return verdict
 
 
 @torch.no_grad()
 def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> PackingVerdict:
-    """Return what packed rows show; `borders` go along with them."""
+    """Compare the logits of packed rows with changed rows, and with each sample alone.
+
+    Args:
+        model: a tiny copy.
+        batches: packings to try.
+        borders: pass document borders to the forward.
+    """
     parameter = next(model.parameters())
     device, tolerance = parameter.device, _ROUNDING[parameter.dtype]
     torch.manual_seed(1)
@@ -173,7 +181,7 @@ def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> Packing
 
 
 def _batches(rows: int) -> Iterator[Batch]:
-    """Yield packings of `rows` rows, other ones a row."""
+    """Yield packings of `rows` rows that differ from row to row."""
     for first in range(len(_PACKED) if rows == 1 else 2):
         packed = [_PACKED[(first + i) % len(_PACKED)] for i in range(rows)]
         if any(len(lengths) > 1 for lengths in packed):
@@ -181,11 +189,11 @@ def _batches(rows: int) -> Iterator[Batch]:
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Return the logits of each token; of a reward model what its head says of each."""
+    """Compute the logits of each token; of a reward model the values of its head."""
     if (head := reward_head(model)) is None:
         return model(input_ids=ids, **inputs).logits
-    said = list[torch.Tensor]()
-    hook = head.register_forward_hook(lambda _, __, output: said.append(output))
+    outputs = list[torch.Tensor]()
+    hook = head.register_forward_hook(lambda _, __, output: outputs.append(output))
     model(input_ids=ids, **inputs)
     hook.remove()
-    return said[0]
+    return outputs[0]

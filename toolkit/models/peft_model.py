@@ -1,6 +1,6 @@
-"""A model with adapters: which of its modules are the base, and which parameters are trained.
+"""Read a model with adapters: which of its modules are the base, and what is trained.
 
-Told by the modules alone, without PEFT, whose import costs seconds.
+This file looks at modules only. It does not import PEFT, which takes seconds.
 """
 
 import contextlib
@@ -18,46 +18,48 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "default"  # PEFT's name for the one adapter of a run
-# What PEFT calls the module that it wraps, and what it puts beside.
+# PEFT's attributes of a wrapper: the wrapped module, and the modules that it adds.
 _WRAPS = (("base_layer", "lora_A"), ("original_module", "modules_to_save"))
 _SWITCH = "_disable_adapters"  # PEFT's, private: its public way also sets `requires_grad`
 _OWN = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `model` is a PeftModel, as `lora.add_adapters` returns it; sharded or not."""
+    """Return True if `model` is a PeftModel as `add_adapters` returns it, sharded or not."""
     kind = type(model)
     return hasattr(kind, "get_base_model") and hasattr(kind, "active_peft_config")
 
 
 def base_of(model: nn.Module) -> "PreTrainedModel":
     """Return the transformers model inside the adapters, its modules still wrapped; or `model`."""
-    found: Any = model
-    return found.get_base_model() if has_adapters(model) else found
+    adapted: Any = model
+    return adapted.get_base_model() if has_adapters(model) else adapted
 
 
 @contextlib.contextmanager
 def unwrapped_base(model: nn.Module) -> Iterator["PreTrainedModel"]:
-    """Give the base as it was before the adapters, with the same modules, names and parameters, for
-    loaders, which know a model by its names. A forward inside would leave the adapters out.
+    """Yield the base as it was before the adapters: same modules, names and parameters.
+
+    Loaders know a model by its names, so they run in this context. A forward inside it would not
+    use the adapters.
     """
     base = base_of(model)
-    taken = []
+    replaced = []
     for parent in list(base.modules()) if has_adapters(model) else ():
         for name, child in parent._modules.items():
             inner = _unwrapped(child)
             if inner is not child:
-                taken.append((parent, name, child))
+                replaced.append((parent, name, child))
                 parent._modules[name] = inner
     try:
         yield base
     finally:
-        for parent, name, child in reversed(taken):
+        for parent, name, child in reversed(replaced):
             parent._modules[name] = child
 
 
 def _unwrapped(module: nn.Module | None) -> nn.Module | None:
-    """Return the innermost module that an adapter wraps; `module` itself where none does."""
+    """Return the innermost module that an adapter wraps, or `module` if nothing wraps it."""
     for inner, added in _WRAPS:
         if hasattr(module, added) and (wrapped := getattr(module, inner, None)) is not None:
             return _unwrapped(wrapped)
@@ -66,14 +68,14 @@ def _unwrapped(module: nn.Module | None) -> nn.Module | None:
 
 @contextlib.contextmanager
 def disabled_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch all adapters of `model` off inside, so that forwards are those of its base.
+    """Switch off all adapters within the context, so that forwards are those of the base.
 
-    Unlike PEFT's own `disable_adapter`, this leaves `requires_grad` of every parameter alone. FSDP2
-    reads it in the model's first forward, to decide once and for all in which dtype it reduces
-    gradients and hands them over: a first forward with frozen adapters loses both.
+    PEFT's own `disable_adapter` also sets `requires_grad`. FSDP2 reads that in the model's first
+    forward, to decide in which dtype it reduces gradients and returns them. A first forward with
+    frozen adapters would lose both, so this context changes PEFT's switch only.
 
     Raises:
-        ModelError: `model` has no adapters, or PEFT keeps its switch under another name.
+        ModelError: `model` has no adapters, or PEFT has renamed its switch.
     """
     switches = [m for m in model.modules() if hasattr(m, _SWITCH)]
     before = [getattr(m, _SWITCH) for m in switches]
@@ -92,8 +94,9 @@ def disabled_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def trained_module(module: nn.Module | None) -> nn.Module | None:
-    """Return the copy that is trained in full instead of `module`, while adapters are off the
-    original; itself where there is none.
+    """Return the copy that is trained in full instead of `module`, or `module` itself.
+
+    While adapters are off it is the original module.
     """
     wrapper: Any = module
     if not hasattr(module, "modules_to_save"):
@@ -102,60 +105,68 @@ def trained_module(module: nn.Module | None) -> nn.Module | None:
 
 
 def trained_copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Return (the base's parameter, its copy) of the modules that are trained in full."""
-    found = []
+    """List (parameter of the base, its trained copy) of all modules that are trained in full."""
+    pairs = []
     for original, copy in copied_modules(model).values():
-        own = dict(original.named_parameters())
-        found += [(own[leaf], parameter) for leaf, parameter in copy.named_parameters()]
-    return found
+        base_parameters = dict(original.named_parameters())
+        pairs += [(base_parameters[leaf], parameter) for leaf, parameter in copy.named_parameters()]
+    return pairs
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the base's name of each adapted module -> its outermost LoRA layer."""
+    """Map the base's name of each adapted module to its outermost LoRA layer."""
     wrapped = _outermost(base_of(model), "")
     return {name: module for name, module in wrapped if hasattr(module, "lora_A")}
 
 
 def copied_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Return the base's name of each module trained in full -> (the base's module, its copy)."""
+    """Map the base's name of each module trained in full to (module of the base, its copy)."""
     wrapped: Any = _outermost(base_of(model), "")
     pairs = ((n, m) for n, m in wrapped if hasattr(m, "modules_to_save"))
     return {n: (m.original_module, m.modules_to_save[ADAPTER]) for n, m in pairs}
 
 
 def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters of one LoRA layer's own adapter by PEFT's names (`lora_A`, ...)."""
-    found = {}
+    """Collect the parameters of one LoRA layer's adapter under PEFT's names (`lora_A`, ...)."""
+    parameters = {}
     for name in _OWN:
         table: Any = getattr(layer, name, ())
         if ADAPTER in table:
-            held = table[ADAPTER]
-            found[name] = held if isinstance(held, nn.Parameter) else held.weight
-    return found
+            entry = table[ADAPTER]
+            parameters[name] = entry if isinstance(entry, nn.Parameter) else entry.weight
+    return parameters
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the base's name of each adapted parameter -> its LoRA layer; a module has several."""
-    found = {}
+    """Map the base's name of each adapted parameter to its LoRA layer.
+
+    One module may have several adapted parameters.
+    """
+    layers = {}
     for name, module in adapted_modules(model).items():
         layer: Any = module
         while hasattr(layer, "lora_A"):
             leaf = getattr(layer, "parameter_name", None) or "weight"
-            found[f"{name}.{leaf}"] = layer
+            layers[f"{name}.{leaf}"] = layer
             layer = getattr(layer, "base_layer", None)
-    return found
+    return layers
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return trained parameters and persistent buffers of what is trained in full, as PEFT's."""
-    own = f".modules_to_save.{ADAPTER}."
+    """Collect trained parameters, and persistent buffers of modules trained in full.
+
+    Names are those of the adapted model.
+    """
+    copy_prefix = f".modules_to_save.{ADAPTER}."
     tensors = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    return tensors | {n: b for n, b in persistent_buffers(model).items() if own in n}
+    return tensors | {n: b for n, b in persistent_buffers(model).items() if copy_prefix in n}
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds, as `model.<name>` -> tensor: parameters (tied ones once) and
-    persistent buffers; of a model with adapters `trained_tensors`.
+    """Collect the tensors that a checkpoint holds, as `model.<name>` -> tensor.
+
+    They are parameters (tied ones once) and persistent buffers; of a model with adapters only
+    `trained_tensors`.
     """
     reshard(model)  # a forward of the caller's own may have left the root gathered
     if has_adapters(model):
@@ -166,18 +177,19 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Collect the buffers that belong to the model's state dict."""
     persistent = model.state_dict(keep_vars=True).keys()  # else each parameter is detached for it
     return {n: b for n, b in model.named_buffers() if n in persistent}
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:
-    """Return the adapters' configuration as PEFT's adapter_config.json holds it; sets sorted."""
+    """Return the adapters' configuration as adapter_config.json holds it, with sorted sets."""
     content = cast(Any, model).peft_config[ADAPTER].to_dict() | {"inference_mode": True}
     return json.loads(json.dumps(dict(sorted(content.items())), default=sorted))
 
 
 def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (base's name, wrapper) of every module that an adapter wraps, outermost only."""
+    """Yield (name in the base, wrapper) of every wrapped module; only outermost wrappers."""
     for name, child in module._modules.items():
         if child is None:
             continue

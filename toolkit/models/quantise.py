@@ -1,6 +1,6 @@
-"""Which layers of a frozen base are kept in 4 bits (QLoRA), and what is refused.
+"""Choose the layers of a frozen base that are kept in 4 bits (QLoRA), and quantise them.
 
-[Note: blocks] A scale belongs to 64 consecutive values of the flattened matrix. Where rows are no
+[Note: blocks] A scale belongs to 64 consecutive values of the flattened matrix. If rows are no
 multiple of that, a block spans two rows, and bitsandbytes 0.50 on CPUs with AVX-512 then pairs
 blocks and scales wrongly, without an error (in_features of 32, 80, 96, ...). Such layers keep the
 base's dtype, on every device, so that a run means the same on each.
@@ -39,15 +39,15 @@ def check_quantisation(
     model: ModelConfig,
     device: torch.device | str,
 ) -> None:
-    """Refuse 4-bit settings that cannot work, by a tiny trial on `device` too. Collective."""
+    """Refuse 4-bit settings that cannot work, with a tiny trial on `device`. Collective."""
     if lora is None or not lora.load_in_4bit:
         return
-    for with_what, on, why in (
+    for setting, is_set, why in (
         ("model.init random", model.init == "random", "there is nothing to quantise but noise"),
         ("lora.use_dora", lora.use_dora, "DoRA needs the rows of the weights, which are packed"),
     ):
-        if on:
-            raise ConfigError(f"lora.load_in_4bit with {with_what}: {why}. Leave out one of them")
+        if is_set:
+            raise ConfigError(f"lora.load_in_4bit with {setting}: {why}. Leave out one of them")
     packed_linear.check_4bit_device(
         torch.device(device), lora, getattr(torch, sharding.param_dtype)
     )
@@ -57,18 +57,25 @@ def check_quantisation(
 def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) -> None:
     """Replace the linear layers of the decoder layers by packed 4-bit ones, in place, on meta.
 
-    Call it before adapters are put on and before `apply_fsdp`. Embedding, head, routers and what is
-    no `nn.Linear` (fused experts, convolutions) keep their dtype; `describe` says which. The method
-    is QLoRA's (https://arxiv.org/abs/2305.14314); see [Note: packed weights]. `param_dtype`: in
-    which the units compute. ModelError where no layer can be quantised, or
-    `lora.target_parameters` names one that is.
+    Call it before `add_adapters` and `apply_fsdp`. Embedding, head, routers and modules that are no
+    `nn.Linear` (fused experts, convolutions) keep their dtype; `describe_quantisation` lists them.
+    The method is QLoRA's (https://arxiv.org/abs/2305.14314); see [Note: packed weights].
+    Collective.
+
+    Args:
+        model: on meta, without adapters.
+        cfg: the settings of adapters.
+        param_dtype: name of the dtype that the units compute in.
+
+    Raises:
+        ModelError: no layer can be quantised, or `lora.target_parameters` names a layer that is.
     """
     make, dtype = packed_linear.packed_linear_class(), getattr(torch, param_dtype)
-    chosen, left = _choose(model, cfg)
+    chosen, unpacked = _choose(model, cfg)
     if not chosen:
         raise ModelError(
             f"lora.load_in_4bit: {model_class_name(model)} has no linear layer to quantise in its "
-            f"decoder layers ({_why(left) or 'they hold no matrices'})"
+            f"decoder layers ({_format_reasons(unpacked) or 'they hold no matrices'})"
         )
     for target in cfg.target_parameters:
         if hit := [name for name in chosen if f".{name}.weight".endswith(f".{target}")]:
@@ -84,26 +91,33 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
             # A weight that two layers share stays one parameter.
             layer.weight = weights.setdefault(id(linear.weight), layer.weight)
         model.set_submodule(name, packed[id(linear)])
-    assets_of(model).not_in_4_bits = left
+    assets_of(model).not_in_4_bits = unpacked
     vars(model)["is_loaded_in_4bit"] = True  # by which PEFT chooses its layers
 
 
 def _choose(
     model: PreTrainedModel, cfg: LoraConfig
 ) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
-    """Return the layers to quantise by all their names, and why -> names of what is left alone."""
-    fp32, named = set(find_fp32_tensors(model)), dict(model.named_modules(remove_duplicate=False))
+    """Choose the layers to quantise.
+
+    Returns:
+        Every name of each chosen layer -> the layer; and reason -> names of the matrices that keep
+        their dtype.
+    """
+    fp32, modules = set(find_fp32_tensors(model)), dict(model.named_modules(remove_duplicate=False))
     experts = expert_counts(model)
 
-    def left_alone(name: str, linear: nn.Linear) -> str:
+    def reason_to_keep(name: str, linear: nn.Linear) -> str:
         """Return why a linear layer keeps its dtype; empty where it does not."""
         outer, _, leaf = name.rpartition(".")
-        kind: Any = type(named[outer])
+        kind: Any = type(modules[outer])
         # An output for each expert, one, or part of a router.
         one_each = linear.out_features in experts | {1} and linear.out_features < linear.in_features
-        around = [type(named[outer]).__name__.lower() for outer in enclosing_names(name)]
+        around = [type(modules[outer]).__name__.lower() for outer in enclosing_names(name)]
         reasons = {
-            "lora.modules_to_save": any(_ends(name, kept) for kept in cfg.modules_to_save),
+            "lora.modules_to_save": any(
+                _matches_module(name, pattern) for pattern in cfg.modules_to_save
+            ),
             "kept in float32 by the model": f"{name}.weight" in fp32,
             "router": one_each or any("router" in n for n in around),
             "its weight is used without its forward": leaf in _read_directly(kind),
@@ -114,7 +128,7 @@ def _choose(
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     chosen: dict[str, nn.Linear] = {}
-    left: dict[str, list[str]] = {}
+    unpacked: dict[str, list[str]] = {}
     for outer, decoder in decoder_layers(model).items():
         for inner, module in decoder.named_modules(remove_duplicate=False):
             name = f"{outer}.{inner}" if inner else outer
@@ -124,57 +138,58 @@ def _choose(
             kind: Any = type(module)
             if not (isinstance(module, nn.Linear) and _only_multiplies(kind)):
                 why = f"in {kind.__name__}, which is no nn.Linear"
-                left.setdefault(why, []).extend(f"{name}.{leaf}" for leaf in matrices)
-            elif why := left_alone(name, module):
-                left.setdefault(why, []).append(name)
+                unpacked.setdefault(why, []).extend(f"{name}.{leaf}" for leaf in matrices)
+            elif why := reason_to_keep(name, module):
+                unpacked.setdefault(why, []).append(name)
             else:
                 chosen[name] = module
-    return chosen, left
+    return chosen, unpacked
 
 
 @functools.cache
 def _only_multiplies(kind: Any) -> bool:
-    """Whether a kind of linear layer answers as `nn.Linear` does (Falcon's own); by a trial."""
+    """Try whether a class of linear layers computes what `nn.Linear` does (as Falcon's does)."""
     if kind is nn.Linear:
         return True
     with forked_rng():
-        plain, own = nn.Linear(6, 4), kind.__new__(kind)
-    vars(own).update(copy.deepcopy(vars(plain)))
+        plain, layer = nn.Linear(6, 4), kind.__new__(kind)
+    vars(layer).update(copy.deepcopy(vars(plain)))
     x = torch.linspace(-1, 1, 18).reshape(3, 6)
     try:
-        found = own(x)
+        output = layer(x)
     except Exception:  # somebody's own layer, which needs what is not there
         return False
-    return isinstance(found, torch.Tensor) and torch.allclose(found, plain(x), atol=1e-5)
+    return isinstance(output, torch.Tensor) and torch.allclose(output, plain(x), atol=1e-5)
 
 
 @functools.cache
 def _read_directly(kind: Any) -> frozenset[str]:
-    """Return the children whose weight a module's source reads (Mamba's out_proj, by a kernel)."""
-    found: set[str] = set()
+    """List the children whose weight the module's source reads (Mamba's out_proj, by a kernel)."""
+    names: set[str] = set()
     for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         with contextlib.suppress(OSError, TypeError):  # made at run time: it has no source
             source = inspect.getsource(cls)
-            found.update(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))", source))
-    return frozenset(found)
+            names.update(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))", source))
+    return frozenset(names)
 
 
-def _ends(name: str, pattern: str) -> bool:
-    """Whether `pattern` names the module `name` or one around it: whole, or its end at a dot."""
+def _matches_module(name: str, pattern: str) -> bool:
+    """Return True if `pattern` matches a module or one around it: in full, or after a dot."""
     return any(f".{path}".endswith(f".{pattern}") for path in (*enclosing_names(name), name))
 
 
-def _why(left: dict[str, list[str]]) -> str:
+def _format_reasons(unpacked: dict[str, list[str]]) -> str:
+    """Format the reasons for which layers keep their dtype."""
     parts = []
-    for reason, names in left.items():
-        known = list(dict.fromkeys(map(replace_numbers, names)))
-        more = f" and {len(known) - 4} more" if len(known) > 4 else ""
-        parts.append(f"{', '.join(known[:4])}{more} ({reason})")
+    for reason, names in unpacked.items():
+        kinds = list(dict.fromkeys(map(replace_numbers, names)))
+        more = f" and {len(kinds) - 4} more" if len(kinds) > 4 else ""
+        parts.append(f"{', '.join(kinds[:4])}{more} ({reason})")
     return "; ".join(parts)
 
 
 def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
-    """Return what decides the values of the base, as JSON; None where nothing is in 4 bits."""
+    """Collect the settings that decide the base's values, as JSON; None without 4-bit weights."""
     with unwrapped_base(model) as base:
         packed = packed_linear.packed_weights(base)
     if not packed:
@@ -190,24 +205,33 @@ def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
 
 
 def describe_quantisation(model: nn.Module, shards: int) -> str | None:
-    """Return in two lines what is in 4 bits, shared by `shards` ranks, and what not; or None."""
+    """Describe in two lines which layers are in 4 bits, and how many bytes a rank holds.
+
+    Args:
+        model: sharded or not.
+        shards: number of ranks that share the packed weights.
+
+    Returns:
+        The lines; None if nothing is in 4 bits.
+    """
     with unwrapped_base(model) as base:
         packed = packed_linear.packed_weights(base)
         decoders = decoder_layers(base).values()
-        held = {id(p): p.numel() for decoder in decoders for p in decoder.parameters()}
+        parameter_sizes = {id(p): p.numel() for decoder in decoders for p in decoder.parameters()}
     if not packed:
         return None
     one_each = {id(layer.weight): layer for layer in packed.values()}
-    others = sum(n for key, n in held.items() if key not in one_each)
+    other_elements = sum(n for key, n in parameter_sizes.items() if key not in one_each)
     layers = list(one_each.values())
     elements = sum(layer.elements for layer in layers)
     nbytes = sum(layer.nbytes for layer in layers)
     plain = sum(layer.elements * layer.source_dtype.itemsize for layer in layers)
-    left = _why(assets_of(base).not_in_4_bits)
+    unpacked = _format_reasons(assets_of(base).not_in_4_bits)
     return (
         f"{layers[0].quant_type}{', scales quantised too' if layers[0].double_quant else ''}: "
-        f"{len(packed)} linear layers, {elements / (elements + others):.1%} of the decoder layers"
-        + (f"; not: {left}" if left else "")
+        f"{len(packed)} linear layers, {elements / (elements + other_elements):.1%} of the decoder "
+        "layers"
+        + (f"; not: {unpacked}" if unpacked else "")
         + f"\n{elements / 2 / 1e6:,.2f} MB of 4-bit values and "
         f"{(nbytes - elements / 2) / 1e6:,.2f} MB of scales, "
         f"{'both sharded' if shards > 1 else 'whole on each rank'}: "

@@ -1,9 +1,9 @@
-"""Reward models: the body of a causal LM with a head that answers one number for a sequence.
+"""Reward models: the body of a causal LM with a head that computes one number for a sequence.
 
-The class is transformers' own for sequence classification, with one label. Its head answers a
-number for each token, of which the model gives out that of the last token that is not
-`pad_token_id`: the sequence's reward. Such a checkpoint is read as it is; of one of a causal LM the
-body is read, its head left out, and the new head drawn from the run's seed.
+The class is transformers' own for sequence classification, with one label. Its head computes a
+number for each token. The model returns the number of the last token that is not `pad_token_id`,
+which is the sequence's reward. A checkpoint of such a class is read as it is. Of a causal LM's
+checkpoint the body is read, its head is skipped, and the new head is drawn from the run's seed.
 """
 
 from typing import Any
@@ -18,12 +18,12 @@ from toolkit.formats import HFAssets, conversion_mapping, loaded_as
 from toolkit.models.classes import build, causal_lm_class, classifier_class, multimodal_class
 from toolkit.models.peft_model import base_of, trained_module
 
-HEAD = "score"  # what transformers calls the head behind a causal LM's body
+HEAD = "score"  # transformers' name for the head behind a causal LM's body
 _OF_ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def reward_head(model: nn.Module) -> nn.Linear | None:
-    """Return the head of a reward model, the trained copy where there is one; None: it is none."""
+    """Return the head of a reward model, or its trained copy; None for other models."""
     base = base_of(model)
     if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is not None:
         return None
@@ -32,37 +32,49 @@ def reward_head(model: nn.Module) -> nn.Linear | None:
 
 
 def reward_class(config: PreTrainedConfig, name_or_path: str) -> type[PreTrainedModel]:
-    """Return the class of a reward model for `config`, and give that one label. ModelError: there
-    is none, or the checkpoint is neither a causal LM nor a reward model.
+    """Find the reward model's class for `config`, and set the config to one label.
+
+    Raises:
+        ModelError: transformers has no such class, or the checkpoint is neither a causal LM nor a
+            reward model.
     """
-    found = classifier_class(config)
-    if found is None:
+    classifier = classifier_class(config)
+    if classifier is None:
         raise ModelError(
             f"{name_or_path} is of model_type {config.model_type}, for which transformers "
             f"{transformers.__version__} has no class of sequence classification: it cannot be a "
             "reward model. Give another model.name_or_path"
         )
-    named = next(iter(config.architectures or ()), None)
-    known = {getattr(kind, "__name__", None) for kind in (found, _source_class(config))}
-    if named not in {None, *known} and not str(named).endswith("Model"):
+    class_name = next(iter(config.architectures or ()), None)
+    expected_names = {
+        getattr(kind, "__name__", None) for kind in (classifier, _source_class(config))
+    }
+    if class_name not in {None, *expected_names} and not str(class_name).endswith("Model"):
         raise ModelError(
-            f"{name_or_path} is {named}, neither a causal language model nor {found.__name__}; "
-            "give another model.name_or_path"
+            f"{name_or_path} is {class_name}, neither a causal language model nor "
+            f"{classifier.__name__}; give another model.name_or_path"
         )
-    if named == found.__name__ and config.num_labels != 1:
+    if class_name == classifier.__name__ and config.num_labels != 1:
         raise ModelError(
-            f"{name_or_path} is {named} of {config.num_labels} labels, a classifier; a reward "
+            f"{name_or_path} is {class_name} of {config.num_labels} labels, a classifier; a reward "
             "model has one (config.json: id2label). Give another model.name_or_path"
         )
     config.num_labels = 1
-    return found
+    return classifier
 
 
 def set_reward_assets(model: PreTrainedModel, config: PreTrainedConfig, assets: HFAssets) -> None:
-    """Note in the `assets` of a reward model what becomes of a causal LM's: its config is that of
-    the new class, its head is left out. ModelError: the class has another head than one matrix.
+    """Adapt the `assets` of a causal LM to the reward model that is built from it.
 
-    `config`: of the model, as it was built.
+    The config becomes that of the new class, and the causal LM's head is skipped.
+
+    Args:
+        model: the reward model, as it was built.
+        config: of the model.
+        assets: changed in place.
+
+    Raises:
+        ModelError: the head is not one matrix with one output.
     """
     name, head = type(model).__name__, getattr(model, HEAD, None)
     if not isinstance(head, nn.Linear) or head.out_features != 1:
@@ -71,9 +83,11 @@ def set_reward_assets(model: PreTrainedModel, config: PreTrainedConfig, assets: 
             "give another model.name_or_path"
         )
     text = model.config.get_text_config()
-    if getattr(text, "pad_token_id", None) is None:  # until the tokenizer is known
+    # A placeholder until the tokenizer is known.
+    if getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = 0
-    assets.files.pop("generation_config.json", None)  # it generates nothing
+    # A reward model generates no text.
+    assets.files.pop("generation_config.json", None)
     if assets.config.get("architectures") == [name]:
         return
     assets.config |= {"architectures": [name], **_OF_ONE_LABEL}
@@ -85,27 +99,27 @@ def set_reward_assets(model: PreTrainedModel, config: PreTrainedConfig, assets: 
 
 
 def _source_class(config: PreTrainedConfig) -> Any:
-    """Return the class of models that answer with tokens, of which a reward model may be made."""
-    named = next(iter(config.architectures or ()), None)
-    return multimodal_class(config, named) or causal_lm_class(config)
+    """Find the class of causal LMs from which a reward model may be built."""
+    class_name = next(iter(config.architectures or ()), None)
+    return multimodal_class(config, class_name) or causal_lm_class(config)
 
 
 def _of_head(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
-    """Return the tensors of a causal LM's checkpoint that are its head, tied or not."""
+    """List the tensors of a causal LM's checkpoint that belong to its head, tied or not."""
     causal_class = _source_class(config)
     if causal_class is None:
         return []
     with torch.device("meta"):
         causal: Any = build(causal_class, config, torch.float32)
     causal.hf_assets, head = assets, causal.get_output_embeddings()
-    own = [n for n, module in causal.named_modules() if module is head and head is not None]
-    names = {f"{n}.{leaf}" for n in own for leaf, _ in head.named_parameters()}
-    found = loaded_as(causal, assets.source or (), conversion_mapping(causal))
-    return [key for key, target, _ in found if target in names]
+    head_names = [n for n, module in causal.named_modules() if module is head and head is not None]
+    names = {f"{n}.{leaf}" for n in head_names for leaf, _ in head.named_parameters()}
+    targets = loaded_as(causal, assets.source or (), conversion_mapping(causal))
+    return [key for key, target, _ in targets if target in names]
 
 
 def set_pooling_token(model: PreTrainedModel, assets: HFAssets, pad: int) -> None:
-    """Let a reward model give out the number of the last token that is not `pad`."""
+    """Let a reward model return the number of the last token that is not `pad`."""
     model.config.get_text_config().pad_token_id = pad
     text = assets.config.get("text_config")
     (text if isinstance(text, dict) else assets.config)["pad_token_id"] = pad

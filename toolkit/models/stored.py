@@ -1,8 +1,8 @@
-"""Checkpoints whose weights are stored in fewer bits (fp8, mxfp4): read as bf16 or fp32.
+"""Read checkpoints whose weights are stored in fewer bits (fp8, mxfp4) as bf16 or fp32.
 
-transformers has the arithmetic: an operation of its quantiser makes a matrix of its stored parts,
-before all other conversions. Which checkpoints can be read is asked of that quantiser. What comes
-out is an ordinary model, and an export holds it as such.
+transformers has the arithmetic: an operation of its quantiser builds a matrix from its stored
+parts, before all other conversions. That quantiser also decides which checkpoints can be read. The
+result is an ordinary model, and an export holds it as such.
 """
 
 from collections.abc import Iterable
@@ -21,8 +21,10 @@ _SCALES = (".scale", ".qscale_weight", "_scale_inv")
 
 
 def make_dequantiser(config: PreTrainedConfig) -> Any:
-    """Return transformers' quantiser that reads the weights of `config` in full precision; None:
-    they are not quantised, or it cannot.
+    """Build transformers' quantiser that reads the weights of `config` in full precision.
+
+    Returns:
+        The quantiser; None if the weights are not quantised, or it cannot read them.
     """
     settings = getattr(config, QUANTISED, None)
     if not settings:
@@ -42,8 +44,9 @@ def make_dequantiser(config: PreTrainedConfig) -> Any:
 
 
 def _whole_blocks(operation: type) -> type:
-    """Return the operation for matrices that the blocks of their scales do not divide, too, as the
-    576 rows of DeepSeek-V3's `kv_a_proj_with_mqa`, which transformers refuses.
+    """Extend the operation to matrices that the blocks of their scales do not divide.
+
+    An example is the 576 rows of DeepSeek-V3's `kv_a_proj_with_mqa`, which transformers refuses.
     """
 
     class WholeBlocks(operation):  # type: ignore[misc, valid-type]
@@ -67,52 +70,57 @@ def _whole_blocks(operation: type) -> type:
 
 
 def group_stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str, ...]]:
-    """Return name -> the keys of its parts, of each tensor that is stored in several."""
-    held, parts = set(keys), dict[str, list[str]]()
+    """Map the name of each tensor that is stored in several parts to the keys of its parts."""
+    stored_keys, parts = set(keys), dict[str, list[str]]()
     for parameter, names in reader.serialized_names.items():
         ends = [name for name in names if name != parameter]
-        for key in held:
+        for key in stored_keys:
             if (end := next((e for e in ends if key.endswith(f".{e}")), None)) is not None:
                 parts.setdefault(key.removesuffix(end) + parameter, []).append(key)
-    for key in held:
+    for key in stored_keys:
         for end in _SCALES:
             whole_name = key.removesuffix(end) + ("" if end == "_scale_inv" else ".weight")
-            if key.endswith(end) and whole_name in held and key not in parts.get(whole_name, ()):
+            if (
+                key.endswith(end)
+                and whole_name in stored_keys
+                and key not in parts.get(whole_name, ())
+            ):
                 parts.setdefault(whole_name, []).append(key)
     return {
-        name: tuple(sorted({*found, *({name} & held)}))
-        for name, found in parts.items()
-        if len(found) + (name in held) > 1
+        name: tuple(sorted({*part_keys, *({name} & stored_keys)}))
+        for name, part_keys in parts.items()
+        if len(part_keys) + (name in stored_keys) > 1
     }
 
 
 def dtypes_as_read(
     source: dict[str, str], parts: dict[str, tuple[str, ...]], dtype: torch.dtype
 ) -> dict[str, str]:
-    """Return key -> safetensors dtype of what is read: one tensor of `dtype` for its parts."""
+    """Map each key that is read to its safetensors dtype; parts become one tensor of `dtype`."""
     kind = {torch.float32: "F32", torch.float16: "F16"}.get(dtype, "BF16")
     inner = {key for keys in parts.values() for key in keys}
-    kept = {key: stored for key, stored in source.items() if key not in inner}
-    return kept | dict.fromkeys(parts, kind)
+    unchanged = {key: stored for key, stored in source.items() if key not in inner}
+    return unchanged | dict.fromkeys(parts, kind)
 
 
 def dequantise_parts(
     reader: Any, keys: tuple[str, ...], entries: dict[str, StoredTensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the matrix of the parts `keys`, of one that no parameter takes: on the CPU."""
-    return _made(reader, [whole(entries[key]) for key in keys], dtype)
+    """Build the matrix of the parts `keys` on the CPU, for a tensor without a parameter."""
+    return _dequantise(reader, [whole(entries[key]) for key in keys], dtype)
 
 
 def dequantised_shape(
     reader: Any, keys: tuple[str, ...], entries: dict[str, StoredTensor], dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Return the shape of that matrix. Reads no values: the same operation makes it on meta."""
-    found = (entries[key] for key in keys)
-    parts = [torch.empty(e.shape, dtype=e.dtype, device="meta") for e in found]
-    return tuple(_made(reader, parts, dtype).shape)
+    """Compute the shape of that matrix on meta, without reading values."""
+    parts_entries = (entries[key] for key in keys)
+    parts = [torch.empty(e.shape, dtype=e.dtype, device="meta") for e in parts_entries]
+    return tuple(_dequantise(reader, parts, dtype).shape)
 
 
-def _made(reader: Any, parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _dequantise(reader: Any, parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Run the quantiser's operation on the parts of one matrix."""
     operation: Any = reader.get_load_operations()["dequantize"](reader)
     values, scales, *_ = sorted(parts, key=lambda t: -t.numel())
     return operation._dequantize_one(values, scales, dtype)

@@ -1,10 +1,10 @@
-"""A config cut down until its model takes a second to try.
+"""Shrink a config until its model takes a second to try, and try whether it learns from text alone.
 
 A copy has the model's own class, attention implementation, head sizes, position settings and layer
-kinds. It has the first so many layers, up to where each kind has appeared. Widths, vocabulary and
-experts are cut in proportion; where that does not run, the next milder cut is to be tried. Sliding
-windows and chunks are cut too, so that they have an effect, unless they are as long as a row.
-A copy that real text is to run through keeps tokens, positions and windows, and is narrower.
+kinds. It has as many of the first layers as it takes for each kind to appear. Widths, vocabulary
+and experts are reduced in proportion; if that does not run, the next milder reduction is tried.
+Sliding windows and chunks are reduced too, so that they have an effect, unless they are as long as
+a row. A copy that processes real text keeps tokens, positions and windows, and is narrower.
 """
 
 import copy
@@ -24,7 +24,7 @@ from toolkit.models.modes import forked_rng
 from toolkit.models.patterns import replace_numbers
 
 VOCABULARY = 128
-SPECIAL = 48  # ids from here up to VOCABULARY mean nothing special to a copy
+SPECIAL = 48  # ids from here up to VOCABULARY are no special tokens of a copy
 _WINDOW = 4
 _SETTING = bool | str | int | float | None
 
@@ -66,7 +66,7 @@ _NARROW = 64
 def build_meta_model(
     model_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> PreTrainedModel:
-    """Return the model of a config without bytes."""
+    """Build the model of a config on the meta device, in fp32."""
     with forked_rng(), torch.device("meta"):
         return build(model_class, config, torch.float32)
 
@@ -74,8 +74,9 @@ def build_meta_model(
 def random_copy(
     model_class: Any, config: PreTrainedConfig, device: torch.device
 ) -> PreTrainedModel:
-    """Return a model of `config` with noise on all it has: zeros and ones of a start would hide a
-    leak.
+    """Build a model of `config` with noise added to all its parameters.
+
+    The zeros and ones of a fresh initialisation would hide a leak between samples.
     """
     is_flash = "flash" in str(config._attn_implementation)  # which runs in half precision only
     dtype = torch.bfloat16 if is_flash else torch.float32
@@ -90,9 +91,15 @@ def random_copy(
 
 
 def layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> list[str]:
-    """Return the kind of each decoder layer: its modules, their switches, its settings; numbers
-    count by whether they are there only: widths and a layer's own index are no kind. Of a copy the
-    layers and settings are where `full`, the model that it is made of, has them.
+    """Describe the kind of each decoder layer, as JSON.
+
+    A kind is made of the layer's modules, their switches and the layer's settings. Numbers count
+    only by whether they are present, because widths and a layer's own index do not make another
+    kind.
+
+    Args:
+        model: on meta or not.
+        full: the model of which `model` is a tiny copy. Layers and settings are located in it.
     """
     full = model if full is None else full
     names = list(decoder_layers(full))
@@ -101,8 +108,8 @@ def layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> 
     stacks = dict.fromkeys(p[0] if p[2].isdecimal() else "".join(p) for p in parted)
     layers: list[nn.Module] = []
     for name in stacks:
-        found = model.get_submodule(name)
-        layers += found.children() if isinstance(found, nn.ModuleList) else [found]
+        stack = model.get_submodule(name)
+        layers += stack.children() if isinstance(stack, nn.ModuleList) else [stack]
     settings, of_full = (vars(m.config.get_text_config()) for m in (model, full))
     lists = {n: v for n, v in of_full.items() if isinstance(v, list | tuple)}
     listed = [n for n, v in lists.items() if len(v) == len(names)]
@@ -110,22 +117,27 @@ def layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> 
     for i, layer in enumerate(layers):
         entries = [entry for name in listed for entry in settings[name][i : i + 1]]
         # 0 is often an `off`.
-        said = [bool(e) if isinstance(e, int | float) else _plain(e) for e in entries]
-        kinds.append(json.dumps([_switches(layer), said], sort_keys=True))
+        values = [bool(e) if isinstance(e, int | float) else _plain(e) for e in entries]
+        kinds.append(json.dumps([_switches(layer), values], sort_keys=True))
     return kinds
 
 
 def _switches(layer: nn.Module) -> list[str]:
-    found = set()
+    """Describe the modules of a layer with their settings, as sorted JSON lines."""
+    lines = set()
     for name, module in layer.named_modules():
-        kept = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
-        own = {k: _plain(v) for k, v in kept.items() if isinstance(v, _SETTING)}
-        found.add(json.dumps([replace_numbers(name), type(module).__name__, own], sort_keys=True))
-    return sorted(found)
+        attributes = {
+            k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"
+        }
+        settings = {k: _plain(v) for k, v in attributes.items() if isinstance(v, _SETTING)}
+        lines.add(
+            json.dumps([replace_numbers(name), type(module).__name__, settings], sort_keys=True)
+        )
+    return sorted(lines)
 
 
 def _plain(value: Any) -> Any:
-    """Return what of a value makes a kind."""
+    """Reduce a value to what distinguishes kinds of layers."""
     if value is None or isinstance(value, bool | str):
         return value
     return "number" if isinstance(value, int | float) else type(value).__name__
@@ -134,8 +146,13 @@ def _plain(value: Any) -> Any:
 def shrunk_configs(
     config: PreTrainedConfig, kinds: list[str], length: int | None, *, real_text: bool = False
 ) -> Iterator[PreTrainedConfig]:
-    """Yield configs of tiny copies, smallest first, of a model whose layers are of `kinds`; with
-    `real_text` those that take the model's own tokens, at least two layers deep.
+    """Yield configs of tiny copies, smallest first.
+
+    Args:
+        config: of the full model.
+        kinds: the kind of each of its layers.
+        length: of a row; windows that are as long are not reduced.
+        real_text: keep the model's own tokens, and at least two layers.
     """
     depth = max(kinds.index(kind) for kind in set(kinds)) + 1
     if real_text:
@@ -152,7 +169,7 @@ def shrunk_configs(
             _cut_section(section, length, real_text)
             section.use_cache = False
             if section is not text and section is not small:  # images and sound, which no text has
-                _each(section, _VISION_DEPTHS, lambda n: min(n, 1))
+                _change_integers(section, _VISION_DEPTHS, lambda n: min(n, 1))
         for name, value in list(vars(text).items()):
             if isinstance(value, list) and len(value) == len(kinds):
                 setattr(text, name, value[:count])
@@ -164,6 +181,7 @@ def shrunk_configs(
 
 
 def _sections(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Yield a config and all configs nested in it."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
@@ -171,21 +189,22 @@ def _sections(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _cut_section(section: PreTrainedConfig, length: int | None, real_text: bool) -> None:
+    """Reduce the sizes in one section of a config."""
     vocabularies = [name for name in vars(section) if "vocab_size" in name]
     sizes = ((_EXPERTS, 4), (_CHOSEN, 2), (_GROUPS, 1), (_INNER, 64))
     for names, most in sizes if real_text else (*sizes, (_POSITIONS, 512)):
-        _each(section, names, functools.partial(min, most))
+        _change_integers(section, names, functools.partial(min, most))
     if real_text:
-        _each(section, ("hidden_size_per_layer_input",), functools.partial(min, 16))
+        _change_integers(section, ("hidden_size_per_layer_input",), functools.partial(min, 16))
         return
-    _each(section, vocabularies, lambda _: VOCABULARY)  # tokens are drawn from all of it
+    _change_integers(section, vocabularies, lambda _: VOCABULARY)  # tokens are drawn from all of it
 
     def cut(n: int) -> int:
         return n if length is not None and n >= length else min(n, _WINDOW)
 
-    _each(section, _WINDOWS, cut)
+    _change_integers(section, _WINDOWS, cut)
     if _cut_longrope(section, cut):
-        _each(section, (_TRAINED_LENGTH,), cut)
+        _change_integers(section, (_TRAINED_LENGTH,), cut)
     special = [n for n in vars(section) if n.endswith(("token_id", "token_index"))]
     for place, name in enumerate(special):
         value, small = getattr(section, name), 1 + place % (SPECIAL - 2)
@@ -194,20 +213,29 @@ def _cut_section(section: PreTrainedConfig, length: int | None, real_text: bool)
 
 
 def _cut_longrope(section: Any, cut: Callable[[int], int]) -> bool:
-    """Cut the length at which `longrope` changes its factors, for all that a micro-batch holds;
-    whether there is one.
+    """Reduce the length at which `longrope` changes its factors.
+
+    Returns:
+        True if the section uses `longrope`.
     """
-    found = False
+    has_longrope = False
     for rope in [v for k, v in vars(section).items() if k in _ROPES and isinstance(v, dict)]:
-        for one in (rope, *(v for v in rope.values() if isinstance(v, dict))):  # a kind of layer's
-            length = one.get(_TRAINED_LENGTH)
-            if one.get("rope_type", one.get("type")) == "longrope" and isinstance(length, int):
-                one[_TRAINED_LENGTH], found = cut(length), True
-    return found
+        for settings in (
+            rope,
+            *(v for v in rope.values() if isinstance(v, dict)),
+        ):  # a kind of layer's
+            length = settings.get(_TRAINED_LENGTH)
+            if settings.get("rope_type", settings.get("type")) == "longrope" and isinstance(
+                length, int
+            ):
+                settings[_TRAINED_LENGTH], has_longrope = cut(length), True
+    return has_longrope
 
 
-def _each(section: PreTrainedConfig, names: Iterable[str], cut: Callable[[int], int]) -> None:
-    """Change those of the settings `names` that are whole numbers, or lists of them."""
+def _change_integers(
+    section: PreTrainedConfig, names: Iterable[str], cut: Callable[[int], int]
+) -> None:
+    """Apply `cut` to those of the settings `names` that are integers or lists of integers."""
     for name in names:
         value = vars(section).get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -231,24 +259,25 @@ def _cut_width(section: PreTrainedConfig) -> None:
         for f in range(1, most + 1)
         if not any(n % f for n in (*heads, *widths, *keys)) and min(widths) // f >= min(32, *widths)
     )
-    _each(section, (*_HEADS, *_WIDTHS), lambda n: n // factor)
-    _each(section, _KEY_HEADS, lambda n: n // factor if n > 1 else n)
+    _change_integers(section, (*_HEADS, *_WIDTHS), lambda n: n // factor)
+    _change_integers(section, _KEY_HEADS, lambda n: n // factor if n > 1 else n)
 
 
 def _one_group(section: PreTrainedConfig) -> None:
-    _each(section, _STATE_GROUPS, lambda _: 1)
+    """Set the number of state groups to 1."""
+    _change_integers(section, _STATE_GROUPS, lambda _: 1)
 
 
 def _cut_hidden(section: PreTrainedConfig) -> None:
-    """Set the width to 64, where there is one."""
+    """Set the hidden width to 64, if there is one width."""
     widths = [n for name in _WIDTHS if isinstance(n := vars(section).get(name), int) and n > 0]
     if len({*widths}) == 1 and widths[0] > _NARROW:
-        _each(section, _WIDTHS, lambda _: _NARROW)
+        _change_integers(section, _WIDTHS, lambda _: _NARROW)
 
 
 def _cut_heads(section: PreTrainedConfig) -> None:
     """Halve the sizes of heads down to 16."""
-    _each(section, _HEAD_SIZES, lambda n: n // 2 ** max(0, (n // 16).bit_length() - 1))
+    _change_integers(section, _HEAD_SIZES, lambda n: n // 2 ** max(0, (n // 16).bit_length() - 1))
 
 
 def _halve(section: PreTrainedConfig) -> None:
@@ -262,25 +291,31 @@ def _halve(section: PreTrainedConfig) -> None:
             return
         if any(n % 4 or n < 16 for n in heads):
             return
-        _each(section, (*_WIDTHS, *_HEAD_SIZES), lambda n: n // 2)
+        _change_integers(section, (*_WIDTHS, *_HEAD_SIZES), lambda n: n // 2)
 
 
 _MOST_PARAMETERS = 2**28
 _CAUSAL = 1e-3  # of the spread of the logits: how far a later token may move them
-_known: dict[tuple[type, str], str] = {}
+_faults: dict[tuple[type, str], str] = {}
 
 
 def find_text_fault(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
-    """Return why `model_class` cannot be trained on text alone, in its own words; empty: it can, or
-    no tiny copy of it could be made to try. Takes a second, once a process.
+    """Try on a tiny copy whether `model_class` can be trained on text alone.
+
+    Takes a second, once a process.
+
+    Returns:
+        Why it cannot, in the words of the error. Empty if it can, or if no tiny copy could be
+        built.
     """
     key = (model_class, config.to_json_string(use_diff=False))
-    if key not in _known:
-        _known[key] = _tried(model_class, config)
-    return _known[key]
+    if key not in _faults:
+        _faults[key] = _try_copies(model_class, config)
+    return _faults[key]
 
 
-def _tried(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+def _try_copies(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+    """Try tiny copies until one of them runs; see `find_text_fault`."""
     fault = ""
     try:
         kinds = layer_kinds(build_meta_model(model_class, config))
@@ -294,14 +329,15 @@ def _tried(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
         if size > _MOST_PARAMETERS:
             continue
         try:
-            return _judged(random_copy(model_class, small, torch.device("cpu")).train())
+            return _find_fault(random_copy(model_class, small, torch.device("cpu")).train())
         except Exception as error:  # the code of any model
             fault = one_line(error, 200)
     return fault
 
 
 @torch.no_grad()
-def _judged(model: PreTrainedModel) -> str:
+def _find_fault(model: PreTrainedModel) -> str:
+    """Check the shape of the logits, and that no token sees later ones."""
     with forked_rng(), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         ids = torch.randint(SPECIAL, VOCABULARY, (2, 8))

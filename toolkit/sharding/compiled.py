@@ -1,4 +1,4 @@
-"""Compiled forwards: without the attention kernel that they cannot hold."""
+"""Compile forwards, and decide whether layers are compiled."""
 
 import functools
 from typing import Any
@@ -14,9 +14,11 @@ from toolkit.sharding.units import UnitPlan, is_inside
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
-    """Compile `module`'s call, in place, to code without cuDNN's attention: its softmax statistics
-    lie in another order than its fake kernel says, and compiled code stops there (seen on an H100
-    with torch 2.11). Evaluations and generation, which are not compiled, keep it.
+    """Compile `module`'s call, in place, to code without cuDNN's attention.
+
+    cuDNN's softmax statistics have another layout than its fake kernel says, and compiled code
+    stops there (seen on an H100 with torch 2.11). Evaluations and generation are not compiled and
+    keep that kernel.
     """
     module.compile(**options)
     compiled: Any = module._compiled_call_impl  # where `compile` puts it, in torch 2.11 to 2.15
@@ -40,13 +42,25 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
 def should_compile_layers(
     plan: UnitPlan, cfg: ShardingConfig, device_type: str, fixed_length: bool, own_kernels: bool
 ) -> tuple[bool, str]:
-    """Return whether layers are compiled, and why; refuse units inside one, whose hooks would not
-    run.
+    """Decide whether layers are compiled.
+
+    Args:
+        plan: the units of the model.
+        cfg: the settings of the run.
+        device_type: of the run's devices.
+        fixed_length: all samples have one length.
+        own_kernels: the model runs with `model.kernels`.
+
+    Returns:
+        The decision, and the reason.
+
+    Raises:
+        ShardingError: a unit lies inside a compiled layer, so that its hooks would not run.
     """
     units = (name for unit in plan.units for name in unit.modules)
     inside = next((name for name in units if is_inside(name, plan.layers)), None)
     if cfg.torch_compile == "auto":
-        against = {
+        obstacles = {
             device_type: device_type != "cuda",
             "samples of many lengths": not fixed_length,
             "model.kernels": own_kernels,
@@ -54,23 +68,28 @@ def should_compile_layers(
             "activation_offload": cfg.activation_offload,
             "only the root is a unit": plan.root_only is not None,
         }
-        why = next((reason for reason, holds in against.items() if holds), None)
+        why = next((reason for reason, holds in obstacles.items() if holds), None)
         return why is None, why or "samples of one length"
     if cfg.torch_compile not in (True, "layer"):
         return False, ""
     if inside is not None:
         raise ShardingError(
             f"torch_compile: layer compiles each layer whole, with the unit {inside} inside one; "
-            "set sharding.torch_compile: model, or leave param_dtype_overrides out"
+            "set sharding.torch_compile: model, or remove param_dtype_overrides"
         )
     return True, ""
 
 
 def compile_options(cfg: ShardingConfig) -> dict[str, Any]:
-    known = torch.compiler.list_backends(exclude_tags=())
-    if cfg.torch_compile_backend not in known:
+    """Build the options of `torch.compile`.
+
+    Raises:
+        ShardingError: this torch does not have the backend.
+    """
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if cfg.torch_compile_backend not in backends:
         raise ShardingError(
             f"sharding.torch_compile_backend {cfg.torch_compile_backend!r} is none of torch "
-            f"{torch.__version__}: {', '.join(known)}"
+            f"{torch.__version__}: {', '.join(backends)}"
         )
     return {"backend": cfg.torch_compile_backend, "mode": cfg.torch_compile_mode}

@@ -1,12 +1,12 @@
-"""FSDP2 applied to a Hugging Face causal LM: the plan of its units carried out.
+"""Apply FSDP2 to a Hugging Face causal LM by the plan of its units.
 
-The only file that imports `torch.distributed.fsdp`.
+Only this file imports `torch.distributed.fsdp`.
 
-[Note: casts] FSDP2 casts what goes into a unit and what comes out of it, in hooks. Up to torch 2.12
-it leaves two cases out: of a unit of several modules only the first to run gets its inputs cast and
-only the last its output, and a module that a recomputation calls from outside is not cast at all.
-Either way fp32 meets bf16 in the next product. Hooks of our own cast there; where FSDP2 has cast
-already, they change nothing.
+[Note: casts] FSDP2 casts the inputs and outputs of a unit in hooks. Up to torch 2.12 it misses two
+cases. In a unit of several modules only the first to run gets its inputs cast, and only the last
+its output. A module that a recomputation calls from outside is not cast at all. Either way fp32
+meets bf16 in the next product. Our own hooks cast in these cases; if FSDP2 has cast already, they
+change nothing.
 """
 
 import dataclasses
@@ -47,9 +47,16 @@ _IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may pass all experts by
 
 
 class Prefetch:
-    """Records the order in which units run in the first forward of `root`, then wires prefetches.
+    """Gathers units ahead of their use, in the order in which they ran in the first forward.
 
-    `units`: name -> modules of all units but the root.
+    The order of definition may be wrong: layers may run several times, be skipped, or interleave
+    two stacks. A wrong order costs all-gathers and memory without an error. A unit that runs more
+    than once in a forward is skipped, because it has no unique successor.
+
+    Args:
+        root: the sharded model.
+        units: name -> modules of all units except the root.
+        cfg: says how many units are gathered ahead.
     """
 
     def __init__(self, root: nn.Module, units: dict[str, list[nn.Module]], cfg: ShardingConfig):
@@ -69,16 +76,18 @@ class Prefetch:
             self._handles += [begin, end]
 
     def _begin(self, *_: Any) -> None:
+        """Forget the order of an earlier forward, which may have ended in an error."""
         self.begun.clear()  # an earlier forward may have ended in an error
         self.ended.clear()
 
     def _finish(self, *_: Any) -> None:
+        """Remove the hooks after the first forward, and set the prefetches."""
         for handle in self._handles:
             handle.remove()
         self._wire(_once(self.begun), _once(self.ended))
 
     def _wire(self, begun: list[str], ended: list[str]) -> None:
-        """Tell each unit what to gather ahead. The root's own is the first of either order."""
+        """Set which units each unit gathers ahead; the root comes first in either order."""
         forward, backward = self._depths
         begun, back = ["", *begun], ["", *reversed(ended)]
         ahead = {name: begun[i + 1 : i + 1 + forward] for i, name in enumerate(begun)}
@@ -93,12 +102,13 @@ class Prefetch:
 
 
 def _once(order: list[str]) -> list[str]:
+    """Keep the names that appear once."""
     return [name for name in order if order.count(name) == 1]
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A model that `apply_fsdp` sharded in place, and what it made beside it."""
+    """A model that `apply_fsdp` sharded in place, and the objects it created for it."""
 
     model: nn.Module
     mesh: Mesh
@@ -107,30 +117,39 @@ class Sharded:
     accumulation: Accumulation
     """Sets the units for each micro-batch of a step."""
     prefetch: Prefetch | None = None
-    """What gathers units ahead, where that is asked for."""
+    """Gathers units ahead, if the settings turn it on."""
     home: torch.device | None = None
     """Where the bytes of parameters live, if not where they compute: host memory under offload."""
     auto_line: str = ""
-    """What settings on `auto` became, and why."""
+    """The values chosen for settings on `auto`, and the reasons."""
 
 
 @ranks.collective
 def apply_fsdp(
     model: nn.Module, mesh: Mesh, cfg: ShardingConfig, *, fixed_length: bool = False
 ) -> Sharded:
-    """Shard `model` in place, bottom up: inner units first, the root with all that is left last.
+    """Shard `model` in place, bottom up: inner units first, the root with the remainder last.
 
-    Every parameter becomes a DTensor sharded over dim 0 (but for what stays replicated, see
-    `units`), in its storage dtype; on a meta model nothing is allocated. Recomputation goes inside,
-    then compilation, then sharding. Build the optimizer afterwards. Collective. See PyTorch's
-    `torch.distributed.fsdp.fully_shard`. `fixed_length`: all samples have one length, which
-    `torch_compile: auto` asks for, beside a model without kernels of its own. ShardingError:
-    nothing to shard, or settings that do not hold together. ModelError: a pattern matches nothing.
+    Every parameter becomes a DTensor sharded over dim 0, in its storage dtype, except replicated
+    ones (see `units`). On a meta model nothing is allocated. Recomputation is applied first, then
+    compilation, then sharding. Gradients are summed over ranks, not averaged. Build the optimizer
+    afterwards. Collective. See PyTorch's `torch.distributed.fsdp.fully_shard`.
+
+    Args:
+        model: on meta or with values, with or without adapters.
+        mesh: of all ranks.
+        cfg: the settings of the run.
+        fixed_length: all samples have one length, which `torch_compile: auto` requires, together
+            with a model without its own kernels.
+
+    Raises:
+        ShardingError: there is nothing to shard, or settings contradict each other.
+        ModelError: a pattern matches nothing.
     """
     if isinstance(model, FSDPModule):
-        raise ShardingError("the model is sharded already; build it anew to shard it otherwise")
+        raise ShardingError("the model is sharded already; build it again to shard it differently")
     _refuse_idle_experts(model, mesh.size)
-    asked, device_type, shards = cfg, mesh.device_type, mesh.shards
+    requested, device_type, shards = cfg, mesh.device_type, mesh.shards
     cfg = dataclasses.replace(cfg, embedding_units=should_split_embeddings(model, cfg, device_type))
     replicated, frozen_why = should_replicate_frozen(model, cfg, shards, device_type)
     cfg = dataclasses.replace(cfg, frozen="replicated" if replicated else "sharded")
@@ -148,16 +167,17 @@ def apply_fsdp(
         modules = _shard_unit(model, unit, mesh.fsdp, cfg, _reshard(unit, shards))
         if len(modules) > 1 or any(is_inside(name, recomputed) for name in unit.modules):
             _cast_each(modules, unit)
-        # A rank whose tokens went to no expert reduces zeros, not a smaller buffer. But around the
-        # layers what no rank uses (a tower's embedding) must get no gradient, for AdamW's decay.
+        # A rank whose tokens reached no expert must reduce zeros, not a smaller buffer. Outside the
+        # layers a parameter that no rank uses (a tower's embedding) must get no gradient, or AdamW
+        # would decay it.
         outer = tuple(name + "." if name else "" for name in unit.modules)
         around_layers = any(layer.startswith(outer) for layer in plan.layers)
         if not around_layers and hasattr(FSDPModule, _REDUCE_UNUSED):  # from torch 2.13 on
             cast(Any, modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
     if cfg.torch_compile == "model":
         compile_forward(model, **compile_options(cfg))
-    plain = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if forgotten := sorted(set(plain) - set(plan.replicated)):
+    unsharded = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if forgotten := sorted(set(unsharded) - set(plan.replicated)):
         listed = ", ".join(forgotten[:5])
         raise ShardingError(f"{len(forgotten)} parameter(s) were not sharded: {listed}")
     chosen = (
@@ -165,7 +185,7 @@ def apply_fsdp(
         ("torch_compile", "layer" if compiled else "none", compile_why),
         ("frozen", cfg.frozen, frozen_why),
     )
-    autos = [c for c in chosen if getattr(asked, c[0]) == "auto" and c[2]]
+    autos = [c for c in chosen if getattr(requested, c[0]) == "auto" and c[2]]
     prefetch = None
     if cfg.forward_prefetch or cfg.backward_prefetch:
         units = {u.name: [model.get_submodule(m) for m in u.modules] for u in plan.units[:-1]}
@@ -188,11 +208,11 @@ def _shard_unit(
     cfg: ShardingConfig,
     reshard_after_forward: bool | int | None,
 ) -> list[nn.Module]:
-    """Apply FSDP2 to one unit of the plan; return its modules."""
+    """Apply FSDP2 to one unit of the plan, and return its modules."""
     modules = [model.get_submodule(name) for name in unit.modules]
-    own = {model.get_parameter(name) for name in unit.parameters}
+    unit_parameters = {model.get_parameter(name) for name in unit.parameters}
     inside = {p for module in modules for p in module.parameters()}
-    others = {p for p in inside if p not in own and not isinstance(p, DTensor)}
+    ignored = {p for p in inside if p not in unit_parameters and not isinstance(p, DTensor)}
     fully_shard(
         modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
         mesh=mesh,
@@ -203,7 +223,7 @@ def _shard_unit(
             output_dtype=unit.output_dtype,
         ),
         offload_policy=offload_policy(cfg, mesh.device_type),
-        ignored_params=others or None,
+        ignored_params=ignored or None,
     )
     if mesh.size() > 1:  # on one rank the factor would only cost a copy of the gradient
         _sum_gradients(modules[0])
@@ -223,31 +243,32 @@ def _sum_gradients(unit: Any) -> None:
 
 
 def offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
-    """Return where sharded parameters live. Memory is page-locked only where a device copies it."""
+    """Choose where sharded parameters live; memory is pinned only if a device copies from it."""
     if not cfg.cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
 
 def _cast_buffers(model: Any, dtype: torch.dtype) -> None:
-    """Give buffers that no checkpoint holds the dtype which they have in a model of `dtype`: FSDP2
-    casts parameters and inputs, and a layer that multiplies one in float32 with bfloat16 fails.
+    """Cast buffers that no checkpoint holds to the dtype that they have in a model of `dtype`.
+
+    FSDP2 casts parameters and inputs. A layer that multiplies a float32 buffer with bfloat16 fails.
     """
     if not hasattr(model, "hf_assets") or dtype == model.dtype:
         return
     with torch.device("meta"), forked_rng():
         like = build(original_class(model), model.config, dtype)
-    wanted, kept = dict(like.named_buffers()), find_fp32_tensors(like, buffers=True)
-    saved = model.state_dict().keys() | kept.keys()
+    expected, fp32_buffers = dict(like.named_buffers()), find_fp32_tensors(like, buffers=True)
+    saved = model.state_dict().keys() | fp32_buffers.keys()
     for name, buffer in list(model.named_buffers()):
-        other = wanted.get(name)
+        other = expected.get(name)
         if name not in saved and other is not None and other.dtype == dtype != buffer.dtype:
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._buffers[leaf] = buffer.to(dtype)
 
 
 def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
-    """Refuse types whose experts may get no token of a rank, where torch cannot reduce them."""
+    """Refuse model types whose experts may get no token of a rank, if torch cannot reduce them."""
     kind = getattr(getattr(model, "config", None), "model_type", "")
     if kind in _IDLE_EXPERTS and ranks > 1 and not hasattr(FSDPModule, _REDUCE_UNUSED):
         raise ShardingError(
@@ -257,6 +278,7 @@ def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
 
 
 def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> None:
+    """Refuse float16, and units whose parameters have dtypes that FSDP2 cannot handle together."""
     if {"float16"} & {cfg.param_dtype, cfg.reduce_dtype, *cfg.param_dtype_overrides.values()}:
         raise ShardingError(
             "float16 needs loss scaling, which this toolkit does not implement; use bfloat16"
@@ -269,8 +291,9 @@ def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> Non
             if name in packed and parameters[name].dtype != unit.param_dtype:
                 raise ShardingError(
                     f"{name} is stored in 4 bits for {parameters[name].dtype}, which the unit "
-                    f"{unit.name} would cast to {unit.param_dtype}: give quantise_on_meta that, "
-                    "and leave such layers out of sharding.param_dtype_overrides"
+                    f"{unit.name} would cast to {unit.param_dtype}: pass that dtype to "
+                    "quantise_on_meta, "
+                    "and remove such layers from sharding.param_dtype_overrides"
                 )
             if parameters[name].requires_grad:  # what is not reduced may be stored otherwise
                 stored.setdefault(parameters[name].dtype, name)
@@ -283,30 +306,32 @@ def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> Non
 
 
 def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[str]:
-    """Have what `cfg` names recomputed in the backward; return the names of those modules."""
-    asked: Any = cfg.activation_checkpointing
-    if asked is False or asked == "none":
+    """Apply activation checkpointing as `cfg` says, and return the names of those modules."""
+    mode: Any = cfg.activation_checkpointing
+    if mode is False or mode == "none":
         return []
-    if asked == "auto":
+    if mode == "auto":
         raise ShardingError(
             "sharding.activation_checkpointing: auto is decided by planning.resolve_auto, as the "
             "recipes do; call it before, or set none, selective or full"
         )
     # Of nested ones (sharding.layer_classes) the outer recomputes the inner too.
-    every = asked if isinstance(asked, int) and not isinstance(asked, bool) else 1
+    every = mode if isinstance(mode, int) and not isinstance(mode, bool) else 1
     names = [n for n in plan.layers if not is_inside(n, plan.layers)][::every]
     host = HostMemory(pin=torch.accelerator.is_available()) if cfg.activation_offload else None
     for name in names:
         # What the backward begins with would be back at once.
-        own = host if name != names[-1] or len(names) == 1 else None
+        layer_host = host if name != names[-1] or len(names) == 1 else None
         module = model.get_submodule(name)
-        recompute_in_backward(module, name=name, selective=asked == "selective", host=own)
+        recompute_in_backward(module, name=name, selective=mode == "selective", host=layer_host)
     return names
 
 
 def should_split_embeddings(model: nn.Module, cfg: ShardingConfig, device_type: str) -> bool:
-    """Return whether embedding and head become units: in the root all of both is gathered before
-    anything runs, and reduced after everything. Tied ones are one matrix in either case.
+    """Decide whether embedding and head become units of their own.
+
+    In the root, both are gathered before anything runs and reduced after everything. A tied pair is
+    one matrix in either case.
     """
     if cfg.embedding_units != "auto":
         return cfg.embedding_units
@@ -325,8 +350,17 @@ def should_replicate_frozen(
     device_type: str,
     free: float | None = None,
 ) -> tuple[bool, str]:
-    """Return whether what is not trained lies whole on every rank, and why. `free`: bytes of each
-    device; None: as measured, which is collective.
+    """Decide whether every rank holds a full copy of frozen parameters.
+
+    Args:
+        model: not yet sharded.
+        cfg: the settings of the run.
+        shards: number of ranks that share one copy of the model.
+        device_type: of the run's devices.
+        free: bytes of each device; None: they are measured, which is collective.
+
+    Returns:
+        The decision, and the reason (empty if it is trivial).
     """
     frozen = frozen_parameters(model)
     if cfg.frozen == "sharded" or not frozen:
@@ -336,10 +370,10 @@ def should_replicate_frozen(
     # A unit casts what it gathers; nothing casts what it does not.
     parameters = dict(model.named_parameters())
     units = plan_units(model, dataclasses.replace(cfg, frozen="sharded")).units
-    kept = set(map(id, frozen))
+    frozen_ids = set(map(id, frozen))
     stored = ((n, parameters[n], u.param_dtype) for u in units for n in u.parameters)
     for name, parameter, dtype in stored:
-        if id(parameter) in kept and parameter.dtype != dtype:
+        if id(parameter) in frozen_ids and parameter.dtype != dtype:
             why = f"{name} is stored in {parameter.dtype} and computes in {dtype}"
             if cfg.frozen == "replicated":
                 raise ShardingError(
@@ -353,6 +387,7 @@ def should_replicate_frozen(
 
 
 def _reshard(unit: Unit, shards: int) -> bool | int | None:
+    """Convert a unit's `reshard_after_forward` to the argument of `fully_shard`."""
     value = unit.reshard_after_forward
     if isinstance(value, bool) or value not in (1, shards):
         return value

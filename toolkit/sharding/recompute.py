@@ -1,15 +1,16 @@
 """Activation checkpointing: what a layer keeps for its backward, and where.
 
-The module's forward is replaced, not the module wrapped: names stay, and the recomputation runs
-inside the module's hooks, on gathered parameters and cast inputs (from outside, torch 2.11 and 2.12
-lose that cast).
+The module's forward is replaced, and the module is not wrapped. So names stay, and the
+recomputation runs inside the module's hooks, on gathered parameters and cast inputs. (From outside,
+torch 2.11 and 2.12 lose that cast.)
 
-[Note: kept and written to] A kept result that the layer writes to later would be handed to the
-recomputation with what was written, which then writes it again. So what is written to is not kept,
-but computed again, and so is what leaves the layer: others may write to that. Writes are found by
-storage, as version counters do not follow `_unsafe_view` (in each linear layer without a bias) nor
-`.data`; a kernel that writes past PyTorch is found in a layer's first forward, by sums of the bits.
-Compiled layers need none of this: the compiler takes writes out of the graph first.
+[Note: kept and written to] If the layer wrote to a kept result later, the recomputation would get
+the changed result and write to it a second time. So a result that is written to is not kept, but
+computed again. The same holds for results that leave the layer, because others may write to them.
+Writes are found by storage, as version counters do not follow `_unsafe_view` (in each linear layer
+without a bias) nor `.data`. A kernel that writes past PyTorch is found in a layer's first forward,
+by sums of the bits. Compiled layers need none of this: the compiler removes writes from the graph
+first.
 """
 
 import functools
@@ -40,8 +41,8 @@ from toolkit.formats.bit_sums import bit_sums
 from toolkit.models.modes import get_random_state
 from toolkit.sharding.host_memory import HostMemory, OnHost
 
-# Worth more to keep than to compute again: they take nearly all of a layer's time. Which argument
-# of a product has the side that it sums over, and from which dimension on.
+# These operations take nearly all of a layer's time, so their results are kept. The values say
+# which argument of a product holds the summed side, and from which dimension on.
 _PRODUCTS = {
     **dict.fromkeys(("mm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"), (0, -1)),
     **dict.fromkeys(("addmm", "baddbmm"), (1, -1)),
@@ -76,8 +77,11 @@ def recompute_in_backward(
 ) -> None:
     """Recompute `module`'s forward in the backward pass, in place. Training only.
 
-    `selective` keeps the results of attention and of all but thin matrix products; with `host` what
-    is kept is there until the backward. Messages call the module `name`.
+    Args:
+        module: a layer.
+        name: its name, for messages.
+        selective: keep the results of attention and of all but thin matrix products.
+        host: memory of the host that holds what is kept until the backward; None: the device.
     """
     forward: Callable = module.forward
     draws: bool | None = None  # whether it draws random numbers; not known before the first
@@ -88,10 +92,10 @@ def recompute_in_backward(
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         nonlocal draws
-        # It would grow a second time; the checkpointing of transformers passes none either.
+        # A cache would grow a second time. transformers' own checkpointing passes none either.
         args = tuple(None if isinstance(a, Cache) else a for a in args)
         kwargs = {k: None if isinstance(v, Cache) else v for k, v in kwargs.items()}
-        # Dropout must drop the same again; where there is none, the states need not be put back.
+        # Dropout must drop the same values again. Without random draws nothing has to be restored.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws is not False}
         if torch.compiler.is_compiling():
             if selective:
@@ -116,23 +120,25 @@ def recompute_in_backward(
 
 
 def _hooks(group: Any) -> Any:
+    """Save tensors for the backward through `group`, if there is one."""
     if group is None:
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(group.keep, lambda kept: kept.get())
+    return torch.autograd.graph.saved_tensors_hooks(group.keep, lambda stored: stored.get())
 
 
 @functools.cache
 def _kept_operations() -> frozenset[Any]:
+    """Collect the operations whose results a selective recomputation keeps."""
     spaces = [(getattr(torch.ops, space), names) for space, names in _KEPT_OF.items()]
-    found = ((torch.ops.aten, (*_PRODUCTS, *_ATTENTION)), *spaces)
-    packets = [getattr(ops, n) for ops, names in found for n in names if hasattr(ops, n)]
+    operations = ((torch.ops.aten, (*_PRODUCTS, *_ATTENTION)), *spaces)
+    packets = [getattr(ops, n) for ops, names in operations for n in names if hasattr(ops, n)]
     overloads = (getattr(p, overload) for p in packets for overload in p.overloads())
     # Those with `out` are nothing but a write.
     return frozenset(op for op in overloads if not op._schema.is_mutable)
 
 
 def _worth_keeping(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether a kept operation costs more than its result's bytes; see `_THIN`."""
+    """Return True if an operation costs more than reading and writing its result; see `_THIN`."""
     side = _PRODUCTS.get(func._schema.name.removeprefix("aten::"))
     if side is None:
         return True
@@ -141,42 +147,47 @@ def _worth_keeping(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Say to the compiler what is kept."""
+    """Tell the compiler which results are kept."""
     keeps = func in _kept_operations() and _worth_keeping(func, args)
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Layer:
-    """What is known of one layer, for all its forwards."""
+    """Facts about one layer that hold for all its forwards."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.name, self.kind = name, kind
         self.unseen = set[Any]()
         """Operations whose results it writes to past PyTorch."""
 
-    def unrepeatable(self, what: str) -> ShardingError:
-        """Return the error of a forward that the backward cannot run again."""
+    def unrepeatable(self, reason: str) -> ShardingError:
+        """Build the error for a forward that the backward cannot run again."""
         return ShardingError(
-            f"activation_checkpointing: {self.name} ({self.kind}) cannot be recomputed: {what}; "
+            f"activation_checkpointing: {self.name} ({self.kind}) cannot be recomputed: {reason}; "
             f"{_INSTEAD}"
         )
 
 
 class _Keep(TorchDispatchMode):
-    """In the forward: keeps results that nothing writes to; see [Note: kept and written to]."""
+    """In the forward, keeps results that nothing writes to; see [Note: kept and written to]."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let functions that are compiled run as such, though this is on."""
+        """Let compiled functions run compiled while this mode is active."""
         return True
 
     def __init__(
-        self, layer: _Layer, store: Callable[[Any], Any] | None, given: Any, *, first: bool
+        self, layer: _Layer, store: Callable[[Any], Any] | None, inputs: Any, *, first: bool
     ) -> None:
-        """Begin a forward; `store` makes of a result what is kept, None: nothing is kept. `first`:
-        of this layer; its arguments, `given`, must stay as they are.
+        """Begin a forward.
+
+        Args:
+            layer: whose forward begins.
+            store: converts a result to the form that is kept; None: nothing is kept.
+            inputs: arguments of the forward, which must not be written to.
+            first: this is the layer's first forward.
         """
         super().__init__()
         self.layer, self._store, self._first = layer, store, first
@@ -185,7 +196,7 @@ class _Keep(TorchDispatchMode):
         self.calls: dict[Any, list[list[Any]]] = {}
         self._places: dict[StorageWeakRef, tuple[Any, int]] = {}
         self._written = set[Any]()
-        self._given = _storages(given) if first else set[StorageWeakRef]()
+        self._inputs = _storages(inputs) if first else set[StorageWeakRef]()
         self._sums: list[tuple[Any, int, torch.Tensor, torch.Tensor]] = []
         self._ended = False
 
@@ -208,27 +219,27 @@ class _Keep(TorchDispatchMode):
         place = func, len(calls) - 1
         self._places |= dict.fromkeys(_storages(out), place)
         if self._first:
-            found = [t for t in _plain(out) if not (isinstance(t, FakeTensor) or t.is_meta)]
-            self._sums += [(*place, t.detach(), bit_sums(t.detach()[None])) for t in found]
+            results = [t for t in _plain(out) if not (isinstance(t, FakeTensor) or t.is_meta)]
+            self._sums += [(*place, t.detach(), bit_sums(t.detach()[None])) for t in results]
 
     def _note_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             storages = _storages(args[i] if i < len(args) else kwargs.get(argument.name))
-            if storages & self._given:
+            if storages & self._inputs:
                 raise self.layer.unrepeatable(f"it writes to its own input in place ({func})")
-            self._written |= {kept for kept, _ in self._drop(storages)}
+            self._written |= {func_of_result for func_of_result, _ in self._drop(storages)}
 
     def _drop(self, storages: set[StorageWeakRef]) -> list[tuple[Any, int]]:
-        """Let what lies in `storages` go; return whose results that was."""
-        found = [self._places.pop(storage) for storage in storages & self._places.keys()]
-        for func, index in found:
+        """Drop the results that lie in `storages`, and return their operations."""
+        places = [self._places.pop(storage) for storage in storages & self._places.keys()]
+        for func, index in places:
             self.calls[func][index][1] = None
-        return found
+        return places
 
     def guarded(self, forward: Callable) -> Callable:
-        """Return `forward`, in whose first recomputation a failure names the layer."""
+        """Wrap `forward` so that a failure of its first recomputation names the layer."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -243,7 +254,7 @@ class _Keep(TorchDispatchMode):
         return run
 
     def end(self, out: Any) -> None:
-        """End the forward, which gave `out`."""
+        """End the forward with the output `out`, and check for writes past PyTorch."""
         self._ended = True
         self._drop(_storages(out))
         changed = [
@@ -266,13 +277,13 @@ class _Keep(TorchDispatchMode):
 
 
 class _Reuse(TorchDispatchMode):
-    """In the recomputation: hands the kept results back instead of computing them."""
+    """In the recomputation, returns the kept results instead of computing them."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let functions that are compiled run as such, though this is on."""
+        """Let compiled functions run compiled while this mode is active."""
         return True
 
     def __init__(self, keep: _Keep) -> None:
@@ -292,14 +303,14 @@ class _Reuse(TorchDispatchMode):
             which = "more often" if call is None else f"on {now}, not on {call[0]}"
             raise self._layer.unrepeatable(f"the second time it runs {func} {which}")
         # It is handed over: its memory is free once the backward has used it.
-        kept, call[1] = call[1], None
-        if kept is None:
+        result, call[1] = call[1], None
+        if result is None:
             return func(*args, **(kwargs or {}))
-        return tree_map_only(OnHost, lambda stored: stored.get(), kept)
+        return tree_map_only(OnHost, lambda stored: stored.get(), result)
 
 
 def _plain(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of `value`, and those inside of wrappers, as DTensors are."""
+    """Yield the tensors in `value`, and those inside of wrappers such as DTensors."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and is_traceable_wrapper_subclass(leaf):
             yield from _plain([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
@@ -308,8 +319,10 @@ def _plain(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _storages(value: Any) -> set[StorageWeakRef]:
+    """Collect the storages of the tensors in `value`."""
     return {StorageWeakRef(tensor.untyped_storage()) for tensor in _plain(value)}
 
 
 def _shapes(args: Sequence[Any]) -> list[tuple[int, ...]]:
+    """List the shapes of the tensors among arguments."""
     return [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""What a run and `toolkit inspect --plan` print about sharding: units, and dtypes by purpose."""
+"""Format units and dtypes for the start of a run and for `toolkit inspect --plan`."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from toolkit.tables import fold, table
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One unit of a sharded model."""
+    """One unit of a sharded model, as a row of the table."""
 
     name: str
     modules: int  # gathered together
@@ -29,43 +29,57 @@ class UnitRow:
 
 
 def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
-    """Return a row for each unit of a sharded model, the root first; replicated parameters last."""
+    """List a row for each unit of a sharded model, the root first, replicated parameters last."""
     plan, model = sharded.plan, sharded.model
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     parameters, packed = dict(model.named_parameters()), packed_weights(model)
     rows = []
     for unit in sorted(plan.units, key=lambda u: order[u.modules[0]]):
-        own = {name: parameters[name] for name in unit.parameters}
+        parameters_of_unit = {name: parameters[name] for name in unit.parameters}
         freed = unit.reshard_after_forward
-        values = sum(packed[n].elements if n in packed else p.numel() for n, p in own.items())
-        nbytes = sum(local_tensor(p).numel() * p.element_size() for p in own.values())
-        gathered = sum(p.numel() for p in own.values()) * unit.param_dtype.itemsize
-        dtypes = _stored(own, packed), _short(unit.param_dtype), str(cfg.reduce_dtype)
-        kept = "no" if freed in (None, False) else "yes" if freed is True else f"to {freed} ranks"
-        rows.append(UnitRow(unit.name, len(unit.modules), values, nbytes, gathered, *dtypes, kept))
+        values = sum(
+            packed[n].elements if n in packed else p.numel() for n, p in parameters_of_unit.items()
+        )
+        nbytes = sum(
+            local_tensor(p).numel() * p.element_size() for p in parameters_of_unit.values()
+        )
+        gathered = sum(p.numel() for p in parameters_of_unit.values()) * unit.param_dtype.itemsize
+        dtypes = (
+            _stored(parameters_of_unit, packed),
+            _short(unit.param_dtype),
+            str(cfg.reduce_dtype),
+        )
+        reshard_text = (
+            "no" if freed in (None, False) else "yes" if freed is True else f"to {freed} ranks"
+        )
+        rows.append(
+            UnitRow(unit.name, len(unit.modules), values, nbytes, gathered, *dtypes, reshard_text)
+        )
     if plan.replicated:
-        own = {name: parameters[name] for name in plan.replicated}
-        values = sum(p.numel() for p in own.values())
-        nbytes = sum(p.numel() * p.element_size() for p in own.values())
-        dtypes = (_stored(own, {}),) * 3
-        rows.append(UnitRow("(replicated)", len(own), values, nbytes, nbytes, *dtypes, "no"))
+        parameters_of_unit = {name: parameters[name] for name in plan.replicated}
+        values = sum(p.numel() for p in parameters_of_unit.values())
+        nbytes = sum(p.numel() * p.element_size() for p in parameters_of_unit.values())
+        dtypes = (_stored(parameters_of_unit, {}),) * 3
+        rows.append(
+            UnitRow("(replicated)", len(parameters_of_unit), values, nbytes, nbytes, *dtypes, "no")
+        )
     return rows
 
 
 def format_unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
-    """Return the units as a table; neighbours that differ in their numbers only share a line."""
+    """Format the units as a table; neighbours that differ only in their numbers share a line."""
     head = "unit,units,modules,parameters,MB a rank,MB gathered,stored,computed,reduced,freed"
     ahead = f"{cfg.forward_prefetch or 'auto'} / {cfg.backward_prefetch or 'auto'}"
     rows = unit_rows(sharded, cfg)
-    shown = cfg.forward_prefetch or cfg.backward_prefetch  # else PyTorch's own, of each unit
-    lines = [[*head.split(","), *["prefetches"] * bool(shown)]]
+    has_prefetch = cfg.forward_prefetch or cfg.backward_prefetch  # else PyTorch's own, of each unit
+    lines = [[*head.split(","), *["prefetches"] * bool(has_prefetch)]]
     for name, indices in fold([row.name for row in rows], [replace(r, name="") for r in rows]):
         alike = rows[indices[0]]
         counts = [str(len(indices)), str(alike.modules), f"{alike.parameters:,}"]
         megabytes = [f"{n / 1e6:,.2f}" for n in (alike.bytes_sharded, alike.bytes_unsharded)]
         dtypes = [alike.stored, alike.computed, alike.reduced]
         prefetches = "- / -" if name == "(replicated)" else ahead
-        more = [prefetches] * bool(shown)
+        more = [prefetches] * bool(has_prefetch)
         lines.append([name, *counts, *megabytes, *dtypes, alike.reshard, *more])
     text = "\n".join(table(lines, right={1, 2, 3, 4, 5}))
     reason = sharded.plan.root_only
@@ -73,28 +87,33 @@ def format_unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
 
 
 def dtype_ledger(sharded: Sharded, cfg: ShardingConfig) -> dict[str, str]:
-    """Return the dtype of each purpose: storage, compute, reduction, optimizer, export."""
+    """Map each purpose (storage, compute, reduction, optimizer, export) to its dtypes."""
     plan, model, reduced = sharded.plan, sharded.model, getattr(torch, cfg.reduce_dtype)
     parameters = dict(model.named_parameters())
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
-    whole = [(parameters[name].dtype, name in trained) for name in plan.replicated]
+    replicated = [(parameters[name].dtype, name in trained) for name in plan.replicated]
     return {
         "storage": _stored(parameters, packed_weights(model)),
-        "compute": _counted([u.param_dtype for u in plan.units], [d for d, _ in whole]),
-        "reduction": _counted([reduced for _ in plan.units], [d for d, learns in whole if learns]),
+        "compute": _format_counts([u.param_dtype for u in plan.units], [d for d, _ in replicated]),
+        "reduction": _format_counts(
+            [reduced for _ in plan.units], [d for d, learns in replicated if learns]
+        ),
         "optimizer": _stored(trained, {}),
         "export": _exported(model),
     }
 
 
 def format_dtype_ledger(sharded: Sharded, cfg: ShardingConfig, optimizer: str | None = None) -> str:
-    """Return the ledger as one line, with a warning under it where the storage is not fp32.
+    """Format the ledger as one line, with a warning if the storage is not fp32.
 
-    `optimizer`: in what its state is held, where that is not the dtype of the parameters.
+    Args:
+        sharded: the model.
+        cfg: the settings of the run.
+        optimizer: dtype of the optimizer's state, if it is not that of the parameters.
     """
     ledger = dtype_ledger(sharded, cfg)
-    said = ledger | ({} if optimizer is None else {"optimizer": optimizer})
-    line = ", ".join(f"{purpose} {dtype}" for purpose, dtype in said.items())
+    entries = ledger | ({} if optimizer is None else {"optimizer": optimizer})
+    line = ", ".join(f"{purpose} {dtype}" for purpose, dtype in entries.items())
     if "bfloat16" in ledger["optimizer"]:
         line += (
             "\nWARNING    parameters and optimizer state are stored in bfloat16: an update below "
@@ -103,17 +122,17 @@ def format_dtype_ledger(sharded: Sharded, cfg: ShardingConfig, optimizer: str | 
     return line
 
 
-def _counted(units: list[torch.dtype], replicated: list[torch.dtype]) -> str:
-    """Return the root's dtype, then others with the number of units or parameters that have it."""
+def _format_counts(units: list[torch.dtype], replicated: list[torch.dtype]) -> str:
+    """Format the root's dtype, then the other dtypes with their number of units or parameters."""
     parts = [_short(units[-1])]
     for kinds, of in ((units, f"of {len(units)} units"), (replicated, "replicated parameters")):
-        others = sorted({*kinds} - {units[-1]}, key=str)
-        parts += [f"{_short(kind)} in {kinds.count(kind)} {of}" for kind in others]
+        other_dtypes = sorted({*kinds} - {units[-1]}, key=str)
+        parts += [f"{_short(kind)} in {kinds.count(kind)} {of}" for kind in other_dtypes]
     return " + ".join(parts)
 
 
 def _exported(model: nn.Module) -> str:
-    """Return the dtypes that `consolidate --dtype auto` will write."""
+    """Format the dtypes that `consolidate --dtype auto` will write."""
     assets = assets_of(model)
     if assets.source is not None:
         kinds = {DTYPES[k] for k in assets.source.values() if DTYPES[k].is_floating_point}
@@ -123,11 +142,12 @@ def _exported(model: nn.Module) -> str:
 
 
 def _stored(parameters: dict[str, Any], packed: dict[str, PackedLinear]) -> str:
-    """Return the storage dtypes; of what is in 4 bits the format, not the dtype of its bytes."""
-    held = {n: _short(p.dtype) for n, p in parameters.items()}
-    kinds = {packed[name].quant_type if name in packed else dtype for name, dtype in held.items()}
+    """Format the storage dtypes; for 4-bit parameters the format, not the dtype of their bytes."""
+    dtypes = {n: _short(p.dtype) for n, p in parameters.items()}
+    kinds = {packed[name].quant_type if name in packed else dtype for name, dtype in dtypes.items()}
     return "/".join(sorted(kinds)) or "-"
 
 
 def _short(dtype: torch.dtype) -> str:
+    """Format a dtype without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")

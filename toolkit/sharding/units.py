@@ -1,18 +1,18 @@
-"""Which modules are gathered together, in which dtype, and what stays on every rank.
+"""Plan which modules are gathered together, in which dtype, and what every rank keeps complete.
 
-Every parameter belongs to exactly one unit or to the replicated ones.
+Every parameter belongs to exactly one unit, or to the replicated parameters.
 
 [Note: shared parameters] A parameter with several names must belong to one unit, since FSDP2
-gathers it for one owner. Where one of its names lies in no unit but the root (or the base model),
-the root takes it, and the others leave it alone: an embedding tied to the head. Where all lie in
-units, the modules that hold nothing else become one joint unit (zamba's shared transformer), and
-where there are no such modules the units themselves are joined. A head that computes in a dtype of
-its own makes a joint unit with the embedding that it is tied to.
+gathers it for one owner. If one of its names lies in no unit but the root (or the base model), the
+root owns it: an embedding tied to the head. If all its names lie in units, the modules that hold
+nothing else become one joint unit (zamba's shared transformer). If there are no such modules, the
+units themselves are joined. A head with its own compute dtype forms a joint unit with the embedding
+that it is tied to.
 
-[Note: replicated parameters] What transformers keeps in fp32 for half precision (routers, decay
-rates, sinks) is small, and often used without a forward of its own, so that no hook would gather
-it. It stays complete on every rank, as scalars do. Its gradient is summed over the ranks once a
-step.
+[Note: replicated parameters] The parameters that transformers keeps in fp32 for half precision
+(routers, decay rates, sinks) are small, and often used without a forward of their module, so that
+no hook would gather them. They stay complete on every rank, as scalars do. Their gradients are
+summed over the ranks once a step.
 """
 
 from collections import Counter
@@ -48,40 +48,49 @@ _ROOT_ONLY = {"reformer": "its reversible layers run their backward without the 
 
 @dataclass(frozen=True)
 class Unit:
-    """One FSDP2 communication group: gathered, freed and reduced together."""
+    """One FSDP2 communication group: its parameters are gathered, freed and reduced together."""
 
     modules: tuple[str, ...]  # names; the root's is empty
-    parameters: tuple[str, ...]  # names of what it owns, the first name of tied ones
+    parameters: tuple[str, ...]  # names of the parameters it owns; of tied ones the first name
     param_dtype: torch.dtype  # of the gathered parameters and of the computation
     output_dtype: torch.dtype | None
     reshard_after_forward: bool | int | None  # as `fully_shard` takes it
 
     @property
     def name(self) -> str:
-        """The first module's name, `(root)` of the root."""
+        """The first module's name, or "(root)"."""
         return self.modules[0] or "(root)"
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The units of a model, bottom up, and what is not sharded."""
+    """The units of a model, bottom up, and the parameters that are not sharded."""
 
     units: tuple[Unit, ...]  # inner units before outer ones; the root last
     layers: tuple[str, ...]  # for recomputation and compilation
     replicated: tuple[str, ...]  # parameters that every rank keeps whole; first names of tied ones
-    root_only: str | None  # why the layers are not units, where they cannot be
+    root_only: str | None  # why the layers cannot be units; None: they are
 
 
 def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
-    """Return the units that `cfg` asks of `model`; ShardingError: none but the root is left."""
-    named = dict(model.named_modules())
+    """Plan the units of `model` as `cfg` says.
+
+    Args:
+        model: with or without adapters, not yet sharded.
+        cfg: with `embedding_units` and `frozen` decided; `auto` counts as off.
+
+    Raises:
+        ShardingError: no unit but the root would hold a parameter.
+        ModelError: a pattern matches nothing.
+    """
+    modules = dict(model.named_modules())
     replicated = _replicated(model, cfg)
     layers, root_only = _layers(model, cfg)
     base = base_of(model)
     embedding = head = None
     if isinstance(base, PreTrainedModel):
-        embedding = _name_of(base.get_input_embeddings(), named)
-        head = _name_of(base.get_output_embeddings(), named)
+        embedding = _name_of(base.get_input_embeddings(), modules)
+        head = _name_of(base.get_output_embeddings(), modules)
     members: list[Member] = []
     if root_only is None:
         members += [(name,) for name in layers]
@@ -89,56 +98,58 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
         members += [(n,) for n in (embedding, head) if n is not None]
     # Each tower for images or sound: no forward runs it, so that nothing ever gathers it.
     towers = modules_outside_text(model)
-    members += [(n,) for tower in towers for n in _called(tower, model.get_submodule(tower))]
-    dtypes = _overrides(model, cfg, members, head)
+    members += [
+        (n,) for tower in towers for n in _modules_with_forward(tower, model.get_submodule(tower))
+    ]
+    dtypes = _dtype_overrides(model, cfg, members, head)
     members = list(dict.fromkeys([*members, *dtypes, (ROOT,)]))
-    members = _joined(model, members, replicated, dtypes.keys())
-    owned = _owned(model, members, replicated)
+    members = _join_tied_units(model, members, replicated, dtypes.keys())
+    owned = _assign_parameters(model, members, replicated)
     if not any(owned[m] for m in members if m != (ROOT,)) and root_only is None:
         raise ShardingError(
             f"{model_class_name(model)}: no unit but the root would hold a parameter; set "
             "sharding.layer_classes, or name fewer in sharding.ignored_parameters"
         )
-    order = {name: i for i, name in enumerate(named)}
+    order = {name: i for i, name in enumerate(modules)}
     filled = [m for m in members if owned[m] or m == (ROOT,)]
-    depth = {name: len(name.split(".")) if name else 0 for name in named}
+    depth = {name: len(name.split(".")) if name else 0 for name in modules}
     filled.sort(key=lambda m: (-max(depth[name] for name in m), order[m[0]]))
-    units = [_unit(cfg, m, owned[m], members, dtypes, head) for m in filled]
+    units = [_build_unit(cfg, m, owned[m], members, dtypes, head) for m in filled]
     units = _override_reshard(model, cfg, units)
     names = [n for n, p in model.named_parameters() if id(p) in replicated]
     return UnitPlan(tuple(units), tuple(layers), tuple(names), root_only)
 
 
 def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | None]:
-    """Return the names of the layers, and why they are no units where they cannot be."""
+    """Find the names of the layers, and the reason if they cannot be units."""
     if cfg.layer_classes:
         names = matching_modules(model, cfg.layer_classes, "sharding.layer_classes", called=True)
         return list(names), None
     layers = list(decoder_layers(model))
     if not layers:
         raise ShardingError(
-            f"{model_class_name(model)} has no decoder layers to shard; set sharding.layer_classes to "
-            "the class of its layers"
+            f"{model_class_name(model)} has no decoder layers to shard; set sharding.layer_classes "
+            "to the class of its layers"
         )
     return layers, _ROOT_ONLY.get(getattr(getattr(model, "config", None), "model_type", ""))
 
 
-def _name_of(module: nn.Module | None, named: dict[str, nn.Module]) -> str | None:
-    """Return the name of a module that is called itself; None for others."""
+def _name_of(module: nn.Module | None, modules: dict[str, nn.Module]) -> str | None:
+    """Find the name of a module that has a forward; None for containers."""
     if module is None or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return None
-    return next((name for name, found in named.items() if found is module), None)
+    return next((name for name, candidate in modules.items() if candidate is module), None)
 
 
 def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
-    """Return what is not sharded; see [Note: replicated parameters]."""
+    """Collect the ids of parameters that are not sharded; see [Note: replicated parameters]."""
     names = matching_parameters(model, cfg.ignored_parameters, "sharding.ignored_parameters")
-    found = {id(model.get_parameter(name)) for name in names}
+    replicated = {id(model.get_parameter(name)) for name in names}
     if cfg.frozen == "replicated":
-        found |= set(map(id, frozen_parameters(model)))
+        replicated |= set(map(id, frozen_parameters(model)))
     if cfg.param_dtype != "float32":
         with unwrapped_base(model) as base:
-            found |= set(map(id, find_fp32_tensors(base).values()))
+            replicated |= set(map(id, find_fp32_tensors(base).values()))
     packed = {id(layer.weight) for layer in packed_weights(model).values()}  # bytes, of no dtype
     stored = [p for p in model.parameters() if id(p) not in packed]
     if has_adapters(model):  # theirs is chosen on purpose, and says nothing of the computation
@@ -147,11 +158,14 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     for parameter in stored:
         elements[parameter.dtype] += parameter.numel()
     commonest = max(elements, key=elements.__getitem__, default=torch.float32)
-    found |= {id(p) for p in model.parameters() if p.ndim == 0}
-    # Made in fp32 by the model's own code, among parameters stored in half precision.
-    found |= {id(p) for p in stored if p.dtype == torch.float32 != commonest}
-    # What is trained in full lies as its original does: the two are compared and copied by row.
-    return found | {id(copy) for original, copy in trained_copies(model) if id(original) in found}
+    replicated |= {id(p) for p in model.parameters() if p.ndim == 0}
+    # The model's own code creates some parameters in fp32 among others in half precision.
+    replicated |= {id(p) for p in stored if p.dtype == torch.float32 != commonest}
+    # A module that is trained in full is laid out as its original, because the two are compared
+    # and copied by row.
+    return replicated | {
+        id(copy) for original, copy in trained_copies(model) if id(original) in replicated
+    }
 
 
 def is_inside(name: str, outer: Iterable[str]) -> bool:
@@ -160,80 +174,89 @@ def is_inside(name: str, outer: Iterable[str]) -> bool:
 
 
 def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return what text runs through and is not trained, but for the originals of what is trained
-    in full instead.
+    """List the frozen parameters on the text path.
+
+    The originals of modules that are trained in full are skipped: their copies are used instead.
     """
     apart = {id(original) for original, _ in trained_copies(model)}
     apart |= {id(model.get_parameter(name)) for name in parameters_outside_text(model)}
     return [p for p in model.parameters() if not p.requires_grad and id(p) not in apart]
 
 
-def _overrides(
+def _dtype_overrides(
     model: nn.Module, cfg: ShardingConfig, members: list[Member], head: str | None
 ) -> dict[Member, torch.dtype]:
-    """Return unit -> dtype where it is not `param_dtype`: one unit a dtype in each other unit."""
-    wanted: dict[str, torch.dtype] = {}
+    """Find the units whose compute dtype is not `param_dtype`, one per dtype in each other unit.
+
+    Returns:
+        Unit -> dtype.
+    """
+    named_dtypes: dict[str, torch.dtype] = {}
     for pattern, dtype_name in cfg.param_dtype_overrides.items():
-        found = matching_modules(model, [pattern], "sharding.param_dtype_overrides").items()
-        paths = [path for name, module in found for path in _called(name, module)]
-        wanted |= dict.fromkeys(paths, getattr(torch, dtype_name))
+        matches = matching_modules(model, [pattern], "sharding.param_dtype_overrides").items()
+        paths = [path for name, module in matches for path in _modules_with_forward(name, module)]
+        named_dtypes |= dict.fromkeys(paths, getattr(torch, dtype_name))
     units = {name: member for member in members for name in member}
     default = getattr(torch, cfg.param_dtype)
     dtypes: dict[Member, torch.dtype] = {}
     groups: dict[tuple[Member, torch.dtype], list[str]] = {}
     for member in members:
-        asked = {_dtype_for([*enclosing_names(name), name], wanted, default) for name in member}
-        if len(asked) > 1:
-            kinds = " and ".join(sorted(map(str, asked)))
+        unit_dtypes = {
+            _dtype_for([*enclosing_names(name), name], named_dtypes, default) for name in member
+        }
+        if len(unit_dtypes) > 1:
+            names = " and ".join(sorted(map(str, unit_dtypes)))
             raise ShardingError(
-                f"sharding.param_dtype_overrides asks for {kinds} in one unit "
+                f"sharding.param_dtype_overrides asks for {names} in one unit "
                 f"({', '.join(member)}), which computes in one dtype"
             )
-        if asked != {default}:
-            dtypes[member] = asked.pop()
-    for name, dtype in wanted.items():
+        if unit_dtypes != {default}:
+            dtypes[member] = unit_dtypes.pop()
+    for name, dtype in named_dtypes.items():
         holds = any(True for _ in model.get_submodule(name).parameters())
         if (
             name in units
             or not holds
-            or dtype == _dtype_for(enclosing_names(name), wanted, default)
+            or dtype == _dtype_for(enclosing_names(name), named_dtypes, default)
         ):
             continue
         if name == head:
             dtypes[(name,)] = dtype
         else:
-            groups.setdefault((_home(name, members), dtype), []).append(name)
+            groups.setdefault((_innermost_unit(name, members), dtype), []).append(name)
     return dtypes | {tuple(names): dtype for (_, dtype), names in groups.items()}
 
 
-def _called(name: str, module: nn.Module) -> list[str]:
-    """Return `name`, or of a container, which has no forward, what it holds."""
+def _modules_with_forward(name: str, module: nn.Module) -> list[str]:
+    """List `name`, or for a container, which has no forward, the names of its modules."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [name]
     children = module.named_children()
-    return [path for part, child in children for path in _called(f"{name}.{part}", child)]
+    return [
+        path for part, child in children for path in _modules_with_forward(f"{name}.{part}", child)
+    ]
 
 
-def _dtype_for(path: list[str], wanted: dict[str, torch.dtype], default: Any) -> torch.dtype:
-    """Return the dtype of the innermost module of `path` that was named."""
-    return next((wanted[name] for name in reversed(path) if name in wanted), default)
+def _dtype_for(path: list[str], named_dtypes: dict[str, torch.dtype], default: Any) -> torch.dtype:
+    """Return the dtype of the innermost module of `path` that an override names."""
+    return next((named_dtypes[name] for name in reversed(path) if name in named_dtypes), default)
 
 
-def _joined(
+def _join_tied_units(
     model: nn.Module, members: list[Member], replicated: set[int], own_dtype: Set[Member]
 ) -> list[Member]:
-    """Return `members` with joint units for shared parameters; see [Note: shared parameters]."""
+    """Join units that share parameters; see [Note: shared parameters]."""
     families = {id(model.get_parameter(n[0])): n for n in tied_families(model).values()}
     shared = {k: n for k, n in families.items() if len(n) > 1 and k not in replicated}
     apart: dict[frozenset[Member], list[list[str]]] = {}
     for aliases in shared.values():
-        homes = frozenset(_home(name, members) for name in aliases)
-        if len(homes) > 1 and (_outermost(homes) is None or homes & own_dtype):
+        homes = frozenset(_innermost_unit(name, members) for name in aliases)
+        if len(homes) > 1 and (_enclosing_unit(homes) is None or homes & own_dtype):
             apart.setdefault(homes, []).append(aliases)
     for homes, tied in apart.items():
         tops = [_shared_top(model, name, shared) for aliases in tied for name in aliases]
         if None in tops:
-            if _outermost(homes) is not None:  # owned by the outer one
+            if _enclosing_unit(homes) is not None:  # owned by the outer one
                 continue
             joint = tuple(dict.fromkeys(name for home in members if home in homes for name in home))
         else:
@@ -244,7 +267,7 @@ def _joined(
 
 
 def _shared_top(model: nn.Module, name: str, shared: dict[int, list[str]]) -> str | None:
-    """Return the highest module around a parameter that holds shared parameters only."""
+    """Find the outermost module around a parameter that holds only shared parameters."""
     top = None
     for outer in reversed(enclosing_names(name)):
         if any(id(p) not in shared for p in model.get_submodule(outer).parameters()):
@@ -254,16 +277,16 @@ def _shared_top(model: nn.Module, name: str, shared: dict[int, list[str]]) -> st
     return top
 
 
-def _owned(
+def _assign_parameters(
     model: nn.Module, members: list[Member], replicated: set[int]
 ) -> dict[Member, tuple[str, ...]]:
-    """Return unit -> the parameters that it owns, by their first names."""
+    """Map each unit to the first names of the parameters that it owns."""
     owned: dict[Member, list[str]] = {member: [] for member in members}
     for first, aliases in tied_families(model).items():
         if id(model.get_parameter(first)) in replicated:
             continue
-        homes = frozenset(_home(name, members) for name in aliases)
-        owner = next(iter(homes)) if len(homes) == 1 else _outermost(homes)
+        homes = frozenset(_innermost_unit(name, members) for name in aliases)
+        owner = next(iter(homes)) if len(homes) == 1 else _enclosing_unit(homes)
         if owner is None:
             units = " and ".join(home[0] or "(root)" for home in sorted(homes))
             raise ShardingError(
@@ -274,24 +297,24 @@ def _owned(
     return {member: tuple(names) for member, names in owned.items()}
 
 
-def _home(name: str, members: list[Member]) -> Member:
-    """Return the innermost unit around a parameter's name."""
+def _innermost_unit(name: str, members: list[Member]) -> Member:
+    """Find the innermost unit around a parameter's name."""
     by_module = {module: member for member in members for module in member}
     inside = [outer for outer in enclosing_names(name) if outer in by_module]
     return by_module[inside[-1]] if inside else (ROOT,)
 
 
-def _outermost(homes: Iterable[Member]) -> Member | None:
-    """Return the unit that lies around all others, where one does."""
+def _enclosing_unit(homes: Iterable[Member]) -> Member | None:
+    """Find the unit that encloses all others; None if there is none."""
     for home in homes:
-        others = [module for other in homes if other != home for module in other]
+        other_modules = [module for other in homes if other != home for module in other]
         around = tuple(module + "." if module else ROOT for module in home)
-        if all(module.startswith(around) for module in others):
+        if all(module.startswith(around) for module in other_modules):
             return home
     return None
 
 
-def _unit(
+def _build_unit(
     cfg: ShardingConfig,
     member: Member,
     parameters: tuple[str, ...],
@@ -299,26 +322,35 @@ def _unit(
     dtypes: dict[Member, torch.dtype],
     head: str | None,
 ) -> Unit:
-    own = [dtypes[part] for part in dtypes if set(part) <= set(member)]
+    """Build one unit with its dtypes and its resharding."""
+    own_dtypes = [dtypes[part] for part in dtypes if set(part) <= set(member)]
     default = getattr(torch, cfg.param_dtype)
     output_dtype = None
-    if own and member != (ROOT,) and head not in member:  # as what lies around it computes
-        output_dtype = dtypes.get(_home(member[0], members), default)
-    asked: Any = cfg.reshard_after_forward
-    reshard = member != (head,) if asked == "auto" else asked
-    if member == (ROOT,) and not isinstance(asked, bool):
+    if own_dtypes and member != (ROOT,) and head not in member:  # as what lies around it computes
+        output_dtype = dtypes.get(_innermost_unit(member[0], members), default)
+    setting: Any = cfg.reshard_after_forward
+    reshard = member != (head,) if setting == "auto" else setting
+    if member == (ROOT,) and not isinstance(setting, bool):
         reshard = None  # kept: the backward begins with it
-    return Unit(member, parameters, own[-1] if own else default, output_dtype, reshard)
+    return Unit(
+        member, parameters, own_dtypes[-1] if own_dtypes else default, output_dtype, reshard
+    )
 
 
 def _override_reshard(model: nn.Module, cfg: ShardingConfig, units: list[Unit]) -> list[Unit]:
-    """Apply `reshard_after_forward_overrides`; each pattern must name a unit."""
+    """Apply `reshard_after_forward_overrides`.
+
+    Raises:
+        ShardingError: a pattern matches no unit.
+    """
     for pattern, value in cfg.reshard_after_forward_overrides.items():
         setting = "sharding.reshard_after_forward_overrides"
         names = set(matching_modules(model, [pattern], setting))
-        named = [unit for unit in units if names.intersection(unit.modules)]
-        if not named:
-            known = ", ".join(unit.name for unit in units[:8]) + " ..." * (len(units) > 8)
-            raise ShardingError(f"{setting}: {pattern!r} names no unit; the units are {known}")
-        units = [replace(u, reshard_after_forward=value) if u in named else u for u in units]
+        matched_units = [unit for unit in units if names.intersection(unit.modules)]
+        if not matched_units:
+            unit_names = ", ".join(unit.name for unit in units[:8]) + " ..." * (len(units) > 8)
+            raise ShardingError(f"{setting}: {pattern!r} names no unit; the units are {unit_names}")
+        units = [
+            replace(u, reshard_after_forward=value) if u in matched_units else u for u in units
+        ]
     return units
