@@ -101,7 +101,7 @@ def test_adapters_go_into_the_text_part_only(tmp_path: Path) -> None:
     assert all(name.startswith("model.language_model.layers.") for name in names)
     tower = {n.rpartition(".")[2] for n, _ in model.named_modules() if "vision_tower" in n}
     assert "q_proj" in tower  # the control: the names alone would take it
-    with pytest.raises(ModelError, match="only what text does not run through"):
+    with pytest.raises(ModelError, match="only modules outside the text path"):
         add_adapters(
             build_on_meta(ModelConfig(str(tmp_path))), LoraConfig(r=2, target_modules=["linear_1"])
         )
@@ -113,7 +113,7 @@ def test_coverage_counts_what_text_runs_through_and_the_rest_is_said(tmp_path: P
     rows = coverage_rows(adapted)
     idle = {row.name for row in rows if row.part == "layer" and not row.trained}
     assert idle == {f"model.language_model.layers.{i}.linear_attn.conv1d.weight" for i in range(3)}
-    assert {row.name.split(".")[1] for row in rows if row.part == "beside"} == {"visual"}
+    assert {row.name.split(".")[1] for row in rows if row.part == "outside_text"} == {"visual"}
     assert covered_share(rows) > 0.97  # 0.18 where the tower counts
     tower = sum(p.numel() for p in model.get_submodule("model.visual").parameters())
     said = f"frozen     model.visual: {tower / 1e6:,.1f} M parameters that text does not reach"
@@ -172,7 +172,7 @@ def test_all_linear_says_what_it_leaves_out(
     names = {*adapted_modules(add_adapters(model, LoraConfig(r=2)))}
     assert names
     assert not any(name.endswith("out_proj") for name in names)
-    assert "adapters   all-linear leaves out out_proj: " in capsys.readouterr().out
+    assert "adapters   all-linear skips out_proj: " in capsys.readouterr().out
 
 
 # ---- Nothing of the source is lost

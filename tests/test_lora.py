@@ -582,7 +582,7 @@ def test_another_base_or_other_adapters_are_refused(served, folders, runs, tmp_p
     checkpoint.save(checkpoint.TrainState(plain, step=1), tmp_path / "whole", SAVING)
     whole_model = checkpoint.find_newest(tmp_path / "whole")
     assert whole_model is not None
-    with pytest.raises(CheckpointError, match="holds a whole model, not adapters"):
+    with pytest.raises(CheckpointError, match="holds a full model, not adapters"):
         resuming.check_same_model(adapt(folders[kind], DROPPING), whole_model)
 
 
@@ -672,7 +672,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a stack": ("llama", {"modules_to_save": ["layers"]}, "holds modules"),
     "a tie": ("gemma3_text", {"target_modules": ["q_proj", "embed_tokens"]}, "one matrix with"),
-    "a tie by other names": ("gpt2", {"modules_to_save": ["wte"]}, "would come apart"),
+    "a tie by other names": ("gpt2", {"modules_to_save": ["wte"]}, "the tie would break"),
     "the experts' router": ("qwen3_moe", {"exclude_modules": ["gate"]}, "although.*exclude_modul"),
     "dropout of experts": ("qwen3_moe", {"lora_dropout": 0.1}, "without lora.lora_dropout"),
 }
@@ -713,7 +713,7 @@ def test_what_peft_cannot_adapt_is_refused_with_the_remedy(kind, capsys):
     every = add_adapters(on_meta(kind), LoraConfig(r=4))
     assert covered_share(coverage_rows(every)) > 0.1
     said = capsys.readouterr().out
-    assert "adapters   all-linear leaves out " in said
+    assert "adapters   all-linear skips " in said
     assert all(name in said for name in names)
 
 
@@ -769,12 +769,12 @@ def test_coverage_is_counted_and_surprises_are_said(folders):
     base = build_on_meta(ModelConfig(folders["qwen3_moe"]))
     assert rows.keys() == {n for n, p in base.named_parameters() if p.ndim > 1}
     first = rows["model.layers.0.self_attn.q_proj.weight"]
-    assert (first.how, first.trained) == ("LoRA", 4 * sum(first.shape))
+    assert (first.method, first.trained) == ("LoRA", 4 * sum(first.shape))
     assert sum(row.trained for row in rows.values()) == sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )
     inside = [r for r in rows.values() if r.part != "embedding"]
-    share = sum(r.elements for r in inside if r.how != "-") / sum(r.elements for r in inside)
+    share = sum(r.elements for r in inside if r.method != "-") / sum(r.elements for r in inside)
     assert covered_share(rows.values()) == pytest.approx(share)
     assert 0 < share < 0.5
     text = "\n".join(coverage_lines(model))

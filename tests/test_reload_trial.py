@@ -38,7 +38,7 @@ def test_all_linear_leaves_out_what_peft_would_lose(
     source = save_laguna(tmp_path / "source")
     model: Any = add_adapters(build_on_meta(ModelConfig(str(source))), LoraConfig(r=2))
     said = capsys.readouterr().out
-    assert "all-linear leaves out shared_experts.down_proj, shared_experts.gate_proj" in said
+    assert "all-linear skips shared_experts.down_proj, shared_experts.gate_proj" in said
     assert "PEFT renames its keys and does not load them" in said
     names = [*adapted_modules(model)]
     assert names

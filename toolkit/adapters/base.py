@@ -1,11 +1,11 @@
-"""Record the base model of a checkpoint of adapters, and refuse to go on with another one.
+"""Record the base model of a checkpoint of adapters, and refuse to continue on another one.
 
-It is the `adapter` entry of state.json and of the manifest.
+The record is the `adapter` entry of state.json and of the manifest.
 
-[Note: digest of a base] It covers of every tensor name, dtype, shape and four blocks of its bytes:
-a base that was trained on, merged or quantised otherwise differs in all of them. Every byte would
-cost a second read of the whole base before each load. Once the base is loaded, its checksums in
-memory are compared with those of the first start, which cover every byte.
+[Note: digest of a base] It covers name, dtype, shape and four blocks of bytes of every tensor. A
+base that was trained further, merged or quantised differs in all of them. Reading every byte would
+cost a second pass over the full base before each load. Once the base is loaded, its checksums in
+memory, which cover every byte, are compared with those of the first start.
 """
 
 import hashlib
@@ -29,15 +29,25 @@ from toolkit.models.peft_model import (
 from toolkit.models.quantise import quantisation_settings
 
 _BLOCK, _BLOCKS = 4096, 4  # bytes of a block, and how many of a tensor
-_TOLD_BY_PATH = {"base_model_name_or_path", "revision"}  # the digest says which base it is
+_PATH_SETTINGS = {"base_model_name_or_path", "revision"}  # the digest says which base it is
 
 
 def base_digest(folder: Path, name_or_path: str | None = None, revision: str | None = None) -> str:
-    """Return what identifies the weights of a checkpoint folder: 64 hexadecimal digits.
+    """Compute the digest that identifies the weights of a checkpoint folder.
 
-    The same however its tensors are spread over files. Reads 16 kB a tensor. `name_or_path` and
-    `revision` say from where missing weights may be downloaded; LoadingError without them, or where
-    they are damaged. See [Note: digest of a base].
+    It does not depend on how the tensors are distributed over files. Reads 16 kB a tensor. See
+    [Note: digest of a base].
+
+    Args:
+        folder: of the checkpoint.
+        name_or_path: Hub id from which missing weights are downloaded; None: no download.
+        revision: of the Hub id.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        LoadingError: weights are missing or damaged.
     """
     whole = hashlib.sha256()
     for name, entry in sorted(read_weights(weight_files(folder, name_or_path, revision)).items()):
@@ -55,24 +65,27 @@ def base_digest(folder: Path, name_or_path: str | None = None, revision: str | N
 
 
 def record_base(model: nn.Module, path: str, folder: Path, digest: str) -> None:
-    """Note in the assets of adapted `model` which base was loaded: `path`, found in `folder`."""
+    """Record in the assets of adapted `model` which base was loaded: `path`, stored in `folder`."""
     assets = assets_of(model)
     assets.digest = digest
     if assets.folder is None or folder.resolve() != assets.folder.resolve():
-        named = os.path.abspath(folder) if os.path.isdir(os.path.expanduser(path)) else path
-        assets.name_or_path, assets.revision, assets.folder = named, None, folder
+        name_or_path = os.path.abspath(folder) if os.path.isdir(os.path.expanduser(path)) else path
+        assets.name_or_path, assets.revision, assets.folder = name_or_path, None, folder
         settled: Any = model.peft_config[ADAPTER]  # type: ignore[index, union-attr]
-        settled.base_model_name_or_path, settled.revision = named, None
+        settled.base_model_name_or_path, settled.revision = name_or_path, None
 
 
 def adapter_entry(model: nn.Module) -> dict[str, Any]:
-    """Return what a checkpoint of adapted `model` says of its base and of its adapters.
+    """Describe base and adapters of adapted `model` for a checkpoint. Reads no file.
 
-    `digest` of a random start is `random, seed N`; `dtype` is that of the stored base, `quantised`
-    how it is held in 4 bits (None: it is not), `rows` those of a resized embedding, else None,
-    `continued` the stage that `lora.from` named, if there is one; `sums` are the checksums of its
-    tensors in memory (None: no file was loaded), `sums_on` the kind of device. Reads no file;
-    CheckpointError where the base was not filled.
+    Returns:
+        `digest`: of the base; after a random start `random, seed N`. `dtype`: of the stored base.
+            `quantised`: 4-bit settings, or None. `rows`: of a resized embedding, else None.
+            `continued`: the stage that `lora.from` named, if any. `sums`: checksums of the base's
+            tensors in memory (None: no file was loaded). `sums_on`: type of the device.
+
+    Raises:
+        CheckpointError: the base was not filled.
     """
     entry = _entry(model)
     if entry["digest"] is None:
@@ -84,7 +97,7 @@ def adapter_entry(model: nn.Module) -> dict[str, Any]:
 
 
 def _entry(model: nn.Module) -> dict[str, Any]:
-    """Return `adapter_entry` with the digest None of a base that is not there yet."""
+    """Build `adapter_entry`; its digest is None if the base is not filled yet."""
     assets, quantised = assets_of(model), quantisation_settings(model)
     digest = assets.digest
     if digest is None and assets.drawn_from is not None:
@@ -105,8 +118,17 @@ def _entry(model: nn.Module) -> dict[str, Any]:
 
 
 def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: object) -> None:
-    """Refuse to go on with another base or other adapters than a checkpoint's, whose state.json
-    `saved` is. Of a base that is not loaded yet 16 kB a tensor are read. CheckpointError.
+    """Refuse to continue with another base or other adapters than a checkpoint's.
+
+    Of a base that is not loaded yet 16 kB a tensor are read.
+
+    Args:
+        model: of this run.
+        saved: the checkpoint's state.json.
+        checkpoint: its name, for errors.
+
+    Raises:
+        CheckpointError: base or adapters differ.
     """
     before = saved.get("adapter")
     config = before.get("config") if isinstance(before, dict) else None
@@ -116,52 +138,54 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
         _refuse_difference(model, before, checkpoint)
     elif has_adapters(model):
         raise CheckpointError(
-            f"{checkpoint} holds a whole model, not adapters. Leave out lora.r, or give another "
+            f"{checkpoint} holds a full model, not adapters. Remove lora.r, or set another "
             "output_dir"
         )
     elif before is not None:
         raise CheckpointError(
-            f"{checkpoint} holds adapters of {before.get('name_or_path')}, not a whole model. Set "
-            "lora.r and the other settings of that run, or give another output_dir"
+            f"{checkpoint} holds adapters of {before.get('name_or_path')}, not a full model. Set "
+            "lora.r and the other settings of that run, or set another output_dir"
         )
 
 
 def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: object) -> None:
-    """Refuse the entry `before` of a checkpoint, where it is of another base or other adapters."""
+    """Compare the entry `before` of a checkpoint with base and adapters of `model`."""
     now, assets = _entry(model), assets_of(model)
     if now["digest"] is None and assets.source is not None and assets.folder is not None:
         now["digest"] = base_digest(assets.folder, assets.name_or_path, assets.revision)
     if now["digest"] is not None and before.get("digest") != now["digest"]:
         raise CheckpointError(
             f"{checkpoint} belongs to another base: its adapters were trained on "
-            f"{_base_text(before)}, this is {_base_text(now)}. Give that model as "
-            "model.name_or_path, or another output_dir"
+            f"{_base_text(before)}, this run has {_base_text(now)}. Set model.name_or_path to that "
+            "model, or set another output_dir"
         )
-    four_bits = "Give lora.load_in_4bit, lora.bnb_4bit_* and what leaves layers out as they were"
+    four_bits = (
+        "Set lora.load_in_4bit, lora.bnb_4bit_* and the settings that exclude layers as they were"
+    )
     for key, remedy in (("quantised", four_bits), ("dtype", "Set model.dtype as it was")):
         if before.get(key) != now[key]:
             raise CheckpointError(
                 f"{checkpoint} has adapters that were trained on a base "
-                f"{_stored_text(key, before.get(key))}, this is {_stored_text(key, now[key])}. "
-                f"{remedy}, or give another output_dir"
+                f"{_stored_text(key, before.get(key))}, this run's base is "
+                f"{_stored_text(key, now[key])}. {remedy}, or set another output_dir"
             )
     _refuse_other_values(model, before, now, checkpoint)
     then, config = before.get("config") or {}, now["config"]
-    names = [n for n in {**then, **config} if n not in _TOLD_BY_PATH | {"peft_version"}]
+    names = [n for n in {**then, **config} if n not in _PATH_SETTINGS | {"peft_version"}]
     # A setting that another version of PEFT does not know is off there.
     changed = [n for n in names if (then.get(n) or None) != (config.get(n) or None)]
     pairs = "; ".join(f"{n} was {then.get(n)!r}, is {config.get(n)!r}" for n in changed[:4])
     if pairs:
         raise CheckpointError(
-            f"{checkpoint} has other adapters: {pairs}. Give the lora settings it was trained "
-            "with, or another output_dir"
+            f"{checkpoint} has other adapters: {pairs}. Use the lora settings it was trained "
+            "with, or set another output_dir"
         )
 
 
 def _refuse_other_values(
     model: nn.Module, before: dict[str, Any], now: dict[str, Any], checkpoint: object
 ) -> None:
-    """Refuse a loaded base whose tensors do not have the checksums of the run's first start."""
+    """Compare the checksums of a loaded base with those of the run's first start."""
     then, sums = before.get("sums"), now["sums"]
     if not isinstance(then, dict) or sums is None:
         return
@@ -172,21 +196,23 @@ def _refuse_other_values(
             skipped = {*packed_weights(base)}
     wrong = sorted(n for n in then.keys() & sums.keys() - skipped if then[n] != sums[n])
     if wrong:
-        shown = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
+        listed = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
         raise CheckpointError(
-            f"{checkpoint}: the base {now['name_or_path']} is not in memory what the run started "
-            f"from: {len(wrong)} tensor(s) differ: {shown}. If its files changed, restore them. "
-            "Else a device, the disk or the memory of a machine is at fault: start again, without "
-            "that machine if it happens again"
+            f"{checkpoint}: the base {now['name_or_path']} in memory is not the base that the run "
+            f"started from: {len(wrong)} tensor(s) differ: {listed}. If its files changed, restore "
+            "them. Else a device, the disk or the memory of a machine is at fault: start again, "
+            "without that machine if it happens again"
         )
 
 
 def _base_text(entry: dict[str, Any]) -> str:
+    """Format name, revision and digest of a base."""
     revision, digest = entry.get("revision"), str(entry.get("digest"))[:20]
     return f"{entry.get('name_or_path')}{f' at {revision}' if revision else ''} (digest {digest})"
 
 
 def _stored_text(key: str, value: Any) -> str:
+    """Format how a base is stored."""
     if key == "quantised" and isinstance(value, dict):
         return ", ".join(f"{name} {setting}" for name, setting in value.items())
     return "that is not quantised" if key == "quantised" else f"stored in {value}"

@@ -19,29 +19,32 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """One matrix of the base, and what is trained for it."""
+    """One matrix of the base, and how it is trained."""
 
     name: str  # of the parameter, in the base
     shape: tuple[int, ...]
-    how: str  # `LoRA`, `rsLoRA` or `DoRA`, `in full`, or `-`: stays as it is
-    trained: int  # elements that are trained for it
-    part: str  # `layer`, `experts` (routed), `router`, `embedding` (the head too), or `beside`
+    method: str  # `LoRA`, `rsLoRA`, `DoRA`, `in full`, or `-` (not trained)
+    trained: int  # number of trained elements
+    part: str  # `layer`, `experts` (routed), `router`, `embedding` (or head), `outside_text`
 
     @property
     def elements(self) -> int:
+        """Number of values in the matrix."""
         return math.prod(self.shape)
 
 
 def coverage_rows(model: nn.Module) -> list[CoverageRow]:
-    """Return a row for every matrix of the base of adapted `model`, tied ones once."""
+    """List a row for every matrix of the base of adapted `model`, tied ones once."""
     layers = peft_model.adapted_parameters(model)
-    saved = peft_model.copied_modules(model).items()
-    copied = {f"{name}.{leaf}": p for name, (_, m) in saved for leaf, p in m.named_parameters()}
+    copied_modules = peft_model.copied_modules(model).items()
+    copied_parameters = {
+        f"{name}.{leaf}": p for name, (_, m) in copied_modules for leaf, p in m.named_parameters()
+    }
     rows = []
     with peft_model.unwrapped_base(model) as base:
         ends = (base.get_input_embeddings(), base.get_output_embeddings(), reward_head(base))
         outside = {id(p) for end in ends if end is not None for p in end.parameters()}
-        experts, beside = expert_counts(base), parameters_outside_text(base)
+        experts, outside_text = expert_counts(base), parameters_outside_text(base)
         for name, parameter in base.named_parameters():
             path, _, leaf = name.rpartition(".")
             owner = base.get_submodule(path)
@@ -49,26 +52,26 @@ def coverage_rows(model: nn.Module) -> list[CoverageRow]:
             if len(shape) < 2 or "bias" in leaf:  # experts have a bias each, stacked
                 continue
             part = "embedding" if id(parameter) in outside else _part(name, owner, shape, experts)
-            part = "beside" if name in beside else part  # text does not run through it
-            how, trained = "-", 0
-            if name in copied:
-                how, trained = "in full", copied[name].numel()
+            part = "outside_text" if name in outside_text else part
+            method, trained = "-", 0
+            if name in copied_parameters:
+                method, trained = "in full", copied_parameters[name].numel()
             elif name in layers:
-                how = _kind(model)
+                method = _kind(model)
                 trained = sum(p.numel() for p in peft_model.layer_parameters(layers[name]).values())
-            rows.append(CoverageRow(name, shape, how, trained, part))
+            rows.append(CoverageRow(name, shape, method, trained, part))
     return rows
 
 
 def covered_share(rows: Iterable[CoverageRow]) -> float:
-    """Return the share, by elements, of the matrices between embedding and head that learn."""
-    counted = [row for row in rows if row.part not in ("embedding", "beside")]
-    total = sum(row.elements for row in counted)
-    return sum(row.elements for row in counted if row.trained) / total if total else 0.0
+    """Compute the trained share, by elements, of the matrices between embedding and head."""
+    inner_rows = [row for row in rows if row.part not in ("embedding", "outside_text")]
+    total = sum(row.elements for row in inner_rows)
+    return sum(row.elements for row in inner_rows if row.trained) / total if total else 0.0
 
 
 def coverage_lines(model: nn.Module) -> list[str]:
-    """Return what a run prints of its adapters: a summary, the table, and what may surprise."""
+    """Format a summary of the adapters, the table, and warnings about likely mistakes."""
     rows, config = coverage_rows(model), peft_model.adapter_config(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(row.elements for row in rows)
@@ -78,42 +81,44 @@ def coverage_lines(model: nn.Module) -> list[str]:
         f"{covered_share(rows):.1%} of what lies between embedding and head is covered",
         *_table(rows),
     ]
-    if left := [row for row in rows if row.part == "experts" and not row.trained]:
-        names = ", ".join(sorted({_short(row.name) for row in left}))
-        share = sum(r.elements for r in left) / total
+    if unadapted := [row for row in rows if row.part == "experts" and not row.trained]:
+        names = ", ".join(sorted({_short(row.name) for row in unadapted}))
+        share = sum(r.elements for r in unadapted) / total
         remedy = "PEFT has no adapter for them"
-        if all(len(row.shape) > 2 for row in left):
+        if all(len(row.shape) > 2 for row in unadapted):
             remedy = f"lora.target_parameters: [{names}] trains them (without dropout and DoRA)"
-        what = f"{names} ({share:.0%} of the base's matrices)"
-        lines.append(f"WARNING    the routed experts are not adapted: {what}. {remedy}")
+        experts_text = f"{names} ({share:.0%} of the base's matrices)"
+        lines.append(f"WARNING    the routed experts are not adapted: {experts_text}. {remedy}")
     if routers := [row for row in rows if row.part == "router" and row.trained]:
-        shown = fold([row.name for row in routers])[0][0]
+        name = fold([row.name for row in routers])[0][0]
         lines.append(
-            f"WARNING    the router is adapted too ({shown}): which expert a token goes to will "
+            f"WARNING    the router is adapted too ({name}): which expert a token goes to will "
             "change. lora.target_modules with a list of names leaves it alone"
         )
     return lines
 
 
 def find_idle_adapters(model: nn.Module) -> list[str]:
-    """Return the modules whose adapters still add nothing, after a step or more, such as mamba's
-    `dt_proj`, whose weight is read without a forward; none while all add nothing (the learning rate
-    was zero), and no routed experts: no token may have come to them yet. Collective.
+    """List the modules whose adapters still add nothing after one or more steps. Collective.
+
+    An example is mamba's `dt_proj`, whose weight is read without a forward. The list is empty if
+    all adapters add nothing, because the learning rate was zero then. Routed experts are never
+    listed, because they may not have received a token yet.
     """
     layers = peft_model.adapted_parameters(model)
     experts = {row.name for row in coverage_rows(model) if row.part == "experts"}
-    own = [peft_model.layer_parameters(layer) for layer in layers.values()]
+    parameters = [peft_model.layer_parameters(layer) for layer in layers.values()]
     # Of each pair of factors the one that begins at zero.
-    zero = [p.get("lora_B", p.get("lora_embedding_A")) for p in own]
+    zero = [p.get("lora_B", p.get("lora_embedding_A")) for p in parameters]
     moved = ranks.any_over_ranks([p is not None and bool(local_tensor(p).any()) for p in zero])
-    idle = [n for n, adds in zip(layers, moved, strict=True) if not adds]
-    if len(idle) == len(layers):
+    names = [n for n, adds in zip(layers, moved, strict=True) if not adds]
+    if len(names) == len(layers):
         return []
-    return [n.removesuffix(".weight") for n in idle if n not in experts]
+    return [n.removesuffix(".weight") for n in names if n not in experts]
 
 
 def idle_adapter_warnings(model: nn.Module) -> list[str]:
-    """Return a warning where adapters of `model` get no gradient; see `idle_adapters`."""
+    """Format a warning if adapters of `model` get no gradient; see `find_idle_adapters`."""
     idle = find_idle_adapters(model) if peft_model.has_adapters(model) else []
     return [
         f"WARNING: {len(idle)} adapters get no gradient, such as {name}: the model reads their "
@@ -128,12 +133,13 @@ def _short(name: str) -> str:
 
 
 def _kind(model: nn.Module) -> str:
+    """Return the name of the method: LoRA, rsLoRA or DoRA."""
     config = peft_model.adapter_config(model)
     return "DoRA" if config["use_dora"] else "rsLoRA" if config["use_rslora"] else "LoRA"
 
 
 def _part(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]) -> str:
-    """Return which part of a layer a matrix is: a router answers one value an expert."""
+    """Classify a matrix of a layer; a router has one output per expert."""
     parts = name.split(".")
     routes = any("router" in p or p in ("gate", "wg") for p in parts)
     if routes and len(shape) == 2 and shape[0] in experts:
@@ -145,10 +151,13 @@ def _part(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]
 
 
 def _table(rows: list[CoverageRow]) -> list[str]:
+    """Format the rows as a table."""
     lines = [["  matrix", "count", "shape", "trained as", "trained"]]
-    for name, indices in fold([row.name for row in rows], [(row.shape, row.how) for row in rows]):
+    for name, indices in fold(
+        [row.name for row in rows], [(row.shape, row.method) for row in rows]
+    ):
         first, count = rows[indices[0]], len(indices)
         shape = " x ".join(map(str, first.shape))
         trained = f"{first.trained * count:,}" if first.trained else ""
-        lines.append([f"  {name}", str(count), shape, first.how, trained])
+        lines.append([f"  {name}", str(count), shape, first.method, trained])
     return table(lines, right={1, 4})

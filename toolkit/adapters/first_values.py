@@ -1,7 +1,7 @@
-"""The first values of adapters: the same for any number of ranks, each rank its own rows.
+"""First values of adapters: the same for any number of ranks, each rank its own rows.
 
-The distributions are PEFT's, whose own `reset_lora_parameters` draws a shard's rows on every rank
-alike, and computes DoRA's magnitudes from weights that are not there yet.
+The distributions are PEFT's. PEFT's own `reset_lora_parameters` would draw the same rows on every
+rank, and would compute DoRA's magnitudes from weights that are not loaded yet.
 """
 
 import hashlib
@@ -22,14 +22,21 @@ from toolkit.models.peft_model import ADAPTER, base_of, layer_parameters, traine
 def adapter_first_values(
     model: nn.Module, seed: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, this rank's part) of everything that is trained, in the order of the modules;
-    parts may share the base's memory.
+    """Yield (name, this rank's part) of every trained parameter, in the order of the modules.
 
-    A is drawn as `nn.Linear` draws (Kaiming, a = sqrt 5), B is zero, an embedding's the other way
-    round; values depend on `seed` and the parameter's name alone. DoRA's magnitudes are the row
-    norms of the base weight, modules trained in full begin as the base's, which must be loaded.
-    Collective where a norm runs over several ranks, which exchange tensors on `device`. Draws a
-    whole adapter matrix at a time, on the CPU. LoadingError for a first value of another shape.
+    A is drawn as `nn.Linear` draws (Kaiming, a = sqrt 5) and B is zero; for embeddings the other
+    way round. Values depend only on `seed` and the parameter's name. DoRA's magnitudes are the row
+    norms of the base weight. Modules trained in full start as copies of the base's. So the base
+    must be loaded. Parts may share the base's memory. Draws one adapter matrix at a time, on the
+    CPU. Collective if a norm covers several ranks, which exchange tensors on `device`.
+
+    Args:
+        model: adapted, with a loaded base.
+        seed: of the run.
+        device: that computes.
+
+    Raises:
+        LoadingError: a first value has another shape than its parameter.
     """
     originals = {id(copy): original for original, copy in trained_copies(model)}
     prefix = next(n for n, m in model.named_modules() if m is base_of(model))
@@ -57,7 +64,7 @@ def adapter_first_values(
 def _of_adapter(
     parameter: torch.Tensor, kind: str, layer: Any, key: str, device: torch.device
 ) -> torch.Tensor:
-    """Return this rank's part of an adapter's parameter, by PEFT's name for its `kind`."""
+    """Compute this rank's part of one adapter parameter; `kind` is PEFT's name for it."""
     draw: Callable[..., torch.Tensor]
     match kind:
         case "lora_magnitude_vector":
@@ -75,16 +82,16 @@ def _of_adapter(
 
 
 def _norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:
-    """Return DoRA's first magnitudes: the norms of the base weight's rows, in fp32."""
+    """Compute DoRA's first magnitudes: the norms of the base weight's rows, in fp32."""
     weight: Any = layer.get_base_layer().weight.detach()
     dora = layer.lora_magnitude_vector[ADAPTER]
-    own = local_tensor(weight)
+    local_weight = local_tensor(weight)
     by_row = type(layer.get_base_layer()) is nn.Linear and not dora.fan_in_fan_out
     alike = isinstance(weight, DTensor) == isinstance(parameter, DTensor)
-    if by_row and alike and own.shape[:1] == local_tensor(parameter).shape:
-        return torch.linalg.norm(own.float(), dim=1)
+    if by_row and alike and local_weight.shape[:1] == local_tensor(parameter).shape:
+        return torch.linalg.norm(local_weight.float(), dim=1)
     if isinstance(weight, DTensor):
-        weight = like_dtensor(weight, own.to(device)).full_tensor()
+        weight = like_dtensor(weight, local_weight.to(device)).full_tensor()
     # With B at zero the adapter adds nothing.
     norms = dora.get_weight_norm(weight.float(), weight.new_zeros((), dtype=torch.float32), 1.0)
     return part_of(norms, parameter)

@@ -1,8 +1,8 @@
-"""Adapters (LoRA, rsLoRA, DoRA, modules trained in full) are put on a model on meta.
+"""Add adapters (LoRA, rsLoRA, DoRA, modules trained in full) to a model on meta.
 
-[Note: order] Adapters go on while the model is on meta and before `apply_fsdp`, so that each layer
-and its adapters are gathered, reduced and freed together. Put on afterwards they are plain
-parameters whose gradients nobody reduces: every rank then trains adapters of its own.
+[Note: order] Adapters are added while the model is on meta and before `apply_fsdp`, so that each
+layer and its adapters are gathered, reduced and freed together. Added afterwards they would be
+plain parameters whose gradients nobody reduces: every rank would train its own adapters.
 """
 
 import copy
@@ -42,22 +42,31 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
-    """Return `model` inside PEFT, with adapters as `cfg` asks for; only they are trained.
+    """Wrap `model` in PEFT with the adapters of `cfg`, and train only those.
 
-    On meta and before `apply_fsdp`; see [Note: order]. What is trained is float32, the
-    base keeps its storage dtype. `model.hf_assets` is reachable as before. Milliseconds a layer, no
-    memory. Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732,
-    DoRA https://arxiv.org/abs/2402.09353. ConfigError: settings that cannot hold together.
-    ModelError: a name that matches nothing, or a module that cannot be adapted; names it.
+    Call it on meta and before `apply_fsdp`; see [Note: order]. Trained parameters are float32, the
+    base keeps its storage dtype. `model.hf_assets` stays reachable. Takes milliseconds a layer, and
+    no memory. Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA
+    https://arxiv.org/abs/2312.03732, DoRA https://arxiv.org/abs/2402.09353.
+
+    Raises:
+        ConfigError: settings contradict each other.
+        ModelError: a name matches nothing, or a module cannot be adapted; names it.
     """
     _refuse(model, cfg)
     adapted, targets = _adapt(model, select_targets(model, cfg))
     with unwrapped_base(adapted) as base:
-        kept = set(map(id, find_fp32_tensors(base).values()))
+        fp32_ids = set(map(id, find_fp32_tensors(base).values()))
     # Trained parameters get their storage dtype; copies of what the model keeps in fp32 stay so.
-    kept = {id(trained) for original, trained in trained_copies(adapted) if id(original) in kept}
+    fp32_ids = {
+        id(trained) for original, trained in trained_copies(adapted) if id(original) in fp32_ids
+    }
     for parameter in adapted.parameters():
-        if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in kept:
+        if (
+            parameter.requires_grad
+            and parameter.is_floating_point()
+            and id(parameter) not in fp32_ids
+        ):
             parameter.data = torch.empty_like(parameter, dtype=torch.float32)
     settled: Any = adapted.peft_config[ADAPTER]
     settled.modules_to_save = sorted(targets.saved) or None  # PEFT adds to those of classifiers
@@ -67,8 +76,12 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
 
 
 def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Targets]":
-    """Return `model` inside PEFT and the targets that it adapts. `all-linear` leaves out what PEFT
-    cannot adapt and what it would not load; what is named is refused then (ModelError).
+    """Wrap `model` in PEFT, and return it with the targets that it adapts.
+
+    `all-linear` skips modules that PEFT cannot adapt or would not load again.
+
+    Raises:
+        ModelError: a module that the settings name cannot be adapted.
     """
     # PEFT changes the model that it refuses half-way. On meta a copy costs milliseconds.
     spare = copy.deepcopy(model) if targets.all_linear else None
@@ -87,14 +100,15 @@ def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Target
     reason = next(iter(lost.values()))
     if spare is None or not modules <= targets.modules:
         raise ModelError(
-            f"{model_class_name(model)}: the adapter of {min(lost)} (and {len(lost) - 1} more) could not "
-            f"be loaded again ({reason}); leave it out of lora.target_modules, "
+            f"{model_class_name(model)}: the adapter of {min(lost)} (and {len(lost) - 1} more) "
+            f"could not be loaded again ({reason}); remove it from lora.target_modules, "
             "lora.target_parameters and lora.modules_to_save"
         )
     return _adapt(spare, targets.without(shortest_suffixes(modules, targets.names), reason))
 
 
 def _wrap(model: PreTrainedModel, targets: Targets) -> "PeftModel":
+    """Call PEFT on meta."""
     from peft import get_peft_model
 
     config = _peft_config(targets)
@@ -110,6 +124,7 @@ def _wrap(model: PreTrainedModel, targets: Targets) -> "PeftModel":
 
 
 def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
+    """Refuse settings without a rank, impossible combinations, and models that are not fresh."""
     if cfg.r < 1:
         hint = "; read the settings of lora.from first (apply_adapter_settings)" if cfg.from_ else ""
         raise ConfigError(f"lora.r must be 1 or more for adapters, got {cfg.r}{hint}")
@@ -117,29 +132,30 @@ def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
         if cfg.target_parameters and getattr(cfg, name):
             raise ConfigError(
                 f"lora.target_parameters {cfg.target_parameters} cannot have lora.{name}, as the "
-                "weight itself is changed; leave out one of them"
+                "weight itself is changed; remove one of them"
             )
     if has_adapters(model):
-        raise ModelError("the model has adapters already; build it anew to adapt it otherwise")
+        raise ModelError("the model has adapters already; build it again to adapt it differently")
     sharded = any(isinstance(p, DTensor) for p in model.parameters())
     if sharded or not all(p.is_meta for p in model.parameters()):
         raise ModelError(
-            f"{model_class_name(model)} {'is sharded' if sharded else 'has bytes'} already; put adapters "
-            "on what build_on_meta returns, before apply_fsdp"
+            f"{model_class_name(model)} {'is sharded' if sharded else 'has bytes'} already; add "
+            "adapters to the model that build_on_meta returns, before apply_fsdp"
         )
 
 
 def _peft_config(targets: Targets) -> "PeftConfig":
+    """Build PEFT's configuration."""
     from peft import LoraConfig as PeftConfig
 
     cfg = targets.cfg
-    alpha, named = cfg.lora_alpha, cfg.target_modules
+    alpha, target_modules = cfg.lora_alpha, cfg.target_modules
     return PeftConfig(
         task_type="SEQ_CLS" if HEAD in targets.saved else "CAUSAL_LM",
         r=cfg.r,
         lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type]
         lora_dropout=cfg.lora_dropout,
-        target_modules=named if isinstance(named, str) else list(named),
+        target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
         target_parameters=sorted(cfg.target_parameters) or None,
         exclude_modules=_excluded(targets) or None,
         # Whole names: of an end such as `norm` PEFT would take `input_layernorm` too.
@@ -154,14 +170,18 @@ def _peft_config(targets: Targets) -> "PeftConfig":
 
 
 def _excluded(targets: Targets) -> str | list[str]:
-    """Return what PEFT must leave out: ends of names, or one pattern of whole names."""
-    asked = targets.cfg.exclude_modules
-    ends = sorted({*([] if isinstance(asked, str) else asked), *targets.unfit})
-    if not targets.towers and not isinstance(asked, str):
+    """Build PEFT's setting for excluded modules: name endings, or one pattern of full names."""
+    setting = targets.cfg.exclude_modules
+    ends = sorted({*([] if isinstance(setting, str) else setting), *targets.unfit})
+    if not targets.towers and not isinstance(setting, str):
         return ends
-    patterns = [asked] if isinstance(asked, str) else []
-    known = re.compile(patterns[0]) if patterns else None
-    lacking = [t for t in sorted(targets.towers) if known is None or not known.fullmatch(t)]
+    patterns = [setting] if isinstance(setting, str) else []
+    excluded_pattern = re.compile(patterns[0]) if patterns else None
+    lacking = [
+        t
+        for t in sorted(targets.towers)
+        if excluded_pattern is None or not excluded_pattern.fullmatch(t)
+    ]
     if lacking:
         patterns.insert(0, rf"(?:{'|'.join(map(re.escape, lacking))})(?:\..*)?")
     if ends:
@@ -173,7 +193,7 @@ def _excluded(targets: Targets) -> str | list[str]:
 def prepare_adapters(
     model: PreTrainedModel, cfg: LoraConfig | None, param_dtype: str
 ) -> "PreTrainedModel | PeftModel":
-    """Put on `model` what `cfg` asks for: 4-bit weights and adapters, or nothing. Collective."""
+    """Apply `cfg` to `model`: 4-bit weights and adapters, or nothing. Collective."""
     if cfg is None or not (cfg.r or cfg.from_):
         return model
     if cfg.load_in_4bit:

@@ -1,6 +1,6 @@
-"""Adapters as PEFT keeps them: their config, their key names, and what each of them adapts.
+"""Read and write adapters as PEFT keeps them: config, key names, and the adapted parameters.
 
-Key names are asked of PEFT; nothing here spells one by hand.
+PEFT computes the key names; no name is spelled by hand here.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _ROLE = re.compile(r"lora_(?:embedding_)?(A|B|magnitude)")  # in PEFT's names
 
 @dataclass(frozen=True)
 class AdapterLayer:
-    """One layer of the adapter: which parameter of the base it adapts, and with what."""
+    """One layer of the adapter: the parameter of the base that it adapts, and its tensors."""
 
     parameter: str  # of the base
     kind: str  # linear, embedding, experts, or saved: trained as a whole
@@ -41,7 +41,7 @@ class AdapterLayer:
 
 @dataclass
 class PeftLayout:
-    """An adapted model on meta, and how its parameters are called elsewhere."""
+    """An adapted model on meta, and the names of its parameters in other places."""
 
     model: Any  # the PeftModel around `base`
     base: "PreTrainedModel"
@@ -64,7 +64,11 @@ _SCOPE = "known are LoRA, DoRA, rsLoRA of linear layers, embeddings, experts, an
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return adapter_config.json, which anybody may have written; ExportError: not supported."""
+    """Read adapter_config.json, which anybody may have written.
+
+    Raises:
+        ExportError: the file is damaged, or its settings are not supported.
+    """
     file = folder / ADAPTER_FILE
     if not file.is_file():
         raise ExportError(f"{folder} has no {ADAPTER_FILE}; it is no folder of an adapter")
@@ -82,15 +86,15 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         odd["bias"] = content["bias"]
     start = content.get("init_lora_weights")
     if not (isinstance(start, bool | None) or start in ("gaussian", "orthogonal")):
-        odd["init_lora_weights"] = start  # it subtracts what it begins with from the base
+        odd["init_lora_weights"] = start  # this start subtracts its values from the base
     if odd:
-        shown = "; ".join(f"{name} is {str(value)[:60]!r}" for name, value in odd.items())
-        raise ExportError(f"{file} has settings that are not supported here ({shown}): {_SCOPE}")
+        listed = "; ".join(f"{name} is {str(value)[:60]!r}" for name, value in odd.items())
+        raise ExportError(f"{file} has settings that are not supported here ({listed}): {_SCOPE}")
     return content
 
 
 def attach_adapters(base: "PreTrainedModel", config: dict[str, Any]) -> Any:
-    """Return `base` with the adapters of `config` in it, as a PeftModel; on meta it stays there."""
+    """Add the adapters of `config` to `base` as a PeftModel; a model on meta stays there."""
     from peft import LoraConfig, get_peft_model
 
     meta = all(p.is_meta for p in base.parameters())
@@ -98,8 +102,8 @@ def attach_adapters(base: "PreTrainedModel", config: dict[str, Any]) -> Any:
     try:
         # PEFT draws first values for every adapter.
         with warnings.catch_warnings(action="ignore"), forked_rng(), where:
-            own = copy.deepcopy(config)  # whose lists PEFT adds to
-            peft_config = LoraConfig.from_peft_type(**LoraConfig.check_kwargs(**own))
+            own_config = copy.deepcopy(config)  # whose lists PEFT adds to
+            peft_config = LoraConfig.from_peft_type(**LoraConfig.check_kwargs(**own_config))
             return get_peft_model(base, peft_config, ADAPTER)
     except Exception as error:  # a config from outside: PEFT may raise anything
         raise ExportError(
@@ -109,27 +113,36 @@ def attach_adapters(base: "PreTrainedModel", config: dict[str, Any]) -> Any:
 
 
 def peft_layout(base: "PreTrainedModel", config: dict[str, Any]) -> PeftLayout:
-    """Return the adapted model of `base`, on meta, and PEFT's names; ExportError: unsupported."""
+    """Build the adapted model of `base` on meta, with PEFT's names.
+
+    Raises:
+        ExportError: the adapter is not supported.
+    """
     names = _first_names(base)
     model = attach_adapters(base, config)
     layout = PeftLayout(model, base, adapter_file_keys(model))
     for part in _parts(model, names):
         layout.parts.setdefault(part.parameter, []).append(part)
-    held = {n for parts in layout.parts.values() for p in parts for n in p.tensors.values()}
-    odd = sorted(set(layout.keys.values()) - held)
+    named_parameters = {
+        n for parts in layout.parts.values() for p in parts for n in p.tensors.values()
+    }
+    odd = sorted(set(layout.keys.values()) - named_parameters)
     if odd:
         raise ExportError(f"{odd[0]} is trained and not known to the export: {_SCOPE}")
     return layout
 
 
 def adapter_file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]:
-    """Return key in the file -> parameter, as PEFT's own saving names them; with `embeddings` also
-    the frozen matrices of embedding and head that PEFT may save along.
+    """Map each key of the adapter's file to its parameter, as PEFT's own saving names them.
+
+    Args:
+        model: adapted.
+        embeddings: include the frozen matrices of embedding and head that PEFT may save too.
     """
     from peft import get_peft_model_state_dict
 
     first = _first_names(model)
-    # PEFT passes the values on untouched: here they say which parameter they stand for.
+    # PEFT returns the values unchanged. Here the values are the names of parameters.
     state = {name: first[id(tensor)] for name, tensor in _tensors(model)}
     # By default PEFT adds the frozen matrix of an embedding that is adapted.
     options: dict[str, Any] = {"adapter_name": ADAPTER, "save_embedding_layers": embeddings}
@@ -138,60 +151,74 @@ def adapter_file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]
 
 
 def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
-    """Yield the layers of the adapter; `names`: id of a parameter of the base -> its name."""
+    """Yield the layers of the adapter.
+
+    Args:
+        model: adapted.
+        names: id of a parameter of the base -> its name.
+    """
     from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
 
     first = _first_names(model)
     for path, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
-            saved = dict(_tensors(module.modules_to_save[ADAPTER]))
+            trained = dict(_tensors(module.modules_to_save[ADAPTER]))
             for leaf, tensor in _tensors(module.original_module):
                 if id(tensor) not in names:
                     raise ExportError(f"{path} is saved whole and adapted within: {_SCOPE}")
-                tensors = {"saved": first[id(saved[leaf])]}
+                tensors = {"saved": first[id(trained[leaf])]}
                 yield AdapterLayer(names[id(tensor)], "saved", path, tensors)
         elif isinstance(module, ParamWrapper | Embedding | Linear):
             kinds = {ParamWrapper: "experts", Embedding: "embedding"}
             kind = next((k for c, k in kinds.items() if isinstance(module, c)), "linear")
             parameter = getattr(module.get_base_layer(), _leaf(module))
-            found = layer_parameters(module).items()
-            own = {_ROLE.match(n)[1]: first[id(p)] for n, p in found}  # type: ignore[index]
-            yield AdapterLayer(names[id(parameter)], kind, path, own, module.r[ADAPTER])
+            parameters = layer_parameters(module).items()
+            tensors_by_role = {_ROLE.match(n)[1]: first[id(p)] for n, p in parameters}  # type: ignore[index]
+            yield AdapterLayer(names[id(parameter)], kind, path, tensors_by_role, module.r[ADAPTER])
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return every parameter, tied ones under each name, and every persistent buffer."""
+    """List every parameter (tied ones under each name) and every persistent buffer."""
     return [*module.state_dict(keep_vars=True).items()]
 
 
 def _first_names(module: nn.Module) -> dict[int, str]:
-    """Return id of a tensor -> its first name."""
+    """Map the id of each tensor to its first name."""
     return {id(tensor): name for name, tensor in reversed(_tensors(module))}
 
 
 def fill_without_memory(base: "PreTrainedModel") -> "PreTrainedModel":
-    """Give a model on meta parameters of their shape and one element of memory each (stride 0):
-    PEFT's own `from_pretrained` then runs unchanged, at the cost of the adapter alone.
+    """Give a model on meta parameters of their shape with one element of memory each (stride 0).
+
+    PEFT's own `from_pretrained` then runs unchanged, and costs only the adapter's memory.
     """
-    made: dict[int, torch.Tensor] = {}
+    filled: dict[int, torch.Tensor] = {}
     for module in base.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and tensor.is_meta:
                 empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
                 new = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-                setattr(module, name, made.setdefault(id(tensor), new))
+                setattr(module, name, filled.setdefault(id(tensor), new))
     return base
 
 
 def load_with_peft(
     base: "PreTrainedModel", folder: Path, *, empty: bool = False
 ) -> tuple[Any, list[str]]:
-    """Load an adapter as its readers do, with `PeftModel.from_pretrained`; return the model and
-    PEFT's warnings of keys that it did not find.
+    """Load an adapter as its readers do, with `PeftModel.from_pretrained`.
 
-    With `empty`, of a base `without_storage`, PEFT begins with adapters on meta, where it can; what
-    was not in the folder is still there. ExportError where PEFT or `read_config` refuses it.
+    Args:
+        base: the base model.
+        folder: of the adapter.
+        empty: `base` is the result of `fill_without_memory`. PEFT creates adapters on meta if it
+            can, and tensors that the folder lacks stay there.
+
+    Returns:
+        The adapted model, and PEFT's warnings about missing keys.
+
+    Raises:
+        ExportError: PEFT or `read_adapter_config` refuses the folder.
     """
     from peft import PeftModel
 
@@ -206,18 +233,23 @@ def load_with_peft(
         raise ExportError(
             f"{folder} is not loaded by PeftModel.from_pretrained: {one_line(error)}"
         ) from error
-    warned = [" ".join(str(w.message).split()) for w in caught]
-    return model, [text for text in warned if "missing adapter keys" in text]
+    messages = [" ".join(str(w.message).split()) for w in caught]
+    return model, [text for text in messages if "missing adapter keys" in text]
 
 
 def merge_layer(
     layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
 ) -> torch.Tensor:
-    """Return `weight` with one layer of the adapter merged in, by PEFT's own layer.
+    """Merge one layer of the adapter into `weight` with PEFT's own layer.
 
-    So it is what `merge_and_unload` makes of that parameter, to the bit. `factors` (A, B and
-    magnitude) are in float32, as PEFT loads them. `weight` is changed in place; three tensors of
-    its size in fp32 are held beside it (DoRA: five).
+    The result is bitwise identical to that of `merge_and_unload`. Three tensors of the weight's
+    size in fp32 are held in addition (DoRA: five).
+
+    Args:
+        layout: of the adapted model.
+        layer: to merge.
+        weight: of the base; changed in place.
+        factors: A, B and magnitude in float32, as PEFT loads them.
     """
     with _holding(layout, layer, weight, factors) as module:
         module.merge(safe_merge=False, adapter_names=[ADAPTER])
@@ -225,7 +257,7 @@ def merge_layer(
 
 
 def weight_delta(layout: PeftLayout, layer: AdapterLayer, factors: Tensors) -> torch.Tensor:
-    """Return what PEFT's layer adds to its weight for these factors, in float32."""
+    """Compute the float32 tensor that PEFT's layer adds to its weight for these factors."""
     module = layout.model.get_submodule(layer.module)
     shape = getattr(module.get_base_layer(), _leaf(module)).shape
     with _holding(layout, layer, torch.zeros(()).expand(shape), factors) as module:
@@ -233,7 +265,7 @@ def weight_delta(layout: PeftLayout, layer: AdapterLayer, factors: Tensors) -> t
 
 
 def _leaf(module: Any) -> str:
-    """Return the name of the parameter that a layer of PEFT adapts, in its base layer."""
+    """Return the name of the parameter that a PEFT layer adapts, in its base layer."""
     return getattr(module, "parameter_name", "weight")
 
 
@@ -241,14 +273,14 @@ def _leaf(module: Any) -> str:
 def _holding(
     layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
 ) -> Iterator[Any]:
-    """Yield PEFT's layer with these tensors; afterwards it is on meta again."""
+    """Yield PEFT's layer filled with these tensors; it is on meta again afterwards."""
     module = layout.model.get_submodule(layer.module)
-    held = [(module.get_base_layer(), _leaf(module), weight)]
+    entries = [(module.get_base_layer(), _leaf(module), weight)]
     for role, factor in factors.items():
         path, _, leaf = layer.tensors[role].rpartition(".")
-        held.append((layout.model.get_submodule(path), leaf, factor))
-    before = [(owner, leaf, owner._parameters[leaf]) for owner, leaf, _ in held]
-    for owner, leaf, value in held:
+        entries.append((layout.model.get_submodule(path), leaf, factor))
+    before = [(owner, leaf, owner._parameters[leaf]) for owner, leaf, _ in entries]
+    for owner, leaf, value in entries:
         owner._parameters[leaf] = nn.Parameter(value, False)
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):

@@ -2,7 +2,7 @@
 
 PEFT applies the renamings of the base's checkpoint to the keys of an adapter. Some of them change a
 key that is right already (`mlp.shared_experts` of mistral_large4 becomes `mlp.mlp.shared_experts`),
-and what PEFT cannot place it drops. A run would learn that at its first save.
+and PEFT drops a key that it cannot place. Without this trial a run would fail at its first save.
 """
 
 import copy
@@ -31,22 +31,25 @@ _TRIED: dict[str, dict[str, str]] = {}  # digest of a model and its adapters -> 
 
 
 def find_lost_adapters(adapted: nn.Module) -> dict[str, str]:
-    """Return the adapted parameters of the base whose adapters PEFT does not load, with the reason.
+    """Find the adapted parameters of the base whose adapters PEFT does not load.
 
-    Plays PEFT's loading through on a copy of `adapted`, which is on meta and stays unchanged. Each
-    adapter tensor is a column that is expanded, so the trial takes milliseconds and no memory.
+    Runs PEFT's loading on a copy of `adapted`, which is on meta and is not changed. Each adapter
+    tensor is an expanded column, so the trial takes milliseconds and no memory.
+
+    Returns:
+        Parameter of the base -> reason.
     """
     keys = adapter_file_keys(adapted)
     described = str((cast(Any, base_of(adapted)).config.to_json_string(), adapter_config(adapted)))
     shapes = str([(key, *adapted.get_parameter(name).shape) for key, name in keys.items()])
     place = hashlib.sha256((described + shapes).encode()).hexdigest()
     if place not in _TRIED:  # a plan builds the same model many times
-        _TRIED[place] = _find(adapted, keys)
+        _TRIED[place] = _run_trial(adapted, keys)
     return dict(_TRIED[place])
 
 
-def _find(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
-    """Return what `find_lost_adapters` does, by a trial."""
+def _run_trial(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
+    """Run the trial of `find_lost_adapters`."""
     layers = adapted_parameters(adapted)
     names = {id(p): name for name, p in adapted.named_parameters(remove_duplicate=False)}
     parts = {
@@ -67,7 +70,10 @@ def _find(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
 def _failing_alone(
     adapted: nn.Module, keys: dict[str, str], parts: dict[str, set[str]]
 ) -> dict[str, str]:
-    """Return the adapters that PEFT does not load, each kind of them (over layers) tried alone."""
+    """Find the adapters that PEFT does not load, by trying each kind of them alone.
+
+    Adapters that differ only in the number of their layer are of one kind.
+    """
     kinds: dict[str, list[str]] = {}
     for parameter in parts:
         kinds.setdefault(replace_numbers(parameter), []).append(parameter)
@@ -84,7 +90,7 @@ def _failing_alone(
 
 
 def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
-    """Return the parameters of `adapted` that do not get their value when PEFT loads `keys`."""
+    """Find the parameters of `adapted` that do not get their value when PEFT loads `keys`."""
     from peft import set_peft_model_state_dict
 
     # PEFT moves adapters to the device and the dtype of their layer's weight, or to the dtype that
@@ -102,11 +108,12 @@ def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
 
 
 def _distinct(number: int, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor whose rows differ from each other and from those of other numbers."""
-    rows, *others = shape or (1,)
+    """Create a tensor whose rows differ from each other and from the rows of other numbers."""
+    rows, *inner_shape = shape or (1,)
     column = torch.arange(rows, dtype=torch.float64) + (number + 1) * 2.0**24
-    return column.view(rows, *(1 for _ in others)).expand(*shape) if shape else column[0]
+    return column.view(rows, *(1 for _ in inner_shape)).expand(*shape) if shape else column[0]
 
 
 def _same(loaded: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return True if a loaded tensor has the expected values."""
     return not loaded.is_meta and loaded.shape == value.shape and torch.equal(loaded, value)

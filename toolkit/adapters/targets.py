@@ -30,103 +30,119 @@ _ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 
 @dataclass(frozen=True)
 class Targets:
-    """Modules of a model that `cfg` names; whole names of modules of the base."""
+    """The modules of a model that `cfg` names, by their full names in the base."""
 
     cfg: LoraConfig
     names: tuple[str, ...]  # every module
-    modules: set[str]  # what gets an adapter
+    modules: set[str]  # modules that get an adapter
     excluded: set[str]
-    saved: set[str]  # what is trained in full
-    towers: set[str]  # the outermost modules that text does not run through; among the excluded
-    unfit: set[str]  # what all-linear leaves out, since it cannot be adapted; among the excluded
+    saved: set[str]  # modules that are trained in full
+    towers: set[str]  # outermost modules outside the text path; excluded
+    unfit: set[str]  # excluded by all-linear, because they cannot be adapted
     linear: tuple[str, ...]  # the linear layers among `names`
-    tied: set[str]  # one matrix with the input embedding, itself among them; often empty
+    tied: set[str]  # the input embedding and modules tied to it; often empty
 
     @property
     def all_linear(self) -> bool:
-        """Return whether every linear layer is meant, as far as it can be adapted."""
-        named = self.cfg.target_modules
-        return isinstance(named, str) and named.lower() == "all-linear"
+        """True if `target_modules` asks for every linear layer that can be adapted."""
+        target_modules = self.cfg.target_modules
+        return isinstance(target_modules, str) and target_modules.lower() == "all-linear"
 
     def without(self, ends: set[str], why: str) -> "Targets":
-        """Return the targets without the modules of those `ends` of names, and say so."""
-        left = set[str]().union(*(_ending(end, self.names) for end in ends))
-        shown = ", ".join(sorted(ends)[:5]) + " ..." * (len(ends) > 5)
-        ranks.log_once(f"adapters   all-linear leaves out {shown}: {why}")
-        modules, excluded = self.modules - left, self.excluded | left
+        """Exclude the modules whose names have one of these endings, and log it."""
+        removed = set[str]().union(*(_names_ending_with(end, self.names) for end in ends))
+        listed = ", ".join(sorted(ends)[:5]) + " ..." * (len(ends) > 5)
+        ranks.log_once(f"adapters   all-linear skips {listed}: {why}")
+        modules, excluded = self.modules - removed, self.excluded | removed
         return replace(self, modules=modules, excluded=excluded, unfit=self.unfit | ends)
 
     @property
     def ties(self) -> bool:
-        """Return whether a tied matrix is trained in full: PEFT must then keep its copies one."""
+        """True if a tied matrix is trained in full, so that PEFT must keep its copies tied."""
         return bool(self.saved & self.tied)
 
 
 def select_targets(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
-    """Return what `cfg` names in `model`, without adapters yet. ModelError: a name that matches
-    nothing, a tie that would come apart, a module that cannot be adapted, or not exported.
+    """Select the modules that `cfg` names in `model`, which has no adapters yet.
+
+    Raises:
+        ModelError: a name matches nothing, a tie would break, or a module cannot be adapted or
+            exported.
     """
-    named = {name: module for name, module in model.named_modules() if name}
-    saved = _modules_to_save(named, cfg)
+    modules_by_name = {name: module for name, module in model.named_modules() if name}
+    saved_modules = _modules_to_save(modules_by_name, cfg)
     if reward_head(model) is not None:  # new, or made for one sum: no small change of what it was
-        saved.add(HEAD)
+        saved_modules.add(HEAD)
     towers = set(modules_outside_text(model))
-    beside = _inside(named, towers)
-    excluded = _excluded_names(cfg, named) | beside
+    beside = _names_inside(modules_by_name, towers)
+    excluded = _excluded_names(cfg, modules_by_name) | beside
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    _refuse_flat_experts(model, _named("lora.target_parameters", cfg.target_parameters, parameters))
-    modules = _expected(model, cfg, named)
+    _refuse_flat_experts(
+        model, _match_names("lora.target_parameters", cfg.target_parameters, parameters)
+    )
+    modules = _select_modules(model, cfg, modules_by_name)
     if modules and modules <= beside:
         raise ModelError(
-            f"lora.target_modules {cfg.target_modules} names only what text does not run through, "
-            f"such as {min(modules)}; name text's modules"
+            f"lora.target_modules {cfg.target_modules} names only modules outside the text path, "
+            f"such as {min(modules)}; name modules of the text path"
         )
-    modules -= excluded | _inside(named, saved)
+    modules -= excluded | _names_inside(modules_by_name, saved_modules)
     tied = _tied_modules(model)
-    _refuse_ties_apart(tied, modules, saved)
-    _refuse_new_rows(model, saved | tied if saved & tied else saved)
-    linear = linear_names(named)
-    targets = Targets(cfg, tuple(named), modules, excluded, saved, towers, set(), linear, tied)
-    if unfit := {n: why for n in sorted(modules) if (why := _misfit(named[n]))}:
+    _refuse_ties_apart(tied, modules, saved_modules)
+    _refuse_new_rows(model, saved_modules | tied if saved_modules & tied else saved_modules)
+    linear = linear_names(modules_by_name)
+    targets = Targets(
+        cfg, tuple(modules_by_name), modules, excluded, saved_modules, towers, set(), linear, tied
+    )
+    if unfit := {n: why for n in sorted(modules) if (why := _misfit(modules_by_name[n]))}:
         why = " ".join(next(iter(unfit.items())))
         if targets.all_linear:
             return targets.without(set(unfit), why)
         raise ModelError(
-            f"{model_class_name(model)} cannot be adapted ({why}); {_excluding(cfg, unfit)}"
+            f"{model_class_name(model)} cannot be adapted ({why}); {_exclusion_advice(cfg, unfit)}"
         )
     return targets
 
 
-def linear_names(named: dict[str, nn.Module]) -> tuple[str, ...]:
-    """Return the names of the linear layers among the modules `named`."""
-    return tuple(name for name, m in named.items() if isinstance(m, nn.Linear | Conv1D))
+def linear_names(modules: dict[str, nn.Module]) -> tuple[str, ...]:
+    """List the names of the linear layers among `modules`."""
+    return tuple(name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D))
 
 
 def check_target_names(model: PreTrainedModel, cfg: LoraConfig) -> None:
-    """Refuse what `cfg` names and `model` lacks, without PEFT, which starts CUDA. Raises as
-    `targets_of` does. Where experts are fused, PEFT may know names that the model has not.
+    """Check that `model` has the modules that `cfg` names, without PEFT, which starts CUDA.
+
+    With fused experts, PEFT may know names that the model lacks, so they are not checked here.
+
+    Raises:
+        ModelError: see `select_targets`.
     """
     targets = select_targets(model, cfg)
     fused = any(p.ndim == 3 for p in model.parameters())
     for pattern in cfg.target_modules if isinstance(cfg.target_modules, list) else ():
-        if cfg.from_ is None and not fused and not _ending(pattern, targets.names):
+        if cfg.from_ is None and not fused and not _names_ending_with(pattern, targets.names):
             raise ModelError(_unknown_target(pattern, targets.linear))
 
 
-def _named(
+def _match_names(
     setting: str, patterns: list[str], names: Iterable[str], *, may_miss: bool = False
 ) -> set[str]:
-    """Return which of `names` the patterns name: completely, or their end at a dot. Each pattern
-    must match, unless it `may_miss`: PEFT writes names that a model may lack (`classifier` for
-    every reward model) into an adapter that a run continues.
+    """Find the names that `patterns` match: in full, or their end after a dot.
+
+    Args:
+        setting: name of the setting, for the error.
+        patterns: each must match a name, unless `may_miss`.
+        names: of modules or parameters.
+        may_miss: accept patterns without a match. PEFT writes names that a model may lack
+            (`classifier` for every reward model) into an adapter that a run continues.
     """
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in patterns:
-        matched = _ending(pattern, names)
+        matched = _names_ending_with(pattern, names)
         if not matched and not may_miss:
-            raise ModelError(_unknown(setting, pattern, names))
-        found |= matched
-    return found
+            raise ModelError(_no_match_error(setting, pattern, names))
+        matches |= matched
+    return matches
 
 
 # Names of the same role in different architectures: of attention and of MLPs.
@@ -149,59 +165,64 @@ _ROLES = (
 
 
 def _unknown_target(pattern: str, linear: Iterable[str]) -> str:
-    """Return the error for a target that names no module: which linear layers the model has."""
+    """Format the error for a target that names no module, with the model's linear layers."""
     leaves = dict.fromkeys(_leaf(name) for name in linear)
-    wanted = pattern.rpartition(".")[2]
-    near = [n for n in leaves for role in _ROLES if {wanted, n.rpartition(".")[2]} <= role]
-    near = near or difflib.get_close_matches(wanted, leaves, n=4, cutoff=0.6)
-    others = ", ".join([name for name in leaves if name not in near][:12]) or "none"
-    rest = f"; its linear layers: {others}"
+    ending = pattern.rpartition(".")[2]
+    near = [n for n in leaves for role in _ROLES if {ending, n.rpartition(".")[2]} <= role]
+    near = near or difflib.get_close_matches(ending, leaves, n=4, cutoff=0.6)
+    other_names = ", ".join([name for name in leaves if name not in near][:12]) or "none"
+    advice = f"; its linear layers: {other_names}"
     if near:
-        rest = f"; did you mean {', '.join(dict.fromkeys(near))}? Its other linear layers: {others}"
-    return f"lora.target_modules: {pattern!r} matches no module of the model{rest}"
+        suggestions = ", ".join(dict.fromkeys(near))
+        advice = f"; did you mean {suggestions}? Its other linear layers: {other_names}"
+    return f"lora.target_modules: {pattern!r} matches no module of the model{advice}"
 
 
 def _leaf(name: str) -> str:
-    """Return the end of a module's name, with what stands before a number."""
+    """Return the last part of a module's name, with the part before it if it is a number."""
     parts = name.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
 
 
 def _excluded_names(cfg: LoraConfig, names: Iterable[str]) -> set[str]:
-    """Return the modules that `lora.exclude_modules` names; each entry of a list must name some,
-    except in the settings of an adapter that a run continues.
+    """Find the modules that `lora.exclude_modules` names.
+
+    Each entry of a list must match, except in the settings of an adapter that a run continues.
     """
     patterns, continues = cfg.exclude_modules, cfg.from_ is not None
     if isinstance(patterns, list):
-        return _named("lora.exclude_modules", patterns, names, may_miss=continues)
-    pattern = _compiled("lora.exclude_modules", patterns)
+        return _match_names("lora.exclude_modules", patterns, names, may_miss=continues)
+    pattern = _compile_pattern("lora.exclude_modules", patterns)
     matched = {name for name in names if pattern.fullmatch(name)}
     if matched or continues:
         return matched
     raise ModelError(
-        _unknown("lora.exclude_modules", patterns, names)
+        _no_match_error("lora.exclude_modules", patterns, names)
         + "; a text is one regular expression of whole names, a list is of ends of names"
     )
 
 
-def _compiled(setting: str, pattern: str) -> re.Pattern[str]:
+def _compile_pattern(setting: str, pattern: str) -> re.Pattern[str]:
+    """Compile a regular expression from a setting."""
     try:
         return re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"{setting} {pattern!r} is no regular expression: {error}") from error
 
 
-def _unknown(setting: str, pattern: str, names: Iterable[str]) -> str:
-    what = "parameter" if setting == "lora.target_parameters" else "module"
-    return no_match(setting, pattern, what, {*map(replace_numbers, names)})
+def _no_match_error(setting: str, pattern: str, names: Iterable[str]) -> str:
+    """Format the error for a pattern that matches nothing."""
+    kind_of_name = "parameter" if setting == "lora.target_parameters" else "module"
+    return no_match(setting, pattern, kind_of_name, {*map(replace_numbers, names)})
 
 
-def _ending(pattern: str, names: Iterable[str]) -> set[str]:
+def _names_ending_with(pattern: str, names: Iterable[str]) -> set[str]:
+    """Find the names that equal `pattern` or end with it after a dot."""
     return {name for name in names if f".{name}".endswith(f".{pattern}")}
 
 
-def _excluding(cfg: LoraConfig, names: Iterable[str]) -> str:
-    """Return the setting that leaves modules out, by the ends of their names."""
+def _exclusion_advice(cfg: LoraConfig, names: Iterable[str]) -> str:
+    """Format the setting that would exclude these modules, by the ends of their names."""
     leaves = sorted({name.rpartition(".")[2] for name in names})
     if isinstance(cfg.exclude_modules, str):
         return f"name {', '.join(leaves)} in lora.exclude_modules too"
@@ -210,74 +231,83 @@ def _excluding(cfg: LoraConfig, names: Iterable[str]) -> str:
 
 
 def shortest_suffixes(modules: set[str], names: Iterable[str]) -> set[str]:
-    """Return the shortest ends of names that name all of `modules` and no other of `names`."""
-    others, ends = set(names) - modules, set[str]()
+    """Find the shortest name endings that match all of `modules` and no other of `names`."""
+    other_names, suffixes = set(names) - modules, set[str]()
     for module in sorted(modules):
         parts = module.split(".")
         tails = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-        ends.add(next((tail for tail in tails if not _ending(tail, others)), module))
-    return ends
+        suffixes.add(
+            next((tail for tail in tails if not _names_ending_with(tail, other_names)), module)
+        )
+    return suffixes
 
 
-def _inside(names: Iterable[str], outer: set[str]) -> set[str]:
+def _names_inside(names: Iterable[str], outer: set[str]) -> set[str]:
+    """Find the names of modules in `outer`, and of modules inside them."""
     return {n for n in names if any(n == o or n.startswith(o + ".") for o in outer)}
 
 
-def _modules_to_save(named: dict[str, nn.Module], cfg: LoraConfig) -> set[str]:
-    """Return the whole names of the modules that are trained in full."""
+def _modules_to_save(modules: dict[str, nn.Module], cfg: LoraConfig) -> set[str]:
+    """Find the full names of the modules that are trained in full."""
     setting = "lora.modules_to_save"
-    found = _named(setting, cfg.modules_to_save, named, may_miss=cfg.from_ is not None)
-    for name in sorted(found):
-        if isinstance(named[name], nn.ModuleList | nn.ModuleDict):
+    matches = _match_names(setting, cfg.modules_to_save, modules, may_miss=cfg.from_ is not None)
+    for name in sorted(matches):
+        if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
             raise ModelError(f"{setting}: {name} holds modules and is never called; name those")
-        if outer := [o for o in found if name.startswith(o + ".")]:
+        if outer := [o for o in matches if name.startswith(o + ".")]:
             raise ModelError(f"{setting} names {name} and {outer[0]}, which holds it; name one")
-    return found
+    return matches
 
 
-def _expected(model: PreTrainedModel, cfg: LoraConfig, named: dict[str, nn.Module]) -> set[str]:
-    """Return the modules that `target_modules` names."""
+def _select_modules(
+    model: PreTrainedModel, cfg: LoraConfig, modules: dict[str, nn.Module]
+) -> set[str]:
+    """Find the modules that `target_modules` names."""
     targets = cfg.target_modules
     if isinstance(targets, list):
-        return set().union(*(_ending(pattern, named) for pattern in targets))
+        return set().union(*(_names_ending_with(pattern, modules) for pattern in targets))
     if targets.lower() == "all-linear":
         head = model.get_output_embeddings()
-        return {n for n, m in named.items() if isinstance(m, nn.Linear | Conv1D) and m is not head}
-    pattern = _compiled("lora.target_modules", targets)
-    if matched := {n for n in named if pattern.fullmatch(n)}:
+        return {
+            n for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head
+        }
+    pattern = _compile_pattern("lora.target_modules", targets)
+    if matched := {n for n in modules if pattern.fullmatch(n)}:
         return matched
     raise ModelError(
-        _unknown_target(targets, linear_names(named))
+        _unknown_target(targets, linear_names(modules))
         + "; a text is one regular expression of whole names, a list is of ends of names"
     )
 
 
 def _tied_modules(model: PreTrainedModel) -> set[str]:
-    """Return the modules that share a parameter with the input embedding, where any does."""
+    """Find the modules that share a parameter with the input embedding; none if it is not tied."""
     embedding = model.get_input_embeddings()
-    own = set() if embedding is None else set(map(id, embedding.parameters()))
-    named = model.named_parameters(remove_duplicate=False)
-    found = {name.rpartition(".")[0] for name, parameter in named if id(parameter) in own}
-    return found if len(found) > 1 else set()
+    embedding_ids = set() if embedding is None else set(map(id, embedding.parameters()))
+    parameters = model.named_parameters(remove_duplicate=False)
+    modules = {
+        name.rpartition(".")[0] for name, parameter in parameters if id(parameter) in embedding_ids
+    }
+    return modules if len(modules) > 1 else set()
 
 
 def _refuse_ties_apart(tied: set[str], expected: set[str], saved: set[str]) -> None:
+    """Refuse adapters that would break the tie of embedding and head."""
     ends = {name.rpartition(".")[2] for name in tied}
     if name := min(tied & expected, default=""):
         raise ModelError(
             f"lora.target_modules: {name} is one matrix with {', '.join(sorted(tied - {name}))}: "
-            "an adapter would untie them. Train it in full (lora.modules_to_save), or leave it out"
+            "an adapter would untie them. Train it in full (lora.modules_to_save), or remove it"
         )
     if (name := min(saved & tied, default="")) and ends != {"embed_tokens", "lm_head"}:
         raise ModelError(
             f"lora.modules_to_save: {name} is one matrix with {', '.join(sorted(tied - {name}))}: "
-            "they would come apart, as PEFT keeps a tie of embed_tokens and lm_head only: leave it "
-            "out"
+            "the tie would break, as PEFT keeps a tie of embed_tokens and lm_head only: remove it"
         )
 
 
 def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
-    """Refuse new tokens whose rows nobody would train, and no adapter would hold."""
+    """Refuse new tokens whose rows would not be trained or stored in an adapter."""
     if not assets_of(model).resized:
         return
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -291,129 +321,130 @@ def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
 
 
 def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
-    """Refuse experts that are the rows of one matrix: their module is never called as such."""
+    """Refuse experts that are the rows of one matrix, because their module has no forward."""
     for name in sorted(names):
         owner = model.get_submodule(name.rpartition(".")[0])
         flat = model.get_parameter(name).ndim == 2 and not isinstance(owner, _ADAPTABLE)
         if flat and "expert" in name:
             raise ModelError(
                 f"lora.target_parameters names {name}, whose experts lie one below the other: PEFT "
-                "adapts stacked ones. Leave it out"
+                "adapts stacked ones only. Remove it"
             )
 
 
 def _misfit(module: nn.Module) -> str:
-    """Return why the module cannot be adapted; empty where it can."""
+    """Return why a module cannot be adapted; empty if it can."""
     if not isinstance(module, _ADAPTABLE):
-        return f"is {type(module).__name__}, of which no adapter could be exported"
+        return f"is {type(module).__name__}, whose adapter could not be exported"
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
         return ""
     if any(kind.__module__.startswith("bitsandbytes") for kind in type(module).__mro__):
         return ""  # stored otherwise, and answers as nn.Linear does
     probe = torch.empty(1, module.in_features, dtype=module.weight.dtype, device="meta")
     try:
-        answer = module(probe)
+        output = module(probe)
     except Exception as error:  # any code of a model
-        return f"cannot be called as a linear layer is: {type(error).__name__}: {error}"
-    fits = isinstance(answer, torch.Tensor) and answer.shape == (1, module.out_features)
-    return "" if fits else "does not answer as a linear layer does"
+        return f"cannot be called like a linear layer: {type(error).__name__}: {error}"
+    fits = isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
+    return "" if fits else "does not compute the output of a linear layer"
 
 
 def _check_patterns(cfg: LoraConfig, names: set[str]) -> None:
-    """Refuse a pattern of ranks or alphas that matches nothing; those of `lora.from` are PEFT's."""
+    """Refuse a pattern of ranks or alphas that matches nothing, except in `lora.from`."""
     if cfg.from_ is not None:
         return
     for setting in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(cfg, setting):
-            ends = _compiled(f"lora.{setting}", rf"(.*\.)?({pattern})")
+            ends = _compile_pattern(f"lora.{setting}", rf"(.*\.)?({pattern})")
             if not any(map(ends.fullmatch, names)):
-                raise ModelError(_unknown(f"lora.{setting}", pattern, names))
+                raise ModelError(_no_match_error(f"lora.{setting}", pattern, names))
 
 
 def explain_refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
-    """Return what to say where PEFT refuses, with the setting that helps."""
-    listed = targets.cfg.target_modules
-    for pattern in listed if isinstance(listed, list) else ():
-        if not _ending(pattern, targets.names):
+    """Build the error for a refusal by PEFT, with the setting that helps."""
+    target_modules = targets.cfg.target_modules
+    for pattern in target_modules if isinstance(target_modules, list) else ():
+        if not _names_ending_with(pattern, targets.names):
             return ModelError(_unknown_target(pattern, targets.linear))
     problem = " ".join(str(error).split())
     remedy = "name other modules in lora.target_modules, or some in lora.exclude_modules"
     if "lora_dropout" in problem or "use_dora" in problem:
         remedy = (
-            "fused experts are adapted as parameters, without lora.lora_dropout and lora.use_dora "
-            "only; leave those out, or list the modules in lora.target_modules"
+            "fused experts are adapted as parameters, which works only without lora.lora_dropout "
+            "and lora.use_dora; remove those, or list the modules in lora.target_modules"
         )
     elif unfit := unfit_modules(error, targets):
-        remedy = _excluding(targets.cfg, unfit)
+        remedy = _exclusion_advice(targets.cfg, unfit)
     return ModelError(f"{model_class_name(model)} cannot be adapted ({one_line(error)}); {remedy}")
 
 
 def unfit_modules(error: Exception, targets: Targets) -> set[str]:
-    """Return the modules, by the ends of their names, that PEFT says it cannot adapt."""
+    """Find the modules that PEFT says it cannot adapt, by the ends of their names."""
     problem = " ".join(str(error).split())
-    named = re.search(r"[Mm]odule '([\w.]+)'", problem)
-    if named is None or "lora_dropout" in problem or "use_dora" in problem:
+    match = re.search(r"[Mm]odule '([\w.]+)'", problem)
+    if match is None or "lora_dropout" in problem or "use_dora" in problem:
         return set()
     also = re.search(r"[Ii]ncompatible modules: \{([^}]*)\}", problem)
-    others = re.findall(r"'([\w.]+)'", also[1]) if also else []
-    return {named[1], *(other for other in others if _ending(other, targets.modules))}
+    other_names = re.findall(r"'([\w.]+)'", also[1]) if also else []
+    return {
+        match[1],
+        *(other for other in other_names if _names_ending_with(other, targets.modules)),
+    }
 
 
 def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
-    """Raise a ModelError for what PEFT left out or added without a word."""
+    """Raise a ModelError if PEFT adapted fewer or more modules than the settings name."""
     cfg, expected = targets.cfg, targets.modules
     modules, parameters = set(adapted_modules(adapted)), set(adapted_parameters(adapted))
     # Names that PEFT still looks for as modules; others it took for the parts of a fused parameter,
     # as older checkpoints of some types have them.
     left_over = getattr(adapted.peft_config[ADAPTER], "target_modules", None) or ()
     for pattern in cfg.target_modules if isinstance(cfg.target_modules, list) else ():
-        if _ending(pattern, modules):
+        if _names_ending_with(pattern, modules):
             continue
-        if not _ending(pattern, targets.names):
+        if not _names_ending_with(pattern, targets.names):
             if pattern in left_over and cfg.from_ is None:
                 raise ModelError(_unknown_target(pattern, targets.linear))
-        elif not _ending(pattern, expected):
+        elif not _names_ending_with(pattern, expected):
             raise ModelError(
                 f"lora.target_modules: {pattern!r} names only modules of lora.exclude_modules or "
-                "lora.modules_to_save; leave it out of one"
+                "lora.modules_to_save; remove it from one"
             )
     for pattern in cfg.target_parameters:
-        if not _ending(pattern, parameters):
+        if not _names_ending_with(pattern, parameters):
             raise ModelError(
                 f"lora.target_parameters: PEFT left {pattern!r} unadapted; name the parameter "
                 "(mlp.experts.gate_up_proj) itself, and not its module too"
             )
-    if touched := sorted(_inside(parameters, targets.excluded)):
+    if adapted_anyway := sorted(_names_inside(parameters, targets.excluded)):
         raise ModelError(
-            f"PEFT adapts {touched[0]} although lora.exclude_modules names its module; give "
+            f"PEFT adapts {adapted_anyway[0]} although lora.exclude_modules names its module; give "
             "lora.target_modules as a list of the names that are meant"
         )
     _check_patterns(cfg, modules | parameters)
     by_parameter = {n.rpartition(".")[0] for n in parameters} - expected
-    if wider := sorted(modules - expected - by_parameter):
+    if additional := sorted(modules - expected - by_parameter):
         raise ModelError(
-            f"PEFT adapts {len(wider)} module(s) beyond lora.target_modules, such as {wider[0]}; "
-            "give a list of names instead of a regular expression"
+            f"PEFT adapts {len(additional)} module(s) beyond lora.target_modules, such as "
+            f"{additional[0]}; use a list of names instead of a regular expression"
         )
     lost = sorted(expected - modules)
     if lost and targets.all_linear:  # PEFT knows why: it has its own list of what it cannot adapt
         kinds = ", ".join(dict.fromkeys(map(replace_numbers, lost)))
-        ranks.log_once(
-            f"adapters   all-linear leaves out {kinds:.200}: PEFT adapts its experts instead"
-        )
+        ranks.log_once(f"adapters   all-linear skips {kinds:.200}: PEFT adapts its experts instead")
     elif lost:
         raise ModelError(
-            f"PEFT left out {len(lost)} module(s) of lora.target_modules, such as {lost[0]}; "
-            f"{_excluding(cfg, lost)}"
+            f"PEFT skipped {len(lost)} module(s) of lora.target_modules, such as {lost[0]}; "
+            f"{_exclusion_advice(cfg, lost)}"
         )
-    saved, tied = copied_modules(adapted), targets.tied
-    asked = targets.saved | (tied if targets.ties else set())
-    if saved.keys() != asked:
+    copied, tied = copied_modules(adapted), targets.tied
+    expected_saved = targets.saved | (tied if targets.ties else set())
+    if copied.keys() != expected_saved:
         raise ModelError(
-            f"lora.modules_to_save names {', '.join(sorted(asked))}, and PEFT would train "
-            f"{', '.join(sorted(saved))}, since it compares the ends of names; name other modules"
+            f"lora.modules_to_save names {', '.join(sorted(expected_saved))}, and PEFT would train "
+            f"{', '.join(sorted(copied))}, since it compares the ends of names; name other modules"
         )
-    if targets.ties and len({id(saved[name][1].weight) for name in tied}) != 1:
+    if targets.ties and len({id(copied[name][1].weight) for name in tied}) != 1:
         raise ModelError(
             f"{', '.join(sorted(tied))} are one matrix, and PEFT's copies are not; leave them out "
             "of lora.modules_to_save"

@@ -1,9 +1,9 @@
-"""Transformers' own loader on sharded models: key renames, fused experts, dtypes.
+"""Run transformers' own loader on sharded models: key renames, fused experts, dtypes.
 
-[Note: slicing before conversion] A rank reads its rows of a tensor only. That is wrong, without a
-word, where a conversion does not commute with taking rows (`Chunk` or `Concatenate` along dim 0,
-and everything unknown), or where a rank has no row (two experts on three ranks). Those tensors are
-read whole, converted on an unsharded copy one group at a time, and sliced afterwards.
+[Note: slicing before conversion] A rank reads only its rows of a tensor. That gives wrong values,
+without an error, if a conversion does not commute with taking rows (`Chunk` or `Concatenate` along
+dim 0, and everything unknown), or if a rank has no row (two experts on three ranks). Those tensors
+are read in full, converted on an unsharded copy one group at a time, and sliced afterwards.
 """
 
 import contextlib
@@ -55,60 +55,69 @@ class LoadGroup:
     """Tensors of a checkpoint that are loaded together."""
 
     keys: tuple[str, ...]
-    parameter: str  # of several the first; one that the model does not have is unexpected
+    parameter: str  # the first of several; unexpected if the model does not have it
     operations: tuple[Any, ...] | None
-    """Transformers' conversions that make the parameters; None: the one tensor is the parameter."""
+    """Conversions that build the parameters; None: the one tensor is the parameter."""
 
     @property
     def converted(self) -> bool:
-        """Return whether the parameters are not the tensors themselves."""
+        """True if the parameters are computed from the tensors, and not equal to them."""
         return self.operations is not None
 
 
 def plan_load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
-    """Return how transformers makes parameters of `model` from the tensors `keys`. Names only."""
+    """Group the tensors `keys` by the parameters of `model` that transformers builds from them.
+
+    Reads names only.
+    """
     converters = split_mapping(assets_of(model).conversions)[1]
     by_pattern = {p: tuple(c.operations) for c in converters for p in c.source_patterns}
     groups: dict[tuple[str, str | None], LoadGroup] = {}
     for key, target, pattern in loaded_as(model, keys):
         # Two plain tensors of one name are not loaded together: the second replaces the first.
         member = (target, key if pattern is None else None)
-        before = groups[member].keys if member in groups else ()
+        earlier_keys = groups[member].keys if member in groups else ()
         operations = None if pattern is None else by_pattern[pattern]
-        groups[member] = LoadGroup((*before, key), target, operations)
+        groups[member] = LoadGroup((*earlier_keys, key), target, operations)
     return list(groups.values())
 
 
 def load_group(
     model: PreTrainedModel, group: LoadGroup, entries: dict[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters that transformers makes of one group's tensors: on the CPU, not cast.
+    """Build the parameters of one group on the CPU, in the dtype of the stored tensors.
 
-    `model` is on meta, not sharded, and so again afterwards. LoadingError where they cannot be
-    converted.
+    Args:
+        model: on meta and not sharded; it is so again afterwards.
+        group: the tensors.
+        entries: key -> tensor in its file.
+
+    Raises:
+        LoadingError: the tensors cannot be converted.
     """
     if group.operations is None:
         return {group.parameter: whole(entries[group.keys[0]])}
     members = {key: entries[key] for key in group.keys}
-    dtype = torch.float32  # of what is stored in parts: rounded once, by who asks for it
+    dtype = torch.float32  # for tensors stored in parts, which the caller rounds once
     if not {key for keys in assets_of(model).stored.values() for key in keys} & members.keys():
         dtype = functools.reduce(torch.promote_types, {e.dtype for e in members.values()})
-    for parameter in model.parameters():  # the loader casts to what it finds
+    for parameter in model.parameters():  # the loader casts to the parameter's dtype
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = torch.empty_like(parameter, dtype=dtype)
     with OpenFiles() as reader:
         sources = {key: FileTensor(reader, key, entry) for key, entry in members.items()}
         info = run_loader(model, sources, torch.device("cpu"))
-    made = _emptied(model)
+    parameters = _emptied(model)
     info.missing_keys = set()  # all others
-    if found := key_problems(info):
-        raise LoadingError(f"{', '.join(group.keys[:3])}: {format_problems(found)}")
-    return made
+    if problems := key_problems(info):
+        raise LoadingError(f"{', '.join(group.keys[:3])}: {format_problems(problems)}")
+    return parameters
 
 
 def build_base_reader(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
-    """Return a model on meta for `load_group` of the weights in `folder`: `like` anew, which reads
-    them also where they are stored in fewer bits.
+    """Build a model on meta with which `load_group` reads the weights in `folder`.
+
+    It is a copy of `like` that also reads weights that are stored in fewer bits.
     """
     reader, stored = copy.deepcopy(like), model_on_meta(folder, init="pretrained")
     ours, theirs = assets_of(reader), assets_of(stored)
@@ -119,7 +128,14 @@ def build_base_reader(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
 def run_loader(
     model: PreTrainedModel, sources: dict[str, Any], home: torch.device, *, bar: bool = False
 ) -> Any:
-    """Call transformers' loader on `sources`; return its account of keys."""
+    """Run transformers' loader on `sources`, and return its account of keys.
+
+    Args:
+        model: whose parameters are replaced.
+        sources: key -> tensor, or an object that reads slices of it.
+        home: device of the parameters.
+        bar: show a progress bar.
+    """
     load = transformers_private("core_model_loading", "convert_and_load_state_dict_in_model")
     transformers_private("core_model_loading", _WRAP)
     mapping = copy.deepcopy(assets_of(model).conversions)
@@ -149,7 +165,7 @@ def run_loader(
 
 
 def resolve_keys(model: PreTrainedModel, info: Any) -> None:
-    """Let transformers tie `model`, and settle which keys may be missing or left over."""
+    """Tie `model` by transformers' rules, and remove the keys that may be missing or unexpected."""
     adjust = "PreTrainedModel._adjust_missing_and_unexpected_keys"
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     transformers_private("modeling_utils", adjust)(model, info)
@@ -160,14 +176,15 @@ def resolve_keys(model: PreTrainedModel, info: Any) -> None:
 
 
 def find_carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[str]:
-    """Return which of the tensors that no parameter takes a checkpoint of this config holds all the
-    same, beside those that transformers itself passes over: other parts of a checkpoint whose text
-    part `model` is, and the layers behind the last that predict more tokens.
+    """Find the unexpected tensors that a checkpoint of this config may hold.
+
+    They are other parts of a checkpoint of which `model` is the text part, and the layers behind
+    the last one that predict more tokens. transformers ignores some tensors itself.
     """
     assets, names = assets_of(model), list(unexpected)
     if not names:
         return set()
-    found = {name for name in names if _is_next_layer(model, name)}
+    carried = {name for name in names if _is_next_layer(model, name)}
     if assets.whole is not None:
         model_class, config = assets.whole
         with torch.device("meta"):
@@ -175,13 +192,14 @@ def find_carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[
         state, mapping = whole_model.state_dict(), conversion_mapping(whole_model)
         whole_model.hf_assets = assets
         targets = loaded_as(whole_model, names, mapping)
-        found |= {key for key, target, _ in targets if target in state}
-    return found
+        carried |= {key for key, target, _ in targets if target in state}
+    return carried
 
 
 def _is_next_layer(model: PreTrainedModel, name: str) -> bool:
-    """Return whether a tensor is of a layer behind the last, of as many as the config says predict
-    more tokens (DeepSeek-V3, GLM-4.5).
+    """Return True if a tensor belongs to a layer behind the last that predicts more tokens.
+
+    The config says how many such layers there are (DeepSeek-V3, GLM-4.5).
     """
     settings = dict(nested_items(assets_of(model).config))
     more = next((settings[k] for k in NEXT_TOKEN_LAYERS if isinstance(settings.get(k), int)), 0)
@@ -191,25 +209,26 @@ def _is_next_layer(model: PreTrainedModel, name: str) -> bool:
 
 
 def key_problems(info: Any) -> dict[str, list[str]]:
-    """Return what an account of keys complains of: kind -> tensors."""
+    """Collect the problems in an account of keys: kind -> tensors."""
     shapes = ((n, tuple(a), tuple(b)) for n, a, b in info.mismatched_keys)
-    found = {
+    problems = {
         "missing in the checkpoint": sorted(info.missing_keys),
         "not known to the model": sorted(info.unexpected_keys),
         "of another shape": sorted(f"{n} ({a}, expected {b})" for n, a, b in shapes),
         "not convertible": sorted(info.conversion_errors),
     }
-    return {kind: names for kind, names in found.items() if names}
+    return {kind: names for kind, names in problems.items() if names}
 
 
-def format_problems(found: dict[str, list[str]]) -> str:
-    """Return `problems` as a text."""
-    return "; ".join(f"{len(v)} tensor(s) {k}: {', '.join(v[:5])}" for k, v in found.items())
+def format_problems(problems: dict[str, list[str]]) -> str:
+    """Format `key_problems` as text."""
+    return "; ".join(f"{len(v)} tensor(s) {k}: {', '.join(v[:5])}" for k, v in problems.items())
 
 
 def groups_to_convert_first(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
-    """Return what cannot be sliced before it is converted (see [Note: slicing before conversion]),
-    or is quantised as a whole.
+    """List the groups that must be converted before they are sliced, or quantised in full.
+
+    See [Note: slicing before conversion].
     """
     state, packed = model.state_dict(keep_vars=True), packed_weights(model)
     is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
@@ -237,7 +256,10 @@ def groups_to_convert_first(model: PreTrainedModel, keys: Iterable[str]) -> list
 
 
 def _some_rank_is_empty(tensor: torch.Tensor) -> bool:
-    """Return whether dim 0 leaves the last rank without a row (3 ranks cut 4 rows into 2, 2, 0)."""
+    """Return True if dim 0 leaves the last rank without a row.
+
+    An example: 3 ranks split 4 rows into 2, 2 and 0.
+    """
     if not isinstance(tensor, DTensor):
         return False
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -254,9 +276,15 @@ def convert_then_slice(
     home: torch.device,
     info: Any,
 ) -> None:
-    """Convert whole groups of tensors on an unsharded copy, one at a time, then keep this rank's
-    slices on `home`. 4-bit weights are quantised on `device`; what happens to the keys is added to
-    `info`.
+    """Convert groups of tensors on an unsharded copy, one at a time, and keep this rank's slices.
+
+    Args:
+        model: sharded.
+        groups: to convert.
+        sources: key -> tensor.
+        device: that quantises 4-bit weights.
+        home: device of the slices.
+        info: account of keys, which is updated.
     """
     live = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
     packed = packed_weights(model)
@@ -266,12 +294,12 @@ def convert_then_slice(
     for name, parameter in unsharded.named_parameters():  # some stay fp32 where others are halved
         dtype = packed[name].source_dtype if name in packed else live[name].dtype
         parameter.data = torch.empty_like(parameter, dtype=dtype)
-    _emptied(unsharded)  # what is drawn in spite of meta is not to be taken for loaded
+    _emptied(unsharded)  # constructors may draw values on meta, which are not loaded ones
     for group in groups:
-        found = run_loader(unsharded, {k: sources[k] for k in group.keys}, torch.device("cpu"))
-        info.conversion_errors.update(found.conversion_errors)
-        info.unexpected_keys |= found.unexpected_keys
-        info.mismatched_keys |= found.mismatched_keys
+        group_info = run_loader(unsharded, {k: sources[k] for k in group.keys}, torch.device("cpu"))
+        info.conversion_errors.update(group_info.conversion_errors)
+        info.unexpected_keys |= group_info.unexpected_keys
+        info.mismatched_keys |= group_info.mismatched_keys
         for name, whole_tensor in _emptied(unsharded).items():
             if name in packed:
                 whole_tensor = packed[name].pack(whole_tensor.to(device))
@@ -282,12 +310,12 @@ def convert_then_slice(
 
 
 def _emptied(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of `model` that have bytes, and put empty ones on meta in their place."""
-    made = {n: t for n, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
-    for name, tensor in made.items():
+    """Collect the tensors of `model` that have bytes, and replace them by empty ones on meta."""
+    tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
+    for name, tensor in tensors.items():
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         set_tensor(
             model, name, nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         )
-    return {name: tensor.detach() for name, tensor in made.items()}
+    return {name: tensor.detach() for name, tensor in tensors.items()}

@@ -1,4 +1,15 @@
-"""Memory for a model on meta: random weights, empty shards for a checkpoint, buffers, adapters."""
+"""Give memory and values to a model on meta: random weights, empty shards, buffers, adapters.
+
+Random values come from transformers' `_init_weights`, one module at a time in host memory.
+
+[Note: drawn by module] A parameter's first value may come from the `_init_weights` of its
+module or of any module around it (Mamba's mixer writes the bias of its `dt_proj`). So for each
+module with parameters only those get memory, all others stay on meta, and `_init_weights` runs for
+the module and for everything around it, from inside to outside, as transformers walks. The seed is
+derived from the run's seed and the module's name, so the values depend on neither the number of
+ranks nor the other modules. A parameter that no `_init_weights` writes has the value of its
+constructor (openai-gpt's Conv1D): the model is built once more with memory for those.
+"""
 
 import contextlib
 import hashlib
@@ -36,10 +47,15 @@ def init_weights(
 ) -> None:
     """Materialise `model` on `device` with random weights, as its architecture draws. Collective.
 
-    The values depend on `seed` and the names of modules alone. Every rank draws every module, one
-    at a time on the host, and keeps its rows: DTensor's own random operators repeat themselves on a
-    CPU mesh. Adapters begin as in `load_pretrained`. `home`: where parameters live, if not on
-    `device` (`Sharded.home`).
+    The values depend only on `seed` and the names of modules. Every rank draws every module, one at
+    a time on the host, and keeps its rows, because DTensor's own random operators repeat themselves
+    on a CPU mesh. Adapters start as in `load_pretrained`.
+
+    Args:
+        model: on meta, sharded or not.
+        device: that computes.
+        seed: of the values.
+        home: device of the parameters, if not `device` (`Sharded.home`).
 
     Raises:
         LoadingError: a parameter cannot be drawn alone.
@@ -54,7 +70,7 @@ def init_weights(
 def materialise(
     model: PreTrainedModel, device: torch.device | str, home: torch.device | None = None
 ) -> None:
-    """Allocate `model`'s shards on `device` without values; buffers are computed. Collective."""
+    """Allocate `model`'s shards on `device` without values, and compute buffers. Collective."""
     if has_adapters(model):
         raise LoadingError(
             "a checkpoint of adapters does not hold the base: load it with load_pretrained or "
@@ -67,7 +83,7 @@ def materialise(
 def _fill(
     model: PreTrainedModel, device: torch.device, home: torch.device | None, seed: int | None
 ) -> None:
-    """Compute buffers, and draw parameters from `seed`; without one their memory is as it comes."""
+    """Compute buffers, and draw parameters from `seed`; without a seed only allocate them."""
     fill_missing(model, home or device, tied_families(model), dict(model.named_buffers()), seed)
     model.tie_weights()
     finish_placement(model, device)
@@ -80,8 +96,9 @@ def fill_missing(
     buffers: Iterable[str],
     seed: int | None,
 ) -> None:
-    """Compute the `buffers`, and draw the `parameters` on `home`; without a seed these get memory
-    only.
+    """Compute the `buffers`, and draw the `parameters` on `home`.
+
+    Without a seed the parameters only get memory.
     """
     built = build_with_buffers(model)
     for name in buffers:
@@ -117,8 +134,10 @@ def init_adapters(
 
 
 def finish_placement(model: nn.Module, device: torch.device) -> None:
-    """Move to `device` what offload does not keep in host memory: buffers, unsharded parameters. A
-    LoadingError names what is still on meta, or a tie that came apart.
+    """Move buffers and unsharded parameters to `device`, which offload does not keep on the host.
+
+    Raises:
+        LoadingError: a tensor is still on meta, or two tied parameters are no longer one.
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
     tensors = [*by_name.items(), *model.named_buffers()]
@@ -144,7 +163,7 @@ def finish_placement(model: nn.Module, device: torch.device) -> None:
 def place_parameter(
     model: nn.Module, names: list[str], part: torch.Tensor, reference: torch.Tensor
 ) -> None:
-    """Put this rank's `part` under all of `names`, laid out as `reference` is."""
+    """Store this rank's `part` under all of `names`, laid out as `reference` is."""
     value: torch.Tensor = part.to(reference.dtype)
     if isinstance(reference, DTensor):
         value = like_dtensor(reference, value)
@@ -156,31 +175,35 @@ def place_parameter(
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Put `value` in the place of a parameter or a buffer."""
+    """Replace a parameter or a buffer by `value`."""
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, value)
 
 
-_DRAWN = "_is_hf_initialized"  # by which transformers leaves a parameter alone
+_DRAWN = "_is_hf_initialized"  # transformers does not initialise parameters with this mark
 
 
 def build_with_buffers(
-    model: PreTrainedModel, seed: int = 0, kept: Iterable[tuple[type, str]] = ()
+    model: PreTrainedModel, seed: int = 0, in_memory: Iterable[tuple[type, str]] = ()
 ) -> PreTrainedModel:
-    """Return `model` built anew, unsharded, in fp32: buffers in host memory, parameters on meta.
+    """Build `model` again, unsharded and in fp32: buffers in host memory, parameters on meta.
 
-    Except those in `kept`, as (class of a module, name in it), which get values. `from_pretrained`
-    computes buffers in fp32, too, and rounds once.
+    `from_pretrained` computes buffers in fp32, too, and rounds once.
+
+    Args:
+        model: sharded or not.
+        seed: of the constructors' draws.
+        in_memory: parameters that get values, as (class of the module, name in it).
     """
     # Parameters on meta count as drawn: their constructors, too, then draw nothing.
     guard = transformers_private("initialization", "guard_torch_init_functions")
-    with forked_rng(), _parameters_on_meta(set(kept)), guard():
+    with forked_rng(), _parameters_on_meta(set(in_memory)), guard():
         torch.default_generator.manual_seed(seed)
         try:
             built = build(original_class(model), model.config, torch.float32)
         except Exception as error:  # an architecture may do anything on its way
             name = original_class(model).__name__
-            raise LoadingError(f"{name} cannot be built anew ({one_line(error)})") from error
+            raise LoadingError(f"{name} cannot be built again ({one_line(error)})") from error
     for parameter in built.parameters():
         vars(parameter).pop(_DRAWN, None)
     return built
@@ -189,10 +212,18 @@ def build_with_buffers(
 def draw_values(
     model: PreTrainedModel, built: PreTrainedModel, names: Iterable[str], seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, first value) of the parameters `names`: whole, in fp32, on the CPU.
+    """Yield (name, first value) of the parameters `names`: complete, in fp32, on the CPU.
 
-    Needs the memory of one module's own parameters. `built`: of `model` by `with_buffers`. A
-    LoadingError names a parameter that gets no value, or cannot be drawn alone.
+    Needs the memory of one module's own parameters.
+
+    Args:
+        model: sharded or not.
+        built: of `model` by `build_with_buffers`.
+        names: of parameters.
+        seed: of the run.
+
+    Raises:
+        LoadingError: a parameter gets no value, or cannot be drawn alone.
     """
     modules: dict[str, dict[str, str]] = {}  # module -> leaf -> the name that was asked for
     for name in names:
@@ -210,8 +241,8 @@ def draw_values(
             else:
                 yield leaves[leaf], value
     if unwritten:
-        kept = [(type(built.get_submodule(path)), leaf) for path, leaf in unwritten]
-        constructed = build_with_buffers(model, seed, kept)
+        constructed_names = [(type(built.get_submodule(path)), leaf) for path, leaf in unwritten]
+        constructed = build_with_buffers(model, seed, constructed_names)
         for path, leaf in unwritten:
             value = constructed.get_submodule(path).get_parameter(leaf).detach()
             name = modules[path][leaf]
@@ -221,38 +252,41 @@ def draw_values(
 
 
 def _drawn_in(built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int) -> Tensors:
-    """Return the first values of parameters of the module `path`; NaN where nothing was written."""
+    """Draw the first values of parameters of the module `path`; NaN where nothing was written."""
     from transformers.initialization import guard_torch_init_functions
 
     around = [(built, built.get_submodule(""))]
     for part in path.split(".") if path else ():
         owner, module = around[-1][0], around[-1][1].get_submodule(part)
         around.append((module if isinstance(module, PreTrainedModel) else owner, module))
-    own: dict[str, Any] = around[-1][1]._parameters
-    before = dict(own)
+    parameters: dict[str, Any] = around[-1][1]._parameters
+    before = dict(parameters)
     digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
     try:
         with torch.no_grad(), forked_rng(), guard_torch_init_functions():
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            own.update({leaf: _unwritten(before[leaf]) for leaf in leaves})
+            parameters.update({leaf: _unwritten(before[leaf]) for leaf in leaves})
             for owner, module in reversed(around):
                 owner._init_weights(module)
-        return {leaf: own[leaf].detach() for leaf in leaves}
+        return {leaf: parameters[leaf].detach() for leaf in leaves}
     except Exception as error:  # an architecture may do anything on its way
         raise _not_drawn(built, path, one_line(error)) from error
     finally:
-        own.update(before)
+        parameters.update(before)
 
 
 def _unwritten(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter in host memory that holds NaN, with the same marks."""
+    """Create a parameter in host memory that holds NaN, with the same marks."""
     fill = float("nan") if parameter.is_floating_point() else 0
-    made = nn.Parameter(torch.full_like(parameter, fill, device="cpu"), parameter.requires_grad)
-    vars(made).update(vars(parameter))  # by which `_init_weights` leaves some alone
-    return made
+    parameter_of_nan = nn.Parameter(
+        torch.full_like(parameter, fill, device="cpu"), parameter.requires_grad
+    )
+    vars(parameter_of_nan).update(vars(parameter))  # by which `_init_weights` leaves some alone
+    return parameter_of_nan
 
 
 def _not_drawn(model: nn.Module, name: str, why: str) -> LoadingError:
+    """Build the error for a parameter without a first value."""
     return LoadingError(
         f"the first values of {name} of {type(model).__name__} cannot be drawn ({why}); save a "
         "random start with transformers and load that"
@@ -260,12 +294,12 @@ def _not_drawn(model: nn.Module, name: str, why: str) -> LoadingError:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta(kept: set[tuple[type, str]]) -> Iterator[None]:
-    """Have modules that are built keep their parameters on meta, except `kept`."""
+def _parameters_on_meta(exceptions: set[tuple[type, str]]) -> Iterator[None]:
+    """Let modules that are built keep their parameters on meta, except `kept`."""
     register, in_memory = nn.Module.register_parameter, set()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and (type(module), name) in kept:
+        if parameter is not None and (type(module), name) in exceptions:
             in_memory.add(parameter)
         if parameter is not None and not parameter.is_meta and parameter not in in_memory:
             empty = torch.empty_like(parameter, device="meta")
@@ -275,7 +309,7 @@ def _parameters_on_meta(kept: set[tuple[type, str]]) -> Iterator[None]:
 
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    if kept:  # fresh memory then holds NaN
+    if exceptions:  # fresh memory then holds NaN
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with mock.patch.object(nn.Module, "register_parameter", on_meta):

@@ -1,4 +1,4 @@
-"""A checkpoint into shards: each rank reads its slices, and what does not fit is refused."""
+"""Load a checkpoint into shards: each rank reads its slices, and a mismatch is an error."""
 
 import copy
 import sys
@@ -37,7 +37,7 @@ from toolkit.tables import size_text
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Counts of what one rank read."""
+    """Counts of the tensors and bytes that one rank read."""
 
     tensors: int  # tensors in the checkpoint
     file_bytes: int  # bytes of those tensors
@@ -55,28 +55,31 @@ def load_or_init(
     empty: bool = False,
     say: Callable[[str], object] = ranks.log_once,
 ) -> None:
-    """Materialise a sharded model on `device` as a run begins. Collective.
+    """Materialise a sharded model on `device` at the start of a run. Collective.
 
     Args:
+        sharded: the model, on meta.
+        cfg: where its weights come from.
+        device: that computes.
         seed: of random weights, and of the first values of adapters.
-        empty: a checkpoint of the run is restored next, which holds all values but those of a base
-            under adapters.
+        empty: a checkpoint of the run is restored next, which holds all values except those of a
+            base under adapters.
         say: prints a line, on one rank.
     """
     model, home, target = sharded.model, sharded.home, torch.device(device)
-    what = "base       " if has_adapters(model) else "weights    "
+    label = "base       " if has_adapters(model) else "weights    "
     if empty and not has_adapters(model):
         materialise(base_of(model), target, home)
-        say(f"{what}those of the run's checkpoint")
+        say(f"{label}those of the run's checkpoint")
     elif cfg.init == "random":
         init_weights(model, target, seed, home)
-        say(f"{what}random, drawn from seed {seed}")
+        say(f"{label}random, drawn from seed {seed}")
     else:
         folder = ranks.collective(formats.local_folder)(cfg.name_or_path, cfg.revision)
         # A resumed base is compared with the sums of its first start.
         report = load_pretrained(model, folder, target, seed=seed, home=home, prove=not empty)
         say(
-            f"{what}{cfg.name_or_path}: {report.tensors} tensors, {size_text(report.file_bytes)}; "
+            f"{label}{cfg.name_or_path}: {report.tensors} tensors, {size_text(report.file_bytes)}; "
             f"this rank read {size_text(report.bytes_requested)} in {report.seconds:.1f} s"
         )
         if report.proof:
@@ -92,24 +95,26 @@ def load_pretrained(
     home: torch.device | None = None,
     prove: bool = True,
 ) -> LoadReport:
-    """Materialise `model` on `device` with the weights of a Hugging Face checkpoint. Collective.
+    """Load the weights of a Hugging Face checkpoint into `model` on `device`. Collective.
 
-    Every rank reads only its slices of each tensor, cast to the parameter's storage dtype; memory
-    beyond the shards stays below the largest tensor. Under adapters they are those of the base.
+    Every rank reads only its slices of each tensor, cast to the parameter's storage dtype. Memory
+    beyond the shards stays below the largest tensor. Under adapters the weights are those of the
+    base.
 
     Args:
         model: from `build_on_meta` or `add_adapters`, sharded or not.
         path: folder or Hub id of the checkpoint (safetensors).
-        seed: of what the checkpoint lacks: the head of a new reward model, and the adapters' first
-            values; the same for any number of ranks.
-        home: where parameters live, if not on `device` (`Sharded.home`).
+        device: that computes.
+        seed: of parameters that the checkpoint lacks: the head of a new reward model, and the
+            adapters' first values. They are the same for any number of ranks.
+        home: device of the parameters, if not `device` (`Sharded.home`).
         prove: compare memory with the files, which are read a second time; see [Note: proof of a
             load].
 
     Raises:
-        LoadingError: on every rank, with the tensors named: missing or unexpected keys, other
-            shapes, a damaged file, a parameter left on meta, values that are not those of the
-            file, NaN or infinity in what is trained.
+        LoadingError: on every rank, with the names of the tensors: missing or unexpected keys,
+            other shapes, a damaged file, a parameter still on meta, values that differ from the
+            file's, NaN or infinity in trained parameters.
     """
     begun, target = time.perf_counter(), torch.device(device)
     folder = ranks.collective(formats.local_folder)(str(path))
@@ -137,10 +142,12 @@ def load_pretrained(
 
 @ranks.collective
 def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
-    """Refuse weights that are not those of `model`, before their bytes are read. Collective.
+    """Check that the weights fit `model`, before their bytes are read. Collective.
 
-    Plays the load through on a copy of `model`, which is not yet sharded, from the headers. A
-    LoadingError names the tensors that are missing, unknown or of another shape.
+    Runs the load from the headers on a copy of `model`, which is not sharded yet.
+
+    Raises:
+        LoadingError: tensors are missing, unknown or of another shape.
     """
     if cfg.init == "random":
         return
@@ -154,12 +161,13 @@ def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
 
 
 def _entries(model: PreTrainedModel, files: list[Path]) -> dict[str, formats.StoredTensor]:
-    """Return the tensors in `files`, without the head of a causal LM that a reward model is made
-    of.
+    """Read the headers of the tensors in `files`.
+
+    The head of a causal LM from which a reward model is built is skipped.
     """
     assets = formats.assets_of(model)
-    left = {part for key in assets.head_left_out for part in assets.stored.get(key, (key,))}
-    return {key: e for key, e in formats.read_weights(files).items() if key not in left}
+    skipped = {part for key in assets.head_left_out for part in assets.stored.get(key, (key,))}
+    return {key: e for key, e in formats.read_weights(files).items() if key not in skipped}
 
 
 def _note_carried(
@@ -168,47 +176,53 @@ def _note_carried(
     cfg: ModelConfig,
     entries: dict[str, formats.StoredTensor],
 ) -> None:
-    """Say what of the checkpoint is not loaded, and note from where exports copy it."""
+    """Log which parts of the checkpoint are not loaded, and record from where exports copy them."""
     assets = formats.assets_of(model)
     if assets.drawn:
         names = ", ".join(assets.head_left_out)
-        left = f"; {names} of {cfg.name_or_path} is left out" if names else ""
+        skipped = f"; {names} of {cfg.name_or_path} is skipped" if names else ""
         ranks.log_once(
-            f"head       {', '.join(assets.drawn)} of {model_class_name(model)} is new, drawn from the "
-            f"run's seed{left}"
+            f"head       {', '.join(assets.drawn)} of {model_class_name(model)} is new, drawn from "
+            f"the run's seed{skipped}"
         )
     if assets.whole is not None:
-        whole = assets.whole[0].__name__
+        full_class = assets.whole[0].__name__
         ranks.log_once(
-            f"text part  {model_class_name(model)} is trained: {whole} has no forward for text alone "
-            f"({find_text_fault(*assets.whole)})"
+            f"text part  {model_class_name(model)} is trained: {full_class} has no forward for "
+            f"text alone ({find_text_fault(*assets.whole)})"
         )
     if assets.stored:
-        kept = f"{len(assets.stored)} of {len(assets.source or ())} tensors of {cfg.name_or_path}"
+        share = f"{len(assets.stored)} of {len(assets.source or ())} tensors of {cfg.name_or_path}"
         method = assets.reader.quantization_config.quant_method
         ranks.log_once(
-            f"stored     {kept} are in {getattr(method, 'value', method)}, read in full precision; "
-            "exports hold them so, without a quantization_config"
+            f"stored     {share} are in {getattr(method, 'value', method)}, read in full "
+            "precision; exports hold them in full precision, without a quantization_config"
         )
     carried = formats.source_keys(model, assets.source or ()).carried
     if not carried or ranks.rank() != 0:
         return
     digest = base_digest(folder, cfg.name_or_path, cfg.revision)
-    named = {"name_or_path": assets.name_or_path, "revision": assets.revision}
-    assets.origin = {**named, "digest": digest}
+    origin = {"name_or_path": assets.name_or_path, "revision": assets.revision}
+    assets.origin = {**origin, "digest": digest}
     size = sum(entries[k].nbytes for n in carried for k in assets.stored.get(n, (n,)))
-    beside = formats.told(carried, assets.source or ())
+    tensors = formats.told(carried, assets.source or ())
     ranks.log_once(
-        f"carried    {model_class_name(model)} does not load {beside}; {size_text(size)}, which exports "
-        f"copy from {cfg.name_or_path}: keep that"
+        f"carried    {model_class_name(model)} does not load {tensors}; {size_text(size)}, which "
+        f"exports copy from {cfg.name_or_path}: keep that"
     )
 
 
 def find_misfits(
     model: PreTrainedModel, entries: dict[str, formats.StoredTensor]
 ) -> dict[str, list[str]]:
-    """Return what would keep transformers from loading `entries` into `model`, which is on meta and
-    not sharded, and stays so: kind -> tensors.
+    """Find the reasons why transformers could not load `entries` into `model`.
+
+    Args:
+        model: on meta and not sharded; it is not changed.
+        entries: the tensors of a checkpoint.
+
+    Returns:
+        Kind of problem -> tensors.
     """
     meta = torch.device("meta")
     sources = {}
@@ -221,7 +235,7 @@ def find_misfits(
         whole = torch.empty(layer.shape, dtype=layer.source_dtype, device=meta)
         set_tensor(without_bytes, name, nn.Parameter(whole, requires_grad=False))
     info = convert.run_loader(without_bytes, sources, meta)
-    if info.conversion_errors:  # a conversion that looks at values: the load itself will tell
+    if info.conversion_errors:  # a conversion that needs values: only the load itself can check it
         return {}
     convert.resolve_keys(without_bytes, info)
     return convert.key_problems(info)
@@ -231,7 +245,11 @@ def find_misfits(
 def _stream(
     model: PreTrainedModel, folder: Path, path: str, device: torch.device, home: torch.device
 ) -> tuple[Any, tuple[int, int, int]]:
-    """Read this rank's slices; return the account of keys and (tensors, bytes, bytes requested)."""
+    """Read this rank's slices.
+
+    Returns:
+        The account of keys, and (tensors, bytes, requested bytes).
+    """
     entries = _entries(model, formats.weight_files(folder, path))
     _check_shapes(model, entries)
     packed = packed_weights(model)
@@ -265,7 +283,7 @@ def _settle(
     frozen: set[str],
     seed: int,
 ) -> None:
-    """Tie, compute what no checkpoint holds, and refuse what does not fit or stayed on meta."""
+    """Tie, compute buffers and missing parameters, and refuse an incomplete load."""
     convert.resolve_keys(model, info)
     for name, parameter in _parameters(model).items():
         parameter.requires_grad_(name not in frozen)  # the loader makes new ones that have one
@@ -277,18 +295,20 @@ def _settle(
     finish_placement(model, device)
 
 
-def _refuse(model: PreTrainedModel, folder: Path, found: dict[str, list[str]]) -> None:
-    if found:
+def _refuse(model: PreTrainedModel, folder: Path, problems_by_kind: dict[str, list[str]]) -> None:
+    """Raise a LoadingError if there are problems."""
+    if problems_by_kind:
         raise LoadingError(
             f"{folder} does not fit {model_class_name(model)} as its config.json describes it: "
-            f"{convert.format_problems(found)}. Give a folder whose config.json and weights belong together"
+            f"{convert.format_problems(problems_by_kind)}. Give a folder whose config.json and "
+            "weights belong together"
         )
 
 
 def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.StoredTensor]) -> None:
-    """Refuse other shapes from the headers, before a byte is read."""
-    held = model.state_dict(keep_vars=True)
-    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    """Compare shapes with the headers, before a byte is read."""
+    state = model.state_dict(keep_vars=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     shapes |= {name: layer.shape for name, layer in packed_weights(model).items()}
     in_parts = {key for keys in formats.assets_of(model).stored.values() for key in keys}
     for name in [name for name in entries if name in shapes and name not in in_parts]:
@@ -301,7 +321,7 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.StoredTenso
 
 
 def _resized_rows(model: PreTrainedModel, name: str, entry: formats.StoredTensor) -> int | None:
-    """Return the new number of rows of what `resize_embeddings` changed; None of all else."""
+    """Return the new number of rows of a tensor that `resize_embeddings` changed, else None."""
     before = formats.assets_of(model).resized
     if not entry.shape or entry.shape[0] not in before.values():
         return None
@@ -313,5 +333,5 @@ def _resized_rows(model: PreTrainedModel, name: str, entry: formats.StoredTensor
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return every name of every parameter."""
+    """Map every name, tied ones included, to its parameter."""
     return dict(model.named_parameters(remove_duplicate=False))

@@ -1,16 +1,17 @@
-"""Proof that a loaded model holds the bytes of its files.
+"""Prove that a loaded model holds the bytes of its files.
 
-[Note: proof of a load] After a load, each rank sums the bits of its parts where they are, on the
-device. The files are read once more, divided among the ranks, cast as the load cast them, and
-summed; both must agree. So a byte that changed between file and memory is an error that names the
-tensor. A run with adapters keeps the sums of its base in each checkpoint: a resume compares with
-those and does not read the files again.
+[Note: proof of a load] After a load, each rank sums the bits of its parts on their device. The
+files are read once more, divided among the ranks, cast as the load cast them, and summed; both sums
+must agree. So a byte that changed between file and memory is an error that names the tensor. A run
+with adapters keeps the sums of its base in each checkpoint. A resume compares with those and does
+not read the files again.
 
-Tensors that are merged, split or turned while they are loaded (fused experts) are compared by a sum
-that does not depend on the order of the elements. Not compared: tensors that a load computes
+Tensors that are merged, split or transposed while they are loaded (fused experts) are compared by a
+sum that does not depend on the order of the elements. Tensors that a load computes are not compared
 (4-bit and 8-bit weights, rows that `resize_embeddings` adds).
 
-Costs a read of the files by all ranks together, which the page cache of a machine may still hold.
+The proof costs a read of the files by all ranks together, which the page cache of a machine may
+still hold.
 """
 
 import collections
@@ -38,16 +39,17 @@ _MOVES = {
 
 
 def untied_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the parameters and saved buffers of `model`, tied ones once."""
+    """Collect the parameters and saved buffers of `model`, tied ones once."""
     aliases = tied_names(model)
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if name not in aliases}
 
 
 def compute_base_sums(model: PreTrainedModel) -> dict[str, int]:
-    """Return the checksums of the tensors of a loaded base, for its checkpoints. Collective.
+    """Compute the checksums of the tensors of a loaded base, for its checkpoints. Collective.
 
-    LoadingError: copies of one tensor differ on the ranks.
+    Raises:
+        LoadingError: the ranks hold different copies of a tensor.
     """
     sums = whole_sums(untied_tensors(model)) or {}
     if different := sorted(name for name, total in sums.items() if not total.is_alike()):
@@ -58,10 +60,19 @@ def compute_base_sums(model: PreTrainedModel) -> dict[str, int]:
 
 
 def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTensor]) -> str:
-    """Compare the tensors of a loaded `model` with its files, whose tensors are `entries`; return a
-    log line. Collective; see [Note: proof of a load].
+    """Compare the tensors of a loaded `model` with its files. Collective.
 
-    LoadingError names the tensors that differ.
+    See [Note: proof of a load].
+
+    Args:
+        model: loaded, without adapters.
+        entries: the tensors in its files.
+
+    Returns:
+        A log line; empty if the other ranks do not exist.
+
+    Raises:
+        LoadingError: tensors differ; names them.
     """
     begun = time.perf_counter()
     tensors = untied_tensors(model)
@@ -107,8 +118,9 @@ def _without_cast_nan(
     entries: Mapping[str, formats.StoredTensor],
     tensors: Mapping[str, torch.Tensor],
 ) -> list[str]:
-    """Return `wrong` without tensors that hold NaN and were cast: which of the NaNs of a dtype a
-    cast gives depends on the place in memory. `refuse_not_finite` names them. Collective.
+    """Drop the names of tensors that were cast and hold NaN. Collective.
+
+    Which NaN a cast produces depends on the place in memory. `check_finite` names such tensors.
     """
 
     def is_cast_nan(name: str) -> bool:
@@ -121,8 +133,9 @@ def _without_cast_nan(
 
 
 def check_finite(model: nn.Module, path: str) -> None:
-    """Raise a LoadingError if a trained parameter of a loaded `model` holds NaN or infinity; log a
-    warning for frozen ones. Collective; reads this rank's parts once.
+    """Raise a LoadingError if a trained parameter of `model` holds NaN or infinity. Collective.
+
+    Frozen parameters only cause a warning. Reads this rank's parts once.
     """
     packed = packed_weights(model)  # bytes that are no numbers
     parameters = {
@@ -153,10 +166,12 @@ def check_finite(model: nn.Module, path: str) -> None:
 
 
 def _first_names(names: list[str]) -> str:
+    """Format the first three names and the number of the others."""
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def _fault(problem: str, names: list[str]) -> str:
+    """Format the error for tensors that differ after a load."""
     return (
         f"{problem}: {len(names)} tensor(s) differ after the load: {_first_names(names)}. A "
         "device, its driver, the disk or the memory of a machine is at fault; start again, without "
@@ -169,8 +184,11 @@ def _comparable(
     entries: Mapping[str, formats.StoredTensor],
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, LoadGroup], dict[str, LoadGroup], int]:
-    """Return parameter -> its group: of the parameters that are copied, and of those whose elements
-    are moved. Third is the number of tensors that are computed.
+    """Find the parameters that can be compared with the files.
+
+    Returns:
+        Parameter -> group, of parameters that are copied; the same of parameters whose elements are
+        moved; the number of tensors that a load computes.
     """
     assets, packed, first = formats.assets_of(model), packed_weights(model), tied_names(model)
     in_parts = {key for keys in assets.stored.values() for key in keys}
@@ -195,10 +213,12 @@ def _comparable(
 
 
 def _numel(entry: formats.StoredTensor) -> int:
+    """Count the elements of a stored tensor."""
     return entry.nbytes // entry.dtype.itemsize
 
 
 def _bytes(group: LoadGroup, entries: Mapping[str, formats.StoredTensor]) -> int:
+    """Count the bytes of a group's tensors."""
     return sum(entries[key].nbytes for key in group.keys)
 
 
@@ -209,7 +229,7 @@ def _file_sum(
     *,
     in_rows: bool,
 ) -> int:
-    """Return the checksum of a group's tensors as its files hold them, cast to `dtype`."""
+    """Compute the checksum of a group's tensors as the files hold them, cast to `dtype`."""
     total = 0
     for key in group.keys:
         for first, rows in _cast_blocks(entries[key], dtype):
