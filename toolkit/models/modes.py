@@ -27,7 +27,7 @@ def get_random_state() -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let `module` run `forward` instead of its own within the context."""
+    """Replace the forward of `module` by `forward` within the context."""
     before = vars(module).get("forward")
     vars(module)["forward"] = forward
     try:
