@@ -120,8 +120,8 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
     reshard_values: dict[str, bool | int | str] = {
         "reshard_after_forward": cfg.reshard_after_forward
     }
-    for pattern, value in cfg.reshard_after_forward_overrides.items():
-        reshard_values[f"reshard_after_forward_overrides[{pattern}]"] = value
+    for pattern, override in cfg.reshard_after_forward_overrides.items():
+        reshard_values[f"reshard_after_forward_overrides[{pattern}]"] = override
     for name, value in reshard_values.items():
         if not isinstance(value, bool | str) and (value < 1 or shards % value):
             raise ShardingError(
