@@ -339,7 +339,7 @@ def test_what_it_does_not_know_is_refused_by_name():
             attention._attention("sdpa", module, q, q, q, None, **borders, **unknown)
     for wrong in ({"is_causal": False}, {"attention_mask": q}):
         given = {"attention_mask": None} | wrong
-        with pytest.raises(ModelError, match="mask of its own"):
+        with pytest.raises(ModelError, match="its own mask"):
             attention._attention("sdpa", module, q, q, q, **given, **borders)
 
 

@@ -235,7 +235,7 @@ def test_wrong_settings_end_before_anything_begins(start, tmp_path, flags, said)
 
 def test_a_mesh_that_does_not_make_the_processes(start, tmp_path) -> None:
     done = start("--sharding.dp_replicate", "2")
-    refused(done, "dp_replicate 2 x dp_shard -1", "1 process", "-1 takes all")
+    refused(done, "dp_replicate 2 x dp_shard -1", "1 process", "set one of them to -1")
     refused(start("--sharding.reshard_after_forward", "3"), "reshard_after_forward 3", "divide")
     assert not (tmp_path / "run").exists()
 
