@@ -1,8 +1,8 @@
-"""Preference objectives: what pairs of answers teach, by the log-probability of each answer.
+"""Preference losses of pairs of answers, and of single answers with a label.
 
-[Note: preference objectives] S is the sum of the log-probabilities of an answer's learned tokens,
-R the same by the reference, n their number; c is the chosen answer of a pair and w the rejected
-one; r = S - R, d = r_c - r_w, m = S / n. Sources:
+[Note: preference objectives] S is the sum of the log-probabilities of the supervised tokens of an
+answer, R the same sum by the reference model, n the number of these tokens. c is the chosen answer
+of a pair and w the rejected one; r = S - R, d = r_c - r_w, m = S / n. Sources:
 
     sigmoid        DPO, Rafailov et al. 2023, arXiv:2305.18290; with label_smoothing cDPO
     robust         Chowdhury et al. 2024, arXiv:2403.00409
@@ -12,15 +12,15 @@ one; r = S - R, d = r_c - r_w, m = S / n. Sources:
     apo_zero       D'Oosterlinck et al. 2024, arXiv:2408.06266
     simpo          Meng et al. 2024, arXiv:2405.14734; without a reference
     orpo           Hong et al. 2024, arXiv:2403.07691; without a reference
-    kto            Ethayarajh et al. 2024, arXiv:2402.01306; of single answers
-    reward         Bradley and Terry 1952, of the rewards s; margins as Touvron et al. 2023,
-                   arXiv:2307.09288, centring as Eisenstein et al. 2023, arXiv:2312.09244
+    kto            Ethayarajh et al. 2024, arXiv:2402.01306; single answers with a label
+    reward         Bradley and Terry 1952, on rewards s; margins as in Touvron et al. 2023,
+                   arXiv:2307.09288; centring as in Eisenstein et al. 2023, arXiv:2312.09244
     rpo_alpha      adds the cross entropy of chosen answers, Pang et al. 2024, arXiv:2404.19733
 
-Each is a mean over the pairs of the global batch; the cross entropy in rpo_alpha and orpo is a mean
-over the tokens of its chosen answers, in orpo of their prompts too, as its authors' code has it.
-What follows the sums S is computed in float64: a few numbers a pair, whose differences float32
-would round by up to 0.004 where S is -7e4.
+Each loss is a mean over the pairs of the global batch. The cross entropy in rpo_alpha and orpo is a
+mean over the tokens of the chosen answers; in orpo also over their prompts, as in its authors'
+code. Everything after the sums S is computed in float64. These are a few numbers per pair, and
+float32 would round their differences by up to 0.004 if S is -7e4.
 """
 
 import math
@@ -38,13 +38,13 @@ from toolkit.mesh import View
 from toolkit.models.peft_model import disabled_adapters, has_adapters
 from toolkit.training.loss import LossSum, sequence_rewards, token_logps
 
-_LEAST = 2.0**-149  # the smallest positive float32 number
+_SMALLEST_FLOAT32 = 2.0**-149  # above zero
 _LOG_2 = math.log(2.0)
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The answers of a micro-batch, [pairs] each."""
+    """Log-probabilities and token counts of the answers of a micro-batch, [pairs] each."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -53,10 +53,11 @@ class _Pairs:
 
     @property
     def margin(self) -> torch.Tensor:
+        """How much higher the value of the chosen answer is, [pairs]."""
         return self.chosen - self.rejected
 
     def means(self) -> "_Pairs":
-        """Return the pairs with log-probabilities per token."""
+        """Divide the log-probabilities by the numbers of tokens."""
         return replace(
             self,
             chosen=self.chosen / self.n_chosen.clamp(min=1),
@@ -67,70 +68,84 @@ class _Pairs:
 def sequence_logps(
     model: nn.Module, batch: Batch, *, device_type: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed log-probability of each sequence's targets, followed by the sum over
-    targets that belong to no sequence (prompts): [n_sequences + 1] in fp32; and the numbers of
-    targets, int64.
+    """Sum the log-probabilities of each sequence's targets. Costs as much as `token_logps`.
 
-    Costs what `token_logps` does.
+    Returns:
+        The sum of each sequence, followed by the sum over targets that belong to no sequence
+        (prompts): fp32 [n_sequences + 1]; and the numbers of these targets, int64.
     """
     logps = token_logps(model, batch, device_type=device_type).flatten()
-    sums = logps.new_zeros(batch.n_sequences + 1).index_add(0, _owners(batch), logps)
-    return sums, _counts(batch)
+    sums = logps.new_zeros(batch.n_sequences + 1).index_add(0, _sequence_numbers(batch), logps)
+    return sums, _count_targets(batch)
 
 
 def base_model_logps(
     model: nn.Module, batch: Batch, *, device_type: str | None = None
 ) -> torch.Tensor:
-    """Compute the log-probability of each sequence with the adapters switched off, [n_sequences].
+    """Compute the log-probability of each sequence with the adapters switched off.
 
-    Costs a forward. Raises TrainingError for a model without adapters.
+    Costs one forward.
+
+    Returns:
+        fp32 [n_sequences], without a gradient.
+
+    Raises:
+        TrainingError: the model has no adapters.
     """
     if not has_adapters(model):
-        raise TrainingError("expected reference values in a batch, or a model with adapters")
+        raise TrainingError("expected a batch with reference values, or a model with adapters")
     with torch.no_grad(), disabled_adapters(model):
         return sequence_logps(model, batch, device_type=device_type)[0][:-1]
 
 
-def _owners(batch: Batch) -> torch.Tensor:
-    """Return the sequence of each position, `n_sequences` for none, [B * T]; TrainingError for a
-    batch without any.
+def _sequence_numbers(batch: Batch) -> torch.Tensor:
+    """Return the number of each position's sequence, [B * T]; `n_sequences` if it has none.
+
+    Raises:
+        TrainingError: the batch does not tell sequences apart.
     """
     if batch.sequences is None:
         raise TrainingError("expected a batch of pairs, got one without `sequences`")
     return batch.sequences.where(batch.sequences >= 0, batch.n_sequences).flatten()
 
 
-def _counts(batch: Batch) -> torch.Tensor:
-    """Return how many targets each sequence has, and last those of none, int64."""
+def _count_targets(batch: Batch) -> torch.Tensor:
+    """Count the targets of each sequence, then those of none: int64 [n_sequences + 1]."""
     targets = (batch.targets != IGNORED).flatten().long()
-    return targets.new_zeros(batch.n_sequences + 1).index_add(0, _owners(batch), targets)
+    return targets.new_zeros(batch.n_sequences + 1).index_add(0, _sequence_numbers(batch), targets)
 
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The loss of a micro-batch of pairs; see [Note: preference objectives]."""
+    """The loss of a micro-batch of pairs or labelled answers; see [Note: preference objectives]."""
 
     cfg: PreferenceConfig
     among: View
-    """The ranks whose batches are one (`Mesh.loss`)."""
+    """The ranks whose micro-batches make up the global batch (`Mesh.loss`)."""
     device_type: str | None = None
-    """Type of the device whose loss head is used; None: that of the batch."""
+    """Type of the device whose loss head is used, such as "cuda"; None: that of the batch."""
 
     def counts(self, batch: Batch) -> torch.Tensor:
-        """Return the number of terms of each mean in a micro-batch, int64 [2]: pairs, and tokens of
-        the cross entropy; of reward models [1], pairs.
+        """Count the terms of each mean in a micro-batch.
+
+        Returns:
+            int64 [2]: pairs, and tokens of the cross entropy. For reward models [1]: pairs.
         """
         pairs = _full(batch.n_sequences // 2, batch)
         if self.cfg.loss_type == "reward":
             return pairs[None]
-        counts = _counts(batch)
+        counts = _count_targets(batch)
         return torch.stack([pairs, counts[:-1:2].sum() + counts[-1]])
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Compute the sums of both means' terms, [2] with counts [2], of reward models [1] each,
-        and the sums of the metrics (`preference_metrics`).
+        """Sum the loss and its metrics (`preference_metrics`) over a micro-batch.
 
-        A batch without pairs gives exact zeros with gradients of zeros.
+        Returns:
+            The terms of both means summed, [2], and their counts, [2]; for reward models [1] each.
+            A batch without pairs gives exact zeros, and gradients of zeros.
+
+        Raises:
+            TrainingError: a reference is needed, and neither the batch nor the model has one.
         """
         if self.cfg.loss_type == "reward":
             return self._reward_loss(model, batch)
@@ -142,7 +157,7 @@ class PreferenceLoss:
             return self._kto_loss(model, batch, reference.view(-1, 2))
         sums, counts = sequence_logps(model, batch, device_type=self.device_type)
         sums = sums.double()  # see [Note: preference objectives]
-        policy = _Pairs(*(x[at:-1:2] for x in (sums, counts) for at in (0, 1)))
+        policy = _Pairs(sums[0:-1:2], sums[1:-1:2], counts[0:-1:2], counts[1:-1:2])
         rewards = policy
         if self.cfg.needs_reference and reference is not None:
             rewards = replace(
@@ -168,8 +183,9 @@ class PreferenceLoss:
         return LossSum(terms.sum()[None].float(), self.counts(batch), metrics)
 
     def _pair_metrics(self, rewards: _Pairs, policy: _Pairs) -> dict[str, torch.Tensor]:
-        """Return the sums over pairs of the metrics of an objective of pairs."""
-        if self.cfg.loss_type in ("simpo", "orpo"):  # without a reference all is per token
+        """Sum the metrics of a loss of pairs over the pairs."""
+        if self.cfg.loss_type in ("simpo", "orpo"):
+            # These losses have no reference and compare means over tokens.
             rewards, policy = rewards.means(), policy.means()
         chosen, rejected = (self.cfg.beta * r.detach() for r in (rewards.chosen, rewards.rejected))
         return _reward_metrics(chosen, rejected) | {
@@ -178,11 +194,14 @@ class PreferenceLoss:
         }
 
     def _kto_loss(self, model: nn.Module, batch: Batch, reference: torch.Tensor) -> LossSum:
-        """Compute KTO's loss of answers with a label; `reference` is [answers, 2].
+        """Compute the KTO loss of answers with a label.
 
         Each answer is followed by an answer of another row to the same prompt. The mean reward of
-        those, over the micro-batches of all ranks, is the point from which gains and losses count.
-        It has no gradient, so they cost a forward only.
+        these partners, over the micro-batches of all ranks, is the point from which gains and
+        losses count. It has no gradient, so the partners cost only a forward.
+
+        `reference` holds the log-probabilities of answers and partners by the reference,
+        [answers, 2].
         """
         cfg, desirable, beta = self.cfg, batch.columns.get("desirable"), self.cfg.beta
         answers = batch.n_sequences // 2
@@ -193,7 +212,7 @@ class PreferenceLoss:
         gains = (partners - reference[:, 1]).sum()
         total, count = self.among.sum(torch.stack([gains, _full(answers, batch).to(gains.dtype)]))
         point = (total / count.clamp(min=1)).clamp(min=0)
-        # 1 - sigmoid(x) is sigmoid(-x), which stays exact where sigmoid(x) rounds to 1.
+        # 1 - sigmoid(x) is computed as sigmoid(-x), which is exact even if sigmoid(x) rounds to 1.
         terms = torch.where(
             desirable,
             cfg.desirable_weight * torch.sigmoid(beta * (point - rewards)),
@@ -206,11 +225,13 @@ class PreferenceLoss:
         return LossSum(total, self.counts(batch), metrics, counts)
 
     def _answer_logps(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probabilities of answers, and without a gradient those of the answers that
-        they are compared with, [answers] each.
+        """Compute the log-probabilities of answers, and without a gradient those of their partners.
 
-        Always two forwards, since all ranks must run as many: also for a batch that holds nothing,
-        or that was not split, whose answers cost as much as those that get a gradient.
+        This always takes two forwards, because all ranks must run the same number. That holds for
+        an empty batch, too, and for a batch that was not split into halves.
+
+        Returns:
+            Log-probabilities of answers and of partners, float64 [answers] each.
         """
         answers, partners = batch.halves or (batch, batch)
         with torch.no_grad():
@@ -221,7 +242,7 @@ class PreferenceLoss:
 
 
 def _full(value: int, batch: Batch) -> torch.Tensor:
-    """Return `value` as a tensor on the device of a batch, int64 0-d, for which no host waits."""
+    """Make a 0-d int64 tensor on the device of a batch, without waiting for the device."""
     return torch.full((), value, dtype=torch.int64, device=batch.targets.device)
 
 
@@ -230,7 +251,7 @@ def _zero(batch: Batch) -> torch.Tensor:
 
 
 def _reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the sums over pairs of rewards, of their margin, and of pairs in the right order."""
+    """Sum rewards, margins and correctly ordered pairs over the pairs."""
     return {
         "reward_chosen": chosen.sum(),
         "reward_rejected": rejected.sum(),
@@ -242,8 +263,12 @@ def _reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, t
 def _label_metrics(
     desirable: torch.Tensor, rewards: torch.Tensor, logps: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the sums of rewards and log-probabilities by label, and the number of terms of each.
-    The margin is the difference of two means, of which each label has one.
+    """Sum rewards and log-probabilities by label.
+
+    The margin is the difference between the means of the two labels.
+
+    Returns:
+        Name of a metric -> its sum, and name -> the number of its terms.
     """
     sums, counts = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for side, members in (("chosen", desirable), ("rejected", ~desirable)):
@@ -257,7 +282,7 @@ def _label_metrics(
 
 
 def _smoothed(cfg: PreferenceConfig, logits: torch.Tensor) -> torch.Tensor:
-    """Return -log sigmoid, labels being wrong with the probability `label_smoothing`."""
+    """Compute -log sigmoid for labels that are wrong with the probability `label_smoothing`."""
     e = cfg.label_smoothing
     return -(1 - e) * F.logsigmoid(logits) - e * F.logsigmoid(-logits)
 
@@ -278,20 +303,22 @@ def _orpo(cfg: PreferenceConfig, pairs: _Pairs) -> torch.Tensor:
 
 
 def log_odds(logps: torch.Tensor) -> torch.Tensor:
-    """Return log(p / (1 - p)) of log-probabilities log p <= 0, in float64.
+    """Compute log(p / (1 - p)) of log-probabilities log p <= 0, in float64.
 
     Value and gradient are finite and exact for all float32 numbers below 0. A log-probability of 0
-    counts as the largest number below 0 and gets no gradient. The gradient, which grows as 1 / log
-    p, is bounded by the largest float32 number. log(1 - p) by `expm1` where p is large and by
-    `log1p` elsewhere: Mächler 2012, "Accurately computing log(1 - exp(-|a|))".
+    counts as the largest number below 0 and gets no gradient. The gradient grows as 1 / log p and
+    is clamped to the largest float32 number. log(1 - p) is computed with `expm1` for large p and
+    with `log1p` for small p: Mächler 2012, "Accurately computing log(1 - exp(-|a|))".
     """
-    wide = logps.double().clamp(max=-_LEAST)
+    wide = logps.double().clamp(max=-_SMALLEST_FLOAT32)
     if wide.requires_grad:
-        most = torch.finfo(torch.float32).max
-        wide.register_hook(lambda grad: grad.clamp(-most, most))
-    near, far = wide.clamp(min=-_LOG_2), wide.clamp(max=-_LOG_2)  # keeps infinities out of both
-    log_rest = torch.where(wide > -_LOG_2, (-near.expm1()).log(), (-far.exp()).log1p())
-    return wide - log_rest
+        largest = torch.finfo(torch.float32).max
+        wide.register_hook(lambda grad: grad.clamp(-largest, largest))
+    # Each branch sees only values that it handles, since an infinity times 0 would be NaN.
+    near = wide.clamp(min=-_LOG_2)
+    far = wide.clamp(max=-_LOG_2)
+    log_complement = torch.where(wide > -_LOG_2, (-near.expm1()).log(), (-far.exp()).log1p())
+    return wide - log_complement
 
 
 _TERMS: dict[str, Callable[[PreferenceConfig, _Pairs], torch.Tensor]] = {
