@@ -105,7 +105,7 @@ def test_a_run_streams_the_tokens_that_it_would_prepare(tokenizer, tmp_path, tin
     for streaming in (False, True):
         data = DataConfig(train_files=files, streaming=streaming, eval_split=0, sequence_length=16)
         cfg = PretrainConfig(model=named, data=data, train=TrainConfig(max_steps=9))
-        encoder = Encoder(tokenizer, data, models.vocabulary_size(model))
+        encoder = Encoder(tokenizer, data, models.vocabulary_size(model), DOCUMENTS)
         feed = build_feed(cfg, encoder, PackingChoice("none", "asked"), 1)
         if streaming:
             (source,) = feed.sources

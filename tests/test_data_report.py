@@ -107,14 +107,14 @@ def test_numbers(tokenizer):
         "all        6         3         3          1      56          26  46.4%",
         "chat: conversations",
         "mixed     weight 2, at most 3 passes",
-        "left out  2 rows: empty assistant turn (a.jsonl line 7: no answer; a.jsonl line 9: no "
+        "skipped   2 rows: empty assistant turn (a.jsonl line 7: no answer; a.jsonl line 9: no "
         "answer; a.jsonl line 11: no turn)",
-        "left out  1 row: not UTF-8",
+        "skipped   1 row: not UTF-8",
         "samples   1 of up to 64 tokens, 75.0% of the positions are tokens",
         "dropped   3 empty rows",
         "lengths   18 to 28 tokens, median 23, mean 23.0",
         "note      4 odd tokens",
-        "-- row 10 (counted from 0), 28 tokens, 2 parts learned",
+        "-- row 10 (counted from 0), 28 tokens, 2 supervised parts",
     ):
         assert line in said, said
 
@@ -186,10 +186,10 @@ def test_tokens_across_a_character_and_spaces_that_a_first_token_loses(tokenizer
         ({"rows": 0, "kept": 0}, "0 rows gave 0 examples"),
         (
             {"rows": 9, "kept": 0, "dropped": {"NUL": 9}, "places": {"NUL": ["a.jsonl line 1: x"]}},
-            "9 rows gave 0 examples, 0 cut off at data.sequence_length 64; left out 9 for NUL, "
-            "such as a.jsonl line 1: x",
+            "9 rows gave 0 examples, 0 truncated to data.sequence_length 64; 9 rows were skipped "
+            "(NUL), such as a.jsonl line 1: x",
         ),
-        ({"truncated": 1}, "1 rows gave 1 examples, 1 cut off at data.sequence_length 64. Look at"),
+        ({"truncated": 1}, "1 rows gave 1 examples, 1 truncated to data.sequence_length 64. Check"),
     ],
 )
 def test_a_source_of_which_nothing_is_learned_is_refused(tokenizer, counts, expected):
@@ -215,10 +215,10 @@ def test_from_files_to_the_report(tokenizer, tmp_path, monkeypatch):
     for line in (
         "a          5         2         3          0      57          18  31.6%",
         "a: prompts and completions, in 'prompt' and 'completion'",
-        "left out  1 row: no supervised token within sequence_length (",
-        f"left out  1 row: empty completion ({tmp_path / 'a.jsonl'} line 5: expected text in",
+        "skipped   1 row: no supervised token within sequence_length (",
+        f"skipped   1 row: empty completion ({tmp_path / 'a.jsonl'} line 5: expected text in",
         "samples   1 of up to 64 tokens, 89.1% of the positions are tokens",
-        "-- row 0 (counted from 0), 19 tokens, 1 part learned",
+        "-- row 0 (counted from 0), 19 tokens, 1 supervised part",
         "\nTwo and two? [[Four.</s>]]",
     ):
         assert line in said, said
@@ -240,7 +240,7 @@ def test_what_is_evaluated_on_stands_apart(tokenizer):
     assert made["total"]["cut_off"] == 99
     assert made["total"]["tokens"] == train.counts.tokens + other.counts.tokens
     said = render_report(made, colour=False)
-    assert "cut off   99 tokens of 1 examples, which are not learned" in said
+    assert "truncated 99 tokens of 1 examples, which are not trained on" in said
     assert [line.split("  ")[0] for line in said.splitlines()[1:5]] == [
         "a", "b", "all", "a (to evaluate on)"
     ]  # fmt: skip
@@ -280,5 +280,5 @@ def test_inspecting_a_stream_makes_its_checks_and_splits_nothing_off(
     assert "WARNING" not in capsys.readouterr().out
     (tmp_path / "link.jsonl").symlink_to(files[1])
     inspect(1.0, eval_files=str(tmp_path / "link.jsonl"))
-    said = f"WARNING: {files[1]} is trained on and evaluated on: evaluations tell what was learned"
+    said = f"WARNING: {files[1]} is both trained on and evaluated on, so evaluations measure"
     assert said in capsys.readouterr().out

@@ -93,7 +93,7 @@ def test_too_little_text(tmp_path):
         samples(documents([3, 4], 1, tmp_path), "wrapped", 8)
     said = str(caught.value)
     assert "at least one sample of 8 tokens (data.sequence_length)" in said
-    assert "all documents of it together hold 7" in said
+    assert "all of its documents have 7 tokens" in said
     assert "set data.sequence_length to at most 7" in said
 
 

@@ -46,7 +46,7 @@ def test_a_stop_token_that_was_learned_is_added(base: Path, tmp_path: Path) -> N
     said, export = _run(base, tmp_path, {"messages": turns}, "chat")
     tokenizer = AutoTokenizer.from_pretrained(export)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert f"ends       <|im_end|> ({end}) ends a learned answer" in said
+    assert f"ends       <|im_end|> ({end}) ends the answers" in said
     ends = GenerationConfig.from_pretrained(export).eos_token_id
     assert ends == [tokenizer.eos_token_id, end]
 

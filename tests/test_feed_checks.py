@@ -58,7 +58,7 @@ def test_what_needs_evaluations_needs_data_for_them(capsys):
     assert "WARNING" not in capsys.readouterr().out
     check_feed(config(eval_steps=500), feed(20))
     assert (
-        "WARNING: train.eval_steps 500 has no effect: there is nothing to"
+        "WARNING: train.eval_steps 500 has no effect, because there is nothing to"
         in capsys.readouterr().out
     )
     saving = CheckpointConfig(metric_for_best_model="bleu", keep_best=1)
@@ -68,7 +68,9 @@ def test_what_needs_evaluations_needs_data_for_them(capsys):
 
 
 def test_less_than_a_step_is_refused():
-    with pytest.raises(DataError, match="at least one step of 4 samples, max_repeats allows 3"):
+    with pytest.raises(
+        DataError, match="at least one step of 4 samples, but max_repeats allows only 3"
+    ):
         feed(6, max_repeats=1).steps_for(1)
     assert feed(8, max_repeats=1).steps_for(1) == 1
 
@@ -112,7 +114,7 @@ def _other_data(rank: int, world: int) -> None:
         said = str(error)
     else:
         raise AssertionError("rank 1 reads other data, and nobody noticed")
-    assert "rank 1 reads another than rank 0 (" in said
+    assert "rank 1 reads other data than rank 0 (" in said
     assert len(set(ranks.gather(said))) == 1
 
 

@@ -178,5 +178,5 @@ def test_nothing_to_learn_is_refused(base, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = launched(plain(), base, tmp_path / "run", "--data.train_files", tmp_path / "rows.jsonl")
     assert done.returncode == 1
-    assert "expected tokens to learn in the source 'rows', got none" in done.stderr
+    assert "expected supervised tokens in the source 'rows', got none" in done.stderr
     assert not (tmp_path / "run").exists()

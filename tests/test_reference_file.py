@@ -74,7 +74,7 @@ def test_the_rows_are_those_that_steps_read(
     sources = [pairs(n, 90, s, **w) for n, s, w in zip("ab", (1, 2), weights, strict=True)]
     data, feed = data_of(sources, packing, max_steps, eval_split=0.1)
     feed.position.samples_seen = done * 6
-    steps = train_batches(feed._ordered(), done * 6, max_steps - done, 6, 1, 0, 1)
+    steps = train_batches(feed._sample_order(), done * 6, max_steps - done, 6, 1, 0, 1)
     read = {index for batch in steps for index in batch}
     ends = np.cumsum([0, *map(len, feed.train)])
     for table, samples, (begin, end) in zip(row_tables(data), feed.train, pairwise(ends)):  # noqa: B905

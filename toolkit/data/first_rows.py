@@ -1,4 +1,4 @@
-"""Look at some rows of a source before a run: its first ones, and others spread over its files."""
+"""Check some rows of a source before a run: the first ones, and others spread over its files."""
 
 import time
 from collections import deque
@@ -17,66 +17,69 @@ from toolkit.data.tokens.encode import Encoder
 from toolkit.data.tokens.encoded import Counts, EncodedSource
 
 LOOK_ROWS = 1000
-"""Rows at the beginning of a source that are looked at, at most."""
-LOOK_SHARDS, SHARD_ROWS = 20, 5
-"""Places in a source of several files or of a large one, and rows at each that are looked at."""
+"""Maximum number of rows that are checked at the beginning of a source."""
+LOOK_SHARDS = 20
+"""Number of places in a source of several files, or of a large one, at which rows are checked."""
+SHARD_ROWS = 5
+"""Number of rows that are checked at each of these places."""
 _LOOK_BYTES = 4 << 20
 _BATCH = 50
-_ENOUGH = 200  # rows of which none can be used, so that the source is refused
+# If so many rows were checked and none can be used, the source is refused.
+_MIN_ROWS_TO_REFUSE = 200
 
 
 @dataclass
 class RowCheck:
-    """Count the rows of a source that were looked at, and what they gave."""
+    """Counts of the rows of a source that were checked."""
 
     counts: Counts = field(default_factory=Counts)
     is_complete: bool = False
     """Whether the source has no other rows."""
 
     def check(self, source: DataSource, sequence_length: int) -> None:
-        """Refuse a source of which no row can be used, if enough rows or all were looked at.
+        """Refuse a source of which no row can be used, if enough rows or all were checked.
 
         Raises:
-            DataError: names the reasons, and how many rows were looked at.
+            DataError: names the reasons, and how many rows were checked.
         """
-        if self.is_complete or self.counts.rows >= _ENOUGH:
-            nothing = datasets.Dataset.from_dict({})
-            check_supervised(EncodedSource(source.name, nothing, self.counts), sequence_length)
+        if self.is_complete or self.counts.rows >= _MIN_ROWS_TO_REFUSE:
+            no_rows = datasets.Dataset.from_dict({})
+            check_supervised(EncodedSource(source.name, no_rows, self.counts), sequence_length)
 
 
 def check_some_rows(source: DataSource, encoder: Encoder, seconds: float) -> RowCheck:
-    """Encode some rows of a stream, for at most about so many `seconds`.
+    """Encode some rows of a stream, for about `seconds` at most.
 
     Raises:
         DataError: a row that the run would refuse, or a file that cannot be read.
     """
-    look, end = RowCheck(), time.monotonic() + seconds
+    check, end = RowCheck(), time.monotonic() + seconds
     rows = iter(source.rows)
     bytes_left = _LOOK_BYTES
     try:
-        while batch := list(islice(rows, min(_BATCH, LOOK_ROWS - look.counts.rows))):
-            _add(look, source, encoder, batch, look.counts.rows)
+        while batch := list(islice(rows, min(_BATCH, LOOK_ROWS - check.counts.rows))):
+            _encode_and_count(check, source, encoder, batch, check.counts.rows)
             bytes_left -= sum(len(str(row)) for row in batch)
             if bytes_left <= 0 or time.monotonic() > end:
                 break
-        look.is_complete = next(rows, None) is None
-        shards = 0 if look.is_complete else getattr(source.rows, "num_shards", 1)
+        check.is_complete = next(rows, None) is None
+        shards = 0 if check.is_complete else getattr(source.rows, "num_shards", 1)
         for number in range(1, min(LOOK_SHARDS, shards)):
             if time.monotonic() > end:
                 break
             at = number * (shards - 1) // (min(LOOK_SHARDS, shards) - 1)
             shard = source.rows.shard(num_shards=shards, index=at)
-            _add(look, source, encoder, islice(iter(shard), SHARD_ROWS), 0)
-        if not look.is_complete and file_readers.RAW in (source.rows.column_names or ()):
+            _encode_and_count(check, source, encoder, islice(iter(shard), SHARD_ROWS), 0)
+        if not check.is_complete and file_readers.RAW in (source.rows.column_names or ()):
             last = source.rows.shard(num_shards=shards, index=shards - 1)
-            _add(look, source, encoder, _last_rows(last, end), 0)
+            _encode_and_count(check, source, encoder, _last_rows(last, end), 0)
     except Exception as error:
         raise to_data_error(error, source.where) from error
-    return look
+    return check
 
 
 def _last_rows(rows: Iterable[dict[str, Any]], end: float) -> list[dict[str, Any]]:
-    """Return the last rows, of which a broken copy may lack a part; none if `end` comes before."""
+    """Read the last rows, which are incomplete in a broken copy; none if `end` comes before."""
     last = deque[dict[str, Any]](maxlen=SHARD_ROWS)
     for number, row in enumerate(rows):
         last.append(row)
@@ -85,8 +88,12 @@ def _last_rows(rows: Iterable[dict[str, Any]], end: float) -> list[dict[str, Any
     return [*last]
 
 
-def _add(
-    look: RowCheck, source: DataSource, encoder: Encoder, rows: Iterable[dict[str, Any]], first: int
+def _encode_and_count(
+    check: RowCheck,
+    source: DataSource,
+    encoder: Encoder,
+    rows: Iterable[dict[str, Any]],
+    first: int,
 ) -> None:
-    for result in encoder.encode_rows(source, list(rows), first):
-        look.counts.add(result)
+    for row in encoder.encode_rows(source, list(rows), first):
+        check.counts.add(row)

@@ -1,4 +1,4 @@
-"""The data of a run: made of its settings, refused where it cannot be trained on, and read."""
+"""The data of a run: prepared by its settings, checked, and read by the training loop."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,21 +50,25 @@ def prepare_data(
     mesh: Mesh,
     metrics: Sequence[Metric] = TOKEN_METRICS,
 ) -> "TrainingData":
-    """Return what the run reads. Collective; encodes on all cores, once, cached.
+    """Read, encode and check the data of a run.
 
-    Pretraining learns documents whole; fine-tuning learns what `data.supervise` covers of examples.
+    Encodes on all cores, once; later starts read the cache. Collective.
 
     Args:
-        model: on meta, before adapters and sharding.
-        model_cfg: the model's settings with the tokenizer that the run uses.
+        cfg: settings of the run; `cfg.rows` names the row format.
+        model: the model on meta, before adapters and sharding. Its assets get the chat template and
+            the stop tokens with which it is trained.
+        model_cfg: settings of the model with the tokenizer that the run uses.
+        run: the device of this rank, and how it loads samples.
         mesh: the ranks of the run, of which `mesh.data` read different samples.
-        metrics: the metrics of an evaluation (`Objective.metrics`), which
+        metrics: metrics of an evaluation (`Objective.metrics`), which
             `checkpoint.metric_for_best_model` may name.
 
-    DataError: the tokenizer, a file, a row or the number of samples cannot be trained with, nothing
-    of a source is learned, the model mixes packed samples, ranks read different data, the global
-    batch does not divide, or max_repeats ends the data too early. ConfigError: a setting needs
-    evaluations, and there is nothing to evaluate on.
+    Raises:
+        DataError: the tokenizer, a file or a row cannot be used; a source has no supervised token;
+            the model lets packed samples see each other; ranks read different data; the global
+            batch does not divide over the ranks; or `max_repeats` ends the data too early.
+        ConfigError: a setting needs evaluations, and there is nothing to evaluate on.
     """
     encoder = ranks.on_all(lambda: build_encoder(cfg, model_cfg, model))
     rows = cfg.train.micro_batch
@@ -76,18 +80,29 @@ def prepare_data(
         if reward_head(model) is not None:
             ranks.log_once(set_reward_position(model, encoder.tokenizer))
         else:
-            ends = ranks.on_main(partial(find_stop_tokens, feed, encoder.tokenizer))
-            ranks.log_once(add_stop_tokens(model, ends, encoder.tokenizer))
-    readers = LocalDataRank(run.device, mesh.data.rank, mesh.data.size, run.loader)
-    data = TrainingData(cfg, feed, choice, encoder.tokenizer, readers)
+            stop_ids = ranks.on_main(partial(find_stop_tokens, feed, encoder.tokenizer))
+            ranks.log_once(add_stop_tokens(model, stop_ids, encoder.tokenizer))
+    data_rank = LocalDataRank(run.device, mesh.data.rank, mesh.data.size, run.loader)
+    data = TrainingData(cfg, feed, choice, encoder.tokenizer, data_rank)
     check_data(data, metrics)
     return data
 
 
 def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
-    """Return the supervision report of a config, as a run of it would read the data, with the
-    `packing` and `why`. One process, no weights. Streams are read whole, after the checks that a
-    run makes of them; nothing is split off them to evaluate on. Raises what the run would.
+    """Build the supervision report of a config: how a run would read, supervise and pack its data.
+
+    One process, without weights. A stream is checked as a run checks it, and then read completely;
+    nothing is split off it for evaluations.
+
+    Args:
+        cfg: settings of the run.
+        samples: number of examples to show from each source.
+
+    Returns:
+        The report (`build_supervision_report`), with the `packing` and the reason for it (`why`).
+
+    Raises:
+        ToolkitError: the run would fail with the same error.
     """
     if cfg.train.per_device_train_batch_size == "auto":
         cfg = replace(cfg, train=replace(cfg.train, per_device_train_batch_size=1))
@@ -96,23 +111,28 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
     encoder = build_encoder(cfg, model_cfg, model)
     choice = choose_packing(cfg.data, model, cfg.train.micro_batch)
     feed = build_feed(cfg, encoder, choice, 1)
-    if cfg.data.streaming:  # it can be streamed; now what is in it
-        whole = replace(cfg, data=replace(cfg.data, streaming=False, eval_split=0.0))
-        feed = build_feed(whole, encoder, choice, 1)
-    said = {"packing": choice.packing, "why": choice.why}
-    return build_supervision_report(feed, encoder.tokenizer, samples) | said
+    if cfg.data.streaming:
+        # The data can be streamed. Read all of it, to report what is in it.
+        prepared_cfg = replace(cfg, data=replace(cfg.data, streaming=False, eval_split=0.0))
+        feed = build_feed(prepared_cfg, encoder, choice, 1)
+    report = build_supervision_report(feed, encoder.tokenizer, samples)
+    return report | {"packing": choice.packing, "why": choice.why}
 
 
 def build_encoder(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) -> Encoder:
-    """Return the encoder of the run's rows, its tokenizer with `data.chat_template` and the
-    defaults of `data.chat_template_kwargs`: they become part of `model.hf_assets`, so that the
-    export answers as it was trained.
+    """Create the encoder of the run's rows, with the tokenizer and chat template of the run.
+
+    `data.chat_template` and the defaults of `data.chat_template_kwargs` become part of the model's
+    assets, so that an export is used with the template that it was trained with.
+
+    Raises:
+        DataError: `train.eval_prompts` is set and there is no tokenizer.
     """
     tokenizer = load_tokenizer(model_cfg)
     if isinstance(cfg, FinetuneConfig) and cfg.train.eval_prompts and tokenizer is None:
         raise DataError(
-            f"train.eval_prompts needs a tokenizer, and {cfg.model.name_or_path} comes with none; "
-            "set model.tokenizer_name_or_path"
+            f"train.eval_prompts needs a tokenizer, and {cfg.model.name_or_path} has none; set "
+            "model.tokenizer_name_or_path"
         )
     row_format = find_row_format(cfg.rows)
     encoder = Encoder(tokenizer, cfg.data, models.vocabulary_size(model), row_format)
@@ -124,52 +144,53 @@ def build_encoder(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel
 def _use_chat_template(
     data: FinetuneDataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> None:
-    """Let the tokenizer and the exports of `model` have the chat template that the run renders.
+    """Give the tokenizer and the assets of the model the chat template that the run renders.
 
     Raises:
         ConfigError: the template has no variable of `data.chat_template_kwargs`.
         DataError: there is no template.
     """
-    given, values = data.chat_template, data.chat_template_kwargs
-    if given is None and not values:
+    template, kwargs = data.chat_template, data.chat_template_kwargs
+    if template is None and not kwargs:
         return
-    templates = with_defaults(chat_templates(tokenizer, given), values)
-    named = given is None and isinstance(tokenizer.chat_template, dict)
-    tokenizer.chat_template = templates if named else templates["default"]
+    templates = with_defaults(chat_templates(tokenizer, template), kwargs)
+    has_several = template is None and isinstance(tokenizer.chat_template, dict)
+    tokenizer.chat_template = templates if has_several else templates["default"]
     if "default" in templates:
         assets_of(model).files["chat_template.jinja"] = templates["default"].encode()
 
 
 def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_size: int) -> Feed:
-    """Read and encode the data; return what a run reads from. Cached on disk: one rank first."""
+    """Read and encode the sources of a run, and build the feed of its micro-batches.
+
+    Encoded rows are cached on disk, so one rank should call this first.
+
+    Args:
+        cfg: settings of the run.
+        encoder: the encoder of its rows.
+        choice: how rows become samples.
+        world_size: number of ranks that read different samples.
+    """
     data, train = cfg.data, cfg.train
     row_format = encoder.row_format
 
-    def encoded(source: DataSource) -> EncodedSource:
-        made = encode_source(source, encoder)
+    def encode_checked(source: DataSource) -> EncodedSource:
+        encoded = encode_source(source, encoder)
         if not row_format.is_documents:
-            check_supervised(made, data.sequence_length)
-        return made
+            check_supervised(encoded, data.sequence_length)
+        return encoded
 
     has_template = encoder.has_chat_template
     sources = load_sources(data, row_format=row_format, has_template=has_template)
     # Read before the training data is encoded, which may take an hour.
-    others = load_sources(data, what="eval", row_format=row_format, has_template=has_template)
-    trained, evaluated = (
-        {os.path.realpath(f) for source in some for f in source.files} for some in (sources, others)
-    )
-    if both := sorted(trained & evaluated):
-        more = f" and {len(both) - 1} more" if len(both) > 1 else ""
-        ranks.log_once(
-            f"WARNING: {both[0]}{more} is trained on and evaluated on: evaluations tell what was "
-            "learned by heart (data.eval_files)"
-        )
-    _warn_of_unused_variables(data, [*sources, *others])
+    evals = load_sources(data, what="eval", row_format=row_format, has_template=has_template)
+    _warn_of_shared_files(sources, evals)
+    _warn_of_unused_variables(data, [*sources, *evals])
     rows = train.micro_batch * train.gradient_accumulation_steps
     settings: dict[str, Any] = {
         "seed": cfg.seed,
         "global_batch": train.global_batch_size or rows * world_size,
-        "eval_sources": [encoded(source) for source in others],
+        "eval_sources": [encode_checked(source) for source in evals],
         "max_eval_samples": data.max_eval_samples,
     }
     pad = choose_pad_id(encoder.tokenizer)
@@ -182,20 +203,40 @@ def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_
         prompts=cfg.learns_prompts,
     )
     if not data.streaming:
-        prepared = [encoded(source) for source in sources]
+        prepared = [encode_checked(source) for source in sources]
         return PreparedFeed(prepared, shape, eval_split=data.eval_split, **settings)
     streams = [
         StreamSource(
-            *(s.name, s.rows, partial(encoder.encode_row, s), s.weight, s.max_repeats, s.sizes),
-            {"the files": s.files_digest(), "what decides tokens": encoding_digest(s, encoder)},
+            source.name,
+            source.rows,
+            partial(encoder.encode_row, source),
+            source.weight,
+            source.max_repeats,
+            source.sizes,
+            {
+                "the files": source.files_digest(),
+                "what decides tokens": encoding_digest(source, encoder),
+            },
         )
-        for s in sources
+        for source in sources
     ]
     return StreamFeed(streams, shape, lanes=data.stream_lanes, **settings)
 
 
+def _warn_of_shared_files(train: Sequence[DataSource], evals: Sequence[DataSource]) -> None:
+    """Log the files that are both trained on and evaluated on."""
+    train_files = {os.path.realpath(file) for source in train for file in source.files}
+    eval_files = {os.path.realpath(file) for source in evals for file in source.files}
+    if shared := sorted(train_files & eval_files):
+        more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        ranks.log_once(
+            f"WARNING: {shared[0]}{more} is both trained on and evaluated on, so evaluations "
+            "measure how well the model memorises; set data.eval_files to other rows"
+        )
+
+
 def _warn_of_unused_variables(data: DataConfig, sources: Sequence[DataSource]) -> None:
-    """Log that `data.chat_template_kwargs` is set and no source is rendered by a chat template."""
+    """Log that `data.chat_template_kwargs` is set although no source uses a chat template."""
     values = data.chat_template_kwargs if isinstance(data, FinetuneDataConfig) else {}
     if values and not any(source.layout.uses_template for source in sources):
         formats = ", ".join(dict.fromkeys(source.layout.title for source in sources))
@@ -208,41 +249,54 @@ def _warn_of_unused_variables(data: DataConfig, sources: Sequence[DataSource]) -
 
 @dataclass(frozen=True)
 class PackingChoice:
-    """How rows become samples, and whether their documents need a mask to be told apart."""
+    """How rows become samples, and whether attention needs a mask to separate documents."""
 
     packing: Packing
+    """`data.packing`, with `auto` decided."""
     why: str
-    mask: str | None = "rows are padded"  # why one is needed; None: batches carry borders
+    """Reason for the packing, for the log."""
+    mask: str | None = "rows are padded"
+    """Why a mask is needed; None if micro-batches have the borders of documents instead."""
 
     def __str__(self) -> str:
         if self.mask is None:
-            return "attention  each document by itself, told apart by its borders (no mask needed)"
+            return "attention  each document by itself, separated by borders (no mask needed)"
         return f"attention  masked: {self.mask}"
 
 
 def choose_packing(
     data: DataConfig, model: PreTrainedModel, rows: int, device: str = "cpu"
 ) -> PackingChoice:
-    """Return the packing, `auto` decided; `rows` are the samples of a micro-batch.
+    """Decide how rows become samples; `data.packing: auto` packs if the model allows it.
 
-    Tries it on a tiny copy of the model: 0.1 to 2 seconds for most types. Not collective.
+    Tries packed samples on a tiny copy of the model, which takes 0.1 to 2 seconds for most types.
+    Not collective.
+
+    Args:
+        data: settings of the data.
+        model: the model on meta.
+        rows: number of samples in a micro-batch.
+        device: type of the device that the run uses.
+
+    Raises:
+        DataError: `data.packing` is bfd, and the model lets packed samples see each other.
     """
-    asked = data.packing
-    if asked == "none":
-        return PackingChoice(asked, "as data.packing asks")
+    setting = data.packing
+    if setting == "none":
+        return PackingChoice(setting, "as data.packing asks")
     verdict = packing_probe.probe_packing(
         model.config,
         assets_of(model).model_class,
         sequence_length=data.sequence_length,
         rows=rows,
         device=device,
-        packed=asked != "wrapped",
+        packed=setting != "wrapped",
     )
-    if asked == "wrapped":
-        return PackingChoice(asked, "as data.packing asks", verdict.mask)
+    if setting == "wrapped":
+        return PackingChoice(setting, "as data.packing asks", verdict.mask)
     if verdict.ok:
         return PackingChoice("bfd", verdict.why, verdict.mask)
-    if asked == "bfd":
+    if setting == "bfd":
         raise DataError(
             f"data.packing bfd: {models.model_class_name(model)} does not keep packed samples "
             f"apart ({verdict.why}); set data.packing: none"
@@ -251,34 +305,40 @@ def choose_packing(
 
 
 def check_data(data: "TrainingData", metrics: Sequence[Metric] = TOKEN_METRICS) -> None:
-    """Refuse data that cannot be trained on as the settings ask; see `prepare_data`. Collective."""
+    """Refuse data that cannot be trained on with these settings; see `prepare_data`. Collective."""
     ranks.on_all(lambda: data.feed.check_enough(data.run.world_size))
     state = data.position.state_dict()
     states = [state] if ranks.all_equal(state) else ranks.gather(state)
-    ours = states[0]
-    for rank, theirs in enumerate(states):
-        if names := [name for name in ours if theirs.get(name) != ours[name]]:
+    expected = states[0]
+    for rank, state in enumerate(states):
+        if names := [name for name in expected if state.get(name) != expected[name]]:
             raise DataError(
-                f"expected the same data on every rank, rank {rank} reads another than rank 0 "
-                f"({', '.join(names)}: {[theirs.get(n) for n in names]} and "
-                f"{[ours[n] for n in names]}); the files of all machines must be equal, or on "
-                "storage that they share"
+                f"expected the same data on every rank, but rank {rank} reads other data than "
+                f"rank 0 ({', '.join(names)}: {[state.get(n) for n in names]} and "
+                f"{[expected[n] for n in names]}); use equal files on all machines, or files on "
+                "shared storage"
             )
     _check_evaluations(data.cfg, list(data.feed.eval_sets), metrics)
     ranks.on_all(data.check_steps)
 
 
 def _check_evaluations(cfg: Any, sources: list[str], metrics: Sequence[Metric]) -> None:
-    """Refuse settings that need evaluations which the eval sets `sources` do not give."""
-    needing = {
+    """Refuse settings that need an evaluation or a metric that this run does not have.
+
+    Args:
+        cfg: settings of the run.
+        sources: names of the sources that are evaluated on.
+        metrics: metrics of an evaluation.
+    """
+    settings = {
         "checkpoint.keep_best": bool(cfg.checkpoint.keep_best),
         "train.early_stopping_patience": getattr(cfg.train, "early_stopping_patience", None),
         "train.eval_prompts": getattr(cfg.train, "eval_prompts", None),
     }
-    asked = [name for name, value in needing.items() if value]
-    if not sources and asked:
+    requiring = [name for name, value in settings.items() if value]
+    if not sources and requiring:
         raise ConfigError(
-            f"{' and '.join(asked)} need evaluations, and there is nothing to evaluate on: set "
+            f"{' and '.join(requiring)} need evaluations, and there is nothing to evaluate on: set "
             "data.eval_files, or a data.eval_split above 0 (nothing is split off a stream)"
         )
     unused = {"train.eval_steps": cfg.train.eval_steps}
@@ -286,29 +346,30 @@ def _check_evaluations(cfg: Any, sources: list[str], metrics: Sequence[Metric]) 
         unused["data.eval_split"] = cfg.data.eval_split
     for name, value in unused.items() if not sources else ():
         if value:
-            why = "there is nothing to evaluate on (nothing is split off a stream)"
             ranks.log_once(
-                f"WARNING: {name} {value} has no effect: {why}; data.eval_files gives it"
+                f"WARNING: {name} {value} has no effect, because there is nothing to evaluate on "
+                "(nothing is split off a stream); set data.eval_files"
             )
     prefixes = ["eval", *(f"eval_{name}" for name in sources if len(sources) > 1)]
-    known = {f"{prefix}_{metric.name}" for prefix in prefixes for metric in metrics}
+    available = {f"{prefix}_{metric.name}" for prefix in prefixes for metric in metrics}
     metric, _ = cfg.checkpoint.best_metric()
     is_set = cfg.checkpoint.metric_for_best_model != type(cfg.checkpoint).metric_for_best_model
-    if metric not in known and (is_set or {*asked} - {"train.eval_prompts"}):
+    if metric not in available and (is_set or {*requiring} - {"train.eval_prompts"}):
         raise ConfigError(
             f"checkpoint.metric_for_best_model {metric}: expected a metric that an evaluation of "
-            f"this run gives: {', '.join(sorted(known))}"
+            f"this run has: {', '.join(sorted(available))}"
         )
 
 
 @dataclass(eq=False)
 class TrainingData:
-    """What the loop of a recipe reads; `prepare_data` makes it."""
+    """The data of a run as the loop of a recipe reads it; created by `prepare_data`."""
 
     cfg: RunConfig
     feed: Feed
     choice: PackingChoice
-    tokenizer: PreTrainedTokenizerBase | None  # None where the data came as token ids
+    tokenizer: PreTrainedTokenizerBase | None
+    """None if the rows are token ids already and no tokenizer is set."""
     run: DataRank
 
     @property
@@ -318,11 +379,12 @@ class TrainingData:
 
     @property
     def position(self) -> Position:
+        """How far the run has read; part of every checkpoint."""
         return self.feed.position
 
     @property
     def max_steps(self) -> int:
-        """The optimizer steps of the run; of a resumed one with the checkpoint's global batch."""
+        """Number of optimizer steps of the run, with the global batch of a resumed checkpoint."""
         train = self.cfg.train
         if train.max_steps == -1:
             return self.feed.steps_for(train.num_train_epochs)
@@ -331,23 +393,23 @@ class TrainingData:
 
     @property
     def fixed_length(self) -> bool:
-        """Whether every sample has as many tokens, padding counted."""
+        """Whether all samples have the same number of tokens, padding included."""
         return self.row_format.has_fixed_width(self.feed.shape.packing)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a rank in a step."""
+        """Number of micro-batches of a rank in a step."""
         size = self.cfg.train.micro_batch
         return accumulation_for(self.position.global_batch, size, self.run.world_size)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch without padding, on the mean."""
+        """Mean number of tokens of a global batch, without padding."""
         return round(self.feed.tokens_of_step())
 
     @cached_property
     def evals(self) -> dict[str, Iterable[Batch]]:
-        """Source name -> this rank's micro-batches to evaluate on; empty without eval data."""
+        """Source name -> this rank's micro-batches to evaluate on; empty if there are none."""
         train = self.cfg.train
         size = train.per_device_eval_batch_size or train.micro_batch
         return self.feed.evals(self.run, per_device_batch_size=size)
@@ -356,21 +418,29 @@ class TrainingData:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position of a checkpoint. Collective.
 
-        A DataError where it is of other data, its global batch does not divide over these ranks, or
-        max_repeats ends the data before the last step.
+        Raises:
+            DataError: the position belongs to other data, its global batch does not divide over
+                these ranks, or `max_repeats` ends the data before the last step.
         """
         self.position.load_state_dict(state)
         self.check_steps()
 
     def check_steps(self) -> None:
-        """Raise a `DataError` for a batch that does not divide, or more steps than the data has."""
+        """Refuse a global batch that does not divide, and more steps than the data has.
+
+        Raises:
+            DataError: names the numbers that are possible.
+        """
+        # Both properties raise.
         _ = self.accumulation, self.max_steps
 
     def steps(self, *, after: int = 0) -> Iterator[tuple[int, list[Batch]]]:
-        """Give (step, this rank's micro-batches) of the steps after `after`, to the last.
+        """Yield each step after `after` and this rank's micro-batches of it, up to the last step.
 
-        Collective at the first of them. Call `position.advance()` when a step is done. Raises
-        DataError as `load_state_dict` does, and for a row of a stream that is refused.
+        Call `position.advance()` when a step is done. Collective at the first step.
+
+        Raises:
+            DataError: as `load_state_dict` does, or a row of a stream is refused.
         """
         ranks.on_all(self.check_steps)
         read = self.feed.steps(
@@ -381,14 +451,15 @@ class TrainingData:
         )
         yield from enumerate(read, start=after + 1)
 
-    def samples_of(self, step: int) -> list[str]:
-        """Return the samples that this rank reads in `step`, by source and rows, counted from 0; of
-        streams nothing is known.
+    def describe_samples(self, step: int) -> list[str]:
+        """Describe the samples that this rank reads in `step`, by source and rows counted from 0.
+
+        Empty for streams, whose samples are not known in advance.
         """
-        return self.feed.samples_of(step - 1, self.run)
+        return self.feed.describe_samples(step - 1, self.run)
 
     def lines(self) -> list[str]:
-        """Return what a run prints of its data at the start: sources, packing, global batch."""
+        """Format the log lines on the data at the start of a run: sources, packing, batch."""
         train, size = self.cfg.train, self.position.global_batch
         lines = [f"data       {line}" for line in self.feed.lines()]
         if self.cfg.data.packing != "wrapped":
@@ -412,12 +483,12 @@ class TrainingData:
         return lines
 
     def reading_lines(self) -> list[str]:
-        """Return what came of the rows of streams so far."""
+        """Format log lines with the counts of used and skipped rows of streams so far."""
         return [f"read       {line}" for line in self.feed.reading_lines()]
 
     def report(self) -> str:
-        """Return the supervision report of fine-tuning; empty where the run encodes its rows."""
-        encoded = isinstance(self.feed, PreparedFeed) or self.feed.eval_sources
-        if not encoded or self.row_format.is_documents:
+        """Format the supervision report; empty for documents, and if all rows are streamed."""
+        has_encoded_rows = isinstance(self.feed, PreparedFeed) or self.feed.eval_sources
+        if not has_encoded_rows or self.row_format.is_documents:
             return ""
         return render_report(build_supervision_report(self.feed, self.tokenizer, samples=1))

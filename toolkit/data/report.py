@@ -1,4 +1,4 @@
-"""What will be learned of the data, before anything is: the supervision report."""
+"""The supervision report: which tokens of the data a run will train on, before it starts."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,42 +17,57 @@ from toolkit.data.tokens.encoded import LABELS, WARNINGS, EncodedSource
 from toolkit.errors import DataError
 from toolkit.tables import table
 
-_SHOWN_CHARACTERS = 600  # of a longer part of a sample the middle is left out
-_SHOWN_PARTS = 24
-_BAR = 40
+# Longer parts of a sample are printed without their middle.
+_MAX_CHARACTERS = 600
+_MAX_PARTS = 24
+_BAR_WIDTH = 40
 _GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
 _NUMBERS = ("rows", "left_out", "examples", "truncated", "tokens", "supervised")
-"""Of a source: `examples` are rows that are kept, `supervised` tokens that the loss covers; and
-`cut_off`, tokens of what was truncated, beyond `tokens`."""
+"""Counts of a source: `left_out` are skipped rows, `examples` the used ones, and `supervised` the
+tokens that the loss covers. `cut_off` counts the truncated tokens, which `tokens` excludes."""
 
 
 def build_supervision_report(
     feed: Feed, tokenizer: Tokenizer | None, samples: int = 2
 ) -> dict[str, Any]:
-    """Return what the sources of a feed hold and what of it is learned, ready for JSON; of a stream
-    only what is evaluated on is known. Costs a pass over the lengths of the examples.
+    """Report the rows of each source and the share of their tokens that the loss covers.
 
-    Keys: `sequence_length`; `sources` with an entry of each (see `_entry`); `total` with the sums
-    over what is trained on. Of each source so many `samples` are shown, as ids without a tokenizer.
-    Entries of single answers with a label have `labels`: how many have each.
+    Of streams, only the sources to evaluate on are reported. Costs a pass over the lengths of the
+    examples.
+
+    Args:
+        feed: the data of the run.
+        tokenizer: decodes the examples; without one, they are printed as token ids.
+        samples: number of examples from each source.
+
+    Returns:
+        JSON values: `sequence_length`; `sources`, with an entry for each (`_source_entry`); and
+        `total`, with the sums over the sources to train on. The entry of a source of answers with
+        a label also counts its `labels`.
     """
-    found = []
+    train_entries = []
     if isinstance(feed, PreparedFeed):
-        pairs = zip(feed.sources, feed.parts, strict=True)
-        found = [_entry(*pair, tokenizer, samples) for pair in pairs]
-    total = {name: sum(entry[name] for entry in found) for name in (*_NUMBERS, "cut_off")}
+        train_entries = [
+            _source_entry(source, part, tokenizer, samples)
+            for source, part in zip(feed.sources, feed.parts, strict=True)
+        ]
+    total = {name: sum(entry[name] for entry in train_entries) for name in (*_NUMBERS, "cut_off")}
     total["supervised_share"] = total["supervised"] / max(total["tokens"], 1)
-    trained = len(found)
-    found += [_entry(source, None, tokenizer, samples) for source in feed.eval_sources]
-    _warn_of_labels(found[:trained])
-    for entry in found[trained:]:
+    eval_entries = [_source_entry(s, None, tokenizer, samples) for s in feed.eval_sources]
+    _warn_of_labels(train_entries)
+    for entry in eval_entries:
         _warn_of_labels([entry])
-    return {"sequence_length": feed.shape.sequence_length, "sources": found, "total": total}
+    return {
+        "sequence_length": feed.shape.sequence_length,
+        "sources": train_entries + eval_entries,
+        "total": total,
+    }
 
 
 def _warn_of_labels(entries: list[dict[str, Any]]) -> None:
-    """Add a warning to sources of labelled answers of which none has one of the two labels, in
-    place. Sources that are trained on together may complete each other.
+    """Add a warning to sources of labelled answers if one of the two labels is missing in all.
+
+    Sources that are trained on together may complete each other. Changes `entries` in place.
     """
     labelled = [entry for entry in entries if "labels" in entry]
     for label, other in (("true", "false"), ("false", "true")):
@@ -66,61 +81,76 @@ def _warn_of_labels(entries: list[dict[str, Any]]) -> None:
 
 
 def check_supervised(source: EncodedSource, sequence_length: int) -> None:
-    """Raise a `DataError` for a source without a token that the loss covers."""
+    """Refuse a source without any token that the loss covers.
+
+    Raises:
+        DataError: gives the reasons why rows were skipped.
+    """
     counts = source.counts
     if counts.supervised:
         return
-    left_out = "".join(
-        f"; left out {rows:,} for {reason}, such as {counts.places[reason][0]}"
+    skipped = "".join(
+        f"; {rows:,} rows were skipped ({reason}), such as {counts.places[reason][0]}"
         for reason, rows in counts.dropped.items()
     )
     raise DataError(
-        f"expected tokens to learn in the source {source.name!r}, got none: {counts.rows:,} rows "
-        f"gave {counts.kept:,} examples, {counts.truncated:,} cut off at data.sequence_length "
-        f"{sequence_length}{left_out}. Look at the data, data.supervise, the chat template, and "
-        "where prompts end"
+        f"expected supervised tokens in the source {source.name!r}, got none: {counts.rows:,} rows "
+        f"gave {counts.kept:,} examples, {counts.truncated:,} truncated to data.sequence_length "
+        f"{sequence_length}{skipped}. Check the data, data.supervise, the chat template, and where "
+        "prompts end"
     )
 
 
 def render_report(report: dict[str, Any], *, colour: bool | None = None) -> str:
-    """Return a `build_supervision_report` as text, with what is learned in green, or else in [[...]];
-    None: in green where stdout is a terminal.
+    """Format a supervision report as text.
+
+    Args:
+        report: the report (`build_supervision_report`).
+        colour: whether supervised text is green instead of in [[...]]; None: if stdout is a
+            terminal.
     """
     colour = sys.stdout.isatty() if colour is None else colour
-    head = ["source", "rows", "left out", "examples", "truncated", "tokens", "supervised", "share"]
+    head = ["source", "rows", "skipped", "examples", "truncated", "tokens", "supervised", "share"]
     trained = [source for source in report["sources"] if source["use"] == "train"]
     several = [report["total"] | {"name": "all", "use": "train"}] if len(trained) > 1 else []
     rows = [
-        [_titled(s), *(f"{s[name]:,}" for name in _NUMBERS), f"{s['supervised_share']:.1%}"]
+        [_title(s), *(f"{s[name]:,}" for name in _NUMBERS), f"{s['supervised_share']:.1%}"]
         for s in trained + several + report["sources"][len(trained) :]
     ]
     lines = table([head, *rows], right=set(range(1, len(head))))
     for source in report["sources"]:
-        lines += ["", escape_text(f"{_titled(source)}: {source['format']}")]
+        lines += ["", escape_text(f"{_title(source)}: {source['format']}")]
         lines += [f"  {line}" for line in _facts(source, report["sequence_length"])]
         lines += [f"  {line}" for line in _bars(source["lengths"]["histogram"])]
         for example in source["first"]:
             marked = sum(part["supervised"] for part in example["parts"])
             lines.append(
                 f"  -- row {example['row']} (counted from 0), {example['tokens']:,} tokens, "
-                f"{marked} {'part' if marked == 1 else 'parts'} learned"
+                f"{marked} supervised {'part' if marked == 1 else 'parts'}"
             )
-            lines.append(_marked(example["parts"], colour))
+            lines.append(_mark_parts(example["parts"], colour))
     return "\n".join(lines)
 
 
-def _entry(
+def _source_entry(
     source: EncodedSource, part: SourceSamples | None, tokenizer: Tokenizer | None, samples: int
 ) -> dict[str, Any]:
-    """Return the facts on a source, which became the samples `part`; None: it is evaluated on."""
+    """Build the report's entry on a source.
+
+    Args:
+        source: the encoded rows.
+        part: the samples that the source became; None if it is only evaluated on.
+        tokenizer: decodes the examples.
+        samples: number of examples to include.
+    """
     lengths, counts = EncodedRows(source.tokens).lengths(), asdict(source.counts)
     places, notes = counts.pop("places"), counts.pop("notes")
     warnings = [f"{notes.pop(note):,} {note}" for note in [*notes] if note.startswith(WARNINGS)]
     labels = {str(label).lower(): notes.pop(note, 0) for label, note in LABELS.items()}
-    shown = source.tokens[: min(samples, len(source.tokens))]
-    columns = (shown[name] for name in ("row", "input_ids", "spans"))
-    nothing = [None] * len(shown["row"])
-    pairs = (shown.get(name, nothing) for name in ("second", "desirable"))
+    first = source.tokens[: min(samples, len(source.tokens))]
+    columns = (first[name] for name in ("row", "input_ids", "spans"))
+    no_values = [None] * len(first["row"])
+    pairs = (first.get(name, no_values) for name in ("second", "desirable"))
     return {
         "name": source.name,
         "use": "eval" if part is None else "train",
@@ -158,8 +188,9 @@ def _entry(
 
 
 def _histogram(lengths: np.ndarray) -> list[list[int]]:
-    """Return [from, to, how many]: bins that double, without the empty ones at both ends."""
-    powers = np.frexp(lengths)[1]  # a length from 2^(p-1) to 2^p - 1 has p
+    """Count lengths in bins that double, as [from, to, count], without empty bins at both ends."""
+    # A length from 2^(p-1) to 2^p - 1 has the power p.
+    powers = np.frexp(lengths)[1]
     first, last = int(powers.min()), int(powers.max())
     counts = np.bincount(powers, minlength=last + 1)
     return [[1 << p >> 1, (1 << p) - 1, int(counts[p])] for p in range(first, last + 1)]
@@ -172,12 +203,17 @@ def _sides(
     second: int | None,
     desirable: bool | None,
 ) -> list[dict[str, Any]]:
-    """Return an example as parts (text, supervised): of a pair both sides, each after a part that
-    names it; of an answer with a label the answer alone, after its label.
+    """Split an example into parts of text, each supervised or not.
+
+    Both sides of a pair follow a part that names the side. An answer with a label follows its
+    label, without the answer that it is compared with.
 
     Args:
-        second: where the other side of a pair begins; None: it is no pair.
-        desirable: the label of a single answer; None: it has none.
+        ids: token ids of the example.
+        spans: begin, end, begin, end ... of its supervised tokens.
+        tokenizer: decodes the parts; None: they are token ids.
+        second: position at which the other side of a pair begins; None for other rows.
+        desirable: label of a single answer; None for other rows.
     """
     if second is None:
         return _parts(ids, spans, tokenizer)
@@ -195,34 +231,39 @@ def _sides(
 
 
 def _parts(ids: list[int], spans: list[int], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """Return tokens as parts (text, supervised), cut where the supervision begins and ends."""
-    # The first token has nothing before it to be predicted from, whatever the span says.
+    """Split tokens into parts of text at the edges of the spans."""
+    # Nothing predicts the first token, even if a span covers it.
     edges = [min(max(edge, 1), len(ids)) for edge in spans]
     return [
-        {"text": _decoded(ids, begin, end, tokenizer), "supervised": i % 2 == 1}
+        {"text": _decode_part(ids, begin, end, tokenizer), "supervised": i % 2 == 1}
         for i, (begin, end) in enumerate(pairwise([0, *edges, len(ids)]))
         if begin < end
     ]
 
 
-def _decoded(ids: list[int], begin: int, end: int, tokenizer: Tokenizer | None) -> str:
+def _decode_part(ids: list[int], begin: int, end: int, tokenizer: Tokenizer | None) -> str:
+    """Decode the tokens from `begin` to before `end`."""
     if tokenizer is None:
         return "".join(f"{token} " for token in ids[begin:end])
 
-    def decode(some: list[int]) -> str:
+    def decode(tokens: list[int]) -> str:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return str(tokenizer.decode(some, **options))
+        return str(tokenizer.decode(tokens, **options))
 
-    # What a token prints may depend on those before it: a space that a first one loses.
-    before, whole = decode(ids[:begin]), decode(ids[:end])
-    return whole[len(before) :] if whole.startswith(before) else decode(ids[begin:end])
+    # The text of a token may depend on the tokens before it: the first one of a text may lose its
+    # space.
+    before = decode(ids[:begin])
+    up_to_end = decode(ids[:end])
+    return up_to_end[len(before) :] if up_to_end.startswith(before) else decode(ids[begin:end])
 
 
-def _titled(source: Mapping[str, Any]) -> str:
+def _title(source: Mapping[str, Any]) -> str:
+    """Format the name of a source, and whether it is only evaluated on."""
     return f"{source['name']} (to evaluate on)" if source["use"] == "eval" else source["name"]
 
 
 def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
+    """Yield the lines on a source below its title."""
     if source["weight"] is not None or source["max_repeats"] is not None:
         limit = source["max_repeats"]
         repeats = "" if limit is None else f", at most {limit:g} passes"
@@ -231,11 +272,11 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
     for reason, dropped in source["dropped"].items():
         first = escape_text("; ".join(dropped["first"]), keep="")
         rows = "1 row" if dropped["rows"] == 1 else f"{dropped['rows']:,} rows"
-        yield f"left out  {rows}: {reason}" + (f" ({first})" if first else "")
+        yield f"skipped   {rows}: {reason}" + (f" ({first})" if first else "")
     if source["cut_off"]:
         yield (
-            f"cut off   {source['cut_off']:,} tokens of {source['truncated']:,} examples, which "
-            "are not learned (data.sequence_length, data.too_long)"
+            f"truncated {source['cut_off']:,} tokens of {source['truncated']:,} examples, which "
+            "are not trained on (data.sequence_length, data.too_long)"
         )
     for warning in source["warnings"]:
         yield f"WARNING   {warning}"
@@ -252,9 +293,9 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
         if packed["density"] is not None:
             line += f", {packed['density']:.1%} of the positions are tokens"
         yield line
-        for what, count in packed["dropped"].items():
+        for unit, count in packed["dropped"].items():
             if count:
-                yield f"dropped   {count:,} {what}"
+                yield f"dropped   {count:,} {unit}"
     lengths = source["lengths"]
     yield (
         f"lengths   {lengths['min']:,} to {lengths['max']:,} tokens, median "
@@ -263,24 +304,26 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
 
 
 def _bars(histogram: Sequence[Sequence[int]]) -> list[str]:
-    most = max(count for _, _, count in histogram)
+    """Draw a histogram of lengths as text."""
+    highest = max(count for _, _, count in histogram)
     rows = []
     for begin, end, count in histogram:
-        bar = "#" * max(round(_BAR * count / most), 1 if count else 0)
+        bar = "#" * max(round(_BAR_WIDTH * count / highest), 1 if count else 0)
         rows.append([f"{begin:,}" if begin == end else f"{begin:,} to {end:,}", f"{count:,}", bar])
     return [f"          {line}" for line in table(rows, right={0, 1}, margin=10)]
 
 
-def _marked(parts: Sequence[Mapping[str, Any]], colour: bool) -> str:
+def _mark_parts(parts: Sequence[Mapping[str, Any]], colour: bool) -> str:
+    """Join the parts of an example, with the supervised ones marked."""
     before, after = (_GREEN, _PLAIN) if colour else ("[[", "]]")
-    shown = []
-    for part in parts[:_SHOWN_PARTS]:
+    texts = []
+    for part in parts[:_MAX_PARTS]:
         text = part["text"]
-        if len(text) > _SHOWN_CHARACTERS:
-            half, left = _SHOWN_CHARACTERS // 2, len(text) - _SHOWN_CHARACTERS
-            text = f"{text[:half]} ... ({left:,} characters) ... {text[-half:]}"
+        if len(text) > _MAX_CHARACTERS:
+            half, omitted = _MAX_CHARACTERS // 2, len(text) - _MAX_CHARACTERS
+            text = f"{text[:half]} ... ({omitted:,} characters) ... {text[-half:]}"
         text = escape_text(text)
-        shown.append(f"{before}{text}{after}" if part["supervised"] else text)
-    if len(parts) > _SHOWN_PARTS:
-        shown.append(f" ... ({len(parts) - _SHOWN_PARTS} more parts)")
-    return "".join(shown)
+        texts.append(f"{before}{text}{after}" if part["supervised"] else text)
+    if len(parts) > _MAX_PARTS:
+        texts.append(f" ... ({len(parts) - _MAX_PARTS} more parts)")
+    return "".join(texts)

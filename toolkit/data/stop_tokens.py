@@ -1,6 +1,4 @@
-"""Which tokens end a learned answer: what generates with the model has to stop at them, and a
-reward model reads its reward there.
-"""
+"""Tokens that end an answer: generation stops there, and a reward model reads its reward there."""
 
 import json
 from collections import Counter
@@ -17,54 +15,65 @@ from toolkit.models.reward import set_pooling_token
 from toolkit.parsing import parse_json
 
 _FILE = "generation_config.json"
-_LOOKED_AT = 64  # examples of each source
-_SHARE = 0.5  # of a source's answers
+# Number of examples of each source that are looked at.
+_EXAMPLES = 64
+# Share of a source's answers that must end in a token.
+_MIN_SHARE = 0.5
 
 
 def find_stop_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
-    """Return the special tokens with which at least half of a source's answers end, by its first
-    examples; of a stream by what is evaluated on.
+    """Find the special tokens in which at least half of a source's first answers end.
+
+    For a stream, only the rows to evaluate on are known.
     """
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     sources = [*feed.eval_sources, *(feed.sources if isinstance(feed, PreparedFeed) else ())]
-    found: set[int] = set()
+    stop_ids: set[int] = set()
     for source in sources:
         if "spans" not in source.tokens.column_names:
             continue
-        shown = source.tokens[:_LOOKED_AT]
-        pairs = zip(shown["input_ids"], shown["spans"], strict=True)
-        last = Counter(ids[end - 1] for ids, spans in pairs for end in spans[1::2])
-        common = last.most_common(1)
-        found |= {i for i, n in common if i in special and n >= _SHARE * last.total()}
-    return sorted(found)
+        examples = source.tokens[:_EXAMPLES]
+        rows = zip(examples["input_ids"], examples["spans"], strict=True)
+        last_ids = Counter(ids[end - 1] for ids, spans in rows for end in spans[1::2])
+        for token, count in last_ids.most_common(1):
+            if token in special and count >= _MIN_SHARE * last_ids.total():
+                stop_ids.add(token)
+    return sorted(stop_ids)
 
 
-def add_stop_tokens(model: PreTrainedModel, ends: list[int], tokenizer: Tokenizer) -> str:
-    """Let generation with `model` and its exports stop at `ends` too; return the line that says so,
-    empty where it did already.
+def add_stop_tokens(model: PreTrainedModel, stop_ids: list[int], tokenizer: Tokenizer) -> str:
+    """Make generation with `model` and with its exports stop at `stop_ids`, too.
+
+    Returns:
+        A log line; empty if generation stops at all of them already.
     """
-    files, said = assets_of(model).files, assets_of(model).config
+    files = assets_of(model).files
     content = parse_json(files[_FILE], _FILE, ModelError) if _FILE in files else {}
-    known = content.get("eos_token_id", said.get("eos_token_id", tokenizer.eos_token_id))
-    before = [known] if isinstance(known, int) else [*(known or ())]
-    new = [i for i in ends if i not in before]
+    default = assets_of(model).config.get("eos_token_id", tokenizer.eos_token_id)
+    eos_ids = content.get("eos_token_id", default)
+    eos_ids = [eos_ids] if isinstance(eos_ids, int) else [*(eos_ids or ())]
+    new = [token for token in stop_ids if token not in eos_ids]
     if not new:
         return ""
-    files[_FILE] = (json.dumps({**content, "eos_token_id": before + new}, indent=2) + "\n").encode()
+    content = {**content, "eos_token_id": eos_ids + new}
+    files[_FILE] = (json.dumps(content, indent=2) + "\n").encode()
     if model.generation_config is not None:
-        model.generation_config.eos_token_id = before + new
-    names = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in new)
-    return f"ends       {names} ends a learned answer: added to eos_token_id of {_FILE}"
+        model.generation_config.eos_token_id = eos_ids + new
+    names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in new)
+    return f"ends       {names} ends the answers: added to eos_token_id of {_FILE}"
 
 
 def set_reward_position(model: PreTrainedModel, tokenizer: Tokenizer) -> str:
-    """Let a reward model and its exports read rewards before what fills up; return the line that
-    says so.
+    """Make a reward model and its exports read the reward at the last token before the padding.
+
+    Returns:
+        A log line.
     """
     pad = choose_pad_id(tokenizer)
     set_pooling_token(model, assets_of(model), pad)
-    also = " (which ends texts, too: it is passed over)" if pad == tokenizer.eos_token_id else ""
+    is_eos = pad == tokenizer.eos_token_id
+    note = " (which also ends texts, so it is passed over)" if is_eos else ""
     return (
         f"reward     read at the last token that is not {tokenizer.convert_ids_to_tokens(pad)}"
-        f"{also}: pad_token_id {pad} of config.json"
+        f"{note}: pad_token_id {pad} of config.json"
     )

@@ -1,6 +1,7 @@
 """The data feed: micro-batches of each step, evaluation batches, and the position in the data.
 
-`prepared.PreparedFeed` has all rows at hand, `stream_feed.StreamFeed` reads them while training.
+`prepared.PreparedFeed` has encoded all rows before; `stream_feed.StreamFeed` reads and encodes rows
+while training.
 """
 
 import time
@@ -23,11 +24,11 @@ from toolkit.errors import DataError
 
 Batches = Iterable[Batch]
 READING = "data"
-"""What profiles call the wait for a step's micro-batches."""
+"""Name of the wait for the micro-batches of a step in profiles."""
 
 
 class DataRank(Protocol):
-    """The ranks that read different samples, as one of them sees them."""
+    """This rank among those that read different samples, its device and its data loader."""
 
     @property
     def device(self) -> torch.device: ...
@@ -41,7 +42,7 @@ class DataRank(Protocol):
 
 @dataclass(frozen=True)
 class LocalDataRank:
-    """`Processes` by the view `data` of a mesh."""
+    """A `DataRank` with the numbers of `Mesh.data`."""
 
     device: torch.device
     rank: int
@@ -50,42 +51,59 @@ class LocalDataRank:
 
 
 def build_samples(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> Samples:
-    """Return `source`, or what is `chosen` of its `units_of`, as samples; no sample is an error."""
-    rows, wrapped = EncodedRows(source.tokens, shape.columns), shape.packing == "wrapped"
-    pieces = (windows if wrapped else cut_rows)(rows, shape.sequence_length, chosen)
-    if wrapped and rows.total < shape.sequence_length:
+    """Build the samples of a source, or of a part of it.
+
+    Args:
+        source: the encoded rows.
+        shape: how rows become samples.
+        chosen: numbers of windows or rows among `list_units`; None: all.
+
+    Raises:
+        DataError: there is no sample.
+    """
+    rows = EncodedRows(source.tokens, shape.columns)
+    is_wrapped = shape.packing == "wrapped"
+    pieces = (windows if is_wrapped else cut_rows)(rows, shape.sequence_length, chosen)
+    if is_wrapped and rows.total < shape.sequence_length:
         raise DataError(
             f"expected at least one sample of {shape.sequence_length} tokens "
-            f"(data.sequence_length) in {source.name}, all documents of it together hold "
-            f"{rows.total}; give more text, leave it out, or set data.sequence_length to at most "
-            f"{max(rows.total, 2)}"
+            f"(data.sequence_length) in {source.name}, but all of its documents have "
+            f"{rows.total} tokens together; add text, remove the source, or set "
+            f"data.sequence_length to at most {max(rows.total, 2)}"
         )
     if not len(pieces):
         raise DataError(
-            f"expected at least one row with a token in the source {source.name}, got none of "
-            f"{len(rows)}; give more data, or leave the source out"
+            f"expected at least one row with a token in the source {source.name}, got none among "
+            f"{len(rows)} rows; add data, or remove the source"
         )
     return Samples(pieces, shape)
 
 
 def list_units(source: EncodedSource, shape: SampleShape) -> range | np.ndarray:
-    """Return the numbers of what can be chosen of a source: its windows, or its rows."""
+    """List the numbers of what can be chosen from a source: its windows, or its rows."""
     if shape.packing == "wrapped":
         return range(EncodedRows(source.tokens).total // shape.sequence_length)
     return np.arange(len(source.tokens))
 
 
 class Feed(ABC):
-    """This rank's micro-batches, and where the run stands.
+    """The micro-batches of this rank, and the position of the run in the data.
 
-    A sample is a packed one (`bfd`), a window (`wrapped`) or a row (`none`), and so is what weights
-    and batch sizes count. A checkpoint's own `global_batch` replaces the one that is given;
-    `max_eval_samples` are windows or rows of each source that are evaluated on at most.
+    Weights and batch sizes count samples. A sample is a pack of rows (`bfd`), a window (`wrapped`)
+    or a row (`none`).
+
+    Args:
+        shape: how rows become samples.
+        position: where to start. The global batch of a checkpoint replaces its global batch.
+        eval_sources: sources to evaluate on.
+        max_eval_samples: maximum number of windows or rows of each source to evaluate on.
     """
 
     sources: Sequence[Any]
-    total: int | None = None  # samples that max_repeats is known to allow
-    waited = 0.0  # seconds that steps have waited for their micro-batches here
+    total: int | None = None
+    """Number of samples that `max_repeats` allows; None: no limit, or one that is not known."""
+    waited = 0.0
+    """Seconds that this rank has waited for micro-batches so far."""
 
     def __init__(
         self,
@@ -101,90 +119,109 @@ class Feed(ABC):
         }
 
     @property
-    def names(self) -> str:  # of what is trained on, for messages
+    def names(self) -> str:
+        """Names of the sources to train on, for messages."""
         return ", ".join(source.name for source in self.sources)
 
     def steps(
         self, run: DataRank, count: int, *, per_device_batch_size: int, workers: int = 0
     ) -> Iterator[list[Batch]]:
-        """Give this rank's micro-batches of the next `count` steps, a list for each, from the
-        position on, which `position.advance()` moves when a step is done.
+        """Yield this rank's micro-batches of the next steps, a list for each step.
 
-        For a stream any number of `workers` above 0 is one process that reads ahead. A DataError
-        where the global batch does not divide over the ranks, max_repeats ends the data before, or
-        a row of a stream is refused.
+        Starts at the position, which `position.advance()` moves when a step is done.
+
+        Args:
+            run: this rank.
+            count: number of steps.
+            per_device_batch_size: number of samples in a micro-batch.
+            workers: number of processes that read ahead; for a stream, at most one is used.
+
+        Raises:
+            DataError: the global batch does not divide over the ranks, `max_repeats` ends the data
+                too early, or a row of a stream is refused.
         """
         if count < 1:
             return
         size = self.position.global_batch
         self.check_steps(self.position.samples_seen // size + count)
-        each = accumulation_for(size, per_device_batch_size, run.world_size)
-        batches = iter(self._read(run, count, per_device_batch_size, each, workers))
+        accumulation = accumulation_for(size, per_device_batch_size, run.world_size)
+        batches = iter(self._read(run, count, per_device_batch_size, accumulation, workers))
         try:
             for _ in range(count):
                 begun = time.perf_counter()
                 with record_function(READING):
-                    step = list(islice(batches, each))
+                    step = list(islice(batches, accumulation))
                 self.waited += time.perf_counter() - begun
                 yield step
         finally:
-            del batches  # now: a traceback would keep its workers, which then end badly
+            # Not later: a traceback would keep the worker processes alive, which then fail.
+            del batches
 
-    def samples_of(self, before: int, run: DataRank) -> list[str]:
-        """Return the samples that this rank reads in the step after `before` steps, if known."""
+    def describe_samples(self, before: int, run: DataRank) -> list[str]:
+        """Describe the samples that this rank reads in the step after `before` steps, if known."""
         return []
 
     def evals(self, run: DataRank, *, per_device_batch_size: int) -> dict[str, Batches]:
-        """Return source name -> this rank's micro-batches; see `eval_batches`."""
-        found: dict[str, Batches] = {}
+        """Map the name of each source to this rank's micro-batches of it; see `eval_batches`."""
+        loaders: dict[str, Batches] = {}
         for name, samples in self.eval_sets.items():
             order: Any = range(len(samples))
             if self.shape.packing == "none":
                 order = np.argsort(samples.pieces.lengths, kind="stable")
             batches = eval_batches(order, per_device_batch_size, run.rank, run.world_size)
-            found[name] = run.loader(samples, batches, collate_fn=self.shape.batch)
-        return found
+            loaders[name] = run.loader(samples, batches, collate_fn=self.shape.batch)
+        return loaders
 
     def tokens_of_step(self) -> float:
-        """Return the mean of the tokens of a global batch, without padding, by weight."""
+        """Compute the mean number of tokens of a global batch, without padding."""
         means = self._means()
         mean = sum(tokens * share for tokens, share in means) / sum(share for _, share in means)
         return mean * self.position.global_batch
 
     @abstractmethod
     def lines(self) -> list[str]:
-        """Return what there is to read, as lines: a run prints them at its start."""
+        """Format the log lines that describe the data at the start of a run."""
 
     def reading_lines(self) -> list[str]:
-        """Return what came of the rows read so far, as lines; nothing where it was known before."""
+        """Format lines with counts of used and skipped rows; empty if all rows are prepared."""
         return []
 
     @abstractmethod
     def steps_for(self, epochs: float) -> int:
-        """Return the steps of `epochs` passes; call it after a checkpoint's position is loaded.
+        """Compute the number of steps in `epochs` passes, with the global batch of the position.
 
-        More than max_repeats allows, or of a stream, whose end is not known, are a DataError.
+        Raises:
+            DataError: `max_repeats` allows fewer steps, or the end of a stream is not known.
         """
 
     def check_steps(self, max_steps: int) -> None:
-        """Raise a `DataError` for more steps than max_repeats is known to allow."""
+        """Refuse more steps than `max_repeats` allows.
+
+        Raises:
+            DataError: says how many steps are allowed.
+        """
         total, size = self.total, self.position.global_batch
         if total is not None and max_steps * size > total:
             raise DataError(
-                f"expected at most {total // size} steps of {size} samples: max_repeats of "
-                f"data.sources allows {total} samples of {self.names}, {max_steps} steps were "
-                f"asked for; set train.max_steps to {total // size}, raise max_repeats, or give "
-                "more data"
+                f"expected at most {total // size} steps of {size} samples, got {max_steps} steps: "
+                f"max_repeats of data.sources allows {total} samples of {self.names}; set "
+                f"train.max_steps to {total // size}, raise max_repeats, or add data"
             )
 
     @abstractmethod
     def check_enough(self, world_size: int) -> None:
-        """Raise a `DataError` for data of which nothing is learned, or too few for the ranks."""
+        """Refuse data without supervised tokens, or with fewer samples than ranks.
+
+        Raises:
+            DataError: says what is missing.
+        """
 
     @abstractmethod
-    def _read(self, run: DataRank, count: int, size: int, each: int, workers: int) -> Batches:
-        """Return this rank's micro-batches of `count` steps: `each` of `size` samples a step."""
+    def _read(
+        self, run: DataRank, count: int, size: int, accumulation: int, workers: int
+    ) -> Batches:
+        """Read `count` steps: `accumulation` micro-batches of `size` samples for each step."""
 
     @abstractmethod
     def _means(self) -> list[tuple[float, float]]:
-        """Return the mean tokens of a sample and the share of each source."""
+        """Compute for each source the mean number of tokens of a sample, and its weight."""

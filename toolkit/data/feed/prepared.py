@@ -1,4 +1,4 @@
-"""Sources with all their rows at hand, as samples to train on and samples to evaluate on."""
+"""The feed of sources whose rows are all encoded before training starts."""
 
 import hashlib
 import math
@@ -18,30 +18,48 @@ from toolkit.data.samples.sample_shape import Samples, SampleShape
 from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import DataError
 
-_WINDOWS = 20  # of an order that are looked at together
+# Windows of the sample order that `samples_until` looks at in one step.
+_WINDOWS = 20
 
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """What a source became."""
+    """Counts of the samples of a source."""
 
     name: str
-    samples: int  # of a pass over it: packed ones, windows, or rows
-    tokens: int  # in them, without padding
-    density: float | None  # share of the positions that hold tokens; None where batches decide
-    dropped: dict[str, int]  # what is in no sample: `tokens` after the last window, `empty rows`
-    cut: int  # rows of more than `sequence_length` tokens that became several samples or pieces
-    split_held_out: int  # samples that were split off to evaluate on
+    samples: int
+    """Number of samples in a pass: packs, windows, or rows."""
+    tokens: int
+    """Number of tokens in these samples, without padding."""
+    density: float | None
+    """Share of positions that are tokens; None if the padding depends on the micro-batch."""
+    dropped: dict[str, int]
+    """What is in no sample: `tokens` after the last window, or `empty rows`, and how many."""
+    cut: int
+    """Number of rows of more than `sequence_length` tokens, which became several samples."""
+    held_out: int
+    """Number of samples that were split off to evaluate on."""
 
 
 class PreparedFeed(Feed):
-    """Encoded sources, at least one, as this rank's micro-batches; see `Feed`.
+    """The micro-batches of encoded sources; see `Feed`.
 
-    Making it packs the data: a quarter of a second for a million rows, and some 30 bytes a row
-    while it lives. Without weights every sample of all sources is read once a pass, in one order;
-    with weights (of all sources) or limits see [Note: mixing] in `order/mixture.py`. `eval_split`
-    of each source is held out where there are no `eval_sources`. A source without a sample is a
-    DataError.
+    Without weights, every sample of all sources is read once in each pass, in one order. With
+    weights or `max_repeats`, sources are mixed; see [Note: mixing] in `order/mixture.py`. Packing
+    takes a quarter of a second for a million rows, and the plan about 30 bytes a row.
+
+    Args:
+        sources: the encoded sources, at least one.
+        shape: how rows become samples.
+        seed: seed of the sample order.
+        global_batch: number of samples in a step, over all ranks.
+        eval_sources: sources to evaluate on.
+        eval_split: share of each source that is held out to evaluate on, if there are no
+            `eval_sources`.
+        max_eval_samples: maximum number of windows or rows of each source to evaluate on.
+
+    Raises:
+        DataError: a source has no sample.
     """
 
     def __init__(
@@ -58,7 +76,10 @@ class PreparedFeed(Feed):
         share = 0.0 if eval_sources else eval_split
         split = [split_held_out(source, shape, share, max_eval_samples) for source in sources]
         self.train = [samples for samples, _ in split]
-        self.parts = [_part(s, *pair, shape) for s, pair in zip(sources, split, strict=True)]
+        self.parts = [
+            _count_samples(source, samples, held_out, shape)
+            for source, (samples, held_out) in zip(sources, split, strict=True)
+        ]
         self.data: ConcatDataset = ConcatDataset(self.train)
         sizes = [len(samples) for samples in self.train]
         weights = [source.weight for source in sources if source.weight is not None]
@@ -67,13 +88,15 @@ class PreparedFeed(Feed):
         if any(limit is not None for limit in limits) or (weights and len(sources) > 1):
             self.order = Mixture(sizes, weights or sizes, seed, limits)
         self.sources, self.total = list(sources), self.order.total
-        position = Position(len(self), seed, global_batch, _reading(sources, self.train, shape))
+        reading = _order_facts(sources, self.train, shape)
+        position = Position(len(self), seed, global_batch, reading)
         super().__init__(shape, position, eval_sources, max_eval_samples)
-        held_outs = zip(sources, split, strict=True)
-        self.eval_sets |= {source.name: held for source, (_, held) in held_outs if held}
+        for source, (_, held_out) in zip(sources, split, strict=True):
+            if held_out:
+                self.eval_sets[source.name] = held_out
 
     def __len__(self) -> int:
-        """Return the samples of a pass over all sources."""
+        """Return the number of samples in a pass over all sources."""
         return len(self.data)
 
     def lines(self) -> list[str]:
@@ -82,55 +105,62 @@ class PreparedFeed(Feed):
         for part in self.parts:
             evals = len(self.eval_sets.get(part.name, ()))
             line = f"{part.samples:,} {self.shape}, to train on"
-            if evals or not extra:  # else the lines of the evaluation sources follow
+            # The sources that are only evaluated on have lines of their own below.
+            if evals or not extra:
                 line += f", {evals:,} to evaluate"
             if self.shape.packing == "bfd":
                 line += f"; {part.density:.1%} of the positions are tokens"
-            dropped = [f"{n:,} {what}" for what, n in part.dropped.items() if n]
-            line += f"; left over: {', '.join(dropped)}" if dropped else ""
+            dropped = [f"{count:,} {unit}" for unit, count in part.dropped.items() if count]
+            line += f"; dropped: {', '.join(dropped)}" if dropped else ""
             lines.append(f"{part.name}: {line}" if len(self.parts) > 1 else line)
         return lines + [f"{name}: {len(self.eval_sets[name]):,} to evaluate" for name in extra]
 
     def steps_for(self, epochs: float) -> int:
-        # A pass is as many samples as all sources hold. Where max_repeats ends the data inside the
-        # last batch, that batch is left out.
-        wanted, total, size = epochs * len(self), self.total, self.position.global_batch
-        steps = math.ceil(wanted / size)
-        if total is not None and wanted <= total:
+        # A pass is as many samples as all sources have. If max_repeats ends the data inside the
+        # last batch, that batch is dropped.
+        total, size = self.total, self.position.global_batch
+        samples = epochs * len(self)
+        steps = math.ceil(samples / size)
+        if total is not None and samples <= total:
             steps = min(steps, total // size)
         if steps < 1:
             raise DataError(
-                f"expected data for at least one step of {size} samples, max_repeats allows "
-                f"{total} of {self.names}; lower train.per_device_train_batch_size or "
-                "gradient_accumulation_steps, raise max_repeats, or give more data"
+                f"expected data for at least one step of {size} samples, but max_repeats allows "
+                f"only {total} of {self.names}; lower train.per_device_train_batch_size or "
+                "gradient_accumulation_steps, raise max_repeats, or add data"
             )
         self.check_steps(steps)
         return steps
 
     def check_enough(self, world_size: int) -> None:
-        """Refuse fewer samples than ranks, which would train on one sample at the same time."""
+        """Refuse fewer samples than ranks: several ranks would train on one sample at once."""
         if len(self) < world_size:
             raise DataError(
                 f"expected at least one training sample for each of the {world_size} ranks, got "
-                f"{len(self)} of {self.shape.sequence_length} tokens; give more text, or set a "
-                "smaller data.sequence_length or fewer processes"
+                f"{len(self)} of {self.shape.sequence_length} tokens; add text, or use a smaller "
+                "data.sequence_length or fewer processes"
             )
 
-    def samples_of(self, before: int, run: DataRank) -> list[str]:
+    def describe_samples(self, before: int, run: DataRank) -> list[str]:
         size, ends = self.position.global_batch, self.data.cumulative_sizes
-        told = []
-        mine = self._ordered().indices(before * size, size)[run.rank :: run.world_size]
+        descriptions = []
+        mine = self._sample_order().indices(before * size, size)[run.rank :: run.world_size]
         for index in mine.tolist():
             source = int(np.searchsorted(ends, index, side="right"))
-            own = index - (ends[source - 1] if source else 0)
-            told.append(f"{self.parts[source].name} {self.train[source].rows(own)}")
-        return told
+            number = index - (ends[source - 1] if source else 0)
+            rows = self.train[source].rows(number)
+            descriptions.append(f"{self.parts[source].name} {rows}")
+        return descriptions
 
     def samples_until(self, max_steps: int) -> list[np.ndarray]:
-        """Return the samples of each source that the steps from the position up to `max_steps`
-        read, each once, ascending; int64. Costs a second for some ten million positions.
+        """List the samples that the steps from the position up to `max_steps` read.
+
+        Costs a second for about ten million positions.
+
+        Returns:
+            For each source the numbers of its samples, each once and ascending; int64.
         """
-        size, order = self.position.global_batch, self._ordered()
+        size, order = self.position.global_batch, self._sample_order()
         stop, block = max_steps * size, _WINDOWS * WINDOW * size
         is_read = np.zeros(len(self), bool)
         for start in range(self.position.samples_seen, stop, block):
@@ -140,48 +170,65 @@ class PreparedFeed(Feed):
         sizes = [len(samples) for samples in self.train]
         return [np.flatnonzero(part) for part in np.split(is_read, np.cumsum(sizes)[:-1])]
 
-    def _ordered(self) -> Mixture | ByLength:
+    def _sample_order(self) -> Mixture | ByLength:
         if self.shape.packing != "none":
             return self.order
         lengths = np.concatenate([samples.pieces.lengths for samples in self.train])
         return ByLength(self.order, lengths, self.position.global_batch, self.position.seed)
 
-    def _read(self, run: DataRank, count: int, size: int, each: int, workers: int) -> Batches:
-        order, start = self._ordered(), self.position.samples_seen
-        batches = train_batches(order, start, count, size, each, run.rank, run.world_size)
+    def _read(
+        self, run: DataRank, count: int, size: int, accumulation: int, workers: int
+    ) -> Batches:
+        order, start = self._sample_order(), self.position.samples_seen
+        batches = train_batches(order, start, count, size, accumulation, run.rank, run.world_size)
         return run.loader(self.data, batches, workers, self.shape.batch)
 
     def _means(self) -> list[tuple[float, float]]:
         shares = self.order.shares
-        if len(shares) < len(self.parts):  # one order over all of them
+        if len(shares) < len(self.parts):
+            # There is one order over all sources.
             shares = [part.samples for part in self.parts]
         return [(p.tokens / p.samples, s) for p, s in zip(self.parts, shares, strict=True)]
 
 
 def split_held_out(
-    source: EncodedSource, shape: SampleShape, share: float, most: int | None
+    source: EncodedSource, shape: SampleShape, share: float, max_held_out: int | None
 ) -> tuple[Samples, Samples | None]:
-    """Return the samples of `source` to train on, and those that are held out of it, if any.
+    """Split a source into samples to train on and samples that are held out to evaluate on.
 
-    Of windows the last `share` is held out, else `share` of the rows, drawn alike for every seed,
-    so that runs with unlike seeds compare: at least one where `share` is above 0, and not all. Of
-    what is held out at most `most` are evaluated on; training does not get the others either.
+    The last windows are held out, or randomly drawn rows. The draw does not depend on the seed of
+    the run, so that runs with different seeds can be compared. If `share` is above 0, at least one
+    window or row is held out, and at least one remains.
+
+    Args:
+        source: the encoded rows.
+        shape: how rows become samples.
+        share: share of the windows or rows that is held out.
+        max_held_out: maximum number that is evaluated on. Training does not get the others either.
+
+    Returns:
+        The samples to train on, and those that are held out; None for none.
     """
     units = list_units(source, shape)
-    held = min(max(1, round(len(units) * share)), len(units) - 1) if share > 0 else 0
-    if held < 1:
+    count = min(max(1, round(len(units) * share)), len(units) - 1) if share > 0 else 0
+    if count < 1:
         return build_samples(source, shape), None
-    train, evaluated = units[:-held], units[-held:]
+    train, held_out = units[:-count], units[-count:]
     if isinstance(units, np.ndarray):
-        evaluated = permute(units[:held], len(units), 0, 0)
-        train, evaluated = np.setdiff1d(units, evaluated), np.sort(evaluated[:most])
-    return build_samples(source, shape, train), build_samples(source, shape, evaluated[:most])
+        held_out = permute(units[:count], len(units), 0, 0)
+        train, held_out = np.setdiff1d(units, held_out), np.sort(held_out[:max_held_out])
+    return build_samples(source, shape, train), build_samples(
+        source, shape, held_out[:max_held_out]
+    )
 
 
-def _reading(
+def _order_facts(
     sources: Sequence[EncodedSource], train: list[Samples], shape: SampleShape
 ) -> dict[str, Any]:
-    """Return what the samples depend on (see `Position`); the name of a single source does not."""
+    """List what the order of samples depends on; see `Position`.
+
+    The name of a single source is not included, so that it may change.
+    """
     several = len(sources) > 1
     reading: dict[str, Any] = {
         "data.packing": shape.packing,
@@ -195,7 +242,8 @@ def _reading(
         if shape.packing == "wrapped":
             reading[f"the tokens {of}"] = samples.pieces.rows.total
         else:
-            lengths = samples.pieces.lengths.astype("<i4").tobytes()  # packing follows from them
+            # The packing depends on the lengths alone.
+            lengths = samples.pieces.lengths.astype("<i4").tobytes()
             digest = hashlib.blake2b(lengths, digest_size=8).hexdigest()
             reading[f"the lengths of the rows {of} (digest)"] = digest
         if source.weight is not None and several:
@@ -205,11 +253,13 @@ def _reading(
     return reading
 
 
-def _part(
-    source: EncodedSource, samples: Samples, evaluated: Samples | None, shape: SampleShape
+def _count_samples(
+    source: EncodedSource, samples: Samples, held_out: Samples | None, shape: SampleShape
 ) -> SourceSamples:
+    """Count the samples of a source and their tokens."""
     n, pieces = len(samples), samples.pieces
     tokens = int(pieces.lengths.sum(dtype=np.int64))
     density = None if shape.packing == "none" else tokens / (n * shape.sequence_length)
-    held = len(evaluated or ())
-    return SourceSamples(source.name, n, tokens, density, pieces.dropped, pieces.cut, held)
+    return SourceSamples(
+        source.name, n, tokens, density, pieces.dropped, pieces.cut, len(held_out or ())
+    )

@@ -143,10 +143,10 @@ def samples_per_source(active: Sequence[int], shares: Sequence[int], turns: Any)
     if len(active) == 1:
         return {active[0]: turns}
     left, right = active[: len(active) // 2], active[len(active) // 2 :]
-    part, whole = sum(integer_shares[s] for s in left), sum(integer_shares[s] for s in active)
+    part, whole = sum(shares[s] for s in left), sum(shares[s] for s in active)
     of_left = turns * part // whole
-    return samples_per_source(left, integer_shares, of_left) | samples_per_source(
-        right, integer_shares, turns - of_left
+    return samples_per_source(left, shares, of_left) | samples_per_source(
+        right, shares, turns - of_left
     )
 
 
@@ -158,8 +158,7 @@ def source_at_turn(
     `turns` are positions in the mixture of the `active` sources, int64; `shares` those of all.
     """
     before, after = (
-        np.array(list(samples_per_source(active, integer_shares, n).values()))
-        for n in (turns, turns + 1)
+        np.array(list(samples_per_source(active, shares, n).values())) for n in (turns, turns + 1)
     )
     which = np.argmax(after > before, axis=0)
     return np.array(active)[which], np.take_along_axis(before, which[None], axis=0)[0]

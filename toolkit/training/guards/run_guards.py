@@ -81,5 +81,5 @@ def build_guards(
         spikes = Spikes(train.skip_spikes, device, kept)
     every = train.logging_steps if train.check_steps is None else train.check_steps
     integrity = Integrity(state, every, moved) if every else None
-    bad_steps = BadSteps(train.max_bad_steps, data.samples_of, state)
+    bad_steps = BadSteps(train.max_bad_steps, data.describe_samples, state)
     return Guards(bad_steps, integrity, lambda: feed.waited, state, spikes)
