@@ -202,7 +202,7 @@ def check_packages(start: Start) -> str:
                 f"{setting} needs {package}, which cannot be imported here; pip install "
                 f"{package.replace('_', '-')}, or leave it out"
             )
-    if is_url(cfg.checkpoint.root):
+    if cfg.checkpoint.root is not None and is_url(cfg.checkpoint.root):
         parse_location(cfg.checkpoint.root)  # raises if the store's driver is missing
     files = [] if start.script is None else [start.script]
     model = Path(cfg.model.name_or_path).expanduser()
@@ -309,10 +309,12 @@ def check_adapter_files(start: Start) -> str:
     cfg = start.cfg
     if cfg.adapters:
         check_target_names(start.model, cfg.adapters)
-        continues = isinstance(cfg, FinetuneConfig) and cfg.lora.from_ is not None
-        if continues and not committed_steps(checkpoint_root(cfg)):
-            with open_adapter(cfg.lora) as source:
-                check_same_base(cfg, source)
+    if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
+        return ""
+    # A resumed run does not read that adapter.
+    if not committed_steps(checkpoint_root(cfg)):
+        with open_adapter(cfg.lora) as source:
+            check_same_base(cfg, source)
     return ""
 
 

@@ -135,9 +135,10 @@ def _decide_sharding(
     sharding = replace(sharding, frozen="replicated" if is_replicated else "sharded")
     if cfg.accumulation == "auto":
         itemsize = getattr(torch, cfg.reduce_dtype).itemsize
-        reduce_each = should_reduce_each(model, itemsize, available, shards)
-        accumulation = "reduce_each" if reduce_each else "reduce_once"
-        sharding = replace(sharding, accumulation=accumulation)
+        if should_reduce_each(model, itemsize, available, shards):
+            sharding = replace(sharding, accumulation="reduce_each")
+        else:
+            sharding = replace(sharding, accumulation="reduce_once")
     return sharding
 
 

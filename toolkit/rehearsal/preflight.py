@@ -184,7 +184,8 @@ class Rehearsal:
             folder = self.folder / f"{role}-model"
             frozen_copy = shrink(frozen, cfg.sharding.param_dtype, folder)
             frozen = replace(frozen, name_or_path=str(frozen_copy.folder), revision=None)
-            small_run = replace(small_run, **{role: frozen})
+            changes: dict[str, Any] = {role: frozen}
+            small_run = replace(small_run, **changes)
         result = self.recorder.result
         result.changed = config.find_differences(cfg, small_run)
         processes = self.start.world_size
