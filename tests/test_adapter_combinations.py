@@ -188,4 +188,6 @@ def test_the_same_command_resumes_with_targets_in_any_spelling(
         wider = parsed("all-linear")
         claim_folders(wider)
         with pytest.raises(ConfigError, match="adapts other modules"):
-            check_continued_adapter(apply_adapter_settings(apply_adapter_settings(wider)), base, resumes=True)
+            check_continued_adapter(
+                apply_adapter_settings(apply_adapter_settings(wider)), base, resumes=True
+            )

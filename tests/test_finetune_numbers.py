@@ -228,7 +228,7 @@ def test_label_smoothing_is_that_of_transformers(kind, elements, folders, monkey
         stats = train_step(model, optimizer, micro, max_grad_norm=0, loss=SMOOTHED)
         assert float(stats.loss) == pytest.approx(mean, rel=CLOSE)
         assert off(optimizer.given, gradients) < CLOSE, way
-    assert loss._known[model] is not None
+    assert loss._logit_maps[model] is not None
     assert float(evaluate(model, {"": [padded(samples())]})[0].loss) == pytest.approx(
         reference(folders[kind])[0], rel=CLOSE
     )

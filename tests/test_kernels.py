@@ -79,7 +79,9 @@ def test_a_liger_that_fails_leaves_the_classes_as_they_were(folder, liger, monke
 
     monkeypatch.setattr(kernels, "transformers_private", lambda *_: fails)
     own = modeling_llama.LlamaRMSNorm
-    with pytest.raises(ModelError, match=r"cannot be applied to LlamaForCausalLM: .*no attribute mlp"):
+    with pytest.raises(
+        ModelError, match=r"cannot be applied to LlamaForCausalLM: .*no attribute mlp"
+    ):
         prepare(ModelConfig(folder, kernels="liger"))
     assert modeling_llama.LlamaRMSNorm is own
     monkeypatch.setattr(kernels, "transformers_private", lambda *_: lambda *_: None)

@@ -54,7 +54,7 @@ from toolkit.models.peft_model import (
     unwrapped_base,
 )
 from toolkit.sharding import units
-from toolkit.training.loss import _known
+from toolkit.training.loss import _logit_maps
 from toolkit.training.optim import build_optimizer
 from toolkit.verify import verify_checkpoint
 
@@ -197,7 +197,7 @@ def sharded_curve(rank: int, world: int, folders: dict[str, str], case: Case) ->
     sharded = all(isinstance(p, DTensor) for p in model.parameters())
     units = [unit.modules for unit in sharded_of(model).plan.units]
     losses = curve(model, optimizer_of(case.optimizer, model), rank, world)
-    inside = _known[model] is not None
+    inside = _logit_maps[model] is not None
     return {"start": start, "sharded": sharded, "losses": losses, "units": units, "inside": inside}
 
 
@@ -571,7 +571,9 @@ def test_another_base_or_other_adapters_are_refused(served, folders, runs, tmp_p
         check(other, DROPPING)
     with pytest.raises(CheckpointError, match="other adapters: lora_alpha was 32, is 16"):
         check(folders[kind], dataclasses.replace(DROPPING, lora_alpha=16))
-    with pytest.raises(CheckpointError, match="stored in float32, this run.s base is stored in bfloat16"):
+    with pytest.raises(
+        CheckpointError, match="stored in float32, this run.s base is stored in bfloat16"
+    ):
         resuming.check_same_model(adapt(folders[kind], DROPPING, "bfloat16"), path)
     with pytest.raises(CheckpointError, match="r was 4, is 8"):
         check(folders[kind], dataclasses.replace(DROPPING, r=8))

@@ -23,7 +23,7 @@ from toolkit.config.settings import ShardingConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.training import head_loss, loss_kernel
 from toolkit.training.head_loss import HeadLoss, LogitMap
-from toolkit.training.loss import _known, causal_lm_loss
+from toolkit.training.loss import _logit_maps, causal_lm_loss
 
 CLOSE = 1e-5
 FP32 = ShardingConfig(param_dtype="float32")
@@ -78,12 +78,12 @@ def test_it_is_the_models_own_loss(kind, smoothing, small_chunks, capsys):
     found = loss_sum(model, batch, label_smoothing=smoothing)
     assert found.item() == pytest.approx(own.item(), rel=CLOSE)
     assert off(gradients(model, found), expected) < CLOSE
-    assert _known[model] == (160, expected_map)
+    assert _logit_maps[model] == (160, expected_map)
     assert capsys.readouterr().out == ""
     with torch.no_grad():
         assert float(loss_sum(model, batch)) == pytest.approx(float(from_logits(model, batch)))
     if expected_map != LogitMap():  # the control: without its map the model's loss is another
-        _known[model] = (160, LogitMap())
+        _logit_maps[model] = (160, LogitMap())
         assert off(gradients(model, loss_sum(model, batch)), expected) > 1e-2
 
 
@@ -205,7 +205,7 @@ def test_it_counts_what_the_model_ranks_first(kind, small_chunks, monkeypatch):
     changes, _ = MAPS.get(kind, ({}, None))
     model, batch = tiny_model(kind if kind in MAPS else "llama", **changes).train(), rows(3)
     if kind not in MAPS:
-        _known[model] = None
+        _logit_maps[model] = None
     best = model(input_ids=batch["input_ids"]).logits[:, :-1].argmax(-1)
     batch["labels"][:, 1::2] = best[:, ::2]
     batch["labels"][:, 3] = -100
@@ -228,7 +228,7 @@ def test_in_fp64_it_is_the_models_own_gradient(kind, small_chunks, capsys):
     model, batch = tiny_model(kind, **changes).train(), rows(3)
     fp32 = gradients(model, from_logits(model, batch))
     model.double()
-    _known[model] = (160, logit_map)  # a map is found in fp32 only
+    _logit_maps[model] = (160, logit_map)  # a map is found in fp32 only
     with float64_throughout():
         expected = gradients(model, from_logits(model, batch))
         assert off(gradients(model, loss_sum(model, batch)), expected) < 1e-13
@@ -247,7 +247,7 @@ def test_a_head_with_an_adapter(setting, small_chunks):
     expected = gradients(model, from_logits(model, batch))
     assert any("lm_head" in name for name in expected)
     assert off(gradients(model, loss_sum(model, batch)), expected) < CLOSE
-    assert _known[model] is not None
+    assert _logit_maps[model] is not None
 
 
 def test_labels_that_only_the_device_knows(monkeypatch, small_chunks):
@@ -487,7 +487,7 @@ def test_what_no_map_fits_is_said_and_computed_from_logits(change, capsys):
     model.forward = changed
     expected = gradients(model, from_logits(model, batch))
     assert off(gradients(model, loss_sum(model, batch)), expected) < CLOSE
-    assert _known[model] is None
+    assert _logit_maps[model] is None
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 1
     assert "from all logits of a micro-batch at once" in said[0]
@@ -505,7 +505,7 @@ def test_a_device_that_failed_is_no_reason_to_go_on():
     model.forward = failed
     with pytest.raises(torch.OutOfMemoryError):
         loss_sum(model, batch)
-    assert model not in _known
+    assert model not in _logit_maps
 
 
 # --------------------------------------------------------------------------------------------------
@@ -536,7 +536,7 @@ def sharded(rank: int, world: int) -> dict[str, Any]:
             micro[0]["labels"].fill_(-100)  # nothing to learn from
         before = float(evaluate(model, {"": micro})[0].loss)
         stats = train_step(model, optimizer, micro, max_grad_norm=0.0)
-        inside = _known[model] is not None
+        inside = _logit_maps[model] is not None
         found[kind, dtype] = (float(stats.loss), before, optimizer.given, inside)
     return found
 

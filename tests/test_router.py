@@ -35,7 +35,7 @@ from toolkit.errors import ConfigError, ModelError, TrainingError
 from toolkit.formats.metrics_file import read_metrics
 from toolkit.models.attention import attend_within_documents
 from toolkit.training import Update, head_loss, train_step
-from toolkit.training.loss import _known, causal_lm_loss
+from toolkit.training.loss import _logit_maps, causal_lm_loss
 from toolkit.training.metrics import Metrics
 from toolkit.training.router import Router, plan_router
 
@@ -568,7 +568,7 @@ def test_z_loss_is_that_of_all_logits(kind, kernel, smoothing, small_chunks, req
     changes, _ = MAPS.get(kind, ({}, None))
     model, batch = tiny_model(kind if kind in MAPS else "llama", **changes).train(), rows(3)
     if kind not in MAPS:
-        _known[model] = None
+        _logit_maps[model] = None
     expected = with_z(model, batch, 0.1, smoothing)
     wanted = gradients(model, expected)
     given = Batch.of(batch["labels"], input_ids=batch["input_ids"])

@@ -561,7 +561,9 @@ def summed(rank: int, world: int) -> list[list[float] | None]:
     if rank == world - 1:
         model["last"].grad = torch.tensor([3.0, 0.0])
     among = init_mesh("cpu", world, FP32).loss
-    with mock.patch.object(ranks, "_min_of_each", side_effect=AssertionError("the hosts were asked")):
+    with mock.patch.object(
+        ranks, "_min_of_each", side_effect=AssertionError("the hosts were asked")
+    ):
         step._sum_replicated(model, among)
     return [None if p.grad is None else p.grad.tolist() for p in model.values()]
 

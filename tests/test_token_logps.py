@@ -18,7 +18,7 @@ from toolkit.training import head_loss, loss_kernel
 from toolkit.training import step as step_module
 from toolkit.training.head_logps import HeadLogps
 from toolkit.training.head_loss import HeadLoss
-from toolkit.training.loss import _known, causal_lm_loss, token_logps
+from toolkit.training.loss import _logit_maps, causal_lm_loss, token_logps
 
 CLOSE = 2e-5
 
@@ -57,7 +57,7 @@ def test_values_and_gradients_are_those_of_all_logits(kind, head, small_chunks, 
     model, batch = tiny_model(name, **changes).train(), rows(3)
     batch["labels"][1, 2:6] = -100
     if kind == "from logits":
-        _known[model] = None
+        _logit_maps[model] = None
     model.get_output_embeddings().requires_grad_(head == "trained")
     plain = of_logits(model, batch)
     expected = gradients(model, weighted(plain))
