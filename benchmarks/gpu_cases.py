@@ -332,12 +332,12 @@ def _logps_cost(place: Place) -> None:
     targets = torch.randint(0, vocabulary, (1, rows), device=place.device)
     layer = torch.nn.Linear(width, vocabulary, bias=False)
     layer = layer.to(place.device, torch.bfloat16)
-    kinds: dict[str, Any] = {"kernel": head_loss._COMPILED, "plain operations": ()}
+    kinds: dict[str, Any] = {"kernel": head_loss._DEVICES_WITH_KERNEL, "plain operations": ()}
     try:
         for trained in (False, True):
             layer.weight.requires_grad_(trained)
             for name, compiled in kinds.items():
-                head_loss._COMPILED = compiled
+                head_loss._DEVICES_WITH_KERNEL = compiled
                 task = HeadLogps(HeadLoss(layer, layer.forward, vocabulary))
 
                 def step(task: HeadLogps = task) -> None:
@@ -357,7 +357,7 @@ def _logps_cost(place: Place) -> None:
                 head = "trained head" if trained else "frozen head"
                 place.record(f"{name}, {head}", seconds=seconds, **peaks(place))
     finally:
-        head_loss._COMPILED = kinds["kernel"]
+        head_loss._DEVICES_WITH_KERNEL = kinds["kernel"]
 
 
 # ---- What a steady step costs --------------------------------------------------------------------

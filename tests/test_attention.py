@@ -189,7 +189,7 @@ def step_batch(packing):
 @pytest.fixture
 def like_a_device(monkeypatch):
     """The loss looks at the values of labels on CPUs, which costs nothing there."""
-    monkeypatch.setattr(head_loss, "_COUNTED", ())
+    monkeypatch.setattr(head_loss, "_DEVICES_WITH_HOST_COUNTS", ())
 
 
 def steps(model, batch):

@@ -99,7 +99,7 @@ def in_one(monkeypatch) -> list[int]:
         made.append(len(logits))
         return rule(logits, *rest, **options)
 
-    monkeypatch.setattr(head_loss, "_COMPILED", ("cpu",))
+    monkeypatch.setattr(head_loss, "_DEVICES_WITH_KERNEL", ("cpu",))
     monkeypatch.setattr(loss_kernel, "loss_and_gradient", count)
     monkeypatch.setattr(torch, "compile", lambda fn: fn)
     loss_kernel._kernel.cache_clear()
@@ -146,7 +146,7 @@ def test_a_kernel_that_does_not_compile_or_is_wrong_is_said_and_not_taken(monkey
             found = loss_kernel.cross_entropy(logits, targets, 1.0, None, 0.0)
             assert all(map(torch.equal, found, expected))
         said = capsys.readouterr().out
-        assert said.count("the loss takes plain operations") == 1
+        assert said.count("the loss uses plain operations") == 1
         assert why in said
     loss_kernel._kernel.cache_clear()
 
@@ -212,7 +212,7 @@ def test_it_counts_what_the_model_ranks_first(kind, small_chunks, monkeypatch):
     right = int((best == batch["labels"][:, 1:]).sum())
     assert 0.3 < right / int(supervised_tokens(batch["labels"])) < 0.7
     for counted in (("cpu",), ()):  # with the rows that have labels alone, and with all
-        monkeypatch.setattr(head_loss, "_COUNTED", counted)
+        monkeypatch.setattr(head_loss, "_DEVICES_WITH_HOST_COUNTS", counted)
         for wanted in (True, False):
             with torch.set_grad_enabled(wanted):
                 found = causal_lm_loss(model, as_batch(batch), accuracy=True)
@@ -254,7 +254,7 @@ def test_labels_that_only_the_device_knows(monkeypatch, small_chunks):
     """Elsewhere than on a CPU no row is left out, since the host would have to wait."""
     model, batch = tiny_model("gemma2", final_logit_softcapping=0.5).train(), rows(3)
     expected = gradients(model, from_logits(model, batch))
-    monkeypatch.setattr(head_loss, "_COUNTED", ())
+    monkeypatch.setattr(head_loss, "_DEVICES_WITH_HOST_COUNTS", ())
     assert off(gradients(model, loss_sum(model, batch)), expected) < CLOSE
 
 
@@ -263,7 +263,7 @@ def test_a_number_of_labels_that_the_host_brings(monkeypatch):
     model, batch = tiny_model("gemma2", final_logit_softcapping=0.5).train(), rows(3)
     batch["labels"][:, 6:] = -100
     expected = gradients(model, from_logits(model, batch))
-    monkeypatch.setattr(head_loss, "_COUNTED", ())
+    monkeypatch.setattr(head_loss, "_DEVICES_WITH_HOST_COUNTS", ())
     made, count = [], int(supervised_tokens(batch["labels"]))
     rule = head_loss._cross_entropy
     monkeypatch.setattr(
@@ -409,7 +409,7 @@ def test_products_in_fp32_where_the_device_has_them(monkeypatch):
     """On tensors without values, which take the same calls as a GPU's."""
     head, hidden, labels = (x.to("meta") for x in head_alone())
     head, hidden = head.bfloat16(), hidden.detach().bfloat16().requires_grad_()
-    monkeypatch.setattr(head_loss, "_WIDE_PRODUCTS", ("meta",))
+    monkeypatch.setattr(head_loss, "_DEVICES_WITH_FP32_PRODUCTS", ("meta",))
     with Seen() as seen:
         HeadLoss(head, head.forward, 640)(hidden, Batch.of(labels).targets)[0].backward()
     assert seen.wide == [(96, 16), (640, 16)]

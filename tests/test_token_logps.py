@@ -63,7 +63,7 @@ def test_values_and_gradients_are_those_of_all_logits(kind, head, small_chunks, 
     expected = gradients(model, weighted(plain))
     control = gradients(model, plain.detach().sum() * 0 + of_logits(model, batch).sum())
     for counted in (("cpu",), ()):  # the rows with a target alone, and all of them
-        monkeypatch.setattr(head_loss, "_COUNTED", counted)
+        monkeypatch.setattr(head_loss, "_DEVICES_WITH_HOST_COUNTS", counted)
         found = token_logps(model, as_batch(batch))
         assert found.shape == batch["labels"].shape
         assert torch.equal(found[:, -1], torch.zeros(3))
@@ -87,7 +87,7 @@ def kernels(monkeypatch) -> set[str]:
             return function(*tensors, **options)
 
         monkeypatch.setattr(loss_kernel, name, note)
-    monkeypatch.setattr(head_loss, "_COMPILED", ("cpu",))
+    monkeypatch.setattr(head_loss, "_DEVICES_WITH_KERNEL", ("cpu",))
     monkeypatch.setattr(torch, "compile", lambda function: function)
     return ran
 
@@ -132,7 +132,7 @@ def test_a_compiled_kernel_gives_what_plain_operations_give(rule, dtype, capsys)
 
 
 def test_too_small_a_number_of_targets_is_no_value(small_chunks, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(head_loss, "_COUNTED", ())
+    monkeypatch.setattr(head_loss, "_DEVICES_WITH_HOST_COUNTS", ())
     model, batch = tiny_model("llama"), rows(2)
     count = int(as_batch(batch).count)
     right = token_logps(model, as_batch(batch | {"num_items_in_batch": count}))
@@ -187,7 +187,7 @@ def test_a_head_that_draws_draws_the_same_for_its_backward(small_chunks) -> None
         return torch.autograd.grad(value, [hidden, head.weight])
 
     torch.manual_seed(2)
-    parts = [head(flat[part][None])[0] for part in head_loss.chunks(task, flat)]
+    parts = [head(flat[part][None])[0] for part in head_loss.chunk_slices(task, flat)]
     assert len(parts) > 2
     plain = torch.cat(parts).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     weights = torch.randn(len(plain))

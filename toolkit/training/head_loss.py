@@ -1,7 +1,7 @@
 """Chunked cross entropy inside the LM head; its gradients are computed in the forward.
 
-Owns the arithmetic: chunks of logits, their loss, and what it asks of hidden states and head. Knows
-nothing of models; what one makes of its head's output, the caller says.
+This module owns the arithmetic: chunks of logits, their loss, and the gradients of hidden states
+and head. It knows nothing of models. The caller says what a model does with the head's output.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,26 +15,30 @@ from torch.autograd.function import once_differentiable
 
 from toolkit.training.loss_kernel import IGNORE_INDEX, cross_entropy
 
-# Logits of one chunk, in elements; they are held in fp32. Blocks above 32 MB malloc takes from the
-# kernel each time, whose new pages cost as much as the arithmetic.
+# Logits of one chunk, in elements, held in fp32. malloc takes blocks above 32 MB from the kernel
+# each time, and touching their new pages costs as much as the arithmetic.
 _CHUNK_ELEMENTS = {"cpu": 2**23}
 _CHUNK_ELEMENTS_OF_AN_ACCELERATOR = 2**28
-# Where the host can look at labels; elsewhere it would have to wait for the device.
-_COUNTED = ("cpu",)
-# Devices with products of bf16 that answer in fp32.
-_WIDE_PRODUCTS = ("cuda",)
-# Devices where loss and gradient of a chunk are one kernel.
-_COMPILED = ("cuda",)
+# Devices whose labels the host can read without waiting.
+_DEVICES_WITH_HOST_COUNTS = ("cpu",)
+# Devices that multiply bf16 matrices into an fp32 result.
+_DEVICES_WITH_FP32_PRODUCTS = ("cuda",)
+# Devices on which loss and gradient of a chunk are one kernel.
+_DEVICES_WITH_KERNEL = ("cuda",)
 
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What a model makes of its head's output z: `scale * z`, or `cap * tanh(scale * z / cap)`."""
+    """The logits of a model as a function of its head's output z.
+
+    They are `scale * z`, or with a soft cap `cap * tanh(scale * z / cap)`.
+    """
 
     scale: float = 1.0
     cap: float | None = None
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        """Map the output of the head to logits."""
         if self.cap is not None:
             return torch.tanh(z * (self.scale / self.cap)).mul_(self.cap)
         return z if self.scale == 1.0 else z * self.scale
@@ -42,69 +46,79 @@ class LogitMap:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """The summed cross entropy of `targets` behind a head; call it inside of the head's forward.
+    """The summed cross entropy of targets behind a head; call it inside the head's forward.
 
-    The logits of one chunk of tokens exist at a time: on a CPU up to 32 MB in fp32. On an
-    accelerator a chunk has up to 2^28 logits: 0.5 GB in bf16 and as much for their gradient. With
-    the products, and what 16k targets leave for the backward, a step of 128,256 tokens and 4,096
-    hidden values was measured at 2.5 GB above the model with a frozen head, and at 4.7 GB with a
-    trained one.
-    Where gradients are wanted, each chunk leaves its share before the next one: the hidden states'
-    and, only where the head is trained, the head's; both are kept in fp32. The backward multiplies
-    them by the gradient that comes in and casts them; it runs no product and needs no weight. So a
-    trained model costs three products, a frozen head two, an evaluation one. Tokens without a label
-    cost nothing where their number is known: on a CPU, or as the batch says it.
+    The logits of one chunk of tokens exist at a time. On a CPU a chunk takes up to 32 MB in fp32.
+    On an accelerator it has up to 2^28 logits: 0.5 GB in bf16, and as much for their gradient. A
+    step with a vocabulary of 128,256, a hidden size of 4,096 and 16k targets was measured at 2.5 GB
+    above the model with a frozen head, and at 4.7 GB with a trained head. That includes the
+    products and the gradients kept for the backward.
 
-    The way of Liger's FusedLinearCrossEntropy (Hsu et al. 2024, arXiv:2410.10989).
+    If gradients are needed, each chunk adds its share before the next one is computed: to the
+    gradient of the hidden states and, if the head is trained, to that of the head. Both are kept in
+    fp32. The backward multiplies them by the incoming gradient and casts them. It runs no matrix
+    product and needs no weight. So a trained head costs three matrix products, a frozen head two,
+    an evaluation one. Tokens without a label cost nothing if their number is known: on a CPU, or if
+    the batch has `n_targets`.
+
+    The method is that of Liger's FusedLinearCrossEntropy (Hsu et al. 2024, arXiv:2410.10989).
     """
 
-    module: nn.Module  # the head: it computes each token by itself, gathered where it was sharded
-    forward: Callable[[torch.Tensor], torch.Tensor]  # for what is more than a linear layer
-    vocabulary: int  # logits of a token
+    module: nn.Module
+    """The head, with gathered weights. It computes each token separately."""
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    """The forward of the head, for heads that are more than a linear layer."""
+    vocabulary: int
+    """Number of logits per token."""
     logit_map: LogitMap = LogitMap()
     label_smoothing: float = 0.0
     on: str | None = None
-    """Type of the device whose chunks and products it takes; empty: that of the hidden states."""
+    """Type of the device whose chunks and kernels are used; None: that of the hidden states."""
     correct: torch.Tensor | None = None
-    """0-d integer, to which the tokens are added whose label has the largest logit. Costs a pass
-    over the logits."""
+    """0-d integer, to which the number of tokens is added whose label has the largest logit. Costs
+    a pass over the logits."""
     z_loss: float = 0.0
-    """How much of the square of log Z, the logarithm of the sum of exponentials of the logits, is
-    added for each token (PaLM, Chowdhery et al. 2022, section 5)."""
+    """Factor of the square of log Z that is added for each token. Z is the sum of the exponentials
+    of the logits (PaLM, Chowdhery et al. 2022, section 5)."""
 
     def __call__(
         self, hidden: torch.Tensor, targets: torch.Tensor, n_targets: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss, 0-d fp32, and an empty answer [B, T, 0] in place of the logits.
+        """Sum the cross entropy over the targets.
 
-        Both go into the backward: the hooks of FSDP that begin it wait on the model's answer.
+        Both results must take part in the backward: FSDP's hooks, which start it, are on the output
+        of the model.
 
         Args:
-            hidden: [B, T, H].
-            targets: [B, T], the token that each position predicts; `IGNORE_INDEX` has no loss, and
-                the last token of a row none.
-            n_targets: how many there are, at most; with more of them the loss is NaN.
+            hidden: hidden states [B, T, H].
+            targets: [B, T], the token that each position predicts. `IGNORE_INDEX` has no loss. The
+                last position of a row has no target.
+            n_targets: upper limit of the number of targets; with more of them the loss is NaN.
+
+        Returns:
+            The loss, 0-d fp32, and an empty tensor [B, T, 0] in place of the logits.
         """
-        found: Any = _GradientsInForward.apply(
+        loss_and_empty: Any = _GradientsInForward.apply(
             self, torch.is_grad_enabled(), n_targets, targets.flatten(), hidden, *self.parameters()
         )
-        return found
+        return loss_and_empty
 
     def device_type(self, hidden: torch.Tensor) -> str:
+        """Return the type of the device whose chunks and kernels are used."""
         return self.on or hidden.device.type
 
     def has_kernel(self, tensor: torch.Tensor) -> bool:
-        """Return whether what is computed of logits like `tensor` is one compiled kernel."""
-        return tensor.dtype != torch.float64 and self.device_type(tensor) in _COMPILED
+        """Return True if one compiled kernel handles logits like `tensor`."""
+        return tensor.dtype != torch.float64 and self.device_type(tensor) in _DEVICES_WITH_KERNEL
 
     @property
-    def linear(self) -> bool:
-        """Whether the head is no more than a linear layer."""
+    def is_linear(self) -> bool:
+        """True if the head is nothing but a linear layer."""
         return getattr(self.forward, "__func__", None) is nn.Linear.forward
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return weight and bias of a linear layer, of another module what is trained."""
-        if not self.linear:
+        """List weight and bias of a linear layer, or the trained parameters of another module."""
+        if not self.is_linear:
             return [p for p in self.module.parameters() if p.requires_grad]
         head: Any = self.module
         return [head.weight] if head.bias is None else [head.weight, head.bias]
@@ -116,44 +130,59 @@ class HeadLoss:
         parameters: tuple[torch.Tensor, ...],
         grads: list[torch.Tensor | None],
     ) -> torch.Tensor:
-        """Return the loss of `hidden` [rows, H]; add to `grads`: of `hidden`, and of `parameters`,
-        None where it is not wanted.
+        """Compute the loss of a chunk, and add its gradients to `grads`.
+
+        Args:
+            hidden: hidden states of the chunk, [rows, H].
+            targets: [rows].
+            parameters: as from `parameters`.
+            grads: sums of gradients of `hidden` and of each of `parameters`; None for those that
+                need none.
+
+        Returns:
+            The summed loss, 0-d.
         """
-        wanted = any(grad is not None for grad in grads)
-        in_one = wanted and self.correct is None and self.has_kernel(hidden)
+        needs_grad = any(grad is not None for grad in grads)
+        in_kernel = needs_grad and self.correct is None and self.has_kernel(hidden)
 
-        def rule(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            made, smoothing, z = self.logit_map, self.label_smoothing, self.z_loss
-            if in_one:
-                return cross_entropy(logits, targets, made.scale, made.cap, smoothing, z)
-            return _cross_entropy(logits, targets, made, smoothing, wanted, self.correct, z)
+        def loss_and_grad(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            logit_map, smoothing, z = self.logit_map, self.label_smoothing, self.z_loss
+            if in_kernel:
+                scale, cap = logit_map.scale, logit_map.cap
+                return cross_entropy(logits, targets, scale, cap, smoothing, z)
+            return _cross_entropy(
+                logits, targets, logit_map, smoothing, needs_grad, self.correct, z
+            )
 
-        if self.linear:
-            loss, grad = rule(F.linear(hidden, *parameters))
+        if self.is_linear:
+            loss, grad = loss_and_grad(F.linear(hidden, *parameters))
             if grad is None:
                 return loss
-            of_hidden, of_weight, *of_bias = grads
-            if of_hidden is not None:
-                of_hidden += product(grad, parameters[0], self.device_type(hidden))
-            if of_weight is not None:
-                add_product(of_weight, grad.t(), hidden, self.device_type(hidden))
-            if of_bias and of_bias[0] is not None:
-                of_bias[0] += grad.sum(0, dtype=of_bias[0].dtype)
+            hidden_grad, weight_grad, *bias_grads = grads
+            if hidden_grad is not None:
+                hidden_grad += product(grad, parameters[0], self.device_type(hidden))
+            if weight_grad is not None:
+                add_product(weight_grad, grad.t(), hidden, self.device_type(hidden))
+            if bias_grads and bias_grads[0] is not None:
+                bias_grads[0] += grad.sum(0, dtype=bias_grads[0].dtype)
             return loss
-        with torch.set_grad_enabled(wanted):
-            leaf = hidden.detach().requires_grad_(wanted)
+        with torch.set_grad_enabled(needs_grad):
+            leaf = hidden.detach().requires_grad_(needs_grad)
             output = self.forward(leaf[None])[0]
-        loss, grad = rule(output.detach())
+        loss, grad = loss_and_grad(output.detach())
         if grad is not None:
-            found = torch.autograd.grad(output, [leaf, *parameters], grad, allow_unused=True)
-            for total, part in zip(grads, found, strict=True):
+            chunk_grads = torch.autograd.grad(output, [leaf, *parameters], grad, allow_unused=True)
+            for total, part in zip(grads, chunk_grads, strict=True):
                 if total is not None and part is not None:
                     total += part
         return loss
 
 
 class _GradientsInForward(torch.autograd.Function):
-    """See `HeadLoss`. One node of two outputs: its backward comes after the hooks on both."""
+    """The autograd node of `HeadLoss`.
+
+    It is one node with two outputs, so its backward runs after the hooks on both of them.
+    """
 
     @staticmethod
     def forward(
@@ -166,17 +195,17 @@ class _GradientsInForward(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         flat, loss = hidden.flatten(0, 1), torch.zeros((), device=hidden.device)
-        rows, too_many = chosen_rows(targets, n_targets, task.device_type(hidden))
+        rows, too_many = find_target_rows(targets, n_targets, task.device_type(hidden))
         if too_many is not None:
-            loss.masked_fill_(too_many, torch.nan)  # the host does not wait to know
+            # A NaN instead of an error, because the host must not wait for the device.
+            loss.masked_fill_(too_many, torch.nan)
         if rows is not None:
             flat, targets = flat[rows], targets[rows]
-        of_hidden, *of_parameters = (with_gradients and w for w in ctx.needs_input_grad[4:])
-        wanted = (of_hidden, *of_parameters)
-        grad, *sums = map(accumulator, (flat, *parameters), wanted)
-        for part in chunks(task, flat):
-            own = [None if grad is None else grad[part], *sums]
-            loss += task.add_chunk(flat[part], targets[part], parameters, own)
+        needs_grad = [with_gradients and needed for needed in ctx.needs_input_grad[4:]]
+        grad, *sums = map(zeros_for_grad, (flat, *parameters), needs_grad)
+        for part in chunk_slices(task, flat):
+            grads = [None if grad is None else grad[part], *sums]
+            loss += task.add_chunk(flat[part], targets[part], parameters, grads)
         ctx.save_for_backward(grad, rows, *sums)
         ctx.shape, ctx.dtypes = hidden.shape, [x.dtype for x in (hidden, *parameters)]
         return loss, hidden.new_empty(*hidden.shape[:-1], 0)
@@ -187,42 +216,47 @@ class _GradientsInForward(torch.autograd.Function):
         ctx: Any, incoming: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         grad, rows, *sums = ctx.saved_tensors
-        # Rounded once, and scaled while they are cast, which is a pass over them anyway.
+        # Scaled while they are cast: one pass, and one rounding.
         grad, *sums = (
             None if x is None else torch.mul(x, incoming, out=torch.empty_like(x, dtype=dtype))
             for x, dtype in zip((grad, *sums), ctx.dtypes, strict=True)
         )
         if grad is not None and rows is not None:
-            whole = grad.new_zeros(ctx.shape[:-1].numel(), ctx.shape[-1])
-            grad = whole.index_copy_(0, rows, grad)
+            all_rows = grad.new_zeros(ctx.shape[:-1].numel(), ctx.shape[-1])
+            grad = all_rows.index_copy_(0, rows, grad)
         return None, None, None, None, None if grad is None else grad.view(ctx.shape), *sums
 
 
-def chosen_rows(
+def find_target_rows(
     targets: torch.Tensor, n_targets: int | None, device_type: str
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the rows that have a target, None for all where the host would have to ask the device;
-    and whether there are more than `n_targets`, 0-d bool, where it was told.
+    """Find the rows that have a target, without waiting for the device.
+
+    Returns:
+        The numbers of these rows; None, which means all rows, if they cannot be found without
+        waiting. And a 0-d bool, True if there are more than `n_targets` targets; None without
+        `n_targets`.
     """
     valid = targets != IGNORE_INDEX
-    if device_type in _COUNTED and n_targets is None:
+    if device_type in _DEVICES_WITH_HOST_COUNTS and n_targets is None:
         return valid.nonzero().squeeze(1), None
     if n_targets is None:
         return None, None
-    last = len(targets) - 1  # fills up: the last token predicts nothing
+    # The last position predicts nothing, so it may fill up the list.
+    last = len(targets) - 1
     rows = torch.nonzero_static(valid, size=n_targets, fill_value=last).squeeze(1)
     return rows, valid.sum() > n_targets
 
 
-def accumulator(like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
-    """Return zeros to add gradients up in, in fp32 at least; None where none is wanted."""
-    if not wanted:
+def zeros_for_grad(like: torch.Tensor, needs_grad: bool) -> torch.Tensor | None:
+    """Allocate zeros for a sum of gradients, at least in fp32; None if no gradient is needed."""
+    if not needs_grad:
         return None
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-def chunks(head: HeadLoss, flat: torch.Tensor) -> Iterator[slice]:
-    """Give the rows of `flat` [rows, H] in chunks of one size, whose logits may exist at a time."""
+def chunk_slices(head: HeadLoss, flat: torch.Tensor) -> Iterator[slice]:
+    """Divide the rows of `flat` [rows, H] into chunks of one size, whose logits fit in memory."""
     device_type = head.device_type(flat)
     elements = _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS_OF_AN_ACCELERATOR)
     number = -(-len(flat) * head.vocabulary // elements)
@@ -240,9 +274,13 @@ def _cross_entropy(
     correct: torch.Tensor | None,
     z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the summed loss of a chunk of the head's `logits` [rows, V], and their gradient in
-    their dtype; count in `correct`. Nothing of their size is held twice in fp32, but where there is
-    a cap.
+    """Sum the loss of a chunk of logits [rows, V], and add the right predictions to `correct`.
+
+    No more than one fp32 tensor of their size exists at a time, except with a soft cap.
+
+    Returns:
+        The summed loss, 0-d, and its gradient with respect to `logits`, in their dtype; None
+        without `with_gradient`.
     """
     dtype, vocabulary = logits.dtype, logits.shape[-1]
     mapped = logits if logit_map == LogitMap() else logit_map(logits.float())
@@ -273,25 +311,27 @@ def _cross_entropy(
     grad.scatter_(1, at, grad.gather(1, at) - (1.0 - label_smoothing))
     if slope is not None:
         grad *= slope
-    # Cast, scaled and cleared of tokens without a label in one pass.
+    # One pass casts and scales the gradient, and clears rows without a label.
     out = grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
     return loss, torch.mul(grad, valid[:, None] * logit_map.scale, out=out)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Return `a @ b`, of bf16 in fp32 where the device has such a product."""
-    if device_type in _WIDE_PRODUCTS and a.dtype == b.dtype == torch.bfloat16:
+    """Compute `a @ b`; bf16 matrices give an fp32 result if the device can do that."""
+    if device_type in _DEVICES_WITH_FP32_PRODUCTS and a.dtype == b.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, device_type: str) -> None:
-    """Add `a @ b` to `total`, in fp32 where they are bf16: rounded to bf16 before they are added,
-    the parts alone would be off by as much as the sum rounded once.
+    """Add `a @ b` to `total`, in the dtype of `total`.
+
+    Products of bf16 matrices are added in fp32. If each chunk were rounded to bf16 first, its error
+    would be as large as that of rounding the whole sum once.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif device_type in _WIDE_PRODUCTS:
+    elif device_type in _DEVICES_WITH_FP32_PRODUCTS:
         torch.addmm(total, a, b.to(a.dtype), out_dtype=total.dtype, out=total)
-    else:  # no product of this kind
+    else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -1,10 +1,9 @@
 """Loss, or log-probabilities, and gradient of a chunk of logits in one compiled kernel.
 
-`head_loss` and `head_logps` use them on GPUs.
-
-As plain operations they read and write the chunk about eight times, in fp32; here it is read two or
-three times and its gradient written once, both in the dtype of the logits. A custom operation, so
-that a plan, on tensors without bytes, knows what it allocates.
+`head_loss` and `head_logps` use these kernels on GPUs. Plain operations read and write the chunk
+about eight times, in fp32. A kernel reads it two or three times and writes its gradient once, both
+in the dtype of the logits. Each kernel is a custom operator, so that a plan, which runs on tensors
+without values, knows what it allocates.
 """
 
 import functools
@@ -19,9 +18,9 @@ from toolkit.errors import one_line
 
 IGNORE_INDEX = -100
 _Rule = tuple[float, float | None, float, float]  # scale, soft cap, label smoothing, z-loss
-_Found = tuple[torch.Tensor, torch.Tensor]
-_TRIED = 4  # rows
-_refused: set[torch.device] = set()  # which take the plain operations
+_TwoTensors = tuple[torch.Tensor, torch.Tensor]
+_TRIAL_ROWS = 4
+_refused: set[torch.device] = set()  # devices that use plain operations
 
 
 @torch.library.custom_op("toolkit::cross_entropy", mutates_args=())
@@ -33,12 +32,18 @@ def cross_entropy(
     label_smoothing: float,
     z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross entropy, 0-d fp32, and its gradient, like `logits`.
+    """Compute the summed cross entropy of a chunk, and its gradient.
 
     Args:
-        logits: [rows, vocabulary], of a head; the model makes `scale * z` of them, or
-            `cap * tanh(scale * z / cap)`.
+        logits: output of a head, [rows, vocabulary].
         targets: int64 [rows]; `IGNORE_INDEX` has no loss.
+        scale: factor of the logits.
+        cap: soft cap of the logits: `cap * tanh(scale * z / cap)`; None: no cap.
+        label_smoothing: share of each target that is spread over the vocabulary.
+        z_loss: factor of the square of log Z; see `HeadLoss`.
+
+    Returns:
+        The loss, 0-d fp32, and its gradient, like `logits`.
     """
     rule = (scale, cap, label_smoothing, z_loss)
     return _run(loss_and_gradient, rule, logits, targets)
@@ -52,7 +57,7 @@ def _(
     cap: float | None,
     label_smoothing: float,
     z_loss: float = 0.0,
-) -> _Found:
+) -> _TwoTensors:
     return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
 
@@ -60,9 +65,9 @@ def _(
 def target_logps(
     logits: torch.Tensor, targets: torch.Tensor, scale: float, cap: float | None
 ) -> torch.Tensor:
-    """Compute the log-probabilities of `targets` [rows], fp32; 0 if there is no target.
+    """Compute the log-probabilities of targets, fp32 [rows]; 0 if there is no target.
 
-    Arguments as of `cross_entropy`.
+    For the arguments see `cross_entropy`.
     """
     return _run(logps_only, (scale, cap), logits, targets)
 
@@ -80,8 +85,12 @@ def weighted_logps(
     scale: float,
     cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the log-probabilities of `targets` [rows], fp32, and the gradient of their sum by
-    `weights` [rows, 1], like `logits`. Arguments as of `cross_entropy`.
+    """Compute the log-probabilities of targets, and the gradient of their weighted sum.
+
+    The weights are [rows, 1]; for the other arguments see `cross_entropy`.
+
+    Returns:
+        The log-probabilities, fp32 [rows], and the gradient, like `logits`.
     """
     return _run(logps_and_gradient, (scale, cap), logits, targets, weights)
 
@@ -93,76 +102,80 @@ def _(
     weights: torch.Tensor,
     scale: float,
     cap: float | None,
-) -> _Found:
+) -> _TwoTensors:
     return logits.new_empty(len(targets), dtype=torch.float32), torch.empty_like(logits)
 
 
 def _run(function: Callable[..., Any], rule: tuple, *tensors: torch.Tensor) -> Any:
-    """Run a function on tensors of [rows, ...], compiled if the device allows it."""
+    """Run a function on tensors of [rows, ...]; compiled, unless the device refused that."""
     device = tensors[0].device
     if device in _refused:
         return function(*tensors, rule=rule)
-    for tensor in tensors:  # one kernel for any number of rows
+    for tensor in tensors:
+        # One kernel serves any number of rows.
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return _kernel(function, rule, device)(*tensors)
 
 
 @functools.cache
 def _kernel(function: Callable[..., Any], rule: tuple, device: torch.device) -> Callable[..., Any]:
-    """Return the kernel of a function, or the function itself if the kernel does not give on a few
-    rows what it gives, which rank 0 logs.
+    """Compile a function, and compare it with the function itself on the rows of its first call.
+
+    If they disagree, or the function cannot be compiled, rank 0 logs that and the function itself
+    is used.
     """
     plain = functools.partial(function, rule=rule)
     compiled = torch.compile(plain)
 
-    def first(*tensors: torch.Tensor) -> Any:
-        if tried:
+    def compare_first(*tensors: torch.Tensor) -> Any:
+        nonlocal is_compared
+        if is_compared:
             return compiled(*tensors)
-        tried.append(True)
+        is_compared = True
         try:
-            few = [tensor[:_TRIED].clone() for tensor in tensors]
+            few = [tensor[:_TRIAL_ROWS].clone() for tensor in tensors]
             expected, actual = plain(*few), compiled(*few)
             if isinstance(expected, torch.Tensor):
                 expected, actual = (expected,), (actual,)
             pairs = zip(expected, actual, strict=True)
             size = _largest_logit(few[0], rule)
-            why = "" if all(_close(a, b, size) for a, b in pairs) else "it gives other values"
+            why = "" if all(_is_close(a, b, size) for a, b in pairs) else "it gives other values"
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # no compiler, no Triton, a fault of theirs
+        except RuntimeError as error:
+            # There is no compiler or no Triton, or one of them failed.
             why = one_line(error)
         if not why:
             return compiled(*tensors)
         ranks.log_once(
-            f"NOTE       the loss takes plain operations, not a kernel of its own: {why}"
+            f"NOTE       the loss uses plain operations instead of a compiled kernel: {why}"
         )
         _refused.add(device)
         return plain(*tensors)
 
-    tried: list[bool] = []
-    return first
+    is_compared = False
+    return compare_first
 
 
 def _largest_logit(logits: torch.Tensor, rule: tuple) -> float:
-    """Return the largest absolute value of logits as the model maps them."""
+    """Return the largest absolute value of the logits after scale and soft cap."""
     size, cap = abs(rule[0]) * float(logits.abs().max()), rule[1]
     return size if cap is None else min(size, cap)
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, size: float) -> bool:
-    """Return whether two results agree but for rounding in their dtype.
+def _is_close(a: torch.Tensor, b: torch.Tensor, size: float) -> bool:
+    """Return True if two results are equal up to rounding in their dtype.
 
-    Args:
-        a: one number a row or in all, a difference of numbers as large as `size`, whose rounding it
-            has; or a gradient, which is of the same size as its terms.
+    A result with less than two dimensions is a difference of numbers as large as `size`, and has
+    their rounding error. A gradient is as large as its terms.
     """
-    within = 8 * torch.finfo(a.dtype).eps
+    tolerance = 8 * torch.finfo(a.dtype).eps
     scale = a.float().norm() + (size * math.sqrt(a.numel()) if a.ndim < 2 else 0.0)
-    return bool((a.float() - b.float()).norm() <= within * scale)
+    return bool((a.float() - b.float()).norm() <= tolerance * scale)
 
 
-def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) -> _Found:
-    """Return what `cross_entropy` returns, by plain operations that fuse into one kernel."""
+def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) -> _TwoTensors:
+    """Compute the results of `cross_entropy` by plain operations that fuse into one kernel."""
     scale, cap, label_smoothing, z_loss = rule
     z = logits.float() * scale
     bent = None if cap is None else torch.tanh(z / cap)
@@ -191,8 +204,8 @@ def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) 
 def logps_only(
     logits: torch.Tensor, targets: torch.Tensor, rule: tuple[float, float | None]
 ) -> torch.Tensor:
-    """Compute what `target_logps` computes, by plain operations that fuse into one kernel."""
-    mapped, _ = _mapped(logits, rule)
+    """Compute the result of `target_logps` by plain operations that fuse into one kernel."""
+    mapped, _ = _map_logits(logits, rule)
     most = mapped.amax(-1, keepdim=True)
     log_z = (most + torch.exp(mapped - most).sum(-1, keepdim=True).log()).squeeze(-1)
     target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
@@ -205,9 +218,9 @@ def logps_and_gradient(
     targets: torch.Tensor,
     weights: torch.Tensor,
     rule: tuple[float, float | None],
-) -> _Found:
-    """Compute what `weighted_logps` computes, by plain operations that fuse into one kernel."""
-    mapped, bent = _mapped(logits, rule)
+) -> _TwoTensors:
+    """Compute the results of `weighted_logps` by plain operations that fuse into one kernel."""
+    mapped, bent = _map_logits(logits, rule)
     most = mapped.amax(-1, keepdim=True)
     shares = torch.exp(mapped - most)
     total = shares.sum(-1, keepdim=True)
@@ -221,10 +234,10 @@ def logps_and_gradient(
     return torch.where(valid, logps, 0.0), grad.to(logits.dtype)
 
 
-def _mapped(
+def _map_logits(
     logits: torch.Tensor, rule: tuple[float, float | None]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return logits as the model maps them, in fp32, and the tanh of a soft cap."""
+    """Apply scale and soft cap to logits; return them in fp32, and the tanh of the cap or None."""
     scale, cap = rule
     z = logits.float() * scale
     bent = None if cap is None else torch.tanh(z / cap)
