@@ -55,7 +55,8 @@ def base_digest(folder: Path, name_or_path: str | None = None, revision: str | N
         whole.update(about.encode())
         last = max(0, entry.nbytes - _BLOCK)
         try:
-            with open(entry.file, "rb") as file:  # evenly spread, from the first byte to the last
+            # Read evenly spread blocks, from the first byte to the last.
+            with open(entry.file, "rb") as file:
                 for begin in sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
                     file.seek(entry.begin + begin)
                     whole.update(file.read(min(_BLOCK, entry.nbytes - begin)))
@@ -172,7 +173,7 @@ def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: obj
     _refuse_other_values(model, before, now, checkpoint)
     then, config = before.get("config") or {}, now["config"]
     names = [n for n in {**then, **config} if n not in _PATH_SETTINGS | {"peft_version"}]
-    # A setting that another version of PEFT does not know is off there.
+    # A setting that another version of PEFT does not have is off there.
     changed = [n for n in names if (then.get(n) or None) != (config.get(n) or None)]
     pairs = "; ".join(f"{n} was {then.get(n)!r}, is {config.get(n)!r}" for n in changed[:4])
     if pairs:
@@ -189,7 +190,7 @@ def _refuse_other_values(
     then, sums = before.get("sums"), now["sums"]
     if not isinstance(then, dict) or sums is None:
         return
-    # Devices of another kind may round differently when they quantise.
+    # Another type of device may round differently when it quantises.
     skipped = set[str]()
     if before.get("sums_on") != now["sums_on"]:
         with unwrapped_base(model) as base:

@@ -48,8 +48,10 @@ def coverage_rows(model: nn.Module) -> list[CoverageRow]:
         for name, parameter in base.named_parameters():
             path, _, leaf = name.rpartition(".")
             owner = base.get_submodule(path)
-            shape = tuple(getattr(owner, "shape", parameter.shape))  # of what is in 4 bits its own
-            if len(shape) < 2 or "bias" in leaf:  # experts have a bias each, stacked
+            # Use the shape of the matrix, not that of its packed column.
+            shape = tuple(getattr(owner, "shape", parameter.shape))
+            # Each expert may have a bias; these are stacked.
+            if len(shape) < 2 or "bias" in leaf:
                 continue
             part = "embedding" if id(parameter) in outside else _part(name, owner, shape, experts)
             part = "outside_text" if name in outside_text else part
@@ -108,7 +110,7 @@ def find_idle_adapters(model: nn.Module) -> list[str]:
     layers = peft_model.adapted_parameters(model)
     experts = {row.name for row in coverage_rows(model) if row.part == "experts"}
     parameters = [peft_model.layer_parameters(layer) for layer in layers.values()]
-    # Of each pair of factors the one that begins at zero.
+    # The factor that starts at zero, of each pair.
     zero = [p.get("lora_B", p.get("lora_embedding_A")) for p in parameters]
     moved = ranks.any_over_ranks([p is not None and bool(local_tensor(p).any()) for p in zero])
     names = [n for n, adds in zip(layers, moved, strict=True) if not adds]

@@ -46,7 +46,8 @@ def adapter_first_values(
         if hasattr(module, "lora_A")
         for kind, parameter in layer_parameters(module).items()
     }
-    for name, parameter in list(model.named_parameters()):  # the caller replaces them on the way
+    # The caller replaces parameters while it iterates.
+    for name, parameter in list(model.named_parameters()):
         if not parameter.requires_grad:
             continue
         if id(parameter) in originals:  # a copy is sharded as its original is
@@ -92,6 +93,6 @@ def _norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> torch.T
         return torch.linalg.norm(local_weight.float(), dim=1)
     if isinstance(weight, DTensor):
         weight = like_dtensor(weight, local_weight.to(device)).full_tensor()
-    # With B at zero the adapter adds nothing.
+    # B starts at zero, so the adapter adds nothing to the weight.
     norms = dora.get_weight_norm(weight.float(), weight.new_zeros((), dtype=torch.float32), 1.0)
     return part_of(norms, parameter)

@@ -69,7 +69,8 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
         ):
             parameter.data = torch.empty_like(parameter, dtype=torch.float32)
     settled: Any = adapted.peft_config[ADAPTER]
-    settled.modules_to_save = sorted(targets.saved) or None  # PEFT adds to those of classifiers
+    # PEFT adds names to the list of a classifier.
+    settled.modules_to_save = sorted(targets.saved) or None
     assets = assets_of(adapted)
     settled.base_model_name_or_path, settled.revision = assets.name_or_path, assets.revision
     return adapted
@@ -83,11 +84,12 @@ def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Target
     Raises:
         ModelError: a module that the settings name cannot be adapted.
     """
-    # PEFT changes the model that it refuses half-way. On meta a copy costs milliseconds.
+    # PEFT may refuse a model after it has changed parts of it. On meta a copy costs milliseconds.
     spare = copy.deepcopy(model) if targets.all_linear else None
     try:
         adapted = _wrap(model, targets)
-    except Exception as error:  # PEFT refuses by any class of error
+    except Exception as error:
+        # PEFT may raise any type of error.
         unfit = unfit_modules(error, targets)
         if spare is None or not unfit:
             raise explain_refusal(model, targets, error) from error
@@ -113,11 +115,11 @@ def _wrap(model: PreTrainedModel, targets: Targets) -> "PeftModel":
 
     config = _peft_config(targets)
     with warnings.catch_warnings():
-        # PEFT settles the orientation of each module itself, and says so for each.
+        # PEFT decides the orientation of each module itself, and warns for each.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
-        # Of fused experts' ranks, which PEFT compares with the names of modules only.
+        # PEFT compares the ranks of fused experts with the names of modules only.
         warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did")
-        # PEFT asks transformers by the old name.
+        # PEFT uses a deprecated name of transformers.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         with torch.device("meta"):
             return get_peft_model(model, config, ADAPTER, autocast_adapter_dtype=False)
@@ -126,7 +128,9 @@ def _wrap(model: PreTrainedModel, targets: Targets) -> "PeftModel":
 def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
     """Refuse settings without a rank, impossible combinations, and models that are not fresh."""
     if cfg.r < 1:
-        hint = "; read the settings of lora.from first (apply_adapter_settings)" if cfg.from_ else ""
+        hint = (
+            "; read the settings of lora.from first (apply_adapter_settings)" if cfg.from_ else ""
+        )
         raise ConfigError(f"lora.r must be 1 or more for adapters, got {cfg.r}{hint}")
     for name in ("lora_dropout", "use_dora"):
         if cfg.target_parameters and getattr(cfg, name):
@@ -158,7 +162,7 @@ def _peft_config(targets: Targets) -> "PeftConfig":
         target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
         target_parameters=sorted(cfg.target_parameters) or None,
         exclude_modules=_excluded(targets) or None,
-        # Whole names: of an end such as `norm` PEFT would take `input_layernorm` too.
+        # Full names: PEFT would match `input_layernorm` with the ending `norm`.
         modules_to_save=sorted(targets.saved) or None,
         use_rslora=cfg.use_rslora,
         use_dora=cfg.use_dora,

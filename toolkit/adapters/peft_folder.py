@@ -24,7 +24,7 @@ from toolkit.parsing import read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ENTRY = "adapter"  # of a checkpoint's manifest: which base was adapted
+ENTRY = "adapter"  # key of the adapted base in a checkpoint's manifest
 _ROLE = re.compile(r"lora_(?:embedding_)?(A|B|magnitude)")  # in PEFT's names
 
 
@@ -50,8 +50,9 @@ class PeftLayout:
     """Parameter of the base -> what adapts it; of tied parameters under the first name."""
 
 
-# Settings of PEFT's that the export follows, and those that say nothing alone. Any other one that
-# is switched on is refused: what it does to the layers, or imports, is not known here.
+# PEFT settings that the export supports, and settings without an effect of their own. Any other
+# setting that is switched on is refused, because its effect on the layers or its imports are
+# unknown.
 _KNOWN = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode"),
     *("base_model_name_or_path", "revision", "runtime_config", "megatron_core"),
@@ -102,10 +103,12 @@ def attach_adapters(base: "PreTrainedModel", config: dict[str, Any]) -> Any:
     try:
         # PEFT draws first values for every adapter.
         with warnings.catch_warnings(action="ignore"), forked_rng(), where:
-            own_config = copy.deepcopy(config)  # whose lists PEFT adds to
+            # PEFT appends to the lists of the config.
+            own_config = copy.deepcopy(config)
             peft_config = LoraConfig.from_peft_type(**LoraConfig.check_kwargs(**own_config))
             return get_peft_model(base, peft_config, ADAPTER)
-    except Exception as error:  # a config from outside: PEFT may raise anything
+    except Exception as error:
+        # PEFT may raise any error, as anybody may have written the config.
         raise ExportError(
             f"PEFT cannot put the adapter of {ADAPTER_FILE} into {type(base).__name__}: "
             f"{one_line(error)}"
@@ -222,14 +225,15 @@ def load_with_peft(
     """
     from peft import PeftModel
 
-    # Copies of whole modules would lose their ties on meta.
+    # Copies of complete modules would lose their ties on meta.
     lean = empty and not read_adapter_config(folder).get("modules_to_save")
     try:
         with warnings.catch_warnings(record=True, action="always") as caught, forked_rng():
             model = PeftModel.from_pretrained(
                 base, str(folder), ADAPTER, torch_device="cpu", low_cpu_mem_usage=lean
             )
-    except Exception as error:  # whatever is in the folder: PEFT may raise anything
+    except Exception as error:
+        # PEFT may raise any error, as anybody may have written the folder.
         raise ExportError(
             f"{folder} is not loaded by PeftModel.from_pretrained: {one_line(error)}"
         ) from error

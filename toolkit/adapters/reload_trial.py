@@ -43,7 +43,8 @@ def find_lost_adapters(adapted: nn.Module) -> dict[str, str]:
     described = str((cast(Any, base_of(adapted)).config.to_json_string(), adapter_config(adapted)))
     shapes = str([(key, *adapted.get_parameter(name).shape) for key, name in keys.items()])
     place = hashlib.sha256((described + shapes).encode()).hexdigest()
-    if place not in _TRIED:  # a plan builds the same model many times
+    # Planning builds the same model many times.
+    if place not in _TRIED:
         _TRIED[place] = _run_trial(adapted, keys)
     return dict(_TRIED[place])
 
@@ -63,7 +64,8 @@ def _run_trial(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
         lost = _names_not_loaded(adapted, keys)
         reason = "PEFT renames its keys and does not load them"
         return {p: reason for p, members in parts.items() if members & lost}
-    except Exception as error:  # PEFT may raise anything: find out which adapters make it do so
+    except Exception as error:
+        # PEFT may raise any error. Find the adapters that cause it.
         return _failing_alone(adapted, keys, parts) or dict.fromkeys(parts, one_line(error))
 
 

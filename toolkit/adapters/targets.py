@@ -24,7 +24,8 @@ from toolkit.models.reward import HEAD, reward_head
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# Kinds that the export knows; PEFT adapts convolutions, too, which no merge or proof can follow.
+# The export supports these classes. PEFT also adapts convolutions, which the merge and its proof do
+# not support.
 _ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 
 
@@ -71,7 +72,8 @@ def select_targets(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
     """
     modules_by_name = {name: module for name, module in model.named_modules() if name}
     saved_modules = _modules_to_save(modules_by_name, cfg)
-    if reward_head(model) is not None:  # new, or made for one sum: no small change of what it was
+    # The head is new, or was trained for one number. A low-rank change does not suit it.
+    if reward_head(model) is not None:
         saved_modules.add(HEAD)
     towers = set(modules_outside_text(model))
     beside = _names_inside(modules_by_name, towers)
@@ -339,11 +341,13 @@ def _misfit(module: nn.Module) -> str:
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
         return ""
     if any(kind.__module__.startswith("bitsandbytes") for kind in type(module).__mro__):
-        return ""  # stored otherwise, and answers as nn.Linear does
+        # bitsandbytes stores the weight in another form and computes what nn.Linear does.
+        return ""
     probe = torch.empty(1, module.in_features, dtype=module.weight.dtype, device="meta")
     try:
         output = module(probe)
-    except Exception as error:  # any code of a model
+    except Exception as error:
+        # The module may run any code.
         return f"cannot be called like a linear layer: {type(error).__name__}: {error}"
     fits = isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
     return "" if fits else "does not compute the output of a linear layer"
@@ -396,8 +400,8 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
     """Raise a ModelError if PEFT adapted fewer or more modules than the settings name."""
     cfg, expected = targets.cfg, targets.modules
     modules, parameters = set(adapted_modules(adapted)), set(adapted_parameters(adapted))
-    # Names that PEFT still looks for as modules; others it took for the parts of a fused parameter,
-    # as older checkpoints of some types have them.
+    # PEFT looks for these names as modules. It took other names for parts of a fused parameter, as
+    # older checkpoints of some types have them.
     left_over = getattr(adapted.peft_config[ADAPTER], "target_modules", None) or ()
     for pattern in cfg.target_modules if isinstance(cfg.target_modules, list) else ():
         if _names_ending_with(pattern, modules):
@@ -429,7 +433,8 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
             f"{additional[0]}; use a list of names instead of a regular expression"
         )
     lost = sorted(expected - modules)
-    if lost and targets.all_linear:  # PEFT knows why: it has its own list of what it cannot adapt
+    # PEFT has its own list of modules that it cannot adapt.
+    if lost and targets.all_linear:
         kinds = ", ".join(dict.fromkeys(map(replace_numbers, lost)))
         ranks.log_once(f"adapters   all-linear skips {kinds:.200}: PEFT adapts its experts instead")
     elif lost:

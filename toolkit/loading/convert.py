@@ -46,8 +46,8 @@ from toolkit.models.causal_lm import model_on_meta
 from toolkit.models.classes import build, original_class
 from toolkit.models.packed_linear import packed_weights
 
-_WRAP = "_dtensor_from_local_like"  # by which the loader makes DTensors
-_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # its only switch
+_WRAP = "_dtensor_from_local_like"  # the loader creates DTensors with it
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # turns off the loader's threads
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def load_group(
         sources = {key: FileTensor(reader, key, entry) for key, entry in members.items()}
         info = run_loader(model, sources, torch.device("cpu"))
     parameters = _emptied(model)
-    info.missing_keys = set()  # all others
+    # Parameters of other groups are missing here.
+    info.missing_keys = set()
     if problems := key_problems(info):
         raise LoadingError(f"{', '.join(group.keys[:3])}: {format_problems(problems)}")
     return parameters
@@ -140,7 +141,8 @@ def run_loader(
     transformers_private("core_model_loading", _WRAP)
     mapping = copy.deepcopy(assets_of(model).conversions)
     for converter in split_mapping(mapping)[1] if home.type == "meta" else ():
-        converter.force_cpu = False  # set for very large tensors, which on meta have no bytes
+        # The option is set for very large tensors, which have no bytes on meta.
+        converter.force_cpu = False
     config = transformers_private("modeling_utils", "LoadStateDictConfig")(
         device_map={"": home},
         dtype=next(model.parameters()).dtype,
@@ -148,15 +150,15 @@ def run_loader(
     )
 
     def wrap(part: torch.Tensor, reference: DTensor) -> DTensor:
-        return like_dtensor(reference, part)  # which leaves the part where it is
+        return like_dtensor(reference, part)  # does not move the part
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(core_model_loading, _WRAP, wrap))
         if not bar and logging.is_progress_bar_enabled():
             logging.disable_progress_bar()
             stack.callback(logging.enable_progress_bar)
-        # The loader's threads pay where bytes go on to a device. On CPUs the ranks are the
-        # parallelism, and the threads fight with them over cores and interpreter.
+        # The loader's threads help when bytes are copied to a device. On CPUs the ranks already run
+        # in parallel, and the threads would compete with them for cores and the interpreter.
         if home.type == "cpu" and _NO_THREADS not in os.environ:
             os.environ[_NO_THREADS] = "1"
             stack.callback(os.environ.pop, _NO_THREADS)
@@ -236,7 +238,8 @@ def groups_to_convert_first(model: PreTrainedModel, keys: Iterable[str]) -> list
     if not packed and not (is_sharded and converters):
         return []
     reader = assets_of(model).reader
-    several = any(len(c.target_patterns) > 1 for c in converters)  # any of them may be packed
+    # A conversion with several targets may produce a packed one.
+    several = any(len(c.target_patterns) > 1 for c in converters)
 
     def is_read_whole(group: LoadGroup) -> bool:
         if group.parameter in packed or (packed and several and group.converted):
@@ -244,7 +247,8 @@ def groups_to_convert_first(model: PreTrainedModel, keys: Iterable[str]) -> list
         if not is_sharded or group.operations is None or group.parameter not in state:
             return False
         if len(group.keys) == 1 and reader is not None and type(group.operations[0]) is not Chunk:
-            return False  # stored as it is, among others that are not: only cast
+            # Only cast: this tensor is stored unquantised among quantised ones.
+            return False
         commutes = all(
             (isinstance(op, MergeModulelist) and op.dim == 0)
             or (isinstance(op, Chunk | Concatenate) and op.dim >= 1)
@@ -291,7 +295,8 @@ def convert_then_slice(
     with torch.device("meta"):
         unsharded = build(original_class(model), model.config, next(model.parameters()).dtype)
     unsharded.hf_assets = assets_of(model)
-    for name, parameter in unsharded.named_parameters():  # some stay fp32 where others are halved
+    # Some parameters stay fp32 among others in half precision.
+    for name, parameter in unsharded.named_parameters():
         dtype = packed[name].source_dtype if name in packed else live[name].dtype
         parameter.data = torch.empty_like(parameter, dtype=dtype)
     _emptied(unsharded)  # constructors may draw values on meta, which are not loaded ones

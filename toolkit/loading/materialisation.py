@@ -122,7 +122,7 @@ def init_adapters(
     if not has_adapters(model):
         return
     families = tied_families(model)
-    # Not `on_all`: it gathers weights on the way, and what it raises every rank sees alike.
+    # Not under `on_all`: the values may need weights of all ranks, and all ranks fail alike.
     for name, part in adapter_first_values(model, seed, device):
         place_parameter(
             model, families[name], part.to(home or device, copy=True), model.get_parameter(name)
@@ -195,7 +195,7 @@ def build_with_buffers(
         seed: of the constructors' draws.
         in_memory: parameters that get values, as (class of the module, name in it).
     """
-    # Parameters on meta count as drawn: their constructors, too, then draw nothing.
+    # Parameters on meta are marked as drawn, so that their constructors draw nothing.
     guard = transformers_private("initialization", "guard_torch_init_functions")
     with forked_rng(), _parameters_on_meta(set(in_memory)), guard():
         torch.default_generator.manual_seed(seed)
@@ -225,17 +225,18 @@ def draw_values(
     Raises:
         LoadingError: a parameter gets no value, or cannot be drawn alone.
     """
-    modules: dict[str, dict[str, str]] = {}  # module -> leaf -> the name that was asked for
+    modules: dict[str, dict[str, str]] = {}  # module -> leaf -> requested name
     for name in names:
         source = name
-        while source in built.all_tied_weights_keys:  # the first value is the tie's source's
+        # A tied parameter has the first value of its source.
+        while source in built.all_tied_weights_keys:
             source = built.all_tied_weights_keys[source]
         path, _, leaf = source.rpartition(".")
         modules.setdefault(path, {})[leaf] = name
     unwritten = []
     for path, leaves in modules.items():
         for leaf, value in _drawn_in(built, path, leaves, seed).items():
-            # Integers, which hold no NaN, are tables of the constructor: nobody draws them.
+            # Integers cannot hold NaN. They are tables that the constructor computes.
             if not value.is_floating_point() or value.sum().isnan():
                 unwritten.append((path, leaf))
             else:
@@ -281,7 +282,8 @@ def _unwritten(parameter: nn.Parameter) -> nn.Parameter:
     parameter_of_nan = nn.Parameter(
         torch.full_like(parameter, fill, device="cpu"), parameter.requires_grad
     )
-    vars(parameter_of_nan).update(vars(parameter))  # by which `_init_weights` leaves some alone
+    # The marks tell `_init_weights` which parameters to skip.
+    vars(parameter_of_nan).update(vars(parameter))
     return parameter_of_nan
 
 
@@ -304,12 +306,14 @@ def _parameters_on_meta(exceptions: set[tuple[type, str]]) -> Iterator[None]:
         if parameter is not None and not parameter.is_meta and parameter not in in_memory:
             empty = torch.empty_like(parameter, device="meta")
             parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            setattr(parameter, _DRAWN, True)  # drawing on meta takes 0.5 ms and gives nothing
+            # Drawing on meta would take 0.5 ms and give no value.
+            setattr(parameter, _DRAWN, True)
         register(module, name, parameter)
 
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    if exceptions:  # fresh memory then holds NaN
+    # Fill fresh memory with NaN.
+    if exceptions:
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with mock.patch.object(nn.Module, "register_parameter", on_meta):

@@ -43,7 +43,7 @@ class LoadReport:
     file_bytes: int  # bytes of those tensors
     bytes_requested: int  # bytes of the slices that this rank asked for
     seconds: float
-    proof: str = ""  # a line on what was compared with the files, if that was asked for
+    proof: str = ""  # log line of the proof; empty without one
 
 
 def load_or_init(
@@ -118,11 +118,11 @@ def load_pretrained(
     """
     begun, target = time.perf_counter(), torch.device(device)
     folder = ranks.collective(formats.local_folder)(str(path))
-    # Two exchanges: tying compares weights over all ranks, so none may come to it alone.
+    # Two separate exchanges: tying compares weights over all ranks, so every rank must reach it.
     with unwrapped_base(model) as base:
         frozen = {n for n, p in _parameters(base).items() if not p.requires_grad}
-        # The sharded class would count as custom code, whose modules without tensors of their own
-        # are left uninitialised (falcon_h1's buffers, for one).
+        # transformers would take the sharded class for custom code, and would not initialise its
+        # modules without own tensors (falcon_h1's buffers, for example).
         with mock.patch.object(base, "is_custom_code", original_class(base).is_custom_code):
             info, counts = _stream(base, folder, str(path), target, home or target)
             _settle(base, target, home or target, folder, info, frozen, seed)
@@ -231,7 +231,8 @@ def find_misfits(
         shape = entry.shape if rows is None else (rows, *entry.shape[1:])
         sources[name] = torch.empty(shape, dtype=entry.dtype, device=meta)
     without_bytes = copy.deepcopy(model)
-    for name, layer in packed_weights(without_bytes).items():  # the load reads the matrix
+    # The load reads the full matrix, not the packed column.
+    for name, layer in packed_weights(without_bytes).items():
         whole = torch.empty(layer.shape, dtype=layer.source_dtype, device=meta)
         set_tensor(without_bytes, name, nn.Parameter(whole, requires_grad=False))
     info = convert.run_loader(without_bytes, sources, meta)
@@ -253,7 +254,8 @@ def _stream(
     entries = _entries(model, formats.weight_files(folder, path))
     _check_shapes(model, entries)
     packed = packed_weights(model)
-    # One storage dtype in host memory: cast while reading. Else the loader casts, piece by piece.
+    # With one storage dtype in host memory, tensors are cast while they are read. Else the loader
+    # casts them one by one.
     dtypes = {t.dtype for n, t in model.state_dict(keep_vars=True).items() if n not in packed}
     dtypes = {d for d in dtypes if d.is_floating_point} | {p.source_dtype for p in packed.values()}
     dtype, copy = (dtypes.pop() if len(dtypes) == 1 else None), home.type == "cpu"
@@ -286,7 +288,8 @@ def _settle(
     """Tie, compute buffers and missing parameters, and refuse an incomplete load."""
     convert.resolve_keys(model, info)
     for name, parameter in _parameters(model).items():
-        parameter.requires_grad_(name not in frozen)  # the loader makes new ones that have one
+        # The loader creates new parameters, which all require a gradient.
+        parameter.requires_grad_(name not in frozen)
     _refuse(model, folder, convert.key_problems(info))
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = [n for n, b in model.named_buffers() if b.is_meta or n not in persistent]

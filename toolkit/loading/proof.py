@@ -31,7 +31,7 @@ from toolkit.models.layers import tied_names
 from toolkit.models.packed_linear import packed_weights
 from toolkit.tables import size_text
 
-# Conversions that move elements and change none.
+# Conversions that move elements and change no value.
 _MOVES = {
     *("Chunk", "Concatenate", "MergeModulelist", "SplitModulelist", "Transpose"),
     *("PermuteForRope", "Force16BytesAlignment"),
@@ -81,7 +81,8 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
     reordered = whole_sums({name: tensors[name] for name in moved}, element_sum)
     if in_memory is None or reordered is None:
         return ""
-    sums = in_memory | reordered  # without tensors that are not cut by rows
+    # Tensors that are not sharded by rows have no sum.
+    sums = in_memory | reordered
     groups = {name: group for name, group in (plain | moved).items() if name in sums}
     skipped += len(plain) + len(moved) - len(groups)
     order = sorted(groups, key=lambda name: (-_bytes(groups[name], entries), name))
@@ -137,7 +138,8 @@ def check_finite(model: nn.Module, path: str) -> None:
 
     Frozen parameters only cause a warning. Reads this rank's parts once.
     """
-    packed = packed_weights(model)  # bytes that are no numbers
+    # Packed bytes are no numbers.
+    packed = packed_weights(model)
     parameters = {
         n: p for n, p in model.named_parameters() if n not in packed and p.is_floating_point()
     }
@@ -202,9 +204,11 @@ def _comparable(
         if tensor is None or name in packed or in_parts.intersection(group.keys):
             continue
         if makers[name] > 1:
-            continue  # a tied parameter that is stored twice: which one is loaded depends on both
+            # A tied parameter is stored twice, and it is open which one is loaded.
+            continue
         if sum(_numel(entries[key]) for key in group.keys) != tensor.numel():
-            continue  # resized, or one of several parameters that are made of the same tensors
+            # The tensor was resized, or several parameters are built from these tensors.
+            continue
         if not group.converted:
             plain[name] = group
         elif {type(operation).__name__ for operation in group.operations or ()} <= _MOVES:

@@ -38,9 +38,9 @@ BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments that describe a batch's documents; the names of `FlashAttentionKwargs`."""
 _Heads = Sequence[torch.Tensor]  # query, key and value: [tokens, heads, width]
 _PREFIX = "documents_"
-_BLOCK = 512  # queries that are masked at a time where SDPA takes no flag for the mask
+_BLOCK = 512  # queries per mask when SDPA needs an explicit mask
 _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
-# Arguments that reach every attention function and change nothing in what it computes here.
+# Arguments that reach every attention function and do not change its result here.
 _IDLE = frozenset(
     (
         *("position_ids", "cache_position", "past_key_values", "use_cache", "output_attentions"),
@@ -103,7 +103,9 @@ def attend_within_documents(model: PreTrainedModel) -> None:
         _set(configs, kernel)  # now masks are built
         try:
             return forward(*args, **kwargs)
-        finally:  # recomputed layers find what they were given, a mask or borders
+        finally:
+            # A recomputed layer must find the same attention as in its forward, with a mask or
+            # borders.
             _set(configs, name)
 
     cast(Any, model).forward = with_or_without_mask
@@ -127,7 +129,8 @@ def with_fixed_lengths(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def mark_borders_dynamic(inputs: dict[str, Any]) -> None:
     """Tell the compiler that the number of documents in `inputs` changes."""
-    compiler = sys.modules.get("torch._dynamo")  # seconds to import, and only to compile
+    # Importing the compiler takes seconds, and only a compiled run needs it.
+    compiler = sys.modules.get("torch._dynamo")
     for borders in map(inputs.get, BORDERS[:2]):
         if compiler is not None and isinstance(borders, torch.Tensor):
             compiler.maybe_mark_dynamic(borders, 0)
@@ -217,7 +220,8 @@ def _varlen(
     qkv: _Heads, borders: torch.Tensor, longest: int, scaling: float, window: int | None
 ) -> torch.Tensor:
     """Compute attention [tokens, heads, width] by one kernel over all documents."""
-    # It takes one width, a multiple of 8; zeros more change no score.
+    # The kernel takes one width for all tensors, a multiple of 8. Padding with zeros changes no
+    # score.
     out_width = qkv[2].shape[-1]
     width = -(-max(qkv[0].shape[-1], out_width) // 8) * 8
     query, key, value = (_widened(t, width) for t in qkv)
@@ -233,7 +237,8 @@ def _varlen(
 def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """Pad the last dim with zeros up to `width`."""
     missing = width - tensor.shape[-1]
-    return F.pad(tensor, (0, missing)) if missing else tensor  # a pad of nothing copies
+    # Padding by zero columns would still copy the tensor.
+    return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -251,7 +256,8 @@ def _each_document(
     At most `_BLOCK` rows of scores exist at a time. On a device the host waits for `borders`, once
     a micro-batch.
     """
-    if not hasattr(borders, "lengths"):  # every layer is handed the same tensor
+    # All layers get the same tensor, so its lengths are computed once.
+    if not hasattr(borders, "lengths"):
         borders.lengths = borders.diff().tolist()  # type: ignore[attr-defined]
     out_width = qkv[2].shape[-1]
     width = max(qkv[0].shape[-1], out_width)  # with unequal widths SDPA would hold all scores

@@ -76,10 +76,11 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         config, composite = text, config
     dtype, reader = _storage_dtype(cfg, config, folder), make_dequantiser(composite)
     for section in (composite, config):
-        vars(section).pop(QUANTISED, None)  # what is built is not quantised
+        # The model is built in full precision.
+        vars(section).pop(QUANTISED, None)
     kernel = cfg.attn_implementation
-    # On meta nothing can be drawn, and trying to takes half a second. Code of others may use what
-    # drawing returns, which would be None.
+    # On meta nothing can be drawn, and trying it takes half a second. Remote code may use the
+    # result of drawing, which would be None, so it is not patched.
     undrawn: Any = contextlib.nullcontext
     if model_class.__module__.startswith("transformers."):
         undrawn = formats.transformers_private("initialization", "no_init_weights")
@@ -148,7 +149,8 @@ def _assets(
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
         formats.check_config(tokenizer_folder)
-    if tokenizer_folder != folder:  # the model's generation config, all else of the tokenizer
+    # Keep the model's generation config, and take all other files from the tokenizer's folder.
+    if tokenizer_folder != folder:
         model_files = {n: c for n, c in files.items() if n == _GENERATION or n.endswith(".py")}
         files = formats.asset_files(tokenizer_folder)
         files = {n: content for n, content in files.items() if n != _GENERATION} | model_files
@@ -229,7 +231,7 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
             "model.attn_implementation flex_attention has no backward on CPUs; remove the setting "
             "to use sdpa"
         )
-    # Rotary models take longer sequences without a word.
+    # Rotary models accept longer sequences without an error.
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < sequence_length:
         raise ModelError(
@@ -331,7 +333,7 @@ def _model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrained
     if (conditional := multimodal_class(config, class_name)) is not None:
         if not (fault := find_text_fault(conditional, config)):
             return conditional
-        # Its text part by itself; the rest of the checkpoint is carried to the export.
+        # Train the text part alone. Exports copy the rest of the checkpoint.
         if mapped is not None:
             return mapped
         fault = f", and {conditional.__name__} has no forward for text alone ({fault})"
@@ -423,7 +425,9 @@ def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:
     """Find the folder of a tokenizer that is given as a folder or a Hub id."""
     if (path := Path(name).expanduser()).is_dir():
         return path
-    revision = cfg.revision if name == cfg.name_or_path else None  # another repository has others
+    revision = (
+        cfg.revision if name == cfg.name_or_path else None
+    )  # another repository has other revisions
     for file in ("tokenizer_config.json", "tokenizer.json"):
         with contextlib.suppress(OSError):
             return Path(str(cached_file(name, file, revision=revision))).parent
@@ -459,14 +463,15 @@ def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
             f"number of tokens: {fault}. Remove the setting, and use a tokenizer of at most "
             f"{before} tokens (model.tokenizer_name_or_path)"
         )
-    # A setter may put one parameter in two places that the source stores apart (reformer's biases).
+    # A setter may store one parameter in two places that the source keeps separate (reformer's
+    # biases).
     for alias in tied_names(model).keys() - ties.keys():
         path, _, leaf = alias.rpartition(".")
         apart = nn.Parameter(torch.empty_like(model.get_parameter(alias)))
         setattr(model.get_submodule(path), leaf, apart)
     now = model.config.get_text_config().to_dict().items()
     changed = {k: v for k, v in now if type(v) is int and v != settings.get(k)}
-    # Not the vocabulary of another section, which images or sound have.
+    # Sections for images or sound may have another vocabulary, which stays.
     sections = [pristine, *(v for v in pristine.values() if isinstance(v, dict))]
     for section in [s for s in sections if s.get("vocab_size") == before] or [pristine]:
         section.update(changed)

@@ -31,7 +31,7 @@ from toolkit.models.tiny_copy import (
 )
 
 _MOST_PARAMETERS = 2**28
-_ROUNDING = 1e-4  # largest difference of logits that counts as none, as a share of their spread
+_ROUNDING = 1e-4  # differences of logits below this share of their spread count as rounding
 _HINTS = ("drop", "jitter", "noise")  # parts of names that are tried first
 _SEEDS = (1, 2)
 
@@ -158,7 +158,8 @@ class _Trial:
         self.expected = self.logits(training=False)
         if not self.expected.isfinite().all():
             raise ModelError("it answers with values that are not finite")
-        for mode in _modes():  # a copy that does not run is found out here
+        # A copy that does not run fails here.
+        for mode in _modes():
             self.logits(training=True, mode=mode)
 
     def logits(self, *, training: bool, mode: Callable[[], Any] = contextlib.nullcontext) -> Any:
@@ -198,7 +199,8 @@ class _Trial:
         unhinted = self._zeroed(hinted=False)
         if (mode := self.differing_mode()) is not None:
             self._refuse(mode)
-        for setting, values in unhinted.items():  # keep those alone without which there is noise
+        # Keep only the settings without which there is noise.
+        for setting, values in unhinted.items():
             self._restore(setting, values)
             if self.differing_mode() is not None:
                 self._restore(setting, [0.0] * len(values))
@@ -229,7 +231,8 @@ class _Trial:
             self._restore(setting, [0.0] * len(values))
             if self.agrees(self.logits(training=False)):
                 zeroed[setting] = values
-            else:  # it means something else
+            else:
+                # The setting has another meaning: eval mode changed.
                 self._restore(setting, values)
         return zeroed
 

@@ -18,8 +18,8 @@ from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of, transformers_private
 
 _ASKED = "model.kernels: liger"
-_DEVICES = ("cuda", "xpu")  # that Triton compiles for
-# The loss is made in the toolkit's head; what else a type gets is Liger's default for it.
+_DEVICES = ("cuda", "xpu")  # device types that Triton compiles for
+# The toolkit computes the loss itself. All other kernels are Liger's defaults for the type.
 _CHOSEN = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
@@ -58,7 +58,8 @@ def use_kernels(model: PreTrainedModel) -> None:
     try:
         apply(model, _CHOSEN)
         replaced = {n: modeling[n] for n, function in before.items() if modeling[n] is not function}
-    except Exception as error:  # of any class, where transformers has moved on
+    except Exception as error:
+        # Any error may come from a version of transformers that Liger does not know.
         raise ModelError(
             f"{_ASKED}: Liger cannot be applied to {type(model).__name__}: {one_line(error)}. "
             "Remove model.kernels"
@@ -80,7 +81,7 @@ def use_kernels(model: PreTrainedModel) -> None:
 def _call_instead(model: nn.Module, functions: dict[str, types.FunctionType]) -> None:
     """Let the modules of `model` that call functions of these names call the given ones."""
     for module in model.modules():
-        # transformers 5.24 takes an old name of an argument in a wrapper, which our calls lack.
+        # transformers 5.24 accepts old argument names in a wrapper, which our calls do not need.
         forward = inspect.unwrap(type(module).forward, stop=_is_own)
         if functions.keys() & getattr(forward, "__code__", _call_instead.__code__).co_names:
             rebound = types.FunctionType(

@@ -157,7 +157,8 @@ def modules_outside_text(model: nn.Module) -> list[str]:
         if name in inside or name in around or any(n in inside for n in enclosing_names(name)):
             continue
         if names[id(base)] not in ("", name, *enclosing_names(name)):
-            continue  # of the adapters
+            # Skip modules of the adapters.
+            continue
         if not any(outer in outside for outer in enclosing_names(name)):
             outside.append(name)
     return outside

@@ -19,7 +19,7 @@ def forked_rng(device: torch.device | str = "cpu") -> contextlib.AbstractContext
 
 def get_random_state() -> list[torch.Tensor]:
     """Copy the random state of the CPU and, if there is one, of the accelerator."""
-    # A build for CUDA names it on a machine that has none, too.
+    # A CUDA build reports an accelerator on a machine without one, too.
     device = torch.accelerator.current_accelerator(check_available=True)
     states = [torch.get_rng_state()]
     return states if device is None else [*states, torch.get_device_module(device).get_rng_state()]

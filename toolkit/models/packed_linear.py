@@ -48,7 +48,7 @@ class PackedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    # bitsandbytes' own, given with the class: a compiled layer imports nothing.
+    # bitsandbytes' functions are class attributes, because a compiled layer must not import.
     _product: Any
     _state: Any
 
@@ -138,7 +138,7 @@ class PackedLinear(nn.Module):
         product = self._product(x.to(self.compute_dtype), nibbles, quant_state=state, bias=bias)
         return product.to(x.dtype)
 
-    # Not bitsandbytes' way, which adds a quantisation state that is in the column here.
+    # bitsandbytes would save a quantisation state as well, which is part of the column here.
     _save_to_state_dict = nn.Module._save_to_state_dict
 
 
@@ -169,7 +169,7 @@ def packed_linear_class() -> type[PackedLinear]:
     attributes = {
         "_product": staticmethod(import_bitsandbytes().matmul_4bit),
         "_state": import_bitsandbytes().functional.QuantState,
-        # No layout of an evaluation, whoever calls bitsandbytes' own forward.
+        # Prevent bitsandbytes' own forward from repacking the weight for evaluation.
         "support_avx512bf16_for_cpu": False,
     }
     return type("Linear4bit", (PackedLinear, base), attributes)
@@ -177,7 +177,7 @@ def packed_linear_class() -> type[PackedLinear]:
 
 def _tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
     """Return a bitsandbytes state whose tables of values all layers share."""
-    # A plan's tensors are of another kind, without values: its tables are not for a run.
+    # The tensors of a plan are fake and have no values, so a run must not use their tables.
     return _tables_of(type(torch.empty(0)), quant_type, double_quant, device)
 
 
@@ -218,7 +218,8 @@ def check_4bit_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype
             f"{library} does not compute in {QUANT_TYPE} on {device} ({one_line(error)}); train on "
             "another device"
         ) from error
-    if not off < 0.25:  # half of the widest step of nf4 is 0.15
+    # Half of the widest step of nf4 is 0.15.
+    if not off < 0.25:
         raise ConfigError(
             f"{library} gives wrong values on {device} (off by {off:.2f} of a block's largest, 4 "
             "bits explain 0.15); install another bitsandbytes"

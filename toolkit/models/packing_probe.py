@@ -33,7 +33,7 @@ Batches = list[Batch]
 _WHOLE: tuple[int, ...] = (24,)
 _PACKED: tuple[tuple[int, ...], ...] = ((7, 1, 11, 5), (3, 9, 2, 2, 8), _WHOLE, (12, 12))
 _MOST_PARAMETERS = 2**28
-# Largest difference of logits that is rounding, as a share of their spread.
+# Differences of logits below this share of their spread count as rounding.
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 _SURE = 0.3  # rounding never makes as large a difference
 
@@ -119,12 +119,13 @@ def _try(
 def _judge(model: PreTrainedModel, batches: Batches, *, borders: bool) -> PackingVerdict:
     """Judge `model` in its dtype, and in fp64 if the result is not clear."""
     is_half = next(model.parameters()).dtype == torch.bfloat16
-    # Flex attention is not worth a compilation.
+    # Compiling flex attention would take longer than the trial.
     with forked_rng(model.device), torch.compiler.set_stance("force_eager"):
         verdict = _compare(model, batches, borders)
         if is_half or not 0 < verdict.by < _SURE:
             return verdict
-        try:  # again in fp64, where rounding is gone
+        # Compare again in fp64, which has no such rounding.
+        try:
             model.set_experts_implementation("eager")  # the grouped product has no fp64
             return _compare(model.double(), batches, borders)
         except (RuntimeError, TypeError, ValueError):  # its own casts, or a kernel without fp64
@@ -146,7 +147,8 @@ def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> Packing
     for packed in batches:
         ids = torch.randint(SPECIAL, VOCABULARY, (len(packed), sum(packed[0])))
         positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in packed])
-        whole = all(len(row) == 1 for row in packed)  # windows come without positions
+        # Rows of one document come without positions, as windows of a stream do.
+        whole = all(len(row) == 1 for row in packed)
         inputs: dict[str, Any] = {} if whole else {"position_ids": positions}
         inputs |= document_borders({"input_ids": ids} | inputs) if borders else {}
         ids = ids.to(device)

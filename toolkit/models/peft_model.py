@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"  # PEFT's name for the one adapter of a run
 # PEFT's attributes of a wrapper: the wrapped module, and the modules that it adds.
 _WRAPS = (("base_layer", "lora_A"), ("original_module", "modules_to_save"))
-_SWITCH = "_disable_adapters"  # PEFT's, private: its public way also sets `requires_grad`
+_SWITCH = "_disable_adapters"  # PEFT's private switch; the public method also sets `requires_grad`
 _OWN = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
@@ -168,7 +168,8 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     They are parameters (tied ones once) and persistent buffers; of a model with adapters only
     `trained_tensors`.
     """
-    reshard(model)  # a forward of the caller's own may have left the root gathered
+    # A forward outside of a step may have left the root gathered.
+    reshard(model)
     if has_adapters(model):
         tensors = trained_tensors(model)
     else:
@@ -178,7 +179,8 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Collect the buffers that belong to the model's state dict."""
-    persistent = model.state_dict(keep_vars=True).keys()  # else each parameter is detached for it
+    # Without `keep_vars` each parameter would be detached.
+    persistent = model.state_dict(keep_vars=True).keys()
     return {n: b for n, b in model.named_buffers() if n in persistent}
 
 

@@ -92,7 +92,8 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
             layer.weight = weights.setdefault(id(linear.weight), layer.weight)
         model.set_submodule(name, packed[id(linear)])
     assets_of(model).not_in_4_bits = unpacked
-    vars(model)["is_loaded_in_4bit"] = True  # by which PEFT chooses its layers
+    # PEFT chooses its layers by this attribute.
+    vars(model)["is_loaded_in_4bit"] = True
 
 
 def _choose(
@@ -111,7 +112,7 @@ def _choose(
         """Return why a linear layer keeps its dtype; empty where it does not."""
         outer, _, leaf = name.rpartition(".")
         kind: Any = type(modules[outer])
-        # An output for each expert, one, or part of a router.
+        # A router has one output per expert, and a gate has one output.
         one_each = linear.out_features in experts | {1} and linear.out_features < linear.in_features
         around = [type(modules[outer]).__name__.lower() for outer in enclosing_names(name)]
         reasons = {
@@ -157,7 +158,8 @@ def _only_multiplies(kind: Any) -> bool:
     x = torch.linspace(-1, 1, 18).reshape(3, 6)
     try:
         output = layer(x)
-    except Exception:  # somebody's own layer, which needs what is not there
+    except Exception:
+        # A custom layer may need attributes that the copy lacks.
         return False
     return isinstance(output, torch.Tensor) and torch.allclose(output, plain(x), atol=1e-5)
 
@@ -167,7 +169,8 @@ def _read_directly(kind: Any) -> frozenset[str]:
     """List the children whose weight the module's source reads (Mamba's out_proj, by a kernel)."""
     names: set[str] = set()
     for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        with contextlib.suppress(OSError, TypeError):  # made at run time: it has no source
+        # A class that was created at run time has no source.
+        with contextlib.suppress(OSError, TypeError):
             source = inspect.getsource(cls)
             names.update(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))", source))
     return frozenset(names)

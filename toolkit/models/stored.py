@@ -16,7 +16,7 @@ from transformers.quantizers import AutoHfQuantizer
 from toolkit.formats import StoredTensor, whole
 
 QUANTISED = "quantization_config"
-# Names of scales that are not among the quantiser's own, since it renames them while it loads.
+# The quantiser's own list lacks these names of scales, because it renames them while it loads.
 _SCALES = (".scale", ".qscale_weight", "_scale_inv")
 
 
@@ -62,7 +62,8 @@ def _whole_blocks(operation: type) -> type:
             if not (0 <= grid[0] - rows < size[0] and 0 <= grid[1] - columns < size[1]):
                 return make(quantized, scales, output_dtype)
             more = (0, grid[1] - columns, 0, grid[0] - rows)
-            padded = F.pad(quantized.float(), more)  # exact; there is no padding of fp8
+            # Padding in fp32 is exact, and fp8 has no padding.
+            padded = F.pad(quantized.float(), more)
             return make(padded, scales, output_dtype)[..., :rows, :columns].contiguous()
 
     WholeBlocks.__name__ = operation.__name__

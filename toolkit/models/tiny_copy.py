@@ -47,7 +47,7 @@ _INNER = (
 )
 _ROPES, _TRAINED_LENGTH = ("rope_parameters", "rope_scaling"), "original_max_position_embeddings"
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-# What is cut by one factor, so that the ratios stay: heads, and widths that are a multiple of them.
+# Heads, and widths that are a multiple of them. One factor divides all, so that the ratios stay.
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
     *("mamba_n_heads", "mamba_num_heads"),
@@ -78,7 +78,8 @@ def random_copy(
 
     The zeros and ones of a fresh initialisation would hide a leak between samples.
     """
-    is_flash = "flash" in str(config._attn_implementation)  # which runs in half precision only
+    # Flash attention runs in half precision only.
+    is_flash = "flash" in str(config._attn_implementation)
     dtype = torch.bfloat16 if is_flash else torch.float32
     with forked_rng(device):
         torch.manual_seed(0)
@@ -104,7 +105,7 @@ def layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> 
     full = model if full is None else full
     names = list(decoder_layers(full))
     parted = [name.rpartition(".") for name in names]
-    # The lists that hold the layers, or a layer that is in none.
+    # The lists that hold the layers, or a layer that is in no list.
     stacks = dict.fromkeys(p[0] if p[2].isdecimal() else "".join(p) for p in parted)
     layers: list[nn.Module] = []
     for name in stacks:
@@ -116,7 +117,7 @@ def layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> 
     kinds = []
     for i, layer in enumerate(layers):
         entries = [entry for name in listed for entry in settings[name][i : i + 1]]
-        # 0 is often an `off`.
+        # Zero often means "off".
         values = [bool(e) if isinstance(e, int | float) else _plain(e) for e in entries]
         kinds.append(json.dumps([_switches(layer), values], sort_keys=True))
     return kinds
@@ -168,7 +169,8 @@ def shrunk_configs(
         for section in _sections(small):
             _cut_section(section, length, real_text)
             section.use_cache = False
-            if section is not text and section is not small:  # images and sound, which no text has
+            # Sections for images and sound: text does not use them.
+            if section is not text and section is not small:
                 _change_integers(section, _VISION_DEPTHS, lambda n: min(n, 1))
         for name, value in list(vars(text).items()):
             if isinstance(value, list) and len(value) == len(kinds):
@@ -197,7 +199,8 @@ def _cut_section(section: PreTrainedConfig, length: int | None, real_text: bool)
     if real_text:
         _change_integers(section, ("hidden_size_per_layer_input",), functools.partial(min, 16))
         return
-    _change_integers(section, vocabularies, lambda _: VOCABULARY)  # tokens are drawn from all of it
+    # The trial draws tokens from the complete vocabulary.
+    _change_integers(section, vocabularies, lambda _: VOCABULARY)
 
     def cut(n: int) -> int:
         return n if length is not None and n >= length else min(n, _WINDOW)
@@ -295,7 +298,7 @@ def _halve(section: PreTrainedConfig) -> None:
 
 
 _MOST_PARAMETERS = 2**28
-_CAUSAL = 1e-3  # of the spread of the logits: how far a later token may move them
+_CAUSAL = 1e-3  # a later token may move logits by this share of their spread
 _faults: dict[tuple[type, str], str] = {}
 
 
@@ -324,7 +327,8 @@ def _try_copies(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
     for small in shrunk_configs(config, kinds, None):
         try:
             size = sum(p.numel() for p in build_meta_model(model_class, small).parameters())
-        except Exception:  # a cut that this config does not bear: a milder one is tried
+        except Exception:
+            # The config does not allow this reduction, so a milder one is tried.
             continue
         if size > _MOST_PARAMETERS:
             continue

@@ -27,10 +27,12 @@ from toolkit import ranks
 from toolkit.config.settings import ShardingConfig
 from toolkit.formats.container_memory import container_memory, peak_host_memory
 
-_WHOLE_GRADIENT = 0.25  # of the device: a larger one is reduced after each micro-batch
-_FROZEN_SHARE = 0.4  # of the free memory: what whole copies of frozen parameters may take of it
-_MARGIN = 0.1  # of the device: fragments, and what a later step needs more
-_MEASURED = 2  # steps: the first makes the optimizer's state at its end
+_WHOLE_GRADIENT = (
+    0.25  # of the device's memory; larger gradients are reduced after each micro-batch
+)
+_FROZEN_SHARE = 0.4  # of the free memory that complete copies of frozen parameters may use
+_MARGIN = 0.1  # of the device's memory, for fragmentation and for later steps that need more
+_MEASURED = 2  # steps; the optimizer creates its state at the end of the first
 
 
 class Accumulation:

@@ -21,7 +21,8 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
     keep that kernel.
     """
     module.compile(**options)
-    compiled: Any = module._compiled_call_impl  # where `compile` puts it, in torch 2.11 to 2.15
+    # `Module.compile` stores the compiled call there, in torch 2.11 to 2.15.
+    compiled: Any = module._compiled_call_impl
     dynamo = torch_private("_dynamo", "eval_frame")
 
     @functools.wraps(compiled)

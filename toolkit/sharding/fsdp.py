@@ -43,7 +43,7 @@ from toolkit.sharding.recompute import recompute_in_backward
 from toolkit.sharding.units import Unit, UnitPlan, frozen_parameters, is_inside, plan_units
 
 _REDUCE_UNUSED = "set_reduce_scatter_unused_params"
-_IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may pass all experts by
+_IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may skip all experts
 
 
 class Prefetch:
@@ -295,9 +295,11 @@ def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> Non
                     "quantise_on_meta, "
                     "and remove such layers from sharding.param_dtype_overrides"
                 )
-            if parameters[name].requires_grad:  # what is not reduced may be stored otherwise
+            # Frozen parameters are not reduced, so they may have another dtype.
+            if parameters[name].requires_grad:
                 stored.setdefault(parameters[name].dtype, name)
-        if len(stored) > 1:  # FSDP2 would raise at the first forward, after the whole load
+        # FSDP2 would raise at the first forward, after the model is loaded.
+        if len(stored) > 1:
             listed = ", ".join(f"{dtype} ({name})" for dtype, name in stored.items())
             raise ShardingError(
                 f"parameters of several storage dtypes cannot share the unit {unit.name}: "
@@ -315,12 +317,12 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
             "sharding.activation_checkpointing: auto is decided by planning.resolve_auto, as the "
             "recipes do; call it before, or set none, selective or full"
         )
-    # Of nested ones (sharding.layer_classes) the outer recomputes the inner too.
+    # Of nested layers (sharding.layer_classes) the outer one recomputes the inner one too.
     every = mode if isinstance(mode, int) and not isinstance(mode, bool) else 1
     names = [n for n in plan.layers if not is_inside(n, plan.layers)][::every]
     host = HostMemory(pin=torch.accelerator.is_available()) if cfg.activation_offload else None
     for name in names:
-        # What the backward begins with would be back at once.
+        # The backward begins with the last layer, so its tensors would be copied back at once.
         layer_host = host if name != names[-1] or len(names) == 1 else None
         module = model.get_submodule(name)
         recompute_in_backward(module, name=name, selective=mode == "selective", host=layer_host)
@@ -367,7 +369,7 @@ def should_replicate_frozen(
         return False, ""
     if cfg.frozen == "auto" and (cfg.cpu_offload or device_type == "cpu"):
         return False, "cpu_offload" if cfg.cpu_offload else device_type
-    # A unit casts what it gathers; nothing casts what it does not.
+    # FSDP2 casts gathered parameters only. A replicated one must be stored in its compute dtype.
     parameters = dict(model.named_parameters())
     units = plan_units(model, dataclasses.replace(cfg, frozen="sharded")).units
     frozen_ids = set(map(id, frozen))
@@ -391,17 +393,18 @@ def _reshard(unit: Unit, shards: int) -> bool | int | None:
     value = unit.reshard_after_forward
     if isinstance(value, bool) or value not in (1, shards):
         return value
-    return value != 1  # False as PyTorch reads 1, without its warning
+    # PyTorch treats 1 as False, with a warning.
+    return value != 1
 
 
 def _cast_each(modules: list[nn.Module], unit: Unit) -> None:
     """Cast the inputs and the output of each of a unit's modules; see [Note: casts]."""
-    to_tensors = torch_private("distributed.utils", "_apply_to_tensors")  # by which FSDP2 casts
+    to_tensors = torch_private("distributed.utils", "_apply_to_tensors")  # FSDP2 casts with it
 
     def cast(value: Any, dtype: torch.dtype | None) -> Any:
         return to_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
-    # Not compiled, as FSDP2's own hooks are not: a compiled layer stays one graph.
+    # FSDP2's own hooks are not compiled either, and a compiled layer stays one graph.
     @torch.compiler.disable
     def inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast(args, unit.param_dtype), cast(kwargs, unit.param_dtype)

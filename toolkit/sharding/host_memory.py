@@ -72,7 +72,8 @@ class OnHost:
         out.wait_stream(api.current_stream(tensor.device))
         with api.stream(out):
             self._host.copy_(tensor, non_blocking=pin)
-        tensor.record_stream(out)  # its memory is not given away before the copy is done
+        # The allocator must not reuse the memory before the copy is done.
+        tensor.record_stream(out)
         self._copied = out.record_event()
 
     def start(self) -> None:

@@ -54,7 +54,7 @@ _ATTENTION = (
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     "_scaled_dot_product_fused_attention_overrideable",
 )
-# Custom operations, there once their library is imported: torch's varlen attention, flash-attn's.
+# Custom operations of torch's varlen attention and of flash-attn, if the library is imported.
 _KEPT_OF = {
     "torch_attn": ("_varlen_attn",),
     "flash_attn": ("_flash_attn_forward", "_flash_attn_varlen_forward"),
@@ -84,7 +84,7 @@ def recompute_in_backward(
         host: memory of the host that holds what is kept until the backward; None: the device.
     """
     forward: Callable = module.forward
-    draws: bool | None = None  # whether it draws random numbers; not known before the first
+    draws: bool | None = None  # the forward draws random numbers; None before the first forward
     layer = _Layer(name, type(module).__name__)
 
     @functools.wraps(forward)
@@ -133,7 +133,7 @@ def _kept_operations() -> frozenset[Any]:
     operations = ((torch.ops.aten, (*_PRODUCTS, *_ATTENTION)), *spaces)
     packets = [getattr(ops, n) for ops, names in operations for n in names if hasattr(ops, n)]
     overloads = (getattr(p, overload) for p in packets for overload in p.overloads())
-    # Those with `out` are nothing but a write.
+    # An overload with `out` only writes.
     return frozenset(op for op in overloads if not op._schema.is_mutable)
 
 
@@ -143,7 +143,8 @@ def _worth_keeping(func: Any, args: Sequence[Any]) -> bool:
     if side is None:
         return True
     summed = math.prod(args[side[0]].shape[side[1] :])
-    return not isinstance(summed, int) or summed > _THIN  # a symbol: of no weight, so not thin
+    # A symbolic size is no weight's width, so the product is not thin.
+    return not isinstance(summed, int) or summed > _THIN
 
 
 def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -192,7 +193,7 @@ class _Keep(TorchDispatchMode):
         super().__init__()
         self.layer, self._store, self._first = layer, store, first
         self.operations = _kept_operations()
-        # Of each call of an operation: the shapes it was given, and what is kept, None for nothing.
+        # For each call of an operation: the shapes of its arguments, and the kept result or None.
         self.calls: dict[Any, list[list[Any]]] = {}
         self._places: dict[StorageWeakRef, tuple[Any, int]] = {}
         self._written = set[Any]()
@@ -245,7 +246,7 @@ class _Keep(TorchDispatchMode):
             try:
                 return forward(*args, **kwargs)
             except (RuntimeError, ValueError, TypeError, LookupError) as error:
-                # Of the device or the network: no fault of the forward.
+                # Errors of the device or the network are not the forward's fault.
                 outside = torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError
                 if not (self._ended and self._first) or isinstance(error, outside):
                     raise
@@ -268,7 +269,7 @@ class _Keep(TorchDispatchMode):
             for call in self.calls[func]:
                 call[1] = None
         again = self._written | self.layer.unseen if self._first else set()
-        if again and not any(isinstance(t, FakeTensor) for t in _plain(out)):  # a run, no plan
+        if again and not any(isinstance(t, FakeTensor) for t in _plain(out)):  # not in a plan
             names = ", ".join(sorted({func._schema.name.split("::")[1] for func in again}))
             _log_once(
                 f"recompute  {self.layer.kind} writes in place to results of {names}: those run "
@@ -302,7 +303,7 @@ class _Reuse(TorchDispatchMode):
         if call is None or call[0] != (now := _shapes(args)):
             which = "more often" if call is None else f"on {now}, not on {call[0]}"
             raise self._layer.unrepeatable(f"the second time it runs {func} {which}")
-        # It is handed over: its memory is free once the backward has used it.
+        # Give up the reference, so that the memory is free once the backward has used the result.
         result, call[1] = call[1], None
         if result is None:
             return func(*args, **(kwargs or {}))

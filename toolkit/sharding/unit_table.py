@@ -25,7 +25,7 @@ class UnitRow:
     stored: str
     computed: str
     reduced: str
-    reshard: str  # whether they are freed after the forward, or how many ranks keep them
+    reshard: str  # freed after the forward ("yes", "no"), or the number of ranks that keep a copy
 
 
 def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
@@ -71,7 +71,8 @@ def format_unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
     head = "unit,units,modules,parameters,MB a rank,MB gathered,stored,computed,reduced,freed"
     ahead = f"{cfg.forward_prefetch or 'auto'} / {cfg.backward_prefetch or 'auto'}"
     rows = unit_rows(sharded, cfg)
-    has_prefetch = cfg.forward_prefetch or cfg.backward_prefetch  # else PyTorch's own, of each unit
+    # Without these settings, PyTorch's own prefetching is used.
+    has_prefetch = cfg.forward_prefetch or cfg.backward_prefetch
     lines = [[*head.split(","), *["prefetches"] * bool(has_prefetch)]]
     for name, indices in fold([row.name for row in rows], [replace(r, name="") for r in rows]):
         alike = rows[indices[0]]

@@ -68,7 +68,9 @@ class UnitPlan:
 
     units: tuple[Unit, ...]  # inner units before outer ones; the root last
     layers: tuple[str, ...]  # for recomputation and compilation
-    replicated: tuple[str, ...]  # parameters that every rank keeps whole; first names of tied ones
+    replicated: tuple[
+        str, ...
+    ]  # parameters that every rank keeps complete; first names of tied ones
     root_only: str | None  # why the layers cannot be units; None: they are
 
 
@@ -94,9 +96,10 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     members: list[Member] = []
     if root_only is None:
         members += [(name,) for name in layers]
-    if cfg.embedding_units is True:  # `auto` is decided where the device is known
+    # The caller decides `auto`, because it knows the device.
+    if cfg.embedding_units is True:
         members += [(n,) for n in (embedding, head) if n is not None]
-    # Each tower for images or sound: no forward runs it, so that nothing ever gathers it.
+    # No forward of text uses a tower for images or sound. As a separate unit it is never gathered.
     towers = modules_outside_text(model)
     members += [
         (n,) for tower in towers for n in _modules_with_forward(tower, model.get_submodule(tower))
@@ -150,9 +153,11 @@ def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     if cfg.param_dtype != "float32":
         with unwrapped_base(model) as base:
             replicated |= set(map(id, find_fp32_tensors(base).values()))
-    packed = {id(layer.weight) for layer in packed_weights(model).values()}  # bytes, of no dtype
+    # Packed bytes have no dtype of their own.
+    packed = {id(layer.weight) for layer in packed_weights(model).values()}
     stored = [p for p in model.parameters() if id(p) not in packed]
-    if has_adapters(model):  # theirs is chosen on purpose, and says nothing of the computation
+    # The dtype of adapters is a choice, and does not tell the dtype of the computation.
+    if has_adapters(model):
         stored = [p for p in stored if not p.requires_grad]
     elements: Counter[torch.dtype] = Counter()
     for parameter in stored:
@@ -256,7 +261,8 @@ def _join_tied_units(
     for homes, tied in apart.items():
         tops = [_shared_top(model, name, shared) for aliases in tied for name in aliases]
         if None in tops:
-            if _enclosing_unit(homes) is not None:  # owned by the outer one
+            # The outer unit owns the parameter.
+            if _enclosing_unit(homes) is not None:
                 continue
             joint = tuple(dict.fromkeys(name for home in members if home in homes for name in home))
         else:
@@ -326,12 +332,14 @@ def _build_unit(
     own_dtypes = [dtypes[part] for part in dtypes if set(part) <= set(member)]
     default = getattr(torch, cfg.param_dtype)
     output_dtype = None
-    if own_dtypes and member != (ROOT,) and head not in member:  # as what lies around it computes
+    # Return the dtype that the surrounding unit computes in.
+    if own_dtypes and member != (ROOT,) and head not in member:
         output_dtype = dtypes.get(_innermost_unit(member[0], members), default)
     setting: Any = cfg.reshard_after_forward
     reshard = member != (head,) if setting == "auto" else setting
     if member == (ROOT,) and not isinstance(setting, bool):
-        reshard = None  # kept: the backward begins with it
+        # The root stays gathered, because the backward begins with it.
+        reshard = None
     return Unit(
         member, parameters, own_dtypes[-1] if own_dtypes else default, output_dtype, reshard
     )
