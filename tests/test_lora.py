@@ -860,8 +860,8 @@ def test_copies_lie_as_their_originals_do(folders):
     ((original, copy),) = trained_copies(model)
     (name,) = [n for n, p in model.named_parameters() if p is original]
     cfg = dataclasses.replace(FP32, ignored_parameters=[name])
-    assert {id(original), id(copy)} <= units._replicated(model, cfg)
-    assert units._replicated(model, FP32).isdisjoint({id(original), id(copy)})
+    assert {id(original), id(copy)} <= units._replicated_ids(model, cfg)
+    assert units._replicated_ids(model, FP32).isdisjoint({id(original), id(copy)})
 
 
 def test_frozen_parameters_beside_adapters_are_refused(tmp_path):

@@ -101,11 +101,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def attend(qkv: Any, borders: Any, longest: int, scaling: float, window: int | None) -> Any:
         query, *others = qkv
-        key, value = (attention._repeated(x, query) for x in others)
+        key, value = (attention._repeat_heads(x, query) for x in others)
         return varlen(query, key, value, borders, window or 0)
 
     monkeypatch.setattr(attention, "_has_kernel", lambda query, dropout: True)
-    monkeypatch.setattr(attention, "_varlen", attend)
+    monkeypatch.setattr(attention, "_attend_varlen", attend)
     torch._dynamo.reset()
     counters.clear()
     yield

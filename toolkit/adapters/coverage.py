@@ -53,13 +53,17 @@ def coverage_rows(model: nn.Module) -> list[CoverageRow]:
             # Each expert may have a bias; these are stacked.
             if len(shape) < 2 or "bias" in leaf:
                 continue
-            part = "embedding" if id(parameter) in outside else _part(name, owner, shape, experts)
+            part = (
+                "embedding"
+                if id(parameter) in outside
+                else _classify_matrix(name, owner, shape, experts)
+            )
             part = "outside_text" if name in outside_text else part
             method, trained = "-", 0
             if name in copied_parameters:
                 method, trained = "in full", copied_parameters[name].numel()
             elif name in layers:
-                method = _kind(model)
+                method = _method_name(model)
                 trained = sum(p.numel() for p in peft_model.layer_parameters(layers[name]).values())
             rows.append(CoverageRow(name, shape, method, trained, part))
     return rows
@@ -78,13 +82,13 @@ def coverage_lines(model: nn.Module) -> list[str]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(row.elements for row in rows)
     lines = [
-        f"adapters   {_kind(model)} of rank {config['r']}, alpha {config['lora_alpha']}: "
+        f"adapters   {_method_name(model)} of rank {config['r']}, alpha {config['lora_alpha']}: "
         f"{trained:,} elements are trained, {trained / max(1, total):.2%} of the base's matrices; "
         f"{covered_share(rows):.1%} of what lies between embedding and head is covered",
-        *_table(rows),
+        *_format_table(rows),
     ]
     if unadapted := [row for row in rows if row.part == "experts" and not row.trained]:
-        names = ", ".join(sorted({_short(row.name) for row in unadapted}))
+        names = ", ".join(sorted({_common_ending(row.name) for row in unadapted}))
         share = sum(r.elements for r in unadapted) / total
         remedy = "PEFT has no adapter for them"
         if all(len(row.shape) > 2 for row in unadapted):
@@ -129,18 +133,18 @@ def idle_adapter_warnings(model: nn.Module) -> list[str]:
     ]
 
 
-def _short(name: str) -> str:
+def _common_ending(name: str) -> str:
     """Return the end of a parameter's name that is the same in every layer."""
     return ".".join(replace_numbers(name).split(".")[-3:]).rpartition("*.")[2]
 
 
-def _kind(model: nn.Module) -> str:
+def _method_name(model: nn.Module) -> str:
     """Return the name of the method: LoRA, rsLoRA or DoRA."""
     config = peft_model.adapter_config(model)
     return "DoRA" if config["use_dora"] else "rsLoRA" if config["use_rslora"] else "LoRA"
 
 
-def _part(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]) -> str:
+def _classify_matrix(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]) -> str:
     """Classify a matrix of a layer; a router has one output per expert."""
     parts = name.split(".")
     routes = any("router" in p or p in ("gate", "wg") for p in parts)
@@ -152,7 +156,7 @@ def _part(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]
     return "layer"
 
 
-def _table(rows: list[CoverageRow]) -> list[str]:
+def _format_table(rows: list[CoverageRow]) -> list[str]:
     """Format the rows as a table."""
     lines = [["  matrix", "count", "shape", "trained as", "trained"]]
     for name, indices in fold(

@@ -53,7 +53,7 @@ def adapter_first_values(
         if id(parameter) in originals:  # a copy is sharded as its original is
             part = local_tensor(originals[id(parameter)].detach())
         else:
-            part = _of_adapter(parameter, *adapters[id(parameter)], device)
+            part = _draw_part(parameter, *adapters[id(parameter)], device)
         if part.shape != (shape := local_tensor(parameter).shape):
             raise LoadingError(
                 f"{name} holds {list(shape)} on this rank, its first value {list(part.shape)}; "
@@ -62,14 +62,14 @@ def adapter_first_values(
         yield name, part
 
 
-def _of_adapter(
+def _draw_part(
     parameter: torch.Tensor, kind: str, layer: Any, key: str, device: torch.device
 ) -> torch.Tensor:
     """Compute this rank's part of one adapter parameter; `kind` is PEFT's name for it."""
     draw: Callable[..., torch.Tensor]
     match kind:
         case "lora_magnitude_vector":
-            return _norms(layer, device, parameter)
+            return _row_norms(layer, device, parameter)
         case "lora_A":
             draw = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
         case "lora_embedding_B":
@@ -82,7 +82,7 @@ def _of_adapter(
     return part_of(whole, parameter)
 
 
-def _norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:
+def _row_norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:
     """Compute DoRA's first magnitudes: the norms of the base weight's rows, in fp32."""
     weight: Any = layer.get_base_layer().weight.detach()
     dora = layer.lora_magnitude_vector[ADAPTER]

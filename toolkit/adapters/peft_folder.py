@@ -124,7 +124,7 @@ def peft_layout(base: "PreTrainedModel", config: dict[str, Any]) -> PeftLayout:
     names = _first_names(base)
     model = attach_adapters(base, config)
     layout = PeftLayout(model, base, adapter_file_keys(model))
-    for part in _parts(model, names):
+    for part in _iterate_layers(model, names):
         layout.parts.setdefault(part.parameter, []).append(part)
     named_parameters = {
         n for parts in layout.parts.values() for p in parts for n in p.tensors.values()
@@ -146,14 +146,14 @@ def adapter_file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]
 
     first = _first_names(model)
     # PEFT returns the values unchanged. Here the values are the names of parameters.
-    state = {name: first[id(tensor)] for name, tensor in _tensors(model)}
+    state = {name: first[id(tensor)] for name, tensor in _list_tensors(model)}
     # By default PEFT adds the frozen matrix of an embedding that is adapted.
     options: dict[str, Any] = {"adapter_name": ADAPTER, "save_embedding_layers": embeddings}
     with warnings.catch_warnings(action="ignore"):
         return get_peft_model_state_dict(model, state, **options)
 
 
-def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
+def _iterate_layers(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
     """Yield the layers of the adapter.
 
     Args:
@@ -166,8 +166,8 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
     first = _first_names(model)
     for path, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
-            trained = dict(_tensors(module.modules_to_save[ADAPTER]))
-            for leaf, tensor in _tensors(module.original_module):
+            trained = dict(_list_tensors(module.modules_to_save[ADAPTER]))
+            for leaf, tensor in _list_tensors(module.original_module):
                 if id(tensor) not in names:
                     raise ExportError(f"{path} is saved whole and adapted within: {_SCOPE}")
                 tensors = {"saved": first[id(trained[leaf])]}
@@ -175,20 +175,20 @@ def _parts(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
         elif isinstance(module, ParamWrapper | Embedding | Linear):
             kinds = {ParamWrapper: "experts", Embedding: "embedding"}
             kind = next((k for c, k in kinds.items() if isinstance(module, c)), "linear")
-            parameter = getattr(module.get_base_layer(), _leaf(module))
+            parameter = getattr(module.get_base_layer(), _parameter_name(module))
             parameters = layer_parameters(module).items()
             tensors_by_role = {_ROLE.match(n)[1]: first[id(p)] for n, p in parameters}  # type: ignore[index]
             yield AdapterLayer(names[id(parameter)], kind, path, tensors_by_role, module.r[ADAPTER])
 
 
-def _tensors(module: nn.Module) -> list[tuple[str, Any]]:
+def _list_tensors(module: nn.Module) -> list[tuple[str, Any]]:
     """List every parameter (tied ones under each name) and every persistent buffer."""
     return [*module.state_dict(keep_vars=True).items()]
 
 
 def _first_names(module: nn.Module) -> dict[int, str]:
     """Map the id of each tensor to its first name."""
-    return {id(tensor): name for name, tensor in reversed(_tensors(module))}
+    return {id(tensor): name for name, tensor in reversed(_list_tensors(module))}
 
 
 def fill_without_memory(base: "PreTrainedModel") -> "PreTrainedModel":
@@ -255,31 +255,31 @@ def merge_layer(
         weight: of the base; changed in place.
         factors: A, B and magnitude in float32, as PEFT loads them.
     """
-    with _holding(layout, layer, weight, factors) as module:
+    with _filled_layer(layout, layer, weight, factors) as module:
         module.merge(safe_merge=False, adapter_names=[ADAPTER])
-        return getattr(module.get_base_layer(), _leaf(module)).data
+        return getattr(module.get_base_layer(), _parameter_name(module)).data
 
 
 def weight_delta(layout: PeftLayout, layer: AdapterLayer, factors: Tensors) -> torch.Tensor:
     """Compute the float32 tensor that PEFT's layer adds to its weight for these factors."""
     module = layout.model.get_submodule(layer.module)
-    shape = getattr(module.get_base_layer(), _leaf(module)).shape
-    with _holding(layout, layer, torch.zeros(()).expand(shape), factors) as module:
+    shape = getattr(module.get_base_layer(), _parameter_name(module)).shape
+    with _filled_layer(layout, layer, torch.zeros(()).expand(shape), factors) as module:
         return module.get_delta_weight(ADAPTER)
 
 
-def _leaf(module: Any) -> str:
+def _parameter_name(module: Any) -> str:
     """Return the name of the parameter that a PEFT layer adapts, in its base layer."""
     return getattr(module, "parameter_name", "weight")
 
 
 @contextlib.contextmanager
-def _holding(
+def _filled_layer(
     layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
 ) -> Iterator[Any]:
     """Yield PEFT's layer filled with these tensors; it is on meta again afterwards."""
     module = layout.model.get_submodule(layer.module)
-    entries = [(module.get_base_layer(), _leaf(module), weight)]
+    entries = [(module.get_base_layer(), _parameter_name(module), weight)]
     for role, factor in factors.items():
         path, _, leaf = layer.tensors[role].rpartition(".")
         entries.append((layout.model.get_submodule(path), leaf, factor))

@@ -107,7 +107,7 @@ def load_group(
     with OpenFiles() as reader:
         sources = {key: FileTensor(reader, key, entry) for key, entry in members.items()}
         info = run_loader(model, sources, torch.device("cpu"))
-    parameters = _emptied(model)
+    parameters = _take_tensors(model)
     # Parameters of other groups are missing here.
     info.missing_keys = set()
     if problems := key_problems(info):
@@ -299,13 +299,13 @@ def convert_then_slice(
     for name, parameter in unsharded.named_parameters():
         dtype = packed[name].source_dtype if name in packed else live[name].dtype
         parameter.data = torch.empty_like(parameter, dtype=dtype)
-    _emptied(unsharded)  # constructors may draw values on meta, which are not loaded ones
+    _take_tensors(unsharded)  # constructors may draw values on meta, which are not loaded ones
     for group in groups:
         group_info = run_loader(unsharded, {k: sources[k] for k in group.keys}, torch.device("cpu"))
         info.conversion_errors.update(group_info.conversion_errors)
         info.unexpected_keys |= group_info.unexpected_keys
         info.mismatched_keys |= group_info.mismatched_keys
-        for name, whole_tensor in _emptied(unsharded).items():
+        for name, whole_tensor in _take_tensors(unsharded).items():
             if name in packed:
                 whole_tensor = packed[name].pack(whole_tensor.to(device))
             place_parameter(
@@ -314,7 +314,7 @@ def convert_then_slice(
             info.missing_keys.discard(name)
 
 
-def _emptied(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _take_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Collect the tensors of `model` that have bytes, and replace them by empty ones on meta."""
     tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
     for name, tensor in tensors.items():

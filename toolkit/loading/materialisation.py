@@ -235,7 +235,7 @@ def draw_values(
         modules.setdefault(path, {})[leaf] = name
     unwritten = []
     for path, leaves in modules.items():
-        for leaf, value in _drawn_in(built, path, leaves, seed).items():
+        for leaf, value in _draw_module(built, path, leaves, seed).items():
             # Integers cannot hold NaN. They are tables that the constructor computes.
             if not value.is_floating_point() or value.sum().isnan():
                 unwritten.append((path, leaf))
@@ -248,11 +248,11 @@ def draw_values(
             value = constructed.get_submodule(path).get_parameter(leaf).detach()
             name = modules[path][leaf]
             if value.is_meta or value.sum().isnan():
-                raise _not_drawn(built, name, "no code of the architecture writes all of it")
+                raise _no_value_error(built, name, "no code of the architecture writes all of it")
             yield name, value
 
 
-def _drawn_in(built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int) -> Tensors:
+def _draw_module(built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int) -> Tensors:
     """Draw the first values of parameters of the module `path`; NaN where nothing was written."""
     from transformers.initialization import guard_torch_init_functions
 
@@ -266,28 +266,28 @@ def _drawn_in(built: PreTrainedModel, path: str, leaves: Iterable[str], seed: in
     try:
         with torch.no_grad(), forked_rng(), guard_torch_init_functions():
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            parameters.update({leaf: _unwritten(before[leaf]) for leaf in leaves})
+            parameters.update({leaf: _nan_parameter(before[leaf]) for leaf in leaves})
             for owner, module in reversed(around):
                 owner._init_weights(module)
         return {leaf: parameters[leaf].detach() for leaf in leaves}
     except Exception as error:  # an architecture may do anything on its way
-        raise _not_drawn(built, path, one_line(error)) from error
+        raise _no_value_error(built, path, one_line(error)) from error
     finally:
         parameters.update(before)
 
 
-def _unwritten(parameter: nn.Parameter) -> nn.Parameter:
+def _nan_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Create a parameter in host memory that holds NaN, with the same marks."""
     fill = float("nan") if parameter.is_floating_point() else 0
-    parameter_of_nan = nn.Parameter(
+    unwritten_parameter = nn.Parameter(
         torch.full_like(parameter, fill, device="cpu"), parameter.requires_grad
     )
     # The marks tell `_init_weights` which parameters to skip.
-    vars(parameter_of_nan).update(vars(parameter))
-    return parameter_of_nan
+    vars(unwritten_parameter).update(vars(parameter))
+    return unwritten_parameter
 
 
-def _not_drawn(model: nn.Module, name: str, why: str) -> LoadingError:
+def _no_value_error(model: nn.Module, name: str, why: str) -> LoadingError:
     """Build the error for a parameter without a first value."""
     return LoadingError(
         f"the first values of {name} of {type(model).__name__} cannot be drawn ({why}); save a "

@@ -125,10 +125,12 @@ def load_pretrained(
         # modules without own tensors (falcon_h1's buffers, for example).
         with mock.patch.object(base, "is_custom_code", original_class(base).is_custom_code):
             info, counts = _stream(base, folder, str(path), target, home or target)
-            _settle(base, target, home or target, folder, info, frozen, seed)
+            _finish_load(base, target, home or target, folder, info, frozen, seed)
         seconds, proof = time.perf_counter() - begun, ""
         if prove:
-            entries = ranks.on_all(lambda: _entries(base, formats.weight_files(folder, str(path))))
+            entries = ranks.on_all(
+                lambda: _read_entries(base, formats.weight_files(folder, str(path)))
+            )
             proof = prove_load(base, entries)
         sums = compute_base_sums(base) if has_adapters(model) else None
     if has_adapters(model):
@@ -154,13 +156,13 @@ def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     files = formats.weight_files(folder, cfg.name_or_path, cfg.revision)
     with unwrapped_base(model) as base:
-        entries = _entries(base, files)
+        entries = _read_entries(base, files)
         _check_shapes(base, entries)
-        _refuse(base, folder, find_misfits(base, entries))
-        _note_carried(base, folder, cfg, entries)
+        _raise_problems(base, folder, find_misfits(base, entries))
+        _log_carried(base, folder, cfg, entries)
 
 
-def _entries(model: PreTrainedModel, files: list[Path]) -> dict[str, formats.StoredTensor]:
+def _read_entries(model: PreTrainedModel, files: list[Path]) -> dict[str, formats.StoredTensor]:
     """Read the headers of the tensors in `files`.
 
     The head of a causal LM from which a reward model is built is skipped.
@@ -170,7 +172,7 @@ def _entries(model: PreTrainedModel, files: list[Path]) -> dict[str, formats.Sto
     return {key: e for key, e in formats.read_weights(files).items() if key not in skipped}
 
 
-def _note_carried(
+def _log_carried(
     model: PreTrainedModel,
     folder: Path,
     cfg: ModelConfig,
@@ -251,7 +253,7 @@ def _stream(
     Returns:
         The account of keys, and (tensors, bytes, requested bytes).
     """
-    entries = _entries(model, formats.weight_files(folder, path))
+    entries = _read_entries(model, formats.weight_files(folder, path))
     _check_shapes(model, entries)
     packed = packed_weights(model)
     # With one storage dtype in host memory, tensors are cast while they are read. Else the loader
@@ -276,7 +278,7 @@ def _stream(
 
 
 @ranks.collective
-def _settle(
+def _finish_load(
     model: PreTrainedModel,
     device: torch.device,
     home: torch.device,
@@ -290,7 +292,7 @@ def _settle(
     for name, parameter in _parameters(model).items():
         # The loader creates new parameters, which all require a gradient.
         parameter.requires_grad_(name not in frozen)
-    _refuse(model, folder, convert.key_problems(info))
+    _raise_problems(model, folder, convert.key_problems(info))
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = [n for n, b in model.named_buffers() if b.is_meta or n not in persistent]
     parameters = [n for n, p in model.named_parameters() if formats.local_tensor(p).is_meta]
@@ -298,7 +300,9 @@ def _settle(
     finish_placement(model, device)
 
 
-def _refuse(model: PreTrainedModel, folder: Path, problems_by_kind: dict[str, list[str]]) -> None:
+def _raise_problems(
+    model: PreTrainedModel, folder: Path, problems_by_kind: dict[str, list[str]]
+) -> None:
     """Raise a LoadingError if there are problems."""
     if problems_by_kind:
         raise LoadingError(

@@ -54,7 +54,7 @@ def compute_base_sums(model: PreTrainedModel) -> dict[str, int]:
     sums = whole_sums(untied_tensors(model)) or {}
     if different := sorted(name for name, total in sums.items() if not total.is_alike()):
         raise ranks.mark_collective(
-            LoadingError(_fault("the ranks hold different copies", different))
+            LoadingError(_format_fault("the ranks hold different copies", different))
         )
     return {name: total.first for name, total in sums.items()}
 
@@ -76,7 +76,7 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
     """
     begun = time.perf_counter()
     tensors = untied_tensors(model)
-    plain, moved, skipped = ranks.on_all(lambda: _comparable(model, entries, tensors))
+    plain, moved, skipped = ranks.on_all(lambda: _find_comparable(model, entries, tensors))
     in_memory = whole_sums({name: tensors[name] for name in plain})
     reordered = whole_sums({name: tensors[name] for name in moved}, element_sum)
     if in_memory is None or reordered is None:
@@ -85,7 +85,7 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
     sums = in_memory | reordered
     groups = {name: group for name, group in (plain | moved).items() if name in sums}
     skipped += len(plain) + len(moved) - len(groups)
-    order = sorted(groups, key=lambda name: (-_bytes(groups[name], entries), name))
+    order = sorted(groups, key=lambda name: (-_group_bytes(groups[name], entries), name))
     mine = set(order[ranks.rank() :: ranks.world_size()])
 
     def read() -> list[int]:
@@ -103,9 +103,9 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
     if wrong:
         folder = entries[groups[wrong[0]].keys[0]].file.parent
         raise ranks.mark_collective(
-            LoadingError(_fault(f"memory does not hold what is in {folder}", sorted(wrong)))
+            LoadingError(_format_fault(f"memory does not hold what is in {folder}", sorted(wrong)))
         )
-    size = size_text(sum(_bytes(groups[name], entries) for name in groups))
+    size = size_text(sum(_group_bytes(groups[name], entries) for name in groups))
     omitted = f"; {skipped} tensors that a load computes or cuts by columns were not compared"
     return (
         f"proven     {len(groups)} tensors, {size}, are in memory as in their files "
@@ -172,7 +172,7 @@ def _first_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-def _fault(problem: str, names: list[str]) -> str:
+def _format_fault(problem: str, names: list[str]) -> str:
     """Format the error for tensors that differ after a load."""
     return (
         f"{problem}: {len(names)} tensor(s) differ after the load: {_first_names(names)}. A "
@@ -181,7 +181,7 @@ def _fault(problem: str, names: list[str]) -> str:
     )
 
 
-def _comparable(
+def _find_comparable(
     model: PreTrainedModel,
     entries: Mapping[str, formats.StoredTensor],
     tensors: Mapping[str, torch.Tensor],
@@ -221,7 +221,7 @@ def _numel(entry: formats.StoredTensor) -> int:
     return entry.nbytes // entry.dtype.itemsize
 
 
-def _bytes(group: LoadGroup, entries: Mapping[str, formats.StoredTensor]) -> int:
+def _group_bytes(group: LoadGroup, entries: Mapping[str, formats.StoredTensor]) -> int:
     """Count the bytes of a group's tensors."""
     return sum(entries[key].nbytes for key in group.keys)
 

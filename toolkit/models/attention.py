@@ -91,7 +91,7 @@ def attend_within_documents(model: PreTrainedModel) -> None:
     # "flash" in a name makes transformers look for a kernel of that name.
     name = _PREFIX + kernel.replace("flash", "fa")
     AttentionInterface.register(name, partial(_attention, kernel))
-    _set(configs, name)
+    _set_kernel(configs, name)
     forward = model.forward
 
     @functools.wraps(forward)
@@ -100,13 +100,13 @@ def attend_within_documents(model: PreTrainedModel) -> None:
             if kwargs.get("attention_mask") is not None:  # transformers would drop it
                 raise ModelError("expected no attention_mask together with document borders")
             return forward(*args, **with_fixed_lengths(kwargs))
-        _set(configs, kernel)  # now masks are built
+        _set_kernel(configs, kernel)  # now masks are built
         try:
             return forward(*args, **kwargs)
         finally:
             # A recomputed layer must find the same attention as in its forward, with a mask or
             # borders.
-            _set(configs, name)
+            _set_kernel(configs, name)
 
     cast(Any, model).forward = with_or_without_mask
 
@@ -136,7 +136,7 @@ def mark_borders_dynamic(inputs: dict[str, Any]) -> None:
             compiler.maybe_mark_dynamic(borders, 0)
 
 
-def _set(configs: list[PreTrainedConfig], kernel: str) -> None:
+def _set_kernel(configs: list[PreTrainedConfig], kernel: str) -> None:
     """Set the attention implementation of configs."""
     for config in configs:
         config._attn_implementation = kernel
@@ -166,7 +166,9 @@ def _attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
     attend = (
-        partial(_flash, kernel, sliding_window) if "flash" in kernel else sdpa_attention_forward
+        partial(_attend_flash, kernel, sliding_window)
+        if "flash" in kernel
+        else sdpa_attention_forward
     )
     if begins is None or longest is None:
         return attend(module, query, key, value, attention_mask, **options, **unused)
@@ -184,9 +186,9 @@ def _attention(
     scaling = width**-0.5 if scaling is None else scaling
     qkv = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
     if _has_kernel(qkv[0], dropout):
-        out = _varlen(qkv, begins, longest, scaling, window)
+        out = _attend_varlen(qkv, begins, longest, scaling, window)
     else:
-        out = _each_document(qkv, begins, scaling, window, dropout)
+        out = _attend_each_document(qkv, begins, scaling, window, dropout)
     return out.unflatten(0, (batch, length)).contiguous(), None
 
 
@@ -201,9 +203,9 @@ def check_varlen_kernel(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     qkv = [*torch.randn(3, 64, 2, 64, generator=generator).to(device)]
     borders = torch.tensor([0, 24, 64], dtype=torch.int32, device=device)
-    expected = _each_document(qkv, borders, 0.125, 16, 0.0)
+    expected = _attend_each_document(qkv, borders, 0.125, 16, 0.0)
     try:
-        values = _varlen([t.bfloat16() for t in qkv], borders, 40, 0.125, 16)
+        values = _attend_varlen([t.bfloat16() for t in qkv], borders, 40, 0.125, 16)
     except (RuntimeError, NotImplementedError) as error:
         raise ModelError(f"varlen flash attention does not run: {one_line(error)}") from error
     if (off := float((values.float() - expected).abs().max())) > 0.05:
@@ -216,7 +218,7 @@ def _has_kernel(query: torch.Tensor, dropout: float) -> bool:
     return query.device.type == "cuda" and half and query.shape[-1] <= 256 and not dropout
 
 
-def _varlen(
+def _attend_varlen(
     qkv: _Heads, borders: torch.Tensor, longest: int, scaling: float, window: int | None
 ) -> torch.Tensor:
     """Compute attention [tokens, heads, width] by one kernel over all documents."""
@@ -224,31 +226,31 @@ def _varlen(
     # score.
     out_width = qkv[2].shape[-1]
     width = -(-max(qkv[0].shape[-1], out_width) // 8) * 8
-    query, key, value = (_widened(t, width) for t in qkv)
+    query, key, value = (_pad_width(t, width) for t in qkv)
     options: dict[str, Any] = {"scale": scaling, "window_size": ((window or 0) - 1, 0)}
     if _GROUPED:
         options["enable_gqa"] = True
     else:
-        key, value = (_repeated(t, query) for t in (key, value))
+        key, value = (_repeat_heads(t, query) for t in (key, value))
     out = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
     return cast(torch.Tensor, out)[..., :out_width]
 
 
-def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
+def _pad_width(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """Pad the last dim with zeros up to `width`."""
     missing = width - tensor.shape[-1]
     # Padding by zero columns would still copy the tensor.
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
-def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def _repeat_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Repeat the key heads of a tensor [tokens, key heads, width] once per group of query heads."""
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
 # A loop over documents would be compiled again for each batch.
 @torch.compiler.disable
-def _each_document(
+def _attend_each_document(
     qkv: _Heads, borders: torch.Tensor, scaling: float, window: int | None, dropout: float
 ) -> torch.Tensor:
     """Compute attention [tokens, heads, width] document by document.
@@ -261,8 +263,8 @@ def _each_document(
         borders.lengths = borders.diff().tolist()  # type: ignore[attr-defined]
     out_width = qkv[2].shape[-1]
     width = max(qkv[0].shape[-1], out_width)  # with unequal widths SDPA would hold all scores
-    query, *key_and_value = (_widened(t, width) for t in qkv)
-    heads = [query, *(_repeated(t, query) for t in key_and_value)]
+    query, *key_and_value = (_pad_width(t, width) for t in qkv)
+    heads = [query, *(_repeat_heads(t, query) for t in key_and_value)]
     lengths: list[int] = borders.lengths  # type: ignore[attr-defined]
     parts = (t.transpose(0, 1)[None].split(lengths, dim=2) for t in heads)
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
@@ -281,7 +283,7 @@ def _each_document(
     return torch.cat(out, dim=2)[0].transpose(0, 1)[..., :out_width]
 
 
-def _flash(
+def _attend_flash(
     kernel: str,
     sliding_window: int | None,
     module: nn.Module,
@@ -296,7 +298,9 @@ def _flash(
 ) -> tuple[torch.Tensor, None]:
     """Compute flash attention `kernel`; transformers' function would look up this one's name."""
     out_width, length = value.shape[-1], query.shape[2]
-    query, key, value = (t.transpose(1, 2) for t in (query, key, _widened(value, query.shape[-1])))
+    query, key, value = (
+        t.transpose(1, 2) for t in (query, key, _pad_width(value, query.shape[-1]))
+    )
     out = _flash_attention_forward(
         query,
         key,

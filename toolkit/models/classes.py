@@ -32,22 +32,22 @@ def model_class_name(model: nn.Module) -> str:
 
 def causal_lm_names() -> set[str]:
     """List the names of transformers' causal LM classes."""
-    return _names("MODEL_FOR_CAUSAL_LM_MAPPING")
+    return _class_names("MODEL_FOR_CAUSAL_LM_MAPPING")
 
 
 def causal_lm_class(config: PreTrainedConfig) -> Any:
     """Find transformers' causal LM class for this type of config; None if there is none."""
-    return _mapped("MODEL_FOR_CAUSAL_LM_MAPPING", config)
+    return _lookup("MODEL_FOR_CAUSAL_LM_MAPPING", config)
 
 
 def classifier_names() -> set[str]:
     """List the names of transformers' sequence classification classes."""
-    return _names(_CLASSIFIERS)
+    return _class_names(_CLASSIFIERS)
 
 
 def classifier_class(config: PreTrainedConfig) -> Any:
     """Find transformers' sequence classification class for this type of config, or None."""
-    return _mapped(_CLASSIFIERS, config)
+    return _lookup(_CLASSIFIERS, config)
 
 
 def multimodal_class(
@@ -60,10 +60,10 @@ def multimodal_class(
         class_name: name of the class from the config's `architectures`.
     """
     for table in _CONDITIONAL:
-        if class_name is not None and class_name in _names(table):
+        if class_name is not None and class_name in _class_names(table):
             candidate = getattr(transformers, class_name)
             return candidate if isinstance(config, candidate.config_class) else None
-        if class_name is None and (candidate := _mapped(table, config)) is not None:
+        if class_name is None and (candidate := _lookup(table, config)) is not None:
             return candidate
     return None
 
@@ -71,7 +71,7 @@ def multimodal_class(
 def auto_class_name(class_name: str) -> str:
     """Return the name of the Auto class that loads a checkpoint of the class `named`."""
     for table, auto in zip(_CONDITIONAL, ("ImageTextToText", "MultimodalLM"), strict=True):
-        if class_name in _names(table) - causal_lm_names():
+        if class_name in _class_names(table) - causal_lm_names():
             return f"AutoModelFor{auto}"
     if class_name in classifier_names():
         return "AutoModelForSequenceClassification"
@@ -96,13 +96,13 @@ def reward_loading_code(auto: str, config: dict[str, Any]) -> tuple[str, str]:
     return ", num_labels=1", f"base.config.get_text_config().pad_token_id = {pad!r}"
 
 
-def _names(table: str) -> set[str]:
+def _class_names(table: str) -> set[str]:
     """List the class names in one of transformers' tables."""
     values = getattr(modeling_auto, f"{table}_NAMES").values()
     return {name for value in values for name in ([value] if isinstance(value, str) else value)}
 
 
-def _mapped(table: str, config: PreTrainedConfig) -> Any:
+def _lookup(table: str, config: PreTrainedConfig) -> Any:
     """Look up the class for this type of config in one of transformers' tables."""
     classes: Any = getattr(modeling_auto, table).get(type(config), None)
     return classes[0] if isinstance(classes, tuple) else classes

@@ -35,7 +35,7 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     by_class = {n for n, m in modules.items() if n and module_class_name(m) in layer_classes}
     candidates: set[str] = set()
-    for name in by_class | _stacked(model):
+    for name in by_class | _stack_elements(model):
         stages = [
             f"{name}.{inner}"
             for inner, child in modules[name].named_modules()
@@ -46,7 +46,7 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
             candidates.add(name)
     outside_text = set(modules_outside_text(model))
     candidates = {n for n in candidates if not outside_text.intersection([n, *enclosing_names(n)])}
-    apart = _kept_apart(model, modules, candidates)
+    apart = _parameters_outside_layers(model, modules, candidates)
     parameter_ids = {
         n: [id(p) for p in modules[n].parameters()] for n in modules if n in candidates
     }
@@ -62,7 +62,7 @@ def enclosing_names(name: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
-def _stacked(model: nn.Module) -> set[str]:
+def _stack_elements(model: nn.Module) -> set[str]:
     """List the names of the elements of large stacks; only outermost lists count."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
     total = sum(p.numel() for p in model.parameters())
@@ -77,7 +77,9 @@ def _stacked(model: nn.Module) -> set[str]:
     }
 
 
-def _kept_apart(model: nn.Module, modules: dict[str, nn.Module], layers: set[str]) -> set[int]:
+def _parameters_outside_layers(
+    model: nn.Module, modules: dict[str, nn.Module], layers: set[str]
+) -> set[int]:
     """Collect the ids of parameters that no layer may hold.
 
     They are the parameters of embedding and head, and parameters that are tied beyond layers.

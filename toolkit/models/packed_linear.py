@@ -59,7 +59,7 @@ class PackedLinear(nn.Module):
         self.double_quant = cfg.bnb_4bit_use_double_quant
         self.source_dtype = linear.weight.dtype
         """Dtype of the values that are quantised, and of what the backward dequantises."""
-        self.parts, self.nbytes = _parts(self.elements, self.double_quant)
+        self.parts, self.nbytes = _column_layout(self.elements, self.double_quant)
         shape = (self.nbytes // storage.itemsize, 1)
         empty = torch.empty(shape, dtype=storage, device=linear.weight.device)
         self.weight = nn.Parameter(empty, requires_grad=False)
@@ -101,7 +101,7 @@ class PackedLinear(nn.Module):
         values = [nibbles, state.absmax]
         if self.double_quant:
             values += [state.state2.absmax, state.offset]
-        self._tables = _tables(self.quant_type, self.double_quant, weight.device)
+        self._tables = _shared_tables(self.quant_type, self.double_quant, weight.device)
         column = torch.zeros(self.nbytes, dtype=torch.uint8, device=weight.device)
         for (place, dtype), value in zip(self.parts, values, strict=True):
             column[place] = value.to(dtype).contiguous().reshape(-1).view(torch.uint8)
@@ -112,7 +112,7 @@ class PackedLinear(nn.Module):
         flat = column.detach().reshape(-1).view(torch.uint8)
         values = [flat[place].view(dtype) for place, dtype in self.parts]
         if self._tables is None or self._tables.code.device != column.device:
-            self._tables = _tables(self.quant_type, self.double_quant, column.device)
+            self._tables = _shared_tables(self.quant_type, self.double_quant, column.device)
         nested: dict[str, Any] = {}
         if self.double_quant:
             second = self._tables.state2
@@ -142,7 +142,9 @@ class PackedLinear(nn.Module):
     _save_to_state_dict = nn.Module._save_to_state_dict
 
 
-def _parts(elements: int, double_quant: bool) -> tuple[tuple[tuple[slice, torch.dtype], ...], int]:
+def _column_layout(
+    elements: int, double_quant: bool
+) -> tuple[tuple[tuple[slice, torch.dtype], ...], int]:
     """Compute the layout of a column, in bytes.
 
     Returns:
@@ -175,7 +177,7 @@ def packed_linear_class() -> type[PackedLinear]:
     return type("Linear4bit", (PackedLinear, base), attributes)
 
 
-def _tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
+def _shared_tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
     """Return a bitsandbytes state whose tables of values all layers share."""
     # The tensors of a plan are fake and have no values, so a run must not use their tables.
     return _tables_of(type(torch.empty(0)), quant_type, double_quant, device)

@@ -31,7 +31,7 @@ def matching_modules(
     classes = {name: module_class_name(module) for name, module in modules.items() if name}
     matches: set[str] = set()
     for pattern in patterns:
-        matched = _matched(pattern, classes, setting, "module")
+        matched = _match_names(pattern, classes, setting, "module")
         if called:
             containers = {
                 n for n in matched if isinstance(modules[n], nn.ModuleList | nn.ModuleDict)
@@ -53,11 +53,11 @@ def matching_parameters(model: nn.Module, patterns: Iterable[str], setting: str)
     See `matching_modules`.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    matches = [_matched(p, dict.fromkeys(names), setting, "parameter") for p in patterns]
+    matches = [_match_names(p, dict.fromkeys(names), setting, "parameter") for p in patterns]
     return [name for name in names if any(name in matched for matched in matches)]
 
 
-def _matched(
+def _match_names(
     pattern: str, classes: Mapping[str, str | None], setting: str, kind_of_name: str
 ) -> set[str]:
     """Find the names that a pattern matches; `classes` maps names to class names."""

@@ -71,7 +71,7 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
         ModelError: no layer can be quantised, or `lora.target_parameters` names a layer that is.
     """
     make, dtype = packed_linear.packed_linear_class(), getattr(torch, param_dtype)
-    chosen, unpacked = _choose(model, cfg)
+    chosen, unpacked = _choose_layers(model, cfg)
     if not chosen:
         raise ModelError(
             f"lora.load_in_4bit: {model_class_name(model)} has no linear layer to quantise in its "
@@ -96,7 +96,7 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
     vars(model)["is_loaded_in_4bit"] = True
 
 
-def _choose(
+def _choose_layers(
     model: PreTrainedModel, cfg: LoraConfig
 ) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
     """Choose the layers to quantise.

@@ -93,7 +93,7 @@ def set_reward_assets(model: PreTrainedModel, config: PreTrainedConfig, assets: 
     assets.config |= {"architectures": [name], **_OF_ONE_LABEL}
     if assets.source is None:
         return
-    assets.head_left_out = _of_head(config, assets)
+    assets.head_left_out = _head_keys(config, assets)
     assets.source = {k: v for k, v in assets.source.items() if k not in assets.head_left_out}
     assets.drawn = [f"{HEAD}.{leaf}" for leaf, _ in head.named_parameters()]
 
@@ -104,7 +104,7 @@ def _source_class(config: PreTrainedConfig) -> Any:
     return multimodal_class(config, class_name) or causal_lm_class(config)
 
 
-def _of_head(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
+def _head_keys(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
     """List the tensors of a causal LM's checkpoint that belong to its head, tied or not."""
     causal_class = _source_class(config)
     if causal_class is None:

@@ -118,26 +118,26 @@ def layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> 
     for i, layer in enumerate(layers):
         entries = [entry for name in listed for entry in settings[name][i : i + 1]]
         # Zero often means "off".
-        values = [bool(e) if isinstance(e, int | float) else _plain(e) for e in entries]
-        kinds.append(json.dumps([_switches(layer), values], sort_keys=True))
+        values = [bool(e) if isinstance(e, int | float) else _kind_of_value(e) for e in entries]
+        kinds.append(json.dumps([_describe_modules(layer), values], sort_keys=True))
     return kinds
 
 
-def _switches(layer: nn.Module) -> list[str]:
+def _describe_modules(layer: nn.Module) -> list[str]:
     """Describe the modules of a layer with their settings, as sorted JSON lines."""
     lines = set()
     for name, module in layer.named_modules():
         attributes = {
             k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"
         }
-        settings = {k: _plain(v) for k, v in attributes.items() if isinstance(v, _SETTING)}
+        settings = {k: _kind_of_value(v) for k, v in attributes.items() if isinstance(v, _SETTING)}
         lines.add(
             json.dumps([replace_numbers(name), type(module).__name__, settings], sort_keys=True)
         )
     return sorted(lines)
 
 
-def _plain(value: Any) -> Any:
+def _kind_of_value(value: Any) -> Any:
     """Reduce a value to what distinguishes kinds of layers."""
     if value is None or isinstance(value, bool | str):
         return value

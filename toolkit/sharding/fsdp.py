@@ -84,7 +84,7 @@ class Prefetch:
         """Remove the hooks after the first forward, and set the prefetches."""
         for handle in self._handles:
             handle.remove()
-        self._wire(_once(self.begun), _once(self.ended))
+        self._wire(_unique(self.begun), _unique(self.ended))
 
     def _wire(self, begun: list[str], ended: list[str]) -> None:
         """Set which units each unit gathers ahead; the root comes first in either order."""
@@ -101,7 +101,7 @@ class Prefetch:
             self.wired[name] = ahead[name], behind.get(name, [])
 
 
-def _once(order: list[str]) -> list[str]:
+def _unique(order: list[str]) -> list[str]:
     """Keep the names that appear once."""
     return [name for name in order if order.count(name) == 1]
 
@@ -164,7 +164,7 @@ def apply_fsdp(
         for name in plan.layers:
             compile_forward(model.get_submodule(name), **compile_options(cfg))
     for unit in plan.units:
-        modules = _shard_unit(model, unit, mesh.fsdp, cfg, _reshard(unit, shards))
+        modules = _shard_unit(model, unit, mesh.fsdp, cfg, _reshard_argument(unit, shards))
         if len(modules) > 1 or any(is_inside(name, recomputed) for name in unit.modules):
             _cast_each(modules, unit)
         # A rank whose tokens reached no expert must reduce zeros, not a smaller buffer. Outside the
@@ -388,7 +388,7 @@ def should_replicate_frozen(
     return can_replicate_frozen(frozen, shards, device_type, free)
 
 
-def _reshard(unit: Unit, shards: int) -> bool | int | None:
+def _reshard_argument(unit: Unit, shards: int) -> bool | int | None:
     """Convert a unit's `reshard_after_forward` to the argument of `fully_shard`."""
     value = unit.reshard_after_forward
     if isinstance(value, bool) or value not in (1, shards):

@@ -103,13 +103,13 @@ def recompute_in_backward(
             return checkpoint(forward, *args, **options, **kwargs)
         group = None if host is None else host.group()
         if draws is not None and not selective:
-            with _hooks(group):
+            with _saved_tensor_hooks(group):
                 return checkpoint(forward, *args, **options, **kwargs)
         before = get_random_state() if draws is None else None
         store = torch.Tensor.detach if group is None else group.keep
         keep = _Keep(layer, store if selective else None, (args, kwargs), first=draws is None)
         options["context_fn"] = lambda: (keep, _Reuse(keep))
-        with _hooks(group):
+        with _saved_tensor_hooks(group):
             out = checkpoint(keep.guarded(forward), *args, **options, **kwargs)
         keep.end(out)
         if before is not None:
@@ -119,7 +119,7 @@ def recompute_in_backward(
     module.forward = recomputed  # type: ignore[method-assign]
 
 
-def _hooks(group: Any) -> Any:
+def _saved_tensor_hooks(group: Any) -> Any:
     """Save tensors for the backward through `group`, if there is one."""
     if group is None:
         return nullcontext()
@@ -220,7 +220,9 @@ class _Keep(TorchDispatchMode):
         place = func, len(calls) - 1
         self._places |= dict.fromkeys(_storages(out), place)
         if self._first:
-            results = [t for t in _plain(out) if not (isinstance(t, FakeTensor) or t.is_meta)]
+            results = [
+                t for t in _iterate_tensors(out) if not (isinstance(t, FakeTensor) or t.is_meta)
+            ]
             self._sums += [(*place, t.detach(), bit_sums(t.detach()[None])) for t in results]
 
     def _note_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -269,7 +271,9 @@ class _Keep(TorchDispatchMode):
             for call in self.calls[func]:
                 call[1] = None
         again = self._written | self.layer.unseen if self._first else set()
-        if again and not any(isinstance(t, FakeTensor) for t in _plain(out)):  # not in a plan
+        if again and not any(
+            isinstance(t, FakeTensor) for t in _iterate_tensors(out)
+        ):  # not in a plan
             names = ", ".join(sorted({func._schema.name.split("::")[1] for func in again}))
             _log_once(
                 f"recompute  {self.layer.kind} writes in place to results of {names}: those run "
@@ -310,18 +314,20 @@ class _Reuse(TorchDispatchMode):
         return tree_map_only(OnHost, lambda stored: stored.get(), result)
 
 
-def _plain(value: Any) -> Iterator[torch.Tensor]:
+def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in `value`, and those inside of wrappers such as DTensors."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and is_traceable_wrapper_subclass(leaf):
-            yield from _plain([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+            yield from _iterate_tensors(
+                [getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]]
+            )
         elif isinstance(leaf, torch.Tensor):
             yield leaf
 
 
 def _storages(value: Any) -> set[StorageWeakRef]:
     """Collect the storages of the tensors in `value`."""
-    return {StorageWeakRef(tensor.untyped_storage()) for tensor in _plain(value)}
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in _iterate_tensors(value)}
 
 
 def _shapes(args: Sequence[Any]) -> list[tuple[int, ...]]:

@@ -45,8 +45,8 @@ def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
         )
         gathered = sum(p.numel() for p in parameters_of_unit.values()) * unit.param_dtype.itemsize
         dtypes = (
-            _stored(parameters_of_unit, packed),
-            _short(unit.param_dtype),
+            _format_storage(parameters_of_unit, packed),
+            _dtype_name(unit.param_dtype),
             str(cfg.reduce_dtype),
         )
         reshard_text = (
@@ -59,7 +59,7 @@ def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
         parameters_of_unit = {name: parameters[name] for name in plan.replicated}
         values = sum(p.numel() for p in parameters_of_unit.values())
         nbytes = sum(p.numel() * p.element_size() for p in parameters_of_unit.values())
-        dtypes = (_stored(parameters_of_unit, {}),) * 3
+        dtypes = (_format_storage(parameters_of_unit, {}),) * 3
         rows.append(
             UnitRow("(replicated)", len(parameters_of_unit), values, nbytes, nbytes, *dtypes, "no")
         )
@@ -94,13 +94,13 @@ def dtype_ledger(sharded: Sharded, cfg: ShardingConfig) -> dict[str, str]:
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
     replicated = [(parameters[name].dtype, name in trained) for name in plan.replicated]
     return {
-        "storage": _stored(parameters, packed_weights(model)),
+        "storage": _format_storage(parameters, packed_weights(model)),
         "compute": _format_counts([u.param_dtype for u in plan.units], [d for d, _ in replicated]),
         "reduction": _format_counts(
             [reduced for _ in plan.units], [d for d, learns in replicated if learns]
         ),
-        "optimizer": _stored(trained, {}),
-        "export": _exported(model),
+        "optimizer": _format_storage(trained, {}),
+        "export": _format_export_dtypes(model),
     }
 
 
@@ -125,30 +125,30 @@ def format_dtype_ledger(sharded: Sharded, cfg: ShardingConfig, optimizer: str | 
 
 def _format_counts(units: list[torch.dtype], replicated: list[torch.dtype]) -> str:
     """Format the root's dtype, then the other dtypes with their number of units or parameters."""
-    parts = [_short(units[-1])]
+    parts = [_dtype_name(units[-1])]
     for kinds, of in ((units, f"of {len(units)} units"), (replicated, "replicated parameters")):
         other_dtypes = sorted({*kinds} - {units[-1]}, key=str)
-        parts += [f"{_short(kind)} in {kinds.count(kind)} {of}" for kind in other_dtypes]
+        parts += [f"{_dtype_name(kind)} in {kinds.count(kind)} {of}" for kind in other_dtypes]
     return " + ".join(parts)
 
 
-def _exported(model: nn.Module) -> str:
+def _format_export_dtypes(model: nn.Module) -> str:
     """Format the dtypes that `consolidate --dtype auto` will write."""
     assets = assets_of(model)
     if assets.source is not None:
         kinds = {DTYPES[k] for k in assets.source.values() if DTYPES[k].is_floating_point}
-        return "/".join(sorted(map(_short, kinds)))
+        return "/".join(sorted(map(_dtype_name, kinds)))
     stored = assets.config.get("dtype", assets.config.get("torch_dtype"))
     return str(stored or "bfloat16").removeprefix("torch.")
 
 
-def _stored(parameters: dict[str, Any], packed: dict[str, PackedLinear]) -> str:
+def _format_storage(parameters: dict[str, Any], packed: dict[str, PackedLinear]) -> str:
     """Format the storage dtypes; for 4-bit parameters the format, not the dtype of their bytes."""
-    dtypes = {n: _short(p.dtype) for n, p in parameters.items()}
+    dtypes = {n: _dtype_name(p.dtype) for n, p in parameters.items()}
     kinds = {packed[name].quant_type if name in packed else dtype for name, dtype in dtypes.items()}
     return "/".join(sorted(kinds)) or "-"
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     """Format a dtype without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")

@@ -86,7 +86,7 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
         ModelError: a pattern matches nothing.
     """
     modules = dict(model.named_modules())
-    replicated = _replicated(model, cfg)
+    replicated = _replicated_ids(model, cfg)
     layers, root_only = _layers(model, cfg)
     base = base_of(model)
     embedding = head = None
@@ -144,7 +144,7 @@ def _name_of(module: nn.Module | None, modules: dict[str, nn.Module]) -> str | N
     return next((name for name, candidate in modules.items() if candidate is module), None)
 
 
-def _replicated(model: nn.Module, cfg: ShardingConfig) -> set[int]:
+def _replicated_ids(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     """Collect the ids of parameters that are not sharded; see [Note: replicated parameters]."""
     names = matching_parameters(model, cfg.ignored_parameters, "sharding.ignored_parameters")
     replicated = {id(model.get_parameter(name)) for name in names}
