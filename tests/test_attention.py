@@ -127,7 +127,9 @@ def test_the_plain_path_is_attention_under_a_dense_mask(window, heads, widths):
 def test_dropout_is_dropped():
     q, k, v = torch.randn(3, 900, 2, 8)
     borders = torch.tensor([0, 900], dtype=torch.int32)
-    kept = [attention._attend_each_document((q, k, v), borders, 0.3, None, p) for p in (0.0, 0.0, 0.5)]
+    kept = [
+        attention._attend_each_document((q, k, v), borders, 0.3, None, p) for p in (0.0, 0.0, 0.5)
+    ]
     assert torch.equal(kept[0], kept[1])
     assert not torch.allclose(kept[0], kept[2], atol=0.1)
 
@@ -371,7 +373,9 @@ def test_flash_attention_is_handed_the_borders(monkeypatch):
         seen.append(options)
         q, k, v = (t.flatten(0, 1) for t in (query, key, value))
         window, scaling = options["sliding_window"], options["softmax_scale"]
-        out = attention._attend_each_document((q, k, v), options["cu_seq_lens_q"], scaling, window, 0.0)
+        out = attention._attend_each_document(
+            (q, k, v), options["cu_seq_lens_q"], scaling, window, 0.0
+        )
         return out.unflatten(0, query.shape[:2])
 
     monkeypatch.setattr(attention, "_flash_attention_forward", kernel)
