@@ -721,7 +721,7 @@ def test_what_peft_cannot_adapt_is_refused_with_the_remedy(kind, capsys):
 
 def test_what_no_export_could_hold_is_refused():
     lora = LoraConfig(r=4, target_modules=["in_proj", "conv1d"])
-    with pytest.raises(ModelError, match=r"conv1d is Conv1d, of.*exclude_modules: \[conv1d\]"):
+    with pytest.raises(ModelError, match=r"conv1d is Conv1d, whose.*exclude_modules: \[conv1d\]"):
         add_adapters(on_meta("mamba"), lora)
 
 
