@@ -663,7 +663,7 @@ def test_a_layer_that_is_saved_whole_and_adapted(trained) -> None:
 
     base = build_on_meta(ModelConfig(name_or_path=str(trained[0] / "llama/source")))
     both = {"peft_type": "LORA", "target_modules": ["q_proj"], "modules_to_save": "None"}
-    with pytest.raises(ExportError, match=r"is saved whole and adapted within: known"):
+    with pytest.raises(ExportError, match=r"is saved in full and also adapted inside: known"):
         peft_layout(base, both)
 
 

@@ -658,7 +658,7 @@ def test_a_checkpoint_of_adapters_needs_its_base(folders):
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "target": ("llama", {"target_modules": ["q_proj", "k_porj"]}, r"k_porj.*did you mean k_proj"),
-    "pattern": ("llama", {"target_modules": r".*\.q_porj"}, "regular expression of whole names"),
+    "pattern": ("llama", {"target_modules": r".*\.q_porj"}, "regular expression for full names"),
     "excluded": ("llama", {"exclude_modules": ["down_porj"]}, "exclude_modules: 'down_porj'"),
     "in full": ("llama", {"modules_to_save": ["lm_haed"]}, "modules_to_save: 'lm_haed'.*lm_head"),
     "half a name": ("llama", {"modules_to_save": ["head"]}, "'head' matches no module"),
@@ -780,7 +780,7 @@ def test_coverage_is_counted_and_surprises_are_said(folders):
     assert covered_share(rows.values()) == pytest.approx(share)
     assert 0 < share < 0.5
     text = "\n".join(coverage_lines(model))
-    assert f"{share:.1%} of what lies between embedding and head" in text
+    assert f"{share:.1%} of the matrices between embedding and head" in text
     assert "WARNING    the routed experts are not adapted: mlp.experts.down_proj" in text
     assert "the router is adapted" not in text
     text = "\n".join(coverage_lines(adapt(folders["qwen3_moe"], LoraConfig(r=4))))
@@ -810,7 +810,7 @@ def on_meta(kind: str) -> Any:
 
 
 def test_experts_in_one_flat_matrix_are_refused_by_name():
-    with pytest.raises(ModelError, match=r"experts\.mlp\.v1, whose.*one below the other"):
+    with pytest.raises(ModelError, match=r"experts\.mlp\.v1, whose.*rows of one matrix"):
         add_adapters(on_meta("dbrx"), LoraConfig(r=4, target_parameters=["experts.mlp.v1"]))
     text = "\n".join(coverage_lines(add_adapters(on_meta("dbrx"), LoraConfig(r=4))))
     assert "PEFT has no adapter for them" in text

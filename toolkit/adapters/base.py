@@ -134,7 +134,7 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
     before = saved.get("adapter")
     config = before.get("config") if isinstance(before, dict) else None
     if not (isinstance(before, dict | None) and isinstance(config, dict | None)):
-        raise CheckpointError(f"{checkpoint}: what its state.json says of the adapter is no object")
+        raise CheckpointError(f"{checkpoint}: the entry `adapter` of its state.json is no object")
     if has_adapters(model) and before is not None:
         _refuse_difference(model, before, checkpoint)
     elif has_adapters(model):

@@ -84,7 +84,7 @@ def coverage_lines(model: nn.Module) -> list[str]:
     lines = [
         f"adapters   {_method_name(model)} of rank {config['r']}, alpha {config['lora_alpha']}: "
         f"{trained:,} elements are trained, {trained / max(1, total):.2%} of the base's matrices; "
-        f"{covered_share(rows):.1%} of what lies between embedding and head is covered",
+        f"{covered_share(rows):.1%} of the matrices between embedding and head are covered",
         *_format_table(rows),
     ]
     if unadapted := [row for row in rows if row.part == "experts" and not row.trained]:

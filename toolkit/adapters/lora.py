@@ -57,7 +57,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
     adapted, targets = _adapt(model, select_targets(model, cfg))
     with unwrapped_base(adapted) as base:
         fp32_ids = set(map(id, find_fp32_tensors(base).values()))
-    # Trained parameters get their storage dtype; copies of what the model keeps in fp32 stay so.
+    # Trained parameters are stored in fp32. Copies of fp32 parameters have that dtype already.
     fp32_ids = {
         id(trained) for original, trained in trained_copies(adapted) if id(original) in fp32_ids
     }

@@ -33,7 +33,7 @@ class AdapterLayer:
     """One layer of the adapter: the parameter of the base that it adapts, and its tensors."""
 
     parameter: str  # of the base
-    kind: str  # linear, embedding, experts, or saved: trained as a whole
+    kind: str  # linear, embedding, experts, or saved (trained in full)
     module: str  # PEFT's layer, in the adapted model
     tensors: dict[str, str]  # A, B, magnitude or saved -> parameter of the adapted model
     rank: int = 0
@@ -47,7 +47,7 @@ class PeftLayout:
     base: "PreTrainedModel"
     keys: dict[str, str]  # key in the file -> parameter of the adapted model; tied ones: the first
     parts: dict[str, list[AdapterLayer]] = field(default_factory=dict)
-    """Parameter of the base -> what adapts it; of tied parameters under the first name."""
+    """Parameter of the base (first name if tied) -> the layers that adapt it."""
 
 
 # PEFT settings that the export supports, and settings without an effect of their own. Any other
@@ -169,7 +169,7 @@ def _iterate_layers(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]
             trained = dict(_list_tensors(module.modules_to_save[ADAPTER]))
             for leaf, tensor in _list_tensors(module.original_module):
                 if id(tensor) not in names:
-                    raise ExportError(f"{path} is saved whole and adapted within: {_SCOPE}")
+                    raise ExportError(f"{path} is saved in full and also adapted inside: {_SCOPE}")
                 tensors = {"saved": first[id(trained[leaf])]}
                 yield AdapterLayer(names[id(tensor)], "saved", path, tensors)
         elif isinstance(module, ParamWrapper | Embedding | Linear):

@@ -200,7 +200,7 @@ def _excluded_names(cfg: LoraConfig, names: Iterable[str]) -> set[str]:
         return matched
     raise ModelError(
         _no_match_error("lora.exclude_modules", patterns, names)
-        + "; a text is one regular expression of whole names, a list is of ends of names"
+        + "; a text is one regular expression for full names, a list has endings of names"
     )
 
 
@@ -278,7 +278,7 @@ def _select_modules(
         return matched
     raise ModelError(
         _unknown_target(targets, linear_names(modules))
-        + "; a text is one regular expression of whole names, a list is of ends of names"
+        + "; a text is one regular expression for full names, a list has endings of names"
     )
 
 
@@ -329,8 +329,8 @@ def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
         flat = model.get_parameter(name).ndim == 2 and not isinstance(owner, _ADAPTABLE)
         if flat and "expert" in name:
             raise ModelError(
-                f"lora.target_parameters names {name}, whose experts lie one below the other: PEFT "
-                "adapts stacked ones only. Remove it"
+                f"lora.target_parameters names {name}, whose experts are rows of one matrix: PEFT "
+                "adapts experts that are stacked along a third dim. Remove it"
             )
 
 

@@ -103,7 +103,9 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
     if wrong:
         folder = entries[groups[wrong[0]].keys[0]].file.parent
         raise ranks.mark_collective(
-            LoadingError(_format_fault(f"memory does not hold what is in {folder}", sorted(wrong)))
+            LoadingError(
+                _format_fault(f"memory does not hold the weights of {folder}", sorted(wrong))
+            )
         )
     size = size_text(sum(_group_bytes(groups[name], entries) for name in groups))
     omitted = f"; {skipped} tensors that a load computes or cuts by columns were not compared"

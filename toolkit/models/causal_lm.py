@@ -96,7 +96,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
             "Install its package (pip install flash-attn for flash_attention_2), or remove the "
             "setting: PyTorch's own attention is the default"
         ) from error
-    except Exception as error:  # config.json comes from outside: it may ask for anything
+    except Exception as error:  # anybody may have written config.json, so any error may occur
         raise ModelError(
             f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json: "
             f"{one_line(error, 400)}"
@@ -135,7 +135,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
 def _assets(
     cfg: ModelConfig, folder: Path, reader: Any, config: PreTrainedConfig
 ) -> tuple[formats.HFAssets, Path]:
-    """Read what the files of a model say, and find the folder of its tokenizer."""
+    """Read the asset files of a model, and find the folder of its tokenizer."""
     pristine, files = formats.read_config(folder), formats.asset_files(folder)
     source = formats.source_dtypes(folder) if cfg.init == "pretrained" else None
     parts: dict[str, tuple[str, ...]] = {}
@@ -290,7 +290,7 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
         raise ModelError(f"{file} is of model_type {kind!r}, which {advice}")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
-    except Exception as error:  # the file comes from outside: it may hold anything
+    except Exception as error:  # anybody may have written the file, so any error may occur
         raise ModelError(f"{file} cannot be used: {one_line(error, 400)}; correct it") from error
     check_ranges(content, file)
     quantisation = next((v for k, v in formats.nested_items(content) if k == QUANTISED and v), None)

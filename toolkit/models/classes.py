@@ -69,7 +69,7 @@ def multimodal_class(
 
 
 def auto_class_name(class_name: str) -> str:
-    """Return the name of the Auto class that loads a checkpoint of the class `named`."""
+    """Return the name of the Auto class that loads a checkpoint of this class."""
     for table, auto in zip(_CONDITIONAL, ("ImageTextToText", "MultimodalLM"), strict=True):
         if class_name in _class_names(table) - causal_lm_names():
             return f"AutoModelFor{auto}"

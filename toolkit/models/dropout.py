@@ -157,7 +157,7 @@ class _Trial:
         self.ids = torch.randint(SPECIAL, VOCABULARY, (2, 16), generator=drawn)
         self.expected = self.logits(training=False)
         if not self.expected.isfinite().all():
-            raise ModelError("it answers with values that are not finite")
+            raise ModelError("its logits are not finite")
         # A copy that does not run fails here.
         for mode in _modes():
             self.logits(training=True, mode=mode)

@@ -163,11 +163,11 @@ def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> Packing
             later[row, lengths[0] :] = True
         moved = (_logits(model, other, **inputs) - logits).abs().amax(-1) / spread
         if not moved.isfinite().all():
-            return PackingVerdict(
-                False, "a tiny copy answers with values that are not finite", by=inf
-            )
+            return PackingVerdict(False, "the logits of a tiny copy are not finite", by=inf)
         if float(moved.max()) <= tolerance:
-            return PackingVerdict(False, "a tiny copy does not answer to its input at all", by=inf)
+            return PackingVerdict(
+                False, "the logits of a tiny copy do not depend on its input", by=inf
+            )
         if (leak := float((moved * later).max())) > tolerance:
             why = "packed samples see each other: changing the first moves the logits of later ones"
             return PackingVerdict(False, f"{why} by {leak:.1e} of their spread", by=leak)

@@ -237,6 +237,6 @@ def describe_quantisation(model: nn.Module, shards: int) -> str | None:
         + (f"; not: {unpacked}" if unpacked else "")
         + f"\n{elements / 2 / 1e6:,.2f} MB of 4-bit values and "
         f"{(nbytes - elements / 2) / 1e6:,.2f} MB of scales, "
-        f"{'both sharded' if shards > 1 else 'whole on each rank'}: "
+        f"{'both sharded' if shards > 1 else 'complete on each rank'}: "
         f"{nbytes / shards / 1e6:,.2f} MB a rank, not {plain / shards / 1e6:,.2f}"
     )

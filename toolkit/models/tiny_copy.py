@@ -353,6 +353,6 @@ def _find_fault(model: PreTrainedModel) -> str:
             answers.append(model(input_ids=tokens, use_cache=False).logits.float())
     logits, moved = answers
     if logits.shape[:2] != ids.shape:
-        return f"answers {list(logits.shape)} to tokens {list(ids.shape)}"
+        return f"returns logits of shape {list(logits.shape)} for tokens {list(ids.shape)}"
     off = float((moved - logits)[:, :-1].abs().max() / logits.std().clamp_min(1e-9))
     return "" if off <= _CAUSAL else "lets a token of a text see later ones"

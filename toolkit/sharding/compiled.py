@@ -75,8 +75,8 @@ def should_compile_layers(
         return False, ""
     if inside is not None:
         raise ShardingError(
-            f"torch_compile: layer compiles each layer whole, with the unit {inside} inside one; "
-            "set sharding.torch_compile: model, or remove param_dtype_overrides"
+            f"torch_compile: layer compiles each layer as one graph, with the unit {inside} inside "
+            "one; set sharding.torch_compile: model, or remove param_dtype_overrides"
         )
     return True, ""
 

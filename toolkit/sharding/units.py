@@ -212,7 +212,7 @@ def _dtype_overrides(
         if len(unit_dtypes) > 1:
             names = " and ".join(sorted(map(str, unit_dtypes)))
             raise ShardingError(
-                f"sharding.param_dtype_overrides asks for {names} in one unit "
+                f"sharding.param_dtype_overrides sets {names} in one unit "
                 f"({', '.join(member)}), which computes in one dtype"
             )
         if unit_dtypes != {default}:
