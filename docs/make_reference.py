@@ -76,10 +76,13 @@ API: dict[str, tuple[str, ...] | None] = {
     "toolkit.hub": None,
     "toolkit.assembly": ("build", "check_before_loading", "load_weights"),
     "toolkit.ranks": (
-        *("any_of", "broadcast", "collective", "gather", "least", "main_first", "on_all"),
-        *("on_main", "rank", "same", "say", "totals", "world_size"),
+        *("all_equal", "any_over_ranks", "broadcast", "collective", "gather", "log_once"),
+        *("main_first", "min_over_ranks", "on_all", "on_main", "rank", "sum_over_ranks"),
+        "world_size",
     ),
 }
+HELPERS = ("toolkit.lazy", "typing")
+"""Modules whose names packages import for themselves and do not offer."""
 NO_MEMBERS = "    options: {members: false, show_signature: false}"
 REQUIRED = "required"
 
@@ -129,7 +132,9 @@ def public_names(room: str) -> list[str]:
     """Return the functions and classes of a room of the API; see there."""
     module, named = importlib.import_module(room), API[room]
     if named is None:
-        imports = [n for n in ast.parse(inspect.getsource(module)).body if hasattr(n, "names")]
+        # Packages import most of their names when they are used, and list them for type checkers.
+        tree = ast.walk(ast.parse(inspect.getsource(module)))
+        imports = [n for n in tree if isinstance(n, ast.ImportFrom) and n.module not in HELPERS]
         named = tuple(a.asname or a.name for n in imports for a in n.names)
     called = [name for name in named if callable(getattr(module, name))]
     return sorted(called, key=lambda name: (name[0].isupper(), name))

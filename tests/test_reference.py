@@ -73,8 +73,14 @@ def undescribed(page: str) -> set[str]:
     wanted = set()
     for room, named in MAKER["API"].items():
         module = importlib.import_module(room)
-        public = getattr(module, "__all__", None) or [n for n in vars(module) if n[0] != "_"]
-        own = [n for n in public if callable(getattr(module, n))] if named is None else named
+        public = getattr(module, "__all__", None) or [n for n in dir(module) if n[0] != "_"]
+        helpers = MAKER["HELPERS"]
+        own = [
+            name
+            for name in public
+            if callable(value := getattr(module, name)) and value.__module__ not in helpers
+        ]
+        own = own if named is None else list(named)
         wanted |= {f"{room}.{name}" for name in own}
     for recipe in ("pretrain", "finetune"):
         tree = ast.parse((ROOT / "recipes" / f"{recipe}.py").read_text("utf-8"))
