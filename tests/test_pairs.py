@@ -169,7 +169,7 @@ REFUSED = {
     "no answer": ({"chosen": [user("q")], "rejected": [user("p")]}, "a turn of user"),
     "weight of 0": (
         {"chosen": [user("q"), assistant("a") | {"masked": True}], "rejected": [user("q")]},
-        "marked as not to be learned",
+        "marked as not supervised",
     ),
     "prompts that differ": (
         {"chosen": [user("q "), assistant("a")], "rejected": [user("q"), assistant("b")]},
@@ -320,7 +320,7 @@ def test_rows_for_another_recipe_name_it(tmp_path: Path) -> None:
     pairs = {"prompt": "q", "chosen": "a", "rejected": "b"}
     answers = {"prompt": "q", "completion": "a", "label": True}
     for row, learned, said in (
-        (pairs, "examples", "`toolkit prefer` learns from both"),
+        (pairs, "examples", "`toolkit prefer` trains on both"),
         (pairs, "answers", "pairs are for another preference.loss_type than kto"),
         (answers, "pairs", "single answers with a label are for preference.loss_type kto"),
     ):

@@ -391,8 +391,9 @@ class RunConfig:
 
     @property
     def rows(self) -> str:
-        """Name of the row format (`toolkit.data.row_formats`): `documents`, `examples`, `pairs`,
-        `answers` (with a label), or one that you registered.
+        """Name of the row format that the run trains on (`toolkit.data.row_formats`).
+
+        `documents`, `examples`, `pairs`, `answers` (with a label), or one that you registered.
         """
         return "documents"
 

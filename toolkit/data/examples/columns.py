@@ -32,19 +32,29 @@ _ELSEWHERE = (
 class Names:
     """Other names in the rows of a source, as `data.columns` maps them."""
 
-    columns: Mapping[str, str]  # standard name -> name in the rows
-    keys: Mapping[str, str]  # of turns: name in the rows -> standard name
-    roles: Mapping[str, str]  # name in the rows -> role
-    left_out: tuple[str, ...]  # names that are skipped
+    columns: Mapping[str, str]
+    """Standard name of a column -> name in the rows."""
+    keys: Mapping[str, str]
+    """Name of a turn's key in the rows -> standard name."""
+    roles: Mapping[str, str]
+    """Name in the rows -> role."""
+    skipped: tuple[str, ...]
+    """Columns and keys that are skipped."""
 
     @classmethod
-    def of(cls, mapping: Mapping[str, str | None], standard: Collection[str]) -> "Names":
-        """Return the names that a setting maps; `standard` are columns that some format uses.
+    def from_setting(cls, mapping: Mapping[str, str | None], standard: Collection[str]) -> "Names":
+        """Sort the entries of `data.columns` into columns, keys of turns and roles.
+
+        Args:
+            mapping: the setting.
+            standard: standard names of the columns that some format uses.
 
         Raises:
             ConfigError: a name is neither a column, nor a key of turns, nor a role.
         """
-        columns, keys, roles = dict[str, str](), dict[str, str](), dict[str, str]()
+        columns: dict[str, str] = {}
+        keys: dict[str, str] = {}
+        roles: dict[str, str] = {}
         for name, other in mapping.items():
             if other is None:
                 continue
@@ -65,17 +75,21 @@ class Names:
         return cls(columns, keys, roles, skipped)
 
     def with_columns(self, columns: Mapping[str, str]) -> "Names":
-        """Return the names with further columns, which recognition found."""
+        """Add columns that recognition found; those of the setting take precedence."""
         return replace(self, columns={**columns, **self.columns})
 
     def check_exist(self, rows: Sequence[Row], where: str) -> list[str]:
-        """Refuse a mapping from a column or key that none of the first rows has.
+        """Check that the first rows have the mapped columns and keys.
+
+        Args:
+            rows: the first rows of the source.
+            where: the source, for messages.
 
         Returns:
-            Names that are skipped or stand for a role, and that these rows do not have.
+            Skipped names and names of roles that these rows do not have.
 
         Raises:
-            DataError: it names the nearest column or key.
+            DataError: a column or key is missing; the error names the nearest one.
         """
         columns = dict.fromkeys(name for row in rows for name in row)
         turns = [turn for row in rows for name in columns for turn in _turns(row.get(name))]
@@ -94,22 +108,24 @@ class Names:
                     f"{where}: data.columns names {other!r}, the rows have {list_names(columns)}"
                     f"{of_turns}{_nearest(other, existing) or '.'} {_ELSEWHERE.format(name)}"
                 )
-        absent = [name for name in self.left_out if name not in everything]
+        absent = [name for name in self.skipped if name not in everything]
         for name in absent:
             if name not in REASONING and (near := _nearest(name, everything)):
                 raise DataError(
-                    f"{where}: data.columns skips {name!r}, the rows have {list_names(everything)}{near}"
+                    f"{where}: data.columns skips {name!r}, the rows have "
+                    f"{list_names(everything)}{near}"
                 )
         roles = {str(turn.get(key)) for turn in turns for key in ("role", "from", *self.keys)}
         return [*(n for n in absent if n not in REASONING), *sorted({*self.roles} - roles)]
 
     def check_used(self, used: Collection[str], rows: Sequence[Row], where: str, by: str) -> None:
-        """Refuse a mapped column that the format of the rows does not use.
+        """Check that the format of the rows uses every mapped column.
 
         Args:
             used: standard names of the columns that the format uses.
             rows: the first rows, renamed.
-            by: the format in words.
+            where: the source, for messages.
+            by: title of the format.
 
         Raises:
             DataError: a mapped column is not used.
@@ -120,51 +136,54 @@ class Names:
             if name not in used and not (name in self.keys.values() and name in keys):
                 raise DataError(
                     f"{where}: data.columns maps {name!r} to {other!r}, and nothing uses {name!r}: "
-                    f"these rows are {by}, which use {list_names(used)}. Correct the mapping or remove "
-                    f"it. {_ELSEWHERE.format(name)}"
+                    f"these rows are {by}, which use {list_names(used)}. Correct the mapping or "
+                    f"remove it. {_ELSEWHERE.format(name)}"
                 )
 
-    def renamed(self, row: Row, json_turns: Collection[str] = ()) -> Row:
-        """Return a row with the standard names, without what is skipped.
+    def rename_row(self, row: Row, json_turns: Collection[str] = ()) -> Row:
+        """Rename the columns, keys and roles of a row to standard names, and drop skipped ones.
 
         Args:
+            row: a row as it was read.
             json_turns: columns whose JSON text is turns, in addition to those that hold turns by
                 their name.
         """
-        taken = {*self.columns.values(), *self.left_out}
-        row = {name: value for name, value in row.items() if name not in taken} | {
+        dropped = {*self.columns.values(), *self.skipped}
+        row = {name: value for name, value in row.items() if name not in dropped} | {
             name: row[other] for name, other in self.columns.items() if other in row
         }
-        if not (self.keys or self.roles or self.left_out or json_turns):
+        if not (self.keys or self.roles or self.skipped or json_turns):
             return row
-        return {name: self._value(name, value, json_turns) for name, value in row.items()}
+        return {name: self._rename_value(name, value, json_turns) for name, value in row.items()}
 
-    def _value(self, name: str, value: Any, json_turns: Collection[str]) -> Any:
+    def _rename_value(self, name: str, value: Any, json_turns: Collection[str]) -> Any:
         if name not in _MAY_HOLD_TURNS:
             return value
         if isinstance(value, dict) and {"role", "from", *self.keys} & {*value}:
-            return self._turn(value)
+            return self._rename_turn(value)
         if isinstance(value, str) and name not in TURN_COLUMNS and name not in json_turns:
             return value
         turns = _turns(value)
-        return [self._turn(turn) for turn in turns] if turns else value
+        return [self._rename_turn(turn) for turn in turns] if turns else value
 
-    def _turn(self, turn: Row) -> Row:
-        silent = REASONING[0] in self.left_out
-        skipped = {*self.left_out, *(REASONING if silent else ())}
+    def _rename_turn(self, turn: Row) -> Row:
+        skips_reasoning = REASONING[0] in self.skipped
+        skipped = {*self.skipped, *(REASONING if skips_reasoning else ())}
         turn = {self.keys.get(k, k): v for k, v in turn.items() if k not in skipped}
         for key in ("role", "from"):
             if isinstance(name := turn.get(key), str):
                 turn[key] = self.roles.get(name, name)
         role = SPELLINGS.get(str(turn.get("role", turn.get("from"))).lower())
         for key in ("content", "value"):
-            if silent and role == "assistant" and isinstance(text := turn.get(key), str):
+            if skips_reasoning and role == "assistant" and isinstance(text := turn.get(key), str):
                 turn[key] = _THOUGHT.sub("", text, count=1)
         return turn
 
     def json_turns_in(self, rows: Sequence[Row], name: str) -> list[list[Row]] | None:
-        """Return the turns that column `name` holds as JSON text, renamed; None unless each of
-        `rows` holds some.
+        """Parse the turns of each row in a column of JSON text, and rename their keys and roles.
+
+        Returns:
+            One list of turns per row; None if the column of a row has no such text.
         """
         column = []
         for row in rows:
@@ -172,7 +191,7 @@ class Names:
             turns = _turns(value) if isinstance(value, str) else []
             if not turns or not all({"role", "from", *self.keys} & {*turn} for turn in turns):
                 return None
-            column.append([self._turn(turn) for turn in turns])
+            column.append([self._rename_turn(turn) for turn in turns])
         return column or None
 
 
@@ -182,18 +201,18 @@ def _nearest(name: str, names: Collection[Any]) -> str:
 
 
 def _turns(value: Any) -> list[Row]:
-    """Return a list of turns, or JSON text of one; empty for any other value."""
+    """Read turns from a list, JSON text of a list, or a single turn; empty for other values."""
     try:
         value = parse_json(value) if isinstance(value, str) and value[:1] == "[" else value
     except (ValueError, RecursionError):
-        return []  # judged with the row
-    if isinstance(value, dict):  # one turn alone
+        return []  # reported when the row is parsed
+    if isinstance(value, dict):
         return [value]
     all_turns = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
     return value if all_turns else []
 
 
-# Names that public data sets give to a column, the most telling first.
+# Names of columns in public data sets, the most specific first.
 QUESTIONS = ("question", "query", "input", "inputs", "problem", "user", "human")
 _PROMPTS = ("instruction", "prompt", *QUESTIONS)
 _RESPONSES = (
@@ -220,7 +239,7 @@ _SIDES = (
     ("answer_chosen", "answer_rejected"),
     ("chosen_text", "rejected_text"),
 )
-# Two answers, the column that tells the better one, and how.
+# Two answers, the column that selects the better one, and the meaning of its values.
 _NUMBERED = (
     (("response_0", "response_1"), "better_response_id", "0 or 1, the number of the better answer"),
     (("human_ref_A", "human_ref_B"), "labels", "1 where human_ref_A is the better answer"),
@@ -229,7 +248,7 @@ _LABELS = ("kto_tag", "is_good", "good", "desirable", "feedback", "thumbs_up", "
 
 
 def suggest_example_columns(rows: Sequence[Row]) -> str:
-    """Return the sentence that tells how to map the columns of rows without a known format."""
+    """Suggest a mapping of columns, as a sentence, for rows without a known format."""
     names = {name for row in rows for name in row}
     prompt, response = _first(_PROMPTS, names), _first(_RESPONSES, names)
     if turns := next((n for n in _TURNS if any(_holds_turns(row.get(n)) for row in rows)), None):
@@ -259,8 +278,9 @@ def suggest_example_columns(rows: Sequence[Row]) -> str:
 
 
 def suggest_pair_columns(rows: Sequence[Row]) -> str:
-    """Return the sentence that tells how to map the columns of rows that are no pairs, or how to
-    write pairs of them where no mapping makes some.
+    """Suggest a mapping of columns, as a sentence, for rows that are not recognised as pairs.
+
+    If no mapping suffices, the sentence explains how to rewrite the rows.
     """
     names = {name for row in rows for name in row}
     pair = next((sides for sides in _SIDES if {*sides} <= names), None)
@@ -275,7 +295,7 @@ def suggest_pair_columns(rows: Sequence[Row]) -> str:
         if ranked := next((name for name, v in rows[0].items() if _holds_ranks(v)), None):
             return (
                 f"No mapping reads {ranked!r}, which are several answers with a rank: write the "
-                "pairs to learn from, such as the best and the worst answer, to 'chosen' and "
+                "pairs to train on, such as the best and the worst answer, to 'chosen' and "
                 "'rejected'"
             )
         return "Set data.columns, such as {chosen: better, rejected: worse}"
@@ -286,7 +306,7 @@ def suggest_pair_columns(rows: Sequence[Row]) -> str:
 
 
 def suggest_answer_columns(names: Sequence[str]) -> str:
-    """Return the sentence that tells how to map the columns of rows that have no label."""
+    """Suggest a mapping of columns, as a sentence, for rows that have no label."""
     label = "label" if "label" in names else _first(_LABELS, {*names})
     response = _first(("completion", *_RESPONSES), {*names})
     if label is None or response is None:
@@ -298,7 +318,7 @@ def suggest_answer_columns(names: Sequence[str]) -> str:
 
 
 def format_mapping(mapping: Mapping[str, str]) -> str:
-    """Return a mapping as it stands in YAML, without names that map to themselves."""
+    """Format a mapping as YAML, without names that map to themselves."""
     pairs = (f"{name}: {other}" for name, other in mapping.items() if name != other)
     return "{" + ", ".join(pairs) + "}"
 

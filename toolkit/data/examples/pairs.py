@@ -1,9 +1,9 @@
-"""Rows of two answers to one prompt, of which one is preferred, as examples.
+"""Parse rows of two answers to one prompt, one of which is preferred.
 
 [Note: pairs] The loss covers the answers of a pair. The rest is the prompt of both:
 
     explicit   a prompt in columns next to `chosen` and `rejected`: texts, or lists of turns
-    implicit   `chosen` and `rejected`, each with the prompt in it: what both begin with
+    implicit   `chosen` and `rejected`, each with the prompt in it: their common beginning
     compared   `prompt`, `response_1`, `response_2` and `preference`, a number: below 0 the first is
                better, above it the second (HelpSteer)
     labelled   a prompt, `completion` and `label`, true or false: single answers, for KTO, which
@@ -58,63 +58,63 @@ class Pair:
     chosen: PromptCompletion | Conversation
     rejected: PromptCompletion | Conversation
     desirable: bool | None = None
-    """Of KTO, whose second answer is another row's: whether the first is wanted."""
+    """KTO, whose second answer is from another row: true if the first answer is desirable."""
     same_prompt: bool = False
-    """Of KTO: whether the second answer, too, was given to this prompt."""
+    """KTO: true if the second answer was also given to this prompt."""
     margin: float | None = None
-    """By how much the reward of the first is to be above that of the second."""
+    """Target difference of the rewards of the first and the second answer."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, and whether it is wanted."""
+    """A single answer with a label."""
 
     example: PromptCompletion | Conversation
     desirable: bool
 
     def with_partner(self, other: "Answer | None") -> Pair | BadRow:
-        """Return this answer paired with the answer `other`, put after this answer's prompt."""
-        mine, theirs = self.example, other and other.example
-        if isinstance(mine, Conversation) and isinstance(theirs, Conversation):
-            messages = [*mine.messages[:-1], theirs.messages[-1]]
-            return Pair(mine, replace(mine, messages=messages), self.desirable)
-        if isinstance(mine, PromptCompletion) and isinstance(theirs, PromptCompletion):
-            mixed = PromptCompletion(mine.prompt, theirs.completion)
-            return Pair(mine, mixed, self.desirable)
+        """Pair this answer with another row's answer, which is put after this answer's prompt."""
+        example = self.example
+        partner = other and other.example
+        if isinstance(example, Conversation) and isinstance(partner, Conversation):
+            messages = [*example.messages[:-1], partner.messages[-1]]
+            return Pair(example, replace(example, messages=messages), self.desirable)
+        if isinstance(example, PromptCompletion) and isinstance(partner, PromptCompletion):
+            mixed = PromptCompletion(example.prompt, partner.completion)
+            return Pair(example, mixed, self.desirable)
         return SkippedRow("no other row has an answer to compare with", "no answer to compare with")
 
 
 def parse_pair(row: Row, layout: Layout | None = None) -> Pair:
-    """Return the pair in a row.
+    """Parse the pair in a row.
 
     Args:
-        layout: of the row's source; None: that of the row alone.
+        row: a row with standard names.
+        layout: layout of its source; None: that of the row alone.
 
     Raises:
-        LeftOut: the pair teaches nothing, for example because both answers are the same.
+        SkippedRow: the pair has no training signal, for example because both answers are equal.
         BadRow: anything else is wrong with the row.
     """
     layout = layout or recognise_pairs([row], Names({}, {}, {}, ()))
     if missing := [name for name in layout.columns if row.get(name) is None]:
         raise BadRow(f"expected a column {missing[0]!r}, got {list_names(row)}", "missing column")
-    row = _with_sides(_with_plain_prompt(row), layout)
-    chosen, rejected = (_answer_value(row[name], name, layout) for name in SIDES)
+    row = _add_sides(_unpack_prompt(row), layout)
+    chosen, rejected = (_read_answer(row[name], name, layout) for name in SIDES)
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise BadRow("expected two texts or two lists of turns, got one of each", "mixed sides")
-    prompt = _prompt_of(row, layout, [chosen, rejected])
+    prompt = _read_prompt(row, layout, [chosen, rejected])
     if isinstance(chosen, str) and isinstance(rejected, str):
-        pair = _pair_of_texts(row, layout, prompt, chosen, rejected)
+        pair = _parse_text_pair(row, layout, prompt, chosen, rejected)
     else:
-        pair = _pair_of_turns(row, prompt, [chosen, rejected])
+        pair = _parse_turn_pair(row, prompt, [chosen, rejected])
     if pair.chosen == pair.rejected:
         raise SkippedRow("both answers are the same", "equal sides")
-    return replace(pair, margin=_margin(row))
+    return replace(pair, margin=_read_margin(row))
 
 
-def _with_plain_prompt(row: Row) -> Row:
-    """Return the row with the turns and tools of a prompt that is a mapping of `messages`, as the
-    requests of OpenAI are.
-    """
+def _unpack_prompt(row: Row) -> Row:
+    """Unpack the turns and tools of a prompt that is a mapping, as in OpenAI's API."""
     prompt = row.get("prompt")
     if not isinstance(prompt, dict) or "messages" not in prompt:
         return row
@@ -123,16 +123,16 @@ def _with_plain_prompt(row: Row) -> Row:
     return row | {"prompt": messages, "tools": tools}
 
 
-def _with_sides(row: Row, layout: Layout) -> Row:
-    """Return the row with the columns `chosen` and `rejected`, whatever its layout calls them."""
+def _add_sides(row: Row, layout: Layout) -> Row:
+    """Add the columns `chosen` and `rejected` to a row, whatever its layout calls them."""
     if layout.columns == COMPARED:
-        return row | dict(zip(SIDES, _compared(row), strict=True))
+        return row | dict(zip(SIDES, _order_compared(row), strict=True))
     if layout.columns == (RANKED,):
-        return row | dict(zip(SIDES, _ranked(row[RANKED]), strict=True))
+        return row | dict(zip(SIDES, _order_ranked(row[RANKED]), strict=True))
     chat = layout.columns[0]
     if chat in turns.TURN_COLUMNS:
         messages = turns.read_turns(row[chat], chat)
-        answers = _answer_value(row["rejected"], "rejected", layout)
+        answers = _read_answer(row["rejected"], "rejected", layout)
         if isinstance(answers, str):
             answers = [_assistant(answers)]
         if not turns.holds_prompt(answers):
@@ -141,7 +141,7 @@ def _with_sides(row: Row, layout: Layout) -> Row:
     return row
 
 
-def _margin(row: Row) -> float | None:
+def _read_margin(row: Row) -> float | None:
     if (margin := row.get("margin")) is None:
         return None
     if not _is_number(margin):
@@ -154,25 +154,25 @@ def _is_number(value: Any) -> bool:
     return is_number and math.isfinite(value)
 
 
-def _compared(row: Row) -> tuple[Any, Any]:
-    """Return the better and the worse of two answers."""
+def _order_compared(row: Row) -> tuple[Any, Any]:
+    """Order two answers by the column `preference`, the better one first."""
     preference = row["preference"]
     if not _is_number(preference):
-        refuse_value(preference, "preference", "a number, below 0 where the first answer is better")
+        refuse_value(preference, "preference", "a number, below 0 if the first answer is better")
     if preference == 0:
         raise SkippedRow("preference is 0: neither answer is better", "no preference")
     answers = row["response_1"], row["response_2"]
     return answers if preference < 0 else (answers[1], answers[0])
 
 
-def _ranked(completions: Any) -> tuple[Any, Any]:
-    """Return the better and the worse of two answers that have a rank, the best of which is 0."""
+def _order_ranked(completions: Any) -> tuple[Any, Any]:
+    """Order two answers by their ranks, the better one (the lower rank) first."""
     answers = read_list(completions, RANKED)
     mappings = all(isinstance(a, dict) and {"rank", "completion"} <= {*a} for a in answers)
     if len(answers) != 2 or not mappings:
         raise BadRow(
             f"expected two mappings of 'rank' and 'completion' in {RANKED!r}, got {len(answers)} "
-            "entries; write the pairs to learn from, such as the best and the worst answer, as "
+            "entries; write the pairs to train on, such as the best and the worst answer, as "
             "rows of 'prompt', 'chosen' and 'rejected'",
             "not two answers",
         )
@@ -185,8 +185,8 @@ def _ranked(completions: Any) -> tuple[Any, Any]:
     return better["completion"], worse["completion"]
 
 
-def _answer_value(value: Any, name: str, layout: Layout) -> str | list[Row]:
-    """Return an answer as text or as messages; one turn alone is a list of it."""
+def _read_answer(value: Any, name: str, layout: Layout) -> str | list[Row]:
+    """Read an answer as text or as messages; a single turn becomes a list."""
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
@@ -198,10 +198,10 @@ def _answer_value(value: Any, name: str, layout: Layout) -> str | list[Row]:
     return read_text(value, name)
 
 
-def _prompt_of(
+def _read_prompt(
     row: Row, layout: Layout, answers: Sequence[str | list[Row]]
 ) -> str | list[Row] | None:
-    """Return the prompt that a row has in columns next to its answers: text or messages.
+    """Read the prompt that a row has in columns next to its answers: text or messages.
 
     Raises:
         BadRow: the source has a column of prompts, and it is null, missing or, before turns, empty
@@ -227,14 +227,14 @@ def _prompt_of(
     if is_within:
         return None
     possible = possible_prompts([row], (*layout.columns, *layout.optional, *SIDES))
-    beside = f" next to {list_names(possible)}" if possible else ""
+    neighbours = f" next to {list_names(possible)}" if possible else ""
     missing = "prompt" in layout.prompt and ("prompt" in row or layout.mostly_prompts)
     if missing and not all(map(_has_user_turn, answers)):
-        said = "none" if row.get("prompt") is None else "an empty one"
-        message = f"expected a prompt in 'prompt', as in the first rows, got {said}{beside}"
+        actual = "none" if row.get("prompt") is None else "an empty one"
+        message = f"expected a prompt in 'prompt', as in the first rows, got {actual}{neighbours}"
         raise BadRow(message, "no prompt")
     if possible:
-        raise BadRow(f"expected a prompt, got an answer without one{beside}", "no prompt")
+        raise BadRow(f"expected a prompt, got an answer without one{neighbours}", "no prompt")
     return None
 
 
@@ -242,7 +242,7 @@ def _has_user_turn(answer: str | list[Row]) -> bool:
     return isinstance(answer, list) and any(turn["role"] == "user" for turn in answer)
 
 
-def _pair_of_texts(
+def _parse_text_pair(
     row: Row, layout: Layout, prompt: str | list[Row] | None, chosen: str, rejected: str
 ) -> Pair:
     if layout.dialogue and not layout.chat:
@@ -252,16 +252,17 @@ def _pair_of_texts(
             raise SkippedRow("the prompts of both sides are not the same", _OTHER_PROMPT)
     elif layout.dialogue:
         sides = [
-            _dialogue(text, name) for text, name in zip((chosen, rejected), SIDES, strict=True)
+            _parse_dialogue(text, name)
+            for text, name in zip((chosen, rejected), SIDES, strict=True)
         ]
         try:
-            return _pair_of_turns(row, None, sides)
+            return _parse_turn_pair(row, None, sides)
         except BadRow as bad:
             if bad.reason != _OTHER_PROMPT:
                 raise
             raise SkippedRow(str(bad), bad.reason) from bad  # some rows of HH-RLHF are like this
     if layout.chat or isinstance(prompt, list):
-        return _pair_of_turns(row, prompt, [[_assistant(text)] for text in (chosen, rejected)])
+        return _parse_turn_pair(row, prompt, [[_assistant(text)] for text in (chosen, rejected)])
     refuse_system_text(row)
     if prompt is None:
         prompt = _common_prompt(chosen, rejected)
@@ -276,9 +277,10 @@ def _assistant(text: str) -> Row:
     return {"role": "assistant", "content": text}
 
 
-def _dialogue(text: str, name: str) -> list[Row]:
-    """Return the turns of a text in which "Human:" and "Assistant:" begin them, each content
-    without the blank after the colon.
+def _parse_dialogue(text: str, name: str) -> list[Row]:
+    """Split a text into turns that begin with "Human:" and "Assistant:".
+
+    The blank after the colon does not belong to the content.
     """
     before, *parts = _SPEAKER.split(text)
     if before.strip() or not parts:
@@ -291,17 +293,17 @@ def _dialogue(text: str, name: str) -> list[Row]:
 
 
 def _split_dialogue(text: str, name: str) -> tuple[str, str]:
-    """Return a dialogue up to its last "Assistant:", and the answer with the blank before it."""
+    """Split a dialogue after its last "Assistant:"; the answer begins with the blank after it."""
     prompt, mark, answer = text.rpartition("\n\nAssistant:")
-    if not mark or _dialogue(text, name)[-1]["role"] != "assistant":
+    if not mark or _parse_dialogue(text, name)[-1]["role"] != "assistant":
         refuse_value(text, name, "a dialogue that ends with a turn of 'Assistant:'", "no dialogue")
     return prompt + mark, answer
 
 
 def _common_prompt(text: str, other: str) -> str:
-    """Return the text that both begin with, up to the end of a word and without a blank at its end.
+    """Find the common beginning of two texts, up to the end of a word.
 
-    The blank belongs to the answer: tokenizers join it to the word that follows.
+    A blank at its end belongs to the answer, because tokenizers join it to the next word.
     """
     pairs = enumerate(zip(text, other, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
@@ -312,30 +314,34 @@ def _common_prompt(text: str, other: str) -> str:
     return text[:at]
 
 
-def _pair_of_turns(row: Row, prompt: str | list[Row] | None, sides: Sequence[Any]) -> Pair:
-    messages = [_join(prompt, side, sides[0]) for side in sides]
+def _parse_turn_pair(row: Row, prompt: str | list[Row] | None, sides: Sequence[Any]) -> Pair:
+    messages = [_join_turns(prompt, side, sides[0]) for side in sides]
     messages = [turns.add_system(row, side) for side in messages]
     common = 0
     for turn, other in zip(*messages, strict=False):
         if turn != other:
             break
         common += 1
-    if common == min(map(len, messages)):  # one continues after the other's end
+    # If one side continues where the other ends, their common last turn is the shorter answer.
+    if common == min(map(len, messages)):
         common = max(0, common - 1)
     chosen, rejected = (side[common:] for side in messages)
     for name, answer in zip(SIDES, (chosen, rejected), strict=True):
         _check_answer(answer[-1], name)
     if len(chosen) != len(rejected) or chosen[:-1] != rejected[:-1]:
         raise BadRow(
-            "expected sides that differ in their last turn, the answer; these differ before it: "
-            "prompts are not the same",
+            "expected sides that differ only in their last turn, the answer; these differ before "
+            "it: prompts are not the same",
             _OTHER_PROMPT,
         )
-    return Pair(_conversation(row, messages[0]), _conversation(row, messages[1]))
+    return Pair(_make_conversation(row, messages[0]), _make_conversation(row, messages[1]))
 
 
-def _join(prompt: str | list[Row] | None, answer: list[Row], chosen: list[Row]) -> list[Row]:
-    """Return the turns of a prompt and an answer, without the chosen answer at the prompt's end."""
+def _join_turns(prompt: str | list[Row] | None, answer: list[Row], chosen: list[Row]) -> list[Row]:
+    """Join the turns of a prompt and an answer.
+
+    A prompt that ends with the chosen answer loses that turn.
+    """
     before = turns.split_prompt(prompt, answer)
     if before and before[-1]["role"] == "assistant" and answer[0]["role"] == "assistant":
         calls = before[-1].get("tool_calls")
@@ -349,43 +355,44 @@ def _join(prompt: str | list[Row] | None, answer: list[Row], chosen: list[Row]) 
     return [*before, *answer]
 
 
-def _conversation(row: Row, messages: list[Row]) -> Conversation:
-    """Return messages as a conversation of which the last turn is learned."""
+def _make_conversation(row: Row, messages: list[Row]) -> Conversation:
+    """Make a conversation of which only the last turn is supervised."""
     messages = [{k: v for k, v in turn.items() if k != "weight"} for turn in messages]
     tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
     return Conversation(messages, tools, kwargs, len(messages) - 1)
 
 
 def parse_answer(row: Row, layout: Layout | None = None) -> Answer:
-    """Return the labelled answer in a row.
+    """Parse the labelled answer in a row.
 
     Args:
-        layout: of the row's source; None: that of the row alone.
+        row: a row with standard names.
+        layout: layout of its source; None: that of the row alone.
 
     Raises:
-        LeftOut: the answer is empty.
+        SkippedRow: the answer is empty.
         BadRow: anything else is wrong with the row.
     """
     layout = layout or recognise_answers([row], Names({}, {}, {}, ()))
     if missing := [name for name in layout.columns if row.get(name) is None]:
         raise BadRow(f"expected a column {missing[0]!r}, got {list_names(row)}", "missing column")
-    row, desirable = _with_plain_prompt(row), _label(row["label"])
+    row, desirable = _unpack_prompt(row), _read_label(row["label"])
     column = layout.columns[0]
-    answer = _answer_value(row[column], column, layout)
-    prompt = _prompt_of(row, layout, [answer])
+    answer = _read_answer(row[column], column, layout)
+    prompt = _read_prompt(row, layout, [answer])
     if isinstance(answer, str) and not (layout.chat or isinstance(prompt, list)):
         refuse_system_text(row)
         if not answer.strip():
             raise SkippedRow("the answer is empty", "empty answer")
         return Answer(PromptCompletion(prompt or "", answer), desirable)
     messages = [_assistant(answer)] if isinstance(answer, str) else answer
-    messages = turns.add_system(row, _join(prompt, messages, messages))
+    messages = turns.add_system(row, _join_turns(prompt, messages, messages))
     _check_answer(messages[-1], column)
-    return Answer(_conversation(row, messages), desirable)
+    return Answer(_make_conversation(row, messages), desirable)
 
 
-def _label(value: Any) -> bool:
-    """Return a label, which is true or false as a value or, as in CSV files, as text."""
+def _read_label(value: Any) -> bool:
+    """Convert a label to a boolean; in CSV files it is text."""
     text = str(value).strip().lower()
     if text in ("true", "1", "1.0", "chosen"):
         return True
@@ -395,7 +402,12 @@ def _label(value: Any) -> bool:
 
 
 def _check_answer(turn: Row, where: str) -> None:
-    """Refuse a last turn that is no answer, and leave out one that says nothing."""
+    """Check that the last turn is an answer of the assistant.
+
+    Raises:
+        SkippedRow: the answer is empty.
+        BadRow: it is another turn, or marked as not supervised.
+    """
     if turn["role"] != "assistant":
         raise BadRow(
             f"expected an answer of the assistant at the end of {where!r}, got a turn of "
@@ -404,8 +416,8 @@ def _check_answer(turn: Row, where: str) -> None:
         )
     if turn.get("weight") == 0:
         raise BadRow(
-            f"expected an answer to learn from at the end of {where!r}, got a turn that is marked "
-            "as not to be learned (weight: 0, masked: true or the like)",
+            f"expected an answer to train on at the end of {where!r}, got a turn that is marked "
+            "as not supervised (weight: 0, masked: true or the like)",
             "weight of 0",
         )
     if not (turn.get("tool_calls") or (turn.get("content") or "").strip()):

@@ -38,7 +38,7 @@ from toolkit.data.examples.recognise import (
     Layout,
     Remark,
     has_text,
-    system_column,
+    find_system_column,
 )
 from toolkit.data.examples.turns import SPELLINGS, TURN_COLUMNS, holds_prompt
 from toolkit.data.sources.row_values import BadRow, Row, list_names
@@ -66,7 +66,7 @@ _ANSWERS = ("completion", "output", "response")
 _LABELS = ("label", "kto_tag", "preference")
 _PROMPT_TURNS = (*TURN_COLUMNS, "context", "history", "input")
 _QUESTIONS = ("question", "query", "input")
-# Text columns with such a word in their names are no prompts.
+# A text column with such a word in its name is not a prompt.
 _NO_PROMPT = re.compile(
     r"(^|_)(ids?|uuid|hash|sources?|dataset|models?|policy|split|subset|categor(y|ies)|lang(uage)?"
     r"|urls?|date|timestamp|licen[cs]e|chosen|rejected|preferred)(_|$|\d)",
@@ -74,7 +74,7 @@ _NO_PROMPT = re.compile(
 )
 _IDENTIFIER = re.compile(r"[\w./:+-]*\d[\w./:+-]*")  # such as 8.0, a hash or a path
 _SHORTEST_PROMPT = 8  # characters: a shorter text may begin an answer by chance
-_ENOUGH_ROWS = 4  # to tell numbers of answers from differences
+_ENOUGH_ROWS = 4  # rows that suffice to tell numbers of answers from differences
 _HUMAN = re.compile(r"\s*Human:")
 _DIALOGUE = Remark("dialogues of 'Human:' and 'Assistant:', read as turns")
 _DIALOGUE_TEXTS = Remark(
@@ -83,7 +83,7 @@ _DIALOGUE_TEXTS = Remark(
 
 
 def read_columns() -> tuple[str, ...]:
-    """Return the columns that recognition looks at, under any name that it knows."""
+    """List the columns that recognition reads, under all names that it knows."""
     groups = (*_SIDES, *_COMPARED, _REJECTED_ALONE, _ANSWERS, _LABELS, _PROMPT_TURNS, _QUESTIONS)
     names = (*(name for group in groups for name in group), *PROMPT_COLUMNS, RANKED)
     return tuple(dict.fromkeys(names))
@@ -91,38 +91,41 @@ def read_columns() -> tuple[str, ...]:
 
 @dataclass
 class _FirstRows:
-    """The first rows of a source, and what is recognised of their columns so far."""
+    """The first rows of a source, and the layout that is recognised step by step."""
 
     rows: Sequence[Row]
     names: Names
-    fields: dict[str, str] = field(default_factory=dict)  # standard name -> column
-    json_turns: list[str] = field(default_factory=list)  # standard names
+    fields: dict[str, str] = field(default_factory=dict)
+    """Standard name -> column of the rows."""
+    json_turns: list[str] = field(default_factory=list)
+    """Standard names of the columns with JSON text of turns."""
     remarks: list[Remark] = field(default_factory=list)
-    prompt: list[str] = field(default_factory=list)  # standard names
+    prompt: list[str] = field(default_factory=list)
+    """Standard names of the columns of the prompt."""
     system: bool = False
     chat: bool = False
     dialogue: bool = False
 
     def values(self, column: str) -> list[Any]:
-        """Return the values of a column that are not null."""
+        """List the values of a column that are not null."""
         return [value for row in self.rows if (value := row.get(column)) is not None]
 
     def has(self, column: str) -> bool:
+        """Return True if a column has a value that is not null."""
         return bool(self.values(column))
 
     def holds(self, column: str, test: Callable[[Any], bool]) -> bool:
-        """Whether most values of a column pass a test."""
+        """Return True if most values of a column pass a test."""
         values = self.values(column)
         return bool(values) and 2 * sum(map(test, values)) > len(values)
 
     def all_texts(self, columns: Iterable[str]) -> bool:
-        """Whether no value of the prompt or of the columns with these standard names is a list or
-        a mapping.
-        """
+        """Return True if the prompt and the columns with these standard names are all texts."""
         names = (self.fields.get(name, name) for name in ("prompt", *columns))
         return not any(isinstance(v, list | dict) for name in names for v in self.values(name))
 
     def layout(self, shape: Any, columns: tuple[str, ...]) -> Layout:
+        """Build the layout from the columns that were recognised."""
         return Layout(
             shape,
             columns,
@@ -139,13 +142,13 @@ class _FirstRows:
 
 
 def recognise_pairs(rows: Sequence[Row], names: Names) -> Layout:
-    """Return the layout of a source of pairs by its first rows, which have standard names.
+    """Recognise the layout of a source of pairs from its first rows, which have standard names.
 
     Raises:
-        BadRow: the rows are no pairs, or their prompt cannot be told from other columns.
+        BadRow: the rows are not pairs, or several columns may be their prompt.
     """
     first = _FirstRows(rows, names)
-    columns = _take_sides(first)
+    columns = _find_sides(first)
     if columns is None:
         raise BadRow(
             f"expected pairs of answers ('chosen' and 'rejected', or 'response_1', 'response_2' "
@@ -158,11 +161,11 @@ def recognise_pairs(rows: Sequence[Row], names: Names) -> Layout:
     answers = columns[:2] if columns[0] not in TURN_COLUMNS else columns[1:2]
     if columns[0] in TURN_COLUMNS:
         first.remarks.append(Remark("the prompt and the chosen answer in {}", columns[:1]))
-        _take_system(first, chat=True)
+        _set_system(first, chat=True)
     elif columns == (RANKED,):
-        _take_prompt(first, (), within=False, texts=False)
+        _find_prompt(first, (), within=False, texts=False)
     else:
-        _take_json_turns(first, answers)
+        _find_json_turns(first, answers)
         values = [value for name in answers for value in first.values(first.fields[name])]
         texts = 2 * sum(isinstance(value, str) for value in values) > len(values)
         if first.json_turns:
@@ -174,12 +177,12 @@ def recognise_pairs(rows: Sequence[Row], names: Names) -> Layout:
         if texts and not within and not _has_prompt(first) and _are_dialogues(values):
             first.dialogue = within = True
             first.remarks.append(_DIALOGUE)
-        _take_prompt(first, answers, within=within, texts=texts)
+        _find_prompt(first, answers, within=within, texts=texts)
     return first.layout("pairs", columns)
 
 
 def without_chat_template(layout: Layout) -> Layout:
-    """Return the layout for a tokenizer without a chat template, which leaves dialogues texts."""
+    """Adapt a layout to a tokenizer without a chat template: dialogues remain texts."""
     if not layout.dialogue or layout.system:
         return layout
     remarks = (_DIALOGUE_TEXTS if remark == _DIALOGUE else remark for remark in layout.remarks)
@@ -187,11 +190,10 @@ def without_chat_template(layout: Layout) -> Layout:
 
 
 def recognise_answers(rows: Sequence[Row], names: Names) -> Layout:
-    """Return the layout of a source of labelled answers by its first rows, which have standard
-    names.
+    """Recognise the layout of labelled answers from the first rows, which have standard names.
 
     Raises:
-        BadRow: the rows are no labelled answers, or their prompt cannot be told from other columns.
+        BadRow: the rows are not labelled answers, or several columns may be their prompt.
     """
     first = _FirstRows(rows, names)
     label = next((name for name in _LABELS if first.has(name)), None)
@@ -209,19 +211,23 @@ def recognise_answers(rows: Sequence[Row], names: Names) -> Layout:
         assert chat is not None
         first.fields[chat] = chat
         first.remarks.append(Remark("the prompt and the answer in {}", (chat,)))
-        _take_system(first, chat=True)
+        _set_system(first, chat=True)
         return first.layout("answers", (chat, "label"))
     first.fields["completion"] = answer
-    _take_json_turns(first, ("completion",))
+    _find_json_turns(first, ("completion",))
     texts = first.holds(answer, lambda v: isinstance(v, str)) and not first.json_turns
     within = bool(first.json_turns) and "prompt" not in first.json_turns
     within = within or first.holds(answer, holds_prompt)
-    _take_prompt(first, ("completion",), within=within, texts=texts)
+    _find_prompt(first, ("completion",), within=within, texts=texts)
     return first.layout("answers", ("completion", "label"))
 
 
-def _take_sides(first: _FirstRows) -> tuple[str, ...] | None:
-    """Find the columns of the two answers; return their standard names, None if there are none."""
+def _find_sides(first: _FirstRows) -> tuple[str, ...] | None:
+    """Find the columns of the two answers.
+
+    Returns:
+        Their standard names; None if there are no such columns.
+    """
 
     def together(names: Sequence[str]) -> bool:
         return any(all(row.get(name) is not None for name in names) for row in first.rows)
@@ -246,19 +252,22 @@ def _take_sides(first: _FirstRows) -> tuple[str, ...] | None:
 
 
 def _refuse_answer_numbers(first: _FirstRows) -> None:
-    """Refuse a preference that is the number of the better answer, from 0 or from 1.
+    """Refuse a preference that is the number of the better answer, counted from 0 or from 1.
 
-    Read as a difference, 1 and 2 would both say that the second answer is better. A few rows may
+    Read as a difference, 1 and 2 would both mean that the second answer is better. A few rows may
     have such differences by chance.
+
+    Raises:
+        BadRow: all values are such numbers.
     """
     name = first.fields["preference"]
     values = first.values(name)
     numbers = sorted({v for v in values if isinstance(v, int | float)})
     if len(values) >= _ENOUGH_ROWS and numbers in ([0, 1], [1, 2]):
-        shown = " and ".join(f"{number:g}" for number in numbers)
+        values_text = " and ".join(f"{number:g}" for number in numbers)
         raise BadRow(
-            f"expected numbers below 0 in {name!r} where the first answer is better, and above 0 "
-            f"where the second is, got only {shown}, which may be the number of the better answer. "
+            f"expected numbers below 0 in {name!r} if the first answer is better, and above 0 if "
+            f"the second is, got only {values_text}, which may be the number of the better answer. "
             "Write the better answer to 'chosen' and the other one to 'rejected'",
             "number of an answer",
         )
@@ -268,11 +277,11 @@ def _is_ranked(value: Any) -> bool:
     return isinstance(value, dict) and {"rank", "completion"} <= {*value}
 
 
-def _take_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
-    """Decide once for the source whether texts of answers are JSON text of turns.
+def _find_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
+    """Decide once for the source if the texts of its answers are JSON text of turns.
 
-    They are only if all first rows say so and the turns hold their prompt or have it in `prompt`;
-    else an answer that happens to be JSON is a text.
+    All first rows must have such text, and the turns must contain their prompt or have it in
+    `prompt`. Otherwise an answer that happens to be JSON is a text.
     """
     turns = [first.names.json_turns_in(first.rows, first.fields[name]) for name in answers]
     if any(column is None for column in turns):
@@ -319,10 +328,12 @@ def _are_dialogues(values: Sequence[Any]) -> bool:
     )
 
 
-def _take_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, texts: bool) -> None:
+def _find_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, texts: bool) -> None:
     """Find the columns of the prompt.
 
     Args:
+        first: the first rows, whose layout is completed.
+        answers: standard names of the columns of the answers.
         within: the answers are conversations that begin with the prompt.
         texts: the answers are texts.
     """
@@ -360,7 +371,7 @@ def _take_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, tex
                 "data.columns, such as {prompt: question}",
                 "no prompt",
             )
-        system, some = system_column(first.rows)
+        system, some = find_system_column(first.rows)
         implicit = "what both answers begin with" if texts and len(answers) == 2 else "none"
         first.remarks.append(Remark(f"the prompt: {implicit}"))
         if texts and some:
@@ -370,15 +381,15 @@ def _take_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, tex
                 "{system: null} to learn without the system texts",
                 "no prompt",
             )
-    _take_system(first, chat=chat)
+    _set_system(first, chat=chat)
     first.chat = first.dialogue or chat or first.system
     if texts and not chat and first.chat and not first.dialogue:
         text = "texts are turns, since only a chat template knows system texts"
         first.remarks.append(Remark(text))
 
 
-def _take_system(first: _FirstRows, *, chat: bool) -> None:
-    column, first.system = system_column(first.rows)
+def _set_system(first: _FirstRows, *, chat: bool) -> None:
+    column, first.system = find_system_column(first.rows)
     if column is not None:
         first.fields["system"] = column
     if first.system:
@@ -387,7 +398,7 @@ def _take_system(first: _FirstRows, *, chat: bool) -> None:
 
 
 def _column_of_turns(first: _FirstRows) -> str | None:
-    """Return the column that holds the conversation up to the answers."""
+    """Find the column with the conversation up to the answers."""
     for name in _PROMPT_TURNS:
         if name in TURN_COLUMNS and first.has(name):
             return name
@@ -397,7 +408,7 @@ def _column_of_turns(first: _FirstRows) -> str | None:
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether a value is turns, or a mapping that has them in `messages`."""
+    """Return True if a value is a list of turns, or a mapping with such a list in `messages`."""
     if isinstance(value, dict):
         value = value.get("messages")
     keys = {"role", "from"}
@@ -409,7 +420,7 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _column_of_question(first: _FirstRows) -> str | None:
-    """Return the column of the user's question.
+    """Find the column of the user's question.
 
     Raises:
         BadRow: several columns may be it.
@@ -429,32 +440,40 @@ def _column_of_question(first: _FirstRows) -> str | None:
 
 
 def _refuse_repeated_prompts(first: _FirstRows, answers: Sequence[str]) -> None:
-    """Refuse texts that begin with their prompt in all first rows: it would be there twice, and
-    learned.
+    """Refuse texts that begin with their prompt in all first rows.
+
+    The prompt would occur twice, and the loss would cover it.
+
+    Raises:
+        BadRow: they do.
     """
     columns = [first.fields[name] for name in answers]
     for row in first.rows:
         prompt, texts = str(row.get("prompt")).strip(), [row.get(column) for column in columns]
         if len(prompt) < _SHORTEST_PROMPT:
             return
-        if not all(isinstance(text, str) and _goes_on(prompt, text.strip()) for text in texts):
+        if not all(isinstance(text, str) and _continues(prompt, text.strip()) for text in texts):
             return
     cure = "set data.columns {prompt: null}, which takes the prompt out of them"
     if len(answers) == 1:
         cure = "write it without the prompt"
     raise BadRow(
-        f"expected answers that follow the text in 'prompt', got {list_names(columns)} that begin with "
-        f"it in all first rows; {cure}",
+        f"expected answers that follow the text in 'prompt', got {list_names(columns)} that begin "
+        f"with it in all first rows; {cure}",
         "prompt in the answer",
     )
 
 
-def _goes_on(prompt: str, text: str) -> bool:
+def _continues(prompt: str, text: str) -> bool:
     return text.startswith(prompt) and len(text) > len(prompt)
 
 
 def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
-    """Refuse answers without a prompt next to a column that may be it."""
+    """Refuse answers without a prompt next to a column that may be the prompt.
+
+    Raises:
+        BadRow: names the columns.
+    """
     possible = possible_prompts(first.rows, first.fields.values())
     if not possible:
         return
@@ -472,7 +491,7 @@ def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
 
 
 def possible_prompts(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
-    """Return the columns apart from `used` that may hold a prompt, by their names and values."""
+    """List the columns, apart from `used`, that may be a prompt by their names and values."""
     skipped = {*used, "system", "tools", "functions", "label", "margin"}
     columns = dict.fromkeys(name for row in rows for name in row)
     return [
@@ -485,7 +504,7 @@ def possible_prompts(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
 
 
 def _may_be_prompt(values: Sequence[Any]) -> bool:
-    """Whether some values are texts or turns, and not numbers, hashes or other identifiers."""
+    """Return True if some values are texts or turns, not numbers, hashes or other identifiers."""
     return any(
         _is_conversation(value)
         or (isinstance(value, str) and value.strip() and not _IDENTIFIER.fullmatch(value))

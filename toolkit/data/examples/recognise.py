@@ -1,4 +1,4 @@
-"""Recognise a row's format and make an example of it: text, pair, conversation, tokens.
+"""Recognise the format of rows, and parse them: texts, prompts, conversations, token ids.
 
 [Note: formats]
     text               a column of text
@@ -13,10 +13,11 @@
 
 Apart from columns that hold lists by their name, a text is a text, also if it is JSON.
 
-A content in parts of text becomes one text, arguments of a tool call in JSON text a mapping, a
-`function_call` one of `tool_calls`, other names of a role that role, as templates expect them. A
-turn with a `weight` of 0, or `train: false`, is context. All else in a turn is passed on as it
-came. Other names than these: see [Note: data.columns] in `columns.py`.
+Turns are normalised to the form that chat templates expect. A content in parts of text becomes one
+text, the arguments of a tool call in JSON text become a mapping, a `function_call` becomes an entry
+of `tool_calls`, and other names of a role become that role. A turn with a `weight` of 0, or `train:
+false`, is context. Everything else in a turn is passed on unchanged. For other names than these,
+see [Note: data.columns] in `columns.py`.
 """
 
 from collections import Counter
@@ -47,11 +48,11 @@ RowShape = ChatShape | Preferred | Literal["text", "pieces", "prompt_completion"
 
 class _Shape(NamedTuple):
     format: Format
-    stated: str
-    extras: tuple[str, ...] = ()  # columns that are read where they are there
+    title: str
+    extras: tuple[str, ...] = ()  # optional columns
 
 
-_MASKS = ("labels", "completion_mask", "assistant_masks")  # columns that say what is learned
+_MASKS = ("labels", "completion_mask", "assistant_masks")  # columns that select supervised tokens
 CHAT_COLUMNS = ("system", "tools", "functions", "chat_template_kwargs")
 _OF_ALPACA = ("input", "history", "tool_calls")
 _ANSWERS = ("output", "tool_calls")
@@ -74,16 +75,18 @@ _SHAPES: dict[RowShape, _Shape] = {
 
 @dataclass(frozen=True)
 class Text:
-    """A text to learn as it is; whether a document starts and ends with it: big ones are cut."""
+    """A text that is supervised completely. A large document consists of several of them."""
 
     text: str
     start: bool = True
+    """True if a document starts with this text."""
     end: bool = True
+    """True if a document ends with this text."""
 
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A text and how it goes on; no chat template stands around them."""
+    """A text and its continuation, without a chat template."""
 
     prompt: str
     completion: str
@@ -91,63 +94,84 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns as a chat template takes them, with a turn of the assistant that says something."""
+    """Turns in the form that chat templates take, with at least one answer of the assistant."""
 
-    # Each with `role` (one of `turns.ROLES`) and `content` (text; null or missing only beside
-    # `tool_calls`, `{"function": {"name": text, "arguments": mapping}}`), and all else of its row.
     messages: list[Row]
-    tools: list[dict[str, Any]] | None = None  # JSON schemas
+    """Turns with `role` (one of `turns.ROLES`), `content` and all other keys of the row. The
+    content is text; it may be null or missing if there are `tool_calls`, each `{"function":
+    {"name": text, "arguments": mapping}}`."""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the tools."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    supervised_from: int = 0  # turns before this index are a prompt, whatever their role
-    context: frozenset[int] = frozenset()  # further turns that are not learned
+    supervised_from: int = 0
+    """Number of turns at the beginning that are the prompt, whatever their role."""
+    context: frozenset[int] = frozenset()
+    """Indices of further turns that are not supervised."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids; `labels` are unshifted, each its token's id or -100; None: learn all."""
+    """Token ids of a row that is already tokenised."""
 
     input_ids: list[int]
     labels: list[int] | None = None
+    """Unshifted labels: the id of the token, or -100. None: all tokens are supervised."""
 
 
 Example = Text | PromptCompletion | Conversation | Tokens
 
 
 class Remark(NamedTuple):
-    """A decision on columns in words; `{}` in the text stands for their names."""
+    """A decision about columns, in words for the report."""
 
     text: str
-    columns: tuple[str, ...] = ()  # standard names
+    """The decision; `{}` is replaced by the names of the columns."""
+    columns: tuple[str, ...] = ()
+    """Standard names of the columns."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The format of a source, and the columns that it is read from. See [Note: formats].
+    """The format of a source and the columns that it is read from. See [Note: formats].
 
-    Recognised once, from the first rows; the run, its report and `toolkit inspect --data` use it.
+    A layout is recognised once, from the first rows of a source. Every row is then read by it.
     """
 
     shape: RowShape
-    columns: tuple[str, ...]  # standard names that every row must have, the main one first
-    whole: bool = False  # whether rows are documents to pretrain on, also empty ones
-    unused: tuple[str, ...] = ()  # other columns that the first rows have
-    prompt: tuple[str, ...] = ()  # of preferences: standard names of the columns of the prompt
-    renamed: tuple[tuple[str, str], ...] = ()  # (standard name, name in the rows) that differ
-    json_turns: tuple[str, ...] = ()  # columns whose JSON text is turns in all of the first rows
-    dialogue: bool = False  # whether texts are turns after "Human:" and "Assistant:"
-    system: bool = False  # whether a column has system texts; of preferences
-    chat: bool = False  # whether prompt and answers of preferences that are texts become turns
-    plain: bool = False  # whether all first rows of preferences are plain texts
-    mostly_prompts: bool = False  # whether half of the first rows or more have a `prompt`
-    remarks: tuple["Remark", ...] = ()  # decisions, for the report
+    columns: tuple[str, ...]
+    """Standard names of the columns that every row must have, the main one first."""
+    whole: bool = False
+    """True if rows are documents to pretrain on, which may be empty."""
+    unused: tuple[str, ...] = ()
+    """Other columns of the first rows."""
+    prompt: tuple[str, ...] = ()
+    """Preferences: standard names of the columns of the prompt."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """(standard name, name in the rows) of columns whose names differ."""
+    json_turns: tuple[str, ...] = ()
+    """Columns whose values are JSON text of turns in all of the first rows."""
+    dialogue: bool = False
+    """True if texts are dialogues with "Human:" and "Assistant:"."""
+    system: bool = False
+    """Preferences: true if a column has system texts."""
+    chat: bool = False
+    """Preferences: true if a prompt and answers that are texts become turns."""
+    plain: bool = False
+    """Preferences: true if all first rows are plain texts."""
+    mostly_prompts: bool = False
+    """True if at least half of the first rows have a `prompt`."""
+    remarks: tuple["Remark", ...] = ()
+    """Decisions that the report lists."""
 
     @property
     def format(self) -> Format:
+        """Kind of example that a row becomes."""
         return _SHAPES[self.shape].format
 
     @property
     def title(self) -> str:
-        return _SHAPES[self.shape].stated
+        """Name of the format, for messages."""
+        return _SHAPES[self.shape].title
 
     @property
     def optional(self) -> tuple[str, ...]:
@@ -155,13 +179,14 @@ class Layout:
         if self.whole:
             return ()
         extras = _SHAPES[self.shape].extras
-        if self.plain:  # tools are for chat templates
+        # Plain texts have no chat template, which alone uses tools.
+        if self.plain:
             extras = tuple(name for name in extras if name in ("margin", "system"))
         return (*self.prompt, *extras)
 
     @property
     def uses_template(self) -> bool:
-        """Whether rows are rendered by a chat template."""
+        """True if a chat template renders the rows."""
         return self.format == "conversation" or (self.format == "preferences" and not self.plain)
 
     def __str__(self) -> str:
@@ -178,31 +203,39 @@ PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))  # of text files
 
 
 def recognise_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
-    """Return the layout that most of `rows` have, the first rows of a source.
+    """Recognise the layout of a source: the one that most of its first rows have.
 
-    Of several formats, the first of these wins: `input_ids`, text where `data.columns` names it
-    (`text`), turns, prompt and completion, Alpaca, text; of none it is a BadRow.
+    If a row fits several formats, the first of these wins: `input_ids`, a `text` that
+    `data.columns` names, turns, prompt and completion, Alpaca, text.
+
+    Args:
+        rows: first rows of the source, with standard names.
+        text: `data.columns` maps the column `text`.
+
+    Raises:
+        BadRow: the rows have no known format.
     """
     if all(name in row for row in rows for name in (*OF_A_TREE, "text")):
         raise BadRow(
             "expected conversations, got single messages of a tree (parent_id, role and 'text', as "
-            "in oasst1); write each path from a root to a leaf as one row of 'messages', or leave "
-            "parent_id out (data.columns) to learn each 'text'",
+            "in oasst1); write each path from a root to a leaf as one row of 'messages', or skip "
+            "parent_id (data.columns) to train on each 'text'",
             "tree of messages",
         )
     layouts = Counter(layout for row in rows if (layout := _layout_of(row, text)) is not None)
     if layouts:
-        return _with_system(layouts.most_common(1)[0][0], rows)
+        return _add_system_column(layouts.most_common(1)[0][0], rows)
     if all(name in row for row in rows for name in ("chosen", "rejected")):
         raise BadRow(
-            f"expected examples, got pairs of answers ({list_names(rows[0])}). `toolkit prefer` learns "
-            "from both; data.columns {completion: chosen} learns the chosen ones alone",
+            f"expected examples, got pairs of answers ({list_names(rows[0])}). `toolkit prefer` "
+            "trains "
+            "on both; data.columns {completion: chosen} trains on the chosen ones alone",
             "pairs of answers",
         )
     raise BadRow(
-        f"expected the columns of a format, got {list_names(rows[0])}. Known are: text ('text'); "
-        "prompts and completions ('prompt' and 'completion'); conversations ('messages' or "
-        "'conversations', or Alpaca's 'instruction' and 'output'); token ids ('input_ids', with "
+        f"expected the columns of a format, got {list_names(rows[0])}. Known formats: text "
+        "('text'); prompts and completions ('prompt' and 'completion'); conversations ('messages' "
+        "or 'conversations', or Alpaca's 'instruction' and 'output'); token ids ('input_ids', with "
         f"'labels', 'completion_mask' or 'assistant_masks'). {suggest_example_columns(rows)}",
         "unknown format",
     )
@@ -211,9 +244,9 @@ def recognise_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
 SYSTEM_REMARK = Remark("system texts in {}", ("system",))
 
 
-def _with_system(layout: Layout, rows: Sequence[Row]) -> Layout:
-    """Return the layout with the column of system texts, and what follows from it."""
-    name, some = system_column(rows)
+def _add_system_column(layout: Layout, rows: Sequence[Row]) -> Layout:
+    """Add the column of system texts to a layout; a prompt next to one becomes turns."""
+    name, some = find_system_column(rows)
     if name is None or layout.format not in ("conversation", "prompt_completion"):
         return layout
     if layout.shape == "prompt_completion" and some:
@@ -222,8 +255,12 @@ def _with_system(layout: Layout, rows: Sequence[Row]) -> Layout:
     return replace(layout, renamed=renamed, remarks=(SYSTEM_REMARK,) if some else ())
 
 
-def system_column(rows: Sequence[Row]) -> tuple[str | None, bool]:
-    """Return the column of system texts, None if there is none, and whether a row has a text."""
+def find_system_column(rows: Sequence[Row]) -> tuple[str | None, bool]:
+    """Find the column of system texts.
+
+    Returns:
+        The column, None if there is none, and True if a row has a text in it.
+    """
     for name in _SYSTEM_NAMES:
         if any(has_text(row, name) for row in rows):
             return name, True
@@ -231,7 +268,7 @@ def system_column(rows: Sequence[Row]) -> tuple[str | None, bool]:
 
 
 def refuse_system_text(row: Row) -> None:
-    """Refuse a system text in a source that is read as plain text, since its first rows have none.
+    """Check that a row of a source that is read as plain text has no system text.
 
     Raises:
         BadRow: the row has a system text.
@@ -246,19 +283,23 @@ def refuse_system_text(row: Row) -> None:
 
 
 def has_text(row: Row, name: str) -> bool:
-    """Whether a column is text that is not blank."""
+    """Return True if a column contains text that is not blank."""
     return isinstance(value := row.get(name), str) and bool(value.strip())
 
 
 def recognise_documents(rows: Sequence[Row], *, text: bool = False) -> Layout:
-    """Return the layout of documents: token ids where rows have any, else text, else BadRow."""
+    """Recognise the layout of documents: token ids if rows have any, else text.
+
+    Raises:
+        BadRow: the rows have neither.
+    """
     if any("input_ids" in row for row in rows):
         return Layout("tokenised", ("input_ids",), whole=True)
     if any("text" in row for row in rows):
         return Layout("text", ("text",), whole=True)
     advice = "set data.columns to {text: NAME} of the one that holds the text"
     if (other := _layout_of(rows[0], text)) is not None:
-        advice = f"these are {other}: recipes/finetune.py learns from them, pretraining from text"
+        advice = f"these are {other}: recipes/finetune.py trains on them, pretraining only on text"
     raise BadRow(
         f"expected a column 'text' or 'input_ids', got {list_names(rows[0])}; {advice}",
         "unknown format",
@@ -266,14 +307,14 @@ def recognise_documents(rows: Sequence[Row], *, text: bool = False) -> Layout:
 
 
 def standard_columns() -> tuple[str, ...]:
-    """Return the columns that documents and examples use under these names."""
+    """List the standard names of the columns of documents and examples."""
     extras = (name for shape in _SHAPES.values() for name in shape.extras if name != "margin")
     needed = ("input_ids", *turns.TURN_COLUMNS, "prompt", "completion", "instruction", "output")
     return tuple(dict.fromkeys(("text", *needed, *extras)))
 
 
 def read_columns() -> tuple[str, ...]:
-    """Return the columns that recognition looks at, under any name that it knows."""
+    """List the columns that recognition reads, under all names that it knows."""
     return (*standard_columns(), *OF_A_TREE, *_SYSTEM_NAMES)
 
 
@@ -297,16 +338,20 @@ def _turn_style(value: Any, column: str) -> RowShape:
     try:
         value = parse_json(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        value = None  # judged with the row
-    found = value if isinstance(value, list) else []
-    keys = {key for turn in found if isinstance(turn, dict) for key in turn}
+        value = None  # reported when the row is parsed
+    values = value if isinstance(value, list) else []
+    keys = {key for turn in values if isinstance(turn, dict) for key in turn}
     sharegpt = "role" not in keys and ("from" in keys or column == "conversations")
     return "sharegpt" if sharegpt else "messages"
 
 
 def parse_example(row: Row, layout: Layout) -> Example:
-    """Return what is to be learned of `row`; raise BadRow for the first thing that is wrong."""
-    # A row without the mask that others have would be learned whole.
+    """Parse a row by the layout of its source.
+
+    Raises:
+        BadRow: the first thing that is wrong with the row.
+    """
+    # A row without the mask that other rows have would be supervised completely.
     empty = [name for name in _MASKS if name in row and row[name] is None]
     if missing := [name for name in layout.columns if name not in row or name in empty]:
         raise BadRow(
@@ -343,18 +388,18 @@ def _example(row: Row, layout: Layout) -> Example:
             return PromptCompletion(prompt, completion)
         case "turn_lists" | "turn_texts":
             prompt, completion = (row[name] for name in layout.columns)
-            return _conversation(row, *_prompt_and_answer(prompt, completion))
+            return _make_conversation(row, *_prompt_and_answer(prompt, completion))
         case "messages":
-            return _conversation(row, turns.from_messages(row[column], column))
+            return _make_conversation(row, turns.from_messages(row[column], column))
         case "sharegpt":
-            return _conversation(row, turns.from_sharegpt(row[column], column))
+            return _make_conversation(row, turns.from_sharegpt(row[column], column))
         case "alpaca":
-            return _conversation(row, turns.from_alpaca(row))
+            return _make_conversation(row, turns.from_alpaca(row))
     raise AssertionError(layout.shape)
 
 
 def _prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], int]:
-    """Return the turns of a prompt and its completion, and how many of them are the prompt."""
+    """Join the turns of a prompt and its completion, and count those of the prompt."""
     if isinstance(completion, str):
         text = read_text(completion, "completion")
         if not text.strip():
@@ -373,14 +418,14 @@ def _prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], int]:
     return [*turns.split_prompt(messages, answer), *answer], len(messages)
 
 
-def _conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Conversation:
+def _make_conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Conversation:
     turns_before = len(messages)
     messages = turns.add_system(row, messages)
     if supervised_from:
         supervised_from += len(messages) - turns_before
     for i, turn in enumerate(messages):
-        said = turn.get("tool_calls") or (turn.get("content") or "").strip()
-        if turn["role"] == "assistant" and not said:
+        has_answer = turn.get("tool_calls") or (turn.get("content") or "").strip()
+        if turn["role"] == "assistant" and not has_answer:
             content = describe_value(turn.get("content"))
             raise BadRow(
                 f"expected an answer in turn {i} (assistant), got content {content} and no "
@@ -388,15 +433,15 @@ def _conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Co
                 "empty assistant turn",
             )
     context = frozenset(i for i, turn in enumerate(messages) if turn.pop("weight", 1) == 0)
-    learned = [turn["role"] for turn in messages[supervised_from:]]
+    candidates = [turn["role"] for turn in messages[supervised_from:]]
     if not any(
         turn["role"] == "assistant" and i >= supervised_from and i not in context
         for i, turn in enumerate(messages)
     ):
-        roles = f"{', '.join(learned)}{' in the completion' if supervised_from else ''}"
+        roles = f"{', '.join(candidates)}{' in the completion' if supervised_from else ''}"
         weights = f", and a weight of 0 for turns {sorted(context)}" if context else ""
         raise BadRow(
-            f"expected a turn of the assistant to learn from, got the roles {roles}{weights}",
+            f"expected a turn of the assistant to train on, got the roles {roles}{weights}",
             "no assistant turn",
         )
     tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
@@ -404,35 +449,39 @@ def _conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Co
 
 
 def _ids_and_labels(row: Row) -> tuple[list[int], list[int] | None]:
-    """Return the token ids of a row and their unshifted labels; None: all are learned.
+    """Read the token ids of a row and their unshifted labels.
 
-    Each of `_MASKS` narrows what is learned; what `attention_mask` leaves out is padding.
+    Every column of `_MASKS` narrows the supervised tokens. Tokens outside `attention_mask` are
+    padding and are removed.
+
+    Returns:
+        Token ids, and labels; None if all tokens are supervised.
     """
-    ids = _integers(row["input_ids"], "input_ids")
+    ids = _read_integers(row["input_ids"], "input_ids")
     if not ids:
         raise BadRow("expected token ids in 'input_ids', got an empty list", "empty text")
     if (low := min(ids)) < 0:
         raise BadRow(f"expected token ids from 0 up, got {low}", "negative token id")
-    given = [name for name in (*_MASKS, "attention_mask") if row.get(name) is not None]
-    masks = {name: _mask(row[name], name, ids) for name in given}
-    kept = masks.pop("attention_mask", [True] * len(ids))
-    learned = [all(at) for at in zip(kept, *masks.values(), strict=True)]
-    if not any(learned):
+    mask_columns = [name for name in (*_MASKS, "attention_mask") if row.get(name) is not None]
+    masks = {name: _read_mask(row[name], name, ids) for name in mask_columns}
+    attended = masks.pop("attention_mask", [True] * len(ids))
+    supervised = [all(flags) for flags in zip(attended, *masks.values(), strict=True)]
+    if not any(supervised):
         raise BadRow(
-            f"expected a token to learn, got {' and '.join(given)} that leave none",
+            f"expected a supervised token, got {' and '.join(mask_columns)} that leave none",
             "no supervised token",
         )
-    labels = [token if yes else IGNORED for token, yes in zip(ids, learned, strict=True)]
-    left = [i for i, yes in enumerate(kept) if yes]
-    return [ids[i] for i in left], [labels[i] for i in left] if masks else None
+    labels = [token if flag else IGNORED for token, flag in zip(ids, supervised, strict=True)]
+    places = [i for i, flag in enumerate(attended) if flag]
+    return [ids[i] for i in places], [labels[i] for i in places] if masks else None
 
 
-def _mask(value: Any, name: str, ids: list[int]) -> list[bool]:
-    """Return which of `ids` the labels or the mask in column `name` leave."""
-    values = _integers(value, name)
+def _read_mask(value: Any, name: str, ids: list[int]) -> list[bool]:
+    """Read the labels or the mask in column `name` as one flag per token of `ids`."""
+    values = _read_integers(value, name)
     if len(values) != len(ids):
-        said = f"expected as many {name} as input_ids ({len(ids)}), got {len(values)}"
-        raise BadRow(said, "lengths that differ")
+        message = f"expected as many {name} as input_ids ({len(ids)}), got {len(values)}"
+        raise BadRow(message, "lengths that differ")
     if name != "labels":
         if other := set(values) - {0, 1}:
             raise BadRow(f"expected 0 and 1 in {name!r}, got {min(other)}", "wrong mask")
@@ -441,13 +490,13 @@ def _mask(value: Any, name: str, ids: list[int]) -> list[bool]:
         if label not in (IGNORED, token):
             raise BadRow(
                 f"expected 'labels[{i}]' to be its token's id {token} or {IGNORED}, got {label}; "
-                "labels stand at the place of their token, the loss shifts them",
+                "each label belongs at the place of its token, and the loss shifts them",
                 "labels that are not the tokens",
             )
     return [label != IGNORED for label in values]
 
 
-def _integers(value: Any, where: str) -> list[int]:
+def _read_integers(value: Any, where: str) -> list[int]:
     values = read_list(value, where)
     allowed = {int} if where in ("input_ids", "labels") else {int, bool}
     if not set(map(type, values)) <= allowed:

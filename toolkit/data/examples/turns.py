@@ -1,4 +1,4 @@
-"""Turns of a conversation (role/content, from/value) as the messages that chat templates take.
+"""Convert turns of conversations (role/content, from/value) to messages for chat templates.
 
 See [Note: formats] in `recognise.py`. All functions raise BadRow for the first thing that is wrong.
 """
@@ -23,32 +23,34 @@ from toolkit.data.sources.row_values import (
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TURN_COLUMNS = ("messages", "conversations", "conversation")
 _CALLS = ("function_call", "tool_call")
-SPELLINGS = {  # of roles, in small letters
+SPELLINGS = {  # lower-case name of a role in data sets -> role
     **{role: role for role in ROLES},
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "ipython"), "tool"),
 }
-_WEIGHTS = ("weight", "loss_weight", "loss_scale")  # keys of a turn: 0 or 1, its weight in the loss
-_SUPERVISED = ("train", "training", "trainable", "loss")  # keys: true if the loss covers the turn
-_MASKED = ("masked", "mask")  # keys: true if the loss does not cover the turn
-_OF_PARTS = ("train_detail", "training_detail")  # keys that say it of parts of a turn
+# Keys of a turn: its weight in the loss, 0 or 1.
+_WEIGHTS = ("weight", "loss_weight", "loss_scale")
+# Keys of a turn: true if the loss covers it.
+_SUPERVISED = ("train", "training", "trainable", "loss")
+# Keys of a turn: true if the loss does not cover it.
+_MASKED = ("masked", "mask")
+# Keys of a turn that select parts of it.
+_PART_KEYS = ("train_detail", "training_detail")
 
 
 def from_messages(value: Any, where: str) -> list[Row]:
-    """Return turns of `role` and `content`, checked; see [Note: formats]."""
+    """Convert turns with `role` and `content` to messages."""
     return [_message(turn, at) for turn, at in _turns(value, where, ("role",), "content")]
 
 
 def from_sharegpt(value: Any, where: str) -> list[Row]:
-    """Return ShareGPT's turns of `from` and `value` as messages."""
-    return [_sharegpt(turn, at) for turn, at in _turns(value, where, ("from", "value"))]
+    """Convert ShareGPT's turns with `from` and `value` to messages."""
+    return [_sharegpt_message(turn, at) for turn, at in _turns(value, where, ("from", "value"))]
 
 
 def read_turns(value: Any, where: str) -> list[Row]:
-    """Return a list of turns as messages, whether they have `role` and `content` or ShareGPT's
-    `from` and `value`.
-    """
+    """Convert turns with `role` and `content` or with `from` and `value` to messages."""
     turns = read_list(value, where)
     if any(isinstance(turn, dict) and "from" in turn for turn in turns):
         return from_sharegpt(turns, where)
@@ -56,7 +58,7 @@ def read_turns(value: Any, where: str) -> list[Row]:
 
 
 def instruction_turns(row: Row) -> list[Row]:
-    """Return Alpaca's `history`, `instruction` and `input` as messages that end with the user."""
+    """Convert Alpaca's `history`, `instruction` and `input` to messages that end with the user."""
     texts: list[str] = []
     for i, pair in enumerate(read_list(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -75,7 +77,7 @@ def instruction_turns(row: Row) -> list[Row]:
 
 
 def from_alpaca(row: Row) -> list[Row]:
-    """Return Alpaca's instruction, input and output as messages, after `history`."""
+    """Convert an Alpaca row to messages: `history`, the instruction, and the output or calls."""
     messages, calls = instruction_turns(row), row.get("tool_calls")
     if calls is None:
         return [*messages, {"role": "assistant", "content": read_text(row["output"], "output")}]
@@ -85,7 +87,7 @@ def from_alpaca(row: Row) -> list[Row]:
 
 
 def add_system(row: Row, messages: list[Row]) -> list[Row]:
-    """Return the messages after the text of the column `system`, if the row has one.
+    """Put the text of the column `system`, if the row has one, before the messages.
 
     Raises:
         BadRow: the conversation begins with another system text.
@@ -102,9 +104,10 @@ def add_system(row: Row, messages: list[Row]) -> list[Row]:
 
 
 def holds_prompt(messages: Any) -> bool:
-    """Whether the first turn after system texts is the user's, so that a conversation is complete.
+    """Return True if a conversation begins with a user's turn, apart from system texts.
 
-    Takes turns as they stand in a row, checked or not.
+    Args:
+        messages: turns as they are in a row, which may be malformed.
     """
     if not isinstance(messages, list):
         return False
@@ -117,10 +120,10 @@ def holds_prompt(messages: Any) -> bool:
 
 
 def split_prompt(prompt: list[Row] | str | None, answer: list[Row]) -> list[Row]:
-    """Return the turns of `prompt` that an answer does not repeat.
+    """Find the turns of a prompt that the answer does not repeat.
 
-    An answer may be a complete conversation: then the text of a prompt has to be in it, and turns
-    of a prompt may be the first ones of it.
+    An answer may be a complete conversation. In that case the text of the prompt has to be in it,
+    and turns of the prompt may be its first ones.
 
     Raises:
         BadRow: the answer is a conversation that does not hold the text of the prompt.
@@ -134,7 +137,7 @@ def split_prompt(prompt: list[Row] | str | None, answer: list[Row]) -> list[Row]
         if _squeezed(prompt) not in "".join(texts) and texts[-1] not in _squeezed(prompt):
             raise BadRow(
                 "expected the text of 'prompt' in the turns of the conversation, got another; "
-                "data.columns {prompt: null} learns the conversation as it stands",
+                "data.columns {prompt: null} trains on the conversation as it is",
                 "another prompt than in the conversation",
             )
         return []
@@ -145,7 +148,7 @@ def split_prompt(prompt: list[Row] | str | None, answer: list[Row]) -> list[Row]
 
 
 def _essence(turn: Row) -> tuple[Any, ...]:
-    """Return what two copies of a turn have in common, whatever white space is around them."""
+    """Compute a key that is equal for copies of a turn, apart from surrounding white space."""
     return turn["role"], (turn.get("content") or "").strip(), str(turn.get("tool_calls"))
 
 
@@ -154,39 +157,49 @@ def _squeezed(text: Any) -> str:
 
 
 def tools_of(row: Row) -> list[dict[str, Any]] | None:
-    """Return the JSON schemas in `tools` or the older `functions`, lists or JSON text; None where
-    they are empty.
+    """Read the JSON schemas in the columns `tools` and `functions`; None if there are none.
+
+    A column may be a list or JSON text.
     """
     tools: list[dict[str, Any]] = []
     for name in ("tools", "functions"):
-        given = [] if row.get(name) in (None, "") else read_list(row[name], name)
-        found = [parse_json_text(tool, f"{name}[{i}]") for i, tool in enumerate(given)]
-        for i, tool in enumerate(found):
+        values = [] if row.get(name) in (None, "") else read_list(row[name], name)
+        schemas = [parse_json_text(tool, f"{name}[{i}]") for i, tool in enumerate(values)]
+        for i, tool in enumerate(schemas):
             if not isinstance(tool, dict) or not tool:
                 refuse_value(tool, f"{name}[{i}]", "the JSON schema of a tool (a mapping)")
-        check_text(found, name)
-        tools += found if name == "tools" else [{"type": "function", "function": f} for f in found]
+        check_text(schemas, name)
+        if name == "functions":
+            schemas = [{"type": "function", "function": schema} for schema in schemas]
+        tools += schemas
     return tools or None
 
 
 def template_kwargs_of(row: Row) -> dict[str, Any]:
-    """Return further arguments of the template from the column `chat_template_kwargs`."""
+    """Read further arguments of the template from the column `chat_template_kwargs`."""
     name = "chat_template_kwargs"
     value = {} if row.get(name) in (None, "") else parse_json_text(row[name], name)
     if not isinstance(value, dict):
         refuse_value(value, name, "a mapping")
     check_text(value, name)
-    if taken := RESERVED_ARGUMENTS.intersection(value):
+    if reserved := RESERVED_ARGUMENTS.intersection(value):
         raise BadRow(
-            f"expected further arguments of the template in {name!r}, got {list_names(sorted(taken))}, "
-            "which the toolkit sets",
+            f"expected further arguments of the template in {name!r}, got "
+            f"{list_names(sorted(reserved))}, which the toolkit sets",
             "reserved template argument",
         )
     return value
 
 
 def _turns(value: Any, where: str, keys: tuple[str, ...], *more: str) -> Iterator[tuple[Row, str]]:
-    """Yield each turn, which has `keys`, and its place; `more` are named with them."""
+    """Check the turns in a value and yield each with its place in the row.
+
+    Args:
+        value: a list of turns, or JSON text of one.
+        where: the column.
+        keys: keys that every turn must have.
+        more: keys that the error names in addition to `keys`.
+    """
     turns = read_list(value, where)
     if not turns:
         raise BadRow(f"expected turns in {where!r}, got an empty list", "empty conversation")
@@ -197,20 +210,21 @@ def _turns(value: Any, where: str, keys: tuple[str, ...], *more: str) -> Iterato
             refuse_value(turn, at, "a turn (a mapping)")
         if missing := [key for key in keys if key not in turn]:
             expected = " and ".join(map(repr, (*keys, *more)))
-            said = f"expected {expected} in {at!r}, got {list_names(turn)}"
-            raise BadRow(said, f"missing {missing[0]}")
+            message = f"expected {expected} in {at!r}, got {list_names(turn)}"
+            raise BadRow(message, f"missing {missing[0]}")
         yield turn, at
 
 
 def _message(turn: Row, where: str) -> Row:
-    message = _weighed(turn, where)
+    message = _normalise_weight(turn, where)
     message["role"] = role = _role(turn["role"], where)
     calls = turn.get("tool_calls")
     calls = None if calls == [] else parse_json_text(calls, f"{where}.tool_calls")
-    if (call := message.pop("function_call", None)) is not None:  # as it was before tool_calls
+    # `function_call` is the older form of `tool_calls`.
+    if (call := message.pop("function_call", None)) is not None:
         if calls:
-            said = f"expected tool_calls or the older function_call in {where!r}, got both"
-            raise BadRow(said, "two kinds of calls")
+            reason = f"expected tool_calls or the older function_call in {where!r}, got both"
+            raise BadRow(reason, "two kinds of calls")
         calls = [{"type": "function", "function": parse_json_text(call, f"{where}.function_call")}]
     if calls is not None:
         if role != "assistant":
@@ -239,33 +253,34 @@ def _role(name: Any, where: str) -> str:
     return role
 
 
-def _weighed(turn: Row, where: str) -> Row:
-    """Return a copy of a turn whose only sign of supervision is a `weight` of 0 if it is context.
+def _normalise_weight(turn: Row, where: str) -> Row:
+    """Copy a turn, and replace its signs of supervision by a `weight` of 0 if it is context.
 
-    Tools call that sign by many names, all of which are understood. Texts under the same names are
-    something else, and are kept.
+    Tools use many names for such a sign, and all of them are understood. Texts under the same names
+    have another meaning and are kept.
     """
-    message, learned = dict(turn), True
+    message = dict(turn)
+    is_supervised = True
     for name in (*_WEIGHTS, *_SUPERVISED, *_MASKED):
         value = _flag(turn.get(name), name, where)
         if value is None:
             if turn.get(name) in (None, ""):
                 message.pop(name, None)
             continue
-        learned = learned and value != (name in _MASKED)
+        is_supervised = is_supervised and value != (name in _MASKED)
         message.pop(name)
-    for name in _OF_PARTS:
+    for name in _PART_KEYS:
         if message.pop(name, None):
             raise BadRow(
                 f"expected a turn that is supervised as a whole, got {where}.{name}, which marks "
-                "parts of it; split the turn, or leave the key out (data.columns)",
+                "parts of it; split the turn, or skip the key (data.columns)",
                 "supervision of parts of a turn",
             )
-    return message if learned else {**message, "weight": 0}
+    return message if is_supervised else {**message, "weight": 0}
 
 
 def _flag(value: Any, name: str, where: str) -> bool | None:
-    """Return a sign of supervision as a boolean; None for a value that is something else."""
+    """Convert a sign of supervision to a boolean; None if the value has another meaning."""
     text = str("" if value is None else value).strip().lower()
     if text in ("0", "0.0", "false"):
         return False
@@ -277,30 +292,31 @@ def _flag(value: Any, name: str, where: str) -> bool | None:
 
 
 def _content(value: Any, where: str) -> str:
-    """Return the text; of a list of parts, which text-only templates would print as a list."""
+    """Read the text of a turn. Parts of text are joined; templates would print them as a list."""
     if not isinstance(value, list):
         return read_text(value, where)
     for i, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
             refuse_value(kind, f"{where}[{i}]", "a part of type text")
-        if _weighed(part, f"{where}[{i}]").get("weight") == 0:
+        if _normalise_weight(part, f"{where}[{i}]").get("weight") == 0:
             raise BadRow(
-                f"expected a turn that is supervised as a whole, got a part {where}[{i}] that the "
-                "loss is not to cover; split the turn",
+                f"expected a turn that is supervised as a whole, got a part {where}[{i}] that is "
+                "excluded from the loss; split the turn",
                 "supervision of parts of a turn",
             )
     return "".join(read_text(p.get("text"), f"{where}[{i}].text") for i, p in enumerate(value))
 
 
-def _sharegpt(turn: Row, where: str) -> Row:
+def _sharegpt_message(turn: Row, where: str) -> Row:
     name = turn["from"]
-    message = {k: v for k, v in _weighed(turn, where).items() if k not in ("from", "value")}
+    message = _normalise_weight(turn, where)
+    message = {key: text for key, text in message.items() if key not in ("from", "value")}
     value = read_text(turn["value"], f"{where}.value")
     if name not in _CALLS:
         return {"role": _role(name, f"{where}.from"), "content": value, **message}
-    found = parse_json_text(value, f"{where}.value")
-    calls = found if isinstance(found, list) else [found]
+    content = parse_json_text(value, f"{where}.value")
+    calls = content if isinstance(content, list) else [content]
     places = (f"{where}.value[{i}]" for i in range(len(calls)))
     return {"role": "assistant", **message, "tool_calls": [*map(_tool_call, calls, places)]}
 
@@ -308,7 +324,8 @@ def _sharegpt(turn: Row, where: str) -> Row:
 def _tool_call(call: Any, where: str) -> Row:
     if not isinstance(call, dict):
         refuse_value(call, where, "a tool call (a mapping)")
-    bare = "function" not in call and "name" in call  # its fields without a `function` around them
+    # A bare call has the fields of a function without a `function` around them.
+    bare = "function" not in call and "name" in call
     function = call if bare else call.get("function")
     if not isinstance(function, dict):
         refuse_value(function, f"{where}.function", "a mapping of name and arguments")

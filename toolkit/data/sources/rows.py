@@ -75,7 +75,7 @@ class DataSource:
         Raises:
             BadRow: the row cannot be read.
         """
-        return self.names.renamed(self.read(stored), self.layout.json_turns)
+        return self.names.rename_row(self.read(stored), self.layout.json_turns)
 
     def example(self, stored: dict[str, Any]) -> Parsed:
         """Return the example, pair or answer in a stored row.
@@ -91,7 +91,7 @@ class DataSource:
         Raises:
             BadRow: the row cannot be used.
         """
-        row = self.names.renamed(row, self.layout.json_turns)
+        row = self.names.rename_row(row, self.layout.json_turns)
         return self.row_format.parse(row, self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
@@ -157,7 +157,7 @@ def _source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, row_format: RowFormat
 ) -> DataSource:
     standard = row_format.standard_names
-    renamed = Names.of(source.columns or cfg.columns, standard)
+    renamed = Names.from_setting(source.columns or cfg.columns, standard)
     columns = (*standard, *row_format.candidate_names, *renamed.columns.values())
     columns = tuple(dict.fromkeys(columns))
     files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()
@@ -275,7 +275,7 @@ def _recognised(source: DataSource, unread: list[Row]) -> DataSource:
             f"data       {source.where}: no row of the first has {name!r} (data.columns)"
         )
     try:
-        renamed = [names.renamed(row) for row in rows]
+        renamed = [names.rename_row(row) for row in rows]
         layout = source.row_format.recognise(renamed, names)
     except BadRow as bad:
         number = readable[0][0]
@@ -285,7 +285,7 @@ def _recognised(source: DataSource, unread: list[Row]) -> DataSource:
     names = names.with_columns(dict(layout.renamed))
     used = tuple(names.columns.get(name, name) for name in used)
     existing = dict.fromkeys(name for row in rows for name in row)
-    unused = tuple(name for name in existing if name not in {*used, *names.left_out})
+    unused = tuple(name for name in existing if name not in {*used, *names.skipped})
     if not source.row_format.is_documents:
         _warn_of_unused_prompts(source.where, unused, rows)
     layout = replace(
@@ -300,5 +300,5 @@ def _recognised(source: DataSource, unread: list[Row]) -> DataSource:
         names=names,
         layout=layout,
         rows=source.rows.select_columns(columns),
-        seen=frozenset((*used, *existing, *names.left_out)),
+        seen=frozenset((*used, *existing, *names.skipped)),
     )
