@@ -257,7 +257,7 @@ def all_ranks(folders: dict[str, str], root: Path, name: str) -> dict[int, dict[
 
 
 RIGHT = [name for name, case in CASES.items() if not case[4]]
-QUICK = ("in full", "KTO", "8 experts on 16")
+QUICK = ("in full", "KTO")
 
 
 @pytest.mark.parametrize(
@@ -355,6 +355,7 @@ def test_a_wrong_order_is_found_and_told(folders, tmp_path: Path) -> None:
     assert "all_gather" in said
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_take_its_empty_shard_is_found(folders, tmp_path: Path) -> None:
     found = all_ranks(folders, tmp_path, "an empty shard that cannot be summed")
     failed = [rank for rank, of in found.items() if "failed" in of]

@@ -68,6 +68,7 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path):
     assert "--tiny --device cpu" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_page_keeps_figures_that_were_measured_elsewhere(tmp_path):
     """Under their own heading, so that a regeneration neither drops them nor calls them its own."""
     page, results = tmp_path / "gpu.md", ROOT / "docs/evidence/benchmarks/gpu_results.jsonl"

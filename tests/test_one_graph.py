@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import slow
 from tiny_models import tiny_class, tiny_config
 from torch._dynamo.utils import counters
 
@@ -152,7 +153,7 @@ def losses(model: Any, batches: list[Batch], pairs: bool) -> tuple[list[float], 
 
 
 @pytest.mark.parametrize("data", ["documents", "pairs", "whole rows"])
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", [slow("llama"), "mistral"])
 def test_a_layer_has_one_graph_for_batches_of_any_documents(kind: str, data: str) -> None:
     pairs = data == "pairs"
     batches = [batch_of(rows, pairs=pairs) for rows in PACKED]
@@ -171,6 +172,7 @@ def test_a_model_that_is_compiled_as_one_is_compiled_once() -> None:
     assert graphs == graphs[:1] * len(batches)
 
 
+@pytest.mark.slow
 def test_lengths_that_layers_compare_make_more_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     monkeypatch.setattr(attention, "with_fixed_lengths", lambda inputs: inputs)

@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
-from conftest import tiny_config
+from conftest import slow, tiny_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 
 from toolkit.models import packing_probe, tiny_copy
 from toolkit.models.packing_probe import probe_packing
 
+QUICK = ("llama", "gpt_neo", "mixtral", "deepseek_v3", "gemma2", "opt")
 SAFE = {
     "llama": {},
     "qwen3": {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64},
@@ -39,7 +40,7 @@ LONGROPE = {
 LEAKING = ["mamba", "bloom", "mpt", "gpt_oss", "recurrent_gemma", "xglm"]
 
 
-@pytest.mark.parametrize("kind", SAFE)
+@pytest.mark.parametrize("kind", [*QUICK, *(slow(kind) for kind in SAFE if kind not in QUICK)])
 def test_types_that_keep_packed_samples_apart(kind):
     verdict = probe_packing(CONFIG_MAPPING[kind](**SAFE[kind]))
     assert verdict.ok, verdict.why

@@ -108,6 +108,7 @@ def test_a_plan_of_padded_rows_is_what_the_largest_batch_takes(
         assert packed / measured < 0.9
 
 
+@pytest.mark.slow
 def test_auto_plans_the_padded_batch_of_a_model_that_cannot_be_packed(tmp_path: Path) -> None:
     from tiny_models import tiny_config
 
@@ -127,6 +128,7 @@ def test_a_plan_compiles_what_the_run_compiles(model: Path, objective: str, expe
         assert sharding.torch_compile == expected
 
 
+@pytest.mark.slow
 def test_a_plan_of_pairs_keeps_no_masks_of_dropout(tmp_path: Path) -> None:
     rates = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
@@ -142,6 +144,7 @@ def test_a_plan_of_pairs_keeps_no_masks_of_dropout(tmp_path: Path) -> None:
     assert planned("", 0.1) > planned("", 0.0)  # fine-tuning drops
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_stream_counts_the_forward_of_its_reference(model: Path) -> None:
     def planned(streaming: bool) -> tuple[float, int]:
         cfg = config(model, "sigmoid", "bfd")

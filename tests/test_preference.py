@@ -8,7 +8,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, slow
 from distributed import run_ranks
 from sharded import apply_fsdp, assert_same_steps, init_mesh, sums_of_gradients
 from torch.distributed.tensor import DTensor
@@ -218,8 +218,8 @@ def alone() -> dict[tuple[str, bool], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("packing", ["none", "bfd"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("packing", [slow("none"), "bfd"])
+@pytest.mark.parametrize("world", [2, slow(3)])
 def test_unequal_ranks_are_one_process(alone, world: int, packing: str, lora: bool) -> None:
     for found in run_ranks(of_ranks, world, packing, lora):
         assert_same_steps(found, alone[packing, lora])
@@ -252,8 +252,8 @@ def kto_of_ranks(rank: int, world: int, packing: str) -> tuple[float, dict[str, 
     return float(stats.loss), shown | {"grad_norm": float(stats.grad_norm)}
 
 
-@pytest.mark.parametrize("packing", ["none", "bfd"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("packing", [slow("none"), "bfd"])
+@pytest.mark.parametrize("world", [1, 2, slow(3)])
 def test_kto_compares_with_the_answers_of_all_ranks(world: int, packing: str) -> None:
     wanted = FIGURES["kto"]
     for loss, means in run_ranks(kto_of_ranks, world, packing):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import test_reward
 import torch
+from conftest import slow
 from distributed import run_ranks
 from sharded import apply_fsdp, init_mesh
 from test_preference import PAIRED, SPLITS, adapted, answers_of, batch_of, settings
@@ -150,7 +151,7 @@ def test_a_first_forward_of_the_base_changes_nothing(world: int, dtype: torch.dt
         assert {g.dtype for g in grads.values()} == {dtype}
 
 
-@pytest.mark.parametrize("kind", ["dora", "head", "tokens"])
+@pytest.mark.parametrize("kind", [slow("dora"), "head", slow("tokens")])
 def test_every_kind_of_adapter_is_switched_off(kind: str) -> None:
     (streamed, *_) = run_ranks(step_of, 2, ["sigmoid"], kind, torch.float32, True)
     (known, *_) = run_ranks(step_of, 2, ["sigmoid"], kind, torch.float32, False)
@@ -179,7 +180,7 @@ def test_a_switch_that_freezes_adapters_would_lose_the_reduction_in_fp32() -> No
         run_ranks(with_peft_switch, 2, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "head"])
+@pytest.mark.parametrize("kind", ["lora", slow("dora"), slow("head")])
 def test_compiled_layers_follow_the_switch_of_the_adapters(kind: str) -> None:
     """A graph that was made with the adapters off, or on, is not run with them on, or off."""
     cfg, (model, _) = settings("sigmoid"), models()

@@ -13,7 +13,7 @@ import pytest
 import test_reward
 import torch
 import torch.nn.functional as F
-from conftest import save_tiny_model
+from conftest import save_tiny_model, slow
 from sharded import sharded_of
 from test_preference import OBJECTIVES, answers_of, batch_of, piece_of, reference_of, settings
 from torch import nn
@@ -370,7 +370,7 @@ def test_pairs_are_no_answers() -> None:
         PreferenceLoss(cfg, View(0, 1))(model, batch)
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("device_type", ["cpu", slow("cuda")])
 def test_a_plan_of_kto_has_compared_answers_apart(tmp_path: Path, device_type: str) -> None:
     save_tiny_model(tmp_path)
     flags = ["--model.name_or_path", str(tmp_path), "--data.sequence_length", "512"]

@@ -359,6 +359,7 @@ def test_attention_scores_and_depthwise_convolutions_are_thin():
         assert recompute._worth_keeping(ops.convolution.default, convolution) is kept
 
 
+@pytest.mark.slow
 def test_adapters_keep_little_beside_what_they_adapt(tmp_path, monkeypatch):
     """Bytes of activations at the peak of a simulated step."""
 

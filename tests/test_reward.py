@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import yaml
-from conftest import save_byte_tokenizer, save_tiny_model
+from conftest import save_byte_tokenizer, save_tiny_model, slow
 from distributed import run_ranks
 from layouts import save_layout
 from sharded import apply_fsdp, assert_same_steps, init_mesh, sums_of_gradients
@@ -141,8 +141,8 @@ def alone() -> dict[tuple[str, bool], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("packing", ["none", "bfd"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("packing", [slow("none"), "bfd"])
+@pytest.mark.parametrize("world", [2, slow(3)])
 def test_unequal_ranks_are_one_process(alone, world: int, packing: str, lora: bool) -> None:
     for found in run_ranks(of_ranks, world, packing, lora):
         assert_same_steps(found, alone[packing, lora])

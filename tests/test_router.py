@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import save_byte_tokenizer
+from conftest import save_byte_tokenizer, slow
 from distributed import run_ranks, run_recipe_ranks
 from safetensors.torch import load_file
 from sharded import apply_fsdp, init_mesh, sharded_of
@@ -157,7 +157,7 @@ def cases(rank: int, world: int, kinds: tuple[str, ...]) -> list[tuple[Any, ...]
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, slow(3)])
 def test_loss_and_gradients_are_transformers_on_the_whole_batch(world: int) -> None:
     for found in run_ranks(cases, world, KINDS):
         for case, expected, value, aux, gaps in found:
@@ -260,6 +260,7 @@ def moved(rank: int, world: int, kinds: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_bias_moves_by_the_loads_of_all_ranks_and_micro_batches() -> None:
     alone = run_ranks(moved, 1, tuple(BIASED))[0]
     for kind, (begun, first, skipped, last) in alone.items():

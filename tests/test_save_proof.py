@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import save_tiny_model
+from conftest import save_tiny_model, slow
 from distributed import run_ranks
 from test_checkpoint_saving import ASYNC, SYNC, small_state
 from torch import nn
@@ -330,8 +330,8 @@ def save_of(rank: int, world: int, folder: str, root: str) -> None:
     "name",
     [
         "model.model.layers.0.mlp.up_proj.weight",
-        "optimizer.model.layers.1.self_attn.k_proj.weight.exp_avg",
-        "optimizer.model.norm.weight.exp_avg_sq",
+        slow("optimizer.model.layers.1.self_attn.k_proj.weight.exp_avg"),
+        slow("optimizer.model.norm.weight.exp_avg_sq"),
     ],
 )
 def test_a_bit_that_changes_between_file_and_memory_is_found_and_named(

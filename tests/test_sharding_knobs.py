@@ -1311,6 +1311,7 @@ def test_seventy_billion_parameters_for_64_ranks_are_planned_in_little_memory(tm
     assert 100e6 < int(peak) < 2e9
 
 
+@pytest.mark.slow
 def test_the_peak_of_host_memory_is_this_process_own():
     """Not what the one held that started it, which Linux counts in `ru_maxrss`."""
     code = (
