@@ -40,8 +40,8 @@ from toolkit.data.sources.files import What, list_sources
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
 from toolkit.data.tokens.tokenizer import load_tokenizer, prepare_tokenizer, use_model_tokenizer
-from toolkit.errors import ConfigError
-from toolkit.mesh import DP_REPLICATE, DP_SHARD, mesh_shape
+from toolkit.errors import ConfigError, ShardingError
+from toolkit.mesh import DP_REPLICATE, DP_SHARD, data_ranks, mesh_shape
 from toolkit.models.peft_model import adapted_modules, has_adapters
 from toolkit.planning.fake_ranks import sharded
 from toolkit.sharding.unit_table import unit_rows
@@ -81,7 +81,7 @@ class Start:
     script: Path | None = None
     """The recipe's file, if it is known."""
     model: Any = None
-    """On meta: without adapters after `build_model`, sharded after `check_sharding`."""
+    """On meta: without adapters after `build_model`, sharded after `shard_on_meta`."""
     model_cfg: Any = None
     tokenizer: Any = None
     max_steps: int | None = None
@@ -403,8 +403,13 @@ def check_batch(start: Start) -> str:
     global_batch = start.cfg.train.global_batch_size
     micro_batch = start.cfg.train.per_device_train_batch_size
     if start.world_size is not None and global_batch is not None:
+        try:
+            ranks_with_samples = data_ranks(start.world_size, start.cfg.sharding)
+        except ShardingError:
+            # The check of the mesh reports it.
+            return ""
         micro_batch = micro_batch if isinstance(micro_batch, int) else 1
-        accumulation_for(global_batch, micro_batch, start.world_size)
+        accumulation_for(global_batch, micro_batch, ranks_with_samples)
     return ""
 
 
