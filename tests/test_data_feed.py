@@ -318,7 +318,7 @@ def test_a_stream_that_ends_says_so():
         [StreamSource("nothing", stream(LENGTHS).rows, lambda raw, number: BadRow("x"))],
         SampleShape("bfd", 16), seed=0, global_batch=1,
     )  # fmt: skip
-    with pytest.raises(DataError, match="16 rows read gave none: 16 were left out"):
+    with pytest.raises(DataError, match=r"got none from 16 rows \(16 were skipped"):
         next(empty.steps(Rank(), 1, per_device_batch_size=1))
 
 
@@ -392,10 +392,10 @@ def test_a_stream_says_what_it_left_out_and_cut_off():
     said = of.reading_lines()
     assert said[0] == (
         f"one: {read['rows_read']} rows read ({passes} "
-        f"{'pass' if passes == 1 else 'passes'} done), {read['left_out']} left out, "
+        f"{'pass' if passes == 1 else 'passes'} done), {read['left_out']} skipped, "
         f"{read['truncated']} truncated ({read['cut_off']} tokens cut off)"
     )
-    assert f"  left out {len(bad)}: a fifth (the first: row 4: no fifths)" in said
+    assert f"  skipped {len(bad)}: a fifth (the first: row 4: no fifths)" in said
     assert feed(source(LENGTHS)).reading_lines() == []
 
 
@@ -434,7 +434,7 @@ def test_a_stream_refuses_other_data():
             other.position.load_state_dict(state)
     shorter = make(lengths=[1])
     shorter.position.load_state_dict(state)
-    with pytest.raises(DataError, match="the stream gives other rows than before"):
+    with pytest.raises(DataError, match="the rows of the stream have changed"):
         read(shorter, 1)
     prepared = feed(source(LENGTHS, 0))
     with pytest.raises(DataError, match="prepared before the run, this run reads streams"):

@@ -103,8 +103,8 @@ def test_numbers(tokenizer):
     assert made["total"]["tokens"] == 56
     said = render_report(made, colour=False)
     for line in (
-        "chat       5         3         2          1      46          17  37.0%",
-        "all        6         3         3          1      56          26  46.4%",
+        "chat       5        3         2          1      46          17  37.0%",
+        "all        6        3         3          1      56          26  46.4%",
         "chat: conversations",
         "mixed     weight 2, at most 3 passes",
         "skipped   2 rows: empty assistant turn (a.jsonl line 7: no answer; a.jsonl line 9: no "

@@ -50,9 +50,9 @@ BAD = {
     "too short a length": (
         [{"prompt": "q" * 100, "completion": "a"}] * 40,
         FinetuneConfig,
-        "got none: 40 rows gave 0 examples, .*left out 40 for no supervised token",
+        "got none: 40 rows gave 0 examples, .*40 rows were skipped .no supervised token",
     ),
-    "equal pairs": (pairs(40, "a"), PreferConfig, "left out 40 for equal sides"),
+    "equal pairs": (pairs(40, "a"), PreferConfig, "40 rows were skipped .equal sides"),
     "the end of a cut file": (
         [*good(4000, 30), '{"prompt": "q", "compl'],
         FinetuneConfig,

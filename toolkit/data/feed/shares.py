@@ -1,18 +1,20 @@
-"""Rows of a stream dealt to lanes, and read once for all lanes of a rank.
+"""Assign the rows of a stream to lanes, so that each rank reads every file only once.
 
 [Note: dealing rows]
-The files of a pass, large ones in parts (`tables.file_shards`; "file" here is either), stand in a
-permuted order on a line, each as long as its size. The line is cut into equal parts, one for each
-group of lanes. A file that lies in several parts is dealt out row by row: row k falls on the
-fraction of k times the golden ratio, which fills the file evenly, so each group takes its part of
-any stretch of rows. Of as many rows of a group as it has lanes each lane has one; which, is drawn
-for each such stretch and pass, since rows may repeat with a period (questions and answers, say).
-What is a lane's follows from the numbers of files and rows alone.
+In each pass, the files stand on a line in a permuted order, each as long as its size. (A large file
+is split into parts by `tables.file_shards`; "file" here also means such a part.) The line is cut
+into equal ranges, one for each group of lanes. If a file lies in several ranges, its rows are
+assigned one by one: row k belongs to the range at the fractional part of k times the golden ratio.
+These points fill the file evenly, so each group has its share of any run of consecutive rows.
 
-There are as many groups as divide the lanes and do not outnumber the files, so that a rank reads
-few files but its own. Files whose size is not known count alike; where they are fewer than lanes
-there is one group, since they could be very unlike. Who shares a file reads all of its rows, and
-makes Python values of its own only.
+Within a group, each lane gets one of as many consecutive rows as there are lanes. Which one is
+drawn for each such block and pass, because the rows of a file may alternate, such as questions and
+answers. The lane of a row depends only on the numbers of the file and of the row.
+
+The number of groups divides the number of lanes and is at most the number of files, so that a rank
+reads few files of other ranks. Files of unknown size count equally. If there are fewer of them than
+lanes, there is one group, since their sizes could differ a lot. Ranks that share a file read all of
+its rows, but convert only their own to Python values.
 """
 
 from collections import deque
@@ -27,21 +29,27 @@ from datasets.formatting import PythonFormatter
 
 from toolkit.data.order.permutation import draw_below, permute
 
-READ_ROWS = 100  # rows that are read together
-_WHOLE = 1 << 32  # of a file
-_GOLDEN = np.uint64(2_654_435_769)  # of _WHOLE
+READ_ROWS = 100
+"""Number of rows that are read together."""
+# Ranges of a file are fractions of this number, and so is the golden ratio.
+_WHOLE = 1 << 32
+_GOLDEN = np.uint64(2_654_435_769)
 
 
 class RowPlace(NamedTuple):
-    """A row of a group: places compare in the order in which rows are read."""
+    """The place of a row of a group; places compare in the order in which rows are read."""
 
-    epoch: int = 0  # passes before
-    file: int = 0  # files that the group has read of this pass
-    row: int = 0  # rows of the next file that were read, also those of other groups
-    number: int = 0  # rows of the group in this pass before
+    epoch: int = 0
+    """Number of complete passes before the row."""
+    file: int = 0
+    """Number of files that the group has read in this pass."""
+    row: int = 0
+    """Number of the row in its file, counting those of other groups."""
+    number: int = 0
+    """Number of rows of the group before it in this pass."""
 
     def after(self) -> "RowPlace":
-        """Return the place behind the row that is here."""
+        """Return the place after this row."""
         return self._replace(row=self.row + 1, number=self.number + 1)
 
 
@@ -49,7 +57,7 @@ BEGINNING = RowPlace()
 
 
 class _RowRange(NamedTuple):
-    """What a group reads of a file: rows whose fraction lies in [begin, end) of `_WHOLE`."""
+    """The rows of a file that a group reads: those whose point lies in [begin, end)."""
 
     file: int
     begin: int
@@ -58,47 +66,52 @@ class _RowRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Shares:
-    """How the rows of a stream are dealt to `lanes`. See [Note: dealing rows]."""
+    """How the rows of a stream are assigned to lanes. See [Note: dealing rows]."""
 
     rows: datasets.IterableDataset
-    sizes: Sequence[int] | None  # of its shards, where they are known
+    sizes: Sequence[int] | None
+    """Bytes of each shard, if they are known."""
     lanes: int
-    seed: int  # of the order of the files, and of who has which row
+    seed: int
+    """Seed of the order of the files, and of the lane of each row."""
 
     @property
     def groups(self) -> int:
+        """Number of groups of lanes."""
         most = min(self.lanes, self.rows.num_shards)
         if self.sizes is None and most < self.lanes:
             return 1
         return max(n for n in range(1, most + 1) if self.lanes % n == 0)
 
-    def parts(self, group: int, epoch: int) -> list[_RowRange]:
-        """Return what a group reads in a pass, in order."""
+    def row_ranges(self, group: int, epoch: int) -> list[_RowRange]:
+        """List the rows that a group reads in a pass, in order."""
         n = self.rows.num_shards
         order = permute(np.arange(n), n, self.seed, epoch).tolist()
         sizes = [1] * n if self.sizes is None else [max(1, size) for size in self.sizes]
-        total, groups, found, before = sum(sizes), self.groups, [], 0
+        total, groups, before = sum(sizes), self.groups, 0
+        ranges = list[_RowRange]()
         for file in order:
             begin, end = (
                 min(max(((total * g - before * groups) << 32) // (sizes[file] * groups), 0), _WHOLE)
                 for g in (group, group + 1)
             )
             if begin < end:
-                found.append(_RowRange(file, begin, end))
+                ranges.append(_RowRange(file, begin, end))
             before += sizes[file]
-        return found
+        return ranges
 
 
 class GroupReader:
-    """The rows of a group of lanes, read once for those of its lanes that are asked for.
+    """Read the rows of a group of lanes once, for all of its lanes that a rank uses.
 
-    Name each lane's place by `begin_at` before the first `next`. What one lane has to wait for is
-    kept for the others, as Arrow tables.
+    Call `begin_at` for each of these lanes before the first `next`. While rows are read for one
+    lane, those of the other lanes are kept as Arrow tables.
     """
 
     def __init__(self, shares: Shares, group: int) -> None:
         self.shares, self.group = shares, group
-        self.turns = shares.lanes // shares.groups  # lanes of the group
+        # Number of lanes of the group.
+        self.turns = shares.lanes // shares.groups
         self._begins: dict[int, RowPlace] = {}
         self._waiting: dict[int, deque[tuple[list[RowPlace], pa.Table] | None]] = {}
         self._in_hand: dict[int, Iterator[tuple[RowPlace, dict[str, Any]]]] = {}
@@ -106,16 +119,20 @@ class GroupReader:
         self._formatter = PythonFormatter(features=shares.rows.features)
 
     def begin_at(self, turn: int, place: RowPlace) -> None:
-        """Let the rows of a lane, the `turn`-th of the group, begin at a place."""
+        """Set the place at which the rows of a lane, the `turn`-th of the group, begin."""
         self._begins[turn] = place
         self._waiting, self._in_hand, self._reading = {}, {}, None
 
     def next(self, turn: int) -> tuple[RowPlace, dict[str, Any]] | None:
-        """Return the place and the columns of a lane's next row; None once at the end of a pass."""
+        """Read the next row of a lane.
+
+        Returns:
+            Its place and its columns; None once at the end of each pass.
+        """
         if self._reading is None:
             self._waiting = {lane: deque() for lane in self._begins}
             self._reading = self._read(min(self._begins.values()))
-        while (found := next(self._in_hand.get(turn, iter(())), None)) is None:
+        while (row := next(self._in_hand.get(turn, iter(())), None)) is None:
             while not self._waiting[turn]:
                 next(self._reading)
             chunk = self._waiting[turn].popleft()
@@ -125,20 +142,23 @@ class GroupReader:
             columns = self._formatter.format_batch(table)
             rows = [dict(zip(columns, r, strict=True)) for r in zip(*columns.values(), strict=True)]
             self._in_hand[turn] = zip(places, rows, strict=True)
-        return found
+        return row
 
     def _read(self, start: RowPlace) -> Iterator[None]:
-        """Give each lane its rows from `start` on, pass after pass; yields when some were read."""
+        """Read rows from `start` on, pass after pass; yields after each table.
+
+        The rows of each lane are added to `_waiting`, and None at the end of a pass.
+        """
         epoch, first, skipped, number = start
         while True:
-            parts = self.shares.parts(self.group, epoch)
-            for at, part in enumerate(parts[first:], first):
-                for row, table in _tables(self.shares.rows, part.file, skipped):
+            ranges = self.shares.row_ranges(self.group, epoch)
+            for at, rows in enumerate(ranges[first:], first):
+                for row, table in _read_tables(self.shares.rows, rows.file, skipped):
                     numbers = np.arange(row, row + len(table), dtype=np.uint64)
                     points = numbers * _GOLDEN & np.uint64(_WHOLE - 1)
-                    mine = np.flatnonzero((points >= part.begin) & (points < part.end))
-                    self._deal(table, mine, RowPlace(epoch, at, row, number))
-                    number += len(mine)
+                    of_group = np.flatnonzero((points >= rows.begin) & (points < rows.end))
+                    self._deal(table, of_group, RowPlace(epoch, at, row, number))
+                    number += len(of_group)
                     yield
                 skipped = 0
             for turn, waiting in self._waiting.items():
@@ -147,27 +167,33 @@ class GroupReader:
             epoch, first, number = epoch + 1, 0, 0
             yield
 
-    def _deal(self, table: pa.Table, mine: np.ndarray, first: RowPlace) -> None:
-        """Give each lane its rows of a table, of which the group has those at `mine`."""
-        numbers = first.number + np.arange(len(mine))
+    def _deal(self, table: pa.Table, of_group: np.ndarray, first: RowPlace) -> None:
+        """Assign the rows of a table that belong to the group to its lanes.
+
+        Args:
+            table: consecutive rows of a file.
+            of_group: indices of the rows of the group.
+            first: the place of the first row of the table.
+        """
+        numbers = first.number + np.arange(len(of_group))
         begins = draw_below(numbers // self.turns, self.turns, self.shares.seed, first.epoch)
         turns = (numbers + begins) % self.turns
         for turn, waiting in self._waiting.items():
             numbers = np.flatnonzero(turns == turn)
             places = [
-                first._replace(row=first.row + int(mine[n]), number=first.number + int(n))
+                first._replace(row=first.row + int(of_group[n]), number=first.number + int(n))
                 for n in numbers
             ]
             keep = [i for i, place in enumerate(places) if place >= self._begins[turn]]
             if keep:
-                rows = table.take(pa.array(mine[numbers[keep]]))
+                rows = table.take(pa.array(of_group[numbers[keep]]))
                 waiting.append(([places[i] for i in keep], rows))
 
 
-def _tables(
+def _read_tables(
     rows: datasets.IterableDataset, file: int, skipped: int
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (the number of its first row, table) of a shard, after the rows that are skipped."""
+    """Yield the tables of a shard after the skipped rows, each with the number of its first row."""
     shard = rows if rows.num_shards == 1 else rows.shard(rows.num_shards, file)
     shard = shard.skip(skipped) if skipped else shard
     for table in shard.with_format("arrow").iter(READ_ROWS):
@@ -175,15 +201,25 @@ def _tables(
         skipped += len(table)
 
 
-def reduce_lanes(rows: Sequence[datasets.IterableDataset], most: int, each: int) -> int:
-    """Return the greatest divisor of `most` of which each lane has `each` rows of every stream, at
-    least 1. Reads up to `most` x `each` rows of each stream, without making rows of them.
+def reduce_lanes(rows: Sequence[datasets.IterableDataset], lanes: int, lane_rows: int) -> int:
+    """Reduce the number of lanes until each has enough rows of every stream.
+
+    Reads up to `lanes` x `lane_rows` rows of each stream, as tables.
+
+    Args:
+        rows: the streams.
+        lanes: maximum number of lanes.
+        lane_rows: minimum number of rows of a stream in a lane.
+
+    Returns:
+        The greatest divisor of `lanes` that fits, at least 1.
     """
     for stream in rows:
         count = 0
         for table in stream.with_format("arrow").iter(READ_ROWS):
             count += len(table)
-            if count >= most * each:
+            if count >= lanes * lane_rows:
                 break
-        most = max(n for n in range(1, most + 1) if most % n == 0 and (n == 1 or n * each <= count))
-    return most
+        divisors = [n for n in range(1, lanes + 1) if lanes % n == 0]
+        lanes = max(n for n in divisors if n == 1 or n * lane_rows <= count)
+    return lanes

@@ -1,17 +1,20 @@
-"""A source that is read while training: rows of a lane to samples in windows, with an exact place.
+"""Samples of a stream: rows are read while training, in windows, and the position is exact.
 
 [Note: streams]
-A stream has a fixed number of lanes. Each row belongs to one of them in each pass (`shares.py`),
-and a lane makes its samples of its own rows alone. Rows with the tokens of N samples are a window:
-they are encoded, permuted, and packed (or cut, or left alone), and the samples permuted again. A
-window ends with its pass; of rows that are joined and cut the last goes on in the next window.
-Windows grow from few samples, so that the first batch waits for little. A lane's place is where its
-window in hand begins, and how many of its samples were given. To continue, the lane skips to that
-row, makes the same window again, and leaves those samples out.
+A stream has a fixed number of lanes. In each pass, every row belongs to one lane (`shares.py`), and
+a lane builds its samples from its own rows only. The rows of a lane are read in windows. A window
+holds the tokens of N samples: its rows are encoded, permuted, and packed (or cut, or left as they
+are), and then the samples are permuted. A window ends at the end of a pass. If rows are joined and
+cut, the rest of the last row becomes part of the next window. Windows start small and grow, so that
+the first batch is ready soon.
 
-The sample at position p of the run is the next of lane p % L, whatever the number W of ranks; where
-W divides L, rank r reads the lanes r, r + W, ... and encodes nothing else. Lanes end their passes
-by themselves: where they differ in samples, one begins the next pass a little before another.
+The place of a lane is the row at which its current window begins, and how many samples of that
+window were used. To resume, the lane skips to that row, builds the same window again, and skips the
+used samples.
+
+The sample at position p of the run is the next one of lane p % L, for any number W of ranks. If W
+divides L, rank r reads the lanes r, r + W, ... and encodes no other rows. Each lane ends its passes
+on its own: if lanes have different numbers of samples, one starts the next pass before another.
 """
 
 import math
@@ -32,49 +35,66 @@ from toolkit.data.sources.row_values import BadRow
 from toolkit.data.tokens.encoded import EncodedExample, EncodedRow
 from toolkit.errors import DataError
 
-WINDOW = 64  # samples' worth of a lane's tokens that are shuffled and packed together
+WINDOW = 64
+"""Maximum size of a window, in samples."""
+FIRST_WINDOW = 8
+"""Size of the first window of a pass, in samples. Each window is twice as large as the last one."""
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-FIRST_WINDOW = 8  # of a pass; the next ones are twice the one before
 
 
 @dataclass
 class StreamSource:
-    """Rows that are read while training."""
+    """A source whose rows are read and encoded while training."""
 
     name: str
     rows: datasets.IterableDataset
-    # (row as it is read, its number in its shard) -> what it becomes, which depends on nothing
-    # else; a `BadRow`, which names the row, leaves it out.
     encode: Callable[[dict[str, Any], int], EncodedRow]
+    """Encodes a stored row; also takes its number in its shard. The result depends on nothing else.
+    A `BadRow` names the row, which is skipped."""
     weight: float | None = None
-    max_repeats: float | None = None  # passes at most: whole ones
-    sizes: Sequence[int] | None = None  # of its shards (files), where they are known
-    # What else decides the rows and their tokens, by names for a message.
+    max_repeats: float | None = None
+    """Maximum number of passes, a whole number."""
+    sizes: Sequence[int] | None = None
+    """Bytes of each shard (file), if they are known."""
     facts: dict[str, str] = field(default_factory=dict)
+    """What else determines the rows and their tokens, by descriptions for messages."""
 
 
 @dataclass
 class StreamPlace:
-    """Where a window of a lane begins, and what was read before; a checkpoint keeps it."""
+    """The place at which a window of a lane begins, and counts of the rows before it.
+
+    Checkpoints store it. The names of the fields are part of their format.
+    """
 
     at: RowPlace = BEGINNING
-    cut: int = 0  # tokens of the row there that are in the window before
-    # Of the lane in this pass, as far as it is read:
+    """The first row of the window."""
+    cut: int = 0
+    """Number of tokens of that row that belong to the window before."""
+
+    # Counts of the lane in this pass.
     rows: int = 0
     window: int = 0
     samples: int = 0
-    # Of all its passes:
+
+    # Counts of the lane over all passes.
     all_samples: int = 0
-    empty_passes: int = 0  # the last ones, without a sample
+    empty_passes: int = 0
+    """Number of passes without a sample since the last sample."""
     rows_read: int = 0
     left_out: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)  # reason -> rows left out for it
-    first: dict[str, str] = field(default_factory=dict)  # reason -> the first, and what is wrong
-    truncated: int = 0  # rows whose end was cut off
-    cut_off: int = 0  # tokens of these ends
+    """Number of rows that were skipped."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Reason -> number of rows that were skipped for it."""
+    first: dict[str, str] = field(default_factory=dict)
+    """Reason -> the first row that was skipped for it, and its fault."""
+    truncated: int = 0
+    """Number of rows whose end was cut off."""
+    cut_off: int = 0
+    """Number of tokens that were cut off."""
 
     def count(self, at: RowPlace, row: EncodedRow) -> bool:
-        """Count the row that was read at a place; return whether it is used."""
+        """Count a row and move behind it; return True if the row is used."""
         if not isinstance(row, BadRow) and not len(row.input_ids):
             row = BadRow(f"row {at.row} of a shard (counted from 0)", "no token")
         self.at = at.after()
@@ -89,23 +109,24 @@ class StreamPlace:
         return True
 
     def next_pass(self) -> "StreamPlace":
-        """Return the place at the beginning of the pass after this one."""
+        """Return the place at the beginning of the next pass."""
         place = StreamPlace(BEGINNING._replace(epoch=self.at.epoch + 1), **self.read())
         place.all_samples = self.all_samples
         place.empty_passes = 0 if self.samples else self.empty_passes + 1
         return place
 
     def read(self) -> dict[str, Any]:
-        """Return what is counted of rows over all passes, as JSON values."""
-        counted = ("rows_read", "left_out", "reasons", "first", "truncated", "cut_off")
-        return {name: value for name, value in asdict(self).items() if name in counted}
+        """Return the counts of rows over all passes, as JSON values."""
+        names = ("rows_read", "left_out", "reasons", "first", "truncated", "cut_off")
+        return {name: value for name, value in asdict(self).items() if name in names}
 
 
 class StreamSample(NamedTuple):
-    """A sample before it becomes tensors."""
+    """The pieces of a sample, before they become tensors."""
 
     pieces: list[Piece]
-    length: int  # tokens
+    length: int
+    """Number of tokens."""
 
 
 class Lane(NamedTuple):
@@ -113,17 +134,29 @@ class Lane(NamedTuple):
 
     number: int = 0
     of: int = 1
-    batch: int = 1  # samples of a global batch
+    """Number of lanes."""
+    batch: int = 1
+    """Number of samples in a global batch."""
 
 
 ONE_LANE = Lane()
 
 
 class SourceStream:
-    """The samples of a lane of one source, the `number`-th, one after another. See [Note: streams].
+    """The samples of one lane of one source, in order. See [Note: streams].
 
-    `window` and `first` are samples' worth of tokens: of a window at most, and of the first of a
-    pass. `readers` are those of the source by group, which the lanes of a rank share.
+    Args:
+        source: the rows.
+        number: number of the source among those that are mixed.
+        shape: how rows become samples.
+        seed: seed of the run.
+        window: maximum size of a window, in samples.
+        lane: the lane.
+        readers: readers of the source by group, which the lanes of a rank share.
+        first: size of the first window of a pass, in samples.
+
+    Raises:
+        DataError: `max_repeats` is not a whole number.
     """
 
     def __init__(
@@ -146,7 +179,8 @@ class SourceStream:
         self.source, self.shape, self.lane = source, shape, lane
         self.window, self.first = window, first
         self._columns = stored_columns(shape.columns)
-        shared = derived_seed(seed, "stream", number)  # by all lanes
+        # All lanes of the source share this seed.
+        shared = derived_seed(seed, "stream", number)
         self.seed, self._lengths = derived_seed(shared, lane.number), derived_seed(shared, "length")
         shares = Shares(source.rows, source.sizes, lane.of, derived_seed(shared, "shards"))
         self._turn, group = divmod(lane.number, shares.groups)
@@ -154,121 +188,133 @@ class SourceStream:
         self._reader = readers.setdefault(group, GroupReader(shares, group))
         self._start_at(StreamPlace(), 0, {})
 
-    def _start_at(self, place: StreamPlace, given: int, read: dict[str, Any]) -> None:
-        # The window in hand lies between two places; of its samples some were given. At first it is
-        # not made yet, and what was read with it is what the checkpoint says.
+    def _start_at(self, place: StreamPlace, used: int, read: dict[str, Any]) -> None:
+        """Start at a place, at which `used` samples of the window were used before."""
+        # The current window lies between `_place` and `_next`. It is not built yet; until then, the
+        # counts of its rows are those of the checkpoint.
         self._place = self._next = place
         self.items: list[StreamSample] = []
-        self._given, self._read_before = given, read
-        self._rest: Piece | None = None  # of the row at the end of the window in hand
+        self._used, self._read_before = used, read
+        # What is left of the row at the end of the current window.
+        self._rest: Piece | None = None
         self._reader.begin_at(self._turn, place.at)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values, and what was read (`read`) with the window in hand."""
+        """Return the place as JSON values, and counts of the rows up to the end of its window."""
         place = {name: value for name, value in asdict(self._place).items() if value}
         read = {name: value for name, value in self.read().items() if value}
-        return {"place": place, "given": self._given, "read": read}
+        return {"place": place, "given": self._used, "read": read}
 
     def read(self) -> dict[str, Any]:
-        """Return what came of the rows read so far, with those of the window in hand."""
-        return self._next.read() if self.items or not self._given else self._read_before
+        """Return counts of the rows read so far, including those of the current window."""
+        return self._next.read() if self.items or not self._used else self._read_before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a place; the next sample costs a skip to it and the making of its window."""
+        """Continue at a place. The next sample costs the skip to it, and building its window."""
         place = state["place"] | {"at": RowPlace(*state["place"]["at"])}
         self._start_at(StreamPlace(**place), state["given"], state["read"])
 
     def next(self) -> StreamSample | None:
-        """Return the next sample; None when all passes are over. Passes without a sample, and a
-        row that is refused, are DataErrors.
+        """Return the next sample; None if all passes are over.
+
+        Raises:
+            DataError: passes gave no sample, a row is refused, or the rows are not those that the
+                checkpoint was saved with.
         """
-        if self._given and not self.items:  # the window again of which samples were given before
-            self._fill()
-            if len(self.items) < self._given:
-                what = f"{self._given} samples or more, not {len(self.items)}, in a window from"
-                raise self._other_rows(what)
-        while self._given == len(self.items):
+        if self._used and not self.items:
+            # Build the window again of which some samples were used before the resume.
+            self._build_window()
+            if len(self.items) < self._used:
+                raise self._changed_rows(
+                    f"{self._used} samples or more, not {len(self.items)}, in a window from"
+                )
+        while self._used == len(self.items):
             limit = self.source.max_repeats
             if limit is not None and self._next.at.epoch >= limit:
                 return None
-            self._fill()
-            self._given = 0
-        self._given += 1
-        return self.items[self._given - 1]
+            self._build_window()
+            self._used = 0
+        self._used += 1
+        return self.items[self._used - 1]
 
-    def _fill(self) -> None:
-        """Make the samples of the next window."""
+    def _build_window(self) -> None:
+        """Build the samples of the next window."""
         self._place = self._next
-        pieces, after, ended = self._read(self._place)
-        self.items = self._samples(self._permuted(pieces, "rows"))
+        pieces, after, ended = self._read_window(self._place)
+        self.items = self._build_samples(self._permuted(pieces, "rows"))
         after.samples += len(self.items)
         after.all_samples += len(self.items)
         if ended:
             after = after.next_pass()
-            # Each pass deals the rows anew: by now this lane had about as many as there are.
+            # Each pass assigns the rows to lanes again. After as many passes as there are lanes,
+            # this lane has had about as many rows as there are.
             if after.empty_passes == self.lane.of:
                 raise DataError(
-                    f"expected samples in {self.source.name}, {after.rows_read} rows read gave "
-                    f"none: {after.left_out} were left out; see data.on_bad_row, data.too_long and "
-                    "the format of the rows"
+                    f"expected samples in {self.source.name}, got none from {after.rows_read} rows "
+                    f"({after.left_out} were skipped); check data.on_bad_row, data.too_long and the "
+                    "format of the rows"
                 )
         self._next = after
 
-    def _permuted(self, items: list, what: str) -> list:
-        seed, n = derived_seed(self.seed, what, self._place.window), len(items)
+    def _permuted(self, items: list, purpose: str) -> list:
+        seed, n = derived_seed(self.seed, purpose, self._place.window), len(items)
         return [items[i] for i in permute(np.arange(n), max(1, n), seed, self._place.at.epoch)]
 
-    def _read(self, start: StreamPlace) -> tuple[list[Piece], StreamPlace, bool]:
-        """Return the pieces of a window of rows, the place after it, and whether the pass ended.
+    def _read_window(self, start: StreamPlace) -> tuple[list[Piece], StreamPlace, bool]:
+        """Read the rows of a window.
 
-        What is joined fills whole samples: the row that does not fit is cut, and goes on in the
-        next window.
+        If rows are joined and cut, a window fills complete samples: the row that does not fit is
+        cut, and its rest becomes part of the next window.
+
+        Returns:
+            The pieces of the rows, the place after the window, and whether the pass ended.
         """
         at = StreamPlace(**asdict(start))
         pieces: list[Piece] = []
-        wrapped = self.shape.packing == "wrapped"  # joined with others, and cut then
+        is_wrapped = self.shape.packing == "wrapped"
         samples = min(self.window, self.first << min(start.window, 30))
-        room = samples * self.shape.sequence_length  # tokens
+        # In tokens.
+        room = samples * self.shape.sequence_length
         while room > 0:
             place, used = at.at, at.cut
             if used:
-                piece = self._rest or self._rest_again(at)
+                piece = self._rest or self._read_rest_again(at)
                 at.at, at.cut = place.after(), 0
             else:
-                found = self._reader.next(self._turn)
-                if found is None:
+                next_row = self._reader.next(self._turn)
+                if next_row is None:
                     return pieces, at, True
-                place, row = found
+                place, row = next_row
                 example = self.source.encode(row, place.row)
                 if not at.count(place, example) or not isinstance(example, EncodedExample):
                     continue
                 piece = _piece_of(example, self._columns)
-            taken = len(piece.ids)
-            if wrapped and taken > room:
-                taken = room
-                at.at, at.cut = place, used + taken
-                piece, self._rest = piece.part(0, taken), piece.part(taken)
-            pieces += [piece] if wrapped else _cut(piece, self.shape.sequence_length)
-            room -= taken
+            length = len(piece.ids)
+            if is_wrapped and length > room:
+                length = room
+                at.at, at.cut = place, used + length
+                piece, self._rest = piece.part(0, length), piece.part(length)
+            pieces += [piece] if is_wrapped else _cut(piece, self.shape.sequence_length)
+            room -= length
         at.window += 1
         return pieces, at, False
 
-    def _rest_again(self, at: StreamPlace) -> Piece:
-        """Return what is left of the row at a place from which a run goes on."""
-        found = self._reader.next(self._turn)
-        example = found and self.source.encode(found[1], found[0].row)
+    def _read_rest_again(self, at: StreamPlace) -> Piece:
+        """Read the rest of the row at which a resumed run continues."""
+        next_row = self._reader.next(self._turn)
+        example = next_row and self.source.encode(next_row[1], next_row[0].row)
         if not isinstance(example, EncodedExample) or len(example.input_ids) <= at.cut:
-            raise self._other_rows(f"a row of more than {at.cut} tokens at")
+            raise self._changed_rows(f"a row of more than {at.cut} tokens at")
         return _piece_of(example, self._columns).part(at.cut)
 
-    def _other_rows(self, what: str) -> DataError:
+    def _changed_rows(self, expected: str) -> DataError:
         return DataError(
-            f"the checkpoint's position counts on {what} row {self._place.at.row} of a shard of "
-            f"{self.source.name}: the stream gives other rows than before; give the same, or start "
-            "anew in another output_dir"
+            f"the checkpoint's position expects {expected} row {self._place.at.row} of a shard of "
+            f"{self.source.name}, but the rows of the stream have changed; use the same rows, or "
+            "start in another output_dir"
         )
 
-    def _samples(self, pieces: list[Piece]) -> list[StreamSample]:
+    def _build_samples(self, pieces: list[Piece]) -> list[StreamSample]:
         groups = [[piece] for piece in pieces]
         if self.shape.packing == "bfd":
             lengths = np.array([len(piece.ids) for piece in pieces], np.int64)
@@ -280,19 +326,22 @@ class SourceStream:
             StreamSample(group, sum(len(piece.ids) for piece in group))
             for group in self._permuted(groups, "samples")
         ]
-        return self._alike(samples) if self.shape.packing == "none" else samples
+        return self._order_by_length(samples) if self.shape.packing == "none" else samples
 
-    def _alike(self, samples: list[StreamSample]) -> list[StreamSample]:
-        """Return samples in an order in which those of a global batch are of like lengths in all
-        lanes: the n-th of a lane is of a quantile of its window that n alone decides, the same
-        where a batch takes several of a lane; lanes that the batch does not reach have another.
+    def _order_by_length(self, samples: list[StreamSample]) -> list[StreamSample]:
+        """Order samples so that those of a global batch have similar lengths in all lanes.
+
+        The length of the n-th sample of a lane is a quantile of its window that depends on n alone.
+        Samples of one lane that belong to the same batch have the same quantile. Lanes that belong
+        to different batches have different ones.
         """
         by_length, order = sorted(samples, key=lambda sample: sample.length), []
         number, lanes, batch = self.lane
         offset = derived_seed(self._lengths, number // batch) / (1 << 56)
-        each = max(1, batch // lanes)
+        samples_per_batch = max(1, batch // lanes)
         for n in range(self._place.all_samples, self._place.all_samples + len(samples)):
-            quantile = (offset + n // each * _GOLDEN_RATIO) % 1  # fills (0, 1) evenly
+            # Multiples of the golden ratio fill (0, 1) evenly.
+            quantile = (offset + n // samples_per_batch * _GOLDEN_RATIO) % 1
             order.append(by_length.pop(int(quantile * len(by_length))))
         return order
 

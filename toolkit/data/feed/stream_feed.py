@@ -1,4 +1,4 @@
-"""Streamed sources as this rank's micro-batches."""
+"""The feed of streamed sources, whose rows are read and encoded while training."""
 
 import copy
 import json
@@ -23,21 +23,35 @@ from toolkit.data.sources.row_values import escape_text
 from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import DataError
 
-LANE_ROWS = 128  # of each source, at least: with fewer there are fewer lanes
-_DEALING = 2  # raise it when the same rows come in another order
+LANE_ROWS = 128
+"""Minimum number of rows of each source in a lane; with fewer rows there are fewer lanes."""
+# Part of the position: raise it when the same rows come in another order.
+_DEALING = 2
 _PLACES = "places"
 _ERROR = "error"
 _BATCH = "batch"
 
 
 class StreamFeed(Feed):
-    """Streamed sources, at least one, as this rank's micro-batches; see `Feed`.
+    """The micro-batches of streamed sources; see `Feed`.
 
-    A rank reads and encodes the rows of its lanes; see [Note: streams] in `stream.py`. What to
-    evaluate on is not streamed, and nothing is split off a stream. There are `lanes` at most: a
-    divisor of it where a source has less than `lane_rows` rows for each. `window` samples'
-    worth of a lane's rows are shuffled and packed together. DataError: several sources without
-    weights, or max_repeats is not a whole number of passes.
+    A rank reads and encodes only the rows of its lanes; see [Note: streams] in `stream.py`. Sources
+    to evaluate on are not streamed, and nothing is split off a stream.
+
+    Args:
+        sources: the streams, at least one.
+        shape: how rows become samples.
+        seed: seed of the order of rows.
+        global_batch: number of samples in a step, over all ranks.
+        eval_sources: encoded sources to evaluate on.
+        max_eval_samples: maximum number of windows or rows of each of these.
+        lanes: maximum number of lanes.
+        window: maximum number of samples whose rows are shuffled and packed together.
+        lane_rows: minimum number of rows in a lane. If a source has fewer, the number of lanes is
+            a divisor of `lanes`.
+
+    Raises:
+        DataError: several sources have no weights, or `max_repeats` is not a whole number.
     """
 
     def __init__(
@@ -71,49 +85,54 @@ class StreamFeed(Feed):
         for source in sources:
             reading[f"the shards of {source.name}"] = source.rows.num_shards
             reading[f"the bytes of {source.name}"] = source.sizes and sum(source.sizes)
-            reading |= {f"{what} of {source.name}": value for what, value in source.facts.items()}
+            reading |= {f"{name} of {source.name}": fact for name, fact in source.facts.items()}
             reading[f"the weight of {source.name}"] = source.weight
             reading[f"max_repeats of {source.name}"] = source.max_repeats
         position = Position(None, seed, global_batch, reading)
         super().__init__(shape, position, eval_sources, max_eval_samples)
         for i, source in enumerate(sources):
-            SourceStream(source, i, shape, seed)  # refuses what cannot be streamed
+            # Refuses a source that cannot be streamed.
+            SourceStream(source, i, shape, seed)
 
     def lines(self) -> list[str]:
         evals = sum(len(samples) for samples in self.eval_sets.values())
-        how = f"read while training in {self.lanes} lanes"
-        return [f"{self.names}: {self.shape}, {how}; {evals:,} to evaluate"]
+        return [
+            f"{self.names}: {self.shape}, read while training in {self.lanes} lanes; {evals:,} to "
+            "evaluate"
+        ]
 
     def uneven_lines(self, world_size: int) -> list[str]:
-        """Return what is said where ranks and lanes do not divide each other."""
-        each = self.lanes // math.gcd(world_size, self.lanes)
-        if each * world_size == self.lanes or self.lanes == 1:
+        """Format a note for the log if the lanes do not divide over the ranks."""
+        lanes_per_rank = self.lanes // math.gcd(world_size, self.lanes)
+        if lanes_per_rank * world_size == self.lanes or self.lanes == 1:
             return []
-        how = f"{self.lanes} lanes do not divide by {world_size} processes: each reads {each}"
-        return [f"NOTE: the stream's {how}, and uses its own samples of them (data.stream_lanes)"]
+        return [
+            f"NOTE: the stream's {self.lanes} lanes do not divide by {world_size} processes: each "
+            f"reads {lanes_per_rank}, and uses only its own samples of them (data.stream_lanes)"
+        ]
 
     def steps_for(self, epochs: float) -> int:
         raise DataError(
-            "expected a number of steps: the length of a stream is not known before its end; set "
-            "train.max_steps"
+            "expected a number of steps, since the length of a stream is not known before its end; "
+            "set train.max_steps"
         )
 
     def check_enough(self, world_size: int) -> None:
-        # However few samples there are is enough: a stream that is read through begins anew.
+        # Any number of samples is enough, because a stream starts again at its end.
         for stream in self.first_windows:
             labels = [piece.labels[1:] for item in stream.items for piece in item.pieces]
             if all((part == IGNORED).all() for part in labels):
-                seen = stream.read()
+                counts = stream.read()
                 raise DataError(
-                    f"expected tokens to learn in the stream {stream.source.name}, its first "
-                    f"{seen['rows_read']} rows gave {len(stream.items)} samples and none that the "
-                    f"loss covers ({seen['left_out']} rows were left out); see data.supervise and "
-                    "the format of the rows"
+                    f"expected supervised tokens in the stream {stream.source.name}, but its first "
+                    f"{counts['rows_read']} rows gave {len(stream.items)} samples without any "
+                    f"({counts['left_out']} rows were skipped); check data.supervise and the "
+                    "format of the rows"
                 )
 
     @cached_property
     def first_windows(self) -> list[SourceStream]:
-        """Each source at its first window that has a sample, as if it had one lane."""
+        """Each source at its first window with a sample, as if there was a single lane."""
         seed, window = self.position.seed, self.window
         streams = [
             SourceStream(source, i, self.shape, seed, window, first=window)
@@ -129,18 +148,28 @@ class StreamFeed(Feed):
             for s in self.first_windows
         ]
 
-    def _read(self, run: DataRank, count: int, size: int, each: int, workers: int) -> Batches:
-        at, rank, world = copy.copy(self.position), run.rank, run.world_size
-        lanes, window = self.lanes, self.window
-        mine = RankBatches(self.sources, self.shape, at, lanes, window, count, size, rank, world)
-        for read in run.loader(mine, workers=workers):
-            if _ERROR in read:
-                # A rank may be alone with what is wrong in its lanes: it must not wait for the
-                # others, which may be in a collective.
-                raise DataError(read[_ERROR])
-            if _PLACES in read:
-                self.position.after_step = json.loads(read[_PLACES])
-            yield read[_BATCH]
+    def _read(
+        self, run: DataRank, count: int, size: int, accumulation: int, workers: int
+    ) -> Batches:
+        batches = RankBatches(
+            self.sources,
+            self.shape,
+            copy.copy(self.position),
+            self.lanes,
+            self.window,
+            count,
+            size,
+            run.rank,
+            run.world_size,
+        )
+        for batch in run.loader(batches, workers=workers):
+            if _ERROR in batch:
+                # Only this rank may have an error in its lanes. It must not wait for the other
+                # ranks, which may be in a collective.
+                raise DataError(batch[_ERROR])
+            if _PLACES in batch:
+                self.position.after_step = json.loads(batch[_PLACES])
+            yield batch[_BATCH]
 
     def reading_lines(self) -> list[str]:
         lanes = self.position.stream or {}
@@ -151,11 +180,13 @@ class StreamFeed(Feed):
             passes = 0 if len(places) < self.lanes else passes
             counts = [place["read"] for place in places]
             names = ("rows_read", "left_out", "truncated", "cut_off")
-            read, out, truncated, cut = (sum(c.get(name, 0) for c in counts) for name in names)
+            read, skipped, truncated, cut_off = (
+                sum(count.get(name, 0) for count in counts) for name in names
+            )
             lines.append(
                 f"{source.name}: {read:,} rows read ({passes:,} "
-                f"{'pass' if passes == 1 else 'passes'} done), {out:,} left "
-                f"out, {truncated:,} truncated ({cut:,} tokens cut off)"
+                f"{'pass' if passes == 1 else 'passes'} done), {skipped:,} skipped, {truncated:,} "
+                f"truncated ({cut_off:,} tokens cut off)"
             )
             reasons, firsts = Counter[str](), dict[str, str]()
             for count in counts:
@@ -163,17 +194,17 @@ class StreamFeed(Feed):
                 firsts = count.get("first", {}) | firsts
             for reason, rows in reasons.items():
                 first = escape_text(" ".join(firsts[reason].split()), keep="")
-                lines.append(f"  left out {rows:,}: {reason} (the first: {first})")
+                lines.append(f"  skipped {rows:,}: {reason} (the first: {first})")
         return lines
 
 
 class MixedLane:
-    """The samples of a lane of several sources, mixed as in [Note: mixing] (`order/mixture.py`),
-    but that the end of a source is seen when it comes.
+    """The samples of a lane, mixed from several sources.
 
-    Lane l begins at turn l of the mixture, so that lanes next to each other draw of unlike sources,
-    and each of all: after any number of samples of the run a source is within as many samples of
-    its share as there are lanes.
+    Mixes like [Note: mixing] in `order/mixture.py`, but the end of a source is not known before it
+    is reached. Lane l begins at turn l of the mixture, so that neighbouring lanes draw from
+    different sources, and every lane draws from all. At any point of the run, a source is therefore
+    at most as many samples away from its share as there are lanes.
     """
 
     def __init__(self, streams: Sequence[SourceStream], lane: Lane) -> None:
@@ -182,19 +213,19 @@ class MixedLane:
         self.lane, self._turn, self._used_up = lane, lane.number, list[str]()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values; `read` of its sources may be ahead of it."""
+        """Return the place as JSON values; the `read` counts of its sources may be ahead of it."""
         sources = {name: stream.state_dict() for name, stream in self.streams.items()}
         used_up = {"used_up": list(self._used_up)} if self._used_up else {}
         return {"turn": self._turn, "sources": sources} | used_up
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a place that `state_dict` gave."""
+        """Continue at a place that `state_dict` returned."""
         self._turn, self._used_up = state["turn"], list(state.get("used_up", ()))
         for name, stream in self.streams.items():
             stream.load_state_dict(state["sources"][name])
 
     def next(self) -> StreamSample | None:
-        """Return the next sample; None when all sources are used up."""
+        """Return the next sample; None if all sources are used up."""
         names = list(self.streams)
         while active := [i for i, name in enumerate(names) if name not in self._used_up]:
             which, _ = source_at_turn(active, self.shares, np.array([self._turn]))
@@ -203,7 +234,7 @@ class MixedLane:
             if item is not None:
                 self._turn += 1
                 return item
-            # Those that remain share out what follows, from the beginning of a cycle.
+            # The other sources share the following turns, from the beginning of a cycle.
             self._used_up.append(name)
             self._turn = self.lane.number
         return None
@@ -211,50 +242,53 @@ class MixedLane:
 
 @dataclass(eq=False)
 class RankBatches(IterableDataset):
-    """The micro-batches of one rank: of each global batch every W-th sample, from its own on.
+    """The micro-batches of one rank: rank r of W has the samples r, r + W, ... of a global batch.
 
-    The last one of a step carries the places after it of the lanes that gave its samples, as JSON
-    under `places`. A DataError comes as a batch `{"error": text}`: a worker process would add its
-    own traceback.
+    Yields mappings with the `batch`. The last one of a step also has, under `places`, the places
+    after it of the lanes that its samples come from, as JSON. A DataError is yielded as `error`
+    with its message, because a worker process would add its own traceback.
     """
 
     sources: Sequence[StreamSource]
     shape: SampleShape
-    position: Position  # where it begins: a copy, since the run's moves on
+    position: Position
+    """Where to begin: a copy, because the position of the run moves on."""
     lanes: int
     window: int
     steps: int
+    """Number of steps to read."""
     per_device_batch: int
     rank: int
     world_size: int
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batch, size = self.position.global_batch, self.per_device_batch
-        mine = self._mine()
+        lanes = self._lanes_of_rank()
         for step in range(self.steps):
             first = self.position.samples_seen + step * batch
             try:
-                items = self._items(mine, range(first, first + batch))
+                items = self._read_samples(lanes, range(first, first + batch))
             except DataError as error:
                 yield {_ERROR: str(error)}
                 return
             for begin in range(0, len(items), size):
-                of = items[begin : begin + size]
-                samples = [self.shape.sample(item.pieces) for item in of]
-                made: dict[str, Any] = {_BATCH: self.shape.batch(samples)}
+                samples = [self.shape.sample(item.pieces) for item in items[begin : begin + size]]
+                content: dict[str, Any] = {_BATCH: self.shape.batch(samples)}
                 if begin + size >= len(items):
-                    gave = {p % self.lanes for p in range(first, first + min(batch, self.lanes))}
-                    places = {str(n): mine[n].state_dict() for n in sorted(gave & mine.keys())}
-                    made[_PLACES] = json.dumps(places)
-                yield made
+                    moved = {p % self.lanes for p in range(first, first + min(batch, self.lanes))}
+                    numbers = sorted(moved & lanes.keys())
+                    places = {str(number): lanes[number].state_dict() for number in numbers}
+                    content[_PLACES] = json.dumps(places)
+                yield content
 
-    def _mine(self) -> dict[int, MixedLane]:
-        """Return the lanes that this rank's samples come from, at their places. Where the ranks do
-        not divide the lanes, several ranks read the same ones, each whole.
+    def _lanes_of_rank(self) -> dict[int, MixedLane]:
+        """Create the lanes that this rank's samples come from, each at its place, by number.
+
+        If the ranks do not divide the lanes, several ranks read the same lanes completely.
         """
         step, seed = math.gcd(self.world_size, self.lanes), self.position.seed
         readers: list[dict[int, GroupReader]] = [{} for _ in self.sources]
-        found: dict[int, MixedLane] = {}
+        lanes: dict[int, MixedLane] = {}
         places = (self.position.stream or {}) | self.position.own
         for number in range(self.rank % step, self.lanes, step):
             lane = Lane(number, self.lanes, self.position.global_batch)
@@ -262,25 +296,30 @@ class RankBatches(IterableDataset):
                 SourceStream(source, i, self.shape, seed, self.window, lane, readers[i])
                 for i, source in enumerate(self.sources)
             ]
-            found[number] = MixedLane(streams, lane)
+            lanes[number] = MixedLane(streams, lane)
             if str(number) in places:
-                found[number].load_state_dict(places[str(number)])
-        return found
+                lanes[number].load_state_dict(places[str(number)])
+        return lanes
 
-    def _items(self, mine: dict[int, MixedLane], positions: range) -> list[StreamSample]:
-        """Return this rank's samples at the positions of a step; the end is a DataError."""
+    def _read_samples(self, lanes: dict[int, MixedLane], positions: range) -> list[StreamSample]:
+        """Read this rank's samples at the positions of a step.
+
+        Raises:
+            DataError: `max_repeats` ends the data.
+        """
         items = []
         for position in positions:
-            lane = mine.get(position % self.lanes)
+            lane = lanes.get(position % self.lanes)
             item = None if lane is None else lane.next()
             if item is not None and position % self.world_size == self.rank:
                 items.append(item)
             elif item is None and lane is not None:
-                done, size = position // len(positions), len(positions)
+                size = len(positions)
+                steps = position // size
                 names = ", ".join(source.name for source in self.sources)
                 raise DataError(
-                    f"the data ended after {done} steps of {size} samples: max_repeats allows no "
-                    f"more passes over {names}; set train.max_steps to {done}, raise max_repeats, "
-                    "or give more data"
+                    f"the data ended after {steps} steps of {size} samples: max_repeats allows no "
+                    f"more passes over {names}; set train.max_steps to {steps}, raise max_repeats, "
+                    "or add data"
                 )
         return items
