@@ -121,9 +121,9 @@ def lockstep(
         assert all(len(b["labels"]) == per_device for micro in step for b in micro)
         for feed in feeds:
             feed.position.advance()
-        own = [feed.position.own for feed in feeds]
+        own = [feed.position.local_places for feed in feeds]
         for feed in feeds:
-            feed.position.merge(own)  # as a save does
+            feed.position.merge_places(own)  # as a save does
         states = {json.dumps(feed.position.state_dict()) for feed in feeds}
         assert len(states) == 1
         yield [sample for turn in zip(*mine, strict=True) for sample in turn], states.pop()

@@ -308,7 +308,7 @@ def test_a_stream_that_ends_says_so():
             next(steps)
         assert str(caught.value) == (
             "the data ended after 8 steps of 4 samples: max_repeats allows no more passes over "
-            "source 0; set train.max_steps to 8, raise max_repeats, or give more data"
+            "source 0; set train.max_steps to 8, raise max_repeats, or add data"
         )
     with pytest.raises(DataError, match=r"set train.max_steps"):
         make().steps_for(1)
@@ -342,7 +342,7 @@ def test_the_first_rows_of_a_stream_say_what_a_step_holds():
     assert of.position.state_dict()["stream"] is None  # looking does not read
     for spans in ([], [(0, 1)]):
         with pytest.raises(
-            DataError, match="tokens to learn in the stream plain, its first 6 rows"
+            DataError, match="supervised tokens in the stream plain, but its first 6 rows"
         ):
             make(spans).check_enough(1)
 

@@ -168,7 +168,7 @@ def test_a_rank_reads_and_encodes_its_share_only(monkeypatch):
         files.append(file)
         return tables(rows, file, skipped)
 
-    monkeypatch.setattr(dealing, "_tables", noted)
+    monkeypatch.setattr(dealing, "_read_tables", noted)
     for shards, world, share, opened in (
         (1, 4, 4, 1), (1, 6, 2, 1), (16, 4, 4, 4), (16, 3, 1, 16),
     ):  # fmt: skip
@@ -333,7 +333,7 @@ def test_a_stream_goes_on_with_the_same_files_and_tokens_only(tmp_path):
     made("ab").position.load_state_dict(state)
 
 
-def test_files_in_parts_and_whole_weigh_alike(tmp_path):
+def test_files_in_parts_and_whole_weigh_order_by_length(tmp_path):
     """Parts of Parquet count their bytes unpacked, whole files those on the disk."""
     draw = np.random.default_rng(0)
     for name, count in (("a", 12_000), ("b", 1_000), ("c", 1_000)):
@@ -367,7 +367,7 @@ def test_padded_batches_hold_samples_of_like_lengths(monkeypatch):
         return 1 - sum(float(m.sum()) for m in masks) / sum(m.numel() for m in masks)
 
     alike = padding(4), padding(16)
-    monkeypatch.setattr(SourceStream, "_alike", lambda stream, samples: samples)
+    monkeypatch.setattr(SourceStream, "_order_by_length", lambda stream, samples: samples)
     drawn = padding(4), padding(16)
     assert all(a < 0.7 * d for a, d in zip(alike, drawn, strict=True)), (alike, drawn)
 

@@ -11,9 +11,8 @@ from sharded import COUNT, columns
 from torch.utils.data import DataLoader
 
 from toolkit.data.feed.prepared import PreparedFeed
-from toolkit.data.order import grouping
-from toolkit.data.order.grouping import ByLength
-from toolkit.data.order.mixture import SampleOrder
+from toolkit.data.order import mixture
+from toolkit.data.order.mixture import ByLength, SampleOrder
 from toolkit.data.samples.batch import IGNORED
 from toolkit.data.samples.packing import pack_best_fit
 from toolkit.data.samples.pieces import EncodedRows
@@ -195,7 +194,7 @@ def test_batches_of_like_length_hold_the_same_samples_with_little_padding():
 
 
 def test_a_pass_is_over_before_the_next_begins_however_batches_are_grouped(monkeypatch):
-    monkeypatch.setattr(grouping, "WINDOW", 5)
+    monkeypatch.setattr(mixture, "GROUPED_BATCHES", 5)
     for n, size in ((7, 4), (50, 4), (101, 8)):
         grouped = ByLength(SampleOrder(n, 0), np.arange(n) * 7 % 13, size, seed=0)
         read = grouped.indices(0, 4 * n // size * size)

@@ -213,7 +213,7 @@ def test_from_files_to_the_report(tokenizer, tmp_path, monkeypatch):
     made = encode_source(source, Encoder(tokenizer, cfg, len(tokenizer)))
     said = render_report(report(tokenizer, made), colour=False)
     for line in (
-        "a          5         2         3          0      57          18  31.6%",
+        "a          5        2         3          0      57          18  31.6%",
         "a: prompts and completions, in 'prompt' and 'completion'",
         "skipped   1 row: no supervised token within sequence_length (",
         f"skipped   1 row: empty completion ({tmp_path / 'a.jsonl'} line 5: expected text in",

@@ -200,7 +200,7 @@ def test_advice_on_the_number_of_processes_works(start) -> None:
         batch = ["--train.global_batch_size", total, "--train.per_device_train_batch_size", size]
         code, _, err = start("train", *batch, "--num_processes", "3")
         assert code == 1
-        said = r"start it on (\d+) process\(es\) with train.per_device_train_batch_size (\d+)"
+        said = r"use (\d+) process\(es\) with train.per_device_train_batch_size (\d+)"
         found = re.search(said, err)
         assert found, err
         assert found.groups() == fitting

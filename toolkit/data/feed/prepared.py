@@ -10,8 +10,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from toolkit.data.feed.feed import Batches, DataRank, Feed, build_samples, list_units
-from toolkit.data.order.grouping import WINDOW, ByLength
-from toolkit.data.order.mixture import Mixture, SampleOrder
+from toolkit.data.order.mixture import GROUPED_BATCHES, ByLength, Mixture, SampleOrder
 from toolkit.data.order.permutation import permute
 from toolkit.data.order.position import Position, train_batches
 from toolkit.data.samples.sample_shape import Samples, SampleShape
@@ -161,7 +160,7 @@ class PreparedFeed(Feed):
             For each source the numbers of its samples, each once and ascending; int64.
         """
         size, order = self.position.global_batch, self._sample_order()
-        stop, block = max_steps * size, _WINDOWS * WINDOW * size
+        stop, block = max_steps * size, _WINDOWS * GROUPED_BATCHES * size
         is_read = np.zeros(len(self), bool)
         for start in range(self.position.samples_seen, stop, block):
             is_read[order.indices(start, min(block, stop - start))] = True

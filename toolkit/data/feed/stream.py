@@ -251,8 +251,8 @@ class SourceStream:
             if after.empty_passes == self.lane.of:
                 raise DataError(
                     f"expected samples in {self.source.name}, got none from {after.rows_read} rows "
-                    f"({after.left_out} were skipped); check data.on_bad_row, data.too_long and the "
-                    "format of the rows"
+                    f"({after.left_out} were skipped); check data.on_bad_row, data.too_long and "
+                    "the format of the rows"
                 )
         self._next = after
 

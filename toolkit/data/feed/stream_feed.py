@@ -289,7 +289,7 @@ class RankBatches(IterableDataset):
         step, seed = math.gcd(self.world_size, self.lanes), self.position.seed
         readers: list[dict[int, GroupReader]] = [{} for _ in self.sources]
         lanes: dict[int, MixedLane] = {}
-        places = (self.position.stream or {}) | self.position.own
+        places = (self.position.stream or {}) | self.position.local_places
         for number in range(self.rank % step, self.lanes, step):
             lane = Lane(number, self.lanes, self.position.global_batch)
             streams = [

@@ -1,55 +1,82 @@
-"""Which sample is read at which position: in one order, or from several sources by their weights.
+"""The order of samples: shuffled epochs of one source, or several sources mixed by weight.
 
 [Note: sample order]
-Training reads one endless sequence of positions 0, 1, 2, ... Position p is sample
-`permute(p % n, n, seed, p // n)`: epoch after epoch, each in an order of its own, and a batch may
-reach across the border of two. Nothing in it knows the number of ranks, and nothing is remembered
-but p, so that a run continues exactly, on any number of ranks, without reading what it has seen.
+Training reads an endless sequence of positions 0, 1, 2, ... Position p is the sample
+`permute(p % n, n, seed, p // n)`: epoch after epoch, each in a different order. A batch may contain
+samples of two epochs. The order does not depend on the number of ranks, and p is the only state, so
+that a run resumes exactly, on any number of ranks, without reading earlier samples again.
 
 [Note: mixing]
-The sources are the leaves of a binary tree. Of the first q samples that a node gives, its left side
-gives floor(q * a / (a + b)), where a and b are the weights of its sides, and the right side the
-rest. So which sample is read at position p follows from p by one division for each level of the
-tree: nothing is drawn at random, nothing is remembered. At any p, not only in the long run, a
-source's count is within 2 (or, with many sources of very unlike weights, a few) of its share.
+The sources are the leaves of a binary tree. Among the first q samples of a node, its left side has
+floor(q * a / (a + b)), where a and b are the weights of its sides, and the right side has the
+others. So the sample at position p follows from p by one division for each level of the tree;
+nothing is random, and nothing is stored. At any position, the count of a source is at most 2 away
+from its share (a few, with many sources of very different weights).
 
-A source that may not be read again is used up at a position that is known beforehand: there a new
-phase begins, with a tree of those that remain.
+A source that may not be read again is used up at a position that is known in advance. There a new
+phase begins, with a tree of the other sources.
+
+[Note: grouping by length]
+To waste little of a padded batch on padding, samples of similar length share a batch. The order of
+samples is cut into windows of some global batches. In a window, the samples are sorted by length
+and cut into global batches again, which are then read in a shuffled order. The samples of batch k
+depend only on (seed, global batch, k), so a run can resume inside a window, on any number of ranks.
+
+The next pass of a sample must not come before the sample itself. So only batches in which no pass
+of a source ends are regrouped, and only with others of the same passes. Other batches stay as they
+are.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from toolkit.data.order.permutation import derived_seed, permute
 
-_SHARES = 1 << 26  # weights become whole parts of about this many: exact division in 64 bits
-_FAR = 1 << 36  # positions beyond this would not be exact; more samples than anyone reads
+GROUPED_BATCHES = 50
+"""Number of global batches whose samples are sorted by length together."""
+# Weights become integers with about this sum, so that divisions are exact in 64 bits.
+_SHARES = 1 << 26
+# Positions beyond this would not be exact. Nobody reads as many samples.
+_FAR = 1 << 36
 
 
 class DrawnSamples(NamedTuple):
-    """What is read at some positions: int64 arrays."""
+    """The samples at some positions, and where they come from; int64 arrays."""
 
     samples: np.ndarray
-    sources: np.ndarray  # which of those that are mixed each is of
-    passes: np.ndarray  # how many times that source was read through before
+    sources: np.ndarray
+    """Number of the source of each sample."""
+    passes: np.ndarray
+    """Number of complete passes over that source before each sample."""
 
 
 class _Phase(NamedTuple):
-    start: int  # position at which it begins
-    drawn: tuple[int, ...]  # samples that each source has given before it
-    active: tuple[int, ...]  # the sources that still give
+    """Positions at which the same sources are mixed."""
+
+    start: int
+    """The first position."""
+    drawn: tuple[int, ...]
+    """Number of samples of each source before that position."""
+    active: tuple[int, ...]
+    """Sources that are not used up."""
 
 
 class Mixture:
     """The sequence of samples of several sources, mixed by weight. See [Note: mixing].
 
-    Samples are numbered through: sample i of source s is `sizes[0] + ... + sizes[s - 1] + i`.
-    `weights` above 0 say how many samples each gives, relative to the others; `max_repeats` how
-    many passes, also a fraction of one, at most (None: no limit).
+    Samples are numbered over all sources: sample i of source s has the number
+    `sizes[0] + ... + sizes[s - 1] + i`.
+
+    Args:
+        sizes: number of samples of each source.
+        weights: number of samples that each source contributes, relative to the others; above 0.
+        seed: seed of the order within the sources.
+        max_repeats: maximum number of passes over each source, also fractions; None: no limit.
     """
 
     def __init__(
@@ -69,11 +96,13 @@ class Mixture:
         }
         self._firsts = np.cumsum(self.sizes) - self.sizes
         self._phases: list[_Phase] = []
-        self.total = self._plan()  # positions there are; None: no end
+        # Number of positions; None if the sequence has no end.
+        self.total = self._plan()
 
     def draws(self, start: int, count: int) -> DrawnSamples:
-        """Return what is read at the positions from `start` up to before `start + count`, which
-        `total` bounds.
+        """Return the samples at `count` positions from `start` on, with their sources and passes.
+
+        The last position must be before `total`.
         """
         stop = start + count
         assert self.total is None or stop <= self.total
@@ -88,22 +117,22 @@ class Mixture:
         samples = np.empty_like(positions)
         for source, epoch in set(zip(sources.tolist(), passes.tolist(), strict=True)):
             mask = (sources == source) & (passes == epoch)
-            found = permute(at[mask], self.sizes[source], self.seeds[source], epoch)
-            samples[mask] = found + self._firsts[source]
+            numbers = permute(at[mask], self.sizes[source], self.seeds[source], epoch)
+            samples[mask] = numbers + self._firsts[source]
         return DrawnSamples(samples, sources, passes)
 
     def indices(self, start: int, count: int) -> np.ndarray:
-        """Return the samples of `draws`; int64."""
+        """Return the samples at `count` positions from `start` on; int64."""
         return self.draws(start, count).samples
 
     def counts(self, position: int) -> list[int]:
-        """Return how many samples of each source are among the first `position`."""
+        """Count the samples of each source before a position."""
         phase = next(p for p in reversed(self._phases) if p.start <= position)
         here = samples_per_source(phase.active, self.shares, position - phase.start)
         return [drawn + here.get(source, 0) for source, drawn in enumerate(phase.drawn)]
 
     def _plan(self) -> int | None:
-        """Find the phases; return where the last one ends."""
+        """Compute the phases; return the position at which the last one ends, or None."""
         start, drawn = 0, [0] * len(self.sizes)
         active = tuple(range(len(self.sizes)))
         while active:
@@ -116,22 +145,78 @@ class Mixture:
         return start
 
     def _used_up(self, source: int) -> int:
-        """Return the first position before which `source`, of the last phase, gave its limit."""
+        """Find the first position before which `source` reaches its limit in the last phase."""
         begin, limit = self._phases[-1].start, self._limits[source]
         return bisect_left(range(_FAR), limit, lo=begin, key=lambda p: self.counts(p)[source])
 
 
 class SampleOrder(Mixture):
-    """The endless sequence of `n` samples that are read in one order. See [Note: sample order]."""
+    """The endless sequence of the shuffled epochs of `n` samples. See [Note: sample order]."""
 
     def __init__(self, n: int, seed: int) -> None:
         super().__init__([n], [1], seed)
         self.seeds = [seed]
 
 
+class ByLength:
+    """An order of samples, regrouped by length. See [Note: grouping by length].
+
+    Args:
+        order: the order of samples.
+        lengths: number of tokens of each sample.
+        global_batch: number of samples in a step.
+        seed: seed of the order of batches within a window.
+    """
+
+    def __init__(self, order: Mixture, lengths: np.ndarray, global_batch: int, seed: int) -> None:
+        self.order, self.lengths, self.seed = order, lengths, derived_seed(seed, "lengths")
+        self.global_batch = global_batch
+        self.window_size = GROUPED_BATCHES * global_batch
+        # A window is read in parts, one step at a time.
+        self._window = lru_cache(maxsize=1)(self._regroup_window)
+
+    def indices(self, start: int, count: int) -> np.ndarray:
+        """Return the samples at `count` positions from `start` on; int64."""
+        first, at = divmod(start, self.window_size)
+        last = -(-(start + count) // self.window_size)
+        windows = [self._window(number) for number in range(first, last)]
+        return np.concatenate([np.zeros(0, np.int64), *windows])[at : at + count]
+
+    def _regroup_window(self, number: int) -> np.ndarray:
+        """Order the samples of a window; samples that fill no complete batch stay at its end."""
+        start, stop = number * self.window_size, (number + 1) * self.window_size
+        stop = stop if self.order.total is None else min(stop, self.order.total)
+        draws = self.order.draws(start, stop - start)
+        lengths, size = self.lengths[draws.samples], self.global_batch
+        places = np.arange(len(lengths))
+        for first, last in _runs(draws, size):
+            here = slice(first * size, last * size)
+            by_length = places[here][np.argsort(lengths[here], kind="stable")]
+            order = permute(np.arange(last - first), last - first, self.seed, start + first)
+            places[here] = by_length.reshape(-1, size)[order].reshape(-1)
+        return draws.samples[places]
+
+
+def _runs(draws: DrawnSamples, global_batch: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of batches in which the samples of each source belong to one pass."""
+    began, passes = 0, dict[int, int]()
+    batches = len(draws.samples) // global_batch
+    for batch in range(batches):
+        here = slice(batch * global_batch, (batch + 1) * global_batch)
+        pairs = set(zip(draws.sources[here].tolist(), draws.passes[here].tolist(), strict=True))
+        has_one_pass = len(pairs) == len({source for source, _ in pairs})
+        if not has_one_pass or any(passes.get(source, epoch) != epoch for source, epoch in pairs):
+            if batch > began:
+                yield began, batch
+            began, passes = (batch if has_one_pass else batch + 1), {}
+        passes |= dict(pairs) if has_one_pass else {}
+    if batches > began:
+        yield began, batches
+
+
 def integer_shares(weights: Sequence[float]) -> list[int]:
-    """Return the weights as integers above 0 in (almost) the same proportion."""
-    # Where the weights are sizes, as many samples as there are hold each exactly once.
+    """Convert weights to integers above 0 in (almost) the same proportion."""
+    # If the weights are the sizes of the sources, a pass has each sample exactly once.
     if all(w == int(w) for w in weights) and sum(weights) <= _SHARES:
         return [int(w) for w in weights]
     total = math.fsum(weights)
@@ -139,23 +224,38 @@ def integer_shares(weights: Sequence[float]) -> list[int]:
 
 
 def samples_per_source(active: Sequence[int], shares: Sequence[int], turns: Any) -> dict[int, Any]:
-    """Return how many of the first `turns` (an integer or an array) each of `active` gives."""
+    """Count the samples of each source among the first turns of a mixture.
+
+    Args:
+        active: the sources that are mixed.
+        shares: integer weights of all sources.
+        turns: number of turns, an integer or an array.
+
+    Returns:
+        Source -> number of its samples, of the type of `turns`.
+    """
     if len(active) == 1:
         return {active[0]: turns}
-    left, right = active[: len(active) // 2], active[len(active) // 2 :]
-    part, whole = sum(shares[s] for s in left), sum(shares[s] for s in active)
-    of_left = turns * part // whole
-    return samples_per_source(left, shares, of_left) | samples_per_source(
-        right, shares, turns - of_left
-    )
+    first_half, second_half = active[: len(active) // 2], active[len(active) // 2 :]
+    weight = sum(shares[source] for source in first_half)
+    total_weight = sum(shares[source] for source in active)
+    turns_of_first = turns * weight // total_weight
+    counts = samples_per_source(first_half, shares, turns_of_first)
+    return counts | samples_per_source(second_half, shares, turns - turns_of_first)
 
 
 def source_at_turn(
     active: Sequence[int], shares: Sequence[int], turns: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source that is read at each of `turns`, and how many samples it gave before.
+    """Find the source that is read at each turn of a mixture.
 
-    `turns` are positions in the mixture of the `active` sources, int64; `shares` those of all.
+    Args:
+        active: the sources that are mixed.
+        shares: integer weights of all sources.
+        turns: positions in the mixture; int64.
+
+    Returns:
+        The source at each turn, and the number of its samples before; int64.
     """
     before, after = (
         np.array(list(samples_per_source(active, shares, n).values())) for n in (turns, turns + 1)

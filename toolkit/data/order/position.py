@@ -1,4 +1,4 @@
-"""Global batches dealt out to ranks, and how far a run has come."""
+"""The position of a run in its data, and the division of global batches among ranks."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from toolkit import ranks
-from toolkit.data.order.grouping import ByLength
-from toolkit.data.order.mixture import Mixture
+from toolkit.data.order.mixture import ByLength, Mixture
 from toolkit.data.samples.sample_shape import FILLER
 from toolkit.errors import DataError
 
@@ -21,14 +20,24 @@ def train_batches(
     rank: int,
     world_size: int,
 ) -> Iterator[list[int]]:
-    """Yield the samples of one rank's micro-batches of `batch_size`, from the position `start` on.
+    """Yield the samples of each micro-batch of one rank.
 
-    The global batch of a step is the next B positions of the order, whatever the number W of ranks
-    and the accumulation are: rank r has `positions[r::W]`, cut into its micro-batches. With B = 4,
-    two ranks and micro-batches of 1 rank 0 reads [0] then [2] and rank 1 [1] then [3]; one rank
-    with micro-batches of 2 reads [0 1] then [2 3].
+    The global batch of a step is the next B positions of the order, for any number W of ranks and
+    any accumulation. Rank r has `positions[r::W]`, cut into micro-batches. For example, with B = 4,
+    two ranks and micro-batches of 1, rank 0 reads [0] then [2], and rank 1 reads [1] then [3]. One
+    rank with micro-batches of 2 reads [0 1] then [2 3].
+
+    Args:
+        order: the order of samples.
+        start: position of the first sample.
+        steps: number of steps.
+        batch_size: number of samples in a micro-batch.
+        accumulation: number of micro-batches of a rank in a step.
+        rank: the rank.
+        world_size: number of ranks that read different samples.
     """
-    size = batch_size * accumulation * world_size  # B
+    # The global batch B.
+    size = batch_size * accumulation * world_size
     for first in range(start, start + steps * size, size):
         mine = order.indices(first, size)[rank::world_size]
         yield from mine.reshape(-1, batch_size).tolist()
@@ -37,10 +46,10 @@ def train_batches(
 def eval_batches(
     samples: Sequence[int] | np.ndarray, batch_size: int, rank: int, world_size: int
 ) -> list[list[int]]:
-    """Return one rank's batches of `samples`: all ranks together read each once, in order.
+    """Divide samples into batches, and return those of one rank.
 
-    Every rank gets the same number of full batches: what is missing in the last round is filled
-    with `FILLER`, whose labels the loss leaves out.
+    All ranks together read each sample once, in order. Every rank gets the same number of full
+    batches: the last ones are completed with `FILLER`, which the loss does not cover.
     """
     rounds = -(-len(samples) // (batch_size * world_size))
     filled = np.full(rounds * world_size * batch_size, FILLER)
@@ -49,11 +58,14 @@ def eval_batches(
 
 
 class Position:
-    """How far the run has read: the state of the data in a checkpoint.
+    """How far a run has read its data; part of every checkpoint.
 
-    `n_samples` there are to train on (None of streams, which count their rows instead). `reading`
-    is what else the samples depend on, as JSON values under names that a user understands; a
-    checkpoint of another is refused.
+    Args:
+        n_samples: number of samples to train on; None for streams, which count their rows.
+        seed: seed of the sample order.
+        global_batch: number of samples in a step.
+        reading: what else the samples depend on, as JSON values by descriptions for messages. A
+            checkpoint with other values is refused.
     """
 
     def __init__(
@@ -65,27 +77,34 @@ class Position:
     ) -> None:
         self.n_samples, self.seed, self.global_batch = n_samples, seed, global_batch
         self.reading, self.samples_seen = reading or {}, 0
-        # Of streams, by lane (its number as text): the places (`MixedLane.state_dict`) that all
-        # ranks know; those of this rank's lanes after the last step that is done, where they are
-        # newer; and those after the step that was read last, of the lanes that it moved.
+        # The places of a stream's lanes (`MixedLane.state_dict`), by the number of the lane as
+        # text. `stream` is known to all ranks. `local_places` are newer places of this rank's
+        # lanes, after the last step that is done. `after_step` are those of the lanes that the
+        # step read last has moved.
         self.stream: dict[str, Any] | None = None
-        self.own: dict[str, Any] = {}
+        self.local_places: dict[str, Any] = {}
         self.after_step: dict[str, Any] | None = None
 
     def advance(self) -> None:
-        """Count the step that was read last as done; of a stream one must have been read."""
+        """Count the step that was read last as done.
+
+        Raises:
+            DataError: no step was read from a stream.
+        """
         if self.n_samples is None:
             if self.after_step is None:
                 raise DataError("expected a step that was read from the stream, to count as done")
-            self.own, self.after_step = self.own | self.after_step, None
+            self.local_places |= self.after_step
+            self.after_step = None
         self.samples_seen += self.global_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values, the same on every rank. Collective for streams, of
-        which each rank knows the places of its own lanes.
+        """Return the position as JSON values, the same on every rank.
+
+        Collective for streams, because each rank knows only the places of its own lanes.
         """
         if self.n_samples is None and self.samples_seen:
-            self.merge(ranks.gather(self.own))
+            self.merge_places(ranks.gather(self.local_places))
         return self._state()
 
     def _state(self) -> dict[str, Any]:
@@ -99,24 +118,27 @@ class Position:
             return state | {"reading": self.reading, "stream": self.stream}
         return state | {"n_samples": self.n_samples, "reading": self.reading}
 
-    def merge(self, own: Sequence[dict[str, Any]]) -> None:
-        """Take in the places of the lanes of all ranks, `own` of each."""
-        known = self.stream or {}
-        for places in own:
-            known = known | places
-        self.stream = dict(sorted(known.items(), key=lambda place: int(place[0]))) or None
-        self.own = {}
+    def merge_places(self, of_ranks: Sequence[dict[str, Any]]) -> None:
+        """Update the places of all lanes with the local places of each rank."""
+        merged = self.stream or {}
+        for places in of_ranks:
+            merged = merged | places
+        self.stream = dict(sorted(merged.items(), key=lambda place: int(place[0]))) or None
+        self.local_places = {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`: its position and its global batch; one of other data or another
-        order is a DataError.
+        """Continue from the position and with the global batch of `state`.
+
+        Raises:
+            DataError: the position belongs to other data or another order; the message names the
+                difference.
         """
         here = self._state()
         if ("stream" in state) != ("stream" in here):
             kinds = ("data that were prepared before the run", "streams (data.streaming)")
             raise DataError(
                 f"the checkpoint's position is one in {kinds['stream' in state]}, this run reads "
-                f"{kinds['stream' in here]}; give the same, or start anew in another output_dir"
+                f"{kinds['stream' in here]}; use the same setting, or start in another output_dir"
             )
         saved, now = (
             s["reading"]
@@ -125,28 +147,32 @@ class Position:
         )
         for name in saved | now:
             if saved.get(name) != now.get(name):
-                said = ["nothing" if d.get(name) is None else d[name] for d in (saved, now)]
+                before, after = (
+                    "nothing" if facts.get(name) is None else facts[name] for facts in (saved, now)
+                )
                 raise DataError(
-                    f"the checkpoint's position in the data counts on {name} {said[0]}, this run "
-                    f"has {said[1]}; give the same data and settings, or start anew in another "
-                    "output_dir"
+                    f"the checkpoint's position in the data counts on {name} {before}, this run "
+                    f"has {after}; use the same data and settings, or start in another output_dir"
                 )
         self.samples_seen, self.global_batch = state["samples_seen"], state["global_batch"]
-        self.stream, self.own, self.after_step = state.get("stream"), {}, None
+        self.stream = state.get("stream")
+        self.local_places = {}
+        self.after_step = None
 
 
 def accumulation_for(global_batch: int, per_device_batch: int, world_size: int) -> int:
-    """Return the micro-batches per step and rank that make up `global_batch`.
+    """Compute the number of micro-batches of a rank in a step.
 
-    One that does not divide is a DataError that names numbers that would.
+    Raises:
+        DataError: the global batch does not divide; the message gives numbers that would fit.
     """
-    accumulation, rest = divmod(global_batch, per_device_batch * world_size)
-    if accumulation and not rest:
+    accumulation, remainder = divmod(global_batch, per_device_batch * world_size)
+    if accumulation and not remainder:
         return accumulation
     fitting = max(n for n in range(1, min(world_size, global_batch) + 1) if not global_batch % n)
     size = max(n for n in range(1, per_device_batch + 1) if not global_batch // fitting % n)
     raise DataError(
         f"the global batch of {global_batch} samples does not divide into micro-batches of "
-        f"{per_device_batch} (train.per_device_train_batch_size) on {world_size} processes; start "
-        f"it on {fitting} process(es) with train.per_device_train_batch_size {size}"
+        f"{per_device_batch} (train.per_device_train_batch_size) on {world_size} processes; use "
+        f"{fitting} process(es) with train.per_device_train_batch_size {size}"
     )
