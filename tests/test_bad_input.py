@@ -93,7 +93,7 @@ def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
     did: list[str] = []
     for module, name in (
         (tokenizer, "train_tokenizer"),
-        (prepare, "encode"),
+        (prepare, "encode_source"),
         (loading, "_stream"),
         (materialisation, "_fill"),
         (checkpoint, "save"),
@@ -197,7 +197,7 @@ def test_the_settings_of_these_tests_are_good(start, tmp_path) -> None:
     """The control: what the cases below spoil one by one runs as it is."""
     done = start()
     assert done.code == 0, done.err
-    assert done.did == ["encode", "_stream", "save"]
+    assert done.did == ["encode_source", "_stream", "save"]
     assert (tmp_path / "run/checkpoints/step-00000001/COMMIT").is_file()
 
 
@@ -478,7 +478,7 @@ def test_random_weights_need_no_weights(start, model, tmp_path) -> None:
     before = hashes(model)
     done = start("--model.name_or_path", str(model), "--model.init", "random")
     assert done.code == 0, done.err
-    assert done.did == ["encode", "_fill", "save"]
+    assert done.did == ["encode_source", "_fill", "save"]
     assert hashes(model) == before
 
 
@@ -549,7 +549,7 @@ def test_data_that_is_empty(start, tmp_path) -> None:
     done = start("--data.train_files", str(tmp_path / "empty.txt"))
     refused(done, "data.train_files", "empty.txt", "expected text or rows, but every file is empty")
     done = start(*rows(tmp_path / "empty.jsonl", {"text": ""}, {"text": ""}))
-    refused(done, "expected text, but all 2 rows are empty", did=("encode",))
+    refused(done, "expected text, but all 2 rows are empty", did=("encode_source",))
     (tmp_path / "none.jsonl").write_text("")
     done = start("--data.train_files", str(tmp_path / "none.jsonl"))
     refused(done, "none.jsonl", "every file is empty")
@@ -563,10 +563,10 @@ def test_data_that_is_damaged(start, tmp_path) -> None:
     done = start(*rows(tmp_path / "chat.jsonl", {"messages": turns}))
     refused(done, "got 'messages'", "conversations", "recipes/finetune.py")
     done = start(*rows(tmp_path / "b.jsonl", {"text": 3}))
-    refused(done, "b.jsonl line 1: expected text in 'text', got int 3", did=("encode",))
+    refused(done, "b.jsonl line 1: expected text in 'text', got int 3", did=("encode_source",))
     (tmp_path / "c.jsonl").write_text('{"text": "a"}\n{"text": ')
     done = start("--data.train_files", str(tmp_path / "c.jsonl"))
-    refused(done, "c.jsonl line 2: expected JSON", "Repair or remove it", did=("encode",))
+    refused(done, "c.jsonl line 2: expected JSON", "Repair or remove it", did=("encode_source",))
     (tmp_path / "d.txt").write_bytes(b"caf\xe9")
     done = start("--data.train_files", str(tmp_path / "d.txt"))
     refused(done, "d.txt is not UTF-8 text: byte 0xe9 at offset 3", "iconv")
@@ -577,7 +577,7 @@ def test_data_too_short_for_a_sample(start, tmp_path) -> None:
     (tmp_path / "short.txt").write_text("twenty characters...")
     done = start("--data.train_files", str(tmp_path / "short.txt"))
     said = ["at least one sample of 32 tokens", "hold 21", "data.sequence_length to at most 21"]
-    refused(done, *said, did=("encode",))
+    refused(done, *said, did=("encode_source",))
     assert not (tmp_path / "run").exists()
 
 
@@ -620,7 +620,7 @@ def test_a_token_id_outside_the_vocabulary(start, tmp_path, bad) -> None:
         f"got {bad}",
         "model.resize_embeddings",
     ]
-    refused(done, *said, did=("encode",))
+    refused(done, *said, did=("encode_source",))
     assert not (tmp_path / "run").exists()
 
 
@@ -744,14 +744,14 @@ def test_a_resume_with_a_changed_architecture(start, finished, change, said) -> 
         assert hashes(finished) == before
     finally:
         file.write_bytes(plain)
-    refused(done, "of another architecture", said, "another output_dir", did=("encode",))
+    refused(done, "of another architecture", said, "another output_dir", did=("encode_source",))
 
 
 def test_a_resume_with_a_global_batch_that_does_not_divide(start, finished) -> None:
     before = hashes(finished)
     done = start(*again(finished), "--train.per_device_train_batch_size", "2")
     said = ["global batch of 3", "micro-batches of 2", "with train.per_device_train_batch_size 1"]
-    refused(done, *said, did=("encode",))
+    refused(done, *said, did=("encode_source",))
     assert hashes(finished) == before
 
 
@@ -772,7 +772,9 @@ def test_a_resume_with_other_data_under_the_same_name(start, finished) -> None:
         assert hashes(finished) == before
     finally:
         text.write_text(plain)
-    refused(done, "the samples of the data 1875, this run has 625", "same data", did=("encode",))
+    refused(
+        done, "the samples of the data 1875, this run has 625", "same data", did=("encode_source",)
+    )
 
 
 def test_the_finished_run_goes_on_where_nothing_is_wrong(start, finished) -> None:

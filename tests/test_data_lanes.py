@@ -162,7 +162,7 @@ def test_the_samples_of_a_lane_are_its_rows_once_a_pass():
 
 def test_a_rank_reads_and_encodes_its_share_only(monkeypatch):
     files: list[int] = []
-    tables = dealing._tables
+    tables = dealing._read_tables
 
     def noted(rows, file, skipped):
         files.append(file)
@@ -333,7 +333,7 @@ def test_a_stream_goes_on_with_the_same_files_and_tokens_only(tmp_path):
     made("ab").position.load_state_dict(state)
 
 
-def test_files_in_parts_and_whole_weigh_order_by_length(tmp_path):
+def test_files_in_parts_and_whole_weigh_alike(tmp_path):
     """Parts of Parquet count their bytes unpacked, whole files those on the disk."""
     draw = np.random.default_rng(0)
     for name, count in (("a", 12_000), ("b", 1_000), ("c", 1_000)):
