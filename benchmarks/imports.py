@@ -24,12 +24,12 @@ COMMANDS = {
     # Title: arguments, with {run} for an empty folder, and the function at which the clock stops.
     "--help": (["--help"], None),
     "train CONFIG": (["train", CONFIG, "--output_dir", "{run}/new"], "toolkit.recipes:_launch"),
-    "verify RUN": (["verify", "{run}"], "toolkit.verify.reports:verify_checkpoint"),
+    "verify RUN": (["verify", "{run}"], "toolkit.verify.verification:verify_checkpoint"),
     "report RUN": (["report", "{run}"], "toolkit.report.writing:read_runs"),
     "inspect RUN": (["inspect", "{run}"], "toolkit.checkpoint.summary:summarise"),
     "verify RUN EXPORT": (
         ["verify", "{run}", "{run}"],
-        "toolkit.verify.export_folder:check_export",
+        "toolkit.verify.export:run_checks",
     ),
     "consolidate RUN": (
         ["consolidate", "{run}", "--output", "{run}/out"],

@@ -29,7 +29,7 @@ def call(asked: dict) -> dict:
     # Read from HF_HUB_DISABLE_XET when the client was imported.
     constants.HF_HUB_DISABLE_XET = not asked.get("xet", False)
     if asked["call"] in ("push", "check_access"):
-        hub._WAITS = (0.001,) * (options.pop("tries", 4) - 1)
+        hub._RETRY_SECONDS = (0.001,) * (options.pop("tries", 4) - 1)
         options["say"] = said.append
     out, err = io.StringIO(), io.StringIO()
     result, error, trace = None, None, ""

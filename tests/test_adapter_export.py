@@ -355,7 +355,7 @@ def test_other_dtypes_and_files(trained, tmp_path: Path) -> None:
     change(tmp_path / "half", lambda t: t.update({TRAINED: t[TRAINED].float()}))
     report = verify_export(None, tmp_path / "half")
     assert [f[1:] for f in report.findings] == [
-        (TRAINED, "is float32, the export was asked for bfloat16")
+        (TRAINED, "is float32, the export was requested in bfloat16")
     ]
     consolidate(
         folder / "run", tmp_path / "full", dtype="float32", max_shard_size="30KB", merge=True
@@ -462,7 +462,7 @@ def test_an_adapter_without_a_part_or_with_another_config(
     assert verify_export(None, folder).ok  # another scale is an adapter, too
     report = verify_export(trained[0] / "rslora/run", folder)
     assert [f[0] for f in report.findings] == ["adapter_config.json"]
-    assert "lora_alpha is 7, with the checkpoint 32" in report.findings[0][2]
+    assert "lora_alpha is 7, in the checkpoint 32" in report.findings[0][2]
     report = verify_export(trained[0] / "rslora/run", folder, logits=True)
     assert any("logits differ from the checkpoint's" in f[2] for f in report.findings)
 

@@ -251,7 +251,7 @@ def test_inspect_takes_settings_as_flags(tmp_path, tiny_llama, text_file, capsys
     assert main(["inspect", "--plan", str(file), "--model.name", "x"]) == 2
     assert "unknown setting 'model.name'" in capsys.readouterr().err
     assert main(["inspect", "run", "--seed", "2"]) == 2
-    assert "--seed goes with --plan CONFIG or --data CONFIG" in capsys.readouterr().err
+    assert "--seed needs --plan CONFIG or --data CONFIG" in capsys.readouterr().err
 
 
 def test_the_folder_with_the_nearest_name_is_suggested_first(tmp_path, monkeypatch, capsys) -> None:

@@ -451,11 +451,11 @@ def test_a_wrong_type_is_named_with_the_right_one(refusal, text, said) -> None:
         ("seed: 1", "model.name_or_path is required; set it in the file of --config, or with"),
         (
             MODEL + "optim: {weight_decay: 1}\noptim: {learning_rate: 1}",
-            "'optim' stands twice in one mapping, in lines 2 and 3",
+            "'optim' occurs twice in one mapping, in lines 2 and 3",
         ),
         (
             MODEL + "train:\n  max_steps: 1\n  max_steps: 2",
-            "'max_steps' stands twice in one mapping, in lines 3 and 4",
+            "'max_steps' occurs twice in one mapping, in lines 3 and 4",
         ),
     ],
 )

@@ -330,7 +330,7 @@ def test_the_command_writes_a_file_once_and_notes_to_stderr(name, recipe, tmp_pa
     assert done.stdout.splitlines() == [str(target), "False"]
     assert done.stderr.startswith("note: ")
     assert done.stderr.splitlines()[-2:] == [
-        f"next: toolkit inspect --data {target}   (what is learned of the data)",
+        f"next: toolkit inspect --data {target}   (which tokens of the data are supervised)",
         f"then: toolkit {recipe} {target} --accelerate_config one_node",
     ]
     cfg = load(PreferConfig if recipe == "prefer" else FinetuneConfig, target)

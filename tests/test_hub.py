@@ -328,7 +328,7 @@ def test_dry_run(hub, push, export):
     assert not hub.seen
     hub.faults = every("before", 0, float("inf"))
     seen = push("preview", export, NAME)["result"]
-    assert "was not read" in seen["notes"][0]
+    assert "could not be read" in seen["notes"][0]
     assert set(seen["send"]) == set(contents(export)) | {"README.md"}
 
 
@@ -601,7 +601,7 @@ def test_what_the_server_lists_is_compared(hub, push, export):
         setattr(hub, "lists_wrong_sha", True) if "/commit/" in path else None
     )
     done = push("push", export, NAME)
-    assert "lists other content" in done["error"][1]
+    assert "lists different content" in done["error"][1]
 
 
 def test_gitignore_of_the_repository_leaves_nothing_out(hub, push, export):

@@ -91,7 +91,7 @@ def test_imports_go_down() -> None:
     [
         ("config/settings.py", "from toolkit.training import launch"),
         ("formats/bit_sums.py", "import toolkit.models"),
-        ("verify/reports.py", "from toolkit.export import consolidate"),
+        ("verify/verification.py", "from toolkit.export import consolidate"),
         ("errors.py", "import torch"),
         ("hub/upload.py", "import accelerate"),
     ],

@@ -276,7 +276,7 @@ def test_what_is_left_out_is_not_declared(
     names = load_file(tmp_path / "hf" / FILE).keys()
     assert not any("layers.3." in name for name in names)
     report = verify_export(run_dir, tmp_path / "hf")
-    assert any("left out, as asked: 29 tensors" in note for note in report.notes)
+    assert any("omitted on request: 29 tensors" in note for note in report.notes)
 
 
 def test_a_tensor_that_nothing_explains_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfi
 from toolkit.export import consolidate
 from toolkit.loading import load_pretrained
 from toolkit.models import causal_lm
-from toolkit.verify import export as verify_export_module
+from toolkit.verify import full_model
 from toolkit.verify import verify_export
 
 CODE = """
@@ -130,7 +130,7 @@ def test_buffers_that_transformers_leaves_as_they_come_do_not_count(tmp_path, mo
     load_pretrained(model, made, "cpu")
     checkpoint.save(checkpoint.TrainState(model, step=1), tmp_path / "run", CheckpointConfig())
     consolidate(tmp_path / "run", tmp_path / "hf")
-    own = verify_export_module.load_export
+    own = full_model.load_export
 
     def garbled(*args):
         loaded, info = own(*args)
@@ -138,9 +138,9 @@ def test_buffers_that_transformers_leaves_as_they_come_do_not_count(tmp_path, mo
             buffer.fill_(float("nan"))
         return loaded, info
 
-    monkeypatch.setattr(verify_export_module, "load_export", garbled)
+    monkeypatch.setattr(full_model, "load_export", garbled)
     report = verify_export(tmp_path / "run", tmp_path / "hf", logits=True)
     assert report.ok, report.lines()
-    assert any("which no file holds, other values" in note for note in report.notes)
-    monkeypatch.setattr(verify_export_module, "set_buffers", lambda *_: [])  # the control
+    assert any("which is in no file, other values" in note for note in report.notes)
+    monkeypatch.setattr(full_model, "set_buffers", lambda *_: [])  # the control
     assert not verify_export(tmp_path / "run", tmp_path / "hf", logits=True).ok

@@ -276,7 +276,7 @@ def test_the_smoothed_curve_is_of_the_mean_over_all_steps(tmp_path: Path) -> Non
     [
         ("no metrics", "no step is logged yet in metrics.jsonl"),
         ("one line", None),
-        ("cut", "the last line of metrics.jsonl is cut off and left out"),
+        ("cut", "the last line of metrics.jsonl is cut off and was skipped"),
         ("not finite", "grad_norm: 2 values are not a finite number, first at step 3: gaps there"),
         slow("no config", "config.yaml is missing or not readable: its settings are not shown"),
         slow("earlier", "settings that this version does not know: train.sync_each_batch"),

@@ -495,11 +495,11 @@ HEADERS: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "doubled name": (
         b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
         b'"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}',
-        "'a' is there twice",
+        "'a' occurs twice",
     ),
     "doubled field": (
         b'{"a":{"dtype":"U8","shape":[8],"shape":[8],"data_offsets":[0,8]}}',
-        "'shape' is there twice",
+        "'shape' occurs twice",
     ),
     "overlap": ({"a": entry(0, 5), "b": entry(4, 8)}, "b overlaps a"),
     "one inside another": ({"a": entry(0, 8), "b": entry(2, 4)}, "b overlaps a"),

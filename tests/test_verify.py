@@ -249,7 +249,7 @@ def test_a_tied_weight_is_stored_once(root: Path, copy: Callable[[str], Path]) -
         said = verify_export(checkpoint, export).findings
         assert any("stored twice" in what for _, _, what in said)
     change_tensors(export, lambda t: t["lm_head.weight"].add_(1))
-    assert any("they differ" in what for _, _, what in verify_export(None, export).findings)
+    assert any("the two differ" in what for _, _, what in verify_export(None, export).findings)
 
 
 def test_a_parameter_under_two_spellings_is_stored_twice(copy: Callable[[str], Path]) -> None:
@@ -264,7 +264,7 @@ def test_a_parameter_under_two_spellings_is_stored_twice(copy: Callable[[str], P
     [
         ({"architectures": ["FSDPLlamaForCausalLM"]}, "a wrapper of training"),
         ({"architectures": None}, "without LlamaForCausalLM"),
-        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "evil.py, which is not here"),
+        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "evil.py, which is missing"),
         ({"num_hidden_layers": 2}, "not known to the model"),
         ({"num_hidden_layers": 4}, "missing in the checkpoint"),
         ({"model_type": "no_such_type"}, "does not know"),
@@ -296,7 +296,7 @@ def test_the_dtype_that_was_asked_for(root: Path, copy: Callable[[str], Path]) -
     export = copy("llama/bfloat16")
     change_config(export, dtype="float32")
     (finding,) = verify_export(None, export).findings
-    assert finding == ("config.json", None, "dtype is float32, the export was asked for bfloat16")
+    assert finding == ("config.json", None, "dtype is float32, the export was requested in bfloat16")
     auto = copy("llama/export")
     change_config(auto, dtype="float16")  # to which a reader casts
     (finding,) = verify_export(root / "llama/run", auto).findings
@@ -372,7 +372,7 @@ def test_an_index_must_agree_with_its_files(copy: Callable[[str], Path]) -> None
     assert "not a file of its folder" in said(weight_map=places | {"x": "../x.safetensors"})[0]
     file.write_text('{"weight_map": {"a": "b", "a": "c"}}')
     rewrite(export)
-    assert "there twice" in verify_export(None, export).findings[0][2]
+    assert "occurs twice" in verify_export(None, export).findings[0][2]
 
 
 def reseal(checkpoint: Path, **changes: Any) -> None:
@@ -403,7 +403,7 @@ def test_sums_see_what_hashes_of_files_do_not(root: Path, copy: Callable[[str], 
     for kind in ("export", "bfloat16"):
         (finding,) = verify_export(folder, root / "llama" / kind).findings
         assert finding[1] == key.removeprefix("model.")
-        assert "does not have its own sum" in finding[2]
+        assert "differs from its sum in the manifest" in finding[2]
 
 
 def test_a_manifest_must_say_what_the_metadata_says(copy: Callable[[str], Path]) -> None:

@@ -1,7 +1,7 @@
-"""The command line `toolkit`: arguments in, one call of the library, exit code out.
+"""The command line `toolkit`: parse arguments, call one function of the library, print its result.
 
-Exit 0 on success, 1 on a failure with one line on stderr, 2 on wrong usage. Imports no torch before
-a subcommand needs it.
+Exit code 0 is success, 1 a failure with one line on stderr, 2 wrong usage. Each command imports the
+libraries that it needs when it runs, so `toolkit --help` imports no torch.
 """
 
 import argparse
@@ -19,35 +19,41 @@ from toolkit.config.other_tools import TOOL_CHOICES, TOOLKIT
 from toolkit.errors import ConfigError, ExportError, ToolkitError
 
 _RECIPES = tuple(kind.command for kind in KINDS)
-_CONFIGURED = ("plan", "rehearse", "inspect")  # commands that read a config, and take settings
+_CONFIG_COMMANDS = ("plan", "rehearse", "inspect")  # commands that read a config, and take settings
 _SETTINGS = "; settings may follow, as --section.field VALUE"
-_TOP = ("--output_dir", "--seed")  # settings outside of a section
-_CODE = "run Python code that comes with the model: with your rights, so read it first"
-_SHOWN = 50  # lines of a long list, at its beginning and at its end
+_TOP_LEVEL = ("--output_dir", "--seed")  # settings outside of a section
+_TRUST_HELP = "run Python code that comes with the model, with your rights: read it first"
+_MAX_LINES = 50  # to print of a long list, at its beginning and at its end
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (the process's own by default); return the exit code."""
-    given = sys.argv[1:] if argv is None else argv
+    """Run a command and return its exit code.
+
+    Args:
+        argv: the arguments; None: those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
     try:
-        if not given:
+        if not arguments:
             parser.print_help(sys.stderr)
             return 2
-        # What follows a recipe is settings, which argparse does not know.
-        if given[0] in _RECIPES:
-            args = parser.parse_args(given[:1])
-            args.arguments = given[1:]
+        # The settings that follow a recipe are parsed by the recipe's own parser.
+        if arguments[0] in _RECIPES:
+            args = parser.parse_args(arguments[:1])
+            args.arguments = arguments[1:]
             return args.run(args)
-        own, settings = split_settings(given) if given[0] in _CONFIGURED else (list(given), [])
-        args = parser.parse_args(own)
+        settings: list[str] = []
+        if arguments[0] in _CONFIG_COMMANDS:
+            arguments, settings = split_settings(arguments)
+        args = parser.parse_args(arguments)
         args.settings = settings
         return args.run(args)
-    except SystemExit as stop:  # argparse has printed the help, the version or what is wrong
+    except SystemExit as stop:  # argparse has printed the help, the version or the error
         return stop.code if isinstance(stop.code, int) else 2
     except ToolkitError as error:
         return _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
-    except BrokenPipeError:  # the reader of our output has seen enough (`| head`)
+    except BrokenPipeError:  # the reader of the output has ended (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -57,27 +63,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def split_settings(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return what a command's own parser takes, and the settings of a run: `--section.field VALUE`
-    or `--section.field=VALUE`, wherever they stand.
+def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments into those of the command and settings of the run, in any order.
+
+    A setting is `--section.field VALUE` or `--section.field=VALUE`.
+
+    Returns:
+        Arguments of the command, and settings.
     """
-    own, settings = list[str](), list[str]()
-    taken = False  # whether a value follows
-    for argument in given:
+    command_arguments: list[str] = []
+    settings: list[str] = []
+    expects_value = False
+    for argument in arguments:
         name, equals, _ = argument.partition("=")
-        is_setting = name.startswith("--") and ("." in name or name in _TOP)
-        (settings if is_setting or (taken and not argument.startswith("--")) else own).append(
-            argument
-        )
-        taken = is_setting and not equals
-    return own, settings
+        is_setting = name.startswith("--") and ("." in name or name in _TOP_LEVEL)
+        is_value = expects_value and not argument.startswith("--")
+        (settings if is_setting or is_value else command_arguments).append(argument)
+        expects_value = is_setting and not equals
+    return command_arguments, settings
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of all commands; each sets `run`, the function to call."""
     parser = argparse.ArgumentParser(
         prog="toolkit",
-        description="Train; look into sharded checkpoints; turn them into Hugging Face folders.",
-        epilog="toolkit train CONFIG is: accelerate launch recipes/pretrain.py --config CONFIG",
+        description="Train models; inspect sharded checkpoints; export Hugging Face folders.",
+        epilog="toolkit train CONFIG runs: accelerate launch recipes/pretrain.py --config CONFIG",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"toolkit {__version__}")
@@ -97,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
         _recipes,
         "list the recipes, or copy one into this folder to edit it",
         "List the recipes and the Accelerate YAMLs, or copy a recipe, the configs and the YAMLs "
-        "into the current folder, to be edited.",
+        "into the current folder, where you can edit them.",
     )
     add("--copy", metavar="NAME", help=" or ".join(recipes.NAMES))
     add = command(
@@ -105,9 +116,9 @@ def make_parser() -> argparse.ArgumentParser:
         "turn a config of another tool into one of this toolkit",
         "Turn a config of axolotl, LLaMA-Factory, ms-swift, open-instruct, OpenRLHF, torchtune, "
         "TRL or Trainer into a YAML of `toolkit finetune` or `toolkit prefer`. Python scripts "
-        "(also of Unsloth) and shell scripts are read and not run. Each key that is not carried "
-        "over, or means something else here, is named on stderr. A config that would become "
-        "another training is refused.",
+        "(also of Unsloth) and shell scripts are read, but not run. Each key that is dropped, or "
+        "has another meaning here, is reported on stderr. A config that would train differently "
+        "is refused.",
     )
     add("file", metavar="FILE", help="YAML, JSON, Python or shell script")
     tools = f"one of {', '.join(TOOL_CHOICES)} (default: recognised by the keys)"
@@ -121,23 +132,24 @@ def make_parser() -> argparse.ArgumentParser:
     add = command(
         _push,
         "publish an export on the Hugging Face Hub",
-        "Publish an export on the Hugging Face Hub as one commit: verified first, private unless "
-        "--public. Interrupted, the same command goes on where it stopped. The token comes from "
-        "`hf auth login` or HF_TOKEN.",
+        "Verify an export and publish it on the Hugging Face Hub as one commit, in a private "
+        "repository unless --public. The same command continues an interrupted push. The token "
+        "comes from `hf auth login` or HF_TOKEN.",
     )
     add("folder", metavar="FOLDER", help="as `toolkit consolidate` wrote it")
-    add("--repo_id", required=True, metavar="ORG/NAME", help="created when there is none")
-    add("--revision", metavar="R", help="branch, created when missing (default: main)")
+    add("--repo_id", required=True, metavar="ORG/NAME", help="created if it is missing")
+    add("--revision", metavar="R", help="branch, created if it is missing (default: main)")
     add("--public", action="store_true", help="create, or push to, a public repository")
-    add("--dry_run", action="store_true", help="send nothing; show the files and the model card")
-    add("--trust_remote_code", action="store_true", help=_CODE)
+    add("--dry_run", action="store_true", help="send nothing; print the files and the model card")
+    add("--trust_remote_code", action="store_true", help=_TRUST_HELP)
     return parser
 
 
 def _add_export_commands(command: Callable) -> None:
+    """Add `consolidate` and `verify`."""
     assets = (
-        "config and tokenizer, where the checkpoint of another tool has none; of adapters: where "
-        "their base is"
+        "config and tokenizer, if the checkpoint of another tool has none; for adapters: their "
+        "base model"
     )
     add = command(
         _consolidate,
@@ -145,46 +157,49 @@ def _add_export_commands(command: Callable) -> None:
         "Write a sharded checkpoint as a Hugging Face folder. One process, no GPU; the memory "
         "needed does not grow with the model.",
     )
-    add("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run: its newest checkpoint")
+    add("checkpoint", metavar="RUN_OR_CHECKPOINT", help="for a run: its newest checkpoint")
     add("--output", required=True, metavar="DIR", help="folder to create")
     add(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="of the weights; auto: as in the checkpoint that training started from (default), for "
-        "a random start the config's",
+        help="of the weights; auto (default): as in the checkpoint that training started from; "
+        "after a random start, the config's",
     )
     size_help = "of one file, e.g. 500MB (default: %(default)s)"
     add("--max_shard_size", default=MAX_SHARD_SIZE, metavar="SIZE", help=size_help)
     add("--hf_assets", metavar="FOLDER_OR_ID", help=assets)
     add("--merge", action="store_true", help="merge an adapter checkpoint into its base")
-    carried = "leave out what the source model holds and no training changes (MTP layers, towers)"
+    carried = "omit tensors of the source model that training does not use (MTP layers, towers)"
     add("--without_carried", action="store_true", help=carried)
-    add("--trust_remote_code", action="store_true", help=_CODE)
+    add("--trust_remote_code", action="store_true", help=_TRUST_HELP)
 
     add = command(
         _verify,
         "prove that a checkpoint is intact, and that an export holds its weights",
-        "Prove that a checkpoint (of a run: every one) or an export is intact, and, given both, "
-        "that the export holds exactly the weights of the checkpoint. Reads everything and changes "
-        "nothing. Exit 1 where something is wrong: a line each, with the file and the tensor.",
+        "Prove that a checkpoint, every checkpoint of a run, or an export is intact. Given both, "
+        "prove that the export holds exactly the weights of the checkpoint. Reads everything and "
+        "changes nothing. Exit 1 if there is a finding; each is a line with file and tensor.",
     )
     add("path", metavar="RUN_OR_CHECKPOINT_OR_EXPORT")
     add("export", metavar="EXPORT", nargs="?", help="of that checkpoint")
-    logits_help = "also load the export with transformers and compute with it; needs its memory"
+    logits_help = (
+        "also load the export with transformers and compare logits; needs the memory of the model"
+    )
     add("--logits", action="store_true", help=logits_help)
-    add("--trust_remote_code", action="store_true", help=_CODE)
+    add("--trust_remote_code", action="store_true", help=_TRUST_HELP)
     add("--hf_assets", metavar="FOLDER_OR_ID", help=assets)
     add("--json", action="store_true", help="print one JSON object")
 
 
 def _add_inspect(command: Callable) -> None:
+    """Add `inspect`."""
     add = command(
         _inspect,
-        "show what a run or a checkpoint holds, how a run would be sharded, what it learns",
-        "Show what a run or a checkpoint holds (steps, bytes, dtypes, sharding); or, of a run that "
-        "has not begun, its FSDP2 units and dtypes (--plan), or what fine-tuning or preference "
-        "tuning would supervise in its data (--data). One process, no weights, no GPU.",
+        "show what a run or a checkpoint holds, its sharding, or what its data supervises",
+        "Show what a run or a checkpoint holds (steps, bytes, dtypes, sharding). For a run that "
+        "has not started: its FSDP2 units and dtypes (--plan), or the tokens that fine-tuning or "
+        "preference tuning would supervise (--data). One process, no weights, no GPU.",
     )
     add("path", metavar="RUN_OR_CHECKPOINT", nargs="?")
     add("--plan", metavar="CONFIG", help=f"config of a recipe (YAML): its units{_SETTINGS}")
@@ -206,30 +221,34 @@ def _add_inspect(command: Callable) -> None:
 
 
 def _add_report(command: Callable) -> None:
+    """Add `report`."""
     add = command(
         _report,
-        "draw what runs logged: one page for a browser and one picture",
-        "Write report.html, one file that needs no network, and report.png of one or several runs: "
-        "loss, learning rate, gradient norm, throughput, memory; settings, versions, answers.",
+        "draw the logs of runs: one page for a browser and one picture",
+        "Write report.html, one file that needs no network, and report.png for one or several "
+        "runs: loss, learning rate, gradient norm, throughput, memory, settings, answers.",
     )
     add("runs", metavar="RUN", nargs="+", help="output_dir of a run; several are overlaid")
     add("--output", metavar="DIR", help="folder to write into (default: the first RUN)")
-    add("--follow", action="store_true", help="write again and again until the runs are done")
-    seconds = "with --follow: SECONDS between two writings (default: %(default)s)"
+    add("--follow", action="store_true", help="write repeatedly until the runs have ended")
+    seconds = "with --follow: SECONDS between two reports (default: %(default)s)"
     add("--every", type=_seconds, default=15.0, metavar="SECONDS", help=seconds)
 
 
 def _seconds(text: str) -> float:
+    """Parse a number of seconds between 0.1 and a day; ValueError otherwise."""
     if not 0.1 <= (value := float(text)) <= 86400:
         raise ValueError(text)
     return value
 
 
 def _start(recipe: str, args: argparse.Namespace) -> int:
+    """Run `toolkit train` and the other recipes."""
     return recipes.start(recipe, args.arguments)
 
 
 def _recipes(args: argparse.Namespace) -> int:
+    """Run `toolkit recipes`."""
     lines = recipes.describe()
     if args.copy is not None:
         files = recipes.copy(args.copy, Path.cwd())
@@ -239,32 +258,35 @@ def _recipes(args: argparse.Namespace) -> int:
 
 
 def _convert_config(args: argparse.Namespace) -> int:
+    """Run `toolkit convert-config`."""
     from toolkit.convert import convert_config
 
-    out = convert_config(Path(args.file), args.tool)
-    for note in out.notes:
+    converted = convert_config(Path(args.file), args.tool)
+    for note in converted.notes:
         print(f"note: {note}", file=sys.stderr)
     if args.output is None:
-        print(out.text, end="", flush=True)
+        print(converted.text, end="", flush=True)
         return 0
     with open(args.output, "x", encoding="utf-8") as file:
-        file.write(out.text)
+        file.write(converted.text)
     print(args.output)
-    if out.tool == TOOLKIT:
+    if converted.tool == TOOLKIT:
         return 0
-    data = f"next: toolkit inspect --data {args.output}   (what is learned of the data)"
-    print(data, file=sys.stderr)
-    print(f"then: toolkit {out.recipe} {args.output} --accelerate_config one_node", file=sys.stderr)
+    start = f"toolkit {converted.recipe} {args.output} --accelerate_config one_node"
+    inspection = f"toolkit inspect --data {args.output}"
+    print(f"next: {inspection}   (which tokens of the data are supervised)", file=sys.stderr)
+    print(f"then: {start}", file=sys.stderr)
     return 0
 
 
 def _add_plan(command: Callable) -> None:
+    """Add `plan`."""
     add = command(
         _plan,
-        "say what a run will take, and whether it fits, before it is begun",
-        "Say what a run of this config will take: memory of each device, traffic, time, disk. "
-        "Needs config.json only. With --device_memory: whether it fits (exit 0 or 1) and, "
-        "where it does not, the cheapest changes that make it fit, each planned anew.",
+        "estimate what a run will need, and whether it fits, before it starts",
+        "Estimate what a run of this config needs: memory of each device, traffic, time, disk. "
+        "Needs config.json only. With --device_memory: check that it fits (exit 0 or 1) and, if "
+        "it does not, list the cheapest changes that make it fit, each with its plan.",
     )
     add("config", metavar="CONFIG", nargs="?", help=f"config of a recipe (YAML){_SETTINGS}")
     add("--config", dest="file", metavar="FILE", help="the same")
@@ -276,7 +298,7 @@ def _add_plan(command: Callable) -> None:
     add(
         "--device",
         metavar="NAME",
-        help="whose figures the time is estimated by: a100-40gb, a100-80gb, h100, h100-pcie, h200, "
+        help="device for the estimate of time: a100-40gb, a100-80gb, h100, h100-pcie, h200, "
         "b200, l40s, rtx4090, mi300x, cpu, or a YAML file (default: h100, for the time alone)",
     )
     add(
@@ -284,16 +306,17 @@ def _add_plan(command: Callable) -> None:
         metavar="RUN",
         nargs="?",
         const="",
-        help="correct this and later plans of such a model by what RUN measured, or, without RUN, "
-        "by a step of CONFIG on this machine's device; kept in XDG_CACHE_HOME/toolkit",
+        help="correct this and later plans of such a model by the measurements of RUN or, without "
+        "RUN, of a step of CONFIG on this machine's device; stored in XDG_CACHE_HOME/toolkit",
     )
     add("--sweep", action="store_true", help="compare meshes and recomputation")
-    longest = "find the longest sequence and the largest batch that fit: some seconds for each plan"
+    longest = "find the longest sequence and the largest batch that fit; a few seconds per plan"
     add("--longest", action="store_true", help=longest)
     add("--json", action="store_true", help="print one JSON object")
 
 
 def _plan(args: argparse.Namespace) -> int:
+    """Run `toolkit plan`."""
     if (args.config is None) == (args.file is None):
         return _fail("give one config: CONFIG or --config FILE", code=2)
     from toolkit.parsing import parse_size
@@ -324,13 +347,14 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _add_rehearse(command: Callable) -> None:
+    """Add `rehearse`."""
     add = command(
         _rehearse,
-        "live the whole life of a run in small on this machine's CPU, before the run",
+        "run every stage of a run on this machine's CPU with a small model, before the real run",
         "Run the recipe of a config on CPU processes, with a small model of the same kind, the "
         "real tokenizer and the first rows of the real data: load, train, save, kill, resume, "
-        "export, verify, reload, generate; and ask whether the real run has its packages, its "
-        "output folder, its disk and its repository. Exit 1 where a stage fails.",
+        "export, verify, reload, generate. Also check that the real run has its packages, its "
+        "output folder, its disk and its repository. Exit 1 if a stage fails.",
     )
     add("config", metavar="CONFIG", nargs="?", help=f"config of a recipe (YAML){_SETTINGS}")
     add("--config", dest="file", metavar="FILE", help="the same")
@@ -340,15 +364,16 @@ def _add_rehearse(command: Callable) -> None:
         metavar="NAME",
         help=f"{', '.join(recipes.NAMES)}, or one of your own (default: as the config shows)",
     )
-    skip_help = "leave out packages, output, hub or disk, where this machine is not the run's"
+    skip_help = "skip packages, output, hub or disk, if the run is on another machine"
     add("--skip", action="append", default=[], metavar="STAGE", help=skip_help)
     share = "of the rows may be longer than data.sequence_length (default: %(default)s)"
     add("--most_too_long", type=float, default=0.5, metavar="SHARE", help=f"SHARE {share}")
-    add("--keep", action="store_true", help="keep the working folder also where all went well")
+    add("--keep", action="store_true", help="keep the working folder even if every stage succeeds")
     add("--json", action="store_true", help="print one JSON object")
 
 
 def _rehearse(args: argparse.Namespace) -> int:
+    """Run `toolkit rehearse`."""
     if (args.config is None) == (args.file is None):
         return _fail("give one config: CONFIG or --config FILE", code=2)
     from toolkit.rehearsal import rehearse
@@ -370,13 +395,17 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 
 def _load_planned(file: str, settings: Sequence[str]) -> tuple[Any, str | None]:
-    """Read the config that is to be planned, with the rank and targets of `lora.from`.
+    """Read a config for planning, with rank and targets of the adapter in `lora.from`.
 
     Returns:
         The config, and a note on how its kind was chosen, for `_print_note`.
     """
+    from toolkit.planning import with_known_shape
+
     _, cfg, note = recipes.load_config(file, settings)
-    cfg = _known_shape(cfg)
+    # A gated model may have no config.json here, but a shape that ships with the toolkit.
+    cfg, shape_note = with_known_shape(cfg)
+    _print_note(shape_note)
     if getattr(getattr(cfg, "lora", None), "from_", None) is None:
         return cfg, note
     from toolkit.checkpoint import apply_adapter_settings
@@ -385,22 +414,13 @@ def _load_planned(file: str, settings: Sequence[str]) -> tuple[Any, str | None]:
 
 
 def _print_note(note: str | None) -> None:
-    """Print a note after the result: a failure is one line on stderr."""
+    """Print a note to stderr. Call it after the result, because a failure is one line on stderr."""
     if note:
         print(f"note: {note}", file=sys.stderr, flush=True)
-
-
-def _known_shape(cfg: Any) -> Any:
-    """Return `cfg` with the shape that came with the toolkit, where the Hub gives none."""
-    from toolkit.planning import with_known_shape
-
-    found, note = with_known_shape(cfg)
-    if note:
-        print(f"note: {note}", file=sys.stderr, flush=True)
-    return found
 
 
 def _consolidate(args: argparse.Namespace) -> int:
+    """Run `toolkit consolidate`."""
     from toolkit.checkpoint import local_copy
     from toolkit.export import consolidate
 
@@ -427,10 +447,10 @@ def _how_to_load(folder: Path) -> Iterator[str]:
     adapter = export_manifest.read(folder)["origin"]["adapter"] if unmerged else {}
     config = adapter["base_config"] if unmerged else read_config(folder)
     code = ", trust_remote_code=True" if "auto_map" in config else ""
-    named = adapter["base_class"] if unmerged else (config.get("architectures") or [""])[0]
-    auto = auto_class_name(named)
-    more, after = reward_loading_code(auto, config) if unmerged else ("", "")
-    code += more
+    class_name = adapter["base_class"] if unmerged else (config.get("architectures") or [""])[0]
+    auto = auto_class_name(class_name)
+    options, next_line = reward_loading_code(auto, config) if unmerged else ("", "")
+    code += options
     load = f"transformers.{auto}.from_pretrained({{!r}}{code})"
     if not unmerged:
         yield load.format(str(folder))
@@ -439,12 +459,13 @@ def _how_to_load(folder: Path) -> Iterator[str]:
     yield f"base = {load.format(settings['base_model_name_or_path'])}"
     if rows := adapter["base"].get("rows"):
         yield f"base.resize_token_embeddings({rows})"
-    if after:
-        yield after
+    if next_line:
+        yield next_line
     yield f"peft.PeftModel.from_pretrained(base, {str(folder)!r})"
 
 
 def _verify(args: argparse.Namespace) -> int:
+    """Run `toolkit verify`."""
     from toolkit.checkpoint import local_copy
     from toolkit.verify import is_export, verify_checkpoint, verify_export
 
@@ -457,25 +478,28 @@ def _verify(args: argparse.Namespace) -> int:
         elif is_export(path):
             report = verify_export(None, path, logits=args.logits, hf_assets=args.hf_assets)
         elif args.hf_assets is not None:
-            return _fail("--hf_assets goes with an EXPORT", code=2)
+            return _fail("--hf_assets needs an EXPORT", code=2)
         elif args.logits:
-            return _fail("--logits needs an EXPORT: a checkpoint alone computes nothing", code=2)
+            return _fail("--logits needs an EXPORT", code=2)
         else:
             report = verify_checkpoint(path)
     lines = [json.dumps(report.summary())] if args.json else report.lines()
-    if len(lines) > 2 * _SHOWN:
-        lines[_SHOWN:-_SHOWN] = [f"... {len(lines) - 2 * _SHOWN} more; --json lists all"]
+    if len(lines) > 2 * _MAX_LINES:
+        lines[_MAX_LINES:-_MAX_LINES] = [
+            f"... {len(lines) - 2 * _MAX_LINES} more; --json lists all"
+        ]
     print("\n".join(lines), flush=True)
     return 0 if report.ok else 1
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    """Run `toolkit inspect`."""
     if [args.path, args.plan, args.data].count(None) != 2:
         return _fail("give one of RUN_OR_CHECKPOINT, --plan CONFIG and --data CONFIG", code=2)
     if args.settings and args.path is not None:
-        return _fail(f"{args.settings[0]} goes with --plan CONFIG or --data CONFIG", code=2)
+        return _fail(f"{args.settings[0]} needs --plan CONFIG or --data CONFIG", code=2)
     if args.world_size is not None and args.plan is None:
-        return _fail("--world_size goes with --plan CONFIG", code=2)
+        return _fail("--world_size needs --plan CONFIG", code=2)
     from toolkit import config
 
     render: Callable[[dict], str]
@@ -484,7 +508,7 @@ def _inspect(args: argparse.Namespace) -> int:
         from toolkit.planning.report import format_units, summarise_units
 
         cfg, note = _load_planned(args.plan, args.settings)
-        found = summarise_units(cfg, args.world_size)
+        facts = summarise_units(cfg, args.world_size)
         render = format_units
     elif args.data is not None:
         from toolkit.data.prepare import inspect_data
@@ -495,32 +519,33 @@ def _inspect(args: argparse.Namespace) -> int:
         if not issubclass(kind.config, config.FinetuneConfig):  # read rows as fine-tuning would
             kind = recipes.find_kind("finetune")
             cfg = config.load(kind.config, args.data, args.settings)
-        found = inspect_data(cfg)
+        facts = inspect_data(cfg)
     else:
         from toolkit.checkpoint import local_copy
         from toolkit.checkpoint.summary import format_summary, summarize
 
         with local_copy(args.path) as path:
-            found = summarize(path)
+            facts = summarize(path)
         render = format_summary
     if args.json:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(facts), flush=True)
     else:
         from toolkit import ranks
 
-        ranks.print_line(render(found))
+        ranks.print_line(render(facts))
     if args.data is not None and not args.json:
         title = f"read as a config of {kind.title}"
-        print(f"\npacking {found['packing']}: {found['why']} ({title})")
+        print(f"\npacking {facts['packing']}: {facts['why']} ({title})")
     _print_note(note)
     return 0
 
 
 def _report(args: argparse.Namespace) -> int:
+    """Run `toolkit report`."""
     from toolkit.report import follow, write_report
 
     if args.follow:
-        print("following the runs; Ctrl-C ends it", flush=True)
+        print("following the runs; Ctrl-C stops", flush=True)
         page, picture, notes = follow(args.runs, args.output, args.every)
     else:
         page, picture, notes = write_report(args.runs, args.output)
@@ -529,27 +554,29 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _push(args: argparse.Namespace) -> int:
+    """Run `toolkit push`."""
     from toolkit.hub import preview, push
 
     _quiet()
     _trust(args)
-    where = {"revision": args.revision, "private": not args.public}
+    options: dict[str, Any] = {"revision": args.revision, "private": not args.public}
     if not args.dry_run:
-        print(push(args.folder, args.repo_id, **where))
+        print(push(args.folder, args.repo_id, **options))
         return 0
-    seen = preview(args.folder, args.repo_id, **where)
-    for title, files in (("send", seen.send), ("there already", seen.same)):
+    changes = preview(args.folder, args.repo_id, **options)
+    for title, files in (("send", changes.send), ("there already", changes.same)):
         print(f"{title}: {len(files)} files, {sum(files.values()):,} bytes")
         for name, size in sorted(files.items()):
             print(f"    {size:>15,}  {name}")
-    print(f"delete: {len(seen.delete)} files", *seen.delete, sep="\n    ")
-    for note in seen.notes:
+    print(f"delete: {len(changes.delete)} files", *changes.delete, sep="\n    ")
+    for note in changes.notes:
         print(f"note: {note}")
-    print(f"README.md:\n\n{seen.card}", end="")
+    print(f"README.md:\n\n{changes.card}", end="")
     return 0
 
 
 def _trust(args: argparse.Namespace) -> None:
+    """Allow code that comes with a model if the user has."""
     if args.trust_remote_code:
         from toolkit.models import allow_remote_code
 
@@ -557,6 +584,7 @@ def _trust(args: argparse.Namespace) -> None:
 
 
 def _quiet(progress: bool = True) -> None:
+    """Silence warnings of transformers, and its progress bars too if `progress` is False."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -565,5 +593,6 @@ def _quiet(progress: bool = True) -> None:
 
 
 def _fail(message: str, code: int = 1) -> int:
+    """Print an error on one line of stderr; return the exit code."""
     print(f"toolkit: error: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -1,6 +1,6 @@
-"""The errors a user can meet, on one line each; and secrets, which no message repeats.
+"""The errors that a user can meet, each on one line, and the removal of secrets from messages.
 
-A message says what was expected, what came and what to do next.
+A message says what was expected, what was found and what to do next.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 REMOVED = "[removed]"
 NOT_FSDP = "the toolkit shards with FSDP2. Use a file of accelerate_configs/"
 EXIT_CODE_PREEMPTED = 75
-"""Of a run that a signal stopped, EX_TEMPFAIL of sysexits.h: the same command goes on."""
+"""Exit code of a run that a signal stopped (EX_TEMPFAIL); the same command resumes it."""
 
 # Tokens of the Hub, of code hosts, of trackers and of clouds; JSON web tokens; private keys.
 _TOKEN = re.compile(
@@ -21,7 +21,7 @@ _TOKEN = re.compile(
     r"|\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
-# Where it stands: after `bearer`, before the host of a URL, in a URL's query.
+# Secrets that only their place reveals: after `bearer`, before the host of a URL, in its query.
 _IN_PLACE = re.compile(
     r"(\bbearer\s+)[A-Za-z0-9._~+/=-]{16,}"
     r"|(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+(?=@)"
@@ -29,9 +29,9 @@ _IN_PLACE = re.compile(
     r"[^&\s'\"#]+",
     re.IGNORECASE,
 )
-# What would break a line, move the cursor, or is no character: half of a surrogate pair.
-_LONGEST = 4000  # letters of an error
-_UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff]")
+_MAX_MESSAGE = 4000  # characters
+# Line breaks, characters that move the cursor, and halves of surrogate pairs.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff]")
 _SECRET_WORDS = {
     *("token", "password", "passwd", "passphrase", "secret", "credential", "credentials"),
     *("apikey", "authorization", "bearer", "auth"),
@@ -41,9 +41,9 @@ _TOKENS_OF_TEXT = ("eos", "bos", "pad", "unk", "sep", "cls", "mask")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a setting of this name holds a secret: `hf_token`, `hub.apiKey`.
+    """Return True if a setting of this name holds a secret, such as `hf_token` or `hub.apiKey`.
 
-    Names of other things do not: `train_tokenizer`, `tokens_per_second`, `eos_token_id`.
+    False for `train_tokenizer`, `tokens_per_second` or `eos_token_id`.
     """
     words = [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
     if not words:
@@ -54,42 +54,47 @@ def is_secret_name(name: str) -> bool:
 
 
 def looks_secret(text: str) -> bool:
-    """Return whether a text holds a token, a private key, or an address with credentials in it."""
+    """Return True if a text holds a token, a private key, or a URL with credentials."""
     return scrub(text) != text
 
 
 def holds_token(text: str) -> bool:
-    """Return whether a text holds a token or a private key; an address with credentials is none."""
+    """Return True if a text holds a token or a private key; URLs with credentials do not count."""
     return bool(_TOKEN.search(text))
 
 
-def scrub(text: str, known: Iterable[str | None] = ()) -> str:
-    """Return `text` with everything that looks like a secret, and every `known` one, removed."""
-    for secret in filter(None, known):
+def scrub(text: str, secrets: Iterable[str | None] = ()) -> str:
+    """Replace everything that looks like a secret, and every one of `secrets`, by `[removed]`."""
+    for secret in filter(None, secrets):
         text = text.replace(secret, REMOVED)
     text = _TOKEN.sub(REMOVED, text)
     return _IN_PLACE.sub(lambda m: (m[1] or m[2] or m[3]) + REMOVED, text)
 
 
-def one_line(problem: object, most: int = 300) -> str:
-    """Return what a library says on one line of `most` characters: an exception after its class."""
+def one_line(problem: object, max_length: int = 300) -> str:
+    """Format an exception or a text on one line, cut to `max_length` characters.
+
+    An exception of a library is preceded by the name of its class.
+    """
     is_foreign = isinstance(problem, Exception) and not isinstance(problem, ToolkitError)
-    said = f"{type(problem).__name__}: {problem}" if is_foreign else str(problem)
-    text = " ".join(said.split())
-    return text if len(text) <= most else text[:most] + " ..."
+    message = f"{type(problem).__name__}: {problem}" if is_foreign else str(problem)
+    text = " ".join(message.split())
+    return text if len(text) <= max_length else text[:max_length] + " ..."
 
 
 class ToolkitError(Exception):
-    """A failure with a cause the user can act on; printed as one line, without a traceback.
+    """A failure with a cause that the user can act on; printed on one line, without a traceback.
 
-    A value that a message repeats may be a token that was put into the wrong place: it is not
-    repeated. It may hold line breaks and control characters: they are escaped.
+    A message may quote a value that is a token in the wrong place, so secrets are removed. The
+    value may hold line breaks and control characters, so they are escaped.
     """
 
     def __str__(self) -> str:
-        text = scrub(_UNSHOWN.sub(lambda m: repr(m[0])[1:-1], super().__str__()))
-        # What is wrong stands at the front, what to do at the end.
-        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-500:]}"
+        text = scrub(_UNPRINTABLE.sub(lambda m: repr(m[0])[1:-1], super().__str__()))
+        # Keep the front, which says what is wrong, and the end, which says what to do.
+        return (
+            text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE // 2]} ... {text[-500:]}"
+        )
 
 
 class ConfigError(ToolkitError):
@@ -97,7 +102,7 @@ class ConfigError(ToolkitError):
 
 
 class LaunchError(ToolkitError):
-    """The processes of the run did not come up as the launcher was asked to start them."""
+    """The launcher did not start the processes that the launch configuration requests."""
 
 
 class ModelError(ToolkitError):
@@ -105,27 +110,27 @@ class ModelError(ToolkitError):
 
 
 class DataError(ToolkitError):
-    """The data cannot be used; names the file and the row or column where there is one."""
+    """The data cannot be used; the message names the file, row and column."""
 
 
 class ShardingError(ToolkitError):
-    """The model cannot be sharded as asked."""
+    """The model cannot be sharded as the settings request."""
 
 
 class LoadingError(ToolkitError):
-    """Weights and model do not fit together; names the tensors."""
+    """Weights and model do not fit together; the message names the tensors."""
 
 
 class TrainingError(ToolkitError):
-    """A step produced something no training should go on from."""
+    """A step produced values that training must not continue from."""
 
 
 class CheckpointError(ToolkitError):
-    """A checkpoint cannot be written, read or trusted; names the file or the tensor."""
+    """A checkpoint cannot be written, read or trusted; the message names the file or tensor."""
 
 
 class StorageError(CheckpointError):
-    """The disk or the object store refuses; nothing is wrong with what was to be written."""
+    """The disk or the object store refuses an operation; the data itself is not at fault."""
 
 
 class ExportError(ToolkitError):
@@ -133,8 +138,8 @@ class ExportError(ToolkitError):
 
 
 class HubError(ToolkitError):
-    """The Hub cannot be reached, or refuses; the message says what to do and holds no secret."""
+    """The Hub cannot be reached, or refuses a request; the message says what to do."""
 
 
 class ReportError(ToolkitError):
-    """A report cannot be written: no run's folder, or a package is missing."""
+    """A report cannot be written: the folder is no run's, or a package is missing."""

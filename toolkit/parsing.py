@@ -1,6 +1,7 @@
-"""JSON and YAML that others wrote, parsed within bounds: size, depth and number of values.
+"""Parse JSON and YAML of unknown origin within bounds on size, depth and number of values.
 
-What is beyond is refused before it is parsed: no file costs more than seconds and 200 MB.
+A file beyond the bounds is refused before it is parsed, so none costs more than a few seconds and
+200 MB.
 """
 
 import collections
@@ -18,14 +19,19 @@ MAX_JSON_VALUES = 1_000_000  # a manifest of 1,000 ranks and 100,000 tensors has
 MAX_YAML_BYTES = 2**20
 MAX_YAML_EVENTS = 50_000
 MAX_DEPTH = 100
-# May be half of a surrogate pair, which is no character: \ud800 as an escape, or in bytes.
+# Possibly half of a surrogate pair, as an escape (\ud800) or in bytes; no file could hold it.
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-MAX_DIGITS = 100  # of a number in YAML: integers to the base 60 take quadratic time
+# Of a number in YAML: integers to the base 60 take quadratic time.
+MAX_DIGITS = 100
 
 
 def read_json(file: Path, error: type[ToolkitError], *, strict: bool = False) -> Any:
-    """Return the value that a JSON file holds; raise `error`, on one line, where the file is not
-    there, too large, too deeply nested, or not JSON.
+    """Read a JSON file; raise `error` if it is missing, too large, too deeply nested, or no JSON.
+
+    Args:
+        file: the file.
+        error: class of the error, which names the file.
+        strict: refuse a name that occurs twice in one object, and NaN.
     """
     return parse_json(read_bounded(file, MAX_JSON_BYTES, error), file, error, strict=strict)
 
@@ -33,19 +39,24 @@ def read_json(file: Path, error: type[ToolkitError], *, strict: bool = False) ->
 def parse_json(
     content: bytes | str, source: object, error: type[ToolkitError], *, strict: bool = False
 ) -> Any:
-    """Return the value of a JSON text; `source` names it in errors. Raises as `read_json` does.
+    """Parse a JSON text; raise `error` as `read_json` does.
 
-    `strict` refuses a name that is there twice, which readers take differently, and NaN.
+    Args:
+        content: the text.
+        source: names it in errors.
+        error: class of the error.
+        strict: refuse a name that occurs twice in one object, because readers differ in which value
+            they take, and NaN.
     """
-    given = content.encode() if isinstance(content, str) else content
-    _refuse_more(len(given), MAX_JSON_BYTES, "bytes", source, error)
-    values = sum(given.count(mark) for mark in (b",", b"[", b"{"))
-    _refuse_more(values, MAX_JSON_VALUES, "values", source, error)
-    hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _refuse}
+    encoded = content.encode() if isinstance(content, str) else content
+    _check_limit(len(encoded), MAX_JSON_BYTES, "bytes", source, error)
+    values = sum(encoded.count(mark) for mark in (b",", b"[", b"{"))
+    _check_limit(values, MAX_JSON_VALUES, "values", source, error)
+    hooks: dict[str, Any] = {"object_pairs_hook": _unique_names, "parse_constant": _refuse_constant}
     try:
-        value = json.loads(given, **hooks if strict else {})
-        if _HALF_PAIR.search(given):
-            json.dumps(value, ensure_ascii=False).encode()  # what no file could be written with
+        value = json.loads(encoded, **hooks if strict else {})
+        if _HALF_PAIR.search(encoded):
+            json.dumps(value, ensure_ascii=False).encode()  # raises for half a pair
         too_deep = _is_deep(value)
     except RecursionError:
         too_deep = True
@@ -57,8 +68,10 @@ def parse_json(
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes of a size such as `5GB` (10^9), `5GiB` (2^30) or `800000`; None of another
-    text, and of less than a byte.
+    """Parse a size such as `5GB` (10^9 bytes), `5GiB` (2^30) or `800000`.
+
+    Returns:
+        The number of bytes; None if the text is no size, or less than a byte.
     """
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", text.strip().upper())
     digits, unit, binary = size.groups() if size else ("0", None, None)
@@ -66,13 +79,16 @@ def parse_size(text: str) -> int | None:
     return int(limit) if limit >= 1 else None
 
 
-def _refuse_more(n: int, most: int, what: str, source: object, error: type[ToolkitError]) -> None:
-    if n > most:
-        raise error(f"{source} holds {n:,} {what}, more than the {most:,} expected")
+def _check_limit(
+    count: int, limit: int, unit: str, source: object, error: type[ToolkitError]
+) -> None:
+    """Raise `error` if a source has more than `limit` bytes or values."""
+    if count > limit:
+        raise error(f"{source} holds {count:,} {unit}, more than the {limit:,} expected")
 
 
 def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
-    """Return the value that a YAML file holds: no dates, no tags. Raises as `read_json` does."""
+    """Read a YAML file of plain values, without dates and tags. Raises as `read_json` does."""
     content = read_bounded(file, MAX_YAML_BYTES, error)
     try:
         content.decode("utf-8")
@@ -82,8 +98,8 @@ def read_yaml(file: Path, error: type[ToolkitError]) -> Any:
 
 
 def parse_yaml(content: bytes | str, source: object, error: type[ToolkitError]) -> Any:
-    """Return the value of a YAML text; `source` names it in errors. Raises as `read_yaml` does."""
-    _refuse_more(len(content), MAX_YAML_BYTES, "bytes", source, error)
+    """Parse a YAML text; `source` names it in errors. Raises as `read_yaml` does."""
+    _check_limit(len(content), MAX_YAML_BYTES, "bytes", source, error)
     depth = 0
     try:
         for count, event in enumerate(yaml.parse(content, Loader=yaml.CSafeLoader)):
@@ -101,7 +117,7 @@ def parse_yaml(content: bytes | str, source: object, error: type[ToolkitError]) 
 
 
 def read_bounded(file: Path, limit: int, error: type[ToolkitError]) -> bytes:
-    """Return the bytes of a file; raise `error` where it cannot be read or is beyond `limit`."""
+    """Read the bytes of a file; raise `error` if it cannot be read or has more than `limit`."""
     try:
         with open(file, "rb") as opened:
             content = opened.read(limit + 1)
@@ -112,20 +128,21 @@ def read_bounded(file: Path, limit: int, error: type[ToolkitError]) -> bytes:
     return content
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{twice[:80]!r} is there twice")
-    return found
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of (name, value) pairs; raise ValueError if a name occurs twice."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        duplicate = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{duplicate[:80]!r} occurs twice")
+    return values
 
 
-def _refuse(constant: str) -> Any:
+def _refuse_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is no number of JSON")
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether lists and objects lie more than `MAX_DEPTH` levels deep."""
+    """Return True if lists and objects are nested more than `MAX_DEPTH` levels deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH + 1):
         inner = (v.values() if isinstance(v, dict) else v for v in level)
@@ -136,9 +153,10 @@ def _is_deep(value: Any) -> bool:
 
 
 class _PlainLoader(yaml.CSafeLoader):
-    """YAML's plain values: a date stays the text that it is, no key stands twice in a mapping."""
+    """Load YAML's plain values: a date stays a text, and a key may occur only once in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """Make a mapping; raise YAMLError if a key occurs twice."""
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -146,13 +164,14 @@ class _PlainLoader(yaml.CSafeLoader):
             line = key.start_mark.line + 1
             if key.value in lines:
                 raise yaml.YAMLError(
-                    f"{key.value!r} stands twice in one mapping, in lines {lines[key.value]} and "
+                    f"{key.value!r} occurs twice in one mapping, in lines {lines[key.value]} and "
                     f"{line}; join them into one"
                 )
             lines[key.value] = line
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Make a number; raise YAMLError if it has more than `MAX_DIGITS` characters."""
         if len(node.value) > MAX_DIGITS:
             raise yaml.YAMLError(f"a number of {len(node.value):,} characters")
         is_int = node.tag.endswith(":int")

@@ -1,4 +1,4 @@
-"""Text tables: columns that line up, and one line for names that differ in their numbers only."""
+"""Text for the terminal: aligned tables, sizes, and one line for names that differ in numbers."""
 
 import itertools
 import math
@@ -12,20 +12,26 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def table(rows: list[list[str]], right: set[int], margin: int = 0) -> list[str]:
-    """Return the lines of `rows`; the columns in `right` are flushed right.
+    """Format rows as lines of aligned columns.
 
-    Where they are printed in a terminal that is narrower, `margin` aside, the columns that do not
-    fit follow in further tables, each with the first column, of which the ends are shown where it
-    would take more than half of the room.
+    If stdout is a terminal that is too narrow, the columns that do not fit follow in further
+    tables, each of which repeats the first column. If the first column takes more than half of the
+    width, its cells are cut at their beginning.
+
+    Args:
+        rows: cells, as many in each row.
+        right: indices of the columns that are right-aligned.
+        margin: characters of the terminal's width that the table may not use.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     room: float = math.inf
     if sys.stdout.isatty():
         room = shutil.get_terminal_size().columns - margin
-    if widths and sum(widths) + 2 * (len(widths) - 1) > room and widths[0] > (half := room // 2):
-        rows = [[_ended(row[0], int(half)), *row[1:]] for row in rows]
+    is_too_wide = sum(widths) + 2 * (len(widths) - 1) > room
+    if widths and is_too_wide and widths[0] > (half := room // 2):
+        rows = [[_cut_beginning(row[0], int(half)), *row[1:]] for row in rows]
         widths[0] = int(half)
-    blocks: list[list[int]] = [[]]
+    blocks: list[list[int]] = [[]]  # indices of the columns of each table
     for i in range(len(widths)):
         if len(blocks[-1]) > 1 and sum(widths[j] + 2 for j in blocks[-1]) + widths[i] > room:
             blocks.append([0])
@@ -39,13 +45,13 @@ def table(rows: list[list[str]], right: set[int], margin: int = 0) -> list[str]:
     ]
 
 
-def _ended(text: str, width: int) -> str:
-    """Return `text`, or as much of its end as fits."""
+def _cut_beginning(text: str, width: int) -> str:
+    """Cut a text to `width` characters, and keep its end."""
     return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
 def size_text(nbytes: int) -> str:
-    """Return a number of bytes in decimal units: `33.4 MB`."""
+    """Format a number of bytes in decimal units, such as `33.4 MB`."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
@@ -53,7 +59,7 @@ def size_text(nbytes: int) -> str:
 
 
 def count_text(count: int) -> str:
-    """Return a number of parameters or tokens: `8.030 B`, `2.738 M`, `92,160`."""
+    """Format a number of parameters or tokens, such as `8.030 B`, `2.738 M` or `92,160`."""
     for unit, size in (("B", 1e9), ("M", 1e6)):
         if count >= size:
             return f"{count / size:,.3f} {unit}"
@@ -61,11 +67,17 @@ def count_text(count: int) -> str:
 
 
 def fold(names: list[str], facts: Sequence[Hashable] = ()) -> list[tuple[str, list[int]]]:
-    """Return lines for names that are alike but for their numbers: (shown, indices of its names).
+    """Group names that differ only in their numbers, such as those of equal layers.
 
-    `model.layers.0.mlp` to `model.layers.31.mlp` are `model.layers.{0..31}.mlp`; every second one
-    is `{0..30:2}`. Where the numbers make no full grid each name keeps a line. Names with other
-    `facts`, one a name, are not alike.
+    `model.layers.0.mlp` to `model.layers.31.mlp` become `model.layers.{0..31}.mlp`; every second
+    one becomes `{0..30:2}`. If the numbers make no full grid, each name keeps its own line.
+
+    Args:
+        names: dotted names.
+        facts: one value for each name; names with different values are not grouped.
+
+    Returns:
+        (folded name, indices of its names in `names`), in the order of their first name.
     """
     groups: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
     for index, name in enumerate(names):
@@ -75,13 +87,14 @@ def fold(names: list[str], facts: Sequence[Hashable] = ()) -> list[tuple[str, li
         numbers = [tuple(map(int, _NUMBER.findall(names[i]))) for i in members]
         places = [sorted(set(place)) for place in zip(*numbers, strict=True)]
         if math.prod(map(len, places)) == len(members):
-            lines.append((pattern.format(*map(_range, places)), members))
+            lines.append((pattern.format(*map(_format_range, places)), members))
         else:
             lines += [(names[i], [i]) for i in members]
     return lines
 
 
-def _range(numbers: list[int]) -> str:
+def _format_range(numbers: list[int]) -> str:
+    """Format sorted numbers: `3`, `{0..31}`, `{0..30:2}` or `{1,2,5}`."""
     if len(numbers) == 1:
         return str(numbers[0])
     steps = {b - a for a, b in itertools.pairwise(numbers)}

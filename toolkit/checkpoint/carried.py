@@ -26,7 +26,7 @@ from toolkit.formats import (
     local_folder,
     read_weights,
     source_keys,
-    told,
+    summarise_names,
     weight_files,
     whole,
 )
@@ -72,7 +72,7 @@ def find_carried_tensors(
         entries = read_weights(weight_files(folder))
     except (LoadingError, ModelError, ExportError) as error:
         raise ExportError(
-            f"the source holds what no parameter takes ({told(names, assets.source or ())}), and "
+            f"the source holds what no parameter takes ({summarise_names(names, assets.source or ())}), and "
             f"{error}. Give the folder or Hub id that the run started from with --hf_assets, or "
             "leave it out: --without_carried"
         ) from error
@@ -120,11 +120,11 @@ class Carried:
         said: dict[str, Any] = {}
         keys, origin = self.assets.source or (), self.assets.origin
         if self.left_out:
-            ranks.print_line(f"left out   {told(self.left_out, keys)}, of the source")
+            ranks.print_line(f"left out   {summarise_names(self.left_out, keys)}, of the source")
             said["left_out"] = self.left_out
         if self.tensors:
             whose = f", from {origin['name_or_path']}" if origin else ""
-            ranks.print_line(f"carried    {told(self.tensors, keys)}{whose}")
+            ranks.print_line(f"carried    {summarise_names(self.tensors, keys)}{whose}")
         if self.tensors and origin:
             name = str(origin["name_or_path"])
             named = {"name": Path(name).name if is_path(name) else name}

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         loaded_as,
         source_keys,
         split_mapping,
-        told,
+        summarise_names,
         use_source_names,
     )
     from toolkit.formats.stored_tensors import (

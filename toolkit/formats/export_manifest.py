@@ -37,7 +37,7 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
     """
     files: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
-    for name in listed(folder) if only is None else only:
+    for name in names_in_manifest(folder) if only is None else only:
         file = folder / name
         if file.is_symlink() or not file.is_file():
             raise ExportError(f"{file} is not a plain file; an export holds nothing else")
@@ -104,13 +104,13 @@ def read(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def listed(folder: Path) -> list[str]:
+def names_in_manifest(folder: Path) -> list[str]:
     """Return the names in a Hugging Face folder that its manifest speaks of, sorted."""
     names = (n for n in os.listdir(folder) if n not in (FILE, CARD) and n[0] != ".")
     return sorted(name for name in names if not _TERMS.fullmatch(name))
 
 
-def terms(folder: Path) -> list[str]:
+def terms_files(folder: Path) -> list[str]:
     """Return the names of the files with terms of use in a folder: as the card, the user's own."""
     return sorted(name for name in os.listdir(folder) if _TERMS.fullmatch(name))
 

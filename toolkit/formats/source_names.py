@@ -79,7 +79,7 @@ def source_keys(model: "PreTrainedModel", keys: Iterable[str]) -> SourceKeys:
     return found
 
 
-def told(names: Collection[str], keys: Iterable[str]) -> str:
+def summarise_names(names: Collection[str], keys: Iterable[str]) -> str:
     """Return how many tensors there are, and what they are of: the outermost module of each that
     holds none but such, of all tensors `keys`.
     """

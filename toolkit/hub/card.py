@@ -1,4 +1,4 @@
-"""The model card of an export: front matter for the Hub, and what is known of the run.
+"""Write the model card of an export: front matter for the Hub, and the facts of the run.
 
 Its text is in `card.md.jinja`.
 """
@@ -16,9 +16,9 @@ from toolkit.errors import scrub
 from toolkit.models.classes import auto_class_name, reward_loading_code
 
 Facts = dict[str, Any]
-_MOST_STAGES = 50
+_MAX_STAGES = 50
 _MARK = re.compile(r"<!-- toolkit card ([0-9a-f]{64}) -->\n?")
-# Settings in the first table; the others are folded away below it.
+# Settings in the first table; the others follow in a folded one.
 _MAIN_SETTINGS = (
     *("model.init", "data.sequence_length", "train.per_device_train_batch_size"),
     *("preference.loss_type", "preference.beta"),
@@ -27,7 +27,7 @@ _MAIN_SETTINGS = (
     *("optim.max_grad_norm", "model.dtype", "sharding.param_dtype", "lora.r", "lora.lora_alpha"),
     "seed",
 )
-# Class of transformers that loads the model -> the Hub's name of what it does.
+# The Hub's task by the class of transformers that loads the model.
 _TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForImageTextToText": "image-text-to-text",
@@ -41,42 +41,51 @@ _NO_RESULTS = (
 
 
 def render(manifest: Facts, repo_id: str, digest: str, config: Facts | None = None) -> str:
-    """Return the model card (README.md) of an export with this manifest, whose file has the sha256
-    `digest`; the facts of its run are in origin.run, where they are known. `config`: its
-    config.json, where it is a whole model.
+    """Render the model card (README.md) of an export.
+
+    Args:
+        manifest: of the export. `origin.run` has the facts of the run, if they are known.
+        repo_id: ORG/NAME.
+        digest: sha256 of the manifest's file.
+        config: config.json of a full model; None for an adapter.
     """
-    origin, name = manifest["origin"], repo_id.split("/")[-1]
-    facts, adapter = dict(origin.get("run") or {}), origin.get("adapter") or {}
+    origin = manifest["origin"]
+    name = repo_id.split("/")[-1]
+    facts = dict(origin.get("run") or {})
+    adapter = origin.get("adapter") or {}
     if adapter:
         facts.setdefault("base_model", adapter["base"])
     relation = None if not adapter else "finetune" if origin.get("merged") else "adapter"
-    named = (adapter.get("base_config") if relation == "adapter" else config) or {}
-    trained = adapter.get("base_class") if relation == "adapter" else None
-    auto = auto_class_name(trained or (named.get("architectures") or [""])[0])
-    base, data = facts.get("base_model") or {}, facts.get("data") or {}
+    model_config = (adapter.get("base_config") if relation == "adapter" else config) or {}
+    base_class = adapter.get("base_class") if relation == "adapter" else None
+    auto = auto_class_name(base_class or (model_config.get("architectures") or [""])[0])
+    base = facts.get("base_model") or {}
+    data = facts.get("data") or {}
     metrics = {n: v for n, v in (facts.get("metrics") or {}).items() if v is not None}
     logged_at = (facts.get("logged_at") or {}).items()
-    at = {metric: f", step {step:,}" for metric, step in logged_at if step is not None}
+    step_text = {metric: f", step {step:,}" for metric, step in logged_at if step is not None}
     settings = facts.get("hyperparameters") or {}
-    known = {n: v for n, v in settings.items() if v not in (None, [], {})}
+    set_values = {n: v for n, v in settings.items() if v not in (None, [], {})}
     versions = facts.get("versions") or {"toolkit": manifest["toolkit"]}
-    front = _front(base, data, metrics, name, relation, _TASKS[auto], settings).to_yaml()
+    front = _front_matter(base, data, metrics, name, relation, _TASKS[auto], settings).to_yaml()
     body = _TEMPLATE.render(
         {"name": name, "repo_id": repo_id, "digest": digest, "origin": origin, "facts": facts},
         base=base,
-        unknown=_unknown_of_base(base),
+        unknown=_missing_base_entries(base),
         adapter=adapter,
         stages=_stages(adapter.get("continued")),
         unmerged=relation == "adapter",
         auto=auto,
-        as_reward_model=reward_loading_code(auto, named),
+        as_reward_model=reward_loading_code(auto, model_config),
         kind="reward" if _TASKS[auto] == "text-classification" else "causal language",
         parameters=sum(math.prod(tensor["shape"]) for tensor in manifest["tensors"].values()),
         dtypes=sorted({tensor["dtype"] for tensor in manifest["tensors"].values()}),
         data_line=_data_line(data) if settings or data else "",
-        main_settings={n: known.pop(n) for n in _MAIN_SETTINGS if n in known},
-        settings=known,
-        results={n + at.get(n, ""): v for n, v in metrics.items() if not n.startswith(_NO_RESULTS)},
+        main_settings={n: set_values.pop(n) for n in _MAIN_SETTINGS if n in set_values},
+        settings=set_values,
+        results={
+            n + step_text.get(n, ""): v for n, v in metrics.items() if not n.startswith(_NO_RESULTS)
+        },
         changes=_changes(facts),
         versions=[f"{package} {version}" for package, version in versions.items()],
     )
@@ -85,14 +94,14 @@ def render(manifest: Facts, repo_id: str, digest: str, config: Facts | None = No
 
 
 def is_unedited(card: str) -> bool:
-    """Return whether a model card is as `render` returned it, so that a push may replace it."""
+    """Return True if a model card is unchanged since `render`, so that a push may replace it."""
     lines = card.replace("\r\n", "\n").rstrip("\n").rsplit("\n", 1)
     mark = _MARK.fullmatch(lines[-1])
     above = lines[0] + "\n" if len(lines) == 2 else ""
     return mark is not None and mark[1] == hashlib.sha256(above.encode()).hexdigest()
 
 
-def _front(
+def _front_matter(
     base: Facts,
     data: Facts,
     metrics: Facts,
@@ -101,17 +110,21 @@ def _front(
     task: str,
     settings: Facts,
 ) -> ModelCardData:
-    """Return the front matter.
+    """Make the front matter.
 
     Args:
+        base: facts of the base model.
+        data: facts of the training data.
+        metrics: last values of the run's metrics.
+        name: of the model.
         relation: of an adapter, merged or not, to its base; None without adapters.
-        task: the Hub's name of what the model does.
-        settings: of the run; they tell whether it was preference tuning.
+        task: the Hub's name of the model's task.
+        settings: of the run; `preference.loss_type` marks preference tuning.
     """
     objective = settings.get("preference.loss_type")
     kind = "preference-tuning" if objective else "text-generation"
     front: Facts = {}
-    # The Hub refuses a card whose base model or data set is not one of its own.
+    # The Hub refuses a card whose base model or data set is not on the Hub.
     if base.get("hub_id") and base.get("init") == "pretrained":
         front["base_model"] = base["hub_id"]
         if relation:
@@ -119,17 +132,17 @@ def _front(
     of_hub = [d for d in (data, *data.get("sources", [])) if d.get("dataset_is_on_the_hub")]
     if of_hub:
         front["datasets"] = list(dict.fromkeys(d["dataset_name"] for d in of_hub))
-    listed = data.get("eval_files")
-    names = [*listed] if isinstance(listed, list) else []
+    eval_files = data.get("eval_files")
+    names = [*eval_files] if isinstance(eval_files, list) else []
     for source in data.get("eval_sources") or []:
         names += [source["dataset_name"]] if "dataset_name" in source else source.get("files") or []
-    eval_files = ", ".join(map(str, names[:3]))
+    eval_names = ", ".join(map(str, names[:3]))
     results = [
         EvalResult(
             task_type=task if task == "text-classification" else kind,
             task_name="preference pairs" if objective else None,
             dataset_type=of_hub[0]["dataset_name"] if of_hub else "text",
-            dataset_name=eval_files or "held-out part of the training data",
+            dataset_name=eval_names or "held-out part of the training data",
             metric_type=metric.removeprefix("eval_"),
             # The share of pairs whose chosen answer has the higher reward, not of tokens.
             metric_name="preference accuracy" if objective and metric == "eval_accuracy" else None,
@@ -153,32 +166,35 @@ def _front(
     )
 
 
-def _unknown_of_base(base: Facts) -> list[str]:
-    """Return the entries of the front matter that are not known of a base given as a folder."""
+def _missing_base_entries(base: Facts) -> list[str]:
+    """List the entries of the front matter that are unknown because the base is a local folder."""
     if not base.get("name") or base.get("hub_id") or base.get("init") == "random":
         return []
     return ["base_model", *([] if base.get("license") else ["license"])]
 
 
 def _stages(entry: Any) -> list[Facts]:
-    """Return the adapters that were continued, newest first; anybody may have written the entry."""
+    """List the adapters that this one continues, newest first.
+
+    The entry may have been written by anybody, so its length is bounded.
+    """
     stages: list[Facts] = []
-    while isinstance(entry, dict) and len(stages) < _MOST_STAGES:
+    while isinstance(entry, dict) and len(stages) < _MAX_STAGES:
         stages.append({"name": "an adapter", **entry})
         entry = entry.get("continued")
     return stages
 
 
 def _objective_tags(loss_type: str | None) -> list[str]:
-    """Return the tags by which the Hub's search finds a model of this preference objective."""
+    """List the Hub's tags for models of a preference objective."""
     if loss_type is None:
         return []
-    named = {"simpo": "simpo", "orpo": "orpo", "kto": "kto", "reward": "reward-model"}
-    return ["preference-tuning", named.get(loss_type, "dpo")]
+    tags = {"simpo": "simpo", "orpo": "orpo", "kto": "kto", "reward": "reward-model"}
+    return ["preference-tuning", tags.get(loss_type, "dpo")]
 
 
 def _changes(facts: Facts) -> list[str]:
-    """Return what settings were before they changed on the way."""
+    """Describe the earlier values of settings that changed during the run, a line each."""
     return [
         f"`{_cell(name)}` was {', '.join(f'{_cell(v)} up to step {s:,}' for v, s in before)}"
         for name, before in (facts.get("changes") or {}).items()
@@ -186,12 +202,13 @@ def _changes(facts: Facts) -> list[str]:
 
 
 def _data_line(data: Facts) -> str:
+    """Describe the training data on one line: data sets or files, with their weights."""
     if sources := data.get("sources"):
-        weighed = [(_data_line(s), s.get("weight")) for s in sources]
-        return "; ".join(f"{text} (weight {w})" if w is not None else text for text, w in weighed)
+        weighted = [(_data_line(s), s.get("weight")) for s in sources]
+        return "; ".join(f"{text} (weight {w})" if w is not None else text for text, w in weighted)
     if name := data.get("dataset_name"):
-        which = [data.get("dataset_config_name"), data.get("dataset_split")]
-        return ", ".join([f"`{name}`", *(f"`{w}`" for w in which if w)])
+        selection = [data.get("dataset_config_name"), data.get("dataset_split")]
+        return ", ".join([f"`{name}`", *(f"`{w}`" for w in selection if w)])
     if data.get("built_in"):
         return str(data["built_in"])
     files = data.get("train_files") or data.get("files") or []
@@ -200,7 +217,7 @@ def _data_line(data: Facts) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a text that cannot end its cell, its code or its line."""
+    """Format a value as text that cannot end its table cell, code span or line."""
     if isinstance(value, list):
         value = ", ".join(map(str, value))
     if isinstance(value, float):

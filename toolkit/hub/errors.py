@@ -1,4 +1,4 @@
-"""Errors of the Hub's client in plain words, without secrets; which of them may pass."""
+"""Translate errors of the Hub's client into plain words, without secrets."""
 
 import contextlib
 import json
@@ -14,16 +14,16 @@ from huggingface_hub.errors import (
 
 from toolkit.errors import HubError, scrub
 
-_PASSING = (408, 429, 500, 502, 503, 504)
+_TEMPORARY = (408, 429, 500, 502, 503, 504)
 _CONFLICT = (409, 412)  # another commit arrived since the repository was read
-_SILENCE = 600.0  # seconds without a byte after which a transfer counts as lost
+_TIMEOUT_SECONDS = 600.0  # without a byte of a transfer
 
 
-class PassingHubError(HubError):
-    """A failure that may be over when the same is asked again."""
+class TemporaryHubError(HubError):
+    """A failure that a retry of the same request may overcome."""
 
 
-class ConflictError(PassingHubError):
+class ConflictError(TemporaryHubError):
     """The repository changed since it was read."""
 
 
@@ -36,22 +36,36 @@ class NoRevisionError(HubError):
 
 
 @contextlib.contextmanager
-def translated(api: HfApi, repo_id: str, what: str) -> Iterator[None]:
-    """Raise what the client raises as a `HubError` in plain words, without a secret."""
-    get_session().timeout = _SILENCE  # the client's own is to wait for ever
+def translated_errors(api: HfApi, repo_id: str, action: str) -> Iterator[None]:
+    """Turn any error of the client into a `HubError` in plain words, without secrets.
+
+    Args:
+        api: the client.
+        repo_id: ORG/NAME.
+        action: what is being done, such as "making the commit"; begins the message.
+    """
+    # The client's own default is to wait for ever.
+    get_session().timeout = _TIMEOUT_SECONDS
     try:
         yield
     except HubError:
         raise
     except Exception as error:
-        # Without its context: headers and addresses of the request hang on it.
-        raise _translation(error, api, repo_id, what) from None
+        # Without its context, which holds headers and addresses of the request.
+        raise _translate(error, api, repo_id, action) from None
 
 
-def _translation(error: Exception, api: HfApi, repo_id: str, what: str) -> HubError:
-    known = (OfflineModeIsEnabled, HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError)
+def _translate(error: Exception, api: HfApi, repo_id: str, action: str) -> HubError:
+    """Make the `HubError` that describes an error of the client."""
+    expected = (
+        OfflineModeIsEnabled,
+        HTTPError,
+        ConnectionError,
+        TimeoutError,
+        json.JSONDecodeError,
+    )
     cause: BaseException = error
-    while not isinstance(cause, known) and cause.__cause__ is not None:
+    while not isinstance(cause, expected) and cause.__cause__ is not None:
         cause = cause.__cause__  # the threads of an upload wrap their errors
     lines = str(getattr(cause, "server_message", None) or cause).split("\n")
     reason = next((line.strip() for line in lines if line.strip()), type(cause).__name__)
@@ -59,27 +73,27 @@ def _translation(error: Exception, api: HfApi, repo_id: str, what: str) -> HubEr
     response = getattr(cause, "response", None)
     match cause:
         case OfflineModeIsEnabled():
-            return HubError(f"{what}: HF_HUB_OFFLINE is set; unset it to reach the Hub")
+            return HubError(f"{action}: HF_HUB_OFFLINE is set; unset it to reach the Hub")
         case RevisionNotFoundError():
-            return NoRevisionError(f"{what}: there is no such branch")
+            return NoRevisionError(f"{action}: there is no such branch")
         case RepositoryNotFoundError():
             return NoRepositoryError(f"{repo_id} does not exist, or this token may not read it")
         case HTTPError() if response is not None:
             reason = f"{response.status_code}: {reason}"
         case HTTPError() | ConnectionError() | TimeoutError():
-            return PassingHubError(f"the connection was lost ({type(cause).__name__}: {reason})")
+            return TemporaryHubError(f"the connection was lost ({type(cause).__name__}: {reason})")
         case json.JSONDecodeError():
-            return PassingHubError("the answer was cut off or no JSON")
+            return TemporaryHubError("the answer was cut off or no JSON")
         case _:
-            return HubError(f"{what}: {reason}")
-    if response.status_code in _PASSING:
-        return PassingHubError(f"the Hub answered {response.status_code}")
+            return HubError(f"{action}: {reason}")
+    if response.status_code in _TEMPORARY:
+        return TemporaryHubError(f"the Hub answered {response.status_code}")
     if response.status_code in _CONFLICT:
         return ConflictError(f"the repository changed meanwhile ({reason})")
     if response.status_code in (401, 403):
         return HubError(
-            f"{what}: the Hub does not accept the token for that ({reason}); it needs the write "
+            f"{action}: the Hub does not accept the token for that ({reason}); it needs the write "
             f"role for {repo_id.split('/')[0]} ({api.endpoint}/settings/tokens); run `hf auth "
             "login` again, or set HF_TOKEN"
         )
-    return HubError(f"{what}: the Hub refused ({reason})")
+    return HubError(f"{action}: the Hub refused ({reason})")

@@ -1,4 +1,4 @@
-"""The end of a run that publishes itself: newest checkpoint -> export -> the Hub."""
+"""Publish a run at its end: export the newest checkpoint and push it to the Hub."""
 
 import hashlib
 from pathlib import Path
@@ -20,12 +20,18 @@ from toolkit.verify import verify_export
 def check(
     cfg: HubConfig, say: Say = print, *, adapted: str | None = None, create: bool = True
 ) -> None:
-    """Refuse before training what publishing would be refused for at its end. Collective.
+    """Check before training that the run can be published at its end. Collective.
 
-    Creates the repository when there is none: nothing else proves that it may be created. With
-    `create` off it asks only, and a name is looked at also where nothing is pushed.
-    `adapted` is the base of the adapters that the run trains, None where it trains none. HubError
-    as of `push`, or where that base is a path.
+    Args:
+        cfg: settings of the Hub; without `push_to_hub` only the name may be checked.
+        say: prints a line.
+        adapted: base model of the adapters that the run trains; None without adapters.
+        create: create the repository if it is missing, because nothing else proves that the token
+            may create it. If False, the Hub is only queried, and the name is checked even if the
+            run does not push.
+
+    Raises:
+        HubError: as `push` raises it, or the base model of the adapters is a local path.
     """
     if cfg.hub_model_id and not create:
         check_name(cfg.hub_model_id)
@@ -34,27 +40,32 @@ def check(
     if adapted is not None and is_path(adapted):
         raise HubError(
             f"the base {adapted!r} is a path of this machine, which a published adapter would "
-            "name. Give the base's Hub id as model.name_or_path, or leave hub.push_to_hub out and "
+            "name. Give the base's Hub id as model.name_or_path, or remove hub.push_to_hub and "
             "export with `toolkit consolidate RUN --output FOLDER --hf_assets ORG/NAME` (or "
             "--merge) before `toolkit push`"
         )
-    private = cfg.hub_private_repo
-    asked: dict[str, Any] = {"private": private, "say": say, "create": create}
-    ranks.on_main(lambda: check_access(str(cfg.hub_model_id), **asked))
+    options: dict[str, Any] = {"private": cfg.hub_private_repo, "say": say, "create": create}
+    ranks.on_main(lambda: check_access(str(cfg.hub_model_id), **options))
 
 
 def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
-    """Export the run's newest checkpoint and push it; return the commit's URL. Collective.
+    """Export the run's newest checkpoint and push it. Collective.
 
-    None where `cfg` does not ask for it. The export is the run's own of this step, where it holds
-    the checkpoint's weights; else `RUN-hf`, or `RUN-hf-step-N` where another one is in the way.
-    HubError: the push failed; names the command that does it again. ExportError: the checkpoint
-    cannot be exported, or the export does not verify.
+    An export that the run wrote at this step is used if it holds the checkpoint's weights. If not,
+    the export is written to `RUN-hf`, or to `RUN-hf-step-N` if the former holds another one.
+
+    Returns:
+        The commit's URL; None if `cfg` does not request a push.
+
+    Raises:
+        HubError: the push failed; the message has the command that repeats it.
+        ExportError: the checkpoint cannot be exported, or the export does not verify.
     """
     return ranks.on_main(lambda: _publish(Path(run_dir), cfg, say)) if cfg.push_to_hub else None
 
 
 def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
+    """Export and push on this rank; return the commit's URL."""
     with local_copy(run_dir) as source:  # checkpoint.root may be elsewhere
         checkpoint = find_checkpoint(source)
         output = export_of(checkpoint, run_dir)
@@ -66,7 +77,7 @@ def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
         url = push(output, str(cfg.hub_model_id), private=private, say=say)
     except HubError as error:
         raise HubError(
-            f"{error}. The run and its export are whole; publish it with: toolkit push {output} "
+            f"{error}. The run and its export are complete; publish it with: toolkit push {output} "
             f"--repo_id {cfg.hub_model_id}{'' if private else ' --public'}"
         ) from error
     say(f"published  {url}")
@@ -74,15 +85,16 @@ def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
 
 
 def export_of(checkpoint: Path, run_dir: Path) -> Path:
-    """Return the folder of a checkpoint's export: one that holds it already, or a free name."""
-    live, own = run_dir / EXPORTS / checkpoint.name, default_export_path(run_dir)
+    """Choose the folder of a checkpoint's export: one that already holds it, or a free name."""
+    live = run_dir / EXPORTS / checkpoint.name
+    output = default_export_path(run_dir)
     if live.exists() and verify_export(checkpoint, live).ok:
         return live
     try:
-        of = export_manifest.read(own)["origin"].get("checkpoint")
+        exported = export_manifest.read(output)["origin"].get("checkpoint")
     except ExportError:
-        of = None
-    # `push` verifies it.
-    if not own.exists() or of == hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest():
-        return own
-    return own.with_name(f"{own.name}-{checkpoint.name}")
+        exported = None
+    digest = hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+    if not output.exists() or exported == digest:
+        return output  # `push` verifies it
+    return output.with_name(f"{output.name}-{checkpoint.name}")

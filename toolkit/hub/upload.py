@@ -1,12 +1,12 @@
-"""Publishing: a verified export becomes one commit in a repository of the Hugging Face Hub.
+"""Publish a verified export as one commit in a repository of the Hugging Face Hub.
 
     folder -> verified -> compared with the repository -> large files sent -> ONE commit -> compared
 
 [Note: never half] A reader of the repository sees the files of its last commit. Large files are
-stored beside the commits first, by their sha256; those that are there are not sent again. One
-commit then names them all, and its parent: where somebody else committed in between, the Hub
-refuses it. A push begins by comparing, so the same push again goes on where one broke off, and a
-commit whose answer was lost is found, not made twice.
+sent first and stored outside the commits by their sha256; a file that is stored already is not sent
+again. Then one commit lists all files and names its parent, so the Hub refuses it if somebody else
+committed in between. A push starts with a comparison. So a repeated push continues an interrupted
+one, and a commit whose answer was lost is found instead of made twice.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from toolkit.hub.errors import (
     ConflictError,
     NoRepositoryError,
     NoRevisionError,
-    PassingHubError,
-    translated,
+    TemporaryHubError,
+    translated_errors,
 )
 from toolkit.hub.local import CARD, LocalExport, read_export
 
@@ -41,27 +41,28 @@ T = TypeVar("T")
 Say = Callable[[str], object]
 
 _NO_TOKEN = "no Hugging Face token was found; run `hf auth login`, or set HF_TOKEN"
-# Files that loaders read beside assets: an older one beside the new would be loaded, or break.
-_READ = re.compile(
+# Files that loaders read, except assets. An old one next to the new ones would be loaded, or break
+# loading.
+_LOADED_FILES = re.compile(
     r"(model|adapter_model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
     r"|(adapter_)?config\.json|additional_chat_templates/[^/]+\.jinja"
 )
-_ANSWER = 30.0  # seconds without a byte of an answer that the Hub gives at once
-# huggingface_hub leaves out what the repository's .gitignore names, unless it is given another.
+_TIMEOUT_SECONDS = 30.0  # of requests that the Hub answers at once
+# huggingface_hub skips what the repository's .gitignore lists, unless another one is passed.
 _IGNORE_NOTHING = "# every file of an export is published\n"
-# Seconds before the next try; the last is as long as the Hub counts requests for its rate limit.
-_WAITS = (5.0, 60.0, 300.0)
+# Before each retry. The last is as long as the window of the Hub's rate limit.
+_RETRY_SECONDS = (5.0, 60.0, 300.0)
 
 
 @dataclass(frozen=True)
 class Preview:
-    """The changes that a push would make; file -> bytes."""
+    """The changes that a push would make; sizes in bytes by file name."""
 
     send: dict[str, int]
-    same: dict[str, int]  # what the repository has already
+    same: dict[str, int]  # already in the repository
     delete: list[str]  # files of an older export, deleted in the same commit
     card: str
-    notes: list[str]  # what could not be found out, and what would be created
+    notes: list[str]  # what is unknown, and what would be created
 
 
 def push(
@@ -72,33 +73,39 @@ def push(
     private: bool = True,
     say: Say = print,
 ) -> str:
-    """Publish an export as one commit; return the commit's URL. See [Note: never half].
+    """Publish an export as one commit. See [Note: never half].
 
-    The export is verified and hashed first, which reads it twice, and the Hub's list of files is
-    compared with it afterwards. Nothing is deleted but what loaders read and the export does not
-    have. Pushing the same again makes no commit.
+    The export is verified and hashed first, which reads it twice. Afterwards it is compared with
+    the Hub's list of files. Only files that loaders read and that the export does not have are
+    deleted. If the repository holds this export already, no commit is made.
 
     Args:
-        folder: as `toolkit consolidate` wrote it; without a README.md a model card is made.
-        repo_id: ORG/NAME; created when there is none.
-        revision: a branch, created when there is none; None: main.
-        private: of a repository that is created. One that is public already is refused.
+        folder: as `toolkit consolidate` wrote it. Without a README.md a model card is made.
+        repo_id: ORG/NAME; the repository is created if it is missing.
+        revision: a branch, created if it is missing; None: main.
+        private: create a private repository, and refuse a public one.
+        say: prints a line.
+
+    Returns:
+        The commit's URL.
 
     Raises:
         HubError: no token, no such name, no permission, or the Hub could not be reached. The
-            repository is unchanged, or complete where the error says so.
-        ExportError: the folder is no verified export, or holds what must not be published.
+            repository is unchanged, or complete if the error says so.
+        ExportError: the folder is no intact export, or holds a file that must not be published.
     """
     with _repository(repo_id, private, revision, say) as repo:
         export = read_export(Path(folder), repo_id, str(repo.api.token))
-        return _tried(f"publishing on {repo_id}", lambda: repo.publish(export), say)
+        return _retry(f"publishing on {repo_id}", lambda: repo.publish(export), say)
 
 
 def preview(
     folder: str | Path, repo_id: str, *, revision: str | None = None, private: bool = True
 ) -> Preview:
-    """Return what `push` would do; raises as it does. Sends nothing, and works offline."""
-    token, notes, state = get_token(), [], None
+    """Compute what `push` would do, and raise as it does. Sends nothing, and works offline."""
+    token = get_token()
+    notes = []
+    state = None
     with _repository(repo_id, private, revision, token=token or False) as repo:
         export = read_export(Path(folder), repo_id, token)
         try:
@@ -111,7 +118,7 @@ def preview(
         except NoRepositoryError:
             notes.append(f"{repo_id} would be created, {'private' if private else 'public'}")
         except HubError as error:
-            notes.append(f"the repository was not read: {error}")
+            notes.append(f"the repository could not be read: {error}")
     sizes = {name: entry["size"] for name, entry in export.entries.items()}
     card = bytes(export.contents[CARD]).decode()
     if state is None:
@@ -119,7 +126,7 @@ def preview(
     repo.check_visibility(state)
     send, delete = state.difference(export)
     if state.keeps_card(export):
-        notes.append(f"{CARD} of the repository was edited there and would stay")
+        notes.append(f"{CARD} of the repository was edited there and would be kept")
         del sizes[CARD]
     same = {name: size for name, size in sizes.items() if name not in send}
     return Preview({name: sizes[name] for name in send}, same, delete, card, notes)
@@ -128,18 +135,24 @@ def preview(
 def check_access(
     repo_id: str, *, private: bool = True, say: Say = print, create: bool = True
 ) -> None:
-    """Refuse now what `push` would be refused for; create the repository when there is none, or
-    with `create` off ask once, and only whether the token's owner may.
+    """Raise HubError now if the Hub would refuse a later `push`.
+
+    Args:
+        repo_id: ORG/NAME.
+        private: as of `push`.
+        say: prints a line.
+        create: create the repository if it is missing. If False, only check, in one try, that the
+            owner of the token may create it.
     """
     with _repository(repo_id, private, None, say) as repo:
         if create:
-            _tried(f"asking for access to {repo_id}", lambda: repo.check_access(create), say)
+            _retry(f"checking access to {repo_id}", lambda: repo.check_access(create), say)
         else:
             repo.check_access(create)
 
 
 def check_name(repo_id: str) -> None:
-    """Refuse what is no ORG/NAME; asks nobody."""
+    """Raise HubError if `repo_id` is not ORG/NAME. Sends no request."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -148,48 +161,56 @@ def check_name(repo_id: str) -> None:
         raise HubError(f"repo id {repo_id!r} is not ORG/NAME: put your user name before it")
 
 
-def _tried(what: str, attempt: Callable[[], T], say: Say) -> T:
-    """Return what `attempt` returns; repeat it after a failure that may pass. The client repeats
-    transfers itself, but not the commit and not what is asked before and after it.
+def _retry(action: str, attempt: Callable[[], T], say: Say) -> T:
+    """Call `attempt`, and repeat it after a temporary failure.
+
+    The client repeats transfers itself, but neither the commit nor the requests around it.
+
+    Args:
+        action: what is being done, for messages.
+        attempt: the call.
+        say: prints a line before each wait.
     """
-    waits = iter(_WAITS)
+    waits = iter(_RETRY_SECONDS)
     while True:
         try:
             return attempt()
-        except PassingHubError as error:
+        except TemporaryHubError as error:
             if (wait := next(waits, None)) is None:
                 raise HubError(
-                    f"{what} failed {len(_WAITS) + 1} times: {error}. The repository is unchanged "
-                    "or complete; run the same command again to go on"
+                    f"{action} failed {len(_RETRY_SECONDS) + 1} times: {error}. The repository is "
+                    "unchanged or complete; run the same command again to continue"
                 ) from None
-            say(f"{what}: {error}; trying again in {wait:.0f} s")
+            say(f"{action}: {error}; trying again in {wait:.0f} s")
             time.sleep(wait)
 
 
 @dataclass(frozen=True)
 class _Revision:
-    """A revision of the repository at one moment."""
+    """The content of a revision of the repository when it was read."""
 
     head: str
     private: bool
     files: dict[str, RepoSibling]
-    card_is_ours: bool  # whether README.md is missing, or as an earlier push wrote it
+    card_is_ours: bool  # README.md is missing, or unchanged since an earlier push
 
     def keeps_card(self, export: LocalExport) -> bool:
-        """Return whether the repository's card was edited there, and the folder has none."""
-        return not self.card_is_ours and not export.own_card
+        """Return True if the repository's card was edited there, and the folder has none."""
+        return not self.card_is_ours and not export.has_own_card
 
     def difference(self, export: LocalExport) -> tuple[list[str], list[str]]:
-        """Return the names to send and the names to delete."""
+        """Find the files to send and the files to delete, by name."""
         send = [name for name in export.entries if not self._holds(name, export)]
-        read = [n for n in self.files if _READ.fullmatch(n) or n in ASSET_FILES]
-        stale = [n for n in read if n not in export.entries]
+        loaded = [n for n in self.files if _LOADED_FILES.fullmatch(n) or n in ASSET_FILES]
+        stale = [n for n in loaded if n not in export.entries]
         return send, sorted(stale)
 
     def _holds(self, name: str, export: LocalExport) -> bool:
+        """Return True if the repository has this file of the export, or its own edited card."""
         if name == CARD and self.keeps_card(export):
             return True
-        remote, content = self.files.get(name), export.contents[name]
+        remote = self.files.get(name)
+        content = export.contents[name]
         if remote is None:
             return False
         if remote.lfs:
@@ -199,7 +220,7 @@ class _Revision:
 
 @dataclass
 class _Repository:
-    """A revision of one repository through the Hub's client."""
+    """One revision of a repository on the Hub, accessed through the Hub's client."""
 
     api: HfApi
     repo_id: str
@@ -207,29 +228,34 @@ class _Repository:
     revision: str | None
     say: Say
 
-    def request(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return translated(self.api, self.repo_id, what)
+    def request(self, action: str) -> contextlib.AbstractContextManager[None]:
+        """Translate the errors of a request; see `translated_errors`."""
+        return translated_errors(self.api, self.repo_id, action)
 
     def read(self, main: bool = False) -> _Revision:
-        """Return the state of the revision (or of main)."""
+        """Read the content of the revision, or of main."""
         revision = None if main else self.revision
         with self.request(f"reading {self.repo_id}"):
-            options: Any = {"revision": revision, "files_metadata": True, "timeout": _ANSWER}
+            options: Any = {
+                "revision": revision,
+                "files_metadata": True,
+                "timeout": _TIMEOUT_SECONDS,
+            }
             info = self.api.model_info(self.repo_id, **options)
             files = {s.rfilename: s for s in info.siblings or []}
             ours = True
             if CARD in files:
-                own: Any = {"revision": info.sha, "etag_timeout": _ANSWER}
-                card = Path(self.api.hf_hub_download(self.repo_id, CARD, **own))
+                options = {"revision": info.sha, "etag_timeout": _TIMEOUT_SECONDS}
+                card = Path(self.api.hf_hub_download(self.repo_id, CARD, **options))
                 ours = model_card.is_unedited(card.read_text("utf-8", errors="replace"))
             return _Revision(str(info.sha), bool(info.private), files, ours)
 
     def open_main(self) -> _Revision:
-        """Return the state of main; create the repository when missing."""
+        """Read the content of main; create the repository if it is missing."""
         try:
             state = self.read(main=True)
         except NoRepositoryError:
-            # There already: an earlier try arrived and its answer did not, or the name is taken.
+            # A conflict means that an earlier try has created it, or that the name is taken.
             with (
                 contextlib.suppress(ConflictError),
                 self.request(f"creating {self.repo_id}"),
@@ -243,11 +269,12 @@ class _Repository:
                     "this token may read; give another"
                 ) from None
             self.say(f"created {self.repo_id}, {'private' if self.private else 'public'}")
-        # The visibility of the whole is decided before anything is added to it.
+        # Check the visibility before anything is sent.
         self.check_visibility(state)
         return state
 
     def check_visibility(self, state: _Revision) -> None:
+        """Raise HubError if the repository is public and a private one is requested."""
         if self.private and not state.private:
             raise HubError(
                 f"{self.repo_id} is public; add --public (private=False) to publish there, or give "
@@ -255,32 +282,34 @@ class _Repository:
             )
 
     def check_access(self, create: bool) -> None:
-        """Refuse a token that may not write, or not `create` the missing repository."""
+        """Raise HubError if the token may not write, or may not create the missing repository."""
         try:
             if create:
                 self.open_main()
             else:
                 self.check_visibility(self.read(main=True))
         except NoRepositoryError:
-            with self.request("asking whose token this is"):
+            with self.request("reading the owner of the token"):
                 owner = self.api.whoami()
             groups = [g["name"] for g in owner.get("orgs", []) if g.get("roleInOrg") != "read"]
             role = owner.get("auth", {}).get("accessToken", {}).get("role")
             if role == "read" or self.repo_id.split("/")[0] not in (owner["name"], *groups):
                 raise HubError(
                     f"{self.repo_id} does not exist, and this token may not create it: the token "
-                    f"({role or 'of unknown role'}) is of {owner['name']}, who may create in "
+                    f"({role or 'of unknown role'}) belongs to {owner['name']}, who may create in "
                     f"{', '.join([owner['name'], *groups])}; give another id"
                 ) from None
             return
-        with self.request("asking for permission to write"):
+        with self.request("checking the permission to write"):
             self.api.auth_check(self.repo_id, write=True)
 
     def publish(self, export: LocalExport) -> str:
-        """Make the commit, or find that it is there; return its URL. May be called again."""
+        """Make the commit, or find that it exists already; return its URL. May be repeated."""
         state = self.open_main()
         if not self.private and state.private:
-            self.say(f"{self.repo_id} is private and stays so; its settings page makes it public")
+            self.say(
+                f"{self.repo_id} is private and stays private; its settings page can make it public"
+            )
         if self.revision is not None:
             with self.request(f"creating branch {self.revision}"):
                 self.api.create_branch(self.repo_id, branch=self.revision, exist_ok=True)
@@ -292,7 +321,7 @@ class _Repository:
             return f"{self.api.endpoint}/{self.repo_id}/commit/{state.head}"
         if state.keeps_card(export):
             instead = f"put a {CARD} into the folder to replace it"
-            self.say(f"{CARD} of {self.repo_id} was edited there and stays; {instead}")
+            self.say(f"{CARD} of {self.repo_id} was edited there and is kept; {instead}")
         sizes = {name: entry["size"] for name, entry in export.entries.items()}
         total = sum(sizes[name] for name in send)
         self.say(f"sending {len(send)} files, {total:,} bytes; deleting {len(delete)}")
@@ -300,10 +329,10 @@ class _Repository:
         state = self.read()
         if wrong := [name for names in state.difference(export) for name in names]:
             if not url.endswith(state.head):
-                raise PassingHubError("the Hub does not list the commit yet")
+                raise TemporaryHubError("the Hub does not list the commit yet")
             raise HubError(
-                f"{url} was made, but the Hub lists other content of {', '.join(wrong[:3])}; push "
-                "again, and look at the history"
+                f"{url} was made, but the Hub lists different content of {', '.join(wrong[:3])}; "
+                "push again, and look at the history"
             )
         self.say(
             f"{where} holds the export: {len(sizes)} files, {sum(sizes.values()):,} bytes, all "
@@ -312,6 +341,7 @@ class _Repository:
         return url
 
     def _commit(self, export: LocalExport, parent: str, send: list[str], delete: list[str]) -> str:
+        """Send files and make the commit on top of `parent`; return its URL."""
         additions = [CommitOperationAdd(name, export.contents[name]) for name in send]
         for added in additions:
             if added.upload_info.sha256.hex() != export.entries[added.path_in_repo]["sha256"]:
@@ -347,8 +377,14 @@ def _repository(
     *,
     token: str | bool | None = None,
 ) -> Iterator[_Repository]:
-    """Yield the repository; keep secrets out of what the client logs meanwhile. Without `token` the
-    machine's own is needed.
+    """Open a repository, and keep secrets out of the client's log records meanwhile.
+
+    Args:
+        repo_id: ORG/NAME.
+        private: as of `push`.
+        revision: a branch; None: main.
+        say: prints a line.
+        token: of the Hub; None: the one of this machine, which must exist.
     """
     check_name(repo_id)
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
@@ -358,15 +394,17 @@ def _repository(
         raise HubError(_NO_TOKEN)
     api = HfApi(token=token, library_name="fsdp2-toolkit")
 
-    record_of = logging.getLogRecordFactory()
+    make_record = logging.getLogRecordFactory()
 
-    def clean(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = record_of(*args, **kwargs)  # of signed addresses, when the client tries again
-        record.msg, record.args = scrub(record.getMessage(), [str(token or "")]), None
+    def make_clean_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        # The client logs signed addresses when it tries again.
+        record.msg = scrub(record.getMessage(), [str(token or "")])
+        record.args = None
         return record
 
-    logging.setLogRecordFactory(clean)
+    logging.setLogRecordFactory(make_clean_record)
     try:
         yield _Repository(api, repo_id, private, revision, say)
     finally:
-        logging.setLogRecordFactory(record_of)
+        logging.setLogRecordFactory(make_record)

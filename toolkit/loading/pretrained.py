@@ -207,7 +207,7 @@ def _log_carried(
     origin = {"name_or_path": assets.name_or_path, "revision": assets.revision}
     assets.origin = {**origin, "digest": digest}
     size = sum(entries[k].nbytes for n in carried for k in assets.stored.get(n, (n,)))
-    tensors = formats.told(carried, assets.source or ())
+    tensors = formats.summarise_names(carried, assets.source or ())
     ranks.log_once(
         f"carried    {model_class_name(model)} does not load {tensors}; {size_text(size)}, which "
         f"exports copy from {cfg.name_or_path}: keep that"

@@ -1,7 +1,8 @@
-"""`toolkit report`: what runs logged, as one page for a browser and as one picture.
+"""`toolkit report`: show what runs logged, as one HTML page and as one picture.
 
-runs    a run's folder, read      curves    what is drawn, as numbers
-tables  what stands beside it     page      HTML with plotly      picture    PNG with matplotlib
+runs    read a run's folder             curves   the panels, as numbers
+tables  the tables next to the curves   page     HTML with plotly
+picture PNG with matplotlib             writing  both files
 """
 
 from typing import TYPE_CHECKING

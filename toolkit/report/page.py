@@ -1,4 +1,4 @@
-"""The page: curves drawn by plotly, whose JavaScript it carries, tables around them."""
+"""The page of a report: curves drawn by plotly, with tables; plotly's JavaScript is embedded."""
 
 import json
 import time
@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.report import tables
-from toolkit.report.curves import COLOURS, Curve, Panel, panels
+from toolkit.report.curves import COLOURS, Curve, Panel, make_panels
 from toolkit.report.runs import RunRecord
 
 _GRID = "rgba(128, 128, 128, 0.22)"
@@ -19,12 +19,17 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def render(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
-    """Return the page of `runs`, which needs no network; it reloads itself every so often."""
+    """Make the HTML page of `runs`, which needs no network.
+
+    Args:
+        runs: to draw.
+        reload_seconds: after which the page reloads itself; None: never.
+    """
     from jinja2 import Environment, PackageLoader
     from plotly.offline import get_plotlyjs
 
-    shown = panels(runs)
-    figures = [{"id": panel.key, **_figure(panel, runs)} for panel in shown]
+    panels = make_panels(runs)
+    figures = [{"id": panel.key, **_figure(panel, runs)} for panel in panels]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.loader = PackageLoader("toolkit.report", ".")
     return environment.get_template("page.html.jinja").render(
@@ -33,7 +38,7 @@ def render(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
         notes=tables.notes(runs),
         overview=tables.overview(runs),
         evaluations=tables.evaluations(runs),
-        panels=shown,
+        panels=panels,
         settings=tables.settings(runs),
         starts=tables.starts(runs),
         openings=[(run.name, tables.openings(run)) for run in runs],
@@ -47,7 +52,7 @@ def render(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
 
 
 def _figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
-    """Return traces and layout as plotly.js takes them, checked by plotly's own classes."""
+    """Make the traces and the layout of a panel for plotly.js, checked by plotly's own classes."""
     from plotly.graph_objects import Figure
 
     axis = {"gridcolor": _GRID, "zeroline": False, "linecolor": _GRID}
@@ -76,7 +81,7 @@ def _figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
                 "ticksuffix": panel.unit,
                 **({"range": panel.share_range()} if panel.is_share else {}),
             },
-            # Marks stand on an axis of their own, whatever the values are.
+            # Marks have a separate axis, so that they do not depend on the values.
             "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
         },
     )
@@ -84,17 +89,18 @@ def _figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
 
 
 def _trace(panel: Panel, curve: Curve) -> dict[str, Any]:
+    """Make the plotly trace of a curve."""
     style = _STYLES[curve.kind]
-    few = sum(value is not None for value in curve.values) < 3  # a line needs two points
-    behind = panel.key == "loss" and curve.kind == "logged"
+    has_no_line = sum(value is not None for value in curve.values) < 3  # a line needs two points
+    is_behind = panel.key == "loss" and curve.kind == "logged"
     return {
         "type": "scatter",
         "name": curve.name,
         "x": curve.steps,
         "y": curve.values,
         "meta": curve.kind,
-        "mode": "lines+markers" if few or "marker" in style else "lines",
-        "opacity": 0.65 if behind else 1,
+        "mode": "lines+markers" if has_no_line or "marker" in style else "lines",
+        "opacity": 0.65 if is_behind else 1,
         "hovertemplate": f"%{{y:{panel.tick_format}}}{panel.unit}",
         # A constant share of 1 lies on the upper edge.
         **({"cliponaxis": False} if panel.is_share else {}),
@@ -104,25 +110,26 @@ def _trace(panel: Panel, curve: Curve) -> dict[str, Any]:
 
 
 def _marks(runs: list[RunRecord]) -> list[dict[str, Any]]:
-    """Return traces of checkpoints (triangles at the foot) and restarts (dashed, foot to top)."""
-    found: list[dict[str, Any]] = []
+    """Make traces of checkpoints (triangles at the foot) and restarts (dashed vertical lines)."""
+    traces: list[dict[str, Any]] = []
     for i, run in enumerate(runs):
         colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else _MARK
 
-        def mark(kind: str, name: str = run.label(len(runs)), **drawn: Any) -> None:
+        def add_mark(kind: str, name: str = run.label(len(runs)), **options: Any) -> None:
             hover = {"yaxis": "y2", "hovertemplate": "after step %{x:,d}"}
-            found.append({"type": "scatter", "name": name + kind, "meta": kind, **hover, **drawn})
+            trace = {"type": "scatter", "name": name + kind, "meta": kind}
+            traces.append({**trace, **hover, **options})
 
         if steps := run.checkpoints:
             symbol = {"symbol": "triangle-up", "size": 9, "color": colour}
-            mark("checkpoint", mode="markers", marker=symbol, x=steps, y=[0.015] * len(steps))
+            add_mark("checkpoint", mode="markers", marker=symbol, x=steps, y=[0.015] * len(steps))
         if steps := run.restarts:
             line = {"color": colour, "width": 1.5, "dash": "dash"}
             ends = [end for step in steps for end in (step, step, None)]
-            mark("restart", mode="lines", line=line, x=ends, y=[0, 1, None] * len(steps))
-    return found
+            add_mark("restart", mode="lines", line=line, x=ends, y=[0, 1, None] * len(steps))
+    return traces
 
 
 def _inside_script(value: Any) -> str:
-    """Return JSON in which no text can end the script element that it stands in."""
+    """Encode a value as JSON that cannot end the script element around it."""
     return json.dumps(value).replace("<", "\\u003c")

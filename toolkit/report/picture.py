@@ -1,8 +1,8 @@
-"""The picture: the same panels as a PNG, drawn by matplotlib without a browser or a display."""
+"""The picture of a report: the panels as a PNG, drawn by matplotlib without a display."""
 
 from typing import Any
 
-from toolkit.report.curves import COLOURS, Panel, panels
+from toolkit.report.curves import COLOURS, Panel, make_panels
 from toolkit.report.runs import RunRecord
 
 _STYLES: dict[str, dict[str, Any]] = {
@@ -13,41 +13,47 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw(runs: list[RunRecord], file: Any) -> None:
-    """Write the panels of `runs` to `file` (a path or a binary stream) as a PNG of 1400 pixels."""
+    """Draw the panels of `runs` as a PNG that is 1400 pixels wide.
+
+    Args:
+        runs: to draw.
+        file: a path or a binary stream.
+    """
     from matplotlib.figure import Figure
 
-    found = panels(runs)
-    others = [panel for panel in found if panel.key != "loss"]
-    rows = (len(others) + 1) // 2
+    panels = make_panels(runs)
+    small_panels = [panel for panel in panels if panel.key != "loss"]
+    rows = (len(small_panels) + 1) // 2
     heights = [1.5] + [1.0] * rows
     figure = Figure(figsize=(14, 0.6 + 2.9 * sum(heights)), dpi=100, layout="constrained")
     figure.suptitle(", ".join(run.name for run in runs), fontsize=13, parse_math=False)
     grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
     first = figure.add_subplot(grid[0, :])
-    if not found:
+    if not panels:
         first.text(0.5, 0.5, "no step is logged yet", ha="center", transform=first.transAxes)
-    for panel in found:
-        place = others.index(panel) if panel in others else -1
+    for panel in panels:
+        place = small_panels.index(panel) if panel in small_panels else -1
         axes = first if place < 0 else figure.add_subplot(grid[1 + place // 2, place % 2])
-        _panel(axes, panel, runs)
-    if found and found[0].key == "loss":
+        _draw_panel(axes, panel, runs)
+    if panels and panels[0].key == "loss":
         _legend(first, fontsize=8, ncols=2)
     figure.savefig(file, format="png")
 
 
 def _legend(axes: Any, **style: Any) -> None:
     for text in axes.legend(**style).get_texts():
-        text.set_parse_math(False)  # names of folders may hold a dollar sign
+        text.set_parse_math(False)  # the name of a folder may contain a dollar sign
 
 
-def _panel(axes: Any, panel: Panel, runs: list[RunRecord]) -> None:
+def _draw_panel(axes: Any, panel: Panel, runs: list[RunRecord]) -> None:
+    """Draw the curves, checkpoints and restarts of one panel."""
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
     for curve in panel.curves:
-        behind = panel.key == "loss" and curve.kind == "logged"
+        is_behind = panel.key == "loss" and curve.kind == "logged"
         values = [float("nan") if value is None else value for value in curve.values]
         style = _STYLES[curve.kind] | ({"marker": "o"} if len(values) < 3 else {})
-        style |= {"color": curve.colour, "alpha": 0.4 if behind else 1, "label": curve.name}
+        style |= {"color": curve.colour, "alpha": 0.4 if is_behind else 1, "label": curve.name}
         axes.plot(curve.steps, values, **style)
     for i, run in enumerate(runs):
         colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else "0.45"

@@ -1,4 +1,4 @@
-"""What a run's folder says of the run; what is missing or odd there becomes a note."""
+"""Read the folder of a run for a report; what is missing or unexpected becomes a note."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +10,13 @@ from toolkit.errors import CheckpointError, ReportError
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, number, read_lines, read_metrics
 
 Line = dict[str, Any]
-_STARTED_WITH = {"versions": dict, "hosts": list, "opening": list, "supervision": str}
+# Types of the values of a line of `starts.jsonl`, as a run writes them.
+_START_TYPES = {"versions": dict, "hosts": list, "opening": list, "supervision": str}
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder shows it."""
+    """The records of a run, as its folder has them."""
 
     name: str
     path: Path
@@ -23,47 +24,53 @@ class RunRecord:
     lines: list[Line]  # of metrics.jsonl
     starts: list[Line]
     samples: list[Line]
-    checkpoints: list[int]  # steps of those that are committed and still there
+    checkpoints: list[int]  # steps of the committed checkpoints that still exist
     notes: list[str] = field(default_factory=list)
 
     @property
     def restarts(self) -> list[int]:
-        """Return the steps after which the run was resumed."""
+        """The steps after which the run was resumed."""
         return sorted({start["step"] for start in self.starts if start["step"] > 0})
 
     @property
     def last_step(self) -> int:
-        """Return the last logged step, 0 before the first."""
+        """The last logged step; 0 before the first."""
         return self.lines[-1]["step"] if self.lines else 0
 
     def label(self, runs: int) -> str:
-        """Return what stands before the name of a curve among those of so many runs."""
+        """Make the prefix of a curve's name: the run's name if there are several runs."""
         return f"{self.name}: " if runs > 1 else ""
 
     def evaluations(self) -> dict[str, list[str]]:
-        """Return source -> measures of the evaluations (loss, accuracy, a recipe's own); the name
-        of all sources together is empty.
+        """List the measures of the evaluations by source.
+
+        Returns:
+            Source to measures, such as loss and accuracy. The name of all sources together is
+            empty.
         """
         keys = dict.fromkeys(key for line in self.lines for key in line if key.startswith("eval_"))
         names = [k.removeprefix("eval_").removesuffix("_loss") for k in keys if k.endswith("_loss")]
         sources = sorted((n for n in names if n != "loss"), key=len, reverse=True)
-        found: dict[str, list[str]] = {}
+        measures: dict[str, list[str]] = {}
         for key in keys:
             measure = key.removeprefix("eval_")
             name = next((n for n in sources if measure.startswith(f"{n}_")), "")
-            found.setdefault(name, []).append(measure.removeprefix(f"{name}_"))
-        return found
+            measures.setdefault(name, []).append(measure.removeprefix(f"{name}_"))
+        return measures
 
     @property
-    def done(self) -> bool:
-        """Whether the last start's number of steps is reached."""
-        most = self.starts[-1].get("max_steps") if self.starts else None
-        return isinstance(most, int) and 0 < most <= self.last_step
+    def is_finished(self) -> bool:
+        """True if the number of steps of the last start is reached."""
+        max_steps = self.starts[-1].get("max_steps") if self.starts else None
+        return isinstance(max_steps, int) and 0 < max_steps <= self.last_step
 
 
 def read_runs(folders: list[str]) -> list[RunRecord]:
-    """Return the runs of `folders`, named by their folders. ReportError: one is no run's folder;
-    CheckpointError: a file of JSON lines is damaged before its last line.
+    """Read the folders of runs; each run is named by its folder.
+
+    Raises:
+        ReportError: a folder is no run's.
+        CheckpointError: a file of JSON lines is damaged before its last line.
     """
     paths = [Path(folder).expanduser() for folder in folders]
     names = [path.resolve().name for path in paths]
@@ -73,18 +80,19 @@ def read_runs(folders: list[str]) -> list[RunRecord]:
 
 
 def evaluation_key(source: str, measure: str) -> str:
-    """Return the name in a line of a measure of one source, or of all (empty)."""
+    """Compose the key of a measure in a log line; an empty source means all sources together."""
     return "_".join(filter(None, ("eval", source, measure)))
 
 
 def _read(path: Path, name: str) -> RunRecord:
+    """Read one run; raise as `read_runs`."""
     if not any((path / file).is_file() for file in (CONFIG, METRICS)):
         raise ReportError(
             f"{path}: expected a run's folder, with {CONFIG} or {METRICS}; give the output_dir of "
             "a run"
         )
     config, lines = read_raw_config(path), read_metrics(path)
-    notes = _odd_lines(path, lines)
+    notes = _note_bad_lines(path, lines)
     if not config:
         notes.append(f"{CONFIG} is missing or not readable: its settings are not shown")
     starts = read_lines(path / STARTS)
@@ -95,25 +103,26 @@ def _read(path: Path, name: str) -> RunRecord:
         path=path,
         config=config,
         lines=lines,
-        starts=[_of_known_types(line) for line in starts],
+        starts=[_drop_wrong_types(line) for line in starts],
         samples=read_lines(path / SAMPLES),
         checkpoints=_checkpoints(path, notes),
         notes=notes,
     )
 
 
-def _of_known_types(start: Line) -> Line:
-    """Return a line of `starts.jsonl` without what is of another type than it is written with."""
-    return {k: v for k, v in start.items() if isinstance(v, _STARTED_WITH.get(k, object))}
+def _drop_wrong_types(start: Line) -> Line:
+    """Drop values of a line of `starts.jsonl` that have another type than a run writes."""
+    return {k: v for k, v in start.items() if isinstance(v, _START_TYPES.get(k, object))}
 
 
-def _odd_lines(path: Path, lines: list[Line]) -> list[str]:
+def _note_bad_lines(path: Path, lines: list[Line]) -> list[str]:
+    """Describe missing, cut-off and non-finite values of the logged lines."""
     if not lines:
         return [f"no step is logged yet in {METRICS}"]
     notes = []
-    written = len((path / METRICS).read_bytes().splitlines())
-    if written > len(lines):
-        notes.append(f"the last line of {METRICS} is cut off and left out")
+    line_count = len((path / METRICS).read_bytes().splitlines())
+    if line_count > len(lines):
+        notes.append(f"the last line of {METRICS} is cut off and was skipped")
     keys = dict.fromkeys(key for line in lines for key in line)
     for key in keys:
         bad = [line["step"] for line in lines if key in line and number(line, key) is None]
@@ -124,8 +133,9 @@ def _odd_lines(path: Path, lines: list[Line]) -> list[str]:
 
 
 def _checkpoints(path: Path, notes: list[str]) -> list[int]:
+    """List the steps of committed checkpoints; add a note if their store cannot be read."""
     try:
         return sorted(committed_steps(find_checkpoint_root(path)))
-    except (CheckpointError, OSError) as error:  # a store that is not to be reached from here
+    except (CheckpointError, OSError) as error:  # a store that cannot be reached from here
         notes.append(f"checkpoints are not shown: {error}")
         return []

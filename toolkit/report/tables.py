@@ -1,4 +1,4 @@
-"""What stands beside the curves, as tables of texts: settings, starts, answers to prompts."""
+"""The tables next to the curves: progress, settings, starts, evaluations, answers to prompts."""
 
 import time
 import typing
@@ -15,7 +15,7 @@ from toolkit.tables import size_text
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts below a head; `marked` are the indices of rows that stand out."""
+    """Rows of texts below a head; `marked` are the indices of highlighted rows."""
 
     head: list[str]
     rows: list[list[str]]
@@ -23,31 +23,32 @@ class Table:
 
 
 def overview(runs: list[RunRecord]) -> Table:
-    """Return a row for each run: how far it is, its last values."""
+    """Make the table of the runs: progress, last and best values, speed and memory."""
     head = ["run", "step", "loss", "best eval_loss", "tokens", "tokens/s", "memory", "trained for"]
     head.append("last line")
     objectives = [objective(run) for run in runs]
     if any(objectives):
         head.insert(1, "objective")
     rows = []
-    for run, trained_by in zip(runs, objectives, strict=True):
+    for run, loss_name in zip(runs, objectives, strict=True):
         last = {k: v for line in run.lines for k, v in line.items() if number(line, k) is not None}
-        evaluated = [v for line in run.lines if (v := number(line, "eval_loss")) is not None]
-        most = run.starts[-1].get("max_steps") if run.starts else None
-        goal = f" of {most:,}" if isinstance(most, int) and most > 0 else ""
-        rate, memory, at = (last.get(k) for k in ("tokens_per_second", "memory_peak_bytes", "time"))
+        eval_losses = [v for line in run.lines if (v := number(line, "eval_loss")) is not None]
+        max_steps = run.starts[-1].get("max_steps") if run.starts else None
+        goal = f" of {max_steps:,}" if isinstance(max_steps, int) and max_steps > 0 else ""
+        memory = last.get("memory_peak_bytes")
+        tokens = last.get("tokens")
         rows.append(
             [
                 run.name,
-                *([trained_by or "cross entropy"] if any(objectives) else []),
+                *([loss_name or "cross entropy"] if any(objectives) else []),
                 f"{run.last_step:,}{goal}",
                 _value(last.get("loss"), ".4f"),
-                _value(min(evaluated, default=None), ".4f"),
-                _value(last.get("tokens"), ",d" if isinstance(last.get("tokens"), int) else ",.0f"),
-                _value(rate, ",.0f"),
+                _value(min(eval_losses, default=None), ".4f"),
+                _value(tokens, ",d" if isinstance(tokens, int) else ",.0f"),
+                _value(last.get("tokens_per_second"), ",.0f"),
                 size_text(int(memory)) if memory is not None else "-",
                 _trained_for(run),
-                _time(at),
+                _time(last.get("time")),
             ]
         )
     return Table(head, rows)
@@ -56,30 +57,30 @@ def overview(runs: list[RunRecord]) -> Table:
 def objective(run: RunRecord) -> str:
     """Describe the objective of a run by its settings; empty for a cross entropy of tokens.
 
-    Of preference tuning the defaults that matter are listed too, of a user's recipe the settings of
-    the sections that it adds.
+    For preference tuning it lists the defaults that matter too; for a user's recipe, the settings
+    of the sections that the recipe adds.
     """
-    asked = run.config.get("preference")
-    if not isinstance(asked, dict):
+    preference = run.config.get("preference")
+    if not isinstance(preference, dict):
         sections = {n: s for n, s in run.config.items() if is_special(n) and isinstance(s, dict)}
-        settings = [f"{n} {_shown(v)}" for s in sections.values() for n, v in s.items()]
+        settings = [f"{n} {_setting_text(v)}" for s in sections.values() for n, v in s.items()]
         return ", ".join([saved_kind_name(run.config), *settings]) if sections else ""
     defaults = vars(PreferenceConfig())
-    kind = asked.get("loss_type", defaults["loss_type"])
+    kind = preference.get("loss_type", defaults["loss_type"])
     always = {"beta"} if kind != "reward" else set()
     always |= {"simpo_gamma"} if kind == "simpo" else set()
     always |= {"desirable_weight", "undesirable_weight"} if kind == "kto" else set()
-    shown = [
-        f"{name} {_shown(asked.get(name, default))}"
+    listed = [
+        f"{name} {_setting_text(preference.get(name, default))}"
         for name, default in defaults.items()
-        if name != "loss_type" and (name in always or asked.get(name, default) != default)
+        if name != "loss_type" and (name in always or preference.get(name, default) != default)
     ]
-    return ", ".join([str(kind), *shown])
+    return ", ".join([str(kind), *listed])
 
 
 def evaluations(runs: list[RunRecord]) -> Table:
-    """Return a row for each source that a run evaluates on: its last values, its lowest loss."""
-    measures = dict.fromkeys(m for run in runs for one in run.evaluations().values() for m in one)
+    """Make the table of evaluations: last values and lowest loss of each run and source."""
+    measures = dict.fromkeys(m for run in runs for ms in run.evaluations().values() for m in ms)
     head = ["run", "source", "step", *measures, "lowest loss", "at step"]
     rows = []
     for run in runs:
@@ -97,41 +98,44 @@ def evaluations(runs: list[RunRecord]) -> Table:
 
 
 def notes(runs: list[RunRecord]) -> list[str]:
-    """Return what is missing or odd in the runs' folders, a line each."""
-    found = []
+    """List what is missing or unexpected in the runs' folders, a line each."""
+    lines = []
     for run in runs:
-        known = _defaults(run.config)
-        unknown = [name for name in _flattened(run.config, known) if name not in known]
+        defaults = _defaults(run.config)
+        unknown = [name for name in _flattened(run.config, defaults) if name not in defaults]
         if find_shipped_kind(saved_kind_name(run.config)) is None:
             # The sections that a user's recipe adds are known to that recipe only.
             unknown = [name for name in unknown if not is_special(name.partition(".")[0])]
-        what = "config.yaml has settings that this version does not know"
-        odd = [f"{what}: {', '.join(unknown)}"] if unknown else []
-        found += [f"{run.name}: {note}" for note in run.notes + odd]
-    return found
+        problem = "config.yaml has settings that this version does not know"
+        unknown_notes = [f"{problem}: {', '.join(unknown)}"] if unknown else []
+        lines += [f"{run.name}: {note}" for note in run.notes + unknown_notes]
+    return lines
 
 
 def settings(runs: list[RunRecord]) -> Table:
-    """Return the settings that are not the defaults, or not the same in all runs (marked)."""
-    both = [(known := _defaults(run.config), _flattened(run.config, known)) for run in runs]
+    """Make the table of settings that are not the defaults, or differ between runs (marked)."""
+    configs = []  # of each run: defaults, settings; both by dotted name
+    for run in runs:
+        defaults = _defaults(run.config)
+        configs.append((defaults, _flattened(run.config, defaults)))
     rows: list[list[str]] = []
     marked = set()
-    for name in dict.fromkeys(name for _, values in both for name in values):
-        default = next((known[name] for known, _ in both if name in known), None)
-        shown = [_shown(values[name]) if name in values else "" for _, values in both]
-        if len(set(shown)) > 1:
+    for name in dict.fromkeys(name for _, values in configs for name in values):
+        default = next((defaults[name] for defaults, _ in configs if name in defaults), None)
+        texts = [_setting_text(values[name]) if name in values else "" for _, values in configs]
+        if len(set(texts)) > 1:
             marked.add(len(rows))
-        elif all(name in known and _shown(known[name]) == shown[0] for known, _ in both):
+        elif all(name in d and _setting_text(d[name]) == texts[0] for d, _ in configs):
             continue
-        rows.append([name, _shown(default), *shown])
+        rows.append([name, _setting_text(default), *texts])
     head = ["setting", "default", *(run.name for run in runs)]
     return Table(head, rows, frozenset(marked))
 
 
 def starts(runs: list[RunRecord]) -> Table:
-    """Return a row for each start of each run: when, where, with which versions."""
-    every = [(run, start) for run in runs for start in run.starts]
-    packages = dict.fromkeys(p for _, start in every for p in start.get("versions", {}))
+    """Make the table of the starts of each run: time, machines, versions."""
+    all_starts = [(run, start) for run in runs for start in run.starts]
+    packages = dict.fromkeys(p for _, start in all_starts for p in start.get("versions", {}))
     head = ["run", "after step", "began", "processes", "device", "machines", *packages]
     rows = [
         [
@@ -143,30 +147,36 @@ def starts(runs: list[RunRecord]) -> Table:
             ", ".join(map(str, start.get("hosts", []))),
             *(str(start.get("versions", {}).get(package, "-")) for package in packages),
         ]
-        for run, start in every
+        for run, start in all_starts
     ]
     return Table(head, rows)
 
 
 def answers(runs: list[RunRecord]) -> list[tuple[str, Table]]:
-    """Return each fixed prompt with its generated answers by step, a column for each run."""
+    """Make a table of generated answers for each fixed prompt: a row a step, a column a run.
+
+    Returns:
+        (prompt, table) pairs, in the order of the prompts.
+    """
     prompts = dict.fromkeys(str(s.get("prompt")) for run in runs for s in run.samples)
-    holders = [run for run in runs if run.samples]
-    found = []
+    answering_runs = [run for run in runs if run.samples]
+    answer_tables = []
     for prompt in prompts:
         by_run = [
             {s["step"]: _answer(s) for s in run.samples if str(s.get("prompt")) == prompt}
-            for run in holders
+            for run in answering_runs
         ]
-        steps = sorted({step for answered in by_run for step in answered})
-        rows = [[f"{step:,}", *(answered.get(step, "") for answered in by_run)] for step in steps]
-        found.append((prompt, Table(["step", *(run.name for run in holders)], rows)))
-    return found
+        steps = sorted({step for answer_of in by_run for step in answer_of})
+        rows = [[f"{step:,}", *(answer_of.get(step, "") for answer_of in by_run)] for step in steps]
+        answer_tables.append((prompt, Table(["step", *(run.name for run in answering_runs)], rows)))
+    return answer_tables
 
 
 def openings(run: RunRecord) -> dict[str, str]:
-    """Return what the run printed of its model, units, dtypes and data at its last start, and of
-    its supervision at its first; without what was not recorded.
+    """Collect what the run printed at its starts, by title.
+
+    That is model, units, dtypes and data at the last start, and the supervision at the first. A
+    text that was not recorded is omitted.
     """
     texts = {
         "Model, units, dtypes, data": "\n".join(map(str, run.starts[-1].get("opening", [])))
@@ -174,21 +184,23 @@ def openings(run: RunRecord) -> dict[str, str]:
         else "",
         "Supervision": next((s["supervision"] for s in run.starts if s.get("supervision")), ""),
     }
-    # Learned text is green where the run wrote to a terminal, in [[...]] elsewhere.
+    # Supervised text is green if the run wrote to a terminal, and in [[...]] if it did not.
     plain = {k: v.replace("\x1b[1;32m", "[[").replace("\x1b[0m", "]]") for k, v in texts.items()}
     return {title: text for title, text in plain.items() if text}
 
 
 def _trained_for(run: RunRecord) -> str:
-    """Return the time of a run's steps, without starts, saves and evaluations."""
-    before, seconds = 0, 0.0
+    """Format the total time of a run's steps, without starts, saves and evaluations."""
+    previous_step = 0
+    seconds = 0.0
     for line in run.lines:
-        seconds += (number(line, "step_time") or 0.0) * max(0, line["step"] - before)
-        before = line["step"]
+        seconds += (number(line, "step_time") or 0.0) * max(0, line["step"] - previous_step)
+        previous_step = line["step"]
     return str(timedelta(seconds=round(seconds))) if 0 < seconds < 2**34 else "-"
 
 
 def _defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """List the default of every setting of a run's kind, by dotted name."""
     kind = find_shipped_kind(saved_kind_name(config))
     if kind is None:
         # A user's recipe extends the settings of a shipped kind: the one with most of its sections.
@@ -197,20 +209,22 @@ def _defaults(config: dict[str, Any]) -> dict[str, Any]:
     return flatten_settings(kind.config(model("-"))) | {"model.name_or_path": None}
 
 
-def _flattened(config: dict[str, Any], known: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted name -> value; a mapping that is the value of a known setting stays whole."""
-    found: dict[str, Any] = {}
+def _flattened(
+    config: dict[str, Any], defaults: dict[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """Flatten nested settings to dotted names; a mapping that is one setting's value is kept."""
+    values: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and name not in known:
-            found |= _flattened(value, known, f"{name}.")
+        if isinstance(value, dict) and name not in defaults:
+            values |= _flattened(value, defaults, f"{name}.")
         else:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def _answer(sample: dict[str, Any]) -> str:
-    """Return the answer of a sample; one without a visible character is described."""
+    """Format the answer of a sample; an answer without a visible character is described."""
     answer = str(sample.get("answer"))
     if answer.strip():
         return answer
@@ -218,7 +232,7 @@ def _answer(sample: dict[str, Any]) -> str:
     return f"({lines} line breaks and no text)" if lines else "(no text)"
 
 
-def _shown(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

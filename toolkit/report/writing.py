@@ -1,4 +1,4 @@
-"""`report.html` and `report.png` written into a folder, once or while runs go on."""
+"""Write `report.html` and `report.png` into a folder, once or while the runs continue."""
 
 import importlib.util
 import time
@@ -14,13 +14,21 @@ _PACKAGES = ("plotly", "matplotlib")
 
 
 def write_report(folders: list[str], output: str | None = None) -> tuple[Path, Path, list[str]]:
-    """Write the report of one or several runs' folders; return the page, the picture and the notes
-    on what is missing or odd in the folders.
+    """Write the report of one or several runs.
 
-    It goes to `output`, a folder, made where there is none, or to the first run's. Costs
-    the reading of the runs' text files and a second or two of drawing; the page has 5 MB, most of
-    it plotly's JavaScript.
-    ReportError: a package is missing, or a folder is no run's. CheckpointError: a damaged file.
+    Costs reading the runs' text files and one or two seconds of drawing. The page has 5 MB, most of
+    which is plotly's JavaScript.
+
+    Args:
+        folders: of the runs.
+        output: folder for the report, created if it is missing; None: the folder of the first run.
+
+    Returns:
+        Path of the page, path of the picture, and notes on missing or unexpected files.
+
+    Raises:
+        ReportError: a package is missing, or a folder is no run's.
+        CheckpointError: a file is damaged.
     """
     _check_packages()
     runs = read_runs(folders)
@@ -28,24 +36,27 @@ def write_report(folders: list[str], output: str | None = None) -> tuple[Path, P
 
 
 def follow(folders: list[str], output: str | None, seconds: float) -> tuple[Path, Path, list[str]]:
-    """Write the report every `seconds`, in a page that reloads itself as often, until all runs have
-    done their steps or Ctrl-C; then once more, in a page that does not. Returns as `write_report`.
+    """Write the report every `seconds` until all runs have reached their last step, or Ctrl-C.
+
+    The page reloads itself as often. At the end the report is written once more, as a page that
+    does not reload. Returns and raises as `write_report` does.
     """
     _check_packages()
     try:
         runs = read_runs(folders)
-        while not all(run.done for run in runs):
+        while not all(run.is_finished for run in runs):
             _write(runs, output, seconds)
             time.sleep(seconds)
             runs = read_runs(folders)
     except KeyboardInterrupt:
-        pass  # the usual end; what follows is the report as of now
+        pass  # the usual end; the last report follows
     return write_report(folders, output)
 
 
 def _write(
     runs: list[RunRecord], output: str | None, reload_seconds: float | None = None
 ) -> tuple[Path, Path]:
+    """Write page and picture; return their paths."""
     folder = runs[0].path if output is None else Path(output).expanduser()
     replace_synced(folder / HTML, page.render(runs, reload_seconds))
     with replacing(folder / PNG) as scratch:
@@ -54,6 +65,7 @@ def _write(
 
 
 def _check_packages() -> None:
+    """Raise ReportError if a package that draws is not installed."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ReportError(

@@ -6,7 +6,7 @@ from toolkit.lazy import import_when_used
 
 if TYPE_CHECKING:
     from toolkit.verify.findings import Finding, Report
-    from toolkit.verify.reports import is_export, verify_checkpoint, verify_export
+    from toolkit.verify.verification import is_export, verify_checkpoint, verify_export
 
 import_when_used(__name__)
 

@@ -1,13 +1,14 @@
 """Verify an exported PEFT folder: its files, its config, and that PEFT reads all of it.
 
-A key that PEFT does not know is left out without a word, and the base answers in the adapter's
-name: so every key is compared, and everything is loaded through PEFT.
+PEFT skips a key that it does not know without a warning, and the base model then answers in the
+adapter's name. So every key is compared, and everything is loaded through PEFT.
 """
 
 import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,70 +25,50 @@ from toolkit.adapters.peft_folder import (
     peft_layout,
     read_adapter_config,
 )
-from toolkit.checkpoint.sources import Source, find_base, is_adapter_asset, read_base_entry
+from toolkit.checkpoint.sources import find_base, is_adapter_asset, read_base_entry
 from toolkit.errors import ExportError, ModelError, ToolkitError
-from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, export_manifest, local_folder, whole
+from toolkit.formats import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS,
+    export_manifest,
+    local_folder,
+    whole,
+)
 from toolkit.loading import LoadGroup
 from toolkit.models import model_on_meta
 from toolkit.models.peft_model import ADAPTER, layer_parameters
-from toolkit.verify.export import ExportCheck
+from toolkit.verify.export import FILE_CHECKS, Checks, Export, check_dtypes, compare_files
+from toolkit.verify.full_model import compare_logits
 from toolkit.verify.logits import load_adapted, load_base, logits_of, noise, share_head
 from toolkit.verify.proof import Proof
 
 _PREFIX = "base_model.model."
+# Settings that may differ: the same base may be named by another place.
 _LOCATION = {"base_model_name_or_path", "revision", "inference_mode"}
 
 
-class AdapterCheck(ExportCheck):
-    """One PEFT folder and what is found in it."""
+@dataclass
+class AdapterExport(Export):
+    """A PEFT folder that is verified."""
 
-    verdict = "holds the adapter of"
-    single_file = ADAPTER_WEIGHTS
-    layout: PeftLayout  # there where `model` is
-    base: Path  # where the base's weights are, once they are loaded
+    weights_file: str = ADAPTER_WEIGHTS
+    config: dict[str, Any] = field(default_factory=dict)  # adapter_config.json
+    base_config: dict[str, Any] | None = None  # config.json of the base, from the manifest
+    base_digest: str | None = None  # of the base's weights, from the manifest
+    layout: PeftLayout | None = None  # set if `model` is, which is the base on meta
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.config: dict[str, Any] = {}
-        self.described: dict[str, Any] = {"base": {}}  # what the manifest says of adapter and base
-
-    def read_model(self) -> None:
-        described = self.manifest.get("origin", {}).get("adapter")
-        if _is_described(described):
-            self.described = described
-        elif described is not None:
-            self.add(export_manifest.FILE, None, "does not describe adapter and base as it should")
-        try:
-            self.config = read_adapter_config(self.folder)
-            if not self.config.get("base_model_name_or_path"):
-                self.add(ADAPTER_FILE, None, "names no base model (base_model_name_or_path)")
-            try:
-                base = self._base_on_meta()
-            except ToolkitError as error:
-                what = f"keys and shapes were not compared with the base: {error}"
-                if self.source is not None:  # then nothing was compared with the checkpoint either
-                    self.add(ADAPTER_FILE, None, what)
-                else:
-                    self.findings.note(what)
-                return
-            self.layout = peft_layout(base, self.config)
-            self.model = base
-        except ExportError as error:
-            self.add(ADAPTER_FILE, None, str(error))
-
-    def _base_on_meta(self) -> PreTrainedModel:
-        """Return the base without weights, by the config that the manifest keeps, else its own."""
-        content = self.described.get("base_config")
-        if content is None:
-            return model_on_meta(self._base_folder())
+    def base_on_meta(self) -> PreTrainedModel:
+        """Build the base model on meta, by the config in the manifest if it has one."""
+        if self.base_config is None:
+            return model_on_meta(self.find_base_folder())
         with tempfile.TemporaryDirectory(prefix="toolkit-") as folder:
-            Path(folder, "config.json").write_text(json.dumps(content), "utf-8")
+            Path(folder, "config.json").write_text(json.dumps(self.base_config), "utf-8")
             return model_on_meta(Path(folder))
 
-    def _base_folder(self) -> Path:
-        """Return where the base is; the Hub is asked only for what the user named."""
-        if self.given_base is not None:
-            return local_folder(str(self.given_base))
+    def find_base_folder(self) -> Path:
+        """Find the base model. Only a base that the user has named is downloaded from the Hub."""
+        if self.base_location is not None:
+            return local_folder(str(self.base_location))
         if not (name := self.config.get("base_model_name_or_path")):
             raise ExportError(f"{ADAPTER_FILE} names no base; give it with --hf_assets")
         try:
@@ -97,131 +78,206 @@ class AdapterCheck(ExportCheck):
                 f"{error}; give the base's folder or Hub id with --hf_assets"
             ) from error
 
-    def check_tensors(self, model: PreTrainedModel) -> None:
-        """Compare keys and shapes with what PEFT makes of the config, then let PEFT load it."""
-        state = self.layout.model.state_dict()
-        wanted = {key: tuple(state[name].shape) for key, name in self.layout.keys.items()}
-        missing = sorted(wanted.keys() - self.entries.keys())
-        for key in missing:
-            self.add(ADAPTER_WEIGHTS, key, "is missing; PEFT would warn and leave it as it begins")
-        for key in sorted(self.entries.keys() - wanted.keys()):
-            # It may have been cut, or have been given another prefix.
-            near = [k for k in missing if k.endswith(key) or key.endswith(k.removeprefix(_PREFIX))]
-            hint = f"; expected was {near[0]}" if near else ""
-            what = f"is no key that PEFT reads for this base: it would be left out silently{hint}"
-            self.add(ADAPTER_WEIGHTS, key, what)
-        self.check_dtypes()
-        shapes = {key: entry.shape for key, entry in self.entries.items()}
-        for key in wanted.keys() & shapes.keys():
-            if wanted[key] != shapes[key]:
-                what = (
-                    f"has shape {list(shapes[key])}, {ADAPTER_FILE} describes {list(wanted[key])}"
-                )
-                self.add(ADAPTER_WEIGHTS, key, what)
-        if shapes != wanted:
-            return
-        # Into a base without bytes: every tensor must arrive.
+
+def read_adapter(export: AdapterExport) -> None:
+    """Read adapter_config.json and the manifest's entry on the base; build the base on meta."""
+    if export.is_damaged:
+        return
+    entry: Any = export.origin.get("adapter")
+    if _is_adapter_entry(entry):
+        export.base_config = entry.get("base_config")
+        export.base_digest = entry["base"].get("digest")
+    elif entry is not None:
+        export.add(export_manifest.FILE, None, "does not describe adapter and base as it should")
+    try:
+        export.config = read_adapter_config(export.folder)
+        if not export.config.get("base_model_name_or_path"):
+            export.add(ADAPTER_FILE, None, "names no base model (base_model_name_or_path)")
         try:
-            loaded = self._load(fill_without_memory(self._base_on_meta()), empty=True).state_dict()
-        except ExportError as error:
-            self.add("", None, f"does not load: {error}")
+            base = export.base_on_meta()
+        except ToolkitError as error:
+            problem = f"keys and shapes were not compared with the base: {error}"
+            if export.source is None:
+                export.findings.note(problem)
+            else:  # then nothing is compared with the checkpoint either
+                export.add(ADAPTER_FILE, None, problem)
             return
-        for key, name in self.layout.keys.items():
-            tensor, entry = loaded[name], self.entries[key]
-            if tensor.is_meta or not torch.equal(whole(entry).to(tensor.dtype), tensor):
-                self.add(ADAPTER_WEIGHTS, key, f"does not arrive in {name} when PEFT loads it")
-
-    def _load(self, base: PreTrainedModel, *, empty: bool = False) -> Any:
-        """Return `base` with the adapter as PEFT loads it; what PEFT warns of is a finding."""
-        model, warned = load_with_peft(base, self.folder, empty=empty)
-        for text in warned:
-            self.add(ADAPTER_WEIGHTS, None, text)
-        return model
-
-    def compare_assets(self, source: Source) -> None:
-        self.compare_files(source, is_adapter_asset)
-        expected, digest = read_base_entry(source).get("digest"), self._base_digest()
-        if digest != expected:
-            what = f"says that the base has the digest {digest}, the checkpoint {expected}"
-            self.add(export_manifest.FILE, None, what)
-        before, now = read_adapter_config(source.hf), self.config
-        # The same base may be named by another place.
-        for name in sorted({*before, *now} - _LOCATION) if now else ():
-            if before.get(name) != now.get(name):
-                what = f"is {now.get(name)!r}, with the checkpoint {before.get(name)!r}"
-                self.add(ADAPTER_FILE, None, f"{name} {what}")
-
-    def prove(self, model: PreTrainedModel, source: Source) -> None:
-        # Names are those of the checkpoint's config.
-        layout = peft_layout(model_on_meta(source.hf), read_adapter_config(source.hf))
-        keys = layout.keys.items()
-        groups = [LoadGroup((key,), name, None) for key, name in keys if key in self.entries]
-        proof = Proof(layout.model, self.entries, groups, self.findings)
-        proof.run(source, {name: key for key, name in keys})
-
-    def compare_logits(self, like: PreTrainedModel) -> None:
-        source = self.source
-        known = self._base_digest() if source is None else read_base_entry(source).get("digest")
-        if str(known).startswith("random"):
-            self.findings.note(
-                f"no logits were computed: the base was drawn ({known}), and is in no folder"
-            )
-        else:
-            super().compare_logits(like)
-
-    def load(self, like: PreTrainedModel) -> Any:
-        given, digest = self.given_base, self._base_digest()
-        self.base = find_base(self.source, given) if self.source else self._base_folder()
-        named = None if given is None else str(given)
-        if digest is not None and base_digest(self.base, named) != digest:
-            raise ExportError(f"{self.base} is not the base that it was trained on: another digest")
-        return self._load(load_base(self.base, like))
-
-    def judge(self, loaded: Any, actual: torch.Tensor) -> None:
-        share_head(loaded)
-        with loaded.disable_adapter():
-            plain = logits_of(loaded)
-        effect = float((actual - plain).abs().max())
-        self.findings.note(f"logits with and without the adapter: largest difference {effect:.3g}")
-        if effect == 0.0:
-            with _amplified(loaded) as has_moved:
-                if has_moved and torch.equal(logits_of(loaded), plain):
-                    self.add("", None, "has no effect: the logits are those of the base")
-        if self.source is not None:
-            # The checkpoint's tensors, put in without PEFT's loading.
-            dtype = getattr(torch, str(self.asked_dtype()), None)
-            rounded = dtype if isinstance(dtype, torch.dtype) else None
-            reference = load_adapted(self.base, self.layout.base, self.source, rounded)
-            expected = logits_of(reference)
-            self.compare(actual, expected, noise(reference, expected))
-
-    def _base_digest(self) -> str | None:
-        return self.described["base"].get("digest")
+        export.layout = peft_layout(base, export.config)
+        export.model = base
+    except ExportError as error:
+        export.add(ADAPTER_FILE, None, str(error))
 
 
-def _is_described(adapter: Any) -> bool:
-    """Return whether a manifest's entry on an adapter, written by anybody, can be read."""
-    if not isinstance(adapter, dict) or not isinstance(base := adapter.get("base"), dict):
+def _is_adapter_entry(entry: Any) -> bool:
+    """Check the types of a manifest's entry on an adapter, which anybody may have written."""
+    if not isinstance(entry, dict) or not isinstance(base := entry.get("base"), dict):
         return False
-    parts = (adapter.get("base_config"), adapter.get("settings"))
-    described = all(isinstance(part, dict | None) for part in parts)
-    return described and isinstance(base.get("digest"), str | None)
+    parts = (entry.get("base_config"), entry.get("settings"))
+    are_objects = all(isinstance(part, dict | None) for part in parts)
+    return are_objects and isinstance(base.get("digest"), str | None)
+
+
+def check_keys(export: AdapterExport) -> None:
+    """Compare keys and shapes with what PEFT makes of the config, then let PEFT load them."""
+    if export.layout is None or not export.entries:
+        return
+    state = export.layout.model.state_dict()
+    expected = {key: tuple(state[name].shape) for key, name in export.layout.keys.items()}
+    missing = sorted(expected.keys() - export.entries.keys())
+    for key in missing:
+        problem = "is missing; PEFT would warn and leave it at its initial values"
+        export.add(ADAPTER_WEIGHTS, key, problem)
+    for key in sorted(export.entries.keys() - expected.keys()):
+        # The key may have been cut, or may have got another prefix.
+        near = [k for k in missing if k.endswith(key) or key.endswith(k.removeprefix(_PREFIX))]
+        hint = f"; expected was {near[0]}" if near else ""
+        problem = f"is no key that PEFT reads for this base: it would be skipped silently{hint}"
+        export.add(ADAPTER_WEIGHTS, key, problem)
+    check_dtypes(export)
+    shapes = {key: entry.shape for key, entry in export.entries.items()}
+    for key in expected.keys() & shapes.keys():
+        if expected[key] != shapes[key]:
+            problem = f"has shape {list(shapes[key])}"
+            export.add(
+                ADAPTER_WEIGHTS,
+                key,
+                f"{problem}, {ADAPTER_FILE} describes {list(expected[key])}",
+            )
+    if shapes == expected:
+        _load_into_empty_base(export, export.layout)
+
+
+def _load_into_empty_base(export: AdapterExport, layout: PeftLayout) -> None:
+    """Let PEFT load the adapter into a base without bytes, and check that every tensor arrives."""
+    try:
+        base = fill_without_memory(export.base_on_meta())
+        loaded = _load_with_peft(export, base, empty=True).state_dict()
+    except ExportError as error:
+        export.add("", None, f"does not load: {error}")
+        return
+    for key, name in layout.keys.items():
+        tensor, entry = loaded[name], export.entries[key]
+        if tensor.is_meta or not torch.equal(whole(entry).to(tensor.dtype), tensor):
+            export.add(ADAPTER_WEIGHTS, key, f"does not arrive in {name} when PEFT loads it")
+
+
+def _load_with_peft(export: AdapterExport, base: PreTrainedModel, *, empty: bool = False) -> Any:
+    """Load the adapter onto `base` with PEFT; its warnings become findings."""
+    model, warnings = load_with_peft(base, export.folder, empty=empty)
+    for text in warnings:
+        export.add(ADAPTER_WEIGHTS, None, text)
+    return model
+
+
+def compare_adapter_assets(export: AdapterExport) -> None:
+    """Compare files, digest of the base and adapter config with the checkpoint's."""
+    source = export.source
+    assert source is not None
+    compare_files(export, source, is_adapter_asset)
+    expected_digest = read_base_entry(source).get("digest")
+    if export.base_digest != expected_digest:
+        problem = (
+            f"says that the base has the digest {export.base_digest}, the checkpoint says "
+            f"{expected_digest}"
+        )
+        export.add(export_manifest.FILE, None, problem)
+    expected = read_adapter_config(source.hf)
+    for name in sorted({*expected, *export.config} - _LOCATION) if export.config else ():
+        before, now = expected.get(name), export.config.get(name)
+        if before != now:
+            export.add(ADAPTER_FILE, None, f"{name} is {now!r}, in the checkpoint {before!r}")
+
+
+def prove_adapter_weights(export: AdapterExport) -> None:
+    """Compare every tensor of the adapter with the checkpoint."""
+    source = export.source
+    assert source is not None
+    # The names are those of the checkpoint's own config.
+    layout = peft_layout(model_on_meta(source.hf), read_adapter_config(source.hf))
+    keys = layout.keys.items()
+    groups = [LoadGroup((key,), name, None) for key, name in keys if key in export.entries]
+    proof = Proof(layout.model, export.entries, groups, export.findings)
+    proof.run(source, {name: key for key, name in keys})
+
+
+def check_adapter_logits(export: AdapterExport) -> None:
+    """Load base and adapter as a reader does, and compute with and without the adapter."""
+    source = export.source
+    digest = export.base_digest if source is None else read_base_entry(source).get("digest")
+    if str(digest).startswith("random"):
+        export.findings.note(
+            f"no logits were computed: the base was drawn ({digest}), and is in no folder"
+        )
+        return
+    assert export.model is not None
+    try:
+        folder = find_base(source, export.base_location) if source else export.find_base_folder()
+        _check_base(export, folder)
+        loaded = _load_with_peft(export, load_base(folder, export.model))
+    except Exception as error:  # from_pretrained has no common class of errors
+        text = str(error) if isinstance(error, ToolkitError) else repr(error)
+        export.add("", None, f"does not load: {text}")
+        return
+    logits = logits_of(loaded)
+    if source is None and not bool(logits.isfinite().all()):
+        export.add("", None, "computes logits that are not finite")
+        return
+    share_head(loaded)
+    with loaded.disable_adapter():
+        base_logits = logits_of(loaded)
+    effect = float((logits - base_logits).abs().max())
+    note = f"logits with and without the adapter: largest difference {effect:.3g}"
+    export.findings.note(note)
+    if effect == 0.0:
+        with _amplified(loaded) as is_trained:
+            if is_trained and torch.equal(logits_of(loaded), base_logits):
+                export.add("", None, "has no effect: the logits are those of the base")
+    if source is not None and export.layout is not None:
+        # The checkpoint's tensors, put in place without PEFT's loader.
+        dtype = getattr(torch, str(export.requested_dtype), None)
+        rounded_to = dtype if isinstance(dtype, torch.dtype) else None
+        reference = load_adapted(folder, export.layout.base, source, rounded_to)
+        expected = logits_of(reference)
+        compare_logits(export, logits, expected, noise(reference, expected))
+
+
+def _check_base(export: AdapterExport, folder: Path) -> None:
+    """Raise ExportError if `folder` holds another base than the manifest describes."""
+    name = None if export.base_location is None else str(export.base_location)
+    if export.base_digest is not None and base_digest(folder, name) != export.base_digest:
+        raise ExportError(
+            f"{folder} is not the base that the adapter was trained on: its digest differs"
+        )
 
 
 @contextlib.contextmanager
 def _amplified(model: nn.Module) -> Iterator[bool]:
-    """Let each adapter add what it learned as if its largest value were 1: a difference after
-    little training then survives rounding, unless the adapter takes no part in the forward. Gives
-    whether any of them is no longer what adds nothing to the base.
+    """Scale each adapter as if the largest value of its zero-initialised factor were 1.
+
+    After little training, an effect then still survives rounding, unless the adapter takes no part
+    in the forward.
+
+    Yields:
+        True if any adapter has left its initial value, which adds nothing to the base.
     """
-    has_moved = False
+    is_trained = False
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            own = layer_parameters(module)  # of each pair of factors the one that begins at zero
-            for name in own.keys() & {"lora_B", "lora_embedding_A"}:
-                if most := float(own[name].detach().abs().max()):
+            factors = layer_parameters(module)
+            # Of each pair of factors the one that starts at zero.
+            for name in factors.keys() & {"lora_B", "lora_embedding_A"}:
+                if largest := float(factors[name].detach().abs().max()):
                     scaling: Any = module.scaling
-                    raised = {ADAPTER: scaling[ADAPTER] / most}
-                    stack.enter_context(mock.patch.dict(scaling, raised))
-                    has_moved = True
-        yield has_moved
+                    amplified = {ADAPTER: scaling[ADAPTER] / largest}
+                    stack.enter_context(mock.patch.dict(scaling, amplified))
+                    is_trained = True
+        yield is_trained
+
+
+ADAPTER_CHECKS = Checks(
+    alone=(*FILE_CHECKS, read_adapter, check_keys),
+    assets=compare_adapter_assets,
+    weights=prove_adapter_weights,
+    logits=check_adapter_logits,
+    verdict="holds the adapter of",
+)

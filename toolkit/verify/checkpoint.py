@@ -1,9 +1,10 @@
-"""Verify a checkpoint: its files, and the tensors that were in live memory."""
+"""Verify a checkpoint: its files, and the tensors that were in live memory when it was saved."""
 
 import json
 import math
 import os
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,153 +20,198 @@ from toolkit.verify.findings import Findings, is_regular
 _METADATA = f"dcp/{formats.METADATA_FILE}"
 
 
-class CheckpointCheck:
-    """One checkpoint folder, at `inside` in what is verified, and what is found in it."""
+@dataclass
+class CheckpointSubject:
+    """A checkpoint that is verified, and what the checks have read of it so far."""
 
-    def __init__(self, folder: Path, inside: str, findings: Findings) -> None:
-        self.folder, self.inside, self.findings = folder, inside, findings
-        self.files: dict[str, dict[str, Any]] = {}
-        self.damaged: dict[str, str] = {}  # file -> what is wrong
-        self.sums: dict[str, int] = {}  # tensor -> sum of its rows in live memory
-        self.hit: set[str] = set()  # tensors in which damage was found
+    folder: Path
+    prefix: str  # of its files in findings: "checkpoints/step-00000100/", or empty
+    findings: Findings
+    manifest: dict[str, Any] | None = None  # None if it cannot be understood
+    damaged_files: dict[str, str] = field(default_factory=dict)  # file name -> problem
+    metadata: Metadata | None = None  # of the DCP folder; None if it is missing or damaged
+    damaged_tensors: set[str] = field(default_factory=set)
 
-    def add(self, file: str, tensor: str | None, what: str) -> None:
-        self.findings.add(self.inside + file, tensor, what)
+    @property
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Size and hash of each file, from the manifest."""
+        return self.manifest["files"] if self.manifest else {}
 
-    def check(self) -> None:
-        manifest = self._manifest()
-        if manifest is None:
+    @property
+    def row_sums(self) -> dict[str, int]:
+        """Sum of the rows of each tensor as live memory held it, from the manifest."""
+        return self.manifest.get(ROW_SUMS, {}) if self.manifest else {}
+
+    def add(self, file: str, tensor: str | None, problem: str) -> None:
+        """Add a finding on a file of this checkpoint."""
+        self.findings.add(self.prefix + file, tensor, problem)
+
+
+def check_checkpoint(folder: Path, prefix: str, findings: Findings) -> None:
+    """Run every check on one checkpoint, and add what they find to `findings`.
+
+    Args:
+        folder: of the checkpoint.
+        prefix: path of the checkpoint inside the verified folder, with a slash at its end; or "".
+        findings: collects problems and counts.
+    """
+    subject = CheckpointSubject(folder, prefix, findings)
+    for check in CHECKS:
+        check(subject)
+        if subject.manifest is None:
             return
-        self.files = manifest["files"]
-        for name in sorted(storage_of(self.folder).files()):
-            if (self.folder / name).is_symlink():
-                self.add(name, None, f"is a link to {os.readlink(self.folder / name)}")
-            elif name not in self.files and name not in (MANIFEST, COMMIT):
-                self.add(name, None, "is not in the manifest")
-        self.sums = manifest.get(ROW_SUMS, {})
-        self.damaged = self.findings.hash_files(self.folder, self.files)
-        metadata = self._metadata()
-        for name, what in self.damaged.items():
-            self._locate(name, what, metadata)
-        if metadata is not None:
-            self._tensors(metadata)
-        if STATE in self.files and STATE not in self.damaged:
-            self._state(manifest.get("step"))
 
-    def _manifest(self) -> dict[str, Any] | None:
-        """Return the manifest, also one that is not committed where it can be understood."""
-        raw: dict[str, bytes] = {}
-        for name in (MANIFEST, COMMIT):
-            try:
-                raw[name] = storage_of(self.folder / name).read_plain()
-            except OSError as error:
-                self.add(name, None, f"{error.strerror}: not a committed checkpoint")
-        if MANIFEST not in raw:
-            return None
-        self.findings.report.files += 2
-        self.findings.report.bytes += sum(map(len, raw.values()))
-        manifest, fault = None, None
+
+def _read_manifest(subject: CheckpointSubject) -> None:
+    """Read the manifest and the commit mark; an uncommitted manifest is used if it can be read."""
+    contents: dict[str, bytes] = {}
+    for name in (MANIFEST, COMMIT):
         try:
-            manifest = commit.parse_manifest(raw[MANIFEST], "it")
-            step = re.match(r"step-([0-9]+)", self.folder.name)
-            if json.dumps(manifest, indent=1, sort_keys=True).encode() != raw[MANIFEST]:
-                fault = "is not as it was written: its bytes are not those of its content"
-            elif step and manifest.get("step") != int(step[1]):
-                fault = f"is of step {manifest.get('step')}"
+            contents[name] = storage_of(subject.folder / name).read_plain()
+        except OSError as error:
+            subject.add(name, None, f"{error.strerror}: not a committed checkpoint")
+    if MANIFEST not in contents:
+        return
+    subject.findings.report.files += 2
+    subject.findings.report.bytes += sum(map(len, contents.values()))
+    fault = None
+    try:
+        manifest = commit.parse_manifest(contents[MANIFEST], "it")
+        subject.manifest = manifest
+        folder_step = re.match(r"step-([0-9]+)", subject.folder.name)
+        if json.dumps(manifest, indent=1, sort_keys=True).encode() != contents[MANIFEST]:
+            fault = "is not as it was written: its bytes are not those of its content"
+        elif folder_step and manifest.get("step") != int(folder_step[1]):
+            fault = f"is of step {manifest.get('step')}"
+    except CheckpointError as error:
+        fault = str(error)
+    if fault is not None:
+        subject.add(MANIFEST, None, fault)
+    if COMMIT in contents and contents[COMMIT] != commit.commit_text(contents[MANIFEST]).encode():
+        subject.add(COMMIT, None, f"is not the sha256 of {MANIFEST}: one of them was changed")
+        if fault is None:
+            subject.add(MANIFEST, None, f"does not have the sha256 that {COMMIT} says")
+
+
+def _check_file_names(subject: CheckpointSubject) -> None:
+    """Find links, and files that the manifest does not list."""
+    for name in sorted(storage_of(subject.folder).files()):
+        path = subject.folder / name
+        if path.is_symlink():
+            subject.add(name, None, f"is a link to {os.readlink(path)}")
+        elif name not in subject.files and name not in (MANIFEST, COMMIT):
+            subject.add(name, None, "is not in the manifest")
+
+
+def _check_hashes(subject: CheckpointSubject) -> None:
+    """Compare every file with the manifest, and name the tensors of each damaged file."""
+    subject.damaged_files = subject.findings.hash_files(subject.folder, subject.files)
+    if _METADATA not in subject.files:
+        subject.add(MANIFEST, None, f"does not list {_METADATA}")
+    elif _METADATA not in subject.damaged_files:
+        try:
+            subject.metadata = formats.read_metadata(subject.folder / "dcp", blobs=False)
         except CheckpointError as error:
-            fault = str(error)
-        if fault is not None:
-            self.add(MANIFEST, None, fault)
-        if COMMIT in raw and raw[COMMIT] != commit.commit_text(raw[MANIFEST]).encode():
-            self.add(COMMIT, None, f"is not the sha256 of {MANIFEST}: one of them was changed")
-            if fault is None:
-                self.add(MANIFEST, None, f"does not have the sha256 that {COMMIT} says")
-        return manifest
+            subject.add(_METADATA, None, str(error))
+    for name, problem in subject.damaged_files.items():
+        _add_by_tensor(subject, name, problem)
 
-    def _metadata(self) -> Metadata | None:
-        """Return DCP's metadata; a damaged one is not read."""
-        if _METADATA not in self.files:
-            self.add(MANIFEST, None, f"does not name {_METADATA}")
-        elif _METADATA not in self.damaged:
-            try:
-                return formats.read_metadata(self.folder / "dcp", blobs=False)
-            except CheckpointError as error:
-                self.add(_METADATA, None, str(error))
-        return None
 
-    def _locate(self, name: str, what: str, metadata: Metadata | None) -> None:
-        """Add what is wrong with a file, by tensor where its bytes belong to tensors."""
-        file = self.folder / name
-        found: dict[str, str] = {}
-        stored = metadata.storage_data.items() if metadata else ()
-        ends = {
-            index.fqn: info.offset + info.length
-            for index, info in stored
-            if name == f"dcp/{info.relative_path}"
-        }
-        if not is_regular(file):
-            found = dict.fromkeys(ends, f"is lost: its shard {what}")
-            self.add(name, None, what)
-        elif metadata is not None and ends:
-            size = file.stat().st_size
-            lost = {
-                tensor: "is lost: its shard is cut off" for tensor in ends if ends[tensor] > size
-            }
-            others = ((tensor, self._fault(tensor, metadata)) for tensor in ends.keys() - lost)
-            found = lost | {tensor: fault for tensor, fault in others if fault}
-            if not found:
-                what += "; its tensors are whole"
-        if not found:
-            self.add(name, None, what)
-        for tensor, damage in found.items():
-            self.hit.add(tensor)
-            self.add(name, tensor, damage)
-
-    def _fault(self, key: str, metadata: Metadata) -> str | None:
-        """Return why a tensor is not what was in live memory, as far as its sum is known."""
-        entry: Any = metadata.state_dict_metadata[key]
-        try:
-            chunks = tuple(formats.tensor_chunks(self.folder / "dcp", metadata, key))
-            stored = formats.StoredTensor(entry.properties.dtype, tuple(entry.size), chunks)
-            same = self.sums.get(key) in (None, formats.row_sum(stored))
-        except (CheckpointError, OSError) as error:
-            return f"cannot be read: {error}"
-        return None if same else "does not hold what was in memory at saving"
-
-    def _tensors(self, metadata: Metadata) -> None:
-        """Check that every tensor is there once, and the model's hold what was in live memory."""
-        sizes = {
-            key: math.prod(entry.size) * entry.properties.dtype.itemsize
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self.findings.report.tensors += len(sizes)
-        for key in sizes.keys() - self.hit:
-            if fault := formats.coverage_fault(metadata, key):
-                self.add(_METADATA, key, f"is not whole: {fault}")
-                self.hit.add(key)
-        for key in self.sums.keys() - sizes.keys():
-            self.add(_METADATA, key, f"is not there, and {MANIFEST} has its sum")
-        models = {key: size for key, size in sizes.items() if key.startswith("model.")}
-        if without := sorted(models.keys() - self.sums.keys()):
-            self.findings.note(
-                f"{self.inside}{MANIFEST} has no sum of {without[0]} and {len(without) - 1} more "
-                "tensors: of these only the files were compared"
+def _add_by_tensor(subject: CheckpointSubject, name: str, problem: str) -> None:
+    """Add a finding for each damaged tensor of a damaged file, or one for the file."""
+    file = subject.folder / name
+    metadata = subject.metadata
+    damage: dict[str, str] = {}
+    stored = metadata.storage_data.items() if metadata else ()
+    ends = {
+        index.fqn: info.offset + info.length
+        for index, info in stored
+        if name == f"dcp/{info.relative_path}"
+    }
+    if not is_regular(file):
+        damage = dict.fromkeys(ends, f"is lost: its shard {problem}")
+        subject.add(name, None, problem)
+    elif metadata is not None and ends:
+        size = file.stat().st_size
+        for tensor, end in ends.items():
+            fault = (
+                "is lost: its shard is cut off" if end > size else _tensor_fault(subject, tensor)
             )
-        compared = models.keys() & self.sums.keys() - self.hit
-        found = self.findings.each(
-            lambda key: self._fault(key, metadata), {key: models[key] for key in compared}
-        )
-        places = reversed(metadata.storage_data.items())
-        first = {index.fqn: f"dcp/{info.relative_path}" for index, info in places}
-        for key, fault in found.items():
-            if fault is not None:
-                self.add(first.get(key, _METADATA), key, fault)
+            if fault:
+                damage[tensor] = fault
+        if not damage:
+            problem += "; its tensors are intact"
+    if not damage:
+        subject.add(name, None, problem)
+    for tensor, fault in damage.items():
+        subject.damaged_tensors.add(tensor)
+        subject.add(name, tensor, fault)
 
-    def _state(self, step: object) -> None:
-        try:
-            found = (read_json_object(self.folder / STATE) or {}).get("step")
-            if found != step:
-                self.add(STATE, None, f"is of step {found}, {MANIFEST} of step {step}")
-        except CheckpointError as error:
-            self.add(STATE, None, str(error))
+
+def _tensor_fault(subject: CheckpointSubject, key: str) -> str | None:
+    """Describe how a stored tensor differs from live memory; None if it does not.
+
+    Without a sum in the manifest only its readability is checked. Reads the tensor once.
+    """
+    metadata = subject.metadata
+    assert metadata is not None
+    entry: Any = metadata.state_dict_metadata[key]
+    try:
+        chunks = tuple(formats.tensor_chunks(subject.folder / "dcp", metadata, key))
+        stored = formats.StoredTensor(entry.properties.dtype, tuple(entry.size), chunks)
+        is_same = subject.row_sums.get(key) in (None, formats.row_sum(stored))
+    except (CheckpointError, OSError) as error:
+        return f"cannot be read: {error}"
+    return None if is_same else "does not hold what was in memory at saving"
+
+
+def _check_tensors(subject: CheckpointSubject) -> None:
+    """Check that every tensor is stored once, and that the model's equal live memory."""
+    metadata = subject.metadata
+    if metadata is None:
+        return
+    sizes = {
+        key: math.prod(entry.size) * entry.properties.dtype.itemsize
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    subject.findings.report.tensors += len(sizes)
+    for key in sizes.keys() - subject.damaged_tensors:
+        if fault := formats.coverage_fault(metadata, key):
+            subject.add(_METADATA, key, f"is incomplete: {fault}")
+            subject.damaged_tensors.add(key)
+    for key in subject.row_sums.keys() - sizes.keys():
+        subject.add(_METADATA, key, f"is missing, although {MANIFEST} has its sum")
+    model_sizes = {key: size for key, size in sizes.items() if key.startswith("model.")}
+    if without_sum := sorted(model_sizes.keys() - subject.row_sums.keys()):
+        subject.findings.note(
+            f"{subject.prefix}{MANIFEST} has no sum of {without_sum[0]} and "
+            f"{len(without_sum) - 1} more tensors: only their files were compared"
+        )
+    comparable = model_sizes.keys() & subject.row_sums.keys() - subject.damaged_tensors
+    faults = subject.findings.map_with_progress(
+        lambda key: _tensor_fault(subject, key), {key: model_sizes[key] for key in comparable}
+    )
+    # Reversed, so that the file of a tensor's first chunk wins.
+    places = reversed(metadata.storage_data.items())
+    first_file = {index.fqn: f"dcp/{info.relative_path}" for index, info in places}
+    for key, fault in faults.items():
+        if fault is not None:
+            subject.add(first_file.get(key, _METADATA), key, fault)
+
+
+def _check_state(subject: CheckpointSubject) -> None:
+    """Compare the step in the state file with the manifest's."""
+    if STATE not in subject.files or STATE in subject.damaged_files:
+        return
+    step = subject.manifest.get("step") if subject.manifest else None
+    try:
+        state_step = (read_json_object(subject.folder / STATE) or {}).get("step")
+        if state_step != step:
+            subject.add(STATE, None, f"is of step {state_step}, {MANIFEST} of step {step}")
+    except CheckpointError as error:
+        subject.add(STATE, None, str(error))
+
+
+# In this order: each uses what the ones before have read.
+CHECKS = (_read_manifest, _check_file_names, _check_hashes, _check_tensors, _check_state)

@@ -1,4 +1,4 @@
-"""Findings of a verification, and the files that it hashes."""
+"""The report of a verification, and the files that it hashes."""
 
 import os
 import sys
@@ -15,9 +15,10 @@ from toolkit.checkpoint import commit
 from toolkit.errors import CheckpointError
 from toolkit.formats import is_cached
 
-Finding = tuple[str, str | None, str]  # file in what was verified, tensor, what is wrong
+Finding = tuple[str, str | None, str]  # file inside the verified folder, tensor, problem
 
-_WORTH_THREADS = 2**23
+# Below so many bytes, starting threads costs more than they save.
+_MIN_BYTES_FOR_THREADS = 2**23
 
 
 @dataclass
@@ -27,37 +28,42 @@ class Report:
     path: str
     kind: str  # run, checkpoint or export
     findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what is no damage and should be known
+    notes: list[str] = field(default_factory=list)  # no damage, but worth knowing
     files: int = 0
     tensors: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    logits_difference: float | None = None  # largest, to those of the checkpoint
+    logits_difference: float | None = None  # largest difference to the checkpoint's logits
 
     @property
     def ok(self) -> bool:
-        """Return whether nothing is wrong."""
+        """True if there is no finding."""
         return not self.findings
 
     def summary(self) -> dict[str, Any]:
-        """Return the report as plain JSON values."""
+        """Convert the report to plain JSON values."""
         findings = [{"file": f, "tensor": t, "what": w} for f, t, w in self.findings]
         return {"ok": self.ok, **vars(self), "findings": findings}
 
     def lines(self) -> list[str]:
-        """Return one line for every finding and note, and a last one that sums up."""
-        found = [": ".join(filter(None, finding)) for finding in self.findings]
-        count = f"{self.files:,} files, {self.tensors:,} tensors, {self.bytes:,} bytes"
+        """Format a line for each finding and each note, then one with the verdict and counts."""
+        findings = [": ".join(filter(None, finding)) for finding in self.findings]
+        notes = [f"note: {note}" for note in self.notes]
+        counts = f"{self.files:,} files, {self.tensors:,} tensors, {self.bytes:,} bytes"
         verdict = "verified" if self.ok else f"{len(self.findings)} FINDING(S)"
-        last = f"{self.path}: {self.kind} {verdict} ({count} in {self.seconds:.1f} s)"
-        return [*found, *(f"note: {note}" for note in self.notes), last]
+        last = f"{self.path}: {self.kind} {verdict} ({counts} in {self.seconds:.1f} s)"
+        return [*findings, *notes, last]
 
 
 class Findings:
-    """Collects findings and counts, from several threads, and shows progress."""
+    """Collect findings and counts from several threads, and show a progress bar.
+
+    A context manager. On exit the findings in `report` are sorted and free of duplicates.
+    """
 
     def __init__(self, path: Path, kind: str) -> None:
-        self.report, self._begun = Report(str(path), kind), time.perf_counter()
+        self.report = Report(str(path), kind)
+        self._start = time.perf_counter()
         options: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False}
         self._bar = tqdm(total=0, desc="verify", disable=not sys.stderr.isatty(), **options)
 
@@ -68,24 +74,33 @@ class Findings:
         self._bar.close()
         unique = dict.fromkeys(self.report.findings)
         self.report.findings = sorted(unique, key=lambda f: (f[0], f[1] or "", f[2]))
-        self.report.seconds = round(time.perf_counter() - self._begun, 3)
+        self.report.seconds = round(time.perf_counter() - self._start, 3)
 
-    def add(self, file: str, tensor: str | None, what: str) -> None:
-        """Add a finding; `what` becomes one line."""
-        self.report.findings.append((file, tensor, " ".join(what.split())))
+    def add(self, file: str, tensor: str | None, problem: str) -> None:
+        """Add a finding, with `problem` on one line."""
+        self.report.findings.append((file, tensor, " ".join(problem.split())))
 
     def note(self, text: str) -> None:
-        """Add what is no damage and should be known."""
+        """Add a note: something that is no damage, but worth knowing."""
         self.report.notes.append(text)
 
-    def each(
+    def map_with_progress(
         self, work: Callable[[str], Any], sizes: dict[str, int], threads: int = 4
     ) -> dict[str, Any]:
-        """Return name -> `work` of it; `sizes`: the bytes that it reads for each name."""
+        """Call `work` with each name on some threads, and advance the progress bar.
+
+        Args:
+            work: called with a name; from several threads if there is much to read.
+            sizes: bytes that `work` reads, by name.
+            threads: most threads to use.
+
+        Returns:
+            What `work` returned, by name.
+        """
         total = sum(sizes.values())
         self._bar.total = (self._bar.total or 0) + total
         results = {}
-        with ThreadPoolExecutor(threads if total >= _WORTH_THREADS else 1) as pool:
+        with ThreadPoolExecutor(threads if total >= _MIN_BYTES_FOR_THREADS else 1) as pool:
             for name, result in zip(sizes, pool.map(work, sizes), strict=True):
                 results[name] = result
                 self._bar.update(sizes[name])
@@ -94,21 +109,28 @@ class Findings:
     def hash_files(
         self, folder: Path, files: dict[str, dict[str, Any]], *, in_cache: bool = False
     ) -> dict[str, str]:
-        """Return name -> what is wrong, of `files` whose size or sha256 is another; `in_cache`:
-        links as the Hub's cache has them are right.
+        """Compare the size and hash of every file with a manifest.
+
+        Args:
+            folder: of the files.
+            files: the manifest's entries by file name.
+            in_cache: accept links of the Hub's cache.
+
+        Returns:
+            Problem by file name; only files that have one.
         """
         names = sorted(files, key=lambda name: -files[name]["size"])
         sizes = {name: files[name]["size"] for name in names}
         self.report.files += len(names)
         self.report.bytes += sum(sizes.values())
-        found = self.each(
+        problems = self.map_with_progress(
             lambda name: file_fault(folder / name, files[name], in_cache=in_cache), sizes
         )
-        return {name: what for name, what in found.items() if what is not None}
+        return {name: problem for name, problem in problems.items() if problem is not None}
 
 
 def file_fault(file: Path, expected: dict[str, Any], *, in_cache: bool = False) -> str | None:
-    """Return what is wrong with a file whose size and sha256 are expected."""
+    """Describe how a file differs from its manifest entry; None if it does not."""
     try:
         if not is_regular(file, in_cache=in_cache):
             return "is no regular file" if os.path.lexists(file) else "is missing"
@@ -119,5 +141,5 @@ def file_fault(file: Path, expected: dict[str, Any], *, in_cache: bool = False) 
 
 
 def is_regular(file: Path, *, in_cache: bool = False) -> bool:
-    """Return whether `file` is a regular file; a link only, `in_cache`, of the Hub's cache."""
+    """Return True if `file` is a regular file; with `in_cache` also a link of the Hub's cache."""
     return file.is_file() and (not file.is_symlink() or (in_cache and is_cached(file)))

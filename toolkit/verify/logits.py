@@ -1,4 +1,4 @@
-"""The logits of exports and checkpoints, computed as their readers would, in one process."""
+"""Compute the logits of exports and checkpoints as their readers would, in one process."""
 
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from toolkit.models.peft_model import copied_modules
 from toolkit.models.reward import HEAD, reward_head
 from toolkit.verify.proof import expected_of
 
-# How far logits of equal weights may be apart: kernels may add in another order.
+# Largest relative difference of logits of equal weights, because kernels may add in another order.
 _NOISE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
-    """Return the logits of a few fixed tokens [2, length, vocabulary], in float32."""
+    """Compute the logits of two fixed random prompts: [2, length, vocabulary] in float32."""
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     length = min(16, limit) if isinstance(limit, int) and limit > 0 else 16
@@ -35,35 +35,43 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
 
 
 def noise(model: nn.Module, logits: torch.Tensor) -> float:
-    """Return how far the logits of equal weights may be apart."""
-    share = max(_NOISE.get(p.dtype, 0.0) for p in model.parameters())
-    return share * max(1.0, float(logits.abs().max()))
+    """Estimate the largest difference of `logits` to those of an equal model by rounding alone."""
+    relative = max(_NOISE.get(p.dtype, 0.0) for p in model.parameters())
+    return relative * max(1.0, float(logits.abs().max()))
 
 
 def load_export(
     folder: Path, like: PreTrainedModel, **config: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load an export as its readers do; return it and transformers' account of the keys. `config`:
-    what they say of its config.
+    """Load an export as its readers do, by `from_pretrained`.
+
+    Args:
+        folder: of the export.
+        like: a model of the same architecture; decides which auto class loads.
+        config: settings of the config to override.
+
+    Returns:
+        The model, and transformers' lists of missing, unexpected and mismatched keys.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     mapped = causal_lm_class(like.config) is type(like) or allows_remote_code()
     loader: Any = AutoModelForCausalLM if mapped else type(like)
     loader = loader if reward_head(like) is None else AutoModelForSequenceClassification
-    here: Any = {"local_files_only": True, "trust_remote_code": allows_remote_code()}
-    return loader.from_pretrained(folder, output_loading_info=True, **here, **config)
+    options: Any = {"local_files_only": True, "trust_remote_code": allows_remote_code()}
+    return loader.from_pretrained(folder, output_loading_info=True, **options, **config)
 
 
 def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
-    """Return the model of a checkpoint with its weights, cast to the dtypes of `like`."""
-    model, dtypes = model_on_meta(source.hf), {n: t.dtype for n, t in like.state_dict().items()}
+    """Load a checkpoint into a model without any sharding, cast to the dtypes of `like`."""
+    model = model_on_meta(source.hf)
+    dtypes = {n: t.dtype for n, t in like.state_dict().items()}
     for name, parameter in model.named_parameters():
         parameter.data = torch.empty_like(parameter, dtype=dtypes[name])
     materialise(model, "cpu")
     first_name = tied_names(model)
-    found = expected_of(source, model.state_dict())
-    stored = {first_name.get(name, name): expected.stored for name, expected in found.items()}
+    expected = expected_of(source, model.state_dict())
+    stored = {first_name.get(name, name): tensor.stored for name, tensor in expected.items()}
     for name, tensor in model.state_dict().items():
         if (first := first_name.get(name, name)) not in stored:
             raise CheckpointError(f"{source.folder} lacks {name}")
@@ -73,27 +81,34 @@ def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def set_buffers(model: PreTrainedModel, like: PreTrainedModel) -> list[str]:
-    """Give buffers of `model` that no file holds the values of `like`; return which had others.
+    """Copy the buffers of `like` that no file holds into `model`.
 
-    Code that comes with a model may compute them where transformers builds it on meta: what it then
-    loads is memory as it comes.
+    A model's own code may compute such a buffer in its constructor. transformers runs that on meta,
+    so a loaded model would have uninitialised memory there.
+
+    Returns:
+        Names of the buffers whose values changed.
     """
-    changed, saved, theirs = [], model.state_dict().keys(), dict(like.named_buffers())
+    changed = []
+    saved = model.state_dict().keys()
+    expected = dict(like.named_buffers())
     for name, buffer in model.named_buffers():
-        if name not in saved and not torch.equal(buffer, theirs[name].to(buffer.dtype)):
-            buffer.copy_(theirs[name])
+        if name not in saved and not torch.equal(buffer, expected[name].to(buffer.dtype)):
+            buffer.copy_(expected[name])
             changed.append(name)
     return changed
 
 
 def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
-    """Return the base in `folder` as a reader loads it, with as many rows as `like` has: adapters
-    that were trained with new tokens hold the whole of embedding and head. Under those of a reward
-    model a causal LM becomes one.
+    """Load the base model in `folder` as a reader of an adapter does.
+
+    The embedding is resized to the vocabulary of `like`, because adapters that were trained with
+    new tokens hold the complete embedding and head. If `like` is a reward model, a causal LM is
+    loaded as a reward model.
     """
-    reward = reward_head(like) is not None
-    base, _ = load_export(folder, like, **({"num_labels": 1} if reward else {}))
-    if reward:
+    is_reward = reward_head(like) is not None
+    base, _ = load_export(folder, like, **({"num_labels": 1} if is_reward else {}))
+    if is_reward:
         pad = like.config.get_text_config().pad_token_id
         base.config.get_text_config().pad_token_id = pad
     rows = vocabulary_size(like)
@@ -104,8 +119,9 @@ def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def share_head(model: nn.Module) -> None:
-    """Give the base under the adapters of a reward model their head: a causal LM has none, and was
-    given one at random.
+    """Copy the trained head of a reward model into the base under its adapters.
+
+    A base that is a causal LM has no such head, and got a random one when it was loaded.
     """
     original, trained = copied_modules(model).get(HEAD, (None, None))
     if original is not None and trained is not None and reward_head(model) is not None:
@@ -115,8 +131,13 @@ def share_head(model: nn.Module) -> None:
 def load_adapted(
     folder: Path, like: PreTrainedModel, source: Source, dtype: torch.dtype | None = None
 ) -> Any:
-    """Return `load_base` with the adapter of a checkpoint, put in by name, without PEFT's way;
-    rounded to the `dtype` that its export was asked for.
+    """Load a base model and put a checkpoint's adapter into it by name, without PEFT's loader.
+
+    Args:
+        folder: of the base model.
+        like: a model of the same architecture, with the vocabulary that was trained.
+        source: the checkpoint.
+        dtype: round the adapter to the dtype that its export was requested in.
     """
     model = attach_adapters(load_base(folder, like), read_adapter_config(source.hf))
     tensors = dict(model.state_dict())

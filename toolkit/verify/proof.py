@@ -1,16 +1,17 @@
-"""Proof that an exported folder holds the expected values of every parameter.
+"""Prove that an exported folder holds the expected value of every parameter.
 
-Names and conversions are taken the way transformers loads them, from the export towards the
-parameters: nothing here knows how an export is written, so that it cannot share a mistake with it.
-What a checkpoint holds is compared, while it is read, with the sums of live memory in its manifest.
+Names and conversions follow transformers' loader, from the export towards the parameters. No code
+here knows how an export is written, so it cannot share a mistake with the writer. A checkpoint is
+compared with the sums of live memory in its manifest while it is read.
 
-Memory: blocks of 1 MB (or one row) a thread; of tensors that transformers converts one group, and
-what is expected of it; of a merge the largest adapted tensor and a few of its size in fp32.
+Memory: blocks of 1 MB, or one row, for each thread; one group of tensors that transformers
+converts, and its expected value; for a merge the largest adapted tensor and a few of its size in
+fp32.
 
-[Note: equal, and equal to rounding] In a merged model what no adapter touches must be the base's,
-to the bit. A merged value must be the one that PEFT's own layer computes here. Another machine may
-add the products of A and B in another order, and round a sum at a border to the other side: such
-values, and no others, pass, and are counted in a note.
+[Note: equal, and equal to rounding] In a merged model, a tensor without an adapter must be bitwise
+identical to the base's. A merged value must be the one that PEFT's own layer computes here. Another
+machine may add the products of A and B in another order, and round a sum at a border to the other
+side. Such values, and no others, pass; a note counts them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -52,32 +53,43 @@ class Expected:
     """A stored tensor that a parameter must equal."""
 
     stored: StoredTensor
-    what: str  # the tensor and whose it is, for findings
+    description: str  # such as "model.norm.weight of the checkpoint", for findings
     sum: int | None = None  # of its rows in live memory, when it was saved
 
     def fault(self, actual: Values, dtypes: set[torch.dtype]) -> str | None:
-        """Return in what a parameter of an export differs; None: in nothing. `dtypes`: of the
-        tensors that it is made of: each value is a cast to one of them.
+        """Describe how a parameter of an export differs; None if it does not.
+
+        Args:
+            actual: the parameter, stored or computed.
+            dtypes: of the tensors that it is made of. Each value must be a cast to one of them.
         """
-        if fault := unlike(self.stored, tuple(actual.shape), dtypes, self.what):
+        if fault := misfit(self.stored, tuple(actual.shape), dtypes, self.description):
             return fault
         if isinstance(actual, torch.Tensor):
             count = int(different(whole(self.stored), actual, dtypes).sum())
             values = f"{count} of {actual.numel()} values"
-            return self.damage() or (f"differs from {self.what} in {values}" if count else None)
-        what, held = first_difference(self.stored, actual)
-        return self.damage(held) or (None if what is None else f"is not {self.what}: {what}")
+            differs = f"differs from {self.description} in {values}" if count else None
+            return self.damage() or differs
+        difference, stored_sum = first_difference(self.stored, actual)
+        differs = None if difference is None else f"is not {self.description}: {difference}"
+        return self.damage(stored_sum) or differs
 
-    def damage(self, held: int | None = None) -> str | None:
-        """Return what is wrong with the stored tensor itself; `held`: the sum of its rows."""
-        if self.sum is None or self.sum == (row_sum(self.stored) if held is None else held):
+    def damage(self, stored_sum: int | None = None) -> str | None:
+        """Describe damage of the stored tensor itself; None if its sum is right or unknown.
+
+        Args:
+            stored_sum: its `row_sum`, if it was computed already.
+        """
+        if self.sum is None:
             return None
-        return f"cannot be compared: {self.what} does not have its own sum"
+        if self.sum == (row_sum(self.stored) if stored_sum is None else stored_sum):
+            return None
+        return f"cannot be compared: {self.description} differs from its sum in the manifest"
 
 
 @dataclass
 class Proof:
-    """The comparison of an export's tensors with what its parameters must be."""
+    """The comparison of an export's tensors with the expected parameters."""
 
     model: PreTrainedModel  # on meta
     entries: dict[str, StoredTensor]
@@ -86,62 +98,72 @@ class Proof:
     expected: dict[str, list[Expected]] = field(default_factory=dict)  # parameter -> what it equals
 
     def __post_init__(self) -> None:
-        self._first_name, self._held = tied_names(self.model), set[str]()
+        self._first_name = tied_names(self.model)
+        self._compared = set[str]()
 
-    def own(self, parameter: str) -> str:
-        """Return the first name of a parameter."""
+    def first_name(self, parameter: str) -> str:
+        """Return the name under which a parameter is stored; tied ones share the first name."""
         return self._first_name.get(parameter, parameter)
 
     def expect(self, source: Source) -> None:
-        """Expect the weights of a checkpoint."""
+        """Fill in `expected` with the weights of a checkpoint."""
         for name, expected in expected_of(source, self.model.state_dict()).items():
-            self.expected.setdefault(self.own(name), []).append(expected)
+            self.expected.setdefault(self.first_name(name), []).append(expected)
 
     def run(self, source: Source, names: Mapping[str, str] | None = None) -> None:
-        """Compare every tensor of the export with what it must be, and look for what is missing.
+        """Compare every tensor of the export with its expected value, and find missing parameters.
 
-        `names`: parameter -> its name in the export, where that is another one. ToolkitError where
-        the checkpoint is not whole.
+        Args:
+            source: the checkpoint.
+            names: name of a parameter in the export, if it differs from the model's; for findings.
+
+        Raises:
+            ToolkitError: the checkpoint is incomplete.
         """
         self.expect(source)
         groups = {group.keys[0]: group for group in self.groups}
         sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
         for key, group in groups.items():
-            is_computed = group.converted or self.is_computed(self.own(group.parameter))
+            is_computed = group.converted or self.is_computed(self.first_name(group.parameter))
             sizes[is_computed][key] = sum(self.entries[k].nbytes for k in group.keys)
-        self.findings.each(lambda key: self._compare(groups[key]), sizes[False])
-        self.findings.each(lambda key: self._compare(groups[key]), sizes[True], threads=1)
+        self.findings.map_with_progress(lambda key: self._compare(groups[key]), sizes[False])
+        self.findings.map_with_progress(
+            lambda key: self._compare(groups[key]), sizes[True], threads=1
+        )
         files = {entry.file.name for entry in self.entries.values()}
-        for parameter in self.expected.keys() - self._held:
+        for parameter in self.expected.keys() - self._compared:
             file = min(files) if len(files) == 1 else ""
             name = (names or {}).get(parameter, parameter)
             self.findings.add(file, name, "is not in the export")
 
     def is_computed(self, parameter: str) -> bool:
-        """Return whether what a parameter must be is in no file."""
+        """Return True if the expected value of a parameter is computed, not stored."""
         return False
 
     def read(self, group: LoadGroup) -> Mapping[str, Values]:
-        """Return the parameters that transformers makes of a group of the export."""
+        """Read the parameters that transformers makes of a group of the export's tensors."""
         if group.converted:
             return load_group(self.model, group, self.entries)
         return {group.parameter: self.entries[group.keys[0]]}
 
     def fault(self, parameter: str, actual: Values, dtypes: set[torch.dtype]) -> str | None:
-        """Return in what a parameter of the export is not what it must be; see `Expected`."""
+        """Describe how a parameter differs from the expected value; see `Expected.fault`."""
         faults = (expected.fault(actual, dtypes) for expected in self.expected[parameter])
         return next(filter(None, faults), None)
 
     def _compare(self, group: LoadGroup) -> None:
-        key, members = group.keys[0], [self.entries[k] for k in group.keys]
-        file, dtypes = members[0].file.name, {entry.dtype for entry in members}
+        key = group.keys[0]
+        members = [self.entries[k] for k in group.keys]
+        file = members[0].file.name
+        dtypes = {entry.dtype for entry in members}
         try:
             for name, actual in self.read(group).items():
-                own = self.own(name)
-                self._held.add(own)
-                if own not in self.expected:
-                    self.findings.add(file, key, f"is {own}, which is not in the checkpoint")
-                elif fault := self.fault(own, actual, dtypes):
+                parameter = self.first_name(name)
+                self._compared.add(parameter)
+                if parameter not in self.expected:
+                    problem = f"is {parameter}, which is not in the checkpoint"
+                    self.findings.add(file, key, problem)
+                elif fault := self.fault(parameter, actual, dtypes):
                     becomes = f"with its group becomes {name}, which " if group.converted else ""
                     self.findings.add(file, key, becomes + fault)
         except LoadingError as error:
@@ -153,22 +175,25 @@ class MergeProof(Proof):
     """The comparison of one merged export with a base and a checkpoint of adapters."""
 
     folder: Path  # of the base
-    rounded: int = 0  # values that are right to rounding only
+    rounded: int = 0  # values that are equal only up to rounding
 
     def expect(self, source: Source) -> None:
+        """Fill in `expected`: the base's tensors, and no tensor if a value must be computed."""
         self.layout = peft_layout(model_on_meta(source.hf), read_adapter_config(source.hf))
         self.trained = expected_of(source)
-        if odd := sorted(set(self.layout.keys.values()) ^ self.trained.keys()):
-            raise ExportError(f"{odd[0]} is not in both {source.folder} and its adapter's config")
+        if unmatched := sorted(set(self.layout.keys.values()) ^ self.trained.keys()):
+            raise ExportError(
+                f"{unmatched[0]} is not in both {source.folder} and its adapter's config"
+            )
         for expected in self.trained.values():
             if fault := expected.damage():
                 raise ExportError(fault)
         self.base = read_weights(weight_files(self.folder))
         self.reader = build_base_reader(self.folder, self.model)
         self.base_groups = {
-            self.own(g.parameter): g for g in plan_load_groups(self.reader, self.base)
+            self.first_name(g.parameter): g for g in plan_load_groups(self.reader, self.base)
         }
-        for name in filter(lambda name: self.own(name) == name, self.model.state_dict()):
+        for name in filter(lambda name: self.first_name(name) == name, self.model.state_dict()):
             layer, group = self._layer(name), self.base_groups.get(name)
             self.expected[name] = []
             if layer is not None and layer.kind == "saved":
@@ -182,24 +207,26 @@ class MergeProof(Proof):
         return layers[0] if layers else None
 
     def is_computed(self, parameter: str) -> bool:
+        """Return True if a parameter is merged or converted."""
         return self.expected.get(parameter) == []
 
     def read(self, group: LoadGroup) -> Mapping[str, Values]:
-        """Return the parameters of a group of the export; keep those of the base for `fault`."""
-        own = self.own(group.parameter)
-        if group.converted or self.is_computed(own):
-            of_base = self.base_groups.get(own)
-            found = {} if of_base is None else load_group(self.reader, of_base, self.base)
-            self._weights = {self.own(name): tensor for name, tensor in found.items()}
+        """Read the parameters of a group of the export, and keep the base's for `fault`."""
+        parameter = self.first_name(group.parameter)
+        if group.converted or self.is_computed(parameter):
+            base_group = self.base_groups.get(parameter)
+            weights = {} if base_group is None else load_group(self.reader, base_group, self.base)
+            self._weights = {self.first_name(name): tensor for name, tensor in weights.items()}
         return super().read(group)
 
     def fault(self, parameter: str, actual: Values, dtypes: set[torch.dtype]) -> str | None:
+        """Describe how a parameter differs from the base's, or from base plus adapter."""
         if not self.is_computed(parameter):
             return super().fault(parameter, actual, dtypes)
         weight, layer = self._weights.pop(parameter, None), self._layer(parameter)
         if weight is None:
             return f"is {parameter}, which the base does not hold"
-        if fault := unlike(weight, tuple(actual.shape), dtypes, "in the base"):
+        if fault := misfit(weight, tuple(actual.shape), dtypes, "in the base"):
             return fault
         if isinstance(actual, StoredTensor):
             actual = whole(actual)
@@ -218,15 +245,20 @@ class MergeProof(Proof):
                     self.rounded += int(border.sum())
                     wrong &= ~border
         count = int(wrong.sum())
-        whose = "the base has" if layer is None else "base and adapter give"
-        values = f"{count} of {actual.numel()} values"
-        return f"has {values} that are not those that {whose}" if count else None
+        if not count:
+            return None
+        expected = "those of the base" if layer is None else "those of the base plus the adapter"
+        return f"has {count} of {actual.numel()} values that are not {expected}"
 
     def _bounds(
         self, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the least and the most that another order of the additions gives, before it is
-        rounded; see the note above.
+        """Bound the merged values over all orders of the additions, before they are rounded.
+
+        See [Note: equal, and equal to rounding].
+
+        Returns:
+            The least and the largest value of each element.
         """
         magnitude = {r: t.abs() for r, t in factors.items() if r != "magnitude"}
         spread = weight_delta(self.layout, layer, magnitude).abs()
@@ -237,36 +269,51 @@ class MergeProof(Proof):
             return value - spread, value + spread
         delta = weight_delta(self.layout, layer, factors)
         low, high = delta - spread, delta + spread
-        if layer.kind in ("experts", "embedding"):  # there PEFT rounds what it adds
+        if layer.kind in ("experts", "embedding"):  # PEFT rounds the summand here
             low, high = low.to(weight.dtype), high.to(weight.dtype)
         return weight + low, weight + high
 
 
 def expected_of(source: Source, names: Iterable[str] = ()) -> dict[str, Expected]:
-    """Return parameter -> its tensor in a checkpoint; ExportError where one is not whole."""
+    """Find the stored tensor of each parameter in a checkpoint.
+
+    Args:
+        source: the checkpoint.
+        names: of the model's parameters, if the checkpoint is another tool's.
+
+    Raises:
+        ExportError: a tensor is incomplete.
+    """
     _, keys = map_parameter_names(source, names)
     check_complete(source, keys.values())
-    known = source.sums()
+    sums = source.sums()
     return {
-        name: Expected(source.stored(key), f"{key} of the checkpoint", known.get(key))
+        name: Expected(source.stored(key), f"{key} of the checkpoint", sums.get(key))
         for name, key in keys.items()
     }
 
 
-def unlike(
-    expected: Values, shape: tuple[int, ...], dtypes: set[torch.dtype], what: str
+def misfit(
+    expected: Values, shape: tuple[int, ...], dtypes: set[torch.dtype], description: str
 ) -> str | None:
-    """Return why a tensor of `shape` and `dtypes` cannot be `expected`, cast: None where it can."""
+    """Describe why a tensor cannot be a cast of `expected`; None if it can.
+
+    Args:
+        expected: the original.
+        shape: of the tensor.
+        dtypes: of the tensor's parts.
+        description: of the original, for the message.
+    """
     if tuple(expected.shape) != shape:
-        return f"has shape {list(shape)}, {what} {list(expected.shape)}"
-    others = dtypes - {expected.dtype}
-    if all(dtype.is_floating_point for dtype in (*others, expected.dtype)) or not others:
+        return f"has shape {list(shape)}, {description} {list(expected.shape)}"
+    casts = dtypes - {expected.dtype}
+    if all(dtype.is_floating_point for dtype in (*casts, expected.dtype)) or not casts:
         return None
-    return f"is {' and '.join(map(str, others))}, {what} {expected.dtype}"
+    return f"is {' and '.join(map(str, casts))}, {description} {expected.dtype}"
 
 
 def different(value: torch.Tensor, actual: torch.Tensor, dtypes: set[torch.dtype]) -> torch.Tensor:
-    """Return which elements of `actual` are not those of `value` cast to any of `dtypes`."""
+    """Mark the elements of `actual` that are no cast of `value` to any of `dtypes`; bool mask."""
     wrong = torch.ones(actual.shape, dtype=torch.bool)
     for dtype in dtypes:
         wrong &= ~same_values(value.to(dtype).to(actual.dtype), actual)

@@ -1,0 +1,343 @@
+"""Verify a Hugging Face folder with all weights of a model, also one with an adapter merged in."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from toolkit import formats
+from toolkit.checkpoint.carried import CarriedTensor, find_carried_tensors
+from toolkit.checkpoint.sources import Source
+from toolkit.errors import ExportError, ModelError, ToolkitError
+from toolkit.loading import find_misfits, plan_load_groups
+from toolkit.models import model_on_meta, tied_names
+from toolkit.verify.export import FILE_CHECKS, Checks, Export, check_dtypes, compare_files
+from toolkit.verify.logits import (
+    load_adapted,
+    load_checkpoint,
+    load_export,
+    logits_of,
+    noise,
+    set_buffers,
+)
+from toolkit.verify.proof import Expected, MergeProof, Proof, different
+
+_WRAPPERS = re.compile(r"FSDP|FullyShard|DistributedDataParallel|OptimizedModule|PeftModel|Wrapped")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def read_model(export: Export) -> None:
+    """Check config.json, and build the model that it describes on meta."""
+    if export.is_damaged:
+        return
+    try:
+        config = formats.read_config(export.folder)
+        architectures = config.get("architectures") or []
+        for name in filter(_WRAPPERS.search, architectures):
+            export.add("config.json", None, f"architectures names {name}, a wrapper of training")
+        for file in _code_files(config.get("auto_map")):
+            if not (export.folder / file).is_file():
+                export.add("config.json", None, f"auto_map names {file}, which is missing")
+        model = export.model = model_on_meta(export.folder)
+    except (ToolkitError, OSError) as error:
+        export.add("config.json", None, str(error))
+        return
+    name, whole = type(model).__name__, formats.assets_of(model).whole
+    names = {name} if whole is None else {name, whole[0].__name__}
+    if not names.intersection(architectures):
+        export.add("config.json", None, f"architectures is {architectures}, without {name}")
+    # A reader casts to the config's dtype, so it must be the one that was requested.
+    check_dtypes(export)
+    dtype, requested = _config_dtype(config), export.requested_dtype
+    if requested not in (None, dtype) and export.entries:
+        problem = f"dtype is {dtype}, the export was requested in {requested}"
+        export.add("config.json", None, problem)
+
+
+def check_parameters(export: Export) -> None:
+    """Compare names and shapes of the tensors with the model, as transformers would load them."""
+    model = export.model
+    if model is None or not export.entries:
+        return
+    state = model.state_dict()
+    faults = {
+        name: f"has shape {list(entry.shape)}, config.json describes {list(state[name].shape)}"
+        for name, entry in export.entries.items()
+        if name in state and tuple(state[name].shape) != entry.shape
+    }
+    for kind, names in find_misfits(model, export.entries).items():
+        for name in names:
+            faults.setdefault(name.partition(" (")[0], f"is {kind}: {name}")
+    file_of = {name: entry.file.name for name, entry in export.entries.items()}
+    where = min(file_of.values()) if len({*file_of.values()}) == 1 else formats.INDEX_FILE
+    for name, fault in faults.items():
+        export.add(file_of.get(name, where), name, fault)
+    carried = set(formats.source_keys(model, export.entries).carried)
+    groups = plan_load_groups(model, export.entries)
+    export.groups = [group for group in groups if not carried.intersection(group.keys)]
+    export.carried = {name: export.entries[name] for name in carried}
+    _check_stored_once(export, model)
+
+
+def _check_stored_once(export: Export, model: PreTrainedModel) -> None:
+    """Find parameters that are stored twice, under the names of tied weights."""
+    stored_twice = export.origin.get("stored_twice") or ()
+    first_name = tied_names(model)
+    stored: dict[str, formats.StoredTensor] = {}
+    for group in export.groups:
+        key = group.keys[0]
+        entry = export.entries[key]
+        parameter = first_name.get(group.parameter, group.parameter)
+        other = stored.setdefault(parameter, entry)
+        if other is entry:
+            continue
+        problem = f"is {parameter}, which is stored twice"
+        is_unequal = (other.shape, other.dtype) != (entry.shape, entry.dtype)
+        if is_unequal or formats.first_difference(other, entry)[0]:
+            export.add(entry.file.name, key, f"{problem}, and the two differ")
+        elif key not in stored_twice:
+            export.add(entry.file.name, key, problem)
+
+
+def compare_assets(export: Export) -> None:
+    """Compare config, tokenizer and code with those in the checkpoint."""
+    source = _source(export)
+    compare_files(export, source)
+    try:
+        before = formats.read_config(source.hf)
+        now = formats.read_config(export.folder)
+    except ModelError as error:
+        export.add("config.json", None, f"cannot be compared: {error}")
+        return
+    ignored = {*_DTYPE_KEYS}
+    if (before.get("architectures") or ["Model"])[0].endswith("Model"):
+        ignored.add("architectures")  # a model without a head that was trained with one
+    for key in sorted({**before, **now}.keys() - ignored):
+        old, new = _without_dtype(before.get(key)), _without_dtype(now.get(key))
+        if old != new:
+            problem = f"was {old!r}, is {new!r}" if key in before else "was not there before"
+            export.add("config.json", None, f"{key} {problem}")
+    stored_dtypes = {str(e.dtype).removeprefix("torch.") for e in export.entries.values()}
+    old_dtype, new_dtype = _config_dtype(before), _config_dtype(now)
+    # After a random start it is that of the weights. If one was requested, `read_model` compares.
+    if export.requested_dtype is None and new_dtype not in (None, old_dtype, *stored_dtypes):
+        problem = f"dtype was {old_dtype!r}, is {new_dtype!r}: readers cast to it"
+        export.add("config.json", None, problem)
+
+
+def prove_weights(export: Export) -> None:
+    """Compare every parameter with the checkpoint, and every other tensor with the base model."""
+    model, source = _model(export), _source(export)
+    Proof(model, export.entries, export.groups, export.findings).run(source)
+    compare_with_start(export, None)
+
+
+def prove_merge(export: Export) -> None:
+    """Prove that every parameter is the base's, or the base's with the adapter merged in."""
+    model, source = _model(export), _source(export)
+    base = Path(str(export.base_location))
+    proof = MergeProof(model, export.entries, export.groups, export.findings, folder=base)
+    proof.run(source)
+    compare_with_start(export, base)
+    if proof.rounded:
+        export.findings.note(
+            f"{proof.rounded:,} merged values lie at the border of two roundings, and are rounded "
+            "the other way here"
+        )
+
+
+def compare_with_start(export: Export, folder: Path | None) -> None:
+    """Compare names and carried tensors with the checkpoint that the run started from.
+
+    Every tensor of the start must be in the export and the reverse; a tensor that no parameter
+    takes must be bitwise identical.
+
+    Args:
+        export: the subject.
+        folder: of the start's weights, if it was found already.
+    """
+    assets = formats.HFAssets.load(_source(export).hf)
+    start_keys = assets.source
+    if start_keys is None:  # a random start
+        for name in sorted(export.carried):
+            export.add(export.carried[name].file.name, name, "is no parameter of the model")
+        return
+    recorded = export.origin.get("left_out") or ()
+    omitted = set(recorded if isinstance(recorded, list) else ())
+    parameter_keys = {key for group in export.groups for key in group.keys}
+    for name in sorted(start_keys.keys() - export.entries.keys() - omitted):
+        export.add("", name, "is in the source checkpoint, and not in the export")
+    for name in sorted(export.entries.keys() - start_keys.keys() - parameter_keys):
+        export.add(export.entries[name].file.name, name, "is not in the source checkpoint")
+    unchanged = parameter_keys & start_keys.keys() if export.requested_dtype is None else ()
+    for name in sorted(unchanged):
+        entry, dtype = export.entries[name], formats.DTYPES[start_keys[name]]
+        if entry.dtype != dtype:
+            export.add(entry.file.name, name, f"is {entry.dtype}, in the source {dtype}")
+    if omitted:
+        export.findings.note(f"omitted on request: {formats.summarise_names(omitted, start_keys)}")
+    if not export.carried:
+        return
+    try:
+        originals = find_carried_tensors(_model(export), assets, folder)
+    except ExportError as error:
+        export.findings.note(f"not compared with the source: {error}")
+        return
+    export.findings.map_with_progress(
+        lambda name: _compare_carried(export, name, originals[name]),
+        {name: export.carried[name].nbytes for name in export.carried.keys() & originals.keys()},
+    )
+
+
+def _compare_carried(export: Export, name: str, original: CarriedTensor) -> None:
+    """Compare a tensor that no parameter takes with the one in the source checkpoint."""
+    entry = export.entries[name]
+    file = entry.file.name
+    may_be_cast = export.requested_dtype is not None
+    if entry.shape != original.shape or (entry.dtype != original.dtype and not may_be_cast):
+        problem = f"is {entry.dtype} {list(entry.shape)}, in the source {original.dtype}"
+        export.add(file, name, f"{problem} {list(original.shape)}")
+    elif original.stored is None:  # in several parts
+        wrong = different(original.make(), formats.whole(entry), {entry.dtype})
+        if bool(wrong.any()):
+            export.add(file, name, "is not what the source holds in parts")
+    else:
+        expected = Expected(original.stored, f"{name} of the source")
+        if fault := expected.fault(entry, {entry.dtype}):
+            export.add(file, name, fault)
+
+
+def check_logits(export: Export) -> None:
+    """Load the export as its readers do, and compare its logits with the checkpoint's."""
+    loaded = load_as_reader(export)
+    if loaded is None:
+        return
+    logits = logits_of(loaded)
+    if export.source is None:
+        if bool(logits.isfinite().all()):
+            note = "loads without missing or unexpected keys, computes finite logits"
+            export.findings.note(note)
+        else:
+            export.add("", None, "computes logits that are not finite")
+        return
+    model = load_checkpoint(export.source, loaded)
+    if changed := set_buffers(loaded, model):
+        export.findings.note(
+            f"transformers gives {changed[0]}, which is in no file, other values than the "
+            "model's code computes; compared with the latter"
+        )
+        logits = logits_of(loaded)
+    expected = logits_of(model)
+    compare_logits(export, logits, expected, noise(loaded, expected))
+
+
+def check_merged_logits(export: Export) -> None:
+    """Compare the logits with those of the base with the adapter next to it.
+
+    A merge rounds each weight to the export's dtype, so the logits are near, not equal. The merged
+    model must be nearer to the adapted one than half of the adapter's effect, or than twice the
+    rounding error of the adapted model in its own dtype. Needs the adapted model in fp32.
+    """
+    loaded = load_as_reader(export)
+    if loaded is None:
+        return
+    logits = logits_of(loaded)
+    if export.source is None:
+        return
+    model = load_adapted(Path(str(export.base_location)), loaded, export.source)
+    expected = logits_of(model)
+    with model.disable_adapter():
+        effect = float((logits_of(model) - expected).abs().max())
+    rounding = float((logits_of(model.float()) - expected).abs().max())
+    tolerance = max(noise(loaded, expected), 0.5 * effect, 2 * rounding)
+    compare_logits(export, logits, expected, tolerance, f" (effect of the adapter: {effect:.3g})")
+
+
+def load_as_reader(export: Export) -> Any:
+    """Load the export by `from_pretrained`; keys that it complains about become findings.
+
+    Returns:
+        The model; None if it does not load, which is a finding.
+    """
+    try:
+        loaded, info = load_export(export.folder, _model(export))
+    except Exception as error:  # from_pretrained has no common class of errors
+        text = str(error) if isinstance(error, ToolkitError) else repr(error)
+        export.add("", None, f"does not load: {text}")
+        return None
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        for name in set(info.get(kind) or ()) - export.carried.keys():
+            export.add("", str(name), f"is among the {kind} of from_pretrained")
+    return loaded
+
+
+def compare_logits(
+    export: Export,
+    logits: torch.Tensor,
+    expected: torch.Tensor,
+    tolerance: float,
+    remark: str = "",
+) -> None:
+    """Compare logits of the export with the checkpoint's; `remark` ends the message."""
+    difference = float((logits - expected).abs().max())
+    export.findings.report.logits_difference = difference
+    if not difference <= tolerance:  # also NaN
+        problem = f"by {difference:.3g}, more than {tolerance:.3g}{remark}"
+        export.add("", None, f"logits differ from the checkpoint's {problem}")
+    pair = "logits of export and checkpoint"
+    export.findings.note(f"{pair}: largest difference {difference:.3g}{remark}")
+
+
+def merged_checks(base: Path) -> Checks:
+    """Make the list of checks of a model that has an adapter merged into `base`.
+
+    The subject's `base_location` must be `base` too.
+    """
+    return replace(
+        FULL_MODEL,
+        weights=prove_merge,
+        logits=check_merged_logits,
+        verdict=f"this is {base}, merged with the adapter of",
+    )
+
+
+def _source(export: Export) -> Source:
+    assert export.source is not None
+    return export.source
+
+
+def _model(export: Export) -> PreTrainedModel:
+    assert export.model is not None
+    return export.model
+
+
+def _code_files(auto_map: dict[str, Any] | None) -> Iterator[str]:
+    """Yield the files of this folder that auto_map names."""
+    for value in (auto_map or {}).values():
+        for reference in value if isinstance(value, list) else [value]:
+            if isinstance(reference, str) and "--" not in reference:
+                yield f"{reference.partition('.')[0]}.py"
+
+
+def _config_dtype(config: dict[str, Any]) -> Any:
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    return dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+
+
+def _without_dtype(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {k: v for k, v in value.items() if k not in _DTYPE_KEYS}
+
+
+FULL_MODEL = Checks(
+    alone=(*FILE_CHECKS, read_model, check_parameters),
+    assets=compare_assets,
+    weights=prove_weights,
+    logits=check_logits,
+    verdict="holds the weights of",
+)
