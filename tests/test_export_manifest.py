@@ -119,7 +119,7 @@ def test_files_are_compared_by_xxh3_and_pushed_by_sha256(folder, monkeypatch):
     with Findings(folder, "export") as findings:
         assert findings.hash_files(folder, files) == {}
         for kept in (10**7, 0):  # in memory, and by their path
-            monkeypatch.setattr(local, "_IN_MEMORY", kept)
+            monkeypatch.setattr(local, "_MAX_BYTES_IN_MEMORY", kept)
             monkeypatch.setattr(local, "verify_export", lambda *_: findings.report)
             export = local.read_export(folder, "org/name", None)
             assert {n: e["sha256"] for n, e in export.entries.items() if n in raws} == sha256

@@ -20,9 +20,8 @@ from toolkit.checkpoint.run_folder import CONFIG, read_raw_config, resolve_recor
 from toolkit.checkpoint.store import folder_bytes, read_json_object
 from toolkit.config.published import get_mapping, select_publishable_settings, to_publishable
 from toolkit.formats import METADATA_FILE, read_metadata
-from toolkit.formats.metrics_file import METRICS, STARTS, read_lines, read_metrics
+from toolkit.formats.metrics_file import METRICS, STARTS, read_lines, read_metrics, read_versions
 from toolkit.tables import fold, size_text, table
-from toolkit.training.run_start import read_versions
 
 
 def summarize(path: str | Path) -> dict[str, Any]:

@@ -1,36 +1,46 @@
-"""The files of JSON lines of a run (metrics, generations, starts): append, read, cut at a step."""
+"""Read, append to and truncate the JSON lines of a run: metrics, generations, starts."""
 
 import contextlib
+import importlib.metadata
 import json
+import platform
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from toolkit import parsing
+from toolkit import __version__, parsing
 from toolkit.errors import CheckpointError
 from toolkit.formats.synced_files import replace_synced
 
 METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"  # answers to `train.eval_prompts`, a line each
+SAMPLES = "samples.jsonl"  # answers to `train.eval_prompts`
 STARTS = "starts.jsonl"  # machines, versions and layout of each start
-_MOST = 1e300  # of a number: with a larger one, infinity or NaN there is no arithmetic
+# Sums of larger numbers may overflow.
+_MAX_NUMBER = 1e300
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
 
 
 def number(line: dict[str, Any], key: str) -> float | int | None:
-    """Return a finite number of a line, else None."""
+    """Get a number from a line; None if it is missing, no number, or not finite."""
     value = line.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if abs(value) < _MOST else None
+    return value if abs(value) < _MAX_NUMBER else None
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out."""
+    """Read the lines of a run's `metrics.jsonl`; a last line that a kill cut off is skipped."""
     return read_lines(Path(run_dir) / METRICS)
 
 
+def read_versions() -> dict[str, str]:
+    """List the versions of the toolkit, of Python and of the packages that affect the weights."""
+    installed = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    return {"toolkit": __version__, "python": platform.python_version(), **installed}
+
+
 def append(file: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Append `lines`: all, or none where the disk refuses (OSError), so that no line is cut off."""
+    """Append all `lines`, or none of them if the disk refuses (OSError)."""
     content = memoryview("".join(json.dumps(line) + "\n" for line in lines).encode())
     with open(file, "ab", buffering=0) as f:
         end = f.tell()
@@ -44,16 +54,18 @@ def append(file: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def keep_until(file: Path, step: int) -> None:
-    """Drop the lines after `step` of a file of JSON lines: the resumed run writes them again."""
+    """Drop the lines after `step`, which a resumed run writes again."""
     if not file.is_file():
         return
-    kept = [line for line in read_lines(file) if line["step"] <= step]
-    replace_synced(file, "".join(json.dumps(line) + "\n" for line in kept))
+    lines = [line for line in read_lines(file) if line["step"] <= step]
+    replace_synced(file, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines, none where there is no file; a last line cut off
-    by a kill is left out. CheckpointError: another line is no object with a step.
+    """Read a file of JSON lines; a last line that a kill cut off is skipped.
+
+    Raises:
+        CheckpointError: another line is no object with a step.
     """
     texts = file.read_bytes().splitlines() if file.is_file() else []
     lines = []

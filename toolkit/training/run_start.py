@@ -1,7 +1,6 @@
 """The start of a run: its first lines, `starts.jsonl`, the profiler, trackers and metrics."""
 
 import dataclasses
-import importlib.metadata
 import platform
 import time
 from collections.abc import Sequence
@@ -10,14 +9,14 @@ from typing import Any
 
 import torch
 
-from toolkit import __version__, ranks
+from toolkit import ranks
 from toolkit.adapters.coverage import coverage_lines
 from toolkit.config import flatten_settings
 from toolkit.config.published import select_publishable_settings
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import TrainingError
-from toolkit.formats.metrics_file import STARTS, append, keep_until, read_metrics
+from toolkit.formats.metrics_file import STARTS, append, keep_until, read_metrics, read_versions
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
 from toolkit.models.layers import frozen_towers_line
@@ -36,8 +35,6 @@ from toolkit.training.router import build_router
 from toolkit.training.token_rows import warn_of_untrained_tokens
 from toolkit.training.trackers import Trackers
 from toolkit.training.train_state import TrainState
-
-_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
 
 
 def start_metrics(
@@ -100,12 +97,6 @@ def start_metrics(
     run.at_end.callback(metrics.close_bar)
     preemption.enter_loop()
     return metrics
-
-
-def read_versions() -> dict[str, str]:
-    """Return the versions of the toolkit, of Python and of the packages that shape the weights."""
-    installed = {package: importlib.metadata.version(package) for package in _PACKAGES}
-    return {"toolkit": __version__, "python": platform.python_version(), **installed}
 
 
 def _record_start(
