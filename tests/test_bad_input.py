@@ -597,7 +597,7 @@ def test_no_tokenizer(start, model) -> None:
     (model / "tokenizer.json").unlink()
     (model / "tokenizer_config.json").unlink()
     done = start("--model.name_or_path", str(model))
-    refused(done, "comes with none", "model.tokenizer_name_or_path", "model.train_tokenizer: true")
+    refused(done, "has none", "model.tokenizer_name_or_path", "model.train_tokenizer: true")
     done = start("--model.tokenizer_name_or_path", str(model))
     refused(done, "expected a tokenizer in", "found none of", "model.tokenizer_name_or_path")
 

@@ -179,7 +179,7 @@ def test_accumulation_that_does_not_divide():
     assert "micro-batches of 3 (train.per_device_train_batch_size) on 4 processes" in said
     assert "use 4 process(es) with train.per_device_train_batch_size 2" in said
     for given, fitting in (((16, 2, 3), (2, 2)), ((4, 1, 8), (4, 1)), ((4, 8, 1), (1, 4))):
-        cure = r"on {} process\(es\) with train.per_device_train_batch_size {}$".format(*fitting)
+        cure = r"use {} process\(es\) with train.per_device_train_batch_size {}$".format(*fitting)
         with pytest.raises(DataError, match=cure):
             accumulation_for(*given)
     with pytest.raises(IndexError):

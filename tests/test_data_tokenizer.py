@@ -404,7 +404,7 @@ def test_of_a_stream_the_first_rows_are_enough(tmp_path, monkeypatch):
     ids.write_text(json.dumps({"input_ids": [1, 2]}))
     data = DataConfig(train_files=str(ids), streaming=True)
     assert prepare_tokenizer(model, data, tmp_path / "none") == model
-    with pytest.raises(DataError, match=r"expected text .* the rows hold none"):
+    with pytest.raises(DataError, match=r"expected text .* but the rows have none"):
         prepare([json.dumps({"text": ""})] * 3)
 
 

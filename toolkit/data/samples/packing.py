@@ -1,13 +1,13 @@
-"""Which samples share a bin: best-fit decreasing over lengths.
+"""Pack samples into bins of a fixed capacity: best-fit decreasing over lengths.
 
 [Note: best fit by counting]
-Best-fit decreasing takes the samples from the longest to the shortest and puts each where it leaves
-the least room. Samples of one length are alike, and so are bins with one free space; so it is
-enough to decide how many samples of each length go to how many bins of each free space. A bin with
-f tokens free takes f // v samples of length v one after another, since after the first it is the
-fullest that still fits. So the decision handles runs of bins with the same content, costs a few
-steps for each different length, and gives as many bins as the same rule applied sample by sample;
-NumPy then spells out which sample lies in which bin.
+Best-fit decreasing goes from the longest sample to the shortest and puts each into the bin in which
+it leaves the least room. Samples of one length are interchangeable, and so are bins with the same
+free space. So it is enough to decide how many samples of each length go into how many bins of each
+free space. A bin with f free tokens takes f // v samples of length v one after another, since after
+the first one it is still the fullest bin that fits. So the algorithm handles ranges of bins with
+the same content, takes a few steps for each different length, and needs as many bins as the same
+rule applied to one sample at a time. NumPy then computes which sample is in which bin.
 
 Source: Johnson, "Near-optimal bin packing algorithms", 1973 (best-fit decreasing).
 """
@@ -20,87 +20,103 @@ import numpy as np
 
 @dataclass(frozen=True)
 class BinPlan:
-    """What lies in which bin."""
+    """The samples in each bin."""
 
-    samples: np.ndarray  # every one once, bin after bin, in a bin by number; int64
-    starts: np.ndarray  # bin i holds `samples[starts[i]:starts[i + 1]]`; int64 [bins + 1]
+    samples: np.ndarray
+    """Every sample once, bin after bin, ascending within a bin; int64."""
+    starts: np.ndarray
+    """Bin i holds `samples[starts[i]:starts[i + 1]]`; int64 [bins + 1]."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def bin(self, index: int) -> np.ndarray:
-        """Return the samples of a bin."""
+        """Return the numbers of the samples in a bin; int64."""
         return self.samples[self.starts[index] : self.starts[index + 1]]
 
 
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> BinPlan:
-    """Return a best-fit decreasing packing of samples of `lengths` into bins of `capacity` tokens.
+    """Pack samples into bins by best-fit decreasing. See [Note: best fit by counting].
 
-    Lengths are from 1 to the capacity. No sample is split, each lies in one bin, and the plan
-    depends on nothing but the arguments. See [Note: best fit by counting]. A million samples take
-    well under a second and some 50 bytes each, of which 8 stay.
+    No sample is split, and the plan depends on the arguments alone. A million samples take well
+    under a second, and about 50 bytes each, of which the plan keeps 8.
+
+    Args:
+        lengths: number of tokens of each sample, from 1 to `capacity`.
+        capacity: number of tokens of a bin.
     """
     if not len(lengths):
         return BinPlan(np.zeros(0, np.int64), np.zeros(1, np.int64))
-    narrow = lengths.astype(np.uint16 if capacity < 1 << 16 else np.int32)  # 16 bits: radix sort
+    # NumPy sorts 16-bit integers by radix sort, which is faster.
+    narrow = lengths.astype(np.uint16 if capacity < 1 << 16 else np.int32)
     spread = _spread(len(lengths))
     room = (capacity - narrow[spread]).astype(narrow.dtype)
     longest_first = spread[np.argsort(room, kind="stable")]
     counts = np.bincount(narrow)
     values = np.flatnonzero(counts)[::-1]
-    runs = np.array(_place(values.tolist(), counts[values].tolist(), capacity), np.int64)
-    first, many, each = runs.T
-    placed = many * each
-    within = np.arange(len(lengths)) - np.repeat(np.cumsum(placed) - placed, placed)
+    ranges = np.array(_fill_bins(values.tolist(), counts[values].tolist(), capacity), np.int64)
+    first, bin_counts, per_bin = ranges.T
+    placed = bin_counts * per_bin
+    number_in_range = np.arange(len(lengths)) - np.repeat(np.cumsum(placed) - placed, placed)
     bins = np.empty(len(lengths), np.int64)
-    bins[longest_first] = np.repeat(first, placed) + within // np.repeat(each, placed)
-    # Stable, so that the samples of a bin stay in their own order.
+    bins[longest_first] = np.repeat(first, placed) + number_in_range // np.repeat(per_bin, placed)
+    # A stable sort keeps the samples of a bin in their order.
     return BinPlan(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins + 1)))
 
 
-def _place(values: list[int], counts: list[int], capacity: int) -> list[tuple[int, int, int]]:
-    """Return runs (first bin, bins, samples for each of them) for `counts` samples of each of
-    `values`, the different lengths from the longest to the shortest.
+def _fill_bins(values: list[int], counts: list[int], capacity: int) -> list[tuple[int, int, int]]:
+    """Assign samples of each length to ranges of bins.
+
+    Args:
+        values: the different lengths, from the longest to the shortest.
+        counts: number of samples of each length.
+        capacity: number of tokens of a bin.
+
+    Returns:
+        Ranges (first bin, number of bins, samples in each), in the order of the samples.
     """
-    runs: list[tuple[int, int, int]] = []
-    spaces: list[list[tuple[int, int]]] = [[] for _ in range(capacity + 1)]
-    found = 0  # bit f is set where spaces[f] holds a run of bins with f tokens free
-    bins = 0
+    ranges: list[tuple[int, int, int]] = []
+    # Ranges of bins by their free tokens: (first bin, number of bins).
+    by_space: list[list[tuple[int, int]]] = [[] for _ in range(capacity + 1)]
+    # Bit f is set if `by_space[f]` is not empty.
+    spaces = 0
+    total_bins = 0
     for value, count in zip(values, counts, strict=True):
         while count:
-            fitting = found >> value
+            fitting = spaces >> value
             if not fitting:
-                new = -(-count // (capacity // value))
-                spaces[capacity].append((bins, new))
-                found |= 1 << capacity
-                bins += new
+                new_bins = -(-count // (capacity // value))
+                by_space[capacity].append((total_bins, new_bins))
+                spaces |= 1 << capacity
+                total_bins += new_bins
                 continue
-            free = value + (fitting & -fitting).bit_length() - 1
-            first, many = spaces[free].pop()
-            if not spaces[free]:
-                found ^= 1 << free
-            each = free // value
-            full = min(many, count // each)
-            parts = [(full, each)]
-            if full < many and count > full * each:
-                parts.append((1, count - full * each))
-            parts.append((many - sum(p[0] for p in parts), 0))
-            for part, taken in parts:
-                left = free - taken * value
-                if part and taken:
-                    runs.append((first, part, taken))
-                    count -= part * taken
-                if part and left:
-                    spaces[left].append((first, part))
-                    found |= 1 << left
-                first += part
-    return runs
+            # The lowest set bit is the smallest space that fits.
+            space = value + (fitting & -fitting).bit_length() - 1
+            first, bins = by_space[space].pop()
+            if not by_space[space]:
+                spaces ^= 1 << space
+            per_bin = space // value
+            full_bins = min(bins, count // per_bin)
+            parts = [(full_bins, per_bin)]
+            if full_bins < bins and count > full_bins * per_bin:
+                parts.append((1, count - full_bins * per_bin))
+            parts.append((bins - sum(part[0] for part in parts), 0))
+            for part_bins, samples in parts:
+                remaining = space - samples * value
+                if part_bins and samples:
+                    ranges.append((first, part_bins, samples))
+                    count -= part_bins * samples
+                if part_bins and remaining:
+                    by_space[remaining].append((first, part_bins))
+                    spaces |= 1 << remaining
+                first += part_bins
+    return ranges
 
 
 def _spread(n: int) -> np.ndarray:
-    """Return `range(n)` in strides near the golden section, so that neighbours come far apart.
+    """Order `range(n)` in strides near the golden section, so that neighbours are far apart.
 
-    Samples that stand side by side in a file are often alike; those of one length would share bins.
+    Neighbouring samples of a file are often similar, and those of one length would share bins.
     """
     stride = max(1, round(n * (math.sqrt(5) - 1) / 2))
     while math.gcd(stride, n) != 1:

@@ -3,14 +3,13 @@
 [Note: KL partners] KTO measures gains and losses from a point that estimates how far the policy has
 moved from the reference: the mean reward of answers that do not belong to their prompt. So each row
 needs the answer of a row with another prompt, its partner. TRL shifts the answers of a batch by one
-and does not compare prompts; there the answers of one prompt that follow each other become each
-other's partners.
+without comparing prompts, so consecutive answers to one prompt become each other's partners.
 
-Here the partner depends on the content of the rows alone, not on their order, on batches or on
-processes: rows are sorted by digests of prompt and answer, and each takes the answer that stands a
-full group further on, where a group has the rows of one prompt. So each answer is a partner once.
-If more than half of the rows have the same prompt, some answers are partners several times. If all
-rows have the same prompt, partners have it too, which is reported.
+Here the partner depends only on the content of the rows, and not on their order, on batches or on
+processes. Rows are sorted by digests of prompt and answer. A group has the rows of one prompt. Each
+row gets the answer that is as many rows further as the largest group has, so each answer is a
+partner once. If more than half of the rows have the same prompt, some answers are partners several
+times. If all rows have the same prompt, partners have it too, which is reported.
 """
 
 import json
@@ -27,11 +26,12 @@ from toolkit.data.sources.rows import DataSource
 from toolkit.data.sources.tables import compute_digest
 
 NO_PARTNER = -1
-_BLOCK = 1000  # rows that are read at a time
+# Number of rows that are read at a time.
+_BLOCK = 1000
 
 
 class _Key(NamedTuple):
-    """Digests of one answer: rows of different kinds are not compared with each other."""
+    """Digests of one answer. Texts and conversations are not compared with each other."""
 
     is_chat: int
     prompt: int
@@ -39,10 +39,13 @@ class _Key(NamedTuple):
 
 
 def choose_partners(source: DataSource) -> np.ndarray:
-    """Return for each row the number of the row whose answer it is compared with, int64 [rows].
+    """Choose the row whose answer each row is compared with. See [Note: KL partners].
 
-    It is `NO_PARTNER` for rows that hold no answer, and if there is no other answer of its kind.
-    Costs one pass over the rows, and 24 bytes a row. See [Note: KL partners].
+    Costs one pass over the rows, and 24 bytes a row.
+
+    Returns:
+        The number of the other row; int64 [rows]. It is `NO_PARTNER` for rows without an answer,
+        and if there is no other answer of the same kind.
     """
     partners = np.full(len(source.rows), NO_PARTNER, np.int64)
     numbers, keys = list[int](), list[_Key]()
@@ -59,7 +62,7 @@ def choose_partners(source: DataSource) -> np.ndarray:
 
 
 def partners_among(examples: Sequence[Any]) -> list[Answer | None]:
-    """Return the partner of each answer among `examples`; None for all else, and without one."""
+    """Choose the partner of each answer among `examples`; None for other rows and without one."""
     answers = [example for example in examples if isinstance(example, Answer)]
     places = iter(_partner_places([_key_of(answer) for answer in answers]))
     partners = list[Answer | None]()
@@ -70,7 +73,7 @@ def partners_among(examples: Sequence[Any]) -> list[Answer | None]:
 
 
 def join_partner(example: Any, other: Any) -> Any:
-    """Return an answer as a pair with the answer `other` to its prompt; anything else as it is."""
+    """Pair an answer with its partner, put after the same prompt; return other rows unchanged."""
     if not isinstance(example, Answer):
         return example
     partner = other if isinstance(other, Answer) else None
@@ -81,12 +84,12 @@ def join_partner(example: Any, other: Any) -> Any:
 
 
 def have_same_prompt(first: Answer, second: Answer) -> bool:
-    """Return whether two answers were given to the same prompt."""
+    """Return True if two answers were given to the same prompt."""
     return _key_of(first)[:2] == _key_of(second)[:2]
 
 
 def stored_rows(source: DataSource, numbers: Any) -> list[dict[str, Any]]:
-    """Return rows of a source by their numbers (a range or a list), as they are stored."""
+    """Read rows of a source, as they are stored, by their numbers (a range or a list)."""
     if isinstance(numbers, range):
         columns = source.rows[numbers.start : numbers.stop]
     else:
@@ -95,18 +98,18 @@ def stored_rows(source: DataSource, numbers: Any) -> list[dict[str, Any]]:
 
 
 def _partner_places(keys: Sequence[_Key]) -> list[int]:
-    """Return for each key the place of its partner among `keys`, or `NO_PARTNER`."""
+    """Find the index of the partner of each key among `keys`; `NO_PARTNER` if there is none."""
     table = np.array(keys, np.uint64).reshape(-1, 3)
     partners = np.full(len(table), NO_PARTNER, np.int64)
     for kind in (0, 1):
         places = np.flatnonzero(table[:, 0] == kind)
         if len(places) > 1:
-            partners[places] = places[_shifted(table[places, 1], table[places, 2])]
+            partners[places] = places[_choose_shifted(table[places, 1], table[places, 2])]
     return partners.tolist()
 
 
-def _shifted(prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Return the partner of each of two or more answers, by digests of prompts and answers."""
+def _choose_shifted(prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Choose the partner of each of two or more answers, by digests of prompts and answers."""
     total = len(prompts)
     order = np.lexsort((answers, prompts))
     _, begins, sizes = np.unique(prompts[order], return_index=True, return_counts=True)
@@ -128,6 +131,7 @@ def _shifted(prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
 
 def _key_of(answer: Answer) -> _Key:
+    """Compute the digests of an answer and its prompt."""
     example = answer.example
     if isinstance(example, Conversation):
         prompt = (example.messages[:-1], example.tools, example.template_kwargs)

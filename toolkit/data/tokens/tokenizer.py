@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the model's own, one that is named, or one trained on the text."""
+"""The tokenizer of a run: that of the model, another one, or one trained on the text."""
 
 import itertools
 import logging
@@ -23,11 +23,20 @@ from toolkit.data.sources.tables import to_data_error
 from toolkit.errors import ConfigError, DataError, ModelError, one_line
 from toolkit.formats import check_config, local_folder
 
-END_OF_TEXT = "<|endoftext|>"  # the only special token of a trained tokenizer; its id is 0
-TRAINING_BYTES = 32 << 20  # of text to train a tokenizer on, taken evenly from all of it
-_FILES = (  # any of these makes a folder a tokenizer's
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json"),
-    *("sentencepiece.bpe.model", "tekken.json", "vocab.txt"),
+END_OF_TEXT = "<|endoftext|>"
+"""The only special token of a trained tokenizer; its id is 0."""
+TRAINING_BYTES = 32 << 20
+"""Amount of text on which a tokenizer is trained, taken evenly from all of the text."""
+# A folder with any of these files holds a tokenizer.
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "vocab.txt",
 )
 
 log = logging.getLogger(__name__)
@@ -36,46 +45,64 @@ log = logging.getLogger(__name__)
 def prepare_tokenizer(
     model: ModelConfig, data: DataConfig, folder: Path, *, keep: bool = False
 ) -> ModelConfig:
-    """Return `model` with `tokenizer_name_or_path` set to the tokenizer that the run will use.
+    """Set `tokenizer_name_or_path` to the tokenizer that the run will use; train one if necessary.
 
-    The first of these: the one that is named; the model's own; with `model.train_tokenizer` a
-    byte-level BPE of the model's vocabulary size, trained on the text into `folder` (with `keep`
-    the one that is there); none, where the data is tokenised already, else a DataError. Collective:
-    rank 0 writes.
+    The first of these that exists: `model.tokenizer_name_or_path`; the tokenizer of the model; with
+    `model.train_tokenizer`, a byte-level BPE with the vocabulary size of the model, trained on the
+    text. None is needed if the data is token ids. Collective; rank 0 writes.
+
+    Args:
+        model: settings of the model.
+        data: settings of the data.
+        folder: where a trained tokenizer is written.
+        keep: whether to use a tokenizer that `folder` holds already instead of training one.
+
+    Returns:
+        The settings of the model with the tokenizer.
+
+    Raises:
+        DataError: the data is text, and there is no tokenizer.
     """
     model = use_model_tokenizer(model)
     if model.tokenizer_name_or_path is not None:
         return model
-    return ranks.on_main(lambda: _trained(model, data, folder, keep))
+    return ranks.on_main(lambda: _train_if_needed(model, data, folder, keep))
 
 
 @ranks.collective
 def use_model_tokenizer(model: ModelConfig) -> ModelConfig:
-    """Return `model` with its own tokenizer where none is named and it has one. Collective."""
+    """Set the tokenizer of the model if none is set and the model has one. Collective.
+
+    Raises:
+        ModelError: the Hub cannot be reached, so that it is not known if the model has one.
+    """
     if model.tokenizer_name_or_path is not None:
         return model
     check_folder(model.name_or_path)
     path = Path(model.name_or_path).expanduser()
     options = {"revision": model.revision, "_raise_exceptions_for_missing_entries": False}
     try:
-        found = _has_files(path) or (
+        has_tokenizer = _has_files(path) or (
             not path.is_dir()
             and any(cached_file(model.name_or_path, name, **options) for name in _FILES)
         )
     except Exception as error:
-        # Unreachable is not absent: going on would train another tokenizer without a word.
+        # The files may exist although they cannot be reached. Without this error, the run would
+        # train another tokenizer.
         raise ModelError(
-            f"cannot see whether {model.name_or_path} has a tokenizer ({one_line(error)}); it is "
-            "no folder here (check the path), and the Hub did not answer for it"
+            f"cannot find out if {model.name_or_path} has a tokenizer ({one_line(error)}): it is "
+            "not a local folder (check the path), and the Hub did not answer"
         ) from error
-    return replace(model, tokenizer_name_or_path=model.name_or_path) if found else model
+    if not has_tokenizer:
+        return model
+    return replace(model, tokenizer_name_or_path=model.name_or_path)
 
 
-def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> ModelConfig:
-    """Return `model` with the tokenizer in `folder`, trained anew but where it is to be kept."""
-    trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
+def _train_if_needed(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> ModelConfig:
+    """Set the tokenizer in `folder`, trained again unless it is to be kept."""
+    is_trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
     with_trained = replace(model, tokenizer_name_or_path=str(folder))
-    if trained and keep:
+    if is_trained and keep:
         return with_trained
     sources = load_sources(data, row_format=DOCUMENTS)
     formats = {source.layout.format for source in sources}
@@ -85,7 +112,7 @@ def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> 
         raise DataError("data.sources: expected text or token ids in all of them, got both")
     if not model.train_tokenizer:
         raise DataError(
-            f"expected a tokenizer for the text, {model.name_or_path} comes with none; set "
+            f"expected a tokenizer for the text, and {model.name_or_path} has none; set "
             "model.tokenizer_name_or_path to a folder or Hub id, or model.train_tokenizer: true to "
             "train one on the text, or give data with a column input_ids"
         )
@@ -93,13 +120,14 @@ def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> 
     texts = list(_training_text(sources, data))
     if not any(texts):
         where = ", ".join(source.where for source in sources)
-        raise DataError(f"{where}: expected text to train a tokenizer on, the rows hold none")
-    if trained:
-        shutil.rmtree(folder)  # of an earlier start, which came to nothing
+        raise DataError(f"{where}: expected text to train a tokenizer on, but the rows have none")
+    if is_trained:
+        # An earlier start of the run failed after it had trained this tokenizer.
+        shutil.rmtree(folder)
     if model.init == "pretrained":
         log.warning(
-            "training a new tokenizer for the pretrained weights of %s: their embeddings were "
-            "learned with another one. Set model.tokenizer_name_or_path where that one is known",
+            "training a new tokenizer for the pretrained weights of %s, whose embeddings were "
+            "trained with another one. Set model.tokenizer_name_or_path to that one if possible",
             model.name_or_path,
         )
     train_tokenizer(texts, vocab_size, folder)
@@ -107,9 +135,11 @@ def _trained(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> 
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer at `model.tokenizer_name_or_path`; None where that is empty.
+    """Load the tokenizer at `model.tokenizer_name_or_path`; None if that is empty.
 
-    One that is not there or cannot be loaded is a DataError, too large a JSON file a ModelError.
+    Raises:
+        DataError: the tokenizer does not exist or cannot be loaded.
+        ModelError: one of its JSON files is too large.
     """
     name = model.tokenizer_name_or_path
     if name is None:
@@ -119,7 +149,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
         if not _has_files(path):
             raise DataError(
                 f"expected a tokenizer in {name}, found none of {', '.join(_FILES)}; set "
-                "model.tokenizer_name_or_path to a folder that holds one or to a Hub id"
+                "model.tokenizer_name_or_path to a folder with a tokenizer or to a Hub id"
             )
         check_config(path)
     try:
@@ -139,19 +169,24 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
 
 
 def choose_pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Return the token that fills up; it is never learned, so any that has an embedding will do."""
+    """Choose the token id for padding: any with an embedding, since the loss never covers it."""
     for name in ("pad_token_id", "eos_token_id"):
-        if (found := getattr(tokenizer, name, None)) is not None:
-            return int(found)
+        token = getattr(tokenizer, name, None)
+        if token is not None:
+            return int(token)
     return 0
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raise DataError where the tokenizer gives ids for which the model has no embedding."""
+    """Refuse a tokenizer with ids for which the model has no embedding.
+
+    Raises:
+        DataError: names the largest id, and how to grow the embedding.
+    """
     largest = max([*tokenizer.get_vocab().values(), *map(int, tokenizer.added_tokens_decoder)])
     if largest >= vocab_size:
         raise DataError(
-            f"the tokenizer {tokenizer.name_or_path} gives ids up to {largest}, the model's "
+            f"the tokenizer {tokenizer.name_or_path} gives ids up to {largest}, but the model's "
             f"embedding has {vocab_size} rows (ids up to {vocab_size - 1}); set "
             f"model.resize_embeddings: true to grow it to {largest + 1}, or "
             "model.tokenizer_name_or_path to the tokenizer that the model was trained with"
@@ -161,16 +196,20 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     """Train a byte-level BPE on `texts` and write it to `folder` as a Hugging Face tokenizer.
 
-    Id 0 is `END_OF_TEXT`, which begins and ends texts; then come the 256 bytes, then merges up to
-    `vocab_size` (fewer where the text is small), at least one (else ConfigError). The same text
-    gives the same files. About 6 MB a second on two cores.
+    Id 0 is `END_OF_TEXT`, which begins and ends texts. The 256 bytes follow, then merges up to
+    `vocab_size`, or fewer if the text is short. The same text gives the same files. Trains on about
+    6 MB a second on two cores.
+
+    Raises:
+        ConfigError: `vocab_size` leaves no room for a merge.
+        DataError: the folder cannot be written.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + 2:
         raise ConfigError(
             f"model.train_tokenizer: expected a vocabulary of at least {len(alphabet) + 2} (256 "
-            f"bytes, {END_OF_TEXT} and a merge), the model's config has vocab_size {vocab_size}; "
-            "give it more or set model.tokenizer_name_or_path"
+            f"bytes, {END_OF_TEXT} and a merge), but the model's config has vocab_size "
+            f"{vocab_size}; increase it or set model.tokenizer_name_or_path"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -191,16 +230,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
 
 
 def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]:
-    """Yield `TRAINING_BYTES` of text or less: every k-th row, or of streams the first of each."""
-    left = TRAINING_BYTES
+    """Yield at most `TRAINING_BYTES` of text: every k-th row, or the first rows of streams."""
+    bytes_left = TRAINING_BYTES
     total = 0 if data.streaming else sum(s.rows.data.column(0).nbytes for s in sources)
     stride, before = max(1, math.ceil(total / TRAINING_BYTES)), 0
     for number, source in enumerate(sources):
-        rows, first, room = source.rows, 0, left // (len(sources) - number)
+        rows, first, room = source.rows, 0, bytes_left // (len(sources) - number)
         if not data.streaming:
-            first, room, before = -before % stride, left, before + len(rows)
+            first, room, before = -before % stride, bytes_left, before + len(rows)
             rows = rows.select(range(first, len(rows), stride))
-        left -= room
+        bytes_left -= room
         try:
             for at, stored in zip(itertools.count(first, stride), rows, strict=False):
                 example = catch_bad_row(source.example, stored)
@@ -213,19 +252,22 @@ def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]
                     break
         except Exception as error:
             raise to_data_error(error, source.where) from error
-        left += room
+        bytes_left += room
 
 
 def _has_files(folder: Path) -> bool:
+    """Return True if a folder holds a tokenizer."""
     return any((folder / name).is_file() for name in _FILES)
 
 
 def _vocab_size(model: ModelConfig) -> int:
+    """Read the vocabulary size of a model from its config.json."""
     try:
         folder = local_folder(model.name_or_path, model.revision)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
         return int(config.get_text_config().vocab_size)
-    except Exception as error:  # the file comes from outside: it may hold anything
+    except Exception as error:
+        # The file comes from outside and may have any content.
         raise ModelError(
             f"expected a config.json with a vocab_size in {model.name_or_path}, to train a "
             f"tokenizer of that size ({one_line(error)})"
