@@ -86,7 +86,7 @@ def test_a_byte_of_the_base_that_changes_at_a_load_or_a_resume_is_an_error(folde
             name = EXPERT_WEIGHT if "experts" in case else Q_WEIGHT
             expected = {
                 "load": f"memory does not hold the weights of .*: 1 tensor.*: {name}",
-                "resume": f"in memory is not the base that the run started from: 1 tensor.*: {name}",
+                "resume": f"is not the base that the run started from: 1 tensor.*: {name}",
             }
             if error:
                 assert re.search(expected[case.split(", ")[1]], error), (case, error)

@@ -572,7 +572,7 @@ def test_another_base_or_other_adapters_are_refused(served, folders, runs, tmp_p
     with pytest.raises(CheckpointError, match="other adapters: lora_alpha was 32, is 16"):
         check(folders[kind], dataclasses.replace(DROPPING, lora_alpha=16))
     with pytest.raises(
-        CheckpointError, match="stored in float32, this run.s base is stored in bfloat16"
+        CheckpointError, match="stored in float32, this run's base is stored in bfloat16"
     ):
         resuming.check_same_model(adapt(folders[kind], DROPPING, "bfloat16"), path)
     with pytest.raises(CheckpointError, match="r was 4, is 8"):
