@@ -28,7 +28,9 @@ from toolkit.models.peft_model import (
 )
 from toolkit.models.quantise import quantisation_settings
 
-_BLOCK, _BLOCKS = 4096, 4  # bytes of a block, and how many of a tensor
+# bytes of a block, and how many of a tensor
+_BLOCK = 4096
+_BLOCKS = 4
 _PATH_SETTINGS = {"base_model_name_or_path", "revision"}  # the digest says which base it is
 
 
@@ -71,9 +73,12 @@ def record_base(model: nn.Module, path: str, folder: Path, digest: str) -> None:
     assets.digest = digest
     if assets.folder is None or folder.resolve() != assets.folder.resolve():
         name_or_path = os.path.abspath(folder) if os.path.isdir(os.path.expanduser(path)) else path
-        assets.name_or_path, assets.revision, assets.folder = name_or_path, None, folder
+        assets.name_or_path = name_or_path
+        assets.revision = None
+        assets.folder = folder
         settled: Any = model.peft_config[ADAPTER]  # type: ignore[index, union-attr]
-        settled.base_model_name_or_path, settled.revision = name_or_path, None
+        settled.base_model_name_or_path = name_or_path
+        settled.revision = None
 
 
 def adapter_entry(model: nn.Module) -> dict[str, Any]:
@@ -99,7 +104,8 @@ def adapter_entry(model: nn.Module) -> dict[str, Any]:
 
 def _entry(model: nn.Module) -> dict[str, Any]:
     """Build `adapter_entry`; its digest is None if the base is not filled yet."""
-    assets, quantised = assets_of(model), quantisation_settings(model)
+    assets = assets_of(model)
+    quantised = quantisation_settings(model)
     digest = assets.digest
     if digest is None and assets.drawn_from is not None:
         digest = f"random, seed {assets.drawn_from}"
@@ -151,7 +157,8 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
 
 def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: object) -> None:
     """Compare the entry `before` of a checkpoint with base and adapters of `model`."""
-    now, assets = _entry(model), assets_of(model)
+    now = _entry(model)
+    assets = assets_of(model)
     if now["digest"] is None and assets.source is not None and assets.folder is not None:
         now["digest"] = base_digest(assets.folder, assets.name_or_path, assets.revision)
     if now["digest"] is not None and before.get("digest") != now["digest"]:
@@ -171,7 +178,8 @@ def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: obj
                 f"{_stored_text(key, now[key])}. {remedy}, or set another output_dir"
             )
     _refuse_other_values(model, before, now, checkpoint)
-    then, config = before.get("config") or {}, now["config"]
+    then = before.get("config") or {}
+    config = now["config"]
     names = [n for n in {**then, **config} if n not in _PATH_SETTINGS | {"peft_version"}]
     # A setting that another version of PEFT does not have is off there.
     changed = [n for n in names if (then.get(n) or None) != (config.get(n) or None)]
@@ -187,7 +195,8 @@ def _refuse_other_values(
     model: nn.Module, before: dict[str, Any], now: dict[str, Any], checkpoint: object
 ) -> None:
     """Compare the checksums of a loaded base with those of the run's first start."""
-    then, sums = before.get("sums"), now["sums"]
+    then = before.get("sums")
+    sums = now["sums"]
     if not isinstance(then, dict) or sums is None:
         return
     # Another type of device may round differently when it quantises.
@@ -208,7 +217,8 @@ def _refuse_other_values(
 
 def _base_text(entry: dict[str, Any]) -> str:
     """Format name, revision and digest of a base."""
-    revision, digest = entry.get("revision"), str(entry.get("digest"))[:20]
+    revision = entry.get("revision")
+    digest = str(entry.get("digest"))[:20]
     return f"{entry.get('name_or_path')}{f' at {revision}' if revision else ''} (digest {digest})"
 
 

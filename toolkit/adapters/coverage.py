@@ -44,7 +44,8 @@ def coverage_rows(model: nn.Module) -> list[CoverageRow]:
     with peft_model.unwrapped_base(model) as base:
         ends = (base.get_input_embeddings(), base.get_output_embeddings(), reward_head(base))
         outside = {id(p) for end in ends if end is not None for p in end.parameters()}
-        experts, outside_text = expert_counts(base), parameters_outside_text(base)
+        experts = expert_counts(base)
+        outside_text = parameters_outside_text(base)
         for name, parameter in base.named_parameters():
             path, _, leaf = name.rpartition(".")
             owner = base.get_submodule(path)
@@ -59,9 +60,11 @@ def coverage_rows(model: nn.Module) -> list[CoverageRow]:
                 else _classify_matrix(name, owner, shape, experts)
             )
             part = "outside_text" if name in outside_text else part
-            method, trained = "-", 0
+            method = "-"
+            trained = 0
             if name in copied_parameters:
-                method, trained = "in full", copied_parameters[name].numel()
+                method = "in full"
+                trained = copied_parameters[name].numel()
             elif name in layers:
                 method = _method_name(model)
                 trained = sum(p.numel() for p in peft_model.layer_parameters(layers[name]).values())
@@ -78,7 +81,8 @@ def covered_share(rows: Iterable[CoverageRow]) -> float:
 
 def coverage_lines(model: nn.Module) -> list[str]:
     """Format a summary of the adapters, the table, and warnings about likely mistakes."""
-    rows, config = coverage_rows(model), peft_model.adapter_config(model)
+    rows = coverage_rows(model)
+    config = peft_model.adapter_config(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(row.elements for row in rows)
     lines = [
@@ -162,7 +166,8 @@ def _format_table(rows: list[CoverageRow]) -> list[str]:
     for name, indices in fold(
         [row.name for row in rows], [(row.shape, row.method) for row in rows]
     ):
-        first, count = rows[indices[0]], len(indices)
+        first = rows[indices[0]]
+        count = len(indices)
         shape = " x ".join(map(str, first.shape))
         trained = f"{first.trained * count:,}" if first.trained else ""
         lines.append([f"  {name}", str(count), shape, first.method, trained])

@@ -72,7 +72,8 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
     # PEFT adds names to the list of a classifier.
     settled.modules_to_save = sorted(targets.saved) or None
     assets = assets_of(adapted)
-    settled.base_model_name_or_path, settled.revision = assets.name_or_path, assets.revision
+    settled.base_model_name_or_path = assets.name_or_path
+    settled.revision = assets.revision
     return adapted
 
 
@@ -153,7 +154,8 @@ def _peft_config(targets: Targets) -> "PeftConfig":
     from peft import LoraConfig as PeftConfig
 
     cfg = targets.cfg
-    alpha, target_modules = cfg.lora_alpha, cfg.target_modules
+    alpha = cfg.lora_alpha
+    target_modules = cfg.target_modules
     return PeftConfig(
         task_type="SEQ_CLS" if HEAD in targets.saved else "CAUSAL_LM",
         r=cfg.r,

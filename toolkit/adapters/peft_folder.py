@@ -53,14 +53,16 @@ class PeftLayout:
 # PEFT settings that the export supports, and settings without an effect of their own. Any other
 # setting that is switched on is refused, because its effect on the layers or its imports are
 # unknown.
+# fmt: off
 _KNOWN = {
-    *("peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode"),
-    *("base_model_name_or_path", "revision", "runtime_config", "megatron_core"),
-    *("r", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora", "use_dora"),
-    *("target_modules", "target_parameters", "exclude_modules", "modules_to_save"),
-    *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"),
-    *("init_lora_weights", "qalora_group_size", "ensure_weight_tying"),
+    "peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode",
+    "base_model_name_or_path", "revision", "runtime_config", "megatron_core",
+    "r", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora", "use_dora",
+    "target_modules", "target_parameters", "exclude_modules", "modules_to_save",
+    "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern",
+    "init_lora_weights", "qalora_group_size", "ensure_weight_tying",
 }
+# fmt: on
 _SCOPE = "known are LoRA, DoRA, rsLoRA of linear layers, embeddings, experts, and modules_to_save"
 
 
@@ -76,7 +78,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     content = read_json(file, ExportError)
     if not isinstance(content, dict):
         raise ExportError(f"{file} must hold a JSON object, got {type(content).__name__}")
-    kind, rank = content.get("peft_type"), content.get("r")
+    kind = content.get("peft_type")
+    rank = content.get("r")
     if kind != "LORA" or type(rank) is not int or rank < 1:
         raise ExportError(f"{file} is of peft_type {kind!r} and r {rank!r}, LORA is expected")
     for name in ("base_model_name_or_path", "revision"):

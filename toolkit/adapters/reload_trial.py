@@ -86,7 +86,8 @@ def _failing_alone(
             failed = _names_not_loaded(adapted, {k: n for k, n in keys.items() if n in members})
             reason = "PEFT renames its keys and does not load them"
         except Exception as error:
-            failed, reason = members, f"PEFT cannot load it: {one_line(error)}"
+            failed = members
+            reason = f"PEFT cannot load it: {one_line(error)}"
         lost |= {p: reason for p in parameters if parts[p] & failed}
     return lost
 

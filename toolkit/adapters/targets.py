@@ -54,7 +54,8 @@ class Targets:
         removed = set[str]().union(*(_names_ending_with(end, self.names) for end in ends))
         listed = ", ".join(sorted(ends)[:5]) + " ..." * (len(ends) > 5)
         ranks.log_once(f"adapters   all-linear skips {listed}: {why}")
-        modules, excluded = self.modules - removed, self.excluded | removed
+        modules = self.modules - removed
+        excluded = self.excluded | removed
         return replace(self, modules=modules, excluded=excluded, unfit=self.unfit | ends)
 
     @property
@@ -148,22 +149,24 @@ def _match_names(
 
 
 # Names of the same role in different architectures: of attention and of MLPs.
+# fmt: off
 _ROLES = (
     {
-        *("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv"),
-        *("query", "key", "value", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-        *("wq", "wk", "wv", "to_q", "to_k", "to_v", "q_lin", "k_lin", "v_lin", "in_proj"),
+        "q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv",
+        "query", "key", "value", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+        "wq", "wk", "wv", "to_q", "to_k", "to_v", "q_lin", "k_lin", "v_lin", "in_proj",
     },
     {"o_proj", "out_proj", "c_proj", "dense", "wo", "to_out", "out_lin", "attn_out"},
     {
-        *("gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h", "fc_in"),
-        *("w1", "w3", "lin1", "up", "gate", "wi", "linear_in", "input_linear"),
+        "gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h", "fc_in",
+        "w1", "w3", "lin1", "up", "gate", "wi", "linear_in", "input_linear",
     },
     {
-        *("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2", "lin2", "down"),
-        *("linear_out", "output_linear"),
+        "down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2", "lin2", "down",
+        "linear_out", "output_linear",
     },
 )
+# fmt: on
 
 
 def _unknown_target(pattern: str, linear: Iterable[str]) -> str:
@@ -191,7 +194,8 @@ def _excluded_names(cfg: LoraConfig, names: Iterable[str]) -> set[str]:
 
     Each entry of a list must match, except in the settings of an adapter that a run continues.
     """
-    patterns, continues = cfg.exclude_modules, cfg.from_ is not None
+    patterns = cfg.exclude_modules
+    continues = cfg.from_ is not None
     if isinstance(patterns, list):
         return _match_names("lora.exclude_modules", patterns, names, may_miss=continues)
     pattern = _compile_pattern("lora.exclude_modules", patterns)
@@ -234,7 +238,8 @@ def _exclusion_advice(cfg: LoraConfig, names: Iterable[str]) -> str:
 
 def shortest_suffixes(modules: set[str], names: Iterable[str]) -> set[str]:
     """Find the shortest name endings that match all of `modules` and no other of `names`."""
-    other_names, suffixes = set(names) - modules, set[str]()
+    other_names = set(names) - modules
+    suffixes = set[str]()
     for module in sorted(modules):
         parts = module.split(".")
         tails = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
@@ -398,8 +403,10 @@ def unfit_modules(error: Exception, targets: Targets) -> set[str]:
 
 def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
     """Raise a ModelError if PEFT adapted fewer or more modules than the settings name."""
-    cfg, expected = targets.cfg, targets.modules
-    modules, parameters = set(adapted_modules(adapted)), set(adapted_parameters(adapted))
+    cfg = targets.cfg
+    expected = targets.modules
+    modules = set(adapted_modules(adapted))
+    parameters = set(adapted_parameters(adapted))
     # PEFT looks for these names as modules. It took other names for parts of a fused parameter, as
     # older checkpoints of some types have them.
     left_over = getattr(adapted.peft_config[ADAPTER], "target_modules", None) or ()
@@ -442,7 +449,8 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
             f"PEFT skipped {len(lost)} module(s) of lora.target_modules, such as {lost[0]}; "
             f"{_exclusion_advice(cfg, lost)}"
         )
-    copied, tied = copied_modules(adapted), targets.tied
+    copied = copied_modules(adapted)
+    tied = targets.tied
     expected_saved = targets.saved | (tied if targets.ties else set())
     if copied.keys() != expected_saved:
         raise ModelError(

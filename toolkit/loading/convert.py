@@ -120,9 +120,13 @@ def build_base_reader(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
 
     It is a copy of `like` that also reads weights that are stored in fewer bits.
     """
-    reader, stored = copy.deepcopy(like), model_on_meta(folder, init="pretrained")
-    ours, theirs = assets_of(reader), assets_of(stored)
-    ours.conversions, ours.stored, ours.reader = theirs.conversions, theirs.stored, theirs.reader
+    reader = copy.deepcopy(like)
+    stored = model_on_meta(folder, init="pretrained")
+    ours = assets_of(reader)
+    theirs = assets_of(stored)
+    ours.conversions = theirs.conversions
+    ours.stored = theirs.stored
+    ours.reader = theirs.reader
     return reader
 
 
@@ -183,7 +187,8 @@ def find_carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[
     They are other parts of a checkpoint of which `model` is the text part, and the layers behind
     the last one that predict more tokens. transformers ignores some tensors itself.
     """
-    assets, names = assets_of(model), list(unexpected)
+    assets = assets_of(model)
+    names = list(unexpected)
     if not names:
         return set()
     carried = {name for name in names if _is_next_layer(model, name)}
@@ -191,7 +196,8 @@ def find_carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[
         model_class, config = assets.whole
         with torch.device("meta"):
             whole_model = build(model_class, config, torch.float32)
-        state, mapping = whole_model.state_dict(), conversion_mapping(whole_model)
+        state = whole_model.state_dict()
+        mapping = conversion_mapping(whole_model)
         whole_model.hf_assets = assets
         targets = loaded_as(whole_model, names, mapping)
         carried |= {key for key, target, _ in targets if target in state}
@@ -232,7 +238,8 @@ def groups_to_convert_first(model: PreTrainedModel, keys: Iterable[str]) -> list
 
     See [Note: slicing before conversion].
     """
-    state, packed = model.state_dict(keep_vars=True), packed_weights(model)
+    state = model.state_dict(keep_vars=True)
+    packed = packed_weights(model)
     is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
     converters = split_mapping(assets_of(model).conversions)[1]
     if not packed and not (is_sharded and converters):

@@ -258,7 +258,8 @@ def _draw_module(built: PreTrainedModel, path: str, leaves: Iterable[str], seed:
 
     around = [(built, built.get_submodule(""))]
     for part in path.split(".") if path else ():
-        owner, module = around[-1][0], around[-1][1].get_submodule(part)
+        owner = around[-1][0]
+        module = around[-1][1].get_submodule(part)
         around.append((module if isinstance(module, PreTrainedModel) else owner, module))
     parameters: dict[str, Any] = around[-1][1]._parameters
     before = dict(parameters)
@@ -298,7 +299,8 @@ def _no_value_error(model: nn.Module, name: str, why: str) -> LoadingError:
 @contextlib.contextmanager
 def _parameters_on_meta(exceptions: set[tuple[type, str]]) -> Iterator[None]:
     """Let modules that are built keep their parameters on meta, except `kept`."""
-    register, in_memory = nn.Module.register_parameter, set()
+    register = nn.Module.register_parameter
+    in_memory = set[nn.Parameter]()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and (type(module), name) in exceptions:

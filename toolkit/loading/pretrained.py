@@ -66,7 +66,9 @@ def load_or_init(
             base under adapters.
         say: prints a line, on one rank.
     """
-    model, home, target = sharded.model, sharded.home, torch.device(device)
+    model = sharded.model
+    home = sharded.home
+    target = torch.device(device)
     label = "base       " if has_adapters(model) else "weights    "
     if empty and not has_adapters(model):
         materialise(base_of(model), target, home)
@@ -116,7 +118,8 @@ def load_pretrained(
             other shapes, a damaged file, a parameter still on meta, values that differ from the
             file's, NaN or infinity in trained parameters.
     """
-    begun, target = time.perf_counter(), torch.device(device)
+    begun = time.perf_counter()
+    target = torch.device(device)
     folder = ranks.collective(formats.local_folder)(str(path))
     # Two separate exchanges: tying compares weights over all ranks, so every rank must reach it.
     with unwrapped_base(model) as base:
@@ -126,7 +129,8 @@ def load_pretrained(
         with mock.patch.object(base, "is_custom_code", original_class(base).is_custom_code):
             info, counts = _stream(base, folder, str(path), target, home or target)
             _finish_load(base, target, home or target, folder, info, frozen, seed)
-        seconds, proof = time.perf_counter() - begun, ""
+        seconds = time.perf_counter() - begun
+        proof = ""
         if prove:
             entries = ranks.on_all(
                 lambda: _read_entries(base, formats.weight_files(folder, str(path)))
@@ -260,7 +264,8 @@ def _stream(
     # casts them one by one.
     dtypes = {t.dtype for n, t in model.state_dict(keep_vars=True).items() if n not in packed}
     dtypes = {d for d in dtypes if d.is_floating_point} | {p.source_dtype for p in packed.values()}
-    dtype, copy = (dtypes.pop() if len(dtypes) == 1 else None), home.type == "cpu"
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    copy = home.type == "cpu"
     in_parts = {key for keys in formats.assets_of(model).stored.values() for key in keys}
     with formats.OpenFiles() as reader:
         sources: dict[str, Any] = {}
@@ -319,7 +324,8 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.StoredTenso
     shapes |= {name: layer.shape for name, layer in packed_weights(model).items()}
     in_parts = {key for keys in formats.assets_of(model).stored.values() for key in keys}
     for name in [name for name in entries if name in shapes and name not in in_parts]:
-        entry, expected = entries[name], shapes[name]
+        entry = entries[name]
+        expected = shapes[name]
         if entry.shape != expected and _resized_rows(model, name, entry) is None:
             raise LoadingError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, the model expects "

@@ -32,10 +32,12 @@ from toolkit.models.packed_linear import packed_weights
 from toolkit.tables import size_text
 
 # Conversions that move elements and change no value.
+# fmt: off
 _MOVES = {
-    *("Chunk", "Concatenate", "MergeModulelist", "SplitModulelist", "Transpose"),
-    *("PermuteForRope", "Force16BytesAlignment"),
+    "Chunk", "Concatenate", "MergeModulelist", "SplitModulelist", "Transpose",
+    "PermuteForRope", "Force16BytesAlignment",
 }
+# fmt: on
 
 
 def untied_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -194,7 +196,9 @@ def _find_comparable(
         Parameter -> group, of parameters that are copied; the same of parameters whose elements are
         moved; the number of tensors that a load computes.
     """
-    assets, packed, first = formats.assets_of(model), packed_weights(model), tied_names(model)
+    assets = formats.assets_of(model)
+    packed = packed_weights(model)
+    first = tied_names(model)
     in_parts = {key for keys in assets.stored.values() for key in keys}
     plain: dict[str, LoadGroup] = {}
     moved: dict[str, LoadGroup] = {}

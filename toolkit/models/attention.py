@@ -41,13 +41,15 @@ _PREFIX = "documents_"
 _BLOCK = 512  # queries per mask when SDPA needs an explicit mask
 _GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 # Arguments that reach every attention function and do not change its result here.
+# fmt: off
 _IDLE = frozenset(
     (
-        *("position_ids", "cache_position", "past_key_values", "use_cache", "output_attentions"),
-        *("output_hidden_states", "output_router_logits", "return_dict", "position_embeddings"),
-        *("num_items_in_batch", "layer_idx", "logits_to_keep"),
+        "position_ids", "cache_position", "past_key_values", "use_cache", "output_attentions",
+        "output_hidden_states", "output_router_logits", "return_dict", "position_embeddings",
+        "num_items_in_batch", "layer_idx", "logits_to_keep",
     )
 )
+# fmt: on
 
 
 def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -275,7 +277,8 @@ def _attend_each_document(
             continue
         reach = tokens if window is None else window
         for begin in range(0, tokens, _BLOCK):
-            end, first = min(begin + _BLOCK, tokens), max(0, begin - reach + 1)
+            end = min(begin + _BLOCK, tokens)
+            first = max(0, begin - reach + 1)
             positions = torch.arange(first, end, device=q.device)
             back = positions[begin - first :, None] - positions
             visible = (back >= 0) & (back < reach)
@@ -297,7 +300,8 @@ def _attend_flash(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute flash attention `kernel`; transformers' function would look up this one's name."""
-    out_width, length = value.shape[-1], query.shape[2]
+    out_width = value.shape[-1]
+    length = query.shape[2]
     query, key, value = (
         t.transpose(1, 2) for t in (query, key, _pad_width(value, query.shape[-1]))
     )

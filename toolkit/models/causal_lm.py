@@ -41,7 +41,8 @@ from toolkit.models.stored import QUANTISED, dtypes_as_read, group_stored_parts,
 from toolkit.models.tiny_copy import find_text_fault
 
 _process = {"trusts_code": False}
-_GENERATION, _ROUTER = "generation_config.json", "output_router_logits"
+_GENERATION = "generation_config.json"
+_ROUTER = "output_router_logits"
 
 
 def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
@@ -66,7 +67,8 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
             "values of another model (shared_kv_states). Set model.name_or_path to that model"
         )
     composite = config
-    config_class, text = model_class.config_class, config.get_text_config()
+    config_class = model_class.config_class
+    text = config.get_text_config()
     if (
         config_class is not None
         and not isinstance(config, config_class)
@@ -74,33 +76,12 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     ):
         # The text part alone, without images and sound, as `AutoModelForCausalLM` builds it.
         config, composite = text, config
-    dtype, reader = _storage_dtype(cfg, config, folder), make_dequantiser(composite)
+    dtype = _storage_dtype(cfg, config, folder)
+    reader = make_dequantiser(composite)
     for section in (composite, config):
         # The model is built in full precision.
         vars(section).pop(QUANTISED, None)
-    kernel = cfg.attn_implementation
-    # On meta nothing can be drawn, and trying it takes half a second. Remote code may use the
-    # result of drawing, which would be None, so it is not patched.
-    undrawn: Any = contextlib.nullcontext
-    if model_class.__module__.startswith("transformers."):
-        undrawn = formats.transformers_private("initialization", "no_init_weights")
-    try:
-        with torch.device("meta"), undrawn():
-            options = {} if kernel is None else {"attn_implementation": kernel}
-            model = build(model_class, config, dtype, **options)
-    except ImportError as error:
-        if kernel is None:
-            raise ModelError(f"{cfg.name_or_path}: {one_line(error, 400)}") from error
-        raise ModelError(
-            f"model.attn_implementation {kernel} cannot be used here: {one_line(error, 400)} "
-            "Install its package (pip install flash-attn for flash_attention_2), or remove the "
-            "setting: PyTorch's own attention is the default"
-        ) from error
-    except Exception as error:  # anybody may have written config.json, so any error may occur
-        raise ModelError(
-            f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json: "
-            f"{one_line(error, 400)}"
-        ) from error
+    model = _build(cfg, model_class, config, dtype)
     for section in (model.config, model.config.get_text_config()):
         # A cache is of no use in training. The export keeps the pristine config.
         section.use_cache = False
@@ -125,18 +106,56 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
             f"model.frozen_parameters {cfg.frozen_parameters} names every parameter of "
             f"{type(model).__name__}: nothing would be trained"
         )
-    assets.tied, assets.model_class = tied_names(model), model_class
+    assets.tied = tied_names(model)
+    assets.model_class = model_class
     assets.whole = None if multimodal in (None, model_class) else (multimodal, composite)
     assets.conversions = formats.conversion_mapping(model, hf_quantizer=reader)
     model.hf_assets = assets
     return model
 
 
+def _build(
+    cfg: ModelConfig,
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+) -> PreTrainedModel:
+    """Build a model of `model_class` on meta, with the attention implementation of `cfg`.
+
+    Raises:
+        ModelError: a package is missing, or the class does not accept the config.
+    """
+    kernel = cfg.attn_implementation
+    # On meta nothing can be drawn, and trying it takes half a second. Remote code may use the
+    # result of drawing, which would be None, so it is not patched.
+    undrawn: Any = contextlib.nullcontext
+    if model_class.__module__.startswith("transformers."):
+        undrawn = formats.transformers_private("initialization", "no_init_weights")
+    try:
+        with torch.device("meta"), undrawn():
+            options = {} if kernel is None else {"attn_implementation": kernel}
+            return build(model_class, config, dtype, **options)
+    except ImportError as error:
+        if kernel is None:
+            raise ModelError(f"{cfg.name_or_path}: {one_line(error, 400)}") from error
+        raise ModelError(
+            f"model.attn_implementation {kernel} cannot be used here: {one_line(error, 400)} "
+            "Install its package (pip install flash-attn for flash_attention_2), or remove the "
+            "setting: PyTorch's own attention is the default"
+        ) from error
+    except Exception as error:  # anybody may have written config.json, so any error may occur
+        raise ModelError(
+            f"{cfg.name_or_path}: {model_class.__name__} cannot be built from its config.json: "
+            f"{one_line(error, 400)}"
+        ) from error
+
+
 def _assets(
     cfg: ModelConfig, folder: Path, reader: Any, config: PreTrainedConfig
 ) -> tuple[formats.HFAssets, Path]:
     """Read the asset files of a model, and find the folder of its tokenizer."""
-    pristine, files = formats.read_config(folder), formats.asset_files(folder)
+    pristine = formats.read_config(folder)
+    files = formats.asset_files(folder)
     source = formats.source_dtypes(folder) if cfg.init == "pretrained" else None
     parts: dict[str, tuple[str, ...]] = {}
     if reader is not None:
@@ -277,9 +296,11 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
         ModelError: the model type is unknown, or the weights are quantised in a way that cannot be
             read.
     """
-    file, content = folder / "config.json", formats.read_config(folder)
+    file = folder / "config.json"
+    content = formats.read_config(folder)
     formats.check_config(folder)
-    kind, has_code = content.get("model_type"), "auto_map" in content
+    kind = content.get("model_type")
+    has_code = "auto_map" in content
     if kind is not None and kind not in CONFIG_MAPPING and not (has_code and cfg.trust_remote_code):
         advice = f"transformers {transformers.__version__} does not know; install one that does"
         if has_code:
@@ -329,7 +350,8 @@ def _model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrained
     class_name = (getattr(config, "architectures", None) or [None])[0]
     if class_name in causal_lm_names():
         return getattr(transformers, class_name)
-    mapped, fault = causal_lm_class(config), ""
+    mapped = causal_lm_class(config)
+    fault = ""
     if (conditional := multimodal_class(config, class_name)) is not None:
         if not (fault := find_text_fault(conditional, config)):
             return conditional
@@ -448,7 +470,8 @@ def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
         return {}
     settings = model.config.get_text_config().to_dict()
     shapes = {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
-    ties, fault = tied_names(model), ""
+    ties = tied_names(model)
+    fault = ""
     try:
         with torch.device("meta"):
             model.resize_token_embeddings(size, mean_resizing=False)

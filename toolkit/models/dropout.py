@@ -328,7 +328,8 @@ class _Extreme(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        name, below_1 = function.overloadpacket.__name__, 1.0 - 2.0**-24
+        name = function.overloadpacket.__name__
+        below_1 = 1.0 - 2.0**-24
         if name in ("rand", "rand_like"):
             return result.fill_(self._end * below_1)
         if name == "uniform_":

@@ -54,7 +54,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, cfg: LoraConfig, storage: torch.dtype) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.quant_type = QUANT_TYPE
         self.double_quant = cfg.bnb_4bit_use_double_quant
         self.source_dtype = linear.weight.dtype
@@ -156,7 +157,8 @@ def _column_layout(
     if double_quant:
         second = -(-blocks // _SCALES)
         kinds[1:] = [(blocks, torch.uint8), (second, torch.float32), (1, torch.float32)]
-    parts, begin = [], 0
+    parts = []
+    begin = 0
     for count, dtype in kinds:
         end = begin + count * dtype.itemsize
         parts.append((slice(begin, end), dtype))

@@ -142,7 +142,8 @@ def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> Packing
         borders: pass document borders to the forward.
     """
     parameter = next(model.parameters())
-    device, tolerance = parameter.device, _ROUNDING[parameter.dtype]
+    device = parameter.device
+    tolerance = _ROUNDING[parameter.dtype]
     torch.manual_seed(1)
     for packed in batches:
         ids = torch.randint(SPECIAL, VOCABULARY, (len(packed), sum(packed[0])))

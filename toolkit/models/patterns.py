@@ -74,7 +74,8 @@ def _match_names(
 
 def module_class_name(module: object) -> str:
     """Return the name of an object's class as it was before sharding replaced it."""
-    name, before = type(module).__name__, type(module).__mro__[2:3]
+    name = type(module).__name__
+    before = type(module).__mro__[2:3]
     return before[0].__name__ if before and name == f"FSDP{before[0].__name__}" else name
 
 

@@ -70,7 +70,8 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
     Raises:
         ModelError: no layer can be quantised, or `lora.target_parameters` names a layer that is.
     """
-    make, dtype = packed_linear.packed_linear_class(), getattr(torch, param_dtype)
+    make = packed_linear.packed_linear_class()
+    dtype = getattr(torch, param_dtype)
     chosen, unpacked = _choose_layers(model, cfg)
     if not chosen:
         raise ModelError(
@@ -105,7 +106,8 @@ def _choose_layers(
         Every name of each chosen layer -> the layer; and reason -> names of the matrices that keep
         their dtype.
     """
-    fp32, modules = set(find_fp32_tensors(model)), dict(model.named_modules(remove_duplicate=False))
+    fp32 = set(find_fp32_tensors(model))
+    modules = dict(model.named_modules(remove_duplicate=False))
     experts = expert_counts(model)
 
     def reason_to_keep(name: str, linear: nn.Linear) -> str:
@@ -153,7 +155,8 @@ def _only_multiplies(kind: Any) -> bool:
     if kind is nn.Linear:
         return True
     with forked_rng():
-        plain, layer = nn.Linear(6, 4), kind.__new__(kind)
+        plain = nn.Linear(6, 4)
+        layer = kind.__new__(kind)
     vars(layer).update(copy.deepcopy(vars(plain)))
     x = torch.linspace(-1, 1, 18).reshape(3, 6)
     try:

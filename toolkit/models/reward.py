@@ -76,7 +76,8 @@ def set_reward_assets(model: PreTrainedModel, config: PreTrainedConfig, assets: 
     Raises:
         ModelError: the head is not one matrix with one output.
     """
-    name, head = type(model).__name__, getattr(model, HEAD, None)
+    name = type(model).__name__
+    head = getattr(model, HEAD, None)
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise ModelError(
             f"{name} has no linear head `{HEAD}` behind its tokens, and cannot be a reward model; "
@@ -111,7 +112,8 @@ def _head_keys(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
         return []
     with torch.device("meta"):
         causal: Any = build(causal_class, config, torch.float32)
-    causal.hf_assets, head = assets, causal.get_output_embeddings()
+    causal.hf_assets = assets
+    head = causal.get_output_embeddings()
     head_names = [n for n, module in causal.named_modules() if module is head and head is not None]
     names = {f"{n}.{leaf}" for n in head_names for leaf, _ in head.named_parameters()}
     targets = loaded_as(causal, assets.source or (), conversion_mapping(causal))

@@ -72,7 +72,8 @@ def _whole_blocks(operation: type) -> type:
 
 def group_stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str, ...]]:
     """Map the name of each tensor that is stored in several parts to the keys of its parts."""
-    stored_keys, parts = set(keys), dict[str, list[str]]()
+    stored_keys = set(keys)
+    parts = dict[str, list[str]]()
     for parameter, names in reader.serialized_names.items():
         ends = [name for name in names if name != parameter]
         for key in stored_keys:

@@ -30,33 +30,44 @@ _SETTING = bool | str | int | float | None
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _VISION_DEPTHS = (*_DEPTHS, "depth", "num_blocks", "encoder_layers", "num_encoder_layers")
+# fmt: off
 _WINDOWS = (
-    *("sliding_window", "sliding_window_size", "attention_window_size", "local_attention_window"),
-    *("attention_chunk_size", "window_size", "index_topk"),
+    "sliding_window", "sliding_window_size", "attention_window_size", "local_attention_window",
+    "attention_chunk_size", "window_size", "index_topk",
 )
+# fmt: on
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# fmt: off
 _CHOSEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k",
     "top_k_experts",
 )
+# fmt: on
 _GROUPS = ("n_group", "topk_group", "num_expert_group")
+# fmt: off
 _INNER = (
-    *("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size"),
-    *("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"),
-    *("shared_intermediate_size", "intermediate_size_mlp", "dense_intermediate_size"),
+    "intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size",
+    "moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size",
+    "shared_intermediate_size", "intermediate_size_mlp", "dense_intermediate_size",
 )
-_ROPES, _TRAINED_LENGTH = ("rope_parameters", "rope_scaling"), "original_max_position_embeddings"
+# fmt: on
+_ROPES = ("rope_parameters", "rope_scaling")
+_TRAINED_LENGTH = "original_max_position_embeddings"
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 # Heads, and widths that are a multiple of them. One factor divides all, so that the ratios stay.
+# fmt: off
 _HEADS = (
-    *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
-    *("mamba_n_heads", "mamba_num_heads"),
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+    "mamba_n_heads", "mamba_num_heads",
 )
+# fmt: on
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
+# fmt: off
 _WIDTHS = (
-    *("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "lru_width", "mamba_d_ssm"),
+    "hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "lru_width", "mamba_d_ssm",
     "attention_hidden_size",
 )
+# fmt: on
 
 _HEAD_SIZES = ("head_dim", "global_head_dim", "rotary_dim", "mamba_head_dim", "mamba_d_head")
 _STATE_GROUPS = ("n_groups", "mamba_n_groups")
@@ -210,7 +221,8 @@ def _cut_section(section: PreTrainedConfig, length: int | None, real_text: bool)
         _change_integers(section, (_TRAINED_LENGTH,), cut)
     special = [n for n in vars(section) if n.endswith(("token_id", "token_index"))]
     for place, name in enumerate(special):
-        value, small = getattr(section, name), 1 + place % (SPECIAL - 2)
+        value = getattr(section, name)
+        small = 1 + place % (SPECIAL - 2)
         if isinstance(value, int | list):
             setattr(section, name, small if isinstance(value, int) else [small])
 
@@ -231,7 +243,8 @@ def _cut_longrope(section: Any, cut: Callable[[int], int]) -> bool:
             if settings.get("rope_type", settings.get("type")) == "longrope" and isinstance(
                 length, int
             ):
-                settings[_TRAINED_LENGTH], has_longrope = cut(length), True
+                settings[_TRAINED_LENGTH] = cut(length)
+                has_longrope = True
     return has_longrope
 
 

@@ -67,7 +67,8 @@ class Accumulation:
             total = ranks.min_over_ranks(_memory(targets.device)[1])
             shards = _shards(self._model)
             self.reduce_each = should_reduce_each(self._model, self._reduce_size, total, shards)
-        last, keep = index == count - 1, self.keep and count > 1
+        last = index == count - 1
+        keep = self.keep and count > 1
         reduced = last or bool(self.reduce_each)
         for unit in self._units:
             unit.set_requires_gradient_sync(reduced or unit in self._frozen, recurse=False)
@@ -166,9 +167,13 @@ def _memory(device: torch.device) -> tuple[int, int, int]:
     if device.type != "cpu":
         api = torch.get_device_module(device)
         free, total = api.mem_get_info(device)
-        peak, now = api.max_memory_allocated(device), api.memory_allocated(device)
+        peak = api.max_memory_allocated(device)
+        now = api.memory_allocated(device)
         return free + api.memory_reserved(device) - peak, total, peak - now
     above = max(0, peak_host_memory() - psutil.Process().memory_info().rss)
-    host, container, here = psutil.virtual_memory(), container_memory(), ranks.local_world_size()
-    free, total = min(host.available, container.free), min(host.total, container.limit)
+    host = psutil.virtual_memory()
+    container = container_memory()
+    here = ranks.local_world_size()
+    free = min(host.available, container.free)
+    total = min(host.total, container.limit)
     return int(free // here) - above, int(total // here), above

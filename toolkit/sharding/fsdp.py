@@ -60,7 +60,8 @@ class Prefetch:
     """
 
     def __init__(self, root: nn.Module, units: dict[str, list[nn.Module]], cfg: ShardingConfig):
-        self._root, self._units = root, units
+        self._root = root
+        self._units = units
         self._depths = cfg.forward_prefetch, cfg.backward_prefetch
         self.begun: list[str] = []
         self.ended: list[str] = []
@@ -89,7 +90,8 @@ class Prefetch:
     def _wire(self, begun: list[str], ended: list[str]) -> None:
         """Set which units each unit gathers ahead; the root comes first in either order."""
         forward, backward = self._depths
-        begun, back = ["", *begun], ["", *reversed(ended)]
+        begun = ["", *begun]
+        back = ["", *reversed(ended)]
         ahead = {name: begun[i + 1 : i + 1 + forward] for i, name in enumerate(begun)}
         behind = {name: back[i + 1 : i + 1 + backward] for i, name in enumerate(back)}
         for name in ahead:
@@ -149,7 +151,9 @@ def apply_fsdp(
     if isinstance(model, FSDPModule):
         raise ShardingError("the model is sharded already; build it again to shard it differently")
     _refuse_idle_experts(model, mesh.size)
-    requested, device_type, shards = cfg, mesh.device_type, mesh.shards
+    requested = cfg
+    device_type = mesh.device_type
+    shards = mesh.shards
     cfg = dataclasses.replace(cfg, embedding_units=should_split_embeddings(model, cfg, device_type))
     replicated, frozen_why = should_replicate_frozen(model, cfg, shards, device_type)
     cfg = dataclasses.replace(cfg, frozen="replicated" if replicated else "sharded")
@@ -258,7 +262,8 @@ def _cast_buffers(model: Any, dtype: torch.dtype) -> None:
         return
     with torch.device("meta"), forked_rng():
         like = build(original_class(model), model.config, dtype)
-    expected, fp32_buffers = dict(like.named_buffers()), find_fp32_tensors(like, buffers=True)
+    expected = dict(like.named_buffers())
+    fp32_buffers = find_fp32_tensors(like, buffers=True)
     saved = model.state_dict().keys() | fp32_buffers.keys()
     for name, buffer in list(model.named_buffers()):
         other = expected.get(name)

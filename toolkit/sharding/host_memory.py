@@ -40,7 +40,8 @@ class _Group:
     # It refers to its tensors weakly. With a cycle they would stay until garbage is collected,
     # which happens at few steps only.
     def __init__(self, pin: bool, before: "weakref.ref[_Group] | None") -> None:
-        self._pin, self._before = pin, before
+        self._pin = pin
+        self._before = before
         self._tensors: list[weakref.ref[OnHost]] = []
 
     def keep(self, tensor: torch.Tensor) -> "OnHost":
@@ -62,13 +63,16 @@ class OnHost:
     """A tensor in host memory."""
 
     def __init__(self, tensor: torch.Tensor, group: _Group, pin: bool) -> None:
-        self._device, self._group, self._is_returned = tensor.device, group, False
+        self._device = tensor.device
+        self._group = group
+        self._is_returned = False
         self._back: torch.Tensor | None = None
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=pin)
         if (streams := _streams(tensor.device)) is None:
             self._host.copy_(tensor)
             return
-        api, out = torch.get_device_module(tensor.device), streams[0]
+        api = torch.get_device_module(tensor.device)
+        out = streams[0]
         out.wait_stream(api.current_stream(tensor.device))
         with api.stream(out):
             self._host.copy_(tensor, non_blocking=pin)
@@ -99,7 +103,8 @@ class OnHost:
         self.start()
         self._group.fetch()
         tensor: Any = self._back
-        self._back, self._is_returned = None, True
+        self._back = None
+        self._is_returned = True
         if _streams(self._device) is not None:
             current = torch.get_device_module(self._device).current_stream(self._device)
             current.wait_event(self._copied)

@@ -48,12 +48,14 @@ _PRODUCTS = {
     **dict.fromkeys(("addmm", "baddbmm"), (1, -1)),
     "convolution": (1, 1),
 }
+# fmt: off
 _ATTENTION = (
-    *("_flash_attention_forward", "_efficient_attention_forward"),
-    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    "_flash_attention_forward", "_efficient_attention_forward",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
+# fmt: on
 # Custom operations of torch's varlen attention and of flash-attn, if the library is imported.
 _KEPT_OF = {
     "torch_attn": ("_varlen_attn",),
@@ -157,7 +159,8 @@ class _Layer:
     """Facts about one layer that hold for all its forwards."""
 
     def __init__(self, name: str, kind: str) -> None:
-        self.name, self.kind = name, kind
+        self.name = name
+        self.kind = kind
         self.unseen = set[Any]()
         """Operations whose results it writes to past PyTorch."""
 
@@ -191,7 +194,9 @@ class _Keep(TorchDispatchMode):
             first: this is the layer's first forward.
         """
         super().__init__()
-        self.layer, self._store, self._first = layer, store, first
+        self.layer = layer
+        self._store = store
+        self._first = first
         self.operations = _kept_operations()
         # For each call of an operation: the shapes of its arguments, and the kept result or None.
         self.calls: dict[Any, list[list[Any]]] = {}
@@ -293,7 +298,9 @@ class _Reuse(TorchDispatchMode):
 
     def __init__(self, keep: _Keep) -> None:
         super().__init__()
-        self._layer, self._calls, self._operations = keep.layer, keep.calls, keep.operations
+        self._layer = keep.layer
+        self._calls = keep.calls
+        self._operations = keep.operations
         self._next: dict[Any, Iterator[list[Any]]] = {}
 
     def __enter__(self) -> Any:
@@ -308,7 +315,8 @@ class _Reuse(TorchDispatchMode):
             which = "more often" if call is None else f"on {now}, not on {call[0]}"
             raise self._layer.unrepeatable(f"the second time it runs {func} {which}")
         # Give up the reference, so that the memory is free once the backward has used the result.
-        result, call[1] = call[1], None
+        result = call[1]
+        call[1] = None
         if result is None:
             return func(*args, **(kwargs or {}))
         return tree_map_only(OnHost, lambda stored: stored.get(), result)

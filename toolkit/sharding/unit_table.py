@@ -30,9 +30,11 @@ class UnitRow:
 
 def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
     """List a row for each unit of a sharded model, the root first, replicated parameters last."""
-    plan, model = sharded.plan, sharded.model
+    plan = sharded.plan
+    model = sharded.model
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    parameters, packed = dict(model.named_parameters()), packed_weights(model)
+    parameters = dict(model.named_parameters())
+    packed = packed_weights(model)
     rows = []
     for unit in sorted(plan.units, key=lambda u: order[u.modules[0]]):
         parameters_of_unit = {name: parameters[name] for name in unit.parameters}
@@ -89,7 +91,9 @@ def format_unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
 
 def dtype_ledger(sharded: Sharded, cfg: ShardingConfig) -> dict[str, str]:
     """Map each purpose (storage, compute, reduction, optimizer, export) to its dtypes."""
-    plan, model, reduced = sharded.plan, sharded.model, getattr(torch, cfg.reduce_dtype)
+    plan = sharded.plan
+    model = sharded.model
+    reduced = getattr(torch, cfg.reduce_dtype)
     parameters = dict(model.named_parameters())
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
     replicated = [(parameters[name].dtype, name in trained) for name in plan.replicated]
