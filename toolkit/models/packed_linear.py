@@ -195,10 +195,10 @@ def _tables_of(kind: type, quant_type: str, double_quant: bool, device: torch.de
 def _quantize(weight: torch.Tensor, quant_type: str, double_quant: bool) -> tuple[Any, Any]:
     """Quantise `weight` into nibbles and a bitsandbytes state."""
     functional = import_bitsandbytes().functional
-    shared_tables = (
-        functional.name2qmap
-    )  # a table of values that the library makes once, for all calls:
-    if type(torch.empty(0)) is not torch.Tensor:  # a plan's, without values, is not for a run
+    shared_tables = functional.name2qmap
+    # The library builds its tables once, for all calls. The fake tensors of a plan have no values,
+    # so a plan must not leave its tables there.
+    if type(torch.empty(0)) is not torch.Tensor:
         functional.name2qmap = {}
     try:
         return functional.quantize_4bit(

@@ -234,17 +234,15 @@ def _cut_longrope(section: Any, cut: Callable[[int], int]) -> bool:
         True if the section uses `longrope`.
     """
     has_longrope = False
-    for rope in [v for k, v in vars(section).items() if k in _ROPES and isinstance(v, dict)]:
-        for settings in (
-            rope,
-            *(v for v in rope.values() if isinstance(v, dict)),
-        ):  # a kind of layer's
-            length = settings.get(_TRAINED_LENGTH)
-            if settings.get("rope_type", settings.get("type")) == "longrope" and isinstance(
-                length, int
-            ):
-                settings[_TRAINED_LENGTH] = cut(length)
-                has_longrope = True
+    ropes = [v for k, v in vars(section).items() if k in _ROPES and isinstance(v, dict)]
+    # Each kind of layer may have its own settings, nested in those of the section.
+    ropes += [inner for rope in ropes for inner in rope.values() if isinstance(inner, dict)]
+    for rope in ropes:
+        length = rope.get(_TRAINED_LENGTH)
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind == "longrope" and isinstance(length, int):
+            rope[_TRAINED_LENGTH] = cut(length)
+            has_longrope = True
     return has_longrope
 
 
