@@ -253,7 +253,7 @@ def draw_values(
 
 
 def _draw_module(built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int) -> Tensors:
-    """Draw the first values of parameters of the module `path`; NaN where nothing was written."""
+    """Draw the first values of parameters of the module `path`; values that nothing wrote are NaN."""
     from transformers.initialization import guard_torch_init_functions
 
     around = [(built, built.get_submodule(""))]
@@ -298,7 +298,7 @@ def _no_value_error(model: nn.Module, name: str, why: str) -> LoadingError:
 
 @contextlib.contextmanager
 def _parameters_on_meta(exceptions: set[tuple[type, str]]) -> Iterator[None]:
-    """Let modules that are built keep their parameters on meta, except `kept`."""
+    """Let modules that are built keep their parameters on meta, apart from `exceptions`."""
     register = nn.Module.register_parameter
     in_memory = set[nn.Parameter]()
 

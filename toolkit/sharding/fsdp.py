@@ -235,10 +235,10 @@ def _shard_unit(
 
 
 def _sum_gradients(unit: Any) -> None:
-    """Let FSDP2 add up the gradients of a unit over the ranks, where it would average them.
+    """Let FSDP2 sum the gradients of a unit over the ranks instead of averaging them.
 
-    The loss of a step is a sum over ranks. The division by the size of the unit's mesh, which
-    FSDP2 does by default, is wrong as soon as two units have meshes of different sizes.
+    The loss of a step is a sum over ranks. The division by the size of the unit's mesh, which FSDP2
+    does by default, would be wrong if two units had meshes of different sizes.
     """
     unit.set_gradient_divide_factor(1.0)
     # By default a custom factor is multiplied inside the collective, which gloo cannot do. A sum
@@ -335,7 +335,7 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
 
 
 def should_split_embeddings(model: nn.Module, cfg: ShardingConfig, device_type: str) -> bool:
-    """Decide whether embedding and head become units of their own.
+    """Decide whether embedding and head become separate units.
 
     In the root, both are gathered before anything runs and reduced after everything. A tied pair is
     one matrix in either case.

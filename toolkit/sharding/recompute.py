@@ -216,6 +216,7 @@ class _Keep(TorchDispatchMode):
         return out
 
     def _keep(self, func: Any, args: Sequence[Any], out: Any) -> None:
+        """Keep the result of one operation, if it is worth it."""
         calls = self.calls.setdefault(func, [])
         call = [_shapes(args), None]
         calls.append(call)
@@ -231,6 +232,7 @@ class _Keep(TorchDispatchMode):
             self._sums += [(*place, t.detach(), bit_sums(t.detach()[None])) for t in results]
 
     def _note_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Drop the results that an operation writes to."""
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
