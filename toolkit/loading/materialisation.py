@@ -253,7 +253,7 @@ def draw_values(
 
 
 def _draw_module(built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int) -> Tensors:
-    """Draw the first values of parameters of the module `path`; values that nothing wrote are NaN."""
+    """Draw the first values of parameters of the module `path`; unwritten values are NaN."""
     from transformers.initialization import guard_torch_init_functions
 
     around = [(built, built.get_submodule(""))]
