@@ -414,7 +414,7 @@ def test_what_waits_on_the_host_gives_the_same_gradients_and_is_let_go(selective
             order.append(("kept", id(group)))
 
         def start(self):
-            if self._back is None and not self._given:
+            if self._back is None and not self._is_returned:
                 order.append(("fetched", id(self._group)))
             super().start()
 
