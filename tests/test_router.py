@@ -526,7 +526,7 @@ def test_what_cannot_be_balanced_is_refused_by_name() -> None:
         plan_router(low, settings(**moving))
     with pytest.raises(ConfigError, match="leaves as it is"):
         plan_router(tiny_model("deepseek_v3"), settings(LoraConfig(r=4), **moving))
-    with pytest.raises(ConfigError, match=r"train\.z_loss is of a cross entropy"):
+    with pytest.raises(ConfigError, match=r"train\.z_loss belongs to a cross entropy"):
         PreferConfig(FinetuneModelConfig("x"), train=FinetuneTrainConfig(z_loss=0.1))
 
 
