@@ -169,7 +169,7 @@ def _toolkit(words: list[str]) -> None:
         with (
             mock.patch("toolkit.recipes._launch", side_effect=lambda argv, *_: _launch(argv)),
             mock.patch("toolkit.recipes._check_paths"),  # which look for the files
-            mock.patch("toolkit.recipes._refuse_early"),
+            mock.patch("toolkit.recipes._check_before_launch"),
         ):
             recipes.start(recipe, [CONFIGS[recipe] if w == "CONFIG" else w for w in words[2:]])
     else:

@@ -216,7 +216,7 @@ def launch() -> None:
             mock.patch("subprocess.Popen", started),
             mock.patch("torch.distributed.run.run", elastic),
             # It asks for GPUs, which are not looked for here.
-            mock.patch("toolkit.recipes._refuse_early"),
+            mock.patch("toolkit.recipes._check_before_launch"),
         ):
             command("train", "pretrain.yaml", "--accelerate_config", "other/accelerate.yaml")
     finally:

@@ -183,7 +183,7 @@ def test_a_port_in_use_is_left_to_whoever_has_it(start, monkeypatch) -> None:
         taken.bind(("localhost", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr(recipes, "_PORT", port)
+        monkeypatch.setattr(recipes, "_DEFAULT_PORT", port)
         _, launched, err = start("train")
         chosen = launched[0][launched[0].index("--main_process_port") + 1]
         assert int(chosen) not in (0, port)

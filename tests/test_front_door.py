@@ -119,7 +119,7 @@ def test_make_help_is_in_columns() -> None:
 
 
 def test_recipes_are_listed_and_copied_once(tmp_path, monkeypatch) -> None:
-    listed = recipes.describe()
+    listed = recipes.describe_recipes()
     assert any(line.startswith("pretrain    Pretrain a causal") for line in listed)
     assert any("accelerate_configs/one_node.yaml: One node of 8 GPUs" in line for line in listed)
     assert any(
@@ -129,14 +129,14 @@ def test_recipes_are_listed_and_copied_once(tmp_path, monkeypatch) -> None:
     assert len(titles) == len(list((ROOT / "recipes/configs").glob("*.yaml")))
     for title in titles:  # a whole phrase, which the end of a line does not cut
         assert not re.search(r"[,;:]$|on each node$|on instruction$", title), title
-    files = recipes.copy("pretrain", tmp_path)
+    files = recipes.copy_recipe("pretrain", tmp_path)
     assert {str(file.relative_to(tmp_path)) for file in files} >= {
         "recipes/pretrain.py",
         "recipes/configs/pretrain_tiny.yaml",
         "recipes/configs/tiny_llama/config.json",
         "accelerate_configs/cpu.yaml",
     }
-    recipes.copy("finetune", tmp_path)  # what both have is there already, and the same
+    recipes.copy_recipe("finetune", tmp_path)  # what both have is there already, and the same
     assert (tmp_path / "recipes/finetune.py").read_bytes() == (
         ROOT / "recipes/finetune.py"
     ).read_bytes()
@@ -144,10 +144,10 @@ def test_recipes_are_listed_and_copied_once(tmp_path, monkeypatch) -> None:
         recipe.write("# edited\n")
     (tmp_path / "recipes/configs/finetune_tiny.yaml").unlink()
     with pytest.raises(ToolkitError, match=r"recipes/pretrain.py is there already and differs"):
-        recipes.copy("pretrain", tmp_path)
+        recipes.copy_recipe("pretrain", tmp_path)
     assert not (tmp_path / "recipes/configs/finetune_tiny.yaml").exists()  # nothing was written
     with pytest.raises(ConfigError):
-        recipes.copy("demo", tmp_path)
+        recipes.copy_recipe("demo", tmp_path)
 
 
 @pytest.fixture(scope="module")

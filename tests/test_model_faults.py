@@ -104,7 +104,9 @@ def test_nan_of_other_bits_after_a_cast_is_no_fault_of_a_machine(
 
     with pytest.raises(LoadingError, match=r"already has non-finite values .* model.norm.weight"):
         load_with(1)
-    with pytest.raises(LoadingError, match="memory does not hold the weights of"):  # no NaN any more
+    with pytest.raises(
+        LoadingError, match="memory does not hold the weights of"
+    ):  # no NaN any more
         load_with(0x4000)
 
 

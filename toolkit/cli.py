@@ -249,9 +249,9 @@ def _start(recipe: str, args: argparse.Namespace) -> int:
 
 def _recipes(args: argparse.Namespace) -> int:
     """Run `toolkit recipes`."""
-    lines = recipes.describe()
+    lines = recipes.describe_recipes()
     if args.copy is not None:
-        files = recipes.copy(args.copy, Path.cwd())
+        files = recipes.copy_recipe(args.copy, Path.cwd())
         lines = [str(file.relative_to(Path.cwd())) for file in files]
     print("\n".join(lines))
     return 0

@@ -1,7 +1,7 @@
-"""The recipes as files: where they lie, started through `accelerate launch`, copied to be edited.
+"""The recipes as files: find them, start them through `accelerate launch`, copy them to be edited.
 
-In a clone they are its folders `recipes` and `accelerate_configs`; a wheel has the same folders
-inside of the package (setup.py).
+A clone has them in its folders `recipes` and `accelerate_configs`. A wheel has the same folders
+inside the package (setup.py).
 """
 
 import argparse
@@ -52,10 +52,10 @@ from toolkit.parsing import read_yaml
 NAMES = tuple(kind.name for kind in KINDS)
 """The recipes that come with the toolkit."""
 _LAUNCHERS = "accelerate_configs"
-_PORT = 29500  # where Accelerate lets processes meet unless told otherwise
-_ALWAYS = 16  # processes that any machine may run
-_REFUSED = 2  # exit code of ranks that find a setting wrong
-_OF_THE_LAUNCHER = {
+_DEFAULT_PORT = 29500  # of Accelerate
+_MIN_PROCESS_LIMIT = 16  # processes that any machine may run
+_REFUSED = 2  # exit code of ranks that refuse a setting
+_LAUNCHER_OPTIONS = {
     "--num_processes": int,
     "--num_machines": int,
     "--machine_rank": int,
@@ -65,8 +65,8 @@ _OF_THE_LAUNCHER = {
 }
 
 
-def root() -> Path:
-    """Return the folder that holds `recipes` and `accelerate_configs`."""
+def recipes_root() -> Path:
+    """Find the folder that holds `recipes` and `accelerate_configs`."""
     package = Path(__file__).parent
     for folder in (package / "shipped", package.parent):
         if all((folder / "recipes" / f"{name}.py").is_file() for name in NAMES):
@@ -75,28 +75,33 @@ def root() -> Path:
 
 
 def start(recipe: str, arguments: Sequence[str]) -> int:
-    """Run `accelerate launch` on a recipe; return the exit code: of the first that failed.
+    """Run `accelerate launch` on a recipe, after all checks that need no process.
 
-    Settings are parsed before, as the recipe will, without torch; then what this machine's files
-    show to be wrong is refused (`start_checks`). A copy of the recipe in the current folder
-    (`recipes/NAME.py`) is started instead of the toolkit's own.
+    The settings are parsed as in the recipe, without torch. Then `start_checks` refuses a run that
+    the files on this machine show to be impossible. A copy of the recipe in the current folder
+    (`recipes/NAME.py`) is started instead of the one that comes with the toolkit.
 
     Args:
+        recipe: name of a kind of run.
         arguments: CONFIG, settings as `--section.field value`, and options of the launcher.
+
+    Returns:
+        The exit code of the rank that failed first, or 0.
 
     Raises:
         ConfigError: a setting is wrong, or there is neither a config nor a model.
         LaunchError: the launch configuration cannot be used here.
-        ToolkitError: what else the run would be refused for.
+        ToolkitError: another check refuses the run.
     """
     parser = _parser(recipe)
-    options, given = parser.parse_known_args(arguments)
-    if {"-h", "--help"} & {*given}:
+    options, words = parser.parse_known_args(arguments)
+    if {"-h", "--help"} & {*words}:
         print(parser.format_help())
-        sys.argv[0] = parser.prog  # by which its usage begins
+        # jsonargparse begins its usage with this name.
+        sys.argv[0] = parser.prog
         parse(find_kind(recipe).config, ["--help"])
-    config = [] if given[:1] and given[0].startswith("-") else given[:1]
-    flags = given[len(config) :]
+    config = [] if words[:1] and words[0].startswith("-") else words[:1]
+    flags = words[len(config) :]
     if not config and not any(a.startswith(("--config", "--model")) for a in flags):
         raise ConfigError(
             f"expected `{parser.prog} CONFIG`, a YAML file with settings, or --model.name_or_path; "
@@ -104,56 +109,58 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
         )
     settings = [*(["--config", *config] if config else []), *flags]
     cfg = parse(find_kind(recipe).config, settings)
-    cfg.metrics.trackers()  # which are installed
+    cfg.metrics.trackers()  # refuses those that are not installed
     if options.max_restarts < 0:
         raise ConfigError(f"--max_restarts {options.max_restarts}: expected 0 or more")
-    told = {name: getattr(options, name[2:]) for name in _OF_THE_LAUNCHER}
+    launcher_flags = {name: getattr(options, name[2:]) for name in _LAUNCHER_OPTIONS}
     for name in ("--num_processes", "--num_machines"):
-        if told[name] is not None and told[name] < 1:
-            raise ConfigError(f"{name} {told[name]}: expected 1 or more")
-    told["--max_restarts"] = options.max_restarts or None
+        if launcher_flags[name] is not None and launcher_flags[name] < 1:
+            raise ConfigError(f"{name} {launcher_flags[name]}: expected 1 or more")
+    launcher_flags["--max_restarts"] = options.max_restarts or None
     launcher = ["launch"]
     if options.accelerate_config is not None:
         launcher += ["--config_file", str(_launch_file(options.accelerate_config))]
     _check_paths(cfg)
     yaml = _launch_settings(launcher)
-    _refuse_early(cfg, yaml | {n[2:]: v for n, v in told.items() if v is not None})
-    if _needs_port(yaml, told):
-        told["--main_process_port"] = _free_port()
-    for name, value in told.items():
+    _check_before_launch(cfg, yaml | {n[2:]: v for n, v in launcher_flags.items() if v is not None})
+    if _needs_port(yaml, launcher_flags):
+        launcher_flags["--main_process_port"] = _free_port()
+    for name, value in launcher_flags.items():
         launcher += [] if value is None else [name, str(value)]
-    launcher += [str(script_of(recipe)), *settings]
+    launcher += [str(find_script(recipe)), *settings]
     print(f"$ accelerate {shlex.join(launcher)}", flush=True)
     return _launch(launcher, cfg.checkpoint, options.max_restarts, yaml.get("use_cpu") is True)
 
 
 def _launch_settings(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the content of the Accelerate YAML that `accelerate launch` will read. LaunchError: it
-    is for another engine, which Accelerate would ask to be installed.
+    """Read the Accelerate YAML that `accelerate launch` will read.
+
+    Raises:
+        LaunchError: it is for another engine than FSDP.
     """
     from accelerate.commands.config import default_config_file
 
     chosen = Path(arguments[2] if arguments[1:2] == ["--config_file"] else default_config_file)
     settings = read_yaml(chosen, LaunchError) if chosen.is_file() else {}
-    found = settings if isinstance(settings, dict) else {}
-    engine = str(found.get("distributed_type") or "")
+    content = settings if isinstance(settings, dict) else {}
+    engine = str(content.get("distributed_type") or "")
     if engine.upper() in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise LaunchError(f"{chosen} is for {engine}; {NOT_FSDP}")
-    return found
+    return content
 
 
 def _check_paths(cfg: Any) -> None:
-    """Refuse a model's folder that is not there, and files that match nothing; imports no torch."""
+    """Refuse a model folder that does not exist, and files that match nothing; imports no torch."""
     check_folder(cfg.model.name_or_path)
-    for what in ("train", "eval"):
-        for setting, source in list_sources(cfg.data, what):  # type: ignore[arg-type]
+    for purpose in ("train", "eval"):
+        for setting, source in list_sources(cfg.data, purpose):  # type: ignore[arg-type]
             if not source.dataset_name:
                 kind_of_files(find_files(source.files, setting), setting)
     _check_cache(cfg.model.name_or_path, cfg.model.revision)
 
 
 def _check_cache(name: str, revision: str | None) -> None:
-    """Raise ToolkitError if a Hub model is not in the cache while HF_HUB_OFFLINE is set."""
+    """Refuse a Hub model that is not in the cache while HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if Path(name).is_dir() or name.count("/") > 1 or not constants.is_offline_mode():
@@ -166,8 +173,16 @@ def _check_cache(name: str, revision: str | None) -> None:
         )
 
 
-def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:
-    """Refuse what is wrong with the run before a process starts. Raises any ToolkitError."""
+def _check_before_launch(cfg: Any, launched: dict[str, Any]) -> None:
+    """Check the devices of this machine and the run, before a process starts.
+
+    Args:
+        cfg: settings of the run.
+        launched: the launch configuration: of the Accelerate YAML and of the flags.
+
+    Raises:
+        ToolkitError: of any kind.
+    """
     import torch
 
     from toolkit.start_checks import check_start
@@ -191,29 +206,28 @@ def _refuse_early(cfg: Any, launched: dict[str, Any]) -> None:
 
 
 def _check_cores(processes: int) -> None:
-    """Raise ConfigError if a machine without accelerators is to run far more processes than it has
-    cores: they would start, and make next to no progress.
-    """
+    """Refuse far more processes than the CPU has cores: they would make next to no progress."""
     cores = os.cpu_count() or 1
-    most = max(_ALWAYS, 2 * cores)
-    if processes > most:
+    limit = max(_MIN_PROCESS_LIMIT, 2 * cores)
+    if processes > limit:
         raise ConfigError(
             f"{processes} processes on the CPU of this machine, which has {cores} cores: expected "
-            f"at most {most}; set --num_processes, or num_processes in the Accelerate YAML"
+            f"at most {limit}; set --num_processes, or num_processes in the Accelerate YAML"
         )
 
 
-def _needs_port(yaml: dict[str, Any], told: dict[str, Any]) -> bool:
-    """Return whether the port that Accelerate would take is in use, and nobody asked for it."""
-    named = told["--main_process_port"] or yaml.get("main_process_port")
-    machines = told["--num_machines"] or yaml.get("num_machines") or 1
-    if named is not None or machines != 1:
+def _needs_port(yaml: dict[str, Any], launcher_flags: dict[str, Any]) -> bool:
+    """Return True if the default port of Accelerate is in use, and no port is set."""
+    port = launcher_flags["--main_process_port"] or yaml.get("main_process_port")
+    machines = launcher_flags["--num_machines"] or yaml.get("num_machines") or 1
+    if port is not None or machines != 1:
         return False
     with socket.socket() as probe:
-        return probe.connect_ex(("localhost", _PORT)) == 0
+        return probe.connect_ex(("localhost", _DEFAULT_PORT)) == 0
 
 
 def _free_port() -> int:
+    """Find a port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
@@ -222,8 +236,8 @@ def _free_port() -> int:
 def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int, cpu: bool) -> int:
     """Run `accelerate` in this process; return the exit code of the rank that failed first, or 0.
 
-    What a rank has to say it has said. Signals go to the ranks, which save and end: torch's agent
-    would kill them 30 s later, and start those again that one of them stopped.
+    The ranks print their own errors. Signals are passed on to the ranks, which save and end. On its
+    own, torch's agent would kill them after 30 s, and restart ranks that ended by a signal.
     """
     from accelerate.commands import accelerate_cli
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -232,27 +246,31 @@ def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int, cpu: boo
     for name in cfg.preemption_signals:
         signal.signal(getattr(signal, name), _Stop(cfg.grace_seconds))
     signals = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-    others = [name for name in signals if name not in cfg.preemption_signals]
-    os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(others)
-    # Accelerate tells its processes only where it starts one (1.15), and they read its command.
+    for_agent = [name for name in signals if name not in cfg.preemption_signals]
+    os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(for_agent)
+    # Accelerate 1.15 sets this variable only if it starts a single process.
     if cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    for left in reversed(range(restarts + 1)):
+    for remaining in reversed(range(restarts + 1)):
         sys.argv = ["accelerate", *arguments]
         try:
             accelerate_cli.main()
             return 0
-        except ChildFailedError as error:  # of several processes, restarted by torch's agent
-            failed = sorted(error.failures.items(), key=lambda one: one[1].timestamp)
+        except ChildFailedError as error:
+            # One of several processes failed; torch's agent has restarted them already.
+            failed = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
             return _exit_code({rank: failure.exitcode for rank, failure in failed})
-        except subprocess.CalledProcessError as error:  # of one, which has no agent
+        except subprocess.CalledProcessError as error:
+            # A single process failed. It has no agent, so it is restarted here.
             code = _exit_code({0: error.returncode})
-            if code in (_REFUSED, EXIT_CODE_PREEMPTED) or not left:
+            if code in (_REFUSED, EXIT_CODE_PREEMPTED) or not remaining:
                 return code
-            print(f"restart    {restarts - left + 1} of {restarts}", flush=True)
-        except SignalException as error:  # one that the ranks do not listen to
+            print(f"restart    {restarts - remaining + 1} of {restarts}", flush=True)
+        except SignalException as error:
+            # The ranks do not handle this signal.
             return 128 + int(error.sigval)
-        except Exception as error:  # of a YAML that it cannot use Accelerate may raise anything
+        except Exception as error:
+            # Accelerate may raise anything if it cannot use a YAML.
             by = f" by {arguments[2]}" if arguments[1:2] == ["--config_file"] else ""
             raise LaunchError(
                 f"accelerate launch cannot start{by} ({one_line(error)}); correct the file, or "
@@ -272,25 +290,30 @@ class _Stop:
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
-        if self._waiting:  # a second signal, within the first
+        if self._waiting:
+            # This is a second signal; the handler of the first one still waits.
             return
         if not ranks:
             sys.exit(128 + number)
         self._waiting = True
-        ended: list[Any] = []  # in this order; psutil gives them their `returncode`
+        ended: list[Any] = []  # processes in the order of their end, with a `returncode`
         _, alive = psutil.wait_procs(ranks, self._patience, ended.append)
         for rank in alive:
             rank.kill()
         codes = {ranks.index(rank): rank.returncode for rank in ended}
-        # One that was not far enough to listen had done nothing yet.
+        # A rank without a handler yet had done nothing that could be lost.
         early = {rank: EXIT_CODE_PREEMPTED for rank, code in codes.items() if code == -number}
         sys.exit(_exit_code(codes | early) if not alive else 128 + signal.SIGKILL)
 
 
 def _exit_code(ended: dict[int, int]) -> int:
-    """Return the exit code of ranks that ended in this order: of the first that failed, and where
-    one was stopped by a signal its own, since others may have failed for its absence. A wrong
-    setting, which comes again at each start, is above all.
+    """Return the exit code of the first rank that failed; 0 if none did.
+
+    If a rank refused a setting, its code wins, because that would happen again at each start. The
+    code of a preempted rank comes next, because other ranks may have failed as a consequence.
+
+    Args:
+        ended: rank -> its exit code, in the order in which they ended.
     """
     for code in (_REFUSED, EXIT_CODE_PREEMPTED):
         if code in ended.values():
@@ -302,23 +325,23 @@ def _exit_code(ended: dict[int, int]) -> int:
 
 
 def find_kind(name: str) -> Kind:
-    """Return the kind of run of this name.
+    """Find the kind of run of this name.
 
-    A recipe in the current folder (`recipes/NAME.py`), be it an edited copy or the user's own, is
-    imported to find the class of its settings.
+    The current folder may have a recipe of this name (`recipes/NAME.py`): an edited copy, or a
+    user's own. It is imported to find the class of its settings.
 
     Raises:
-        ConfigError: there is no such kind, or the recipe's settings cannot be told.
+        ConfigError: there is no such kind, or the recipe does not name its class of settings.
     """
     script, shipped = Path("recipes", f"{name}.py"), find_shipped_kind(name)
     if not script.is_file():
         if shipped is None:
             raise ConfigError(
-                f"there is no kind of run {name!r}: expected one of {', '.join(NAMES)}, or a "
-                f"recipe of your own in {script}"
+                f"there is no kind of run {name!r}: expected one of {', '.join(NAMES)}, or your "
+                f"own recipe in {script}"
             )
         return shipped
-    if shipped is not None and script.read_bytes() == (root() / script).read_bytes():
+    if shipped is not None and script.read_bytes() == (recipes_root() / script).read_bytes():
         return shipped
     settings = _settings_class(script)
     if settings is None and shipped is not None:
@@ -332,10 +355,9 @@ def find_kind(name: str) -> Kind:
 
 
 def _settings_class(script: Path) -> type[RunConfig] | None:
-    """Return the class of settings that a recipe gives to `training.main`; None if it gives none.
+    """Find the class of settings that a recipe passes to `training.main`; None if there is none.
 
-    A script with a class of its own, or of another module, is imported; one with a class of
-    `toolkit.config` is only parsed.
+    A script that passes a class of `toolkit.config` is only parsed. Any other script is imported.
     """
     nodes = list(ast.walk(ast.parse(script.read_text("utf-8"), str(script))))
     calls = (node for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1)
@@ -351,12 +373,15 @@ def _settings_class(script: Path) -> type[RunConfig] | None:
 
 
 def _import_script(script: Path) -> ModuleType:
+    """Import a recipe, which also registers its objective."""
     spec = importlib.util.spec_from_file_location(f"recipe_{script.stem}", script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where the types of its settings are looked up
-    sys.path.insert(0, str(script.parent.absolute()))  # as when the recipe is started
+    # jsonargparse looks up the types of the settings in this module.
+    sys.modules[spec.name] = module
+    # The recipe may import files next to it, as when it is started.
+    sys.path.insert(0, str(script.parent.absolute()))
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
@@ -379,6 +404,7 @@ def load_config(
     is pretraining.
 
     Args:
+        file: a YAML file.
         settings: `--section.field VALUE`, which win over the file.
         name: of the kind.
         remote: read rows from the Hub, too.
@@ -427,9 +453,10 @@ def _kind_of_rows(configs: Mapping[str, Any], remote: bool) -> str:
     from toolkit.data.sources.rows import load_sources
 
     formats = {name: find_row_format(cfg.rows) for name, cfg in configs.items()}
-    # A later kind has the more special rows: those of fine-tuning recognise pairs as well, and
-    # documents too.
-    names = sorted(reversed(formats), key=lambda name: not formats[name].is_documents)
+    # The order matters, because fine-tuning accepts pairs and documents as examples, too: documents
+    # first, then later kinds before earlier ones.
+    names = [*reversed(formats)]
+    names.sort(key=lambda name: not formats[name].is_documents)
     with suppress(ToolkitError):  # files that are on another machine
         for name in names:
             data = configs[name].data
@@ -443,10 +470,10 @@ def _kind_of_rows(configs: Mapping[str, Any], remote: bool) -> str:
     return ""
 
 
-def script_of(recipe: str) -> Path:
-    """Return the file of a recipe: the current folder's copy, or the toolkit's own."""
+def find_script(recipe: str) -> Path:
+    """Find the file of a recipe: in the current folder, or else in the toolkit."""
     script = Path("recipes", f"{recipe}.py")
-    return script if script.is_file() else root() / script
+    return script if script.is_file() else recipes_root() / script
 
 
 def _parser(recipe: str) -> argparse.ArgumentParser:
@@ -458,9 +485,10 @@ def _parser(recipe: str) -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    what = f"Accelerate YAML, or one of {', '.join(launch_files())}; without it Accelerate's own"
-    parser.add_argument("--accelerate_config", metavar="FILE", help=f"{what} default is used")
-    for name, kind in _OF_THE_LAUNCHER.items():
+    files = ", ".join(launch_files())
+    file_help = f"Accelerate YAML, or one of {files}; without it Accelerate's own default is used"
+    parser.add_argument("--accelerate_config", metavar="FILE", help=file_help)
+    for name, kind in _LAUNCHER_OPTIONS.items():
         parser.add_argument(name, type=kind, help="as `accelerate launch` takes it")
     again = "restart up to this many times if a rank fails or is killed, from the newest checkpoint"
     parser.add_argument("--max_restarts", type=int, default=0, help=again)
@@ -468,53 +496,59 @@ def _parser(recipe: str) -> argparse.ArgumentParser:
 
 
 def launch_files() -> dict[str, Path]:
-    """Return name -> file of the Accelerate YAMLs that come with the toolkit."""
-    return {file.stem: file for file in sorted((root() / _LAUNCHERS).glob("*.yaml"))}
+    """List the Accelerate YAMLs that come with the toolkit: name -> file."""
+    return {file.stem: file for file in sorted((recipes_root() / _LAUNCHERS).glob("*.yaml"))}
 
 
-def _launch_file(given: str) -> Path:
-    """Return the YAML that is meant: a file, or the name of one of the toolkit's."""
-    file = Path(given) if Path(given).is_file() else launch_files().get(given)
+def _launch_file(name: str) -> Path:
+    """Find an Accelerate YAML: a file, or the name of one that comes with the toolkit."""
+    file = Path(name) if Path(name).is_file() else launch_files().get(name)
     if file is None:
-        near = difflib.get_close_matches(given, launch_files(), n=1)
-        known = ", ".join(launch_files()) + (f"; did you mean {near[0]}?" if near else "")
-        raise ConfigError(f"--accelerate_config {given} is no file, and none of {known}")
+        near = difflib.get_close_matches(name, launch_files(), n=1)
+        names = ", ".join(launch_files()) + (f"; did you mean {near[0]}?" if near else "")
+        raise ConfigError(f"--accelerate_config {name} is no file, and none of {names}")
     return file
 
 
-def describe() -> list[str]:
-    """Return a line on each recipe, each Accelerate YAML and each ready config."""
+def describe_recipes() -> list[str]:
+    """Describe each recipe, each Accelerate YAML and each ready config; a line each."""
     lines = []
     for name in NAMES:
-        text = (root() / "recipes" / f"{name}.py").read_text("utf-8")
+        text = (recipes_root() / "recipes" / f"{name}.py").read_text("utf-8")
         doc = ast.get_docstring(ast.parse(text)) or ""
         lines.append(f"{name:<12}{doc.splitlines()[0]}")
     for name, file in launch_files().items():
         lines.append(f"{name:<12}{_LAUNCHERS}/{file.name}: {_title(file)}")
     lines += ["", "Ready configs, which --copy puts into recipes/configs:"]
-    for file in sorted((root() / "recipes/configs").glob("*.yaml")):
+    for file in sorted((recipes_root() / "recipes/configs").glob("*.yaml")):
         lines.append(f"  {file.stem:<27}{_title(file)}")
     return lines
 
 
 def _title(file: Path) -> str:
-    """Return the first sentence of the comment at a YAML's top, whose first line holds it."""
+    """Read the first sentence of the comment at the top of a YAML, which is in its first line."""
     first = file.read_text("utf-8").splitlines()[0].lstrip("# ")
     return re.split(r"[.:]$|\. ", first)[0]
 
 
-def copy(name: str, target: Path) -> list[Path]:
-    """Copy a recipe, the configs and the Accelerate YAMLs into `target`, under the paths that the
-    documentation's commands have; return the files. One that is there already and differs is a
-    ToolkitError, before anything is written.
+def copy_recipe(name: str, target: Path) -> list[Path]:
+    """Copy a recipe, the configs and the Accelerate YAMLs into a folder.
+
+    They get the paths that the commands in the documentation use.
+
+    Returns:
+        The new files.
+
+    Raises:
+        ToolkitError: a file exists already and differs. Then nothing is written.
     """
     if name not in NAMES:
         raise ConfigError(f"there is no recipe {name!r}; there are {', '.join(NAMES)}")
-    source = root()
-    found = [source / "recipes" / f"{name}.py"]
+    source = recipes_root()
+    files = [source / "recipes" / f"{name}.py"]
     for folder in ("recipes/configs", _LAUNCHERS):
-        found += sorted(file for file in (source / folder).rglob("*") if file.is_file())
-    pairs = {file: target / file.relative_to(source) for file in found}
+        files += sorted(file for file in (source / folder).rglob("*") if file.is_file())
+    pairs = {file: target / file.relative_to(source) for file in files}
     changed = [
         str(new)
         for old, new in pairs.items()

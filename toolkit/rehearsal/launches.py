@@ -159,6 +159,6 @@ def recipe_command(recipe: str, config: Path, world_size: int) -> list[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    options = ["--config_file", str(recipes.root() / "accelerate_configs" / "cpu.yaml")]
+    options = ["--config_file", str(recipes.recipes_root() / "accelerate_configs" / "cpu.yaml")]
     options += ["--num_processes", str(world_size), "--main_process_port", str(port)]
-    return [*launcher, *options, str(recipes.script_of(recipe)), "--config", str(config)]
+    return [*launcher, *options, str(recipes.find_script(recipe)), "--config", str(config)]

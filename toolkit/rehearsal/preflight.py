@@ -98,7 +98,7 @@ class Rehearsal:
         """Read the config, and find the recipe that it is for."""
         kind, self.cfg, note = recipes.load_config(self.file, self.flags, self.recipe, remote=True)
         self.cfg = apply_adapter_settings(self.cfg)
-        script = recipes.script_of(kind.name)
+        script = recipes.find_script(kind.name)
         self.start = Start(
             self.cfg,
             count_processes(self.cfg.sharding, self.world_size),
