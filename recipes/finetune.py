@@ -46,14 +46,14 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     state = TrainState(model, optimizer, scheduler, data.position)
     checkpoint.restore(state, saved)
     stopping = training.build_early_stopping(cfg.train, cfg.checkpoint, state.extra)
-    folder.save_config(state, data, done=stopping.stop)
+    folder.save_config(state, data, done=stopping.should_stop)
     metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
     training.add_embedding_noise(model, cfg.train.neftune_noise_alpha)
 
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
-    run.log(stopping.line(state.step))
-    for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
+    run.log(stopping.summarize(state.step))
+    for step, micro_batches in data.steps(after=state.step) if not stopping.should_stop else ():
         update = training.Update(sharded, micro_batches, router=metrics.router)  # over all ranks
         for batch in update:
             loss = objective(model, batch)  # the sum over the targets of the micro-batch
@@ -70,7 +70,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
                 eval_metrics = training.evaluate_metrics(sharded, data.evals, objective)
                 training.answer_prompts(model, data.tokenizer, cfg.train, folder.samples, step)
             is_last = stopping.update(eval_metrics) or is_last
-            run.log(stopping.line(step))
+            run.log(stopping.summarize(step))
         metrics.step(step, stats, learning_rate, **eval_metrics)
         if step == metrics.first_step + 5:  # in the first steps the learning rate may be zero
             run.log(*adapters.idle_adapter_warnings(model))

@@ -50,13 +50,13 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     state = TrainState(model, optimizer, scheduler, data.position, files=objective.files)
     checkpoint.restore(state, saved)
     stopping = training.build_early_stopping(cfg.train, cfg.checkpoint, state.extra)
-    folder.save_config(state, data, done=stopping.stop)
+    folder.save_config(state, data, done=stopping.should_stop)
     metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
 
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
-    run.log(stopping.line(state.step))
-    for step, micro_batches in data.steps(after=state.step) if not stopping.stop else ():
+    run.log(stopping.summarize(state.step))
+    for step, micro_batches in data.steps(after=state.step) if not stopping.should_stop else ():
         counts = [objective.counts(batch) for batch in micro_batches]
         update = training.Update(sharded, micro_batches, counts, metrics.router)  # over all ranks
         for batch in update:
@@ -74,7 +74,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
                 eval_metrics = training.evaluate_metrics(sharded, data.evals, objective)
                 training.answer_prompts(model, data.tokenizer, cfg.train, folder.samples, step)
             is_last = stopping.update(eval_metrics) or is_last
-            run.log(stopping.line(step))
+            run.log(stopping.summarize(step))
         metrics.step(step, stats, learning_rate, **eval_metrics)
         if step == metrics.first_step + 5:  # in the first steps the learning rate may be zero
             run.log(*adapters.idle_adapter_warnings(model))

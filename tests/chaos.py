@@ -240,7 +240,7 @@ def _forget() -> None:
 def _deafen() -> None:
     """A run that hears signals and does nothing."""
     preemption = importlib.import_module("toolkit.training.guards.preemption")
-    preemption._receive = lambda number, frame: None  # type: ignore[attr-defined]
+    preemption._handle_signal = lambda number, frame: None  # type: ignore[attr-defined]
 
 
 BROKEN: dict[str, Callable[[], None]] = {"forget": _forget, "deafen": _deafen}

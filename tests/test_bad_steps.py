@@ -125,18 +125,16 @@ def stats(skipped: bool, here: bool = False) -> StepStats:
 def test_too_many_in_a_row_end_the_run_and_others_do_not(capsys) -> None:
     steps = BadSteps(2, lambda step: [f"notes row {step}"])
     for step, skipped in enumerate([True, True, False, True, True], 1):
-        steps.take(step, stats(skipped, here=step == 2))
+        steps.record(step, stats(skipped, here=step == 2))
     steps.read()  # as before a save, between two lines
-    assert steps.count() == 4
-    assert steps.count() == 0
+    assert steps.take_skipped_count() == 4
+    assert steps.take_skipped_count() == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == (
-        "WARNING: step 1 is skipped, its gradient is NaN or infinite; samples: notes row 1"
+        "WARNING: step 1 is skipped: gradient is NaN or infinite; samples: notes row 1"
     )
-    assert (
-        "step 2 is skipped, its loss on rank 0 is NaN or infinite; samples: notes row 2" in said[1]
-    )
-    steps.take(6, stats(True))
+    assert "step 2 is skipped: loss on rank 0 is NaN or infinite; samples: notes row 2" in said[1]
+    steps.record(6, stats(True))
     with pytest.raises(TrainingError, match=r"3 step\(s\) in a row, up to 6, .*max_bad_steps: 2"):
         steps.read()
 
@@ -196,7 +194,7 @@ def test_a_run_skips_the_step_names_its_rows_and_goes_on(run, tmp_path) -> None:
     done = run({17})
     assert done.returncode == 0, done.stderr
     told = re.findall(
-        r"WARNING: step (\d+) is skipped, its loss on rank (\d) is NaN or infinite; "
+        r"WARNING: step (\d+) is skipped: loss on rank (\d) is NaN or infinite; "
         r"samples: rows row (\d+), rows row (\d+)\n",
         done.stdout,
     )

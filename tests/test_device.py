@@ -115,7 +115,7 @@ def shared(rank: int, world: int, path: str, same: bool) -> str:
 def test_two_processes_on_one_device_are_refused(tmp_path):
     assert run_ranks(shared, 2, str(tmp_path / "two"), False, group=False) == ["", ""]
     for said in run_ranks(shared, 2, str(tmp_path / "one"), True, group=False):
-        assert "processes 0 and 1 were given the same device" in said
+        assert "processes 0 and 1 use the same device" in said
 
 
 def test_an_accelerator_without_collectives_is_no_accelerator(monkeypatch, capsys):

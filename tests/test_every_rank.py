@@ -222,14 +222,14 @@ def live(rank: int, world: int, folder: str, root: str, name: str) -> dict[str, 
                 guard = Integrity(state, every=1)
                 for done in (2, 3):
                     stats = train(state, rank, world, sharding, r)
-                    guard.take(done)
+                    guard.record(done)
                 evaluated = evaluation(state, rank, world, sharding, r)
-                guard.judge(3, [guard.numbers()] * world)
+                guard.compare_ranks(3, [guard.compute_checksums()] * world)
                 state.step = 3
                 checkpoint.save(state, own, CheckpointConfig())
             except RuntimeError as error:
                 return {"failed": str(error), "order": noted.order}
-        sizes = [p.to_local().numel() for p in state.trained().values()]
+        sizes = [p.to_local().numel() for p in state.trained_parameters().values()]
         return {
             "step": step,
             "order": noted.order,

@@ -545,7 +545,11 @@ def frozen(rank: int, world: int, folder: str, run: str) -> dict[str, Any]:
         "after": after,
         "still": still,
         "states": states,
-        "stopping": (stopping == resumed, resumed.waited, resumed.update({"eval_loss": 3.0})),
+        "stopping": (
+            stopping == resumed,
+            resumed.evaluations_since_best,
+            resumed.update({"eval_loss": 3.0}),
+        ),
     }
 
 
@@ -651,10 +655,10 @@ def test_a_run_stops_after_so_many_evaluations_without_a_better_one():
     assert [one.update({"eval_loss": x}) for x in losses] == [False] * 5 + [True]
     assert one.best == 1.9
     none = build_early_stopping(FinetuneTrainConfig(), CheckpointConfig(), {KEY: one.state_dict()})
-    assert not any(none.update({}) or none.stop for _ in range(9))
+    assert not any(none.update({}) or none.should_stop for _ in range(9))
     assert none.state_dict() == {}
-    assert none.line(9) == ""
-    assert "step 9: eval_loss was not better than 1.9 in 2" in one.line(9)
+    assert none.summarize(9) == ""
+    assert "step 9: eval_loss was not better than 1.9 in 2" in one.summarize(9)
 
 
 def test_the_metric_is_that_of_keep_best():
@@ -662,7 +666,7 @@ def test_the_metric_is_that_of_keep_best():
     assert (more.metric, more.greater_is_better) == ("eval_accuracy", True)
     assert not more.update({"eval_accuracy": 0.1})
     assert not more.update({"eval_accuracy": 0.2})
-    assert more.waited == 0
+    assert more.evaluations_since_best == 0
     with pytest.raises(TrainingError, match="eval_loss"):
         more.update({"eval_loss": 1.0})
 
@@ -673,6 +677,11 @@ def test_a_checkpoint_keeps_it_and_another_metric_is_refused():
     one.update({"eval_loss": 2.5})
     kept = {KEY: json.loads(json.dumps(one.state_dict()))}
     other = stopper(patience=5, kept=kept)
-    assert (other.best, other.waited, other.patience, other.stop) == (2.0, 1, 5, False)
+    assert (other.best, other.evaluations_since_best, other.patience, other.should_stop) == (
+        2.0,
+        1,
+        5,
+        False,
+    )
     with pytest.raises(TrainingError, match="eval_loss so far"):
         stopper(metric_for_best_model="accuracy", kept=kept)

@@ -96,12 +96,14 @@ class Trained:
         train_step(self.state.model, self.state.optimizer, [{"input_ids": ids, "labels": ids}])
         self.state.scheduler.step()
         self.state.data.advance()
-        self.integrity.take(step)
+        self.integrity.record(step)
 
     def look(self, step: int) -> str:
         """Return what is found, as a line of metrics would; empty: nothing."""
         try:
-            self.integrity.judge(step, ranks.gather_integers(self.integrity.numbers()))
+            self.integrity.compare_ranks(
+                step, ranks.gather_integers(self.integrity.compute_checksums())
+            )
         except TrainingError as error:
             return str(error)
         return ""
@@ -157,7 +159,7 @@ def flipped(rank: int, world: int, folder: str, settings: dict[str, Any], at: st
 MOMENT = f"{UP} / exp_avg_sq"
 BASE = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
 AT_REST = (
-    r"rank 1 \(\S+\): bits of {} changed between the optimizer's steps {} and {}\. Nothing of it"
+    r"rank 1 \(\S+\): bits of {} changed between the optimizer's steps {} and {}\. This state is"
 )
 FLIPS: dict[str, tuple[int, dict[str, Any], str, str]] = {
     "a weight": (2, {}, UP, AT_REST.format(UP, 2, 3)),
@@ -172,7 +174,7 @@ FLIPS: dict[str, tuple[int, dict[str, Any], str, str]] = {
     ),
     "of one replica, not looked at when it happened": (
         4, {"sharding": HALF, "every": 100}, UP,
-        rf"rank 1 \(\S+\): bits of .*{UP}.* are not those of its copies .* after step 3",
+        rf"rank 1 \(\S+\): bits of .*{UP}.* differ from the copies .* after step 3",
     ),
 }  # fmt: skip
 

@@ -185,8 +185,12 @@ def test_the_timeout_of_steps_is_beyond_the_watchdogs_and_set_on_accelerators_on
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerated)
     watch = object.__new__(watchdog._Watch)
-    watch.patience, watch.count, watch.doing = patience, 0, "start"
-    watch.code, watch.why, watch.shared = watcher.RUNS, "", bytearray(watcher.BEAT.size)
+    watch.timeout, watch.progress_count, watch.activity = patience, 0, "start"
+    watch.exit_code, watch.exit_reason, watch.shared = (
+        watcher.RUNNING,
+        "",
+        bytearray(watcher.BEAT.size),
+    )
     monkeypatch.setattr(watchdog, "_watch", watch)
     for step in range(2, 6):
         watchdog.set_activity(f"step {step}")

@@ -373,6 +373,6 @@ def test_ranks_tell_each_other_on_the_device_where_it_has_collectives(
     kind = preemption.torch.device("cuda")
     monkeypatch.setattr(accelerator, "current_accelerator", lambda: kind)
     monkeypatch.setattr(accelerator, "current_device_index", lambda: 2)
-    assert str(preemption._device()) == expected
+    assert str(preemption._agreement_device()) == expected
     monkeypatch.setattr(accelerator, "current_accelerator", lambda: None)
-    assert str(preemption._device()) == "cpu"
+    assert str(preemption._agreement_device()) == "cpu"

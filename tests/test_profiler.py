@@ -153,11 +153,11 @@ def test_a_run_profiles_steps_whose_times_count_for_no_rate(
 
 def test_a_profile_may_begin_with_the_first_step(tmp_path) -> None:
     profiler = StepProfiler(tmp_path, torch.device("cpu"), 1, 1, after=0)
-    assert profiler.slows(1)
+    assert profiler.is_active(1)
     torch.ones(3).exp()
     assert profiler.end_step(1)
     assert "steps 1 to 1" in profiler.write()[0]
-    assert not profiler.slows(2)
+    assert not profiler.is_active(2)
     assert not profiler.end_step(2)
     cut = StepProfiler(tmp_path, torch.device("cpu"), 2, 9, after=0)
     cut.end_step(1)

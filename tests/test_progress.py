@@ -216,7 +216,7 @@ def test_the_mean_loss_is_that_of_all_tokens_since_the_last_line(tmp_path, capsy
         tokens_per_step=100,
         flops_per_token=1.0,
         logging_steps=3,
-        guards=Guards(BadSteps(most=3)),
+        guards=Guards(BadSteps(max_consecutive=3)),
     )
     for step, (loss, tokens) in enumerate([(6, 10), (5, 10), (4, 30), (3, 10), (2, 0), (1, 10)], 1):
         fine = torch.tensor(False)

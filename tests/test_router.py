@@ -397,7 +397,7 @@ def test_a_run_keeps_the_bias_in_checkpoints_resumes_and_exports(
     deepseek: Path, text_file: Path, tmp_path: Path
 ) -> None:
     said = pretrain(deepseek, text_file, tmp_path / "calm", 3)
-    assert "bias of experts moves by 0.01 after each step" in said
+    assert "bias of experts changes by 0.01 after each step" in said
     half = ("--train.max_steps", 2, "--checkpoint.export_at_end", False)
     pretrain(deepseek, text_file, tmp_path / "resumed", 1, *half)
     pretrain(deepseek, text_file, tmp_path / "resumed", 2)
@@ -495,15 +495,15 @@ def test_the_line_of_a_start() -> None:
     )
     assert "of each layer" in line("mixtral", {}, router_aux_loss="layer")
     off = line("mixtral", {"router_aux_loss_coef": 0.02})
-    assert "config.json does not ask for it, pooled or layer turn it on" in off
+    assert "config.json does not enable it; set pooled or layer" in off
     assert off.endswith("its coefficient is 0.02)")
     assert "no auxiliary loss" in line("mixtral", on, router_aux_loss="none")
     assert "no router_aux_loss_coef above 0" in line("mixtral", on | {"router_aux_loss_coef": 0.0})
     assert line("deepseek_v3", {}).endswith(
-        "the bias of experts stays as it is (train.router_bias_update_rate)"
+        "the bias of experts stays unchanged (train.router_bias_update_rate)"
     )
     assert line("deepseek_v3", {}, router_bias_update_rate=0.001).endswith(
-        "the bias of experts moves by 0.001 after each step (train.router_bias_update_rate)"
+        "the bias of experts changes by 0.001 after each step (train.router_bias_update_rate)"
     )
     jetmoe = {"output_router_logits": True, "aux_loss_coef": 0.03}
     assert "coefficient 0.03" in line("jetmoe", jetmoe)
@@ -524,7 +524,7 @@ def test_what_cannot_be_balanced_is_refused_by_name() -> None:
     low = tiny_model("minimax_m2").to(torch.bfloat16)
     with pytest.raises(ModelError, match="stored in bfloat16, in which small steps are lost"):
         plan_router(low, settings(**moving))
-    with pytest.raises(ConfigError, match="leaves as it is"):
+    with pytest.raises(ConfigError, match="do not change"):
         plan_router(tiny_model("deepseek_v3"), settings(LoraConfig(r=4), **moving))
     with pytest.raises(ConfigError, match=r"train\.z_loss belongs to a cross entropy"):
         PreferConfig(FinetuneModelConfig("x"), train=FinetuneTrainConfig(z_loss=0.1))
@@ -533,7 +533,7 @@ def test_what_cannot_be_balanced_is_refused_by_name() -> None:
 def test_gemma_hands_out_probabilities() -> None:
     experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
     model = tiny_model("gemma4_text", enable_moe_block=True, **experts)
-    with pytest.raises(ModelError, match="hands out probabilities, not logits"):
+    with pytest.raises(ModelError, match="returns probabilities, not logits"):
         plan_router(model, settings(router_aux_loss="pooled"))
 
 

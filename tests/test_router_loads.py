@@ -34,10 +34,10 @@ def test_loads_that_nobody_logs_are_not_counted(loss: str, monkeypatch: Any) -> 
     load = router._load
     monkeypatch.setattr(router, "_load", lambda *given: counted.append(1) or load(*given))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for router.logged in (True, False, True):
+    for router.is_next_step_logged in (True, False, True):
         counted.clear()
         stats = train_step(sharded_of(model), optimizer, [batch_of([0, 1])], router=router)
-        watched = router.logged or loss == "pooled"
+        watched = router.is_next_step_logged or loss == "pooled"
         assert (stats.balance is not None, bool(counted)) == (watched, watched)
 
 
@@ -62,7 +62,7 @@ def test_probabilities_of_experts_are_not_kept_for_the_backward() -> None:
     answers = (router_module._Answer(None, logits, 80, 8),)
     kept: list[Any] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        found = router_module._probabilities(answers, real)
+        found = router_module._sum_probabilities(answers, real)
     assert not any(t.is_floating_point() and t.shape == (80, 8) for t in kept)
     weights = torch.randn(8)
     gradients = [

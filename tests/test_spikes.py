@@ -34,7 +34,7 @@ def steps_found(losses: list[float], spikes: Spikes, norms: list[float] | None =
     return [
         i
         for i, (loss, norm) in enumerate(pairs)
-        if bool(spikes.found(torch.tensor(loss), torch.tensor(norm)))
+        if bool(spikes.is_spike(torch.tensor(loss), torch.tensor(norm)))
     ]
 
 
@@ -173,7 +173,7 @@ def test_a_resumed_run_skips_the_same_steps(tmp_path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    told = r"WARNING: step (\d+) is skipped, its loss \S+ or gradient norm \S+ is far above those b"
+    told = r"WARNING: step (\d+) is skipped: loss \S+ or gradient norm \S+ is far above p"
     on = ("--train.skip_spikes", "6")
     whole = re.findall(told, start("whole", 24, *on))
     assert len(whole) >= 3

@@ -120,8 +120,8 @@ def test_where_a_rank_is(tmp_path, code, expected) -> None:
     script.write_text(f"{code}\n")
     other = 'Thread 0x (most recent call first):\n  File "/lib/python3/q.py", line 3 in get\n'
     main = f'Current thread 0x (most recent call first):\n  File "{script}", line 1 in main\n'
-    assert watcher.place(other + main) == expected
-    assert watcher.place("") == ""
+    assert watcher.describe_position(other + main) == expected
+    assert watcher.describe_position("") == ""
 
 
 def _patient(rank: int, world: int, folder: str) -> float:
@@ -252,12 +252,12 @@ def _judge(folder: Path) -> tuple[watcher.Judge, Any]:
         with socket.create_connection(listener.getsockname()) as link:
             link.sendall(b"\n".join(lines))
             link.shutdown(socket.SHUT_WR)
-            judge.hear(listener.accept()[0])
+            judge.serve(listener.accept()[0])
 
     return judge, say
 
 
-def state(number: int, code: int = watcher.RUNS, **more: Any) -> dict[str, Any]:
+def state(number: int, code: int = watcher.RUNNING, **more: Any) -> dict[str, Any]:
     known = {"number": number, "name": f"rank {number}", "code": code, "why": "", "gone": ""}
     return known | {"doing": "start", "idle": 0.0, "patience": 1.0, "stacks": None} | more
 
@@ -324,29 +324,29 @@ def _rank(code: int, doing: bytes = b"a save") -> watcher.Rank:
 )
 def test_bytes_that_flow_are_progress_beside_steps(monkeypatch, doing, kilobytes, works) -> None:
     """As of workers that tokenize for hours; what threads of a tracker move is none."""
-    rank, seconds = _rank(watcher.RUNS, doing), 0.0
-    monkeypatch.setattr(watcher, "bytes_moved", lambda pid: int(1e3 * kilobytes * seconds))
+    rank, seconds = _rank(watcher.RUNNING, doing), 0.0
+    monkeypatch.setattr(watcher, "count_io_bytes", lambda pid: int(1e3 * kilobytes * seconds))
     for _ in range(20):
         seconds += 2.0
-        found = rank.state(2.0)
+        found = rank.report_for_judge(2.0)
     assert found["idle"] == (0.0 if works else 40.0)
 
 
 def test_bytes_of_this_process_are_counted(tmp_path) -> None:
-    before = watcher.bytes_moved(os.getpid())
+    before = watcher.count_io_bytes(os.getpid())
     (tmp_path / "bytes").write_bytes(bytes(1 << 20))
-    assert watcher.bytes_moved(os.getpid()) - before >= 1 << 20
+    assert watcher.count_io_bytes(os.getpid()) - before >= 1 << 20
 
 
 @pytest.mark.parametrize(
     ("said", "alive", "code", "gone"),
-    [(0, False, 0, False), (watcher.RUNS, False, 1, True), (watcher.RUNS, True, -1, False)],
+    [(0, False, 0, False), (watcher.RUNNING, False, 1, True), (watcher.RUNNING, True, -1, False)],
 )
 def test_what_a_rank_says_last_is_heard(monkeypatch, said, alive, code, gone) -> None:
     """It ended well between two looks: it is not gone."""
     rank = _rank(said)
-    monkeypatch.setattr(watcher.Rank, "alive", lambda _: alive)
-    found = rank.state(1.0)
+    monkeypatch.setattr(watcher.Rank, "is_alive", lambda _: alive)
+    found = rank.report_for_judge(1.0)
     assert (found["code"], bool(found["gone"])) == (code, gone)
 
 

@@ -81,7 +81,7 @@ def _describe_optimizer(state: TrainState) -> dict[str, Any] | None:
         "class": type(state.optimizer).__name__,
         "tensors": {dimensions: sorted(parts) for dimensions, parts in tensors.items()},
         "scalars": scalars,
-        "without": [n for n in state.trained() if not with_state.get(n)],
+        "without": [n for n in state.trained_parameters() if not with_state.get(n)],
     }
 
 
@@ -148,7 +148,7 @@ def allocate_optimizer_state(
             f"{checkpoint} holds the optimizer state of {before['class']}, which {kind} cannot go "
             "on with; use that one, or another output_dir"
         )
-    parameters = state.trained()
+    parameters = state.trained_parameters()
     own: Any = getattr(state.optimizer, "init_state", None)
     first = {name: own(p) if own else {} for name, p in parameters.items()}
     moments: dict[str, Tensors] = {n: {} for n in parameters}

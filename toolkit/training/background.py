@@ -1,4 +1,4 @@
-"""Work that goes on behind the loop: one piece at a time, and its failure is not lost."""
+"""Work in the background of the loop: one task at a time, whose failure is not lost."""
 
 import atexit
 import concurrent.futures
@@ -15,27 +15,37 @@ _current: tuple[str, Future[object]] | None = None
 
 
 def start(name: str, work: Callable[[], object]) -> None:
-    """Run `work` behind the loop. What was started before is waited for first, and may raise."""
+    """Run `work` in a background thread.
+
+    Waits for the previous task first, and raises its error.
+
+    Args:
+        name: the task in messages.
+        work: the function to run.
+    """
     global _current
     wait()
     pool = device_pool(1, name)
     _current = name, pool.submit(work)
-    pool.shutdown(wait=False)  # its thread ends with this piece
+    # The thread ends with this task.
+    pool.shutdown(wait=False)
 
 
 def is_pending() -> bool:
-    """Whether something was started that nobody has waited for yet."""
+    """Return True if a task was started that nobody has waited for yet."""
     return _current is not None
 
 
 def is_running() -> bool:
-    """Whether something is in flight."""
+    """Return True if a task is running."""
     return _current is not None and not _current[1].done()
 
 
 def wait(seconds: float | None = None) -> None:
-    """Return when nothing is in flight any more, or after so many `seconds`, in which case it goes
-    on; raise what it failed with, once.
+    """Wait until the background task is done, and raise its error, once.
+
+    Args:
+        seconds: return after so many seconds even if the task is still running; None: no limit.
     """
     global _current
     if _current is None:
@@ -51,7 +61,7 @@ def wait(seconds: float | None = None) -> None:
 
 
 def _at_exit() -> None:
-    """Let a program that ends without `wait` fail where the work did."""
+    """Let a program that ends without `wait` fail if the task fails."""
     try:
         wait()
     except BaseException as error:
@@ -60,8 +70,9 @@ def _at_exit() -> None:
         os._exit(1)
 
 
-# Python lets no thread begin anything once it has waited for its threads, and does that before
-# `atexit`: a save that is not waited for until then could not finish. What is registered later, as
-# this is after the pools' own, runs first. Private to Python and the only way in; without it such a
-# save fails, and says so.
+# At its end Python waits for its threads before it runs `atexit` functions, and then lets no thread
+# start anything. So a save that is still running in `atexit` could not finish. A function
+# registered here runs before that wait; the latest registered one, which this is after those of the
+# thread pools, runs first. The function is private, and there is no other way. Without it such a
+# save fails with an error.
 getattr(threading, "_register_atexit", atexit.register)(_at_exit)

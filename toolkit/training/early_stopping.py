@@ -1,4 +1,4 @@
-"""When a run stops because its evaluations no longer get better."""
+"""Early stopping: end a run whose evaluations no longer improve."""
 
 import math
 from collections.abc import Mapping
@@ -9,82 +9,98 @@ from toolkit import ranks
 from toolkit.config.settings import CheckpointConfig, FinetuneTrainConfig
 from toolkit.errors import TrainingError
 
-KEY = "early_stopping"  # where `TrainState.extra` keeps the state
+KEY = "early_stopping"  # key of the state in `TrainState.extra`
 
 
 @dataclass
 class EarlyStopping:
-    """The best value so far, and how many evaluations in a row were not better."""
+    """Track the best value of a metric, and the evaluations since then."""
 
     metric: str
     greater_is_better: bool
-    patience: int | None  # evaluations without improvement that end the run; None: never
+    patience: int | None
+    """Number of evaluations without improvement that end the run; None: never."""
     best: float | None = None
-    waited: int = 0  # evaluations since the best
-    kept: dict[str, Any] = field(default_factory=dict)
-    """`TrainState.extra`, whose `KEY` is what a checkpoint keeps of this."""
+    evaluations_since_best: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    """`TrainState.extra`. Its entry `KEY` is kept up to date, so checkpoints contain this state."""
 
     @property
-    def stop(self) -> bool:
-        """Whether the run should end; also after a resume of a run that had ended so."""
-        return self.patience is not None and self.waited >= self.patience
+    def should_stop(self) -> bool:
+        """True if the run should end, also after the resume of a run that stopped early."""
+        return self.patience is not None and self.evaluations_since_best >= self.patience
 
     def update(self, metrics: Mapping[str, float]) -> bool:
-        """Take one evaluation, return `stop`; not finite is no better, and an empty one, which a
-        signal ended, is none. TrainingError: no metric.
+        """Record one evaluation, and return `should_stop`.
+
+        A value that is not finite is no improvement. Empty metrics, of an evaluation that a signal
+        ended, are ignored.
+
+        Raises:
+            TrainingError: the evaluation does not have the metric.
         """
         if self.patience is None or not metrics:
-            return self.stop
+            return self.should_stop
         if self.metric not in metrics:
-            known = ", ".join(sorted(metrics)) or "none"
+            available = ", ".join(sorted(metrics)) or "none"
             error = TrainingError(
-                f"expected the metric {self.metric} (checkpoint.metric_for_best_model) to stop "
-                f"early by, the evaluation has {known}"
+                "early stopping expects the metric "
+                f"{self.metric} (checkpoint.metric_for_best_model), the evaluation has {available}"
             )
             raise ranks.mark_collective(error)
         value = float(metrics[self.metric])
         sign = 1 if self.greater_is_better else -1
-        better = self.best is None or sign * (value - self.best) > 0
-        if math.isfinite(value) and better:
-            self.best, self.waited = value, 0
+        is_better = self.best is None or sign * (value - self.best) > 0
+        if math.isfinite(value) and is_better:
+            self.best, self.evaluations_since_best = value, 0
         else:
-            self.waited += 1
-        self.kept[KEY] = self.state_dict()
-        return self.stop
+            self.evaluations_since_best += 1
+        self.extra[KEY] = self.state_dict()
+        return self.should_stop
 
-    def line(self, step: int) -> str:
-        """Return what a run prints that ends here, or had ended here before, else nothing."""
-        if not self.stop:
+    def summarize(self, step: int) -> str:
+        """Format why the run ends at `step`; empty if it does not stop early."""
+        if not self.should_stop:
             return ""
         return (
             f"stopped early at step {step}: {self.metric} was not better than {self.best} in "
-            f"{self.waited} evaluation(s)"
+            f"{self.evaluations_since_best} evaluation(s)"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps under `KEY` of `TrainState.extra`, in JSON's types."""
+        """Return the state for a checkpoint as JSON values; empty if early stopping is off."""
         if self.patience is None:
             return {}
-        return {"metric": self.metric, "best": self.best, "waited": self.waited}
+        state = {"metric": self.metric, "best": self.best}
+        return state | {"waited": self.evaluations_since_best}
 
 
 def build_early_stopping(
-    train: FinetuneTrainConfig, saving: CheckpointConfig, kept: dict[str, Any]
+    train: FinetuneTrainConfig, saving: CheckpointConfig, extra: dict[str, Any]
 ) -> EarlyStopping:
-    """Return the count, continued from a checkpoint's `extra`, where it keeps itself up to date;
-    TrainingError: of another metric.
+    """Build the early stopping of a run, continued from a checkpoint.
+
+    Args:
+        train: `early_stopping_patience`.
+        saving: the metric to compare.
+        extra: `TrainState.extra` after the resume; the returned object updates it.
+
+    Raises:
+        TrainingError: the checkpoint compares another metric.
     """
-    (metric, greater), state = saving.best_metric(), kept.get(KEY, {})
+    metric, greater_is_better = saving.best_metric()
     patience = train.early_stopping_patience
-    stopping = EarlyStopping(metric, greater, patience, kept=kept)
+    state = extra.get(KEY, {})
+    stopping = EarlyStopping(metric, greater_is_better, patience, extra=extra)
     if patience is not None and state:
         if state["metric"] != metric:
             error = TrainingError(
-                f"this run stops early by {state['metric']} so far (best {state['best']}), and now "
-                f"checkpoint.metric_for_best_model asks for {metric}, which has no best value yet; "
-                "set it back, or give another output_dir"
+                f"early stopping of this run compares {state['metric']} so far (best "
+                f"{state['best']}), but checkpoint.metric_for_best_model is now {metric}, which "
+                "has no best value yet; set it back, or set another output_dir"
             )
             raise ranks.mark_collective(error)
-        stopping.best, stopping.waited = state["best"], state["waited"]
-    kept[KEY] = stopping.state_dict()
+        stopping.best = state["best"]
+        stopping.evaluations_since_best = state["waited"]
+    extra[KEY] = stopping.state_dict()
     return stopping

@@ -1,7 +1,4 @@
-"""What a run shows of itself: first lines, loss, speed and memory, a progress bar, the summary.
-
-Where and with what it was started is kept in `starts.jsonl`, a line for each start.
-"""
+"""Metrics of a run: `metrics.jsonl`, log lines, the progress bar and evaluation metrics."""
 
 import dataclasses
 import os
@@ -28,113 +25,156 @@ from toolkit.training.guards.run_guards import Guards
 from toolkit.training.loss import EvaluatedLoss
 from toolkit.training.profiler import PAUSE, StepProfiler, write_snapshot
 from toolkit.training.router import Router
-from toolkit.training.step import EvalSets, Loss, evaluate
+from toolkit.training.step import EvalSets, Loss, StepStats, evaluate
 from toolkit.training.trackers import Trackers
 
 
 @dataclasses.dataclass
 class Metrics:
-    """Collects one run's steps and writes them on the main process. The tensors of a step are read
-    only when a line is due, so that the device never waits in between.
+    """Collect the statistics of each step, and log them every `logging_steps` steps.
+
+    Every rank calls it; rank 0 writes. The tensors of a step are read only when a line is logged,
+    so the device does not wait between log lines.
     """
 
     run_dir: Path
     _: dataclasses.KW_ONLY
     device: torch.device
-    first_step: int  # steps that an earlier start has done; what it logged after them is dropped
+    first_step: int
+    """Steps that earlier starts of this run have done. Lines of later steps are dropped."""
     max_steps: int
-    tokens_before: int  # supervised tokens of those steps
-    tokens_per_step: int  # non-padding tokens of the global batch, for rates
-    flops_per_token: float  # of forward and backward; see `training_flops`
+    tokens_before: int
+    """Supervised tokens of the first `first_step` steps."""
+    tokens_per_step: int
+    """Non-padding tokens of the global batch, for rates."""
+    flops_per_token: float
+    """FLOPs of forward and backward per token; see `flops.flops_per_token`."""
     logging_steps: int
-    epochs_per_step: float | None = None  # share of the data that a step reads, where it is known
-    trackers: Trackers | None = None  # are sent each line
-    profiler: StepProfiler | None = None  # of some of the steps, whose times count for no rate
-    snapshot: Path | None = None  # file of GPU memory that is written when that has
+    epochs_per_step: float | None = None
+    """Share of an epoch that one step reads; None if the size of the data is unknown."""
+    trackers: Trackers | None = None
+    """Receive every log line."""
+    profiler: StepProfiler | None = None
+    """Profiles some of the steps. The times of these steps are excluded from rates."""
+    snapshot: Path | None = None
+    """File for the history of GPU memory, written when the profiler has finished."""
     guards: Guards = dataclasses.field(default_factory=Guards)
-    """What watches the numbers; without, the first skipped step ends the run."""
-    router: Router | None = None  # of a mixture of experts: each `Update` is given it
+    """Checks of the numbers. The default ends the run at the first skipped step."""
+    router: Router | None = None
+    """Balances the experts of a mixture; pass it to each `Update`."""
 
     def __post_init__(self) -> None:
-        self._file, self._main = self.run_dir / METRICS, ranks.rank() == 0
-        # Of steps whose tensors are not read yet; of those that are, since the last line.
+        self._file = self.run_dir / METRICS
+        self._is_main = ranks.rank() == 0
+        # (loss, terms, tokens) of steps whose tensors have not been read yet.
         self._pending = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
-        self._tokens, self._loss, self._loss_terms = self.tokens_before, 0.0, 0.0
-        # Metric -> sums and counts of the steps since the last line, on the device.
+        self._tokens = self.tokens_before
+        # Sum of the losses and number of their terms since the last log line.
+        self._loss_sum = 0.0
+        self._loss_terms = 0.0
+        # Metric -> (sums, counts) on the device since the last log line.
         self._parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._began = self._since = time.perf_counter()
-        # Since the last step; seconds and number of steps since the last line.
-        self._paused, self._seconds, self._steps = 0.0, 0.0, 0
-        self._paced: tuple[int, float] | None = None  # the first logged step, and when it ended
+        self._start_time = time.perf_counter()
+        self._last_step_time = self._start_time
+        # Seconds of pauses since the last step.
+        self._paused_seconds = 0.0
+        # Seconds and number of unprofiled steps since the last log line.
+        self._seconds = 0.0
+        self._steps = 0
+        # The first logged step and the time at which it ended.
+        self._first_logged: tuple[int, float] | None = None
         self._first_loss: float | None = None
         self._last_line: dict[str, Any] = {}
-        self._unwritten: list[dict[str, Any]] = []  # lines that the disk refused
-        if self._main:
+        # Lines that the disk refused.
+        self._unwritten: list[dict[str, Any]] = []
+        if self._is_main:
             keep_until(self._file, self.first_step)
         self._bar = tqdm(
             total=self.max_steps,
             initial=self.first_step,
             dynamic_ncols=True,
-            # None: shown in a terminal only.
-            disable=not self._main or os.environ.get("TQDM_DISABLE", "") not in ("", "0") or None,
+            # With None, tqdm shows the bar only in a terminal.
+            disable=not self._is_main
+            or os.environ.get("TQDM_DISABLE", "") not in ("", "0")
+            or None,
             bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",
         )
 
-    def step(self, step: int, stats: Any, learning_rate: float, **more: float) -> None:
-        """Take the `StepStats` of `step`; write a line where one is due, or there is `more`."""
+    def step(
+        self, step: int, stats: StepStats, learning_rate: float, **extra_metrics: float
+    ) -> None:
+        """Record the statistics of one step, and log them if this step is a logging step.
+
+        Waits for the device only if a line is logged. Collective.
+
+        Args:
+            step: number of the step, counting from 1.
+            stats: what `Update.step` returned.
+            learning_rate: the rate with which the step was done.
+            extra_metrics: further values of the line, such as those of an evaluation. With any, the
+                step is logged.
+
+        Raises:
+            TrainingError: the experts were not balanced as configured, too many steps were skipped,
+                or the state of a rank changed between steps.
+        """
         terms = stats.tokens if stats.terms is None else stats.terms
-        counted = torch.where(stats.skipped, 0, terms)
-        self._pending.append((stats.loss.masked_fill(stats.skipped, 0), counted, stats.tokens))
+        terms = torch.where(stats.skipped, 0, terms)
+        self._pending.append((stats.loss.masked_fill(stats.skipped, 0), terms, stats.tokens))
         for name, pair in stats.part_sums.items():
             sums, counts = (x.double().masked_fill(stats.skipped, 0) for x in pair)
             if name in self._parts:
                 sums, counts = sums + self._parts[name][0], counts + self._parts[name][1]
             self._parts[name] = sums, counts
-        if stats.balance is None and self.router is not None and self.router.acts:
+        if stats.balance is None and self.router is not None and self.router.changes_training:
             raise TrainingError(
                 "the experts of this step were not balanced as the settings ask: this recipe must "
-                "give metrics.router to training.Update(..., router=metrics.router)"
+                "pass metrics.router to training.Update(..., router=metrics.router)"
             )
-        self.guards.take(step, stats)
+        self.guards.record(step, stats)
         watchdog.set_activity(f"step {step + 1}")
-        slowed = self.profiler is not None and self.profiler.slows(step)
-        is_due = more or self._logs(step)
+        is_profiled = self.profiler is not None and self.profiler.is_active(step)
+        is_logged = bool(extra_metrics) or self._is_logging_step(step)
         if self.router is not None:
-            self.router.logged = self._logs(step + 1)
-        if is_due and (skipped := self.guards.bad_steps.count()):  # waits for the device
-            more["skipped"] = skipped
+            self.router.is_next_step_logged = self._is_logging_step(step + 1)
+        if is_logged and (skipped := self.guards.bad_steps.take_skipped_count()):
+            extra_metrics["skipped"] = skipped
         now = time.perf_counter()
-        if not slowed:  # a step which rates are made of
-            self._seconds += now - self._since - self._paused
+        if not is_profiled:
+            self._seconds += now - self._last_step_time - self._paused_seconds
             self._steps += 1
-        self._since, self._paused = now, 0.0
-        if is_due:
-            self._write(step, stats, learning_rate, more)
+        self._last_step_time = now
+        self._paused_seconds = 0.0
+        if is_logged:
+            self._log(step, stats, learning_rate, extra_metrics)
         self._bar.update(1)
         if self.profiler is not None and self.profiler.end_step(step):
-            with watchdog.extend_timeout("writing what was profiled"):
+            with watchdog.extend_timeout("writing the profile"):
                 ranks.log_once(*self.profiler.write())
                 if self.snapshot is not None:
                     write_snapshot(self.snapshot)
-            self._since = time.perf_counter()
+            self._last_step_time = time.perf_counter()
 
-    def _logs(self, step: int) -> bool:
-        """Return whether `step` has a line of metrics, whatever is evaluated after it."""
+    def _is_logging_step(self, step: int) -> bool:
+        """Return True if `step` is logged even without an evaluation after it."""
         return step % self.logging_steps == 0 or step in (self.first_step + 1, self.max_steps)
 
-    def _write(self, step: int, stats: Any, learning_rate: float, more: dict[str, float]) -> None:
-        line = self._line(step, stats, learning_rate) | more
+    def _log(
+        self, step: int, stats: StepStats, learning_rate: float, extra_metrics: dict[str, float]
+    ) -> None:
+        """Compose the line of a step; write, print and track it on rank 0."""
+        line = self._compose_line(step, stats, learning_rate) | extra_metrics
         self._first_loss = line["loss"] if self._first_loss is None else self._first_loss
         self._last_line |= line
-        if self._main:
+        if self._is_main:
             self._unwritten.append(line)
-            self._append()
-            self._show(line)
+            self._append_unwritten()
+            self._print(line)
             if self.trackers is not None:
                 self.trackers.log(line)
 
-    def _append(self) -> None:
-        """Write the lines that are due; those that the disk refuses wait for the next one."""
+    def _append_unwritten(self) -> None:
+        """Append the lines that are not in the file yet; if the disk refuses, keep them."""
         count = len(self._unwritten)
         try:
             append(self._file, self._unwritten)
@@ -147,86 +187,95 @@ class Metrics:
             return
         self._unwritten.clear()
         if count > 1:
-            ranks.print_line(f"note: {self._file} is written again: {count} lines, which waited")
+            ranks.print_line(
+                f"note: {self._file} can be written again; {count} waiting lines were appended"
+            )
 
     def check_finite(self, step: int) -> None:
-        """Raise a `TrainingError` where too many steps up to here were skipped, or what would be
-        saved is not finite or not what it was left as. Collective; see `Guards.before_save`.
+        """Raise a `TrainingError` if the state after `step` must not be saved.
+
+        That is the case if too many steps were skipped, if a value is NaN or infinite, or if the
+        state changed outside of the optimizer's step. Collective; see `Guards.check_before_save`.
         """
-        self.guards.before_save(step)
+        self.guards.check_before_save(step)
 
     @property
     def tokens(self) -> int:
         """Supervised tokens so far. Waits for the device."""
         if self._pending:
-            loss, counted, tokens = (
+            loss, terms, tokens = (
                 torch.stack(values).double() for values in zip(*self._pending, strict=True)
             )
-            self._loss += float(loss @ counted)
-            self._loss_terms += float(counted.sum())
+            self._loss_sum += float(loss @ terms)
+            self._loss_terms += float(terms.sum())
             self._tokens += int(tokens.sum())
             self._pending.clear()
         return self._tokens
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave what happens inside (evaluation, saving) out of the rates."""
+        """Exclude the time of the block (evaluation, saving) from the rates."""
         if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # steps under way are not part of the pause
-        begun = time.perf_counter()
+            # Steps that the device still computes are not part of the pause.
+            torch.accelerator.synchronize(self.device)
+        start = time.perf_counter()
         try:
             with record_function(PAUSE), watchdog.extend_timeout("evaluation, save or export"):
                 yield
         finally:
-            self._paused += time.perf_counter() - begun
+            self._paused_seconds += time.perf_counter() - start
 
     def close_bar(self) -> None:
-        """End the progress bar and the profiler, where they have not ended yet."""
+        """End the progress bar and the profiler, if they are still active."""
         self._bar.close()
         if self.profiler is not None:
             self.profiler.close()
 
     def close(self) -> str:
-        """End the progress bar; return the line that sums up the steps, empty without a step."""
-        if self.profiler is not None and self.profiler.open:
-            ranks.log_once(
-                "WARNING: the run ended before train.profile_steps did: there is no profile"
-            )
+        """End the progress bar; return the line that summarizes the steps, empty without a step."""
+        if self.profiler is not None and self.profiler.is_open:
+            ranks.log_once("WARNING: the run ended before train.profile_steps: there is no profile")
         self.close_bar()
         if self._unwritten:
-            self._append()
+            self._append_unwritten()
         if self._unwritten:
-            lost = f"the last {len(self._unwritten)} line(s) of {self._file} were never written"
-            ranks.print_line(f"WARNING: {lost}")
-        last, seconds = self._last_line, time.perf_counter() - self._began
+            count = len(self._unwritten)
+            ranks.print_line(
+                f"WARNING: the last {count} line(s) of {self._file} were never written"
+            )
+        last, seconds = self._last_line, time.perf_counter() - self._start_time
         if not last:
             return ""
-        more = f", {_evaluated(last)}" if "eval_loss" in last else ""
+        evaluation = f", {_format_evaluation(last)}" if "eval_loss" in last else ""
         if "eval_perplexity" in last:
-            more = f", eval perplexity {last['eval_perplexity']:.1f}"
+            evaluation = f", eval perplexity {last['eval_perplexity']:.1f}"
         return (
             f"\ndone: step {self.first_step + 1} to {last['step']} in {seconds:.0f} s, "
-            f"loss {self._first_loss:.4f} -> {last['loss']:.4f}{more}"
+            f"loss {self._first_loss:.4f} -> {last['loss']:.4f}{evaluation}"
         )
 
-    def _line(self, step: int, stats: Any, learning_rate: float) -> dict[str, Any]:
-        line: dict[str, Any] = {  # waits for the device
+    def _compose_line(self, step: int, stats: StepStats, learning_rate: float) -> dict[str, Any]:
+        """Compute the values of a log line, and reset the sums since the last line.
+
+        Waits for the device. Collective.
+        """
+        line: dict[str, Any] = {
             "step": step,
             "loss": float(stats.loss),
             "grad_norm": float(stats.grad_norm),
-            **self._part_means(),
+            **self._take_part_means(),
             "learning_rate": learning_rate,
             "tokens": self.tokens,
             "time": time.time(),
         }
-        # Of the steps since the last line that were not skipped; the tokens above brought it here.
+        # The mean over the unskipped steps since the last line. Reading `tokens` has added them up.
         if self._loss_terms:
-            line["mean_loss"] = self._loss / self._loss_terms
-        self._loss = self._loss_terms = 0.0
+            line["mean_loss"] = self._loss_sum / self._loss_terms
+        self._loss_sum = self._loss_terms = 0.0
         if self.epochs_per_step is not None:
             line["epoch"] = step * self.epochs_per_step
         on_gpu = self.device.type == "cuda"
-        most = torch.cuda.max_memory_allocated(self.device) if on_gpu else peak_host_memory()
+        peak_bytes = torch.cuda.max_memory_allocated(self.device) if on_gpu else peak_host_memory()
         if self._steps:
             step_time = max(1e-9, self._seconds) / self._steps
             rate = self.tokens_per_step / step_time
@@ -234,14 +283,15 @@ class Metrics:
             if on_gpu and (peak := find_peak_flops(torch.cuda.get_device_name(self.device))):
                 line["mfu"] = rate * self.flops_per_token / (peak * ranks.world_size())
         if stats.balance is not None:
-            line |= stats.balance.line()
-        line |= self.guards.line(step, max(1, self._steps))
+            line |= stats.balance.metrics()
+        line |= self.guards.compute_metrics(step, max(1, self._steps))
         self._seconds, self._steps = 0.0, 0
-        return line | {"memory_peak_bytes": most}
+        return line | {"memory_peak_bytes": peak_bytes}
 
-    def _part_means(self) -> dict[str, float]:
-        """Return the mean of each metric of the loss over the steps since the last line, without
-        skipped steps; metrics without a term are omitted. Waits for the device.
+    def _take_part_means(self) -> dict[str, float]:
+        """Compute the mean of each metric of the loss over the steps since the last line.
+
+        Skipped steps do not count, metrics without a term are omitted. Waits for the device.
         """
         pairs, self._parts = self._parts, {}
         if not pairs:
@@ -252,50 +302,54 @@ class Metrics:
         values = torch.stack(means).tolist()
         return {n: mean for n, (mean, count) in zip(pairs, values, strict=True) if count}
 
-    def _show(self, line: dict[str, Any]) -> None:
-        """Print a line above the progress bar, which shows what the line begins with."""
-        step, loss, now = line["step"], f"loss {line['loss']:.4f}", time.perf_counter()
-        shown = loss
+    def _print(self, line: dict[str, Any]) -> None:
+        """Print a log line above the progress bar, and its first values in the bar."""
+        step, now = line["step"], time.perf_counter()
+        loss = f"loss {line['loss']:.4f}"
+        loss_and_mean = loss
         if self.logging_steps > 1 and "mean_loss" in line:
-            shown += f" (mean {line['mean_loss']:.4f})"
+            loss_and_mean += f" (mean {line['mean_loss']:.4f})"
         rate = line.get("tokens_per_second")
         speed = "profiled" if rate is None else f"{rate:,.0f} tok/s"
         speed += f"  mfu {line['mfu']:.1%}" if "mfu" in line else ""
         memory = size_text(line["memory_peak_bytes"])
         head = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
-        text = "".join(f"  {said}" for said in _measures(line, ""))
+        values = "".join(f"  {text}" for text in _format_metrics(line, ""))
         if "eval_loss" in line:
-            text += f"  {_evaluated(line)}"
-        text += f"  grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}"
-        whole = f"{head}  {shown}  {speed}{text}  {memory}"
+            values += f"  {_format_evaluation(line)}"
+        values += f"  grad_norm {line['grad_norm']:.3f}  lr {line['learning_rate']:.2e}"
         # A narrow terminal shows as much as fits on one line; metrics.jsonl has everything.
-        evaluated = f"  eval_loss {line['eval_loss']:.4f}" if "eval_loss" in line else ""
-        shorter = (
-            f"{head}  {loss}  {speed}{text}",
-            f"{head}  {loss}{text}",
-            f"{head}  {loss}  {speed}{evaluated}",
-            f"{head}  {loss}{evaluated}",
+        evaluation = f"  eval_loss {line['eval_loss']:.4f}" if "eval_loss" in line else ""
+        candidates = (
+            f"{head}  {loss_and_mean}  {speed}{values}  {memory}",
+            f"{head}  {loss}  {speed}{values}",
+            f"{head}  {loss}{values}",
+            f"{head}  {loss}  {speed}{evaluation}",
+            f"{head}  {loss}{evaluation}",
         )
-        room = len("  eta 00:00:00") * (self._paced is not None and self._bar.disable is True)
-        fitting = (some for some in (whole, *shorter) if ranks.fits_terminal(some + " " * room))
-        text = next(fitting, shorter[-1])
-        if self._paced is None:  # the first step compiles, and says nothing of those to come
-            self._paced = step, now
+        shows_eta = self._first_logged is not None and self._bar.disable is True
+        eta_width = len("  eta 00:00:00") * shows_eta
+        fitting = (text for text in candidates if ranks.fits_terminal(text + " " * eta_width))
+        text = next(fitting, candidates[-1])
+        if self._first_logged is None:
+            # The first step compiles, so its time does not predict that of the others.
+            self._first_logged = step, now
         elif self._bar.disable:
-            left = (self.max_steps - step) * (now - self._paced[1]) / (step - self._paced[0])
-            text += f"  eta {tqdm.format_interval(left)}"
+            first_step, first_time = self._first_logged
+            seconds = (self.max_steps - step) * (now - first_time) / (step - first_step)
+            text += f"  eta {tqdm.format_interval(seconds)}"
         ranks.print_line(text)
         self._bar.set_postfix_str(f"{loss}  {speed}  {memory}")
 
 
-def _evaluated(line: dict[str, Any]) -> str:
-    """Return what is shown of an evaluation: its loss, then what there is of other measures."""
-    more = _measures(line, "eval_")
-    return f"eval_loss {line['eval_loss']:.4f}" + (f" ({', '.join(more)})" if more else "")
+def _format_evaluation(line: dict[str, Any]) -> str:
+    """Format the evaluation loss of a log line, followed by the other evaluation metrics."""
+    metrics = _format_metrics(line, "eval_")
+    return f"eval_loss {line['eval_loss']:.4f}" + (f" ({', '.join(metrics)})" if metrics else "")
 
 
-def _measures(line: dict[str, Any], prefix: str) -> list[str]:
-    """Return what a line has beside a loss, as it is shown."""
+def _format_metrics(line: dict[str, Any], prefix: str) -> list[str]:
+    """Format the metrics that a log line has under `prefix`, without the loss."""
     return [
         f"{metric.name} {line[prefix + metric.name]:{metric.format_spec}}"
         for metric in shown_metrics()
@@ -308,16 +362,20 @@ def evaluate_metrics(
     sources: EvalSets,
     objective: EvaluatedLoss | Loss | None = None,
 ) -> dict[str, float]:
-    """Evaluate, and return the metrics by the names that they have in a metrics line.
+    """Evaluate the model, and return the metrics under their names in `metrics.jsonl`.
+
+    Collective; waits for the device.
 
     Args:
-        objective: the objective of the run, or a loss alone, which has no perplexity; None: the
+        sharded: the sharded model.
+        sources: name of an evaluation set -> its batches.
+        objective: the objective of the run, or only a loss, which has no perplexity. None: the
             cross entropy of tokens.
 
     Returns:
         `eval_loss`, `eval_perplexity` and `eval_` before each part of the loss, such as
         `eval_accuracy`; with several sources also `eval_NAME_loss` and so on of each. Empty if a
-        signal ended the evaluation. Collective; waits for the device.
+        signal ended the evaluation.
     """
     loss: Loss | None
     if isinstance(objective, EvaluatedLoss):
@@ -327,27 +385,22 @@ def evaluate_metrics(
     if preemption.is_stopping():
         return {}
     until_stop = {name: preemption.until_stop(batches) for name, batches in sources.items()}
-    total, found = evaluate(sharded, until_stop, loss)
+    total, by_source = evaluate(sharded, until_stop, loss)
     if preemption.is_stopping():
         return {}
-    named = {"eval": total}
-    if len(found) > 1:
-        named |= {f"eval_{name}": one for name, one in found.items()}
-    losses = {f"{name}_loss": float(one.loss) for name, one in named.items()}
-    # In double, since a loss above 88 is infinite in float32; above 709 it is there too.
-    exp = {
-        f"{name}_perplexity": float(one.loss.double().exp())
-        for name, one in named.items()
-        if PERPLEXITY in metrics
-    }
-    # A metric without a term has no mean, as the reward of a label that no row has.
-    return (
-        losses
-        | exp
-        | {
-            f"{name}_{part}": float(mean)
-            for name, one in named.items()
-            for part, mean in one.parts.items()
-            if int(one.part_counts[part])
+    stats = {"eval": total}
+    if len(by_source) > 1:
+        stats |= {f"eval_{name}": source_stats for name, source_stats in by_source.items()}
+    values = {f"{prefix}_loss": float(s.loss) for prefix, s in stats.items()}
+    if PERPLEXITY in metrics:
+        # In double, since exp of a loss above 88 is infinite in float32 (in double: above 709).
+        values |= {
+            f"{prefix}_perplexity": float(s.loss.double().exp()) for prefix, s in stats.items()
         }
-    )
+    # A metric without a term has no mean, such as the reward of a label that no row has.
+    return values | {
+        f"{prefix}_{part}": float(mean)
+        for prefix, s in stats.items()
+        for part, mean in s.parts.items()
+        if int(s.part_counts[part])
+    }

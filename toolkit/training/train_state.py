@@ -1,4 +1,4 @@
-"""The state of a run, which steps change, guards watch and checkpoints keep."""
+"""The state of a run: changed by steps, checked by guards, kept in checkpoints."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -13,61 +13,69 @@ from toolkit.errors import TrainingError
 
 @dataclass
 class Saves:
-    """What one save of a run leaves for the next; no checkpoint keeps it."""
+    """Information that one save of a run leaves for the next save; not part of a checkpoint."""
 
     behind: bool | None = None
-    """Whether the loop goes on while `async_save: auto` writes; None before the first save."""
+    """With `async_save: auto`, True if the loop continues while a checkpoint is written. None
+    before the first save."""
     failed: list[str] = field(default_factory=list)
-    """Paths of the saves that failed by the disk since the last success."""
+    """Paths of the saves that failed because of the disk, since the last one that succeeded."""
     room: dict[Any, torch.Tensor] = field(default_factory=dict)
-    """Copies of tensors. Filling fresh pages, let alone pinning them, takes longer than the copy,
-    so the next save uses them again."""
+    """Buffers for copies of tensors. Filling new pages, let alone pinning them, takes longer than
+    the copy, so the next save uses the same buffers."""
     written: Any = None
-    """The chunks that the ranks wrote (`checkpoint.shards`)."""
+    """Chunks that each rank wrote in the last save (`checkpoint.shards`)."""
 
 
 @dataclass(frozen=True)
 class StateFile:
-    """A file that every checkpoint of a run holds as it is."""
+    """A file that every checkpoint of a run contains unchanged."""
 
     content: bytes = field(repr=False)
     sha256: str
-    """Of the content as it was made: each save compares what it wrote."""
+    """Digest of the content when it was created. Each save compares it with the written file."""
 
     @classmethod
     def of(cls, content: bytes) -> "StateFile":
-        """Return the file that holds `content`."""
+        """Create the file with its digest from `content`."""
         return cls(content, hashlib.sha256(content).hexdigest())
 
 
 @dataclass
 class TrainState:
-    """Everything a run needs to go on as if nothing had happened."""
+    """Everything that a run needs to continue as if it had not been interrupted."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     scheduler: LRScheduler | None = None
     data: Any = None
-    """Position in the data: anything with `state_dict()`, which every rank calls, and
-    `load_state_dict()` of JSON values."""
-    step: int = 0  # optimizer steps done
-    tokens: int = 0  # supervised tokens seen
+    """Position in the data: any object with `state_dict()`, which every rank calls, and
+    `load_state_dict()`, both of JSON values."""
+    step: int = 0
+    """Number of optimizer steps done."""
+    tokens: int = 0
+    """Number of supervised tokens trained on."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the evaluation at this step, by which `keep_best` compares; empty where there was none."""
-    extra: dict[str, Any] = field(default_factory=dict)  # any other JSON; `resume` updates it
+    """Metrics of the evaluation at this step, compared by `keep_best`; empty without one."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further JSON values. `resume` updates them from the checkpoint."""
     files: dict[str, StateFile] = field(default_factory=dict, repr=False)
-    """Name -> a file that is part of each checkpoint; those of rank 0 are saved."""
+    """Name -> a file that is part of each checkpoint. The files of rank 0 are saved."""
     saves: Saves = field(default_factory=Saves, repr=False)
 
     @property
     def required_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; TrainingError where the state has none, as one that is only exported."""
+        """The optimizer.
+
+        Raises:
+            TrainingError: the state has none, because it is only loaded for an export.
+        """
         if self.optimizer is None:
-            raise TrainingError("this state has no optimizer; give TrainState one to train it")
+            raise TrainingError("this state has no optimizer; pass one to TrainState to train")
         return self.optimizer
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the optimizer has, by name."""
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the optimizer, by name."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        held = {id(p) for group in groups for p in group["params"]}
-        return {n: p for n, p in self.model.named_parameters() if id(p) in held}
+        trained_ids = {id(p) for group in groups for p in group["params"]}
+        return {n: p for n, p in self.model.named_parameters() if id(p) in trained_ids}

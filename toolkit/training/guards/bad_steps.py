@@ -26,156 +26,177 @@ from toolkit.errors import TrainingError
 from toolkit.formats import local_tensor
 from toolkit.training.train_state import TrainState
 
-SPIKES = "spikes"  # where `TrainState.extra` keeps the window
-_NORMAL = 1.4826  # standard deviations of normal values in a median absolute deviation
-_WINDOW = 128  # steps, about as many as a level takes to become the normal one
-_LEAST = ((0.01,), (0.1,))  # of the median of losses, and of norms: the least deviation taken
-_NAMED = 12  # samples of a step
+SPIKES = "spikes"  # key of the window in `TrainState.extra`
+# The standard deviation of normally distributed values, in median absolute deviations.
+_MAD_TO_SIGMA = 1.4826
+_WINDOW = 128  # steps; a new level becomes the normal one within about as many
+# The smallest deviation, as a share of the median loss and of the median gradient norm.
+_MIN_DEVIATIONS = ((0.01,), (0.1,))
+_MAX_LISTED_SAMPLES = 12
 
 
 @dataclass
 class BadSteps:
-    """The skipped steps of a start."""
+    """Count the skipped steps since this start, report them, and end the run after too many."""
 
-    most: int = 0  # of them may follow each other; the next one ends the run
-    samples: Callable[[int], Sequence[str]] | None = None
-    """Step -> the samples that this rank reads in it, in words."""
-    state: TrainState | None = None  # whose values are looked at before they are saved
+    max_consecutive: int = 0
+    """So many skipped steps may follow each other; the next one ends the run."""
+    describe_samples: Callable[[int], Sequence[str]] | None = None
+    """Maps a step to descriptions of the samples that this rank reads in it."""
+    state: TrainState | None = None
+    """Its values are checked before they are saved."""
 
     def __post_init__(self) -> None:
         self._unread = list[tuple[int, torch.Tensor]]()
-        self._streak = self._count = 0
+        self._consecutive = 0
+        self._skipped = 0
 
-    def take(self, step: int, stats: Any) -> None:
-        """Take the `StepStats` of `step`, without waiting for them."""
+    def record(self, step: int, stats: Any) -> None:
+        """Keep the `StepStats` of `step` until `read`, without waiting for the device."""
         spike = torch.zeros_like(stats.skipped) if stats.spike is None else stats.spike
         values = (stats.skipped, stats.bad_here, spike, stats.loss, stats.grad_norm)
         self._unread.append((step, torch.stack([value.float() for value in values])))
 
-    def count(self) -> int:
-        """Return how many steps were skipped since the last call; see `read`."""
+    def take_skipped_count(self) -> int:
+        """Return the number of steps skipped since the last call. Collective; see `read`."""
         self.read()
-        found, self._count = self._count, 0
-        return found
+        count, self._skipped = self._skipped, 0
+        return count
 
     def read(self) -> None:
-        """Tell of the steps since the last call that were skipped. Collective, and waits for the
-        device. TrainingError: too many followed each other.
+        """Warn of each recorded step that was skipped. Collective, waits for the device.
+
+        Raises:
+            TrainingError: more than `max_consecutive` skipped steps followed each other.
         """
         if not self._unread:
             return
         steps, values = zip(*self._unread, strict=True)
         self._unread = []
-        for step, told in zip(steps, torch.stack(values).tolist(), strict=True):
-            skipped, here, spike, loss, grad_norm = told
-            self._streak = self._streak + 1 if skipped else 0
+        for step, row in zip(steps, torch.stack(values).tolist(), strict=True):
+            skipped, bad_here, spike, loss, grad_norm = row
+            self._consecutive = self._consecutive + 1 if skipped else 0
             if not skipped:
                 continue
-            self._count += 1
-            far = f"loss {loss:.4g} or gradient norm {grad_norm:.4g} is far above those before"
-            said = self._describe(step, bool(here), far if spike else "")
-            if self._streak > self.most:
-                self._stop(step, said)
-            ranks.log_once(f"WARNING: step {step} is skipped, its {said}")
+            self._skipped += 1
+            spike_text = (
+                f"loss {loss:.4g} or gradient norm {grad_norm:.4g} is far above previous steps"
+            )
+            cause = self._describe_cause(step, bool(bad_here), spike_text if spike else "")
+            if self._consecutive > self.max_consecutive:
+                self._end_run(step, cause)
+            ranks.log_once(f"WARNING: step {step} is skipped: {cause}")
 
     def check_values(self, step: int) -> None:
-        """Raise a `TrainingError` where a trained weight or the optimizer's state is not finite
-        after `step`, so that it is not saved. Collective; reads this rank's bytes of them once.
+        """Raise a `TrainingError` if weights or optimizer state are not finite after `step`.
+
+        So they are not saved. Collective; reads all bytes of this rank's shards once.
         """
-        bad = [] if self.state is None else _not_finite(self.state)
-        if not any(ranks.any_over_ranks([bool(bad)])):
+        bad_names = [] if self.state is None else _find_not_finite(self.state)
+        if not any(ranks.any_over_ranks([bool(bad_names)])):
             return
-        said = ranks.gather(bad[:3])
-        named = "; ".join(f"rank {r}: {', '.join(b)}" for r, b in enumerate(said) if b)
+        by_rank = ranks.gather(bad_names[:3])
+        tensors = "; ".join(f"rank {r}: {', '.join(b)}" for r, b in enumerate(by_rank) if b)
         raise ranks.mark_collective(
             TrainingError(
-                f"after step {step} values are NaN or infinite ({named}); they are not saved. The "
-                "newest checkpoint is from before; lower optim.learning_rate before going on from "
-                "it"
+                f"after step {step} values are NaN or infinite ({tensors}); they are not saved. "
+                "The newest checkpoint is from before; lower optim.learning_rate before you resume "
+                "from it"
             )
         )
 
-    def _describe(self, step: int, here: bool, spike: str) -> str:
-        """Return what was wrong, where, with which samples. Collective."""
-        told = ranks.gather((here, list(self.samples(step)) if self.samples else []))
-        losses = [rank for rank, (bad, _) in enumerate(told) if bad]
-        what = f"loss on rank {', '.join(map(str, losses))}" if losses else "gradient"
-        names = [name for rank in losses or range(len(told)) for name in told[rank][1]]
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        samples = f"; samples: {', '.join(names[:_NAMED])}{more}" if names else ""
-        return (spike or f"{what} is NaN or infinite") + samples
+    def _describe_cause(self, step: int, bad_here: bool, spike_text: str) -> str:
+        """Describe why a step was skipped, on which ranks, with which samples. Collective."""
+        samples = list(self.describe_samples(step)) if self.describe_samples else []
+        by_rank = ranks.gather((bad_here, samples))
+        bad_ranks = [rank for rank, (is_bad, _) in enumerate(by_rank) if is_bad]
+        source = f"loss on rank {', '.join(map(str, bad_ranks))}" if bad_ranks else "gradient"
+        names = [name for rank in bad_ranks or range(len(by_rank)) for name in by_rank[rank][1]]
+        hidden = len(names) - _MAX_LISTED_SAMPLES
+        more = f" and {hidden} more" if hidden > 0 else ""
+        listing = f"; samples: {', '.join(names[:_MAX_LISTED_SAMPLES])}{more}" if names else ""
+        return (spike_text or f"{source} is NaN or infinite") + listing
 
-    def _stop(self, step: int, said: str) -> None:
-        row = f"{self._streak} step(s) in a row, up to {step}," if self.most else f"step {step}"
+    def _end_run(self, step: int, cause: str) -> None:
+        steps = f"step {step}"
+        if self.max_consecutive:
+            steps = f"{self._consecutive} step(s) in a row, up to {step},"
         raise ranks.mark_collective(
             TrainingError(
-                f"{row} had no finite loss and gradient, or a spike (train.max_bad_steps: "
-                f"{self.most}); the last: {said}. Nothing was changed by them, and nothing was "
-                "saved since. Lower optim.learning_rate, raise optim.warmup_steps, or look at "
-                "these samples"
+                f"{steps} had no finite loss and gradient, or a spike (train.max_bad_steps: "
+                f"{self.max_consecutive}); the last: {cause}. These steps changed nothing, and "
+                "nothing was saved since. Lower optim.learning_rate, raise optim.warmup_steps, or "
+                "look at these samples"
             )
         )
 
 
 @torch.no_grad()
-def _not_finite(state: TrainState) -> list[str]:
-    """Return the names of this rank's tensors with a value that is NaN or infinite."""
-    trained = state.trained()
-    found: dict[str, torch.Tensor] = dict(trained)
+def _find_not_finite(state: TrainState) -> list[str]:
+    """List the names of this rank's tensors that hold a NaN or an infinite value."""
+    trained = state.trained_parameters()
+    tensors: dict[str, torch.Tensor] = dict(trained)
     for name, parameter in trained.items():
         values = state.required_optimizer.state.get(parameter, {})
-        found |= {f"{key} of {name}": v for key, v in values.items() if torch.is_tensor(v)}
-    local = {name: local_tensor(t) for name, t in found.items() if t.is_floating_point()}
+        tensors |= {f"{key} of {name}": v for key, v in values.items() if torch.is_tensor(v)}
+    local = {name: local_tensor(t) for name, t in tensors.items() if t.is_floating_point()}
     local = {name: t for name, t in local.items() if t.numel()}
-    # The largest of the absolute values is NaN where one is.
+    # The largest absolute value is NaN if any value is.
     largest = [torch.linalg.vector_norm(t, torch.inf).float() for t in local.values()]
     if not largest:
         return []
-    together = torch.stack([t.to(largest[0].device) for t in largest])  # one wait
-    return [n for n, fine in zip(local, together.isfinite().tolist(), strict=True) if not fine]
+    # Stacked on one device, so that the host waits once.
+    stacked = torch.stack([t.to(largest[0].device) for t in largest])
+    return [n for n, finite in zip(local, stacked.isfinite().tolist(), strict=True) if not finite]
 
 
 class Spikes:
-    """The loss and gradient norm of the last `window` finite steps, and what is far above them.
+    """Find steps whose loss or gradient norm is far above those of the last steps.
 
     Args:
-        deviations: above the median that are a spike.
-        device: on which losses and norms are.
-        kept: the window of a checkpoint, as `state_dict` returned it; empty: none.
+        deviations: distance above the median, in deviations, from which a value is a spike.
+        device: the device of losses and norms.
+        saved_window: the window of a checkpoint, as returned by `state_dict`; empty for none.
+        window: number of finite steps that are remembered.
     """
 
     def __init__(
         self,
         deviations: float,
         device: torch.device,
-        kept: dict[str, Any],
+        saved_window: dict[str, Any],
         *,
         window: int = _WINDOW,
     ) -> None:
         self._deviations = deviations
-        rows = [kept.get(name, [])[-window:] for name in ("loss", "grad_norm")]
+        rows = [saved_window.get(name, [])[-window:] for name in ("loss", "grad_norm")]
         values = [[float("nan")] * (window - len(row)) + row for row in rows]
         self._values = torch.tensor(values, dtype=torch.float32).to(device)  # oldest first
-        self._least = torch.tensor(_LEAST, device=device)
+        self._min_deviations = torch.tensor(_MIN_DEVIATIONS, device=device)
 
     @torch.no_grad()
-    def found(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Return whether a step of this loss and norm is a spike, 0-d bool; take both into the
-        window, where they are finite. Does not wait.
+    def is_spike(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Decide if a step with this loss and gradient norm is a spike.
+
+        Both values enter the window if they are finite. Does not wait for the device.
+
+        Returns:
+            A 0-d bool tensor, the same on all ranks.
         """
         now = torch.stack([loss, grad_norm]).float()[:, None]
-        middle = self._middle(self._values)
-        deviation = _NORMAL * self._middle((self._values - middle).abs())
-        limit = middle + self._deviations * deviation.maximum(self._least * middle.abs())
-        # Above NaN is nothing: the window is not full then.
+        median = self._median(self._values)
+        deviation = _MAD_TO_SIGMA * self._median((self._values - median).abs())
+        deviation = deviation.maximum(self._min_deviations * median.abs())
+        limit = median + self._deviations * deviation
+        # While the window is not full it holds NaN, and no value is above NaN.
         above = (now > limit).any() & self._values.isfinite().all()
         finite = now.isfinite().all()
         self._values = torch.where(finite, torch.cat([self._values[:, 1:], now], 1), self._values)
         return above & finite
 
     @staticmethod
-    def _middle(values: torch.Tensor) -> torch.Tensor:
-        # By sorting: torch's median on CUDA is refused under train.deterministic.
+    def _median(values: torch.Tensor) -> torch.Tensor:
+        # By sorting, since torch refuses its median on CUDA under train.deterministic.
         return values.sort(dim=1).values[:, values.shape[1] // 2, None]
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""A run that is asked to end by a signal saves a checkpoint first: preemption, time limits, Ctrl-C.
+"""End a run after a signal, with a checkpoint: preemption, time limits, Ctrl-C.
 
-A scheduler sends SIGTERM (or what it is told to, such as SIGUSR1) some time before it kills. In the
-loop the signal is only noted: ranks agree on the step to stop after, since one rank that leaves
-alone leaves the others waiting. Elsewhere (start, load, the last export) nothing would be gained by
-going on: what the run has is on the disk, and the process leaves at once.
+A scheduler sends SIGTERM (or another signal, such as SIGUSR1) some time before it kills the run. In
+the loop the signal is only recorded: ranks agree on the step after which to stop, since a rank that
+leaves alone would let the others wait. Elsewhere (start, load, the last export) the process leaves
+at once: all results are on the disk, so continuing would gain nothing.
 
-Torch's agent starts ranks that ended again (`--max_restarts`), and asks nobody whether they were
-asked to end: the first rank to leave by a signal tells it to end, too.
+Torch's agent restarts ranks that ended (`--max_restarts`), even if they were asked to end. So the
+first rank that leaves because of a signal also ends the agent.
 
-Agreement costs one all-reduce of one number a step, on the device where that has collectives of
-its own (a ring of a thousand hosts over TCP takes a tenth of a second), behind the next step: its
-result is read a step later, so that nobody waits for it. A signal ends the run after the step that
-follows the one it came in.
+The agreement costs one all-reduce of one number per step. It runs on the accelerator if that has
+collectives (over TCP, a ring of a thousand hosts takes a tenth of a second), during the next step.
+Its result is read one step later, so nobody waits for it. A signal ends the run after the step that
+follows the one in which it arrived.
 """
 
 import ctypes
@@ -36,30 +36,41 @@ from toolkit.training.guards import watchdog
 T = TypeVar("T")
 
 EXIT_CODE = EXIT_CODE_PREEMPTED
-MARK = "preempted"  # `ranks.post_notice` by a rank that leaves by a signal
-_SAME = 2.0  # seconds in which a signal that comes again, as from terminal and launcher, is one
-_PR_SET_PDEATHSIG = 1  # prctl(2): a signal when the parent ends
+MARK = "preempted"  # notice of a rank that leaves because of a signal; see `ranks.post_notice`
+# A repeated signal within so many seconds is the same one, sent by both terminal and launcher.
+_REPEAT_SECONDS = 2.0
+_PR_SET_PDEATHSIG = 1  # prctl(2): send a signal when the parent ends
 _LAUNCHER = os.getppid()
 
 
 class Preempted(BaseException):
-    """The run ends by a signal, and can go on. No Exception: nothing below may handle it."""
+    """A signal ends the run, which can be resumed.
+
+    Not an Exception, so that no handler on the way catches it.
+    """
 
 
 class _SignalState:
-    """What this process knows of signals; `listening` makes it anew."""
+    """The signals that this process has received; `listen_for_signals` resets it."""
 
     def __init__(self, grace: float = 0.0) -> None:
-        self.grace, self.process = grace, os.getpid()
-        self.signal: int | None = None  # the first that came
-        self.since = 0.0
-        self.in_loop = self.agreed = self.leaving = False
-        self.raised = False  # `Preempted`, where the signal came
-        # Of the last step's all-reduce: what waits for it, and its result on the host.
+        self.grace = grace
+        self.process = os.getpid()
+        # The first signal, and when it arrived.
+        self.signal: int | None = None
+        self.signal_time = 0.0
+        self.in_loop = False
+        self.is_agreed = False
+        self.is_leaving = False
+        # True if the signal handler has raised `Preempted`.
+        self.has_raised = False
+        # The all-reduce of the last step: a function that waits for it, and its result.
         self.pending: tuple[Callable[[], object], torch.Tensor] | None = None
-        self.timer: threading.Timer | None = None  # ends the process when the grace is over
+        # Ends the process when the grace period is over.
+        self.timer: threading.Timer | None = None
 
     def stop_timer(self) -> None:
+        """Cancel the end of the process after the grace period."""
         if self.timer is not None:
             self.timer.cancel()
 
@@ -69,63 +80,72 @@ _state = _SignalState()
 
 @contextmanager
 def listen_for_signals(signals: Sequence[str], grace: float) -> Iterator[None]:
-    """Take `signals` for this process until the end of the block.
+    """Handle signals in the block, so that they end the run with `Preempted`.
 
-    The first ends the run with `Preempted`: at once outside of the loop, in it after a checkpoint,
-    for which there are `grace` seconds. A second one, at least 2 s later, ends the process with the
-    exit code 128 + its number. A process whose launcher dies takes that for SIGTERM. In a launched
-    process the `signals` are ignored after the block, however it ended: so does the process, with
-    an exit code that a signal, which the launcher sends to all, must not replace.
+    The first signal ends the run: outside of the loop at once, in the loop after a checkpoint, for
+    which there are `grace` seconds. A second signal, at least 2 s later, ends the process with the
+    exit code 128 + its number. If the launcher dies, that counts as SIGTERM. In a launched process
+    the signals are ignored after the block: the process ends, and a signal that the launcher sends
+    to all processes must not replace its exit code.
+
+    Args:
+        signals: names of signals, such as SIGTERM.
+        grace: seconds for the checkpoint.
     """
     global _state
     _state = _SignalState(grace)
-    launched = "RANK" in os.environ  # else a notebook, say, which goes on
-    if threading.current_thread() is not threading.main_thread():  # only there can Python listen
+    # A program without a launcher, such as a notebook, may continue after the block.
+    is_launched = "RANK" in os.environ
+    # Python handles signals only in the main thread.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {name: signal.signal(getattr(signal, name), _receive) for name in signals}
+    handlers = {name: signal.signal(getattr(signal, name), _handle_signal) for name in signals}
     if "SIGTERM" in signals:
         _follow_launcher()
     try:
         yield
     except BaseException as error:
-        # Code in C that was calling Python may make an error of its own of what a signal raised.
-        if not (isinstance(error, Preempted) or _state.raised):
+        # C code that calls Python may turn the exception of a signal into another one.
+        if not (isinstance(error, Preempted) or _state.has_raised):
             raise
-        ranks.post_notice(MARK)  # for those that got no signal, and lose this rank
+        # For ranks that received no signal, and will lose this rank.
+        ranks.post_notice(MARK)
         raise Preempted from error
     finally:
-        leaving = _state.signal is not None or _state.agreed  # what now comes is the launcher's
-        for name, handler in before.items():
-            ignored = launched or leaving
-            signal.signal(getattr(signal, name), signal.SIG_IGN if ignored else handler)
+        # Signals that arrive from now on come from the launcher.
+        is_leaving = _state.signal is not None or _state.is_agreed
+        for name, handler in handlers.items():
+            is_ignored = is_launched or is_leaving
+            signal.signal(getattr(signal, name), signal.SIG_IGN if is_ignored else handler)
         _state.stop_timer()
         _state = _SignalState()
 
 
 def enter_loop() -> None:
-    """From here to `leave_loop` a signal waits for `stop_requested`."""
+    """Let signals wait for `stop_requested`, from here to `leave_loop`."""
     _state.in_loop = True
     if _state.signal is not None:
         raise Preempted
 
 
 def stop_requested() -> bool:
-    """Return whether the run is to end now, the same on every rank. Collective; every rank calls it
-    as often as the others. Once true it stays so.
+    """Check, once per step, if a signal asks the run to end now; the same on every rank.
+
+    Collective; every rank must call it equally often. Once True, it stays True.
     """
     watchdog.report_progress()
     if ranks.world_size() > 1:
-        _settle()
-        _state.pending = _tell(_state.signal is not None)
+        _finish_agreement()
+        _state.pending = _start_agreement(_state.signal is not None)
     else:
-        _state.agreed = _state.signal is not None
-    return _state.agreed
+        _state.is_agreed = _state.signal is not None
+    return _state.is_agreed
 
 
 def is_stopping() -> bool:
-    """Return what the last `stop_requested` did. Not collective."""
-    return _state.agreed
+    """Return the result of the last `stop_requested`. Not collective."""
+    return _state.is_agreed
 
 
 def is_due(step: int, every: int | None) -> bool:
@@ -137,7 +157,7 @@ def is_due(step: int, every: int | None) -> bool:
 
 
 def until_stop(values: Iterable[T]) -> Iterator[T]:
-    """Yield `values`, at least the first, until the run is to end. Collective at each."""
+    """Yield `values`, at least the first, until a signal ends the run. Collective at each value."""
     for value in values:
         yield value
         if stop_requested():
@@ -145,25 +165,34 @@ def until_stop(values: Iterable[T]) -> Iterator[T]:
 
 
 def leave_loop(step: int) -> None:
-    """End the run here, with `Preempted`, where it was asked to; all up to `step` is saved.
-    Collective.
+    """Leave the loop after the last checkpoint; end the run if a signal asked for it. Collective.
+
+    Args:
+        step: the last step; everything up to it is saved.
+
+    Raises:
+        Preempted: a signal arrived.
     """
-    _settle()
+    _finish_agreement()
     watchdog.set_activity("after the last step")
     _state.in_loop = False
-    _state.stop_timer()  # the checkpoint is whole
-    if _state.agreed:
+    # The checkpoint is complete, so the grace period no longer matters.
+    _state.stop_timer()
+    if _state.is_agreed:
         ranks.log_once(
-            f"stopped    by a signal after step {step}; the same command goes on from there"
+            f"stopped    by a signal after step {step}; the same command resumes from there"
         )
-    if _state.agreed or _state.signal is not None:
-        _state.leaving = True
+    if _state.is_agreed or _state.signal is not None:
+        _state.is_leaving = True
         raise Preempted
 
 
 def choose_exit_code() -> int:
-    """Return what this rank, which leaves by a signal, ends with: 75; or 1 where that signal came
-    from torch's agent, since another rank is gone, so that all are to be started again.
+    """Choose the exit code of a rank that leaves because of a signal.
+
+    Returns:
+        75. If torch's agent sent the signal because another rank is gone: 1, so that the agent
+        restarts all ranks.
     """
     watchdog.report_exit(EXIT_CODE)
     if _may_restart() and watchdog.wait_for_verdict() == 1:
@@ -172,88 +201,96 @@ def choose_exit_code() -> int:
 
 
 def stop_launcher() -> None:
-    """Tell torch's agent to end where it would start this rank again, once a machine and start."""
+    """End torch's agent if it would restart this rank; only once per machine and start."""
     if not _may_restart():
         return
-    of_this_start = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent
+    start_folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent
     try:
-        (of_this_start / "told_to_end").touch(exist_ok=False)
+        (start_folder / "told_to_end").touch(exist_ok=False)
     except FileExistsError:
         return
-    _write("no restart: telling the launcher to end")
+    _write("no restart: ending the launcher")
     os.kill(_LAUNCHER, signal.SIGTERM)
 
 
 def _may_restart() -> bool:
-    """Whether torch's agent would start this rank again."""
+    """Return True if torch's agent would restart this rank."""
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-    restarts, most = (int(os.environ.get(name, "0")) for name in names)
-    return restarts < most and os.getppid() == _LAUNCHER
+    restarts, max_restarts = (int(os.environ.get(name, "0")) for name in names)
+    return restarts < max_restarts and os.getppid() == _LAUNCHER
 
 
-def _tell(stop: bool) -> tuple[Callable[[], object], torch.Tensor]:
-    """Begin to tell all ranks; return what waits until they have, and where the answer then is."""
-    device = _device()
-    flag = torch.full((1,), int(stop), dtype=torch.int32, device=device)
+def _start_agreement(wants_stop: bool) -> tuple[Callable[[], object], torch.Tensor]:
+    """Start an all-reduce that finds out if any rank wants to stop.
+
+    Returns:
+        A function that waits for the result, and the tensor that then holds it.
+    """
+    device = _agreement_device()
+    flag = torch.full((1,), int(wants_stop), dtype=torch.int32, device=device)
     work: Any = dist.all_reduce(flag, dist.ReduceOp.MAX, group=ranks.world_group(), async_op=True)
     if device.type == "cpu":
         return work.wait, flag
-    work.wait()  # the stream does, not the host
+    # Here the device's stream waits, not the host.
+    work.wait()
     answer = torch.empty(1, dtype=torch.int32, pin_memory=True).copy_(flag, non_blocking=True)
     arrived = torch.Event(device=device)
     arrived.record()
     return arrived.synchronize, answer
 
 
-def _device() -> torch.device:
-    """Return the accelerator where the process group has collectives on it, else the CPU."""
+def _agreement_device() -> torch.device:
+    """Return the accelerator if the process group has collectives on it, else the CPU."""
     kind = torch.accelerator.current_accelerator()
     backends = dist.get_backend_config(ranks.world_group()).split(",")
-    own = [] if kind is None else [b for b in backends if b.startswith(f"{kind.type}:")]
-    if kind is None or not own or own == [f"{kind.type}:gloo"]:
+    usable = [] if kind is None else [b for b in backends if b.startswith(f"{kind.type}:")]
+    if kind is None or not usable or usable == [f"{kind.type}:gloo"]:
         return torch.device("cpu")
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
-def _settle() -> None:
-    """Learn what the last `stop_requested` asked of all ranks."""
+def _finish_agreement() -> None:
+    """Read the result of the last agreement."""
     if _state.pending is not None:
         wait, flag = _state.pending
-        wait()  # so named, the watchdog sees that this rank waits
+        # The name `wait` lets the watchdog see that this rank waits.
+        wait()
         _state.pending = None
-        if flag.item() and not _state.agreed:
-            _state.agreed = True
-            _limit("a signal to another rank")
+        if flag.item() and not _state.is_agreed:
+            _state.is_agreed = True
+            _start_grace_timer("a signal to another rank")
 
 
-def _receive(number: int, frame: object) -> None:
-    if os.getpid() != _state.process:  # a loader's worker: its rank ends it, or the next signal
+def _handle_signal(number: int, frame: object) -> None:
+    if os.getpid() != _state.process:
+        # A loader's worker, which inherited the handler. Its rank ends it, or the next signal.
         signal.signal(number, signal.SIG_DFL)
         if not _state.in_loop:
             os.kill(os.getpid(), number)
         return
     name = signal.Signals(number).name
     if _state.signal is not None:
-        # Once one rank has left, torch's agent sends SIGTERM to the others, which are leaving.
-        of_agent = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
-        if time.monotonic() - _state.since >= _SAME and not (_state.leaving and of_agent):
+        # After one rank has left, torch's agent sends SIGTERM to the others, which are leaving.
+        is_from_agent = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
+        is_repeated = time.monotonic() - _state.signal_time >= _REPEAT_SECONDS
+        if is_repeated and not (_state.is_leaving and is_from_agent):
             _write(f"{name} again: ending at once")
-            _end(number)
+            _exit_at_once(number)
         return
-    _state.signal, _state.since = number, time.monotonic()
+    _state.signal, _state.signal_time = number, time.monotonic()
     if not _state.in_loop:
-        _state.raised = True
+        _state.has_raised = True
         raise Preempted
     _write(f"{name}: saving a checkpoint within {_state.grace:.0f} s; once more ends at once")
-    _limit(name)
+    _start_grace_timer(name)
 
 
-def _limit(cause: str) -> None:
-    """End this process when its time is up."""
+def _start_grace_timer(cause: str) -> None:
+    """End this process when the grace period is over."""
 
     def end() -> None:
         _write(f"no checkpoint {_state.grace:.0f} s (checkpoint.grace_seconds) after {cause}")
-        _end(_state.signal or signal.SIGTERM)
+        _exit_at_once(_state.signal or signal.SIGTERM)
 
     _state.stop_timer()
     _state.timer = threading.Timer(_state.grace, end)
@@ -261,25 +298,27 @@ def _limit(cause: str) -> None:
     _state.timer.start()
 
 
-def _end(number: int) -> NoReturn:
+def _exit_at_once(number: int) -> NoReturn:
     stop_launcher()
     watchdog.report_exit(128 + number)
     os._exit(128 + number)
 
 
 def _write(line: str) -> None:
-    # Not through sys.stderr, in whose lock the signal may have come.
+    # Not through sys.stderr, whose lock the interrupted code may hold.
     rank = os.environ.get("RANK", "0")
     os.write(2, f"[rank {rank}] {line}\n".encode())
 
 
 def _follow_launcher() -> None:
-    """Let the kernel send SIGTERM when the launcher ends: it may be killed, and cannot say so."""
-    # A shell is no launcher: a run in its background outlives it.
-    launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if sys.platform != "linux" or not launched:
+    """Let the kernel send SIGTERM when the launcher ends, since a killed launcher cannot do so."""
+    # A shell is not a launcher: a run in its background may outlive it.
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if sys.platform != "linux" or not is_launched:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     parent = psutil.Process().parent()
+    # If the launcher has ended already, the parent is process 1. In a container the launcher itself
+    # may be process 1.
     if parent is not None and parent.pid == 1 and "python" not in "".join(parent.cmdline()[:1]):
-        raise Preempted  # it ended before; in a container it may itself be process 1
+        raise Preempted

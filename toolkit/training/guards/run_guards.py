@@ -1,4 +1,4 @@
-"""Guards of a run's numbers: bad steps, changed bits, and how long ranks wait for data."""
+"""The guards of a run's numbers: bad steps, changed bits, and waits of ranks for data."""
 
 import statistics
 from collections.abc import Callable, Iterable
@@ -14,56 +14,72 @@ from toolkit.training.guards.bad_steps import SPIKES, BadSteps, Spikes
 from toolkit.training.guards.integrity import Integrity
 from toolkit.training.train_state import TrainState
 
-_NANO = 10**9
+_NANOSECONDS = 10**9
 
 
 @dataclass
 class Guards:
-    """All of them, as the metrics of a run call them; what is None is not watched."""
+    """All guards of a run, as `Metrics` calls them. A guard that is None is off."""
 
     bad_steps: BadSteps = field(default_factory=BadSteps)
     integrity: Integrity | None = None
-    waited: Callable[[], float] | None = None  # seconds that this rank has waited for data so far
+    data_wait_seconds: Callable[[], float] | None = None
+    """Returns the seconds that this rank has waited for data so far."""
     state: TrainState | None = None
-    spikes: Spikes | None = None  # the steps that an `Update` leaves out
+    spikes: Spikes | None = None
+    """Pass it to `Update.step`, which then skips spikes."""
 
     def __post_init__(self) -> None:
-        self._before = 0.0 if self.waited is None else self.waited()
+        self._last_wait = 0.0 if self.data_wait_seconds is None else self.data_wait_seconds()
 
-    def take(self, step: int, stats: Any) -> None:
-        """Take the `StepStats` of `step`; does not wait."""
-        self.bad_steps.take(step, stats)
+    def record(self, step: int, stats: Any) -> None:
+        """Record the `StepStats` of `step`, without waiting for the device."""
+        self.bad_steps.record(step, stats)
         if self.integrity is not None:
-            self.integrity.take(step)
+            self.integrity.record(step)
 
-    def line(self, step: int, steps: int) -> dict[str, float]:
-        """Return the keys that a line of metrics gets after `step`, `steps` after the last line.
+    def compute_metrics(self, step: int, steps: int) -> dict[str, float]:
+        """Check the integrity of the state, and compute the metrics of data waits.
 
-        Collective, one small exchange; waits for the device. TrainingError: the bits of a rank's
-        state, or where it stands, are not as they should be.
+        Collective, one small exchange; waits for the device.
+
+        Args:
+            step: the last step.
+            steps: number of steps since the last call.
+
+        Returns:
+            `data_time` and `data_time_max`: median and maximum over the ranks of the seconds per
+            step that a rank waited for data. Empty if waits are not measured.
+
+        Raises:
+            TrainingError: bits of a rank's state, or its position in the data, are not as expected.
         """
-        bits = [] if self.integrity is None else self.integrity.numbers()
+        checksums = [] if self.integrity is None else self.integrity.compute_checksums()
         waits = []
-        if self.waited is not None:
-            now = self.waited()
-            waits, self._before = [int((now - self._before) / steps * _NANO)], now
-        if not bits and not waits:
+        if self.data_wait_seconds is not None:
+            now = self.data_wait_seconds()
+            waits = [int((now - self._last_wait) / steps * _NANOSECONDS)]
+            self._last_wait = now
+        if not checksums and not waits:
             return {}
-        rows = ranks.gather_integers(bits + waits)
+        rows = ranks.gather_integers(checksums + waits)
         if self.integrity is not None:
-            self.integrity.judge(step, [row[: len(bits)] for row in rows])
+            self.integrity.compare_ranks(step, [row[: len(checksums)] for row in rows])
         if not waits:
             return {}
-        seconds = [row[-1] / _NANO for row in rows]
+        seconds = [row[-1] / _NANOSECONDS for row in rows]
         return {"data_time": statistics.median(seconds), "data_time_max": max(seconds)}
 
-    def before_save(self, step: int) -> None:
-        """Raise a `TrainingError` where what would be saved after `step` is not to be; put into the
-        state what belongs to it. Collective, waits for the device; reads this rank's bytes twice.
+    def check_before_save(self, step: int) -> None:
+        """Raise a `TrainingError` if the state after `step` must not be saved.
+
+        Also adds the window of `spikes` to the state. Collective, waits for the device; reads all
+        bytes of this rank's shards twice.
         """
         self.bad_steps.read()
         if self.integrity is not None:
-            self.integrity.judge(step, ranks.gather_integers(self.integrity.numbers()))
+            checksums = ranks.gather_integers(self.integrity.compute_checksums())
+            self.integrity.compare_ranks(step, checksums)
         self.bad_steps.check_values(step)
         if self.state is not None and self.spikes is not None:
             self.state.extra[SPIKES] = self.spikes.state_dict()
@@ -72,13 +88,21 @@ class Guards:
 def build_guards(
     cfg: RunConfig, data: TrainingData, state: TrainState, moved: Iterable[torch.Tensor] = ()
 ) -> Guards:
-    """Return what watches a run from `state` on; `moved`: what changes without an optimizer."""
-    train, feed, spikes = cfg.train, data.feed, None
+    """Build the guards of a run that starts from `state`.
+
+    Args:
+        cfg: `train.skip_spikes`, `train.check_steps` and `train.max_bad_steps` configure them.
+        data: describes the samples of a step, and measures waits for data.
+        state: model and optimizer, before the first step of this start.
+        moved: tensors that something else than the optimizer changes, such as biases of experts.
+    """
+    train, feed = cfg.train, data.feed
+    spikes = None
     if train.skip_spikes is None:
-        state.extra.pop(SPIKES, None)  # of a start that had them; they grow stale
+        # A window of an earlier start would be outdated when spikes are skipped again.
+        state.extra.pop(SPIKES, None)
     else:
-        kept, device = state.extra.get(SPIKES, {}), data.run.device
-        spikes = Spikes(train.skip_spikes, device, kept)
+        spikes = Spikes(train.skip_spikes, data.run.device, state.extra.get(SPIKES, {}))
     every = train.logging_steps if train.check_steps is None else train.check_steps
     integrity = Integrity(state, every, moved) if every else None
     bad_steps = BadSteps(train.max_bad_steps, data.describe_samples, state)

@@ -1,7 +1,8 @@
-"""Watchdog: when a rank dies or none makes progress, end all ranks and report the cause.
+"""Watchdog: if a rank dies or no rank makes progress, end all ranks and report the cause.
 
-Each rank has a process beside it (`watcher`), which works when the rank does not. The rank shares
-its progress with that in memory, which takes microseconds, and does in a thread what it is told.
+Each rank has a second process (`watcher`) that still works when the rank does not. The rank shares
+its progress with the watcher in memory, which takes microseconds, and carries out the watcher's
+orders in a thread.
 """
 
 import datetime
@@ -26,188 +27,233 @@ from toolkit import ranks
 from toolkit.errors import LaunchError, one_line
 from toolkit.training.guards import watcher
 
-_PATIENT = 12  # times train.hang_seconds: outside of steady steps
-_COLLECTIVE = 600.0  # seconds until NCCL aborts one of a step, at least
-_DEBUGGER = datetime.timedelta(days=1)
-_VERDICT = 5.0  # seconds until a rank that lost another one speaks for itself
-_CONNECTED = 60.0  # seconds to reach rank 0's host
+_SLOW_FACTOR = 12  # outside of steady steps the timeout is this many times train.hang_seconds
+_MIN_COLLECTIVE_SECONDS = 600.0  # NCCL aborts no collective of a step before this time
+_DEBUGGER_TIMEOUT = datetime.timedelta(days=1)
+_VERDICT_SECONDS = 5.0  # a rank that lost another one waits this long for the watchdog's report
+_CONNECT_SECONDS = 60.0  # to reach rank 0's host
 
 
 class _Watch:
-    """This rank's side of its watcher."""
+    """The connection of this rank to its watcher.
 
-    def __init__(self, patience: float, folder: Path, busy: Callable[[], bool]) -> None:
-        self.patience, self.busy, self.alone = patience, busy, ranks.world_size() == 1
-        self.count, self.doing = 0, "start"
-        self.code, self.why = watcher.RUNS, ""  # that this rank ends with
+    Args:
+        timeout: seconds without progress in steady steps.
+        folder: for the report of a hang.
+        is_busy: returns True while a checkpoint is written in the background.
+    """
+
+    def __init__(self, timeout: float, folder: Path, is_busy: Callable[[], bool]) -> None:
+        self.timeout = timeout
+        self.is_busy = is_busy
+        self.is_single = ranks.world_size() == 1
+        self.progress_count = 0
+        self.activity = "start"
+        # The exit code of this rank and its reason, once it ends.
+        self.exit_code = watcher.RUNNING
+        self.exit_reason = ""
         self.verdict: int | None = None
-        self.judged = threading.Event()
-        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (held to the end)
-        self.file.truncate(watcher.BEAT.size)  # what is shared; the stacks are appended
+        self.has_verdict = threading.Event()
+        # The first bytes of the file are shared memory; stacks are appended behind them.
+        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open until the end)
+        self.file.truncate(watcher.BEAT.size)
         self.file.seek(watcher.BEAT.size)
         self.shared = mmap(self.file.fileno(), watcher.BEAT.size)
-        self.progress()
+        self.report_progress()
         faulthandler.register(watcher.DUMP_SIGNAL, self.file, all_threads=True)
-        self._start(folder)
-        threading.Thread(target=self._obey, name="watchdog", daemon=True).start()
+        self._start_watcher(folder)
+        threading.Thread(target=self._follow_orders, name="watchdog", daemon=True).start()
 
-    def _start(self, folder: Path) -> None:
-        """Start the watcher with a connection to the judge. Collective."""
+    def _start_watcher(self, folder: Path) -> None:
+        """Start the watcher process with a connection to the judge. Collective."""
         rank, one_host = ranks.rank(), len({*ranks.node_indices()}) == 1
-        self.judges = rank == 0  # its watcher lives as long as any other
-        sockets = list[socket.socket]()  # the watcher's
+        # The watcher of rank 0 contains the judge, and lives as long as any other watcher.
+        self.has_judge = rank == 0
+        # Sockets that the watcher inherits.
+        sockets = list[socket.socket]()
 
         def listen() -> tuple[int, str]:
-            both = not one_host and socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            at = ("127.0.0.1" if one_host else "", 0)
+            dual_stack = not one_host and socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual_stack else socket.AF_INET
+            address = ("127.0.0.1" if one_host else "", 0)
             sockets.append(
-                socket.create_server(at, family=family, backlog=4096, dualstack_ipv6=both)
+                socket.create_server(
+                    address, family=family, backlog=4096, dualstack_ipv6=dual_stack
+                )
             )
             return sockets[0].getsockname()[1], secrets.token_hex(16)
 
         def start() -> None:
             host = "127.0.0.1" if one_host or rank == 0 else os.environ["MASTER_ADDR"]
             try:
-                sockets.append(socket.create_connection((host, port), _CONNECTED))
+                sockets.append(socket.create_connection((host, port), _CONNECT_SECONDS))
                 sockets[-1].sendall(f"{secret}\n".encode())
             except OSError as error:
                 raise LaunchError(
-                    f"the watchdog of rank {rank} does not reach rank 0's: {error}; ranks must "
-                    "reach any port of rank 0's host; train.hang_seconds 0 goes without"
+                    f"the watchdog of rank {rank} cannot reach the watchdog of rank 0: {error}; "
+                    "ranks must reach any port of rank 0's host; train.hang_seconds: 0 turns the "
+                    "watchdog off"
                 ) from error
-            descriptors = [one.fileno() for one in reversed(sockets)]
-            about = json.dumps([os.getpid(), rank, str(folder), *descriptors])
+            descriptors = [s.fileno() for s in reversed(sockets)]
+            arguments = json.dumps([os.getpid(), rank, str(folder), *descriptors])
             self.watcher = subprocess.Popen(
-                [sys.executable, "-I", "-S", watcher.__file__, about],
-                env={**os.environ, watcher.SECRET: secret},  # others of a host read command lines
+                [sys.executable, "-I", "-S", watcher.__file__, arguments],
+                # Not as an argument: other users of the host can read command lines.
+                env={**os.environ, watcher.SECRET: secret},
                 stdin=self.file,
                 stdout=subprocess.PIPE,
                 pass_fds=descriptors,
-                start_new_session=True,  # Ctrl-C is not for it
+                # A session of its own, so that Ctrl-C does not reach the watcher.
+                start_new_session=True,
             )
-            for one in sockets:
-                one.close()
+            for s in sockets:
+                s.close()
 
         port, secret = ranks.on_main(listen)
         ranks.on_all(start)
 
-    def progress(self) -> None:
-        self.count += 1
-        steady = self.doing.startswith(watcher.IN_STEP)
-        patience = self.patience * (1 if steady else _PATIENT)
-        texts = self.doing.encode(), self.why.encode()  # what is too long is cut off
-        watcher.BEAT.pack_into(self.shared, 0, self.count, patience, self.code, *texts)
+    def report_progress(self) -> None:
+        """Share progress, activity and exit code with the watcher."""
+        self.progress_count += 1
+        is_steady = self.activity.startswith(watcher.IN_STEP)
+        timeout = self.timeout * (1 if is_steady else _SLOW_FACTOR)
+        # Texts that are too long are cut off.
+        texts = self.activity.encode(), self.exit_reason.encode()
+        watcher.BEAT.pack_into(self.shared, 0, self.progress_count, timeout, self.exit_code, *texts)
 
-    def _obey(self) -> None:
-        """Do what the watcher says, until it is gone."""
+    def _follow_orders(self) -> None:
+        """Carry out the orders of the watcher until it ends."""
         for line in self.watcher.stdout or ():
             order = json.loads(line)
             if "leave" in order:
                 self._leave(**order)
-            os.write(self.file.fileno(), _collectives().encode())
-        if self.code == watcher.RUNS:  # it was killed, for which the judge ends the others
-            self._leave(1, 0.0, watcher.LOST)
+            os.write(self.file.fileno(), _describe_collectives().encode())
+        # Without its watcher this rank is not watched, so the judge ends the other ranks.
+        if self.exit_code == watcher.RUNNING:
+            self._leave(1, 0.0, watcher.LOST_SECONDS)
 
     def _leave(self, leave: int, grace: float, finish: float) -> None:
-        """End this process, unless it does so within the grace; a checkpoint may finish."""
+        """End this process after a wait in which it may end by itself or finish a checkpoint.
+
+        Args:
+            leave: the exit code.
+            grace: seconds to wait for the process.
+            finish: seconds to wait for a checkpoint that is being written.
+        """
         self.verdict = leave
-        self.judged.set()
-        begun = time.monotonic()
-        while (waited := time.monotonic() - begun) < grace or (self.busy() and waited < finish):
-            self.progress()  # the watcher kills a rank that cannot leave
+        self.has_verdict.set()
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < grace or (self.is_busy() and waited < finish):
+            # Without progress, the watcher would kill this rank.
+            self.report_progress()
             time.sleep(0.1)
         sys.stdout.flush()
-        os._exit(leave if self.code == watcher.RUNS else self.code)
+        os._exit(leave if self.exit_code == watcher.RUNNING else self.exit_code)
 
 
 _watch: _Watch | None = None
 
 
-def start(patience: float, folder: Path, busy: Callable[[], bool]) -> None:
-    """Watch this rank from here to `end`; with a `patience` of 0 not at all. Collective.
+def start(timeout: float, folder: Path, is_busy: Callable[[], bool]) -> None:
+    """Start watching this rank, until `report_exit`. Collective.
 
-    Costs a process of some 10 MB a rank. LaunchError: a rank cannot reach rank 0's host.
+    Costs a process of about 10 MB per rank.
 
     Args:
-        patience: seconds in which all ranks may stand still in steady steps; elsewhere 12 times as
-            long, and bytes that flow are progress, too.
+        timeout: seconds for which all ranks may make no progress in steady steps; 0: do not watch.
+            At other times, ranks get 12 times as long, and reading or writing files counts as
+            progress.
         folder: the report of a hang is written there.
-        busy: whether a checkpoint is written behind the loop, which gets the time to become whole.
+        is_busy: returns True while a checkpoint is written in the background. It gets time to be
+            completed before a rank ends.
+
+    Raises:
+        LaunchError: a rank cannot reach rank 0's host.
     """
     global _watch
-    report_exit(0)  # an earlier run in this process
+    # An earlier run in this process may still be watched.
+    report_exit(0)
     _watch = None
-    if patience > 0:
-        _watch = _Watch(patience, folder, busy)
+    if timeout > 0:
+        _watch = _Watch(timeout, folder, is_busy)
     else:
-        ranks.set_timeouts(_DEBUGGER)
+        ranks.set_timeouts(_DEBUGGER_TIMEOUT)
 
 
 def report_progress() -> None:
-    """Say that this rank makes progress. Takes some two microseconds."""
+    """Report that this rank makes progress. Takes about two microseconds."""
     if _watch is not None:
-        _watch.progress()
+        _watch.report_progress()
 
 
-def set_activity(what: str) -> None:
-    """Say what this rank does from here on; in `step N` less time may pass without progress. From
-    the first one on, collectives on accelerators wait for twice as long as the watchdog, which
-    tells more than NCCL, which aborts.
+def set_activity(activity: str) -> None:
+    """Report what this rank does from now on. In `step N`, the short timeout applies.
+
+    From the first step on, collectives on accelerators time out after twice the watchdog's
+    timeout. So the watchdog, which reports more than NCCL, acts before NCCL aborts.
     """
     if _watch is None:
         return
-    first = _watch.doing == "start" and what.startswith(watcher.IN_STEP)
-    if first and torch.accelerator.is_available():
-        seconds = max(_COLLECTIVE, 2 * _watch.patience)
+    is_first_step = _watch.activity == "start" and activity.startswith(watcher.IN_STEP)
+    if is_first_step and torch.accelerator.is_available():
+        seconds = max(_MIN_COLLECTIVE_SECONDS, 2 * _watch.timeout)
         ranks.set_timeouts(datetime.timedelta(seconds=seconds))
-    _watch.doing = what
-    _watch.progress()
+    _watch.activity = activity
+    _watch.report_progress()
 
 
 @contextmanager
-def extend_timeout(what: str) -> Iterator[None]:
-    """Let the block take 12 times as long."""
-    before = "" if _watch is None else _watch.doing
-    set_activity(what)
+def extend_timeout(activity: str) -> Iterator[None]:
+    """Extend the timeout 12-fold in the block, which does `activity`."""
+    outer_activity = "" if _watch is None else _watch.activity
+    set_activity(activity)
     try:
         yield
     finally:
-        set_activity(before)
+        set_activity(outer_activity)
 
 
-def report_exit(code: int, why: str = "") -> None:
-    """Tell the others that this rank ends with an exit code; `why`, where it has not said so. One
-    process alone may go on in something else (a notebook): nobody watches it any more.
+def report_exit(code: int, reason: str = "") -> None:
+    """Report that this rank ends with an exit code.
+
+    A single process may continue with something else (a notebook); it is no longer watched.
+
+    Args:
+        code: the exit code.
+        reason: why it ends, if the rank has not printed it itself.
     """
     global _watch
-    if (watch := _watch) is None or watch.code != watcher.RUNS:
+    if (watch := _watch) is None or watch.exit_code != watcher.RUNNING:
         return
-    watch.code, watch.why = (0 if watch.alone else code), why
-    watch.progress()
-    _watch = None if watch.alone else watch
-    if code == 0 and watch.judges and not watch.alone:
-        watch.watcher.wait()  # for the last rank: one that dies while others end is told, too
+    watch.exit_code = 0 if watch.is_single else code
+    watch.exit_reason = reason
+    watch.report_progress()
+    _watch = None if watch.is_single else watch
+    if code == 0 and watch.has_judge and not watch.is_single:
+        # The judge stays until the last rank has ended, to report a rank that dies meanwhile.
+        watch.watcher.wait()
 
 
 def wait_for_verdict() -> int | None:
-    """Return the exit code that the watchdog gives this rank, which is about to end, once it has
-    said why the run ends; None where it does not within some seconds.
+    """Wait until the watchdog has reported why the run ends.
+
+    Returns:
+        The exit code for this rank, which is about to end; None if there was no report within 5 s.
     """
     if _watch is not None:
-        _watch.judged.wait(_VERDICT)
+        _watch.has_verdict.wait(_VERDICT_SECONDS)
         return _watch.verdict
     return None
 
 
-def _collectives() -> str:
-    """Return NCCL's collectives that are not done, as torch's flight recorder has them."""
-    # Private in torch 2.x, and the only way to ask; without it torch's own dump is left.
+def _describe_collectives() -> str:
+    """List the unfinished collectives of NCCL, from torch's flight recorder."""
+    # Private in torch 2.x, and the only way to read it. Without it, torch's own dump remains.
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if dump is None or not torch.cuda.is_initialized():
         return ""
     try:
         entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
-    except Exception as error:  # the stacks count more
+    except Exception as error:  # the stacks are more important than the collectives
         entries = [one_line(error)]
     return "\n".join(["-- collectives that are not done:", *map(json.dumps, entries[:20]), ""])
