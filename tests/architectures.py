@@ -589,7 +589,7 @@ def serve(rank: int, world: int, work: Path, kinds: list[str], uneven: bool) -> 
     if rank == 0:
         (work / "current").write_text("")
     dist.barrier()
-    # Gloo's threads may abort an interpreter that is going down: see `launch._leave`.
+    # Gloo's threads may abort an interpreter that is going down: see `launch._exit_process`.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -246,7 +246,7 @@ def _entry(
     if group:
         dist.barrier()
         dist.destroy_process_group()
-    # Gloo's threads may abort an interpreter that is going down: see `launch._leave`.
+    # Gloo's threads may abort an interpreter that is going down: see `launch._exit_process`.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -74,7 +74,7 @@ PHASES = {
     "evaluate": ("toolkit.training.evaluate_metrics", 1),
     "save": ("toolkit.checkpoint.save", 1),
     "export": ("toolkit.export.export_step", 1),
-    "exit": ("toolkit.training.launch._leave", 1),
+    "exit": ("toolkit.training.launch._exit_process", 1),
 }
 DEATHS = {
     "kill": r"watchdog: rank 1 \(pid \d+ on \S+\) is gone: killed",

@@ -705,7 +705,7 @@ def test_the_demo_where_its_model_is_not(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     code = in_process("--output_dir", str(tmp_path / "run"))
     done = Outcome(code, *capfd.readouterr(), [])
-    refused(done, "the demo's model", f"is not here ({tmp_path})", "make demo")
+    refused(done, "the demo's model", f"does not exist in {tmp_path}", "make demo")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -836,7 +836,7 @@ def test_processes_that_do_not_meet(monkeypatch) -> None:
         with pytest.raises(LaunchError) as caught, launch.start():
             pass
         said = str(caught.value)
-        assert f"process {rank} of 2 did not meet the others at 127.0.0.1:{port}" in said
+        assert f"process {rank} of 2 did not find the others at 127.0.0.1:{port}" in said
         assert "main_process_ip" in said
 
 
@@ -845,7 +845,7 @@ def test_more_processes_than_devices(monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(launch, "_leave", sys.exit)  # the real one would end this process
-    monkeypatch.setattr(launch, "_LET_SPEAK", datetime.timedelta())
+    monkeypatch.setattr(launch, "_SPEAKER_TIMEOUT", datetime.timedelta())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
@@ -867,7 +867,7 @@ def test_what_every_process_sees_is_said_once(monkeypatch, capsys, elastic) -> N
     if elastic:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(launch, "_leave", sys.exit)
-    monkeypatch.setattr(launch, "_LET_SPEAK", datetime.timedelta())
+    monkeypatch.setattr(launch, "_SPEAKER_TIMEOUT", datetime.timedelta())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def main() -> None:
@@ -910,9 +910,7 @@ def test_accelerate_launch_that_starts_one_process_of_two(tmp_path, tiny_llama, 
     done = run_recipe(launcher, *real_flags(tiny_llama, text_file, tmp_path / "run"), timeout=300)
     assert done.returncode != 0
     assert (
-        done.stderr.count(
-            "error: accelerate launch was asked for several processes and started one"
-        )
+        done.stderr.count("error: accelerate launch should start several processes and started one")
         == 1
     )
     assert not (tmp_path / "run").exists()

@@ -27,7 +27,7 @@ from toolkit.training import device, launch, network
 __all__ = ["cards"]
 NONE: Any = None
 TIMEOUT = datetime.timedelta(minutes=15)
-TWO = network.Location(here=2)
+TWO = network.Location(local_world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_cards_as_nccl_is_told_of_them(text, wrong) -> None:
     assert bool(said) is wrong
     if wrong:
         assert said == (
-            f"NCCL_SOCKET_IFNAME is {text}, which names no interface with an address here: "
+            f"NCCL_SOCKET_IFNAME is {text}, which names no interface with an address on this host: "
             "lo 127.0.0.1, mgmt0 10.0.0.7, ib0 10.1.0.7, eth6 fd00::7"
         )
     assert not network.interface_error({"NCCL_SOCKET_IFNAME": text}, nccl=False)  # on CPUs
@@ -70,7 +70,7 @@ def test_cards_as_gloo_is_told_of_them() -> None:
 
 def test_what_does_not_connect_in_time_ends(monkeypatch) -> None:
     stuck = threading.Event()
-    monkeypatch.setattr(network, "_TO_CONNECT", 0.5)
+    monkeypatch.setattr(network, "_CONNECT_SECONDS", 0.5)
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: stuck.wait())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     begun = time.monotonic()
@@ -79,7 +79,7 @@ def test_what_does_not_connect_in_time_ends(monkeypatch) -> None:
     assert time.monotonic() - begun < 5
     stuck.set()
     said = str(ended.value)
-    assert "process 1 of 2 met the others, but did not connect to them over gloo: it is not" in said
+    assert "process 1 of 2 found the others, but did not connect to them over gloo: not c" in said
     assert "after 1 s, at " in said
     assert "gloo uses the interface GLOO_SOCKET_IFNAME (ib7); this host has " in said
 
@@ -98,7 +98,7 @@ def test_the_time_to_connect_can_be_set(monkeypatch) -> None:
 
 
 def missing(rank: int, world: int, path: str) -> str:
-    network._TO_TELL = datetime.timedelta(seconds=1)
+    network._EXCHANGE_TIMEOUT = datetime.timedelta(seconds=1)
     store = dist.FileStore(path, world)
     if rank == 1:
         return ""
@@ -112,7 +112,7 @@ def missing(rank: int, world: int, path: str) -> str:
 def test_one_that_ends_before_it_told_its_place_is_not_waited_for(tmp_path) -> None:
     said = run_ranks(missing, 2, str(tmp_path / "store"), group=False)[0]
     assert said.startswith(
-        "one of 2 processes ended or stopped before it told the others its place"
+        "one of 2 processes ended or stopped before it sent its location to the others"
     )
 
 
@@ -146,7 +146,7 @@ def test_a_number_is_summed_over_the_devices_before_anything_else(two_gpus) -> N
     assert asked["device_id"] == GPU
     assert asked["timeout"] == TIMEOUT
     two_gpus.ones.assert_called_once_with(GPU)
-    network.connect(NONE, 0, 1, network.ALONE, GPU, TIMEOUT)
+    network.connect(NONE, 0, 1, network.SINGLE, GPU, TIMEOUT)
     assert two_gpus.ones.call_count == 1  # one process has nobody to reach
     network.connect(NONE, 0, 2, TWO, None, TIMEOUT)
     ((backend,), asked) = two_gpus.group.call_args
@@ -170,7 +170,7 @@ def test_what_nccl_cannot_connect_names_what_to_set(two_gpus, monkeypatch) -> No
     said = str(ended.value)
     assert "\n" not in said
     for part in (
-        "process 1 of 2 met the others, but did not connect to them over nccl: DistBackendError",
+        "process 1 of 2 found the others, but did not connect to them over nccl: DistBackendError",
         "Error while creating shared memory segment",
         "NCCL_SOCKET_IFNAME (not set), NCCL_IB_HCA (mlx5_9)",
         "67 MB of /dev/shm (--shm-size)",
@@ -179,7 +179,7 @@ def test_what_nccl_cannot_connect_names_what_to_set(two_gpus, monkeypatch) -> No
     ):
         assert part in said
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor)
-    with pytest.raises(LaunchError, match="a sum over 2 processes came out as 1"):
+    with pytest.raises(LaunchError, match="the sum of ones over 2 processes is 1"):
         network.connect(NONE, 1, 2, TWO, GPU, TIMEOUT)
 
 
@@ -264,7 +264,9 @@ def test_hosts_whose_card_leads_nowhere_end_within_a_minute(tmp_path, card) -> N
     assert codes == [1, 1], said
     assert seconds < 120  # two imports on one machine, and 45 s
     for rank in (0, 1):
-        assert f"process {rank} of 2 met the others, but did not connect to them over gloo" in said
+        assert (
+            f"process {rank} of 2 found the others, but did not connect to them over gloo" in said
+        )
         assert f"dead0 10.77.{rank}.1" in said
     assert said.count("GLOO_SOCKET_IFNAME (dead0)") == 2
     assert not (tmp_path / "run").exists()

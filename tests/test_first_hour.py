@@ -82,12 +82,12 @@ MISTAKES = {
     "GPUs that are not there": (
         "train",
         ["--accelerate_config", "one_node"],
-        "asked for 8 processes on GPUs, and torch sees no GPU",
+        "start 8 processes on GPUs, and torch sees no GPU",
     ),
     "one GPU that is not there": (
         "train",
         ["--accelerate_config", "one_gpu"],
-        "asked for 1 process on GPUs, and torch sees no GPU",
+        "start 1 process on GPUs, and torch sees no GPU",
     ),
     "no process": ("train", ["--num_processes", "0"], "--num_processes 0: expected 1 or more"),
     "far more processes than cores": (

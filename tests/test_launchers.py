@@ -119,27 +119,28 @@ def test_the_first_host_of_slurms_list(nodes, first) -> None:
 
 
 def said(host: str, local: int | None = None, **more: Any) -> dict[str, Any]:
-    plain = {"name": host, "host": host, "local": local, "sure": False, "here": 0, "cores": "ff"}
-    return plain | {"master": None, "loopback": False, "error": ""} | more
+    plain: dict[str, Any] = {"name": host, "host": host, "local_rank": local, "cores": "ff"}
+    plain |= {"is_reliable": False, "local_world_size": 0, "master": None}
+    return plain | {"loopback": False, "error": ""} | more
 
 
 def test_what_is_not_said_follows_from_the_names_of_hosts() -> None:
     found = network.assign_locations(
         [said("a"), said("b"), said("a"), said("b", master="10.1.0.7")]
     )
-    assert [one["local"] for one in found] == [0, 0, 1, 1]
-    assert {(one["here"], one["hosts"], one["sharers"]) for one in found} == {(2, 2, 2)}
+    assert [one["local_rank"] for one in found] == [0, 0, 1, 1]
+    assert {(one["local_world_size"], one["hosts"], one["sharers"]) for one in found} == {(2, 2, 2)}
     assert {one["master"] for one in found} == {"10.1.0.7"}
 
 
 def test_a_launchers_number_counts_where_it_is_one() -> None:
-    local = lambda every: [one["local"] for one in network.assign_locations(every)]  # noqa: E731
+    local = lambda every: [one["local_rank"] for one in network.assign_locations(every)]  # noqa: E731
     assert local([said("a", 1), said("a", 0)]) == [1, 0]
     assert local([said("a", 0), said("a", 0)]) == [0, 1]  # both their parent's
     assert local([said("a", 3), said("a")]) == [0, 1]
-    by_user = {"sure": True, "here": 1}  # two agents on one host
+    by_user = {"is_reliable": True, "local_world_size": 1}  # two agents on one host
     found = network.assign_locations([said("a", 0, **by_user), said("a", 0, **by_user)])
-    assert [(one["local"], one["here"]) for one in found] == [(0, 1), (0, 1)]
+    assert [(one["local_rank"], one["local_world_size"]) for one in found] == [(0, 1), (0, 1)]
 
 
 def test_processors_of_each_its_own_are_not_divided() -> None:
@@ -286,7 +287,7 @@ def recipe(
             watchers.append(json.loads(command[-1]))
         return popen(command, *args, **kwargs)
 
-    launch._leave = codes.append  # type: ignore[assignment]  # the real one ends the process
+    launch._exit_process = codes.append  # type: ignore[assignment]  # the real one ends the process
     sys.argv = ["pretrain.py", *flags]
     _write_to(folder, rank)
     with (

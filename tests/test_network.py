@@ -139,7 +139,7 @@ def test_the_error_names_gloos_interface(monkeypatch) -> None:
     monkeypatch.setattr(os, "environ", environment)
     with pytest.raises(LaunchError, match=r"uses the interface GLOO_SOCKET_IFNAME \(mgmt0\)"):
         launch._connect(0, 2, True, None)
-    two_hosts = network.Location(here=2)
+    two_hosts = network.Location(local_world_size=2)
     with pytest.raises(LaunchError) as one_machine:
         launch._connect(0, 2, True, None)
     assert "GLOO" not in str(one_machine.value)

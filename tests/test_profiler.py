@@ -85,7 +85,7 @@ def profiled(rank: int, world: int, folder: Path) -> tuple[float, dict]:
     apply_fsdp(model, init_mesh("cpu", world, sharding), sharding)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(0, 100, (2, 64), generator=torch.Generator().manual_seed(rank))
-    profiler = StepProfiler(folder, torch.device("cpu"), 3, 4, after=1)
+    profiler = StepProfiler(folder, torch.device("cpu"), 3, 4, done_steps=1)
     begun = ended = 0.0
     for step in (2, 3, 4, 5):
         train_step(model, optimizer, [{"input_ids": ids, "labels": ids}] * 2)
@@ -152,14 +152,14 @@ def test_a_run_profiles_steps_whose_times_count_for_no_rate(
 
 
 def test_a_profile_may_begin_with_the_first_step(tmp_path) -> None:
-    profiler = StepProfiler(tmp_path, torch.device("cpu"), 1, 1, after=0)
+    profiler = StepProfiler(tmp_path, torch.device("cpu"), 1, 1, done_steps=0)
     assert profiler.is_active(1)
     torch.ones(3).exp()
     assert profiler.end_step(1)
     assert "steps 1 to 1" in profiler.write()[0]
     assert not profiler.is_active(2)
     assert not profiler.end_step(2)
-    cut = StepProfiler(tmp_path, torch.device("cpu"), 2, 9, after=0)
+    cut = StepProfiler(tmp_path, torch.device("cpu"), 2, 9, done_steps=0)
     cut.end_step(1)
     cut.close()
     cut.close()
@@ -173,7 +173,7 @@ def test_memory_is_recorded_from_the_warm_up_on(
     told, done = list[int](), [after]
     record = lambda **_: told.append(done[0])  # noqa: E731
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
-    profiler = StepProfiler(tmp_path, torch.device("cuda"), first, first + 1, after=after)
+    profiler = StepProfiler(tmp_path, torch.device("cuda"), first, first + 1, done_steps=after)
     for step in range(after + 1, first):
         done[0] = step
         profiler.end_step(step)

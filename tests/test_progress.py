@@ -164,9 +164,9 @@ def test_a_step_is_one_line_of_a_terminal(tmp_path, monkeypatch, columns) -> Non
             logging_steps=10,
             epochs_per_step=0.25,
         )
-        metrics._show(long)
+        metrics._print(long)
         evaluated = {"eval_loss": 4.84, "eval_perplexity": 126.5, "eval_accuracy": 0.155}
-        metrics._show(long | {"margin": 0.5, "accuracy": 0.75} | evaluated)
+        metrics._print(long | {"margin": 0.5, "accuracy": 0.75} | evaluated)
         metrics.close()
     line, of_evaluation = [line for line in shown if line.startswith("step")]
     assert len(line) <= columns

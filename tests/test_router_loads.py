@@ -31,8 +31,8 @@ def test_unequal_numbers_of_experts_are_refused_before_the_load() -> None:
 def test_loads_that_nobody_logs_are_not_counted(loss: str, monkeypatch: Any) -> None:
     model, counted = mixture("mixtral"), []
     router = router_of(model, loss=loss)
-    load = router._load
-    monkeypatch.setattr(router, "_load", lambda *given: counted.append(1) or load(*given))
+    load = router._count_load
+    monkeypatch.setattr(router, "_count_load", lambda *given: counted.append(1) or load(*given))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for router.is_next_step_logged in (True, False, True):
         counted.clear()

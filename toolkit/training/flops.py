@@ -29,11 +29,18 @@ _PEAKS = {
 
 
 def flops_per_token(model: nn.Module, sequence_length: int, *, forward_only: bool = False) -> float:
-    """Return the FLOPs of one token of forward and backward, for the MFU: 6 N + 12 L H T, for N
-    parameters, L layers whose heads are H wide together and sequences of T tokens, after PaLM
-    (Chowdhery et al. 2022, appendix B). Of routed experts N counts those that a token is sent to.
-    An untied embedding is only looked up, towers for images idle, a frozen parameter costs two
-    less; recomputation is no work. `forward_only`: 2 N + 4 L H T.
+    """Compute the FLOPs of forward and backward per token, for the MFU: 6 N + 12 L H T.
+
+    N is the number of parameters, L that of layers, H the total width of the heads of a layer, and
+    T the sequence length, after PaLM (Chowdhery et al. 2022, appendix B). Of routed experts, N
+    counts only those to which a token is sent. An untied embedding, which is only looked up, and
+    idle image towers do not count. A frozen parameter costs 4 instead of 6. Recomputation is not
+    counted as work.
+
+    Args:
+        model: the model, sharded or on meta.
+        sequence_length: T.
+        forward_only: compute 2 N + 4 L H T, without the backward.
     """
     base = base_of(model)
     head = base.get_output_embeddings()
@@ -56,7 +63,7 @@ def flops_per_token(model: nn.Module, sequence_length: int, *, forward_only: boo
 
 
 def _width(config: Any) -> int:
-    """Return how wide the heads of a layer are together."""
+    """Return the total width of the heads of a layer."""
     heads, size = (getattr(config, n, None) for n in ("num_attention_heads", "head_dim"))
     if type(heads) is int and type(size) is int:
         return heads * size
@@ -64,5 +71,5 @@ def _width(config: Any) -> int:
 
 
 def find_peak_flops(name: str) -> float | None:
-    """Return the dense bf16 peak in FLOP/s of the GPU of that name, None of one not known."""
+    """Look up the dense bf16 peak of a GPU in FLOP/s; None if the name is unknown."""
     return next((_PEAKS[k] for k in sorted(_PEAKS, key=len, reverse=True) if k in name), None)

@@ -1,7 +1,6 @@
-"""Accelerate: which processes a run has, their device, their random state, their batches.
+"""Launch a run with Accelerate: processes, devices, random state, data loaders and exit codes.
 
-The only file that imports `accelerate`, which never sees the model: sharding is
-`toolkit.sharding`'s alone.
+Accelerate never sees the model: only `toolkit.sharding` shards it.
 """
 
 import argparse
@@ -39,30 +38,31 @@ from toolkit.training.guards import preemption, watchdog
 
 # Nodes of one job may start minutes apart.
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
-# Of training's own collectives; what waits for one rank's work has a day (`ranks`).
-# The first step compiles, each rank at its own pace; `collect_garbage` then sets another.
+# For the collectives of training. It must allow for the first step, which each rank compiles at its
+# own pace; `watchdog.set_activity` then sets another timeout. Collectives that wait for the work of
+# one rank have a day (`ranks`).
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=15)
-# A process that has nothing to add waits so long for the one that speaks for its machine.
-_LET_SPEAK = datetime.timedelta(seconds=10)
-# A run that failed waits so long for the checkpoint that was being written behind it.
-_LET_FINISH = datetime.timedelta(minutes=5)
-_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # where schedulers name a job
+# A failing process waits so long for the one that prints for its machine.
+_SPEAKER_TIMEOUT = datetime.timedelta(seconds=10)
+# A run that failed waits so long for a checkpoint that is being written in the background.
+_SAVE_TIMEOUT = datetime.timedelta(minutes=5)
+_JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # in which schedulers name a job
 
 
 @dataclass(frozen=True)
 class Run:
-    """The processes of this run, as one of them sees them."""
+    """The processes of a run, from the view of one of them."""
 
     accelerator: Accelerator
     device: torch.device
     rank: int
     world_size: int
     at_end: ExitStack = field(default_factory=ExitStack)
-    """What is closed when the run ends, well or not."""
+    """Contexts that are closed when the run ends, also after an error."""
     job: str = ""
-    """The scheduler's name of it, where there is one."""
-    place: network.Location = network.ALONE
-    """Where this process is among the others."""
+    """The scheduler's name of the job; empty without a scheduler."""
+    location: network.Location = network.SINGLE
+    """The position of this process among hosts and processes."""
 
     log = staticmethod(ranks.log_once)
 
@@ -73,25 +73,31 @@ class Run:
         workers: int = 0,
         collate_fn: Callable[[list], Any] | None = None,
     ) -> Any:
-        """Return Accelerate's loader, whose batches are on this rank's device.
+        """Build a data loader of Accelerate, which puts batches on this rank's device.
 
-        `batches` are this rank's samples. Without them the data set yields its batches itself;
-        reading ahead takes one worker, more would each read everything.
+        Args:
+            dataset: the samples, or an iterable data set.
+            batches: indices of this rank's samples for each batch. None: the data set yields
+                batches. Then one worker at most reads ahead, since each would read everything.
+            workers: number of worker processes.
+            collate_fn: makes a batch of samples.
         """
-        by_itself = batches is None
+        yields_batches = batches is None
         loader = DataLoader(
             dataset,
-            batch_size=None if by_itself else 1,
+            batch_size=None if yields_batches else 1,
             batch_sampler=batches,
-            num_workers=min(workers, 1) if by_itself else workers,
-            generator=torch.Generator(),  # an iterator draws a seed, not from dropout's generator
+            num_workers=min(workers, 1) if yields_batches else workers,
+            # An iterator draws a seed, which must not advance the generator of dropout.
+            generator=torch.Generator(),
             collate_fn=collate_fn,
             pin_memory=self.device.type != "cpu",
         )
         return prepare_data_loader(
             loader,
             self.device,
-            num_processes=1,  # what is given is this rank's already
+            # The batches are already those of this rank, so Accelerate must not divide them.
+            num_processes=1,
             process_index=0,
             put_on_device=True,
             dispatch_batches=False,
@@ -100,39 +106,56 @@ class Run:
 
 
 def read_accelerate_settings() -> dict[str, Any]:
-    """Return an Accelerate FSDP YAML as dotted settings, defaults for `config.parse`; what it asks
-    for in vain is a note on stderr. Call it before `start`, and once: it takes the YAML out of the
-    environment. LaunchError: another engine, float16, or a value that is none.
+    """Read the settings of an Accelerate FSDP YAML from the environment.
+
+    Prints a note to stderr for each key without an effect here. Call it once, before `start`: it
+    removes the variables of the YAML from the environment.
+
+    Returns:
+        Dotted settings, to be passed to `config.parse` as defaults.
+
+    Raises:
+        LaunchError: the YAML is for another engine or for float16, or a value is not valid.
     """
     launchers.adopt_launcher_variables()
-    found, notes = accelerate_yaml.translate(os.environ)
-    _take_yaml(notes)
-    return found
+    settings, notes = accelerate_yaml.translate(os.environ)
+    _unset_accelerate_variables(notes)
+    return settings
 
 
 @contextmanager
 def start(*, deterministic: bool = False, connect_seconds: float | None = None) -> Iterator[Run]:
-    """Bring up the processes of the run, and take the process group down after a good end.
+    """Connect the processes of the run, and destroy the process group after a normal end.
 
-    Works under `accelerate launch`, `torchrun` and plain `python` (one process, in a group too).
-    `deterministic`: only operations that give the same bits each time. `connect_seconds`: as
-    `train.connect_seconds`. LaunchError: processes that are too few, too many for the devices, or
-    do not meet; a YAML for another engine.
+    Works under `accelerate launch`, `torchrun` and plain `python` (one process, also in a group).
+
+    Args:
+        deterministic: allow only operations that produce the same bits each time.
+        connect_seconds: as `train.connect_seconds`.
+
+    Raises:
+        LaunchError: there are too few processes, or too many for the devices; they cannot connect;
+            or a YAML is for another engine.
     """
     launchers.adopt_launcher_variables()
-    unread = "fsdp_config of the Accelerate YAML is not read by this program (launch.read_accelerate_settings())"
-    _take_yaml([unread] if accelerate_yaml.is_fsdp(os.environ) else [])
+    unread = (
+        "this program does not read the fsdp_config of the Accelerate YAML "
+        "(launch.read_accelerate_settings())"
+    )
+    _unset_accelerate_variables([unread] if accelerate_yaml.is_fsdp(os.environ) else [])
     rank, world = launchers.read_rank_and_world_size()
     device.prepare_environment(deterministic=deterministic)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, for a report
+    # Turns on the flight recorder, for the report of a hang.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     cpu = _uses_cpu(rank, world)
     if not cpu and {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         device.choose_device_index(
             int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         )
-    place = _connect(rank, world, cpu, connect_seconds)
+    location = _connect(rank, world, cpu, connect_seconds)
     if rank or not sys.stderr.isatty():
-        datasets.disable_progress_bars()  # one set of bars, and none in a log
+        # Only one process shows progress bars, and none writes them to a log file.
+        datasets.disable_progress_bars()
     try:
         accelerator = Accelerator(cpu=cpu, mixed_precision="no")
         if accelerator.num_processes != world or accelerator.process_index != rank:
@@ -141,22 +164,22 @@ def start(*, deterministic: bool = False, connect_seconds: float | None = None) 
                 f"{accelerator.process_index} of {accelerator.num_processes}; use a file of "
                 "accelerate_configs/"
             )
-        job = next((os.environ[name] for name in _JOBS if name in os.environ), "")
-        run = Run(accelerator, accelerator.device, rank, world, job=job, place=place)
-        device.limit_compile_workers(place.sharers)
+        job = next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), "")
+        run = Run(accelerator, accelerator.device, rank, world, job=job, location=location)
+        device.limit_compile_workers(location.sharers)
         attention = device.prefer_cudnn_attention(run.device, deterministic=deterministic)
         with attention, device.restore_garbage_collection(), run.at_end:
             yield run
         background.wait()
     except BaseException:
-        # A checkpoint in flight gets the time to become whole; a second Ctrl-C ends the wait.
+        # A checkpoint that is being written gets time to be completed. A second Ctrl-C ends this.
         try:
-            background.wait(_LET_FINISH.total_seconds())
+            background.wait(_SAVE_TIMEOUT.total_seconds())
         except Exception as error:
             if not ranks.is_peer_loss(error):
                 _print_error(error)
-        # Taking NCCL down waits for the other ranks, which may wait for this one in a collective:
-        # a rank that fails just leaves, so that the launcher ends the others.
+        # Destroying NCCL's group waits for the other ranks, which may wait for this rank in a
+        # collective. So a rank that fails just leaves, and the launcher ends the others.
         if world == 1 and not background.is_running():
             dist.destroy_process_group()
         raise
@@ -170,21 +193,28 @@ def _print_error(error: object) -> None:
 
 
 def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path) -> None:
-    """Parse the command line, bring up the processes, run `recipe` on each; the end of a program.
-    `demo`: the config where neither --config nor a model is given.
+    """Run a recipe as a program: parse the command line, start the processes, call `recipe`.
+
+    Does not return if the run fails; see `run_program`.
+
+    Args:
+        recipe: called on every process with the config and the run.
+        settings_class: class of the config.
+        demo: the config file to use if the command line has neither --config nor a model.
     """
 
     def run_recipe() -> None:
         launchers.adopt_launcher_variables()
-        own = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
-        # What --help and --print_config ask every process for is shown once.
+        has_config = any(a.startswith(("--config", "--model")) for a in sys.argv[1:])
+        # Every process handles --help and --print_config, but only one prints.
         with redirect_stdout(sys.stdout if os.environ.get("RANK", "0") == "0" else io.StringIO()):
             cfg = parse(
                 settings_class,
-                default_file=None if own else demo,
+                default_file=None if has_config else demo,
                 defaults=read_accelerate_settings(),
             )
-        cfg.metrics.trackers()  # all are installed
+        # Raises an error if a tracker is not installed.
+        cfg.metrics.trackers()
         signals, grace = cfg.checkpoint.preemption_signals, cfg.checkpoint.grace_seconds
         with (
             preemption.listen_for_signals(signals, grace),
@@ -197,19 +227,24 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
                 if run.rank == 0
                 else ""
             )
-            run.log(network.format_restart(), network.format_hosts(run.place, run.world_size), slow)
-            shared = device.check_loader_shared_memory(run.place.here, cfg.data.num_workers)
-            if shared and run.place.local == 0:
+            run.log(
+                network.format_restart(), network.format_hosts(run.location, run.world_size), slow
+            )
+            shared = device.check_loader_shared_memory(
+                run.location.local_world_size, cfg.data.num_workers
+            )
+            if shared and run.location.local_rank == 0:
                 ranks.print_line(shared)
             if cfg.sharding.cpu_offload:
-                run.log(device.set_host_threads(run.place.sharers))
+                run.log(device.set_host_threads(run.location.sharers))
             watchdog.start(cfg.train.hang_seconds, Path(cfg.output_dir), background.is_running)
-            if not own:
+            if not has_config:
                 run.log(f"no --config and no model given: running the demo's config, {demo}")
                 if not Path(cfg.model.name_or_path).is_dir():
                     raise LaunchError(
-                        f"the demo's model {cfg.model.name_or_path} is not here ({Path.cwd()}): "
-                        "start in the toolkit's clone, fine-tuning after `make demo`; or give "
+                        f"the demo's model {cfg.model.name_or_path} does not exist in "
+                        f"{Path.cwd()}: start in the toolkit's clone (fine-tuning after `make "
+                        "demo`), or pass "
                         "--model.name_or_path or --config"
                     )
             recipe(cfg, run)
@@ -218,8 +253,10 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """Run `main` as a program: a `ToolkitError` ends it with one line on stderr, exit code 1; 2 for
-    a configuration that cannot be read. Where all ranks fail alike, one of them says so.
+    """Run `main` as a program, and turn its error into a message and an exit code.
+
+    A `ToolkitError` ends the process with one line on stderr and exit code 1, or 2 if the config
+    cannot be read. If all ranks fail in the same way, one of them prints the message.
     """
     code = 0
     try:
@@ -227,25 +264,28 @@ def run_program(main: Callable[[], None]) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        code, why = _explain(error)
-        watchdog.report_exit(
-            code, why
-        )  # before what the frames hold is closed, which may take long
-    _leave(code)
+        code, reason = _report_error(error)
+        # Before the objects in the frames are closed, which may take long.
+        watchdog.report_exit(code, reason)
+    _exit_process(code)
     if code:
         sys.exit(code)
 
 
-def _explain(error: BaseException) -> tuple[int, str]:
-    """Say why a run ends; return its exit code, and what the watchdog is to say of it."""
+def _report_error(error: BaseException) -> tuple[int, str]:
+    """Print why a run ends.
+
+    Returns:
+        The exit code, and the reason that the watchdog should print; empty if it was printed.
+    """
     if isinstance(error, preemption.Preempted):
         return preemption.choose_exit_code(), ""
     if isinstance(error, KeyboardInterrupt):
         return 130, ""
     if isinstance(error, torch.OutOfMemoryError):
         _print_error(
-            f"{str(error).strip().splitlines()[0]} Lower train.per_device_train_batch_size (with "
-            "more gradient_accumulation_steps the global batch stays), or set "
+            f"{str(error).strip().splitlines()[0]} Lower train.per_device_train_batch_size (more "
+            "gradient_accumulation_steps keep the global batch), or set "
             "sharding.activation_checkpointing: full"
         )
         return 1, ""
@@ -259,37 +299,42 @@ def _explain(error: BaseException) -> tuple[int, str]:
     if not isinstance(error, ToolkitError):
         traceback.print_exc()
         return 1, one_line(error)
-    _tell_launcher(error)
-    before_ranks_met = isinstance(error, ConfigError | LaunchError)
-    # Before the ranks know each other each machine speaks for itself.
-    quiet = before_ranks_met and not launchers.is_host_speaker()
-    if quiet:
-        # The launcher ends all processes at the first exit, also one that has not spoken yet. At
-        # the speaker's own exit it ends this one, asleep or not. Where it does not, and does not
-        # tell itself what this one has to say either, this one speaks.
-        time.sleep(_LET_SPEAK.total_seconds())
-        quiet = "TORCHELASTIC_RUN_ID" in os.environ
-    mine = not quiet and not getattr(error, "already_reported", False)
-    if mine and ranks.is_first_to_report(str(error)):  # all ranks may raise the same
+    _write_launcher_error(error)
+    is_before_connecting = isinstance(error, ConfigError | LaunchError)
+    # Before the ranks are connected, one process prints for each machine.
+    is_quiet = is_before_connecting and not launchers.is_host_speaker()
+    if is_quiet:
+        # The launcher ends all processes at the first exit, even a process that has not printed its
+        # message yet. So this process waits for the speaker, at whose exit the launcher ends it. If
+        # the launcher does not, and does not print this error itself either, this process prints.
+        time.sleep(_SPEAKER_TIMEOUT.total_seconds())
+        is_quiet = "TORCHELASTIC_RUN_ID" in os.environ
+    should_print = not is_quiet and not getattr(error, "already_reported", False)
+    # All ranks may raise the same error.
+    if should_print and ranks.is_first_to_report(str(error)):
         _print_error(error)
         if os.environ.get("TOOLKIT_TRACEBACK"):
             traceback.print_exc()
     return 2 if isinstance(error, ConfigError) else 1, ""
 
 
-def _tell_launcher(error: ToolkitError) -> None:
-    """Give the elastic agent the message, with which its own traceback then ends."""
+def _write_launcher_error(error: ToolkitError) -> None:
+    """Write the message to the error file of torch's elastic agent, which prints it at the end."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": str(error), "timestamp": int(time.time())}
         Path(file).write_text(json.dumps(content), "utf-8")
 
 
-def _leave(code: int) -> None:
-    """End a launched process here, a good one after its exit handlers, without tearing it down."""
-    # Gloo's threads outlive `destroy_process_group` as long as anything holds a mesh. One that lets
-    # go of a tensor while the interpreter ends wants the GIL and aborts the process (3 of some 20
-    # loaded runs with torch 2.13): a finished run would be reported as failed.
-    if code in (2, preemption.EXIT_CODE):  # would come again; was asked for
+def _exit_process(code: int) -> None:
+    """End a launched process without the interpreter's shutdown.
+
+    A process that ends normally runs its exit handlers before.
+    """
+    # Gloo's threads outlive `destroy_process_group` as long as a mesh is referenced. A thread that
+    # frees a tensor during the interpreter's shutdown needs the GIL and aborts the process (3 of
+    # about 20 runs under load with torch 2.13): a finished run would be reported as failed.
+    if code in (2, preemption.EXIT_CODE):
+        # A restart would fail in the same way, or is not wanted.
         preemption.stop_launcher()
     if "RANK" in os.environ:
         if code == 0:
@@ -302,7 +347,13 @@ def _leave(code: int) -> None:
 
 
 def seed_everything(seed: int, rank: int, *more: int) -> None:
-    """Seed python, numpy and torch, each rank differently: they must not drop the same units."""
+    """Seed Python, NumPy and torch, differently on each rank, so that dropout differs.
+
+    Args:
+        seed: seed of the run.
+        rank: this rank.
+        more: further numbers that the state depends on, such as the step.
+    """
     key = hashlib.sha256("/".join(map(str, (seed, rank, *more))).encode()).digest()
     random.seed(int.from_bytes(key[:8], "little"))
     numpy.random.seed(int.from_bytes(key[8:12], "little"))
@@ -310,41 +361,46 @@ def seed_everything(seed: int, rank: int, *more: int) -> None:
 
 
 def _uses_cpu(rank: int, world: int) -> bool:
-    """Return whether the run computes on the CPU: it was asked for, or there is nothing else."""
-    if _flag("ACCELERATE_USE_CPU"):
+    """Return True if the run uses the CPU: it is configured, or there is no usable accelerator.
+
+    Raises:
+        LaunchError: `accelerate launch` started several processes for GPUs, and there is no GPU.
+    """
+    if _is_flag_set("ACCELERATE_USE_CPU"):
         return True
     if torch.accelerator.is_available():
         kind: Any = torch.accelerator.current_accelerator()
-        alone = dist.Backend.default_device_backend_map.get(kind.type, "gloo") == "gloo"
-        if alone and rank == 0:  # such as Apple's
+        # True for an accelerator without collectives, such as Apple's.
+        lacks_collectives = dist.Backend.default_device_backend_map.get(kind.type, "gloo") == "gloo"
+        if lacks_collectives and rank == 0:
             print(f"WARNING: torch has no collectives for {kind}: training on the CPU", flush=True)
-        return alone
+        return lacks_collectives
     by_accelerate = launchers.is_started_by_accelerate()
-    if by_accelerate and _accelerate_was_told_cpu():
+    if by_accelerate and _is_accelerate_set_to_cpu():
         return True
     if by_accelerate and world > 1:
         raise build_no_gpu_error(world)
     if rank == 0:
-        print(f"WARNING: torch sees no GPU ({_built()}): training on the CPU", flush=True)
+        print(f"WARNING: torch sees no GPU ({_torch_build()}): training on the CPU", flush=True)
     return True
 
 
 def build_no_gpu_error(world: int) -> LaunchError:
-    """Return the error of a launch on GPUs on a machine where torch finds none."""
+    """Build the error of a launch on GPUs on a machine where torch finds none."""
     return LaunchError(
-        f"accelerate launch was asked for {world} process{'es' * (world > 1)} on GPUs, and torch "
-        f"sees no GPU ({_built()}); mend the driver or torch, or use accelerate_configs/cpu.yaml "
-        "(--accelerate_config cpu)"
+        f"accelerate launch should start {world} process{'es' * (world > 1)} on GPUs, and torch "
+        f"sees no GPU ({_torch_build()}); repair the driver or torch, or use "
+        "accelerate_configs/cpu.yaml (--accelerate_config cpu)"
     )
 
 
-def _built() -> str:
+def _torch_build() -> str:
     return f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
 
 
-def _accelerate_was_told_cpu() -> bool:
-    """Whether `accelerate launch`, the parent process, was given --cpu or `use_cpu: true`."""
-    # It tells its processes only where it starts one (Accelerate 1.15).
+def _is_accelerate_set_to_cpu() -> bool:
+    """Return True if `accelerate launch`, the parent process, has --cpu or `use_cpu: true`."""
+    # It sets the variable only if it starts a single process (Accelerate 1.15).
     parent = psutil.Process(os.getppid())
     arguments = parent.cmdline()
     if {"--cpu", "--use_cpu"} & {*arguments}:
@@ -357,17 +413,23 @@ def _accelerate_was_told_cpu() -> bool:
 
 
 def _connect(rank: int, world: int, cpu: bool, seconds: float | None) -> network.Location:
-    """Create the default process group, where there is none, and let everything connect that step 1
-    needs; return this process's place. LaunchError: they do not meet, or what they meet over does
-    not connect them in time.
+    """Connect the processes: rendezvous, default process group, and all connections of step 1.
+
+    A process group that the program has created is used as it is.
+
+    Returns:
+        The location of this process.
+
+    Raises:
+        LaunchError: the processes cannot find each other, or cannot connect in time.
     """
-    if dist.is_initialized():  # by the program itself
+    if dist.is_initialized():
         machines, local = ranks.node_indices(), launchers.read_local_rank()[0]
         before = machines[:rank].count(machines[rank])
-        place = network.Location(before if local is None else local, ranks.local_world_size())
+        location = network.Location(before if local is None else local, ranks.local_world_size())
         if not cpu:
-            _bind(place)
-        return place
+            _set_device(location)
+        return location
     master = os.environ.get("MASTER_ADDR")
     try:
         if world == 1 and master is None:
@@ -376,40 +438,49 @@ def _connect(rank: int, world: int, cpu: bool, seconds: float | None) -> network
             store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=_RENDEZVOUS_TIMEOUT))
             store.set_timeout(_RENDEZVOUS_TIMEOUT)
             store = network.scope_store_to_start(store, rank, world, _RENDEZVOUS_TIMEOUT)
-        place = network.exchange_locations(store, rank, world, nccl=not cpu)
+        location = network.exchange_locations(store, rank, world, nccl=not cpu)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
-            f"process {rank} of {world} did not meet the others at {master}:"
+            f"process {rank} of {world} did not find the others at {master}:"
             f"{os.environ.get('MASTER_PORT')}: {str(error).strip().splitlines()[0]}; every node "
-            "must reach main_process_ip and main_process_port, and start with its own machine_rank"
+            "must reach main_process_ip and main_process_port, and have a different machine_rank"
         ) from error
     if "RANK" in os.environ:  # as torchrun says it, for others that look there
-        os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(place.local), str(place.here)
-    network.prepare_sockets(world, place.here, master, place.master)
+        os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = (
+            str(location.local_rank),
+            str(location.local_world_size),
+        )
+    network.prepare_sockets(world, location.local_world_size, master, location.master)
     bound = None
     if not cpu:
-        bound = _bind(place)
+        bound = _set_device(location)
         mine = device.identify_device(bound, rank)
         network.exchange_and_decide(
             store, "device", mine, device.refuse_shared_devices, rank, world
         )
-    network.connect(store, rank, world, place, bound, _COLLECTIVE_TIMEOUT, seconds)
-    return place
+    network.connect(store, rank, world, location, bound, _COLLECTIVE_TIMEOUT, seconds)
+    return location
 
 
-def _bind(place: network.Location) -> torch.device:
-    """Make this process's accelerator the current one; return it."""
-    index = device.choose_device_index(place.local, place.here)
+def _set_device(location: network.Location) -> torch.device:
+    """Make this process's accelerator the current device, and return it."""
+    index = device.choose_device_index(location.local_rank, location.local_world_size)
     torch.accelerator.set_device_index(index)
-    if place.local == 0 and (warning := device.check_nccl_shared_memory(place.here)):
+    if location.local_rank == 0 and (
+        warning := device.check_nccl_shared_memory(location.local_world_size)
+    ):
         print(warning, flush=True)
     return torch.device(torch.accelerator.current_accelerator().type, index)  # type: ignore[union-attr]
 
 
-def _take_yaml(notes: list[str]) -> None:
-    """Refuse another engine's YAML; print notes, once; unset the variables that are translated."""
+def _unset_accelerate_variables(notes: list[str]) -> None:
+    """Print notes on an Accelerate YAML, and unset its variables, so that Accelerate ignores it.
+
+    Raises:
+        LaunchError: the YAML is for another engine.
+    """
     for engine in ("DeepSpeed", "Megatron_LM"):
-        if _flag(f"ACCELERATE_USE_{engine.upper()}"):
+        if _is_flag_set(f"ACCELERATE_USE_{engine.upper()}"):
             raise LaunchError(f"the launch configuration is for {engine}; {NOT_FSDP}")
     for note in notes if os.environ.get("RANK", "0") == "0" else []:
         print(f"note: {note}", file=sys.stderr, flush=True)
@@ -417,5 +488,5 @@ def _take_yaml(notes: list[str]) -> None:
         del os.environ[name]
 
 
-def _flag(name: str) -> bool:
+def _is_flag_set(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("1", "true", "yes")

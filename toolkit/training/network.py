@@ -1,4 +1,4 @@
-"""How processes meet: who is on which host, open files, the interfaces, a limit for connecting."""
+"""Connect the processes of a run: locations, network interfaces, timeouts and clear errors."""
 
 import contextlib
 import datetime
@@ -27,225 +27,288 @@ from toolkit.errors import LaunchError, one_line
 from toolkit.formats.device_threads import device_thread
 from toolkit.training import launchers
 
-# An address that no machine has (RFC 5737): what leads to it leads outside.
+# An address that no machine has (RFC 5737). The interface towards it leads out of this machine.
 _OUTSIDE = "192.0.2.1"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 SHARED_MEMORY = "/dev/shm"
-_LONGEST_SLEEP = 0.5
-_TO_TELL = datetime.timedelta(minutes=1)  # ranks that have come to the store
-_TO_HEAR = datetime.timedelta(seconds=5)
-# Seconds for all to connect once all are there, and of each 32 of them one more: what takes longer
-# leads nowhere.
-_TO_CONNECT = 45.0
-_SHOWN = 12  # interfaces that an error lists
+_MAX_SLEEP = 0.5
+# For ranks that are connected to the store to write and read a value.
+_EXCHANGE_TIMEOUT = datetime.timedelta(minutes=1)
+_ERROR_TIMEOUT = datetime.timedelta(seconds=5)
+# Seconds to connect all processes, and one more for each 32 of them. A connection that takes longer
+# will not succeed.
+_CONNECT_SECONDS = 45.0
+_MAX_LISTED = 12  # interfaces in an error
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a process is among the others."""
+    """The position of a process among the processes and hosts of a run."""
 
-    local: int = 0
-    """Its number on its host."""
-    here: int = 1
-    """Processes of the run on its host."""
+    local_rank: int = 0
+    local_world_size: int = 1
     hosts: int = 1
+    """Number of hosts."""
     sharers: int = 1
-    """Processes that use the same processors as it, itself among them."""
+    """Number of processes that use the same processors, including this one."""
     master: str | None = None
-    """The address by which other hosts know that of rank 0; None where nobody says it."""
+    """The address of rank 0's host, as other hosts know it; None if it is unknown."""
 
 
-ALONE = Location()
+SINGLE = Location()
 
 
 def exchange_and_decide(
     store: dist.Store,
     topic: str,
-    mine: Any,
+    local_value: Any,
     decide: Callable[[list[Any]], list[Any]],
     rank: int,
     world: int,
 ) -> Any:
-    """Return what `decide` makes for this rank, on rank 0, of what every rank brings. Collective,
-    over the store alone, before there is a group. What it raises every rank raises, a LaunchError.
+    """Collect values of all ranks on rank 0, and distribute what rank 0 decides from them.
+
+    Collective, over the store alone, before the process group exists.
+
+    Args:
+        store: connected on all ranks.
+        topic: name of the exchange, used once.
+        local_value: this rank's value, in JSON's types.
+        decide: maps the values of all ranks to a result for each rank; called on rank 0.
+        rank: this rank.
+        world: number of ranks.
+
+    Returns:
+        The result for this rank.
+
+    Raises:
+        LaunchError: a rank did not take part, or `decide` raised a LaunchError, which then all
+            ranks raise.
     """
     keys = [f"{topic}/{other}" for other in range(world)]
-    key, error, told = f"{topic}/for-{rank}", "", list[Any]()
-    store.set(keys[rank], json.dumps(mine))
+    result_key = f"{topic}/for-{rank}"
+    error, results = "", list[Any]()
+    store.set(keys[rank], json.dumps(local_value))
     try:
         if rank == 0:
-            _poll(lambda: store.check(keys), _TO_TELL)
+            _poll(lambda: store.check(keys), _EXCHANGE_TIMEOUT)
             try:
-                told = decide([json.loads(text) for text in store.multi_get(keys)])
-            except LaunchError as refused:
-                error, told = str(refused), [None] * world
-            for other, value in enumerate(told):
-                store.set(f"{topic}/for-{other}", json.dumps([error, value]))
-        _poll(lambda: store.check([key]), _TO_TELL)
-    except RuntimeError as missing:
+                results = decide([json.loads(text) for text in store.multi_get(keys)])
+            except LaunchError as decide_error:
+                error, results = str(decide_error), [None] * world
+            for other, result in enumerate(results):
+                store.set(f"{topic}/for-{other}", json.dumps([error, result]))
+        _poll(lambda: store.check([result_key]), _EXCHANGE_TIMEOUT)
+    except RuntimeError as timeout_error:
         raise LaunchError(
-            f"one of {world} processes ended or stopped before it told the others its {topic}; "
-            f"what it says itself is the cause ({missing})"
-        ) from missing
-    error, value = json.loads(store.get(key))
+            f"one of {world} processes ended or stopped before it sent its {topic} to the others; "
+            f"its own message shows the cause ({timeout_error})"
+        ) from timeout_error
+    error, result = json.loads(store.get(result_key))
     if error:
         store.add(f"{topic}/heard", 1)
-        with contextlib.suppress(RuntimeError):  # not all: some are gone already
-            if rank == 0:  # with which the store may leave
-                _poll(lambda: store.add(f"{topic}/heard", 0) == world, _TO_HEAR)
+        # Rank 0 may own the store, so it stays until all ranks have read the error. Some ranks may
+        # be gone already.
+        with contextlib.suppress(RuntimeError):
+            if rank == 0:
+                _poll(lambda: store.add(f"{topic}/heard", 0) == world, _ERROR_TIMEOUT)
         raise LaunchError(error)
-    return value
+    return result
 
 
 def exchange_locations(store: dist.Store, rank: int, world: int, *, nccl: bool) -> Location:
-    """Tell the others where this process is; return what follows for it. See `exchange`."""
-    local, sure = launchers.read_local_rank()
+    """Exchange hosts and local ranks with the other processes.
+
+    Collective; see `exchange_and_decide`.
+
+    Args:
+        store: connected on all ranks.
+        rank: this rank.
+        world: number of ranks.
+        nccl: also check the interfaces that are set for NCCL.
+
+    Returns:
+        The location of this process.
+    """
+    local_rank, is_reliable = launchers.read_local_rank()
     master = os.environ.get("MASTER_ADDR")
-    mine = {
+    report = {
         "name": socket.gethostname(),
         "host": ranks.host_id(),
-        "local": local,
-        "sure": sure,
-        "here": int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
+        "local_rank": local_rank,
+        "is_reliable": is_reliable,
+        "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
         "cores": f"{sum(1 << core for core in ranks.available_cores()):x}",
         "master": master and _resolved(master),
         "loopback": _is_loopback(os.environ.get(GLOO_INTERFACE, "")),
         "error": interface_error(os.environ, nccl=nccl),
     }
-    return Location(**exchange_and_decide(store, "place", mine, assign_locations, rank, world))
+    location = exchange_and_decide(store, "location", report, assign_locations, rank, world)
+    return Location(**location)
 
 
-def assign_locations(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the place of each process, from what `meet` has all of them say, in rank order.
-    LaunchError: one of them cannot use its interfaces.
+def assign_locations(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compute the location of each process from the reports of all processes.
+
+    Args:
+        reports: what `exchange_locations` reports on each rank, in rank order.
+
+    Returns:
+        The fields of `Location` for each rank.
+
+    Raises:
+        LaunchError: a process cannot use its interfaces.
     """
-    hosts, cores = defaultdict[str, list[int]](list), defaultdict[tuple[str, str], int](int)
-    for rank, said in enumerate(every):
-        hosts[said["host"]].append(rank)
-        cores[said["host"], said["cores"]] += 1
-    for said in every:
-        error = said["error"]
-        if said["loopback"] and not error and len(hosts) > 1:
+    ranks_by_host = defaultdict[str, list[int]](list)
+    processes_by_cores = defaultdict[tuple[str, str], int](int)
+    for rank, report in enumerate(reports):
+        ranks_by_host[report["host"]].append(rank)
+        processes_by_cores[report["host"], report["cores"]] += 1
+    hosts = len(ranks_by_host)
+    for report in reports:
+        error = report["error"]
+        if report["loopback"] and not error and hosts > 1:
             error = f"{GLOO_INTERFACE} is a loopback interface, which leads to no other host"
         if error:
-            raise LaunchError(f"{error} (on {said['name']}, of {len(hosts)} host(s))")
-    master = next((said["master"] for said in every if said["master"]), None)
-    told = []
-    for rank, said in enumerate(every):
-        beside = hosts[said["host"]]
-        locals_ = [every[other]["local"] for other in beside]
-        sure = all(every[other]["sure"] for other in beside)
-        usable = None not in locals_ and len({*locals_}) == len(beside)
-        told.append(
+            raise LaunchError(f"{error} (on {report['name']}, of {hosts} host(s))")
+    master = next((report["master"] for report in reports if report["master"]), None)
+    locations = []
+    for rank, report in enumerate(reports):
+        host_ranks = ranks_by_host[report["host"]]
+        local_ranks = [reports[other]["local_rank"] for other in host_ranks]
+        is_reliable = all(reports[other]["is_reliable"] for other in host_ranks)
+        is_usable = None not in local_ranks and len({*local_ranks}) == len(host_ranks)
+        use_reported = is_reliable or is_usable
+        locations.append(
             {
-                "local": said["local"] if sure or usable else beside.index(rank),
-                "here": said["here"] or len(beside),
-                "hosts": len(hosts),
-                "sharers": cores[said["host"], said["cores"]],
+                "local_rank": report["local_rank"] if use_reported else host_ranks.index(rank),
+                "local_world_size": report["local_world_size"] or len(host_ranks),
+                "hosts": hosts,
+                "sharers": processes_by_cores[report["host"], report["cores"]],
                 "master": master,
             }
         )
-    return told
+    return locations
 
 
 def connect(
     store: dist.Store,
     rank: int,
     world: int,
-    place: Location,
+    location: Location,
     device: torch.device | None,
     timeout: datetime.timedelta,
     seconds: float | None = None,
 ) -> None:
-    """Create the default process group and connect all that step 1 needs: gloo, and the backend of
-    the devices.
+    """Create the default process group, and connect all backends that step 1 needs.
 
     Args:
-        timeout: of later collectives.
+        store: connected on all ranks.
+        rank: this rank.
+        world: number of ranks.
+        location: result of `exchange_locations`.
+        device: the accelerator of this process; None: CPU.
+        timeout: timeout of later collectives.
         seconds: time for connecting (`train.connect_seconds`); None: 45, and one more for each 32
             processes.
 
     Raises:
         LaunchError: connecting fails, or takes longer.
     """
-    backend, bound, own, over = "gloo", None, "gloo", ["gloo"]
+    backends = "gloo"
+    device_backend = "gloo"
+    device_id = None
+    # The backend that is being connected, for the error.
+    current_backend = ["gloo"]
     if device is not None:
-        own = dist.get_default_backend_for_device(device.type)
-        # Gloo carries objects, offloaded gradients and all that must not wait inside NCCL.
-        backend = f"cpu:gloo,{device.type}:{own}"
-        bound = device if device.type == "cuda" else None  # the others' groups are not split
-    # A mesh's groups are split off with NCCL's options; gloo says that it takes its own.
+        device_backend = dist.get_default_backend_for_device(device.type)
+        # Gloo carries objects, offloaded gradients and everything that must not wait inside NCCL.
+        backends = f"cpu:gloo,{device.type}:{device_backend}"
+        # Only NCCL splits groups, for which it needs the device.
+        device_id = device if device.type == "cuda" else None
+    # A mesh's groups are split off with NCCL's options; gloo warns that it uses its own.
     warnings.filterwarnings("ignore", message="Tried to pass options to ProcessGroupGloo::split")
 
     def work() -> None:
-        given: Any = {"store": store, "rank": rank, "world_size": world, "device_id": bound}
-        dist.init_process_group(backend, timeout=timeout, **given)
-        if place.here < world:  # gloo connects at its first use
+        ids: Any = {"store": store, "rank": rank, "world_size": world, "device_id": device_id}
+        dist.init_process_group(backends, timeout=timeout, **ids)
+        # Gloo connects at its first use.
+        if location.local_world_size < world:
             dist.all_reduce(torch.zeros(1), group=ranks.world_group())
         ranks.node_indices()
         if device is not None and world > 1:
-            over[0] = own
+            current_backend[0] = device_backend
             total = torch.ones(1, device=device)
             dist.all_reduce(total, group=ranks.world_group())
-            if (found := total.item()) != world:
-                raise RuntimeError(f"a sum over {world} processes came out as {found:g}")
+            if (value := total.item()) != world:
+                raise RuntimeError(f"the sum of ones over {world} processes is {value:g}")
 
-    limit = _TO_CONNECT + world / 32 if seconds is None else seconds
+    limit = _CONNECT_SECONDS + world / 32 if seconds is None else seconds
     try:
-        stuck = run_with_timeout(limit, work)
-        cause = stuck and (
-            f"it is not done after {limit:.0f} s, at {stuck} (train.connect_seconds sets the time)"
+        position = run_with_timeout(limit, work)
+        cause = position and (
+            f"not connected after {limit:.0f} s, at {position} (train.connect_seconds sets the "
+            "time)"
         )
-        failed = None
+        original_error = None
     except (RuntimeError, ValueError) as error:
-        cause, failed = one_line(error, 600), error
+        cause, original_error = one_line(error, 600), error
     if cause:
-        nccl = over[0] != "gloo" or "NCCL" in cause or "eager_connect" in cause
-        advice = _of_nccl(own) if nccl else _of_gloo(place.here < world)
+        is_nccl = current_backend[0] != "gloo" or "NCCL" in cause or "eager_connect" in cause
+        has_other_hosts = location.local_world_size < world
+        advice = _advise_nccl(device_backend) if is_nccl else _advise_gloo(has_other_hosts)
         raise LaunchError(
-            f"process {rank} of {world} met the others, but did not connect to them over "
-            f"{own if nccl else 'gloo'}: {cause}; {advice}"
-        ) from failed
+            f"process {rank} of {world} found the others, but did not connect to them over "
+            f"{device_backend if is_nccl else 'gloo'}: {cause}; {advice}"
+        ) from original_error
 
 
-def _of_gloo(several: bool) -> str:
-    uses = os.environ.get(GLOO_INTERFACE, "not set: that of the hostname")
-    between = f"between machines gloo uses the interface {GLOO_INTERFACE} ({uses})"
-    return f"{between * several or 'gloo uses that of the hostname'}; this host has {format_interfaces()}"
+def _advise_gloo(has_other_hosts: bool) -> str:
+    advice = "gloo uses the interface of the hostname"
+    if has_other_hosts:
+        setting = os.environ.get(GLOO_INTERFACE, "not set: that of the hostname")
+        advice = f"between machines gloo uses the interface {GLOO_INTERFACE} ({setting})"
+    return f"{advice}; this host has {format_interfaces()}"
 
 
-def _of_nccl(backend: str) -> str:
-    told = ", ".join(
-        f"{n} ({os.environ.get(n, 'not set')})" for n in (NCCL_INTERFACE, "NCCL_IB_HCA")
-    )
+def _advise_nccl(backend: str) -> str:
+    names = (NCCL_INTERFACE, "NCCL_IB_HCA")
+    settings = ", ".join(f"{name} ({os.environ.get(name, 'not set')})" for name in names)
     free = f"{free_shared_memory_bytes() / 1e6:.0f} MB of {SHARED_MEMORY} (--shm-size)"
     return (
-        f"{backend} connects hosts over {told} and devices of one host through {free}; "
-        f"NCCL_DEBUG=INFO says more; this host has {format_interfaces()}"
+        f"{backend} connects hosts over {settings} and devices of one host through {free}; "
+        f"NCCL_DEBUG=INFO shows details; this host has {format_interfaces()}"
     )
 
 
 def free_shared_memory_bytes() -> float:
-    """Return the bytes that are free in shared memory, without end where there is no such place."""
+    """Return the free bytes of shared memory; infinity if this system has no /dev/shm."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
         return math.inf
 
 
-def format_hosts(place: Location, world: int) -> str | None:
-    """Return the line that says on how many hosts the processes are, None for one."""
-    if place.hosts == 1:
+def format_hosts(location: Location, world: int) -> str | None:
+    """Format a log line with the number of hosts; None for one host."""
+    if location.hosts == 1:
         return None
-    over = os.environ.get(GLOO_INTERFACE, "that of the hostname")
-    return f"hosts      {place.hosts}, {place.here} of {world} ranks on this one; gloo over {over}"
+    interface = os.environ.get(GLOO_INTERFACE, "that of the hostname")
+    return (
+        f"hosts      {location.hosts}, {location.local_world_size} of {world} ranks on this one; "
+        f"gloo over {interface}"
+    )
 
 
 def run_with_timeout(seconds: float, work: Callable[[], None]) -> str:
-    """Run `work` in a thread; return where it is after so many seconds, in which case it goes on
-    and this process is to end; empty where it is done. Raises what it raises. What waits within
-    gloo or NCCL hears no timeout and no signal.
+    """Run `work` in a thread, for at most `seconds`, and raise its error.
+
+    A thread is needed because calls that wait inside gloo or NCCL ignore timeouts and signals.
+
+    Returns:
+        Empty if the work is done; else the source line at which it is. Then the thread continues,
+        and the process should end.
     """
     raised: list[BaseException] = []
 
@@ -266,33 +329,50 @@ def run_with_timeout(seconds: float, work: Callable[[], None]) -> str:
     return (stack[-1].line or stack[-1].name) if stack else "its end"
 
 
-def prepare_sockets(world: int, here: int, master: str | None, known_as: str | None = None) -> None:
-    """Raise the limit of open files, a socket being one; where the `world` processes are more than
-    those `here`, let gloo use the interface that leads to `master`, which other hosts know as the
-    address `known_as`. What the user has set stays.
+def prepare_sockets(
+    world: int, local_world_size: int, master: str | None, master_address: str | None = None
+) -> None:
+    """Raise the limit of open files (sockets count), and choose gloo's interface between hosts.
+
+    Variables that the user has set are unchanged.
+
+    Args:
+        world: number of processes.
+        local_world_size: number of processes on this host.
+        master: host name or address of rank 0 (MASTER_ADDR).
+        master_address: the address by which other hosts know rank 0's host.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # where the hard limit is none (macOS)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if here >= world or master is None:
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # macOS has no hard limit, and refuses to set it.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    if local_world_size >= world or master is None:
         return
-    # Else each process opens a socket to each other one, for each of three groups.
+    # By default each process opens a socket to each other process, for each of three groups.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    found = None if GLOO_INTERFACE in os.environ else interface_towards(master, known_as)
-    if found is not None:
-        os.environ[GLOO_INTERFACE] = found
+    if GLOO_INTERFACE not in os.environ:
+        interface = interface_towards(master, master_address)
+        if interface is not None:
+            os.environ[GLOO_INTERFACE] = interface
 
 
-def interface_towards(master: str, known_as: str | None = None) -> str | None:
-    """Return the name of the interface whose address packets to `master` have, None where nothing
-    leads there; on the master's own host that of the address that others know it as. Gloo would
-    take what the hostname resolves to: 127.0.1.1 on Debian, or the network that manages the
-    machines.
+def interface_towards(master: str, master_address: str | None = None) -> str | None:
+    """Find the interface through which this host sends packets to `master`.
+
+    Gloo would use the address of the hostname instead: 127.0.1.1 on Debian, or the management
+    network of the machines.
+
+    Args:
+        master: host name or address of rank 0.
+        master_address: the address by which other hosts know it, used on rank 0's own host.
+
+    Returns:
+        Name of the interface; None if there is none.
     """
-    own = _address_towards(master)
-    if own is None or not ipaddress.ip_address(own).is_loopback:
-        return _interface_with(own)
-    return _interface_with(known_as) or _interface_with(_address_towards(_OUTSIDE))
+    address = _address_towards(master)
+    if address is None or not ipaddress.ip_address(address).is_loopback:
+        return _interface_with(address)
+    return _interface_with(master_address) or _interface_with(_address_towards(_OUTSIDE))
 
 
 def _interface_with(address: str | None) -> str | None:
@@ -303,40 +383,51 @@ def _interface_with(address: str | None) -> str | None:
 
 
 def list_interfaces() -> dict[str, list[str]]:
-    """Return the addresses of this host's interfaces by name, of those that have any."""
+    """List the IP addresses of each interface of this host; omit interfaces without any."""
     families = (socket.AF_INET, socket.AF_INET6)
-    found = {
-        name: [one.address.partition("%")[0] for one in addresses if one.family in families]
-        for name, addresses in psutil.net_if_addrs().items()
+    addresses = {
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
     }
-    return {name: addresses for name, addresses in found.items() if addresses}
+    return {name: texts for name, texts in addresses.items() if texts}
 
 
 def format_interfaces() -> str:
-    """Return this host's interfaces in words: `lo 127.0.0.1, eth0 10.0.0.7`."""
-    found = list_interfaces()
-    shown = ", ".join(f"{name} {addresses[0]}" for name, addresses in [*found.items()][:_SHOWN])
-    return shown + f" and {len(found) - _SHOWN} more" * (len(found) > _SHOWN)
+    """Format this host's interfaces with their first address: `lo 127.0.0.1, eth0 10.0.0.7`."""
+    addresses = list_interfaces()
+    texts = [f"{name} {values[0]}" for name, values in addresses.items()]
+    hidden = len(texts) - _MAX_LISTED
+    return ", ".join(texts[:_MAX_LISTED]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def interface_error(env: Mapping[str, str], *, nccl: bool) -> str:
-    """Return what is wrong with the interfaces that the user chose, NCCL's only where that is used;
-    empty where nothing is.
+    """Explain which interface setting of the user does not match this host.
+
+    Args:
+        env: environment variables.
+        nccl: also check the setting for NCCL.
+
+    Returns:
+        The error; empty if the settings match.
     """
-    known = list_interfaces()
-    chosen = [name for name in env.get(GLOO_INTERFACE, "").split(",") if name]
-    wrong = "" if {*chosen} <= known.keys() else GLOO_INTERFACE
-    # `^` leaves out, `=` asks for whole names, else names begin so; `:port` may follow.
+    available = list_interfaces()
+    gloo_names = [name for name in env.get(GLOO_INTERFACE, "").split(",") if name]
+    wrong_setting = "" if {*gloo_names} <= available.keys() else GLOO_INTERFACE
+    # NCCL's syntax: `^` excludes interfaces, `=` requires exact names, otherwise the parts are
+    # prefixes; `:port` may follow.
     text = env.get(NCCL_INTERFACE, "") if nccl else ""
-    without, text = text.startswith("^"), text.removeprefix("^")
-    whole, text = text.startswith("="), text.removeprefix("=")
+    is_exclusion, text = text.startswith("^"), text.removeprefix("^")
+    is_exact, text = text.startswith("="), text.removeprefix("=")
     parts = [part.partition(":")[0] for part in text.split(",") if part]
-    fits = [n for n in known if any(n == p if whole else n.startswith(p) for p in parts)]
-    if parts and not ({*known} - {*fits} if without else fits):
-        wrong = wrong or NCCL_INTERFACE
-    if not wrong:
+    matches = [n for n in available if any(n == p if is_exact else n.startswith(p) for p in parts)]
+    if parts and not ({*available} - {*matches} if is_exclusion else matches):
+        wrong_setting = wrong_setting or NCCL_INTERFACE
+    if not wrong_setting:
         return ""
-    return f"{wrong} is {env[wrong]}, which names no interface with an address here: {format_interfaces()}"
+    return (
+        f"{wrong_setting} is {env[wrong_setting]}, which names no interface with an address on "
+        f"this host: {format_interfaces()}"
+    )
 
 
 def _is_loopback(name: str) -> bool:
@@ -345,22 +436,22 @@ def _is_loopback(name: str) -> bool:
 
 
 def _resolved(host: str) -> str | None:
-    """Return the address that this machine takes for `host`, None for one of its own loopback."""
+    """Resolve the address of `host`; None if it is a loopback address. Sends nothing."""
     with contextlib.suppress(OSError):
-        for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(place)
-                found = str(probe.getpeername()[0]).partition("%")[0]
-                return None if ipaddress.ip_address(found).is_loopback else found
+                probe.connect(target)
+                address = str(probe.getpeername()[0]).partition("%")[0]
+                return None if ipaddress.ip_address(address).is_loopback else address
     return None
 
 
 def _address_towards(host: str) -> str | None:
-    """Return the address that this machine has for `host`; nothing is sent."""
+    """Find the address from which this machine sends packets to `host`. Sends nothing."""
     with contextlib.suppress(OSError):
-        for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(place)
+                probe.connect(target)
                 return probe.getsockname()[0].partition("%")[0]
     return None
 
@@ -368,51 +459,63 @@ def _address_towards(host: str) -> str | None:
 def scope_store_to_start(
     store: dist.Store, rank: int, world: int, timeout: datetime.timedelta
 ) -> dist.PrefixStore:
-    """Return `store` under a prefix that the processes of this start alone share. Collective, a few
-    round trips of each rank; RuntimeError: not all came within `timeout`.
+    """Wrap `store` with a prefix that only the processes of this start share. Collective.
 
-    A launcher that restarts its ranks keeps its store, in which they would find the addresses of
-    processes that are gone, and wait for them (torch 2.13, its issue 135712). Its own count of
-    restarts does not tell the starts apart, since each machine's agent has another one. So rank 0
-    numbers its start, and every other rank takes its place in the newest; a place that is taken was
-    an earlier process's.
+    A launcher that restarts its ranks keeps its store. There the new ranks would find the addresses
+    of processes that are gone, and wait for them (torch 2.13, its issue 135712). The launcher's
+    restart count cannot separate the starts, because the agent of each machine has its own. So rank
+    0 numbers its start, and every other rank registers in the newest start. If its rank is already
+    registered there, that was an earlier process, and it waits for the next start. Costs a few
+    round trips per rank.
+
+    Raises:
+        RuntimeError: not all ranks registered within `timeout`.
     """
-    started = place = 0  # numbers of starts: the newest, and the one that this rank has a place in
+    # Numbers of starts: the newest one, and the one in which this rank is registered.
+    newest_start = joined_start = 0
 
-    def met() -> bool:
-        return store.check([f"start-{place}/rank-{other}" for other in range(1, world)])
+    def is_complete() -> bool:
+        return store.check([f"start-{joined_start}/rank-{other}" for other in range(1, world)])
 
-    def joined() -> bool:
-        nonlocal started, place
+    def join() -> bool:
+        nonlocal newest_start, joined_start
         newest = store.add("starts", 0)
-        if newest > started:
-            started = newest
-            place = newest if store.add(f"start-{newest}/rank-{rank}", 1) == 1 else 0
-        return place > 0 and store.check([f"start-{place}/complete"])
+        if newest > newest_start:
+            newest_start = newest
+            is_first = store.add(f"start-{newest}/rank-{rank}", 1) == 1
+            joined_start = newest if is_first else 0
+        return joined_start > 0 and store.check([f"start-{joined_start}/complete"])
 
     if rank == 0:
-        place = store.add("starts", 1)
+        joined_start = store.add("starts", 1)
         if world > 1:
-            _poll(met, timeout)
-        store.set(f"start-{place}/complete", "")
+            _poll(is_complete, timeout)
+        store.set(f"start-{joined_start}/complete", "")
     else:
-        _poll(joined, timeout)
-    return dist.PrefixStore(f"start-{place}", store)
+        _poll(join, timeout)
+    return dist.PrefixStore(f"start-{joined_start}", store)
 
 
-def _poll(done: Callable[[], bool], timeout: datetime.timedelta) -> None:
-    """Return when it is `done`. A wait of the store itself would hear no signal."""
-    until, sleep = time.monotonic() + timeout.total_seconds(), 0.01
-    while not done():
-        if time.monotonic() > until:
-            raise RuntimeError(f"not all ranks came within {timeout}")
-        time.sleep(sleep)
-        sleep = min(2 * sleep, _LONGEST_SLEEP)
+def _poll(is_done: Callable[[], bool], timeout: datetime.timedelta) -> None:
+    """Wait until `is_done` returns True.
+
+    The wait of the store itself would ignore signals.
+
+    Raises:
+        RuntimeError: it is not done within `timeout`.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    sleep_seconds = 0.01
+    while not is_done():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all ranks arrived within {timeout}")
+        time.sleep(sleep_seconds)
+        sleep_seconds = min(2 * sleep_seconds, _MAX_SLEEP)
 
 
 def format_restart() -> str | None:
-    """Return the line that says that the launcher started this run again, None at its first."""
-    count, most = (
+    """Format a log line with the number of restarts by the launcher; None at the first start."""
+    count, limit = (
         os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
     )
-    return None if count == "0" else f"restart    {count} of {most} by the launcher"
+    return None if count == "0" else f"restart    {count} of {limit} by the launcher"

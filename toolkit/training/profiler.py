@@ -28,16 +28,17 @@ from toolkit.tables import table
 
 FORWARD, BACKWARD, OPTIMIZER, PAUSE = "forward", "backward", "optimizer", "pause"
 COMMUNICATION, OTHER, IDLE, HIDDEN = "communication", "other", "idle", "communication_hidden"
-PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, PAUSE)  # ranges of the training thread
+PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, PAUSE)  # names of ranges in the training thread
 PARTS = (DATA, FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION, PAUSE, OTHER, IDLE)
-_STEP = "ProfilerStep#"  # the profiler's own range
-_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-# Operations of a host that compute nothing themselves: their parts that do are operations too.
+_STEP = "ProfilerStep#"  # prefix of the range in which the profiler wraps each step
+_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+# Namespaces of host operations that only call other operations, which are in the trace too.
 _WRAPPERS = ("autograd", "c10d", "_c10d_functional", "profiler")
 _COLLECTIVES = ("c10d", "_c10d_functional")
 FOLDER = "profile"
-_ENTRIES = 100_000  # allocations and frees that a snapshot goes back
-_PRIVATE = ("_record_memory_history", "_dump_snapshot")  # documented by PyTorch nevertheless
+_MAX_ENTRIES = 100_000  # allocations and frees in a memory snapshot
+# Private functions of torch.cuda.memory that PyTorch documents.
+_PRIVATE = ("_record_memory_history", "_dump_snapshot")
 
 Event = dict[str, Any]
 Span = tuple[float, float]
@@ -45,56 +46,68 @@ Span = tuple[float, float]
 
 @dataclass
 class StepProfiler:
-    """Traces the steps `first` to `last` of a run, with one before them to warm the profiler up."""
+    """Trace the steps `first` to `last` of a run, after one step that warms up the profiler."""
 
-    folder: Path  # for `rank-0.json.gz` and so on, one for each rank, and `summary.json`
+    folder: Path
+    """For one trace per rank, such as `rank-0.json.gz`, and `summary.json`."""
     device: torch.device
     first: int
     last: int
-    after: int  # steps that are done; a first step among them is too late, and the next is first
+    done_steps: int
+    """Number of steps that are done. If `first` is among them, the next step is the first."""
 
     def __post_init__(self) -> None:
-        self.first = max(self.first, self.after + 1)
-        self.open = True
+        self.first = max(self.first, self.done_steps + 1)
+        self.is_open = True
         self._profile = profile(schedule=self._action, acc_events=True)
         self._profile.start()
-        self._profile.step_num = self.after  # its numbers are the run's
+        # Lets the profiler number the steps as the run does.
+        self._profile.step_num = self.done_steps
         self._profile.step()
-        self._record_memory(self.after)
+        self._record_memory(self.done_steps)
 
-    def _record_memory(self, done: int) -> None:
-        """Record allocations of a CUDA device from the warm-up on: each costs its Python stack."""
-        if self.device.type == "cuda" and done == max(self.first - 2, self.after):
-            torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
+    def _record_memory(self, done_steps: int) -> None:
+        """Record allocations of a CUDA device, starting with the warm-up step.
+
+        Not earlier, since each record includes the Python stack.
+        """
+        if self.device.type == "cuda" and done_steps == max(self.first - 2, self.done_steps):
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES)
 
     def _action(self, step: int) -> ProfilerAction:
         if self.first <= step <= self.last:
-            saved = step == self.last
-            return ProfilerAction.RECORD_AND_SAVE if saved else ProfilerAction.RECORD
+            is_last = step == self.last
+            return ProfilerAction.RECORD_AND_SAVE if is_last else ProfilerAction.RECORD
         return ProfilerAction.WARMUP if step == self.first - 1 else ProfilerAction.NONE
 
-    def slows(self, step: int) -> bool:
-        """Whether the profiler runs in `step`. Waits for the device where that changes after it,
-        and before the first traced step, so that a step's work lies in the step.
+    def is_active(self, step: int) -> bool:
+        """Return True if the profiler runs in `step`, which makes the step slower.
+
+        Waits for the device at the borders of the warm-up step and of the traced steps, so that the
+        work of a step is recorded in that step.
         """
         if step in (self.first - 2, self.first - 1, self.last) and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return self.first - 1 <= step <= self.last
 
     def end_step(self, step: int) -> bool:
-        """End a step; return whether it was the last one to be profiled."""
-        if self.open:
+        """Record the end of a step; return True if it was the last step to profile."""
+        if self.is_open:
             self._profile.step()
             self._record_memory(step)
-        self.open = step < self.last
+        self.is_open = step < self.last
         return step == self.last
 
     def write(self) -> list[str]:
-        """Write traces and summary, after the last step; return the summary as lines. Collective.
-        Costs the reading and writing of the traces, some seconds each.
+        """Write the traces and the summary after the last step. Collective.
+
+        Takes some seconds to write and read each trace.
+
+        Returns:
+            The summary as log lines.
         """
-        parts, seen = zip(*ranks.gather_results(self._write_trace), strict=True)
-        mean = {name: sum(one[name] for one in parts) / len(parts) for name in parts[0]}
+        parts, has_device = zip(*ranks.gather_results(self._write_trace), strict=True)
+        mean = {name: sum(seconds[name] for seconds in parts) / len(parts) for name in parts[0]}
         summary = {"steps": [self.first, self.last], "seconds_per_step": mean, "ranks": parts}
         text = json.dumps(summary, indent=1)
         ranks.on_main(lambda: (self.folder / "summary.json").write_text(text, "utf-8"))
@@ -103,13 +116,19 @@ class StepProfiler:
             *format_part_table(parts),
             f"traces     {self.folder} (open them in ui.perfetto.dev or chrome://tracing)",
         ]
-        if self.device.type != "cpu" and not all(seen):
-            what = "a trace has no kernels, so that the times are the host's"
-            lines.append(f"WARNING: {what}: the driver lets this process profile no device")
+        if self.device.type != "cpu" and not all(has_device):
+            lines.append(
+                "WARNING: a trace has no kernels, so the times are those of the host: the driver "
+                "does not let this process profile the device"
+            )
         return lines
 
     def _write_trace(self) -> tuple[dict[str, float], bool]:
-        """Return the seconds that a step spent in each part, and whether a device was seen."""
+        """Write the trace of this rank.
+
+        Returns:
+            Part -> seconds per step; and True if the trace has device kernels.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"rank-{ranks.rank()}.json.gz"
         self._profile.export_chrome_trace(str(file))
@@ -119,40 +138,52 @@ class StepProfiler:
         return {k: s / steps for k, s in measure_parts(events).items()}, has_kernels(events)
 
     def close(self) -> None:
-        """End a profile that the run has not reached the end of."""
-        if self.open:
+        """Stop the profiler if the run ends before the last step to profile."""
+        if self.is_open:
             self._profile.stop()
-        self.open = False
+        self.is_open = False
 
 
 def format_part_table(parts: Sequence[dict[str, float]]) -> list[str]:
-    """Return a table of the seconds that each rank spent in each part: mean, share, extremes."""
-    whole = sum(one[name] for one in parts for name in PARTS) / len(parts)
+    """Format a table of the parts of a step: mean, share, minimum and maximum over ranks.
+
+    Args:
+        parts: for each rank, part -> seconds per step.
+    """
+    step_seconds = sum(seconds[name] for seconds in parts for name in PARTS) / len(parts)
     rows = [["part", "mean", "share", "least", "rank", "most", "rank"]]
     for name in (*PARTS, HIDDEN):
-        values = [one[name] for one in parts]
-        mean, least, most = sum(values) / len(values), min(values), max(values)
-        if most == 0.0:
+        values = [seconds[name] for seconds in parts]
+        mean = sum(values) / len(values)
+        if max(values) == 0.0:
             continue
-        shown = {HIDDEN: "communication, hidden", IDLE: "idle"}.get(name, name)
-        row = [shown, f"{mean * 1e3:,.1f}", "" if name == HIDDEN else f"{mean / whole:.1%}"]
-        for value in (least, most):
+        title = {HIDDEN: "communication, hidden"}.get(name, name)
+        share = "" if name == HIDDEN else f"{mean / step_seconds:.1%}"
+        row = [title, f"{mean * 1e3:,.1f}", share]
+        for value in (min(values), max(values)):
             row += [f"{value * 1e3:,.1f}", str(values.index(value))]
         rows.append(row)
-    rows.insert(-1 if rows[-1][2] == "" else len(rows), ["step", f"{whole * 1e3:,.1f}", *[""] * 5])
+    # Hidden communication, if there is any, comes after the sum, because it is not part of it.
+    has_hidden = rows[-1][2] == ""
+    total = ["step", f"{step_seconds * 1e3:,.1f}", *[""] * 5]
+    rows.insert(-1 if has_hidden else len(rows), total)
     return table(rows, right={1, 2, 3, 4, 5, 6})
 
 
 @contextmanager
 def record_memory_history(file: Path) -> Iterator[None]:
-    """Write the allocations that were recorded to `file` where the CUDA device runs out of memory;
-    record none afterwards. TrainingError: this torch has no such functions.
+    """Write recorded allocations to `file` if the CUDA device runs out of memory in the block.
+
+    After the block, no allocations are recorded.
+
+    Raises:
+        TrainingError: this torch does not have the functions.
     """
     missing = [name for name in _PRIVATE if not hasattr(torch.cuda.memory, name)]
     if missing:
         raise TrainingError(
             f"train.profile_steps: torch {torch.__version__} has no "
-            f"torch.cuda.memory.{missing[0]}; leave the setting out"
+            f"torch.cuda.memory.{missing[0]}; remove the setting"
         )
     try:
         yield
@@ -164,7 +195,7 @@ def record_memory_history(file: Path) -> Iterator[None]:
 
 
 def write_snapshot(file: Path) -> None:
-    """Write the allocations that were recorded, for pytorch.org/memory_viz; end it."""
+    """Write recorded allocations for pytorch.org/memory_viz, and stop recording."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)
@@ -172,11 +203,15 @@ def write_snapshot(file: Path) -> None:
 
 
 def measure_parts(events: list[Event]) -> dict[str, float]:
-    """Return the seconds of each of `PARTS` over all profiled steps, and `HIDDEN`: communication
-    beside which the device computes, which costs no time of its own.
+    """Measure the seconds of each part of the profiled steps; see [Note: parts of a step].
 
-    `events` are the `traceEvents` of one process. On a GPU they must begin and end with a device
-    that has nothing left to do.
+    Args:
+        events: the `traceEvents` of one process. On a GPU, the device must be idle at their start
+            and end.
+
+    Returns:
+        Seconds of each of `PARTS` over all profiled steps; and of `HIDDEN`, communication during
+        which the device computes, so that it takes no additional time.
     """
     events = [event for event in events if event.get("ph") == "X"]
     steps = [e for e in events if e["name"].startswith(_STEP) and e["cat"] == "user_annotation"]
@@ -188,79 +223,83 @@ def measure_parts(events: list[Event]) -> dict[str, float]:
         if e["cat"] == "user_annotation" and e["name"] in PHASES and e["tid"] == thread
     )
     work: dict[str, list[Span]] = defaultdict(list)
-    for event, launched in _work(events, thread):
+    for event, launch_time in _iterate_work(events, thread):
         span = event["ts"], event["ts"] + event["dur"]
-        work[COMMUNICATION if _communicates(event) else _phase(ranges, launched)].append(span)
+        part = COMMUNICATION if _is_communication(event) else _find_phase(ranges, launch_time)
+        work[part].append(span)
     for begin, end, name in ranges:
         if name in (DATA, PAUSE):
             work[f"{name} of the host"].append((begin, end))
     computing = [*PHASES, OTHER]
     order = [*computing, COMMUNICATION, f"{DATA} of the host", f"{PAUSE} of the host"]
-    found, covered, before = dict.fromkeys(PARTS, 0.0), list[Span](), 0.0
-    for name in order:  # what comes later gets what is left
-        covered = _merged([*covered, *_within(work[name], window)])
-        found[name.removesuffix(" of the host")] += _length(covered) - before
-        before = _length(covered)
-    found[IDLE] = window[1] - window[0] - before
-    communicating = _length(_merged(_within(work[COMMUNICATION], window)))
-    found[HIDDEN] = communicating - found[COMMUNICATION]
-    return {name: microseconds / 1e6 for name, microseconds in found.items()}
+    durations = dict.fromkeys(PARTS, 0.0)
+    covered = list[Span]()
+    covered_length = 0.0
+    # In order of precedence: each part gets only the time that earlier parts do not cover.
+    for name in order:
+        covered = _merge([*covered, *_clip(work[name], window)])
+        durations[name.removesuffix(" of the host")] += _total_length(covered) - covered_length
+        covered_length = _total_length(covered)
+    durations[IDLE] = window[1] - window[0] - covered_length
+    communication = _total_length(_merge(_clip(work[COMMUNICATION], window)))
+    durations[HIDDEN] = communication - durations[COMMUNICATION]
+    return {name: microseconds / 1e6 for name, microseconds in durations.items()}
 
 
 def has_kernels(events: list[Event]) -> bool:
-    """Whether the profiler saw a device."""
-    return any(event.get("cat") in _DEVICE for event in events)
+    """Return True if the trace has kernels of a device."""
+    return any(event.get("cat") in _DEVICE_CATEGORIES for event in events)
 
 
-def _work(events: list[Event], thread: Any) -> Iterable[tuple[Event, float]]:
-    """Give what computes or communicates, and when the host launched it."""
+def _iterate_work(events: list[Event], thread: Any) -> Iterable[tuple[Event, float]]:
+    """Yield the events that compute or communicate, with the time of their launch by the host."""
     if not has_kernels(events):
         for event in events:
-            room, colons, _ = event["name"].partition("::")
-            own = event["cat"] == "cpu_op" and event["tid"] == thread and colons
-            if (own and room not in _WRAPPERS) or _communicates(event):
+            namespace, colons, _ = event["name"].partition("::")
+            is_operation = event["cat"] == "cpu_op" and event["tid"] == thread and colons
+            if (is_operation and namespace not in _WRAPPERS) or _is_communication(event):
                 yield event, event["ts"]
         return
     launches: dict[Any, float] = {}
     for event in events:
-        if event["cat"] not in _DEVICE and "correlation" in event.get("args", {}):
+        if event["cat"] not in _DEVICE_CATEGORIES and "correlation" in event.get("args", {}):
             launches[event["args"]["correlation"]] = event["ts"]
     for event in events:
-        if event["cat"] in _DEVICE:
+        if event["cat"] in _DEVICE_CATEGORIES:
             number = event["args"].get("correlation")
             yield event, launches[number] if number in launches else event["ts"]
 
 
-def _communicates(event: Event) -> bool:
-    """Whether it is a kernel of NCCL, or on a host a collective of gloo."""
+def _is_communication(event: Event) -> bool:
+    """Return True for a kernel of NCCL, or on the host a collective of gloo."""
     name = event["name"]
-    if event["cat"] in _DEVICE:
+    if event["cat"] in _DEVICE_CATEGORIES:
         return "nccl" in name.lower()
     if event["cat"] == "cpu_op":
         return name.partition("::")[0] in _COLLECTIVES
     return event["cat"] == "user_annotation" and name.startswith("gloo:")
 
 
-def _phase(ranges: list[tuple[float, float, str]], time: float) -> str:
-    """Return the name of the range that holds `time`; they do not overlap."""
-    i = bisect.bisect(ranges, time, key=lambda one: one[0]) - 1
+def _find_phase(ranges: list[tuple[float, float, str]], time: float) -> str:
+    """Find the name of the range that contains `time`; the ranges are sorted and do not overlap."""
+    i = bisect.bisect(ranges, time, key=lambda bounds: bounds[0]) - 1
     return ranges[i][2] if i >= 0 and time < ranges[i][1] else OTHER
 
 
-def _within(spans: list[Span], window: Span) -> list[Span]:
-    cut = ((max(begin, window[0]), min(end, window[1])) for begin, end in spans)
-    return [(begin, end) for begin, end in cut if begin < end]
+def _clip(spans: list[Span], window: Span) -> list[Span]:
+    clipped = ((max(begin, window[0]), min(end, window[1])) for begin, end in spans)
+    return [(begin, end) for begin, end in clipped if begin < end]
 
 
-def _merged(spans: list[Span]) -> list[Span]:
-    found: list[Span] = []
+def _merge(spans: list[Span]) -> list[Span]:
+    merged: list[Span] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
-def _length(spans: list[Span]) -> float:
+def _total_length(spans: list[Span]) -> float:
     return sum(end - begin for begin, end in spans)

@@ -40,14 +40,27 @@ from toolkit.training.train_state import TrainState
 def start_metrics(
     cfg: RunConfig, run: Run, folder: Path, sharded: Sharded, data: TrainingData, state: TrainState
 ) -> Metrics:
-    """Print the lines that a run opens with; return its metrics from `state` on. From here on a
-    signal waits for the loop (`stop_requested`). Collective.
+    """Log the first lines of a run, and start its metrics. Collective.
+
+    From here on, signals wait for the loop (`stop_requested`).
+
+    Args:
+        cfg: the config of the run.
+        run: the processes.
+        folder: the run's folder.
+        sharded: the sharded model.
+        data: the prepared data.
+        state: the state from which the run starts.
+
+    Returns:
+        The metrics, whose `step` the loop calls after each step.
     """
-    model, auto_line, router = sharded.model, sharded.auto_line, build_router(sharded, cfg)
+    model, auto_line = sharded.model, sharded.auto_line
+    router = build_router(sharded, cfg)
     total = count_values(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = "" if trained == total else f"; {trained / 1e6:,.2f} M are trained"
-    whole = not packed_weights(model).keys().isdisjoint(sharded.plan.replicated)
+    is_base_replicated = not packed_weights(model).keys().isdisjoint(sharded.plan.replicated)
     dtypes = format_dtype_ledger(
         sharded, cfg.sharding, describe_state_dtypes(state.required_optimizer)
     )
@@ -56,7 +69,7 @@ def start_metrics(
         + share,
         frozen_towers_line(model),
         *(coverage_lines(model) if has_adapters(model) else []),
-        quantise.describe_quantisation(model, 1 if whole else sharded.mesh.shards),
+        quantise.describe_quantisation(model, 1 if is_base_replicated else sharded.mesh.shards),
         *format_unit_table(sharded, cfg.sharding).splitlines(),
         f"dtypes     {dtypes}",
         auto_line and f"auto       {auto_line}",
@@ -64,8 +77,8 @@ def start_metrics(
         *data.lines(),
     ]
     run.log(*opening, *warn_of_untrained_tokens(model, data.feed, data.tokenizer))
-    asked = cfg.sharding.torch_compile not in (False, "none", "auto")
-    if asked or "torch_compile layer" in auto_line:
+    compiles = cfg.sharding.torch_compile not in (False, "none", "auto")
+    if compiles or "torch_compile layer" in auto_line:
         run.log("compiling  in the first step, which takes up to some minutes")
     supervision: str = ranks.on_main(data.report) if state.step == 0 else ""
     run.log(supervision)
@@ -73,7 +86,8 @@ def start_metrics(
         run.log(f"nothing to do: {state.step} steps are done, the run has {data.max_steps}")
     else:
         _record_start(cfg, run, folder, state.step, data, opening, supervision)
-    reading, flops = data.position, flops_per_token(model, cfg.data.sequence_length)
+    position = data.position
+    flops = flops_per_token(model, cfg.data.sequence_length)
     if data.row_format.compares_rows:
         # About half of the tokens belong to answers that are compared with, without a gradient.
         flops = (flops + flops_per_token(model, cfg.data.sequence_length, forward_only=True)) / 2
@@ -86,7 +100,7 @@ def start_metrics(
         tokens_per_step=data.tokens_per_step,
         flops_per_token=flops,
         logging_steps=cfg.train.logging_steps,
-        epochs_per_step=reading.n_samples and reading.global_batch / reading.n_samples,
+        epochs_per_step=position.n_samples and position.global_batch / position.n_samples,
         trackers=_trackers(cfg, run, folder, data, state, {"dtypes": dtypes, "parameters": total}),
         guards=build_guards(
             cfg, data, state, () if router is None else router.plan.biases.values()
@@ -108,8 +122,12 @@ def _record_start(
     opening: Sequence[str | None],
     supervision: str,
 ) -> None:
-    """Append the start after `step` to the file, on rank 0; starts after later steps are dropped.
-    Collective.
+    """Append a record of this start, after `step`, to `starts.jsonl`. Collective.
+
+    Rank 0 writes. Records of starts after later steps are dropped.
+
+    Raises:
+        TrainingError: the file cannot be written.
     """
     settings = dataclasses.asdict(cfg)
     settings["train"]["gradient_accumulation_steps"] = data.accumulation
@@ -140,21 +158,25 @@ def _record_start(
 def _profiling(
     cfg: RunConfig, run: Run, folder: Path, first_step: int, max_steps: int
 ) -> dict[str, Any]:
-    """Start the profiler, on CUDA with a record of memory, where steps are to be profiled; return
-    them as arguments of `Metrics`.
+    """Start the profiler if the run does the steps of `train.profile_steps`.
+
+    On CUDA, also record allocations.
+
+    Returns:
+        Arguments of `Metrics`.
     """
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     train, folder = cfg.train, folder / FOLDER
     if train.profile_steps and first_step < train.profile_steps[1] <= max_steps:
         first, last = train.profile_steps
-        found["profiler"] = StepProfiler(folder, run.device, first, last, after=first_step)
+        arguments["profiler"] = StepProfiler(folder, run.device, first, last, done_steps=first_step)
         if run.device.type == "cuda":
-            found["snapshot"] = folder / f"memory-rank-{run.rank}.pickle"
-            run.at_end.enter_context(record_memory_history(found["snapshot"]))
+            arguments["snapshot"] = folder / f"memory-rank-{run.rank}.pickle"
+            run.at_end.enter_context(record_memory_history(arguments["snapshot"]))
     elif train.profile_steps:
         steps = f"{first_step + 1} to {max_steps}"
         run.log(f"WARNING: train.profile_steps {train.profile_steps}: not within steps {steps}")
-    return found
+    return arguments
 
 
 def _trackers(
@@ -163,10 +185,20 @@ def _trackers(
     folder: Path,
     data: TrainingData,
     state: TrainState,
-    more: dict[str, Any],
+    properties: dict[str, Any],
 ) -> Trackers | None:
-    """Start the trackers of `metrics.report_to`, where there are steps to be done; they are sent
-    the settings, and `more`. Collective.
+    """Start the trackers of `metrics.report_to`, and send them the settings. Collective.
+
+    Args:
+        cfg: the config of the run.
+        run: the processes; the trackers are closed at its end.
+        folder: the run's folder.
+        data: the prepared data.
+        state: the state from which the run starts.
+        properties: further values to send, such as the number of parameters.
+
+    Returns:
+        The trackers; None if there are none, or no steps to do.
     """
     if not cfg.metrics.trackers() or state.step >= data.max_steps:
         return None
@@ -174,11 +206,11 @@ def _trackers(
         name: value if isinstance(value, bool | int | float | str | None) else str(value)
         for name, value in flatten_settings(cfg).items()
     } | {
-        **more,
+        **properties,
         "world_size": run.world_size,
         "global_batch": data.position.global_batch,
     }
-    logged = ranks.on_main(lambda: [line["step"] for line in read_metrics(folder)])
-    last = max(logged, default=0)
-    started = Trackers(cfg.metrics, folder, settings, first_step=state.step, last_logged=last)
-    return run.at_end.enter_context(started)
+    logged_steps = ranks.on_main(lambda: [line["step"] for line in read_metrics(folder)])
+    last = max(logged_steps, default=0)
+    trackers = Trackers(cfg.metrics, folder, settings, first_step=state.step, last_logged=last)
+    return run.at_end.enter_context(trackers)
