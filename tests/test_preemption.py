@@ -155,7 +155,7 @@ runpy.run_path({str(ROOT / "recipes" / "pretrain.py")!r}, run_name="__main__")
 def test_the_grace_is_over_with_the_checkpoint(monkeypatch) -> None:
     """What follows, such as a tracker's upload, may take longer; the code stays."""
     ended = list[int]()
-    monkeypatch.setattr(preemption, "_end", ended.append)
+    monkeypatch.setattr(preemption, "_exit_at_once", ended.append)
     monkeypatch.setattr(preemption.ranks, "post_notice", lambda key: None)
 
     def run(saved: bool) -> None:

@@ -514,10 +514,10 @@ def test_the_line_of_a_start() -> None:
 def test_what_cannot_be_balanced_is_refused_by_name() -> None:
     moving = {"router_bias_update_rate": 0.001}
     for kind, train, why in (
-        ("llama", {"router_aux_loss": "pooled"}, "does not return the router logits of LlamaForCausalLM"),
+        ("llama", {"router_aux_loss": "pooled"}, "does not return the router logits of Llama"),
         ("deepseek_v3", {"router_aux_loss": "layer"}, "no router_aux_loss_coef above 0"),
         ("mixtral", moving, "MixtralForCausalLM has no bias of experts"),
-        ("longcat_flash", moving, "steers more than their loads"),
+        ("longcat_flash", moving, "does not only balance loads"),
     ):
         with pytest.raises(ModelError, match=why):
             plan_router(tiny_model(kind), settings(**train))
