@@ -844,7 +844,7 @@ def test_more_processes_than_devices(monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(launch, "_leave", sys.exit)  # the real one would end this process
+    monkeypatch.setattr(launch, "_exit_process", sys.exit)  # the real one would end this process
     monkeypatch.setattr(launch, "_SPEAKER_TIMEOUT", datetime.timedelta())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -866,7 +866,7 @@ def test_what_every_process_sees_is_said_once(monkeypatch, capsys, elastic) -> N
     """
     if elastic:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(launch, "_leave", sys.exit)
+    monkeypatch.setattr(launch, "_exit_process", sys.exit)
     monkeypatch.setattr(launch, "_SPEAKER_TIMEOUT", datetime.timedelta())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 

@@ -256,7 +256,9 @@ def threads_and_workers(rank: int, world: int, set_by_user: bool) -> list[Any]:
 def test_the_hosts_work_is_shared_out_unless_the_user_did() -> None:
     ((workers, config, threads, line),) = run_ranks(threads_and_workers, 1, False, group=False)
     assert (workers, config, threads) == ("4", 4, 8)
-    assert line.startswith("threads    8 of the host per rank, for the optimizer of sharding.cpu_offload")
+    assert line.startswith(
+        "threads    8 of the host per rank, for the optimizer of sharding.cpu_offload"
+    )
     ((workers, config, threads, line),) = run_ranks(threads_and_workers, 1, True, group=False)
     assert (workers, config, threads) == ("7", 32, 1)
     assert line == "threads    1 of the host per rank, by OMP_NUM_THREADS"

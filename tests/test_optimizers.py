@@ -49,7 +49,7 @@ def own_step(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
     vector.
     """
     rest = {"weight_decay": 0.1, "lr": RATES[name]}
-    groups = [{"params": [p], "own": p.ndim > 1, **rest} for p in parameters]
+    groups = [{"params": [p], "special": p.ndim > 1, **rest} for p in parameters]
     if name == "adafactor":
         return Adafactor(groups, lr=RATES[name])
     return {"adamw_8bit": AdamW8bit, "muon": Muon}[name](groups, lr=RATES[name])
@@ -135,7 +135,7 @@ def stepped_by_rows(rank: int, world: int) -> dict[str, list[torch.Tensor]]:
             if updates[p].numel():
                 updates[p].copy_(sharded_optimizers.orthogonalise(updates[p].clone()))
 
-    sharded_optimizers._orthogonalise_together = alone
+    sharded_optimizers._orthogonalise_sharded = alone
     return stepped(rank, world)
 
 
@@ -257,7 +257,7 @@ def test_what_has_8_bits_and_what_is_orthogonalised(folder):
         groups = build_optimizer(model, config(name)).param_groups
         held = [p for g in groups for p in g["params"]]
         assert len(held) == len(names)  # each once
-        return {names[id(p)] for g in groups if g["own"] for p in g["params"]}
+        return {names[id(p)] for g in groups if g["special"] for p in g["params"]}
 
     layer = "model.layers.0."
     eight = own("adamw_8bit")
@@ -282,7 +282,7 @@ def test_biases_of_experts_and_rates_of_mamba_are_no_matrices():
         names = {id(p): n for n, p in model.named_parameters()}
         groups = build_optimizer(model, config("muon")).param_groups
         plain = {names[id(p)] for g in groups if not g["weight_decay"] for p in g["params"]}
-        turned = {names[id(p)] for g in groups if g["own"] for p in g["params"]}
+        turned = {names[id(p)] for g in groups if g["special"] for p in g["params"]}
         odd = {n for n in names.values() if n.endswith(("_bias", "A_log"))}
         assert odd, names.values()
         assert odd <= plain

@@ -273,7 +273,7 @@ def test_what_cannot_be_a_reward_model_is_named(tmp_path: Path, said: str) -> No
 def test_its_head_is_no_matrix_of_muons() -> None:
     model = reward_model()
     optimizer = build_optimizer(model, OptimConfig(optim="muon"))
-    own = [p for group in optimizer.param_groups if group["own"] for p in group["params"]]
+    own = [p for group in optimizer.param_groups if group["special"] for p in group["params"]]
     assert any(p is model.get_parameter(REWARD_SHOWN[1]) for p in own)
     assert not any(p is model.score.weight for p in own)
 

@@ -215,7 +215,7 @@ def _two_runs(rank: int, world: int, folder: str) -> list[bool]:
     watchdog.set_activity("step 7")
     watchdog.start(3.0, Path(folder), lambda: False)  # the first was interrupted, and has no end
     second = watchdog._watch
-    found += [second is not first, second.doing == "start", second.patience == 3.0]
+    found += [second is not first, second.activity == "start", second.timeout == 3.0]
     found += [first.watcher.wait(10.0) == 0, second.watcher.poll() is None]
     watchdog.start(0.0, Path(folder), lambda: False)
     found += [watchdog._watch is None, second.watcher.wait(10.0) == 0]

@@ -1,3 +1,3 @@
-"""Configs of other tools as configs of the toolkit. Imports no torch."""
+"""Convert configs of other tools to configs of the toolkit. Imports no torch."""
 
 from toolkit.convert.converter import Conversion, convert_config

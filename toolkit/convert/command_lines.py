@@ -8,8 +8,8 @@ from typing import Any
 from toolkit.errors import ConfigError
 from toolkit.parsing import read_bounded
 
-_MOST = 1_000_000  # bytes of a script
-# What follows the program's name in a command -> the tool; group 1 is the command of the tool.
+_MAX_BYTES = 1_000_000  # of a script
+# Pattern of a training command, whose group 1 is the tool's subcommand, and the tool.
 _COMMANDS: tuple[tuple[str, str], ...] = (
     (r"openrlhf\.cli\.train_(\w+)", "openrlhf"),
     (r"swift (sft|pt|rlhf)(?![\w-])", "ms-swift"),
@@ -22,21 +22,21 @@ _COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tune run .*?(\w+)(?= --config)", "torchtune"),
 )
 _FILE = re.compile(r"[\w./~-]+\.(ya?ml|json)")
-_ENDS = re.compile(r"[;&|<>]+|\d?>.*|EOF")
-_COMPUTED = "\0"  # stands for a text that only the shell knows
+_COMMAND_END = re.compile(r"[;&|<>]+|\d?>.*|EOF")
+_COMPUTED = "\0"  # placeholder for a text that only the shell knows
 
 
 def read_command_line(file: Path) -> tuple[str, str, dict[str, Any], dict[str, str]]:
-    """Return the tool, its command, and the flags of the first training command of a script.
+    """Read the flags of the first training command in a shell script.
 
     Returns:
-        The tool; its command (as `dpo` of `openrlhf.cli.train_dpo`); flag without dashes -> value;
-        and a note for each flag whose value only the shell knows.
+        The tool; its subcommand (such as `dpo` in `openrlhf.cli.train_dpo`); flag without dashes ->
+        value; and flag whose value only the shell knows -> a note.
 
     Raises:
-        ConfigError: no known command is found, or the command reads its settings from a file.
+        ConfigError: there is no known command, or the command reads its settings from a file.
     """
-    content = read_bounded(file, _MOST, ConfigError)
+    content = read_bounded(file, _MAX_BYTES, ConfigError)
     text = content.decode("utf-8", errors="replace").replace("\\\n", " ")
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     for line in lines:
@@ -51,7 +51,7 @@ def read_command_line(file: Path) -> tuple[str, str, dict[str, Any], dict[str, s
 
 
 def _variables(lines: list[str]) -> dict[str, str]:
-    """Return the variables that the script sets exactly once, to a literal."""
+    """Find the variables that a script sets exactly once, to a literal."""
     values: dict[str, list[str]] = {}
     for line in lines:
         if match := re.fullmatch(
@@ -77,7 +77,7 @@ def _flags(
     flags: dict[str, list[str]] = {}
     name = ""
     for word in words:
-        if _ENDS.fullmatch(word):
+        if _COMMAND_END.fullmatch(word):
             break
         if re.match(r"--?[A-Za-z]", word):
             name, equals, value = word.lstrip("-").partition("=")
@@ -89,8 +89,8 @@ def _flags(
             flags["config"] = [word]
     if settings := flags.get("config"):
         raise ConfigError(
-            f"{file} takes its settings from {' '.join(settings)}; convert that file, and set the "
-            "flags of the command in the result"
+            f"the command in {file} reads its settings from {' '.join(settings)}; convert that "
+            "file, and set the flags of the command in the result"
         )
     computed = {
         name: f"{name}: computed by the shell; set it yourself"

@@ -1,8 +1,8 @@
-"""`toolkit convert-config`: a config, script or command line of another tool as a config here.
+"""`toolkit convert-config`: convert a config, script or command line of another tool.
 
-Imports no torch. Scripts are read as syntax and never run (`scripts`, `command_lines`). Configs of
-axolotl, TRL and Trainer are mapped by `mapping`; those of other tools get the names of Trainer and
-TRL first (`llama_factory`, `openrlhf`, `open_instruct`, `ms_swift`, `torchtune`).
+Imports no torch. Scripts are parsed and never run (`scripts`, `command_lines`). `mapping` converts
+configs of axolotl, TRL and Trainer. Configs of other tools are first translated to the names of
+Trainer and TRL (`llama_factory`, `openrlhf`, `open_instruct`, `ms_swift`, `torchtune`).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from toolkit.convert.mapping import Converter
 from toolkit.convert.ms_swift import translate_ms_swift
 from toolkit.convert.open_instruct import translate_open_instruct
 from toolkit.convert.openrlhf import translate_openrlhf
-from toolkit.convert.preferences import objective_of_script
+from toolkit.convert.preferences import find_script_objective
 from toolkit.convert.scripts import read_script
 from toolkit.convert.torchtune import translate_torchtune
 from toolkit.errors import ConfigError, one_line
@@ -48,11 +48,11 @@ class Conversion:
     settings: dict[str, Any] = field(default_factory=dict)
     """Dotted setting -> value."""
     notes: list[str] = field(default_factory=list)
-    """A line for each key that is not carried over, or means something else here."""
+    """A line for each key that is not converted, or has another meaning here."""
     recipe: str = "finetune"
     """The recipe that the config is for: pretrain, finetune or prefer."""
     text: str = ""
-    """The YAML."""
+    """The config as YAML."""
 
 
 def convert_config(file: Path, tool: str | None = None) -> Conversion:
@@ -61,22 +61,22 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
     Args:
         file: YAML or JSON, a Python script, or a shell script with one training command. Scripts
             are not run.
-        tool: a key of `TITLES`; None: recognised by the keys. After a dash may follow the
-            objective, if the keys do not tell it, such as trl-dpo, trl-kto or openrlhf-rm.
+        tool: a key of `TOOL_TITLES`; None: recognise the tool by the keys. If the keys do not show
+            the objective, it may follow after a dash, such as trl-dpo, trl-kto or openrlhf-rm.
 
     Returns:
-        The settings and the YAML. A config of this toolkit is returned as it is.
+        The settings and the YAML. A config of this toolkit is returned unchanged.
 
     Raises:
-        ConfigError: the file cannot be read, its tool is not known, it asks for something that has
-            no equivalent, or its settings contradict each other.
+        ConfigError: the file cannot be read, its tool is unknown, it needs something that has no
+            equivalent, or its settings contradict each other.
     """
     computed: dict[str, str] | None = None
     unsloth = False
     content: Any
     if file.suffix == ".py":
         content, computed, trainers, unsloth = read_script(file)
-        objective, text = objective_of_script(trainers), file.read_text("utf-8")
+        objective, text = find_script_objective(trainers), file.read_text("utf-8")
         configs = (f"{name}Config" for name in ("SFT", *trainers))
         trl = any(name in text for name in configs)
         tool = tool or ("trl" if trl else "trainer")
@@ -97,8 +97,8 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
         out = convert(content, tool, computed)
     except (TypeError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{file} cannot be converted: a setting has a value of another type than {tool} takes "
-            f"({one_line(error)}); correct it, or leave the setting out"
+            f"{file} cannot be converted: a setting has a value of another type than {tool} "
+            f"expects ({one_line(error)}); correct or remove the setting"
         ) from error
     out.tool = "unsloth" if unsloth else out.tool
     out.text = _render(file, out)
@@ -109,11 +109,12 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
 def convert(
     settings: dict[str, Any], tool: str | None = None, computed: Mapping[str, str] | None = None
 ) -> Conversion:
-    """Convert the keys of a config, without writing and parsing the result.
+    """Convert the keys of a config, without rendering and checking the result.
 
     Args:
+        settings: key of the other tool -> value.
         tool: as in `convert_config`.
-        computed: of a script: keys whose values only its run knows, each with its note.
+        computed: for a script: key whose value is only known when the script runs -> its note.
     """
     tool = tool or recognise_tool(settings) or "trainer"
     tool = tool.replace("unsloth", "trl")
@@ -130,13 +131,17 @@ def convert(
 
 
 def _recognise(file: Path, content: dict[str, Any]) -> str:
-    """Return the tool of a config; refuse a config of a tool that is not converted."""
+    """Recognise the tool of a config by its keys.
+
+    Raises:
+        ConfigError: the tool is unknown, or its configs cannot be converted.
+    """
     tool = recognise_tool(content)
     titles = ", ".join(TOOL_TITLES.values())
     if tool is None:
         raise ConfigError(
-            f"{file} is a config of no tool that is known here; expected one of {titles}. "
-            "If it is one of theirs, name it: --from TOOL"
+            f"{file} is not a config of a known tool; expected one of {titles}. If it is a config "
+            "of one of them, name the tool: --from TOOL"
         )
     if tool != TOOLKIT and not is_convertible(tool):
         raise ConfigError(
@@ -147,7 +152,7 @@ def _recognise(file: Path, content: dict[str, Any]) -> str:
 
 
 def _keep(file: Path, content: dict[str, Any]) -> Conversion:
-    """Return a config of this toolkit unchanged, if a recipe accepts it."""
+    """Return a config of this toolkit unchanged, if a recipe can parse it."""
     recipe = "prefer" if "preference" in content else "finetune"
     errors = []
     for name in (recipe, *([] if recipe == "prefer" else ["pretrain"])):
@@ -156,13 +161,13 @@ def _keep(file: Path, content: dict[str, Any]) -> Conversion:
         except ConfigError as error:
             errors.append(error)
             continue
-        note = f"{file} is a config of this toolkit already; it is kept as it is"
+        note = f"{file} is already a config of this toolkit; it is returned unchanged"
         return Conversion(TOOLKIT, {}, [note], name, file.read_text("utf-8"))
     raise errors[0]
 
 
 def _render(file: Path, out: Conversion) -> str:
-    """Return the settings as YAML, sections in the order of the recipe's own settings."""
+    """Render the settings as YAML, with the sections in the order of the recipe's settings."""
     nested: dict[str, Any] = {}
     for name, value in out.settings.items():
         section, _, leaf = name.rpartition(".")
@@ -173,7 +178,7 @@ def _render(file: Path, out: Conversion) -> str:
 
 
 def _check(file: Path, out: Conversion) -> None:
-    """Raise ConfigError if the recipe would refuse the YAML."""
+    """Raise a `ConfigError` if the recipe cannot parse the YAML."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "converted.yaml")
         written.write_text(out.text, encoding="utf-8")

@@ -8,34 +8,45 @@ from toolkit.errors import ConfigError, is_secret_name, looks_secret
 
 
 class Keys:
-    """Hold the keys that nothing has taken yet, and what has become of the others."""
+    """The keys of a config that are still to be converted, with the results so far.
 
-    def __init__(self, left: dict[str, Any], notes: Iterable[str] = ()) -> None:
-        self.left, self.notes = left, list(notes)
+    Args:
+        unconverted: key -> value. Keys are taken out when they are converted.
+        notes: first notes.
+    """
+
+    def __init__(self, unconverted: dict[str, Any], notes: Iterable[str] = ()) -> None:
+        self.unconverted = unconverted
+        self.notes = list(notes)
         self.settings: dict[str, Any] = {}
 
-    def note(self, key: str, why: str, value: Any = None) -> None:
-        """Name a key that is not carried, or means something else here."""
-        secret = is_secret_name(key) or looks_secret(str(value))
-        shown = "" if value is None or secret else f" {str(value)[:60]}"
-        self.notes.append(f"{key}{shown}: {why}")
+    def note(self, key: str, reason: str, value: Any = None) -> None:
+        """Add a note on a key that is not converted, or has another meaning here.
+
+        Secrets are not shown.
+        """
+        is_secret = is_secret_name(key) or looks_secret(str(value))
+        text = "" if value is None or is_secret else f" {str(value)[:60]}"
+        self.notes.append(f"{key}{text}: {reason}")
 
     def take(self, *names: str) -> tuple[str, Any]:
-        """Return the first of the keys that is there, with its value, which counts as carried; an
-        empty key and None where none is.
-        """
-        name = next((name for name in names if name in self.left), "")
-        return name, self.left.pop(name, None)
+        """Take out the first of the keys that is present, which then counts as converted.
 
-    def popped(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return those of the keys that are there, which count as carried."""
-        return {name: self.left.pop(name) for name in names if name in self.left}
+        Returns:
+            The key and its value; an empty key and None if none is present.
+        """
+        name = next((name for name in names if name in self.unconverted), "")
+        return name, self.unconverted.pop(name, None)
+
+    def take_all(self, names: Iterable[str]) -> dict[str, Any]:
+        """Take out all of the keys that are present, which then count as converted."""
+        return {name: self.unconverted.pop(name) for name in names if name in self.unconverted}
 
     def note_settings(self, reasons: Mapping[str, str], harmless: Sequence[Any] = ()) -> None:
-        """Take settings that cannot be carried over, and note those that are in effect.
+        """Take out settings that cannot be converted, and note those that have an effect.
 
         Args:
-            reasons: names of a setting, separated by spaces -> why it is not carried over.
+            reasons: names of a setting, separated by spaces -> why it is not converted.
             harmless: values without an effect, in addition to None and False.
         """
         for names, reason in reasons.items():
@@ -45,40 +56,44 @@ class Keys:
                 self.note(key, reason, value)
 
     def note_all(self, section: str, settings: Mapping[str, Any], reason: str) -> None:
-        """Note every setting of a section that is not carried over."""
+        """Note every setting of a section as not converted."""
         for name, value in settings.items():
             self.note(f"{section}.{name}" if section else name, reason, value)
 
     def finish(
         self, settings: dict[str, Any], objective: str, without_effect: Set[str]
     ) -> "Translation":
-        """Build the translation from translated settings and the keys that are left.
+        """Build the translation of a config from its translated and its remaining keys.
 
-        Keys in `without_effect` are dropped with one note.
+        Args:
+            settings: the translated keys.
+            objective: what is trained, as in `Translation`.
+            without_effect: keys that are dropped with one note for all.
         """
-        if unused := sorted(without_effect & {*self.left}):
-            self.popped(unused)
+        if unused := sorted(without_effect & {*self.unconverted}):
+            self.take_all(unused)
             self.note(", ".join(unused), "no effect here")
-        return Translation(settings | self.left, objective, self.notes)
+        return Translation(settings | self.unconverted, objective, self.notes)
 
 
 @dataclass
 class Translation:
-    """Settings of another tool, renamed; values that mean something else are changed."""
+    """Settings of another tool under the names of Trainer, TRL and PEFT."""
 
     settings: dict[str, Any]
-    """Keys of transformers' TrainingArguments, TRL and PEFT -> values. Defaults of the tool that
-    differ from the toolkit's are filled in."""
+    """Key of transformers' TrainingArguments, TRL or PEFT -> value. Includes the tool's defaults
+    that differ from those of the toolkit."""
     objective: str = ""
-    """As in `preferences`: dpo, orpo, kto, cpo, reward, or empty for supervised training."""
+    """dpo, orpo, kto, cpo or reward (see `preferences`); empty for supervised training."""
     notes: list[str] = field(default_factory=list)
 
 
 def rename_keys(keys: Keys, names: Mapping[str, str]) -> dict[str, Any]:
-    """Take settings out of `keys` and return them under other names.
+    """Take settings out of `keys`, and return them under new names.
 
     Args:
-        names: new name -> the tool's names for it, separated by spaces; the first that is set wins.
+        keys: the keys of the config.
+        names: new name -> the tool's names for it, separated by spaces. The first present one wins.
     """
     renamed = {}
     for new, old in names.items():
@@ -89,17 +104,19 @@ def rename_keys(keys: Keys, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def split_names(value: Any) -> Any:
-    """Return `a,b` as `[a, b]`, and a single name or a list as it is."""
+    """Split a text such as `a,b` into a list; return a single name or a list unchanged."""
     if isinstance(value, str) and "," in value:
         return [name.strip() for name in value.split(",") if name.strip()]
     return value
 
 
 def refuse_settings(keys: Keys, tool: str, reasons: Mapping[str, str]) -> None:
-    """Raise ConfigError if a setting is on that has no equivalent and would change the training.
+    """Raise a `ConfigError` if a setting is on that has no equivalent and affects the training.
 
     Args:
-        reasons: setting -> why it cannot be carried over. False, 0 and empty values are harmless.
+        keys: the keys of the config, from which the settings are taken out.
+        tool: name of the tool.
+        reasons: setting -> why it cannot be converted. False, 0 and empty values are harmless.
     """
     for name, reason in reasons.items():
         key, value = keys.take(name)
@@ -108,5 +125,5 @@ def refuse_settings(keys: Keys, tool: str, reasons: Mapping[str, str]) -> None:
 
 
 def refusal(tool: str, setting: str, reason: str) -> ConfigError:
-    """Build the error for a setting of a tool that cannot be carried over."""
+    """Build the error for a setting of a tool that cannot be converted."""
     return ConfigError(f"{tool}'s {setting} cannot be converted: {reason}")

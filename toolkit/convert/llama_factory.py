@@ -116,12 +116,14 @@ def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> T
     keys.note_settings(_NOTED, harmless=("concat",))
     if keys.take("use_muon")[1]:
         out["optim"] = "muon"
-    for name in [k for k in keys.left if k.startswith(("use_galore", "use_apollo", "use_badam"))]:
-        if keys.left.pop(name):
+    for name in [
+        k for k in keys.unconverted if k.startswith(("use_galore", "use_apollo", "use_badam"))
+    ]:
+        if keys.unconverted.pop(name):
             keys.note(name, "optim.optim has no such optimizer; adamw_torch_fused is set", True)
     if keys.take("train_from_scratch")[1]:
         out["init"] = "random"
-    if not keys.left.get("eval_steps") and not keys.left.get("eval_strategy"):
+    if not keys.unconverted.get("eval_steps") and not keys.unconverted.get("eval_strategy"):
         out["eval_strategy"] = "no" if not out["val_set_size"] else "steps"
     return keys.finish(out, objective, _WITHOUT_EFFECT)
 
@@ -167,7 +169,7 @@ def _precision(keys: Keys) -> dict[str, Any]:
 def _adapters(keys: Keys, method: str) -> dict[str, Any]:
     """Take the settings of adapters and of a quantised base; return those of PEFT."""
     names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
-    options = keys.popped([*names, "use_rslora", "use_dora"])
+    options = keys.take_all([*names, "use_rslora", "use_dora"])
     bits, kind = keys.take("quantization_bit")[1], keys.take("quantization_method")[1]
     double = keys.take("double_quantization")[1]
     quant_type = keys.take("quantization_type")[1]

@@ -15,7 +15,7 @@ from toolkit.config.other_tools import ADAPTER_HINT, OBJECTIVE_HINT, find_settin
 from toolkit.config.outputs import Tracker
 from toolkit.config.settings import Schedule
 from toolkit.convert.keys import Keys, Translation
-from toolkit.convert.preferences import objective_of, take_preference
+from toolkit.convert.preferences import find_objective, take_preference
 from toolkit.convert.sources import take_sources
 from toolkit.convert.tables_of_tools import UNSAID, UNSAID_OF_LORA, UNSAID_RATES, why_left
 from toolkit.errors import ConfigError, LaunchError, is_secret_name
@@ -82,7 +82,7 @@ class Converter(Keys):
             return
         self.tool, _, self.objective = tool.partition("-")
         self.is_named = bool(self.objective) or self.tool == "axolotl"
-        self.objective = self.objective or objective_of(source, self.tool)
+        self.objective = self.objective or find_objective(source, self.tool)
         marks = ["adapter", "use_peft", "r", *(["lora_r", "lora_rank"] * (self.tool == "trainer"))]
         self.has_adapters = any(source.get(key) for key in marks)
         # A script calls PEFT itself, whose defaults are not those of TRL's command line.
@@ -93,7 +93,7 @@ class Converter(Keys):
         """Add the tool's own defaults of missing keys where they differ from those here."""
         present = {key for key, value in source.items() if value is not None} | {*computed}
         if self.tool == "trl" and source.get("max_length", 0) is None:
-            del self.left["max_length"]
+            del self.unconverted["max_length"]
             present.add("max_length")
             self.note(
                 "max_length",
@@ -105,7 +105,7 @@ class Converter(Keys):
             defaults["learning_rate"] = rate
         for key, value in defaults.items():
             if find_setting(key) not in names and not (key == "bf16" and source.get("fp16")):
-                self.left[key] = value
+                self.unconverted[key] = value
 
     def run(self) -> tuple[str, dict[str, Any], list[str]]:
         """Return the recipe, the settings by their dotted names, and the notes.
@@ -115,11 +115,11 @@ class Converter(Keys):
         """
         nothing: tuple[Any, ...] = (None, "", [], {})
         # A limit that is empty keeps all checkpoints, here as there.
-        empty = [k for k, v in self.left.items() if v in nothing and k != "save_total_limit"]
-        if self.popped(empty):
+        empty = [k for k, v in self.unconverted.items() if v in nothing and k != "save_total_limit"]
+        if self.take_all(empty):
             self.note(", ".join(empty), "empty there, so left out")
         if self.objective:
-            take_preference(self, self.objective, told=self.is_named)
+            take_preference(self, self.objective, is_named=self.is_named)
         self.model()
         self.memory()
         self.sharding()
@@ -128,7 +128,7 @@ class Converter(Keys):
         self.schedule_of_run()
         self.adapters()
         self.outputs()
-        for key, value in list(self.left.items()):
+        for key, value in list(self.unconverted.items()):
             self.rest(key, value)
         model = str(self.settings.get("model.name_or_path", ""))
         if self.has_adapters and re.search(r"[-_](q?lora|adapter)s?$", model, re.IGNORECASE):
@@ -178,7 +178,7 @@ class Converter(Keys):
                 self.note(key, f"{reason}; model.dtype: float32 keeps float32 masters", dtype)
         elif key:
             self.note(key, "model.dtype is auto, bfloat16 or float32", dtype)
-        asked = self.popped(_PRECISIONS)
+        asked = self.take_all(_PRECISIONS)
         half = {key for key, value in asked.items() if value not in (False, "false", "no")}
         if half & {"fp16", "float16"} and not half & {"bf16", "bfloat16"}:
             reason = "float16 needs loss scaling, which is not here; computed in bfloat16"
@@ -194,12 +194,12 @@ class Converter(Keys):
         named, value = self.take("attention", "attn_implementation")
         if named:
             self.settings["model.attn_implementation"] = _ATTENTION.get(str(value), value)
-        for key, value in self.popped(_ATTENTION).items():
+        for key, value in self.take_all(_ATTENTION).items():
             if named:
                 self.note(key, f"{named} says which attention", value)
             elif value:
                 self.settings["model.attn_implementation"] = _ATTENTION[key]
-        liger = self.popped(_LIGER)
+        liger = self.take_all(_LIGER)
         if any(liger.values()):
             self.settings["model.kernels"] = "liger"
             shown = ", ".join(f"{key} {value}" for key, value in liger.items())
@@ -377,7 +377,7 @@ class Converter(Keys):
         if steps and ratio is not None:
             self.note("warmup_ratio", "warmup_steps wins, as there", ratio)
         if warmup is None and self.tool == "axolotl":
-            most, reason = self.left.get("max_steps"), ""
+            most, reason = self.unconverted.get("max_steps"), ""
             if isinstance(most, int) and most > 0:
                 warmup = min(int(0.03 * most), 100)
             else:
@@ -393,17 +393,17 @@ class Converter(Keys):
     def schedule_of_run(self) -> None:
         key, how = self.take("eval_strategy", "evaluation_strategy")
         if how in ("no", False):
-            if "eval_steps" in self.left:
-                self.note("eval_steps", "eval_strategy is no", self.left.pop("eval_steps"))
+            if "eval_steps" in self.unconverted:
+                self.note("eval_steps", "eval_strategy is no", self.unconverted.pop("eval_steps"))
             self.settings.setdefault("data.eval_split", 0.0)
         elif how not in (None, "steps"):
             self.note(key, "train.eval_steps counts steps; evaluated at the end", how)
-        elif how == "steps" and "eval_steps" not in self.left:
-            self.settings["train.eval_steps"] = self.left.get("logging_steps", 500)
+        elif how == "steps" and "eval_steps" not in self.unconverted:
+            self.settings["train.eval_steps"] = self.unconverted.get("logging_steps", 500)
         for key in ("eval_steps", "save_steps", "logging_steps"):
-            if isinstance(self.left.get(key), float) and self.left[key] < 1:
+            if isinstance(self.unconverted.get(key), float) and self.unconverted[key] < 1:
                 reason = "a share of all steps there; a number of steps is needed"
-                self.note(key, reason, self.left.pop(key))
+                self.note(key, reason, self.unconverted.pop(key))
         last = "; the last step is saved in any case"
         for key, reason in {
             "save_strategy": f"checkpoint.save_steps counts steps{last}",
@@ -416,7 +416,7 @@ class Converter(Keys):
             self.settings["checkpoint.save_total_limit"] = value and max(2, value)
         if value is not None and value < 2:
             self.note(key, "at least 2: one is whole while another is written", value)
-        evaluated = self.left.get("eval_steps") or "train.eval_steps" in self.settings
+        evaluated = self.unconverted.get("eval_steps") or "train.eval_steps" in self.settings
         key, value = self.take("load_best_model_at_end")
         if value and self.settings.get("checkpoint.save_total_limit", 2) is None:
             self.note(key, "all checkpoints are kept, the best one among them", value)
@@ -424,7 +424,7 @@ class Converter(Keys):
             self.settings["checkpoint.keep_best"] = True
         elif value:
             self.note(key, "checkpoint.keep_best needs train.eval_steps", value)
-        if not evaluated and "early_stopping_patience" in self.left:
+        if not evaluated and "early_stopping_patience" in self.unconverted:
             key, value = self.take("early_stopping_patience")
             self.note(key, "needs train.eval_steps", value)
 
@@ -435,8 +435,8 @@ class Converter(Keys):
         self.take("use_peft")
         eight, four = self.take("load_in_8bit")[1], self.take("load_in_4bit")[1]
         if not self.has_adapters:
-            mine = [k for k in self.left if k.startswith(("lora_", "bnb_4bit_"))]
-            for key, value in self.popped(mine).items():
+            mine = [k for k in self.unconverted if k.startswith(("lora_", "bnb_4bit_"))]
+            for key, value in self.take_all(mine).items():
                 self.note(key, "no adapters are asked for there", value)
             if four or eight:
                 self.note("load_in_4bit or 8bit", "only under adapters (lora.r)", True)
@@ -455,7 +455,7 @@ class Converter(Keys):
         if continued:
             self._continue_adapter(continued)
         else:
-            if not {"lora_r", "r", "lora_rank"} & {*self.left}:
+            if not {"lora_r", "r", "lora_rank"} & {*self.unconverted}:
                 self.settings["lora.r"] = 8
                 self.note("lora_r", "none is given; 8 is set")
             self.targets()
@@ -492,10 +492,10 @@ class Converter(Keys):
             self.note("lora.from", f"{reason} off to ask it has the base alone", adapters[0])
         structure = [
             key
-            for key in self.left
+            for key in self.unconverted
             if find_setting(key) in _STRUCTURE or key in ("lora_target_linear", "target_modules")
         ]
-        for key, value in self.popped(structure).items():
+        for key, value in self.take_all(structure).items():
             self.note(key, "that of the adapter which lora.from continues", value)
 
     def targets(self) -> None:
@@ -507,7 +507,7 @@ class Converter(Keys):
                 self.note(key, "lora_target_linear adapts every linear layer", named)
         elif key:
             self.settings["lora.target_modules"] = named if named != ["all-linear"] else named[0]
-        elif "lora_target_parameters" not in self.left:
+        elif "lora_target_parameters" not in self.unconverted:
             reason = "PEFT chooses by architecture there (mostly q_proj and v_proj)"
             self.note("lora_target_modules", f"{reason}; all linear layers here")
 
@@ -521,14 +521,14 @@ class Converter(Keys):
                 known.append(name)
             elif name not in ("none", "no"):
                 self.note("report_to", f"one of {', '.join(trackers)}", name)
-        used = self.take("use_wandb")[1] or self.left.get("wandb_project")
+        used = self.take("use_wandb")[1] or self.unconverted.get("wandb_project")
         if used and "wandb" not in known:
             known.append("wandb")
         if known:
             self.settings["metrics.report_to"] = known if len(known) > 1 else known[0]
-        if self.left.get("push_to_hub") and not self.left.get("hub_model_id"):
+        if self.unconverted.get("push_to_hub") and not self.unconverted.get("hub_model_id"):
             reason = "hub.push_to_hub needs hub.hub_model_id: ORG/NAME"
-            self.note("push_to_hub", reason, self.left.pop("push_to_hub"))
+            self.note("push_to_hub", reason, self.unconverted.pop("push_to_hub"))
         key, value = self.take("hub_model_id")
         if key:
             self.settings["hub.hub_model_id"] = str(value)

@@ -85,18 +85,18 @@ def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Transl
         "save_total_limit": None,
         "packing": False,
         "val_set_size": 0.0,
-        "eval_strategy": "steps" if "eval_steps" in keys.left else "no",
+        "eval_strategy": "steps" if "eval_steps" in keys.unconverted else "no",
     }
-    if "max_length" not in keys.left:
+    if "max_length" not in keys.unconverted:
         keys.note("max_length", "that of the model there; 1,024 tokens here unless you set it")
-    if "gradient_accumulation_steps" not in keys.left:
+    if "gradient_accumulation_steps" not in keys.unconverted:
         out["global_batch_size"] = 16
         keys.note("gradient_accumulation_steps", "not set, for which 16 samples are a step there")
     out |= _loss(keys, kind) | _adapters(keys, method) | rename_keys(keys, _RENAMED)
-    if command == "pt" or keys.left.get("use_chat_template") is False:
+    if command == "pt" or keys.unconverted.get("use_chat_template") is False:
         keys.take("use_chat_template")
         keys.note("pt", "every token of the texts is trained on", None)
-    if out.get("torch_dtype") == "float16" or keys.left.get("torch_dtype") == "float16":
+    if out.get("torch_dtype") == "float16" or keys.unconverted.get("torch_dtype") == "float16":
         out["fp16"] = True
         del out["bf16"]
     keys.take("torch_dtype")  # weights that are trained are float32 there, too
@@ -131,7 +131,7 @@ def _loss(keys: Keys, kind: str) -> dict[str, Any]:
 def _adapters(keys: Keys, method: str) -> dict[str, Any]:
     """Take the settings of adapters and of a quantised base; return those of PEFT."""
     names = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
-    options = keys.popped([*names, "use_rslora", "use_dora", "lora_bias"])
+    options = keys.take_all([*names, "use_rslora", "use_dora", "lora_bias"])
     bits, how = keys.take("quant_bits")[1], keys.take("quant_method")[1]
     double = keys.take("bnb_4bit_use_double_quant")[1]
     quant_type = keys.take("bnb_4bit_quant_type")[1]

@@ -63,7 +63,8 @@ def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> T
         "transform_fn",
     )
     preferred = command == "dpo" or any(
-        key in keys.left for key in (*of_pairs, "dpo_use_paged_optimizer", "concatenated_forward")
+        key in keys.unconverted
+        for key in (*of_pairs, "dpo_use_paged_optimizer", "concatenated_forward")
     )
     out: dict[str, Any] = {
         "bf16": True,

@@ -1,7 +1,8 @@
-"""Preference tuning in other tools: the objective of a config, and what its settings are here.
+"""Convert preference tuning of other tools: the objective of a config and its settings.
 
-An objective has the name of TRL's trainer: dpo, orpo, kto, cpo (of which simpo) or reward. What
-would be another objective here is refused; names and reasons stand in `tables_of_tools`.
+An objective has the name of TRL's trainer: dpo, orpo, kto, cpo (which includes simpo) or reward.
+Settings that would train another objective here are refused; `tables_of_tools` has the names and
+reasons.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,84 +11,104 @@ from typing import Any
 from toolkit.config.other_tools import find_setting
 from toolkit.convert.keys import Keys
 from toolkit.convert.tables_of_tools import (
-    AXOLOTLS,
+    AXOLOTL_OBJECTIVES,
     LOSSES,
-    MARKS,
+    OBJECTIVE_MARKS,
     ONLINE,
     REFUSED,
-    SMOOTHED,
+    SMOOTHED_LOSSES,
     TRAINERS,
 )
 from toolkit.errors import ConfigError
 
 
-def objective_of(given: Mapping[str, Any], tool: str) -> str:
-    """Return what a config trains: an objective, or an empty text for supervised training.
+def find_objective(settings: Mapping[str, Any], tool: str) -> str:
+    """Find the objective of a config.
+
+    Args:
+        settings: the keys of the config.
+        tool: axolotl, trl or trainer.
+
+    Returns:
+        The objective; empty for supervised training.
 
     Raises:
-        ConfigError: it trains what is not here, such as online reinforcement learning.
+        ConfigError: the objective is not supported, such as online reinforcement learning.
     """
-    said = {key for key, value in given.items() if value not in (None, "", False, [], {})}
+    present = {key for key, value in settings.items() if value not in (None, "", False, [], {})}
     if tool == "axolotl":
-        if "process_reward_model" in said:
-            raise ConfigError("process_reward_model: rewards of steps are not here")
-        kind = str(given["rl"] if "rl" in said else "reward" if "reward_model" in said else "")
-        if kind and kind not in AXOLOTLS:
-            raise ConfigError(f"rl {kind}: not here; expected one of {', '.join(AXOLOTLS)}")
-        return AXOLOTLS.get(kind, "")
-    if online := sorted(said & ONLINE):
-        raise ConfigError(f"{online[0]}: online reinforcement learning is not here")
+        if "process_reward_model" in present:
+            raise ConfigError("process_reward_model: rewards of steps are not supported")
+        kind = ""
+        if "rl" in present:
+            kind = str(settings["rl"])
+        elif "reward_model" in present:
+            kind = "reward"
+        if kind and kind not in AXOLOTL_OBJECTIVES:
+            expected = ", ".join(AXOLOTL_OBJECTIVES)
+            raise ConfigError(f"rl {kind}: not supported; expected one of {expected}")
+        return AXOLOTL_OBJECTIVES.get(kind, "")
+    if online := sorted(present & ONLINE):
+        raise ConfigError(f"{online[0]}: online reinforcement learning is not supported")
     if tool != "trl":
         return ""
-    losses = given.get("loss_type")
-    said |= {*map(str, losses if isinstance(losses, list) else [losses])}
-    said.add(str(given.get("lora_task_type")))
-    return next((name for name, marks in MARKS.items() if said & marks), "")
+    losses = settings.get("loss_type")
+    present |= {*map(str, losses if isinstance(losses, list) else [losses])}
+    present.add(str(settings.get("lora_task_type")))
+    return next((name for name, marks in OBJECTIVE_MARKS.items() if present & marks), "")
 
 
-def objective_of_script(trainers: Collection[str]) -> str:
-    """Return the objective of the classes of TRL that a script calls.
+def find_script_objective(trainers: Collection[str]) -> str:
+    """Find the objective of a script from the TRL classes that it calls.
+
+    Args:
+        trainers: names of the classes without `Trainer` and `Config`.
 
     Raises:
-        ConfigError: one that is not here, or several.
+        ConfigError: a class is not supported, or there are several objectives.
     """
-    if others := sorted({*trainers} - {*TRAINERS}):
-        raise ConfigError(f"{others[0]}Trainer of TRL: expected one of {', '.join(TRAINERS)}")
+    if unsupported := sorted({*trainers} - {*TRAINERS}):
+        raise ConfigError(f"{unsupported[0]}Trainer of TRL: expected one of {', '.join(TRAINERS)}")
     if len(trainers) > 1:
         raise ConfigError(
-            f"trained by {' and '.join(sorted(trainers))}: a config is of one run; leave one of "
-            "them in the script"
+            f"the script calls trainers of {' and '.join(sorted(trainers))}, but a config "
+            "describes one run; keep one of them in the script"
         )
     return TRAINERS[next(iter(trainers))] if trainers else ""
 
 
-def take_preference(keys: Keys, objective: str, *, told: bool) -> None:
-    """Carry the settings of an objective.
+def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
+    """Convert the settings of an objective.
 
     Args:
-        told: the objective was named, and not found by the keys.
+        keys: the keys of the config.
+        objective: the objective.
+        is_named: True if the user named the objective, False if its keys show it.
+
+    Raises:
+        ConfigError: the settings describe another objective.
     """
-    of_dpo = MARKS["dpo"] - {"beta", "max_prompt_length"} | {"loss_type"}
-    guessed = objective == "dpo" and not told and not of_dpo & {*keys.left}
-    _refuse(keys, objective)
-    loss = _loss(keys, objective)
+    dpo_marks = OBJECTIVE_MARKS["dpo"] - {"beta", "max_prompt_length"} | {"loss_type"}
+    is_guess = objective == "dpo" and not is_named and not dpo_marks & {*keys.unconverted}
+    _refuse_other_objectives(keys, objective)
+    loss = _take_loss(keys, objective)
     keys.settings["preference.loss_type"] = loss
     key, beta = keys.take("beta", "rl_beta", "dpo_beta", "orpo_alpha")
     section, inner = keys.take("trl")
     if section and not isinstance(inner, Mapping):
         raise ConfigError(f"{section}: expected a mapping of settings, got {str(inner)[:80]}")
-    for name, value in (inner or {}).items():  # axolotl's own section
+    for name, value in (inner or {}).items():  # a section of axolotl
         if name == "beta":
             key, beta = "trl.beta", value
         else:
             keys.note(f"trl.{name}", "no equivalent", value)
     if beta is not None:
         keys.settings["preference.beta"] = beta
-    if guessed:
-        what = "keys of DPO, ORPO and KTO alike, taken as DPO; else `--from trl-orpo` or `trl-kto`"
-        keys.note(key or "max_prompt_length", what)
-    _smoothing(keys, loss)
-    for setting, names, of in (
+    if is_guess:
+        reason = "a key of DPO, ORPO and KTO; DPO is assumed, else `--from trl-orpo` or `trl-kto`"
+        keys.note(key or "max_prompt_length", reason)
+    _take_smoothing(keys, loss)
+    for setting, names, objectives in (
         ("rpo_alpha", ("rpo_alpha", "cpo_alpha"), ("dpo", "cpo")),
         ("simpo_gamma", ("simpo_gamma",), ("cpo",)),
         ("desirable_weight", ("desirable_weight", "kto_desirable_weight"), ("kto",)),
@@ -95,32 +116,33 @@ def take_preference(keys: Keys, objective: str, *, told: bool) -> None:
         ("center_rewards_coefficient", ("center_rewards_coefficient",), ("reward",)),
     ):
         key, value = keys.take(*names)
-        if key and objective in of:
+        if key and objective in objectives:
             keys.settings[f"preference.{setting}"] = value
         elif key:
-            keys.note(key, f"does nothing with preference.loss_type {loss}", value)
+            keys.note(key, f"has no effect with preference.loss_type {loss}", value)
     if loss == "simpo":
         keys.settings.setdefault("preference.rpo_alpha", 1.0)
-    _length(keys, objective)
-    _same_function(keys)
+    _take_length(keys, objective)
+    _take_regularisation(keys)
     for key, usual in (("lora_task_type", "SEQ_CLS"), ("task_type", "SEQ_CLS"), ("num_labels", 1)):
-        if objective == "reward" and keys.left.get(key) == usual:
+        if objective == "reward" and keys.unconverted.get(key) == usual:
             keys.take(key)
 
 
-def _refuse(keys: Keys, objective: str) -> None:
-    """Raise ConfigError for what makes another objective of it."""
-    for name, (harmless, why) in REFUSED.items():
+def _refuse_other_objectives(keys: Keys, objective: str) -> None:
+    """Raise a `ConfigError` if a setting changes the objective."""
+    for name, (harmless, reason) in REFUSED.items():
         key, value = keys.take(name)
         if key and value not in harmless:
-            raise ConfigError(f"{key} {value}: {why}")
+            raise ConfigError(f"{key} {value}: {reason}")
     if objective == "cpo" and (alpha := keys.take("alpha")[1]):
-        raise ConfigError(f"alpha {alpha}: AlphaPO is not here")
+        raise ConfigError(f"alpha {alpha}: AlphaPO is not supported")
 
 
-def _loss(keys: Keys, objective: str) -> str:
-    """Return `preference.loss_type`; of DPO and the cross entropy of chosen answers together also
-    set `preference.rpo_alpha`.
+def _take_loss(keys: Keys, objective: str) -> str:
+    """Convert the loss to a value of `preference.loss_type`.
+
+    DPO together with the cross entropy of chosen answers also sets `preference.rpo_alpha`.
     """
     kind = keys.take("rl")[1]
     keys.take("reward_model")
@@ -129,60 +151,61 @@ def _loss(keys: Keys, objective: str) -> str:
     if kind in ("ipo", "simpo"):
         value = kind
     elif value is None:
-        value = "sigmoid" if objective == "cpo" else LOSSES[objective][0]  # CPO's own default
+        # CPO's default, sigmoid, is not a supported loss, so it is refused below.
+        value = "sigmoid" if objective == "cpo" else LOSSES[objective][0]
     losses = value if isinstance(value, list) else [value]
     parts = list(zip(losses, weights or [1.0] * len(losses), strict=False))
     if objective == "dpo" and len(parts) == 2 and parts[1][0] == "sft":
         keys.settings["preference.rpo_alpha"] = parts[1][1]
-        keys.note("loss_type", "sft is preference.rpo_alpha here", losses)
+        keys.note("loss_type", "preference.rpo_alpha replaces sft", losses)
         parts = parts[:1]
-    known = LOSSES[objective]
-    if len(parts) != 1 or parts[0][0] not in known or parts[0][1] != 1:
-        told = f" with loss_weights {weights}" if weights else ""
-        also = ", alone or followed by sft, with the weight 1" if objective == "dpo" else ""
+    supported = LOSSES[objective]
+    if len(parts) != 1 or parts[0][0] not in supported or parts[0][1] != 1:
+        weight_text = f" with loss_weights {weights}" if weights else ""
+        hint = ", alone or followed by sft, with the weight 1" if objective == "dpo" else ""
         raise ConfigError(
-            f"loss_type {', '.join(map(str, losses))}{told} of {objective.upper()}: expected "
-            f"{' or '.join(known)}{also}"
+            f"loss_type {', '.join(map(str, losses))}{weight_text} of {objective.upper()}: "
+            f"expected {' or '.join(supported)}{hint}"
         )
     return str(parts[0][0])
 
 
-def _smoothing(keys: Keys, loss: str) -> None:
+def _take_smoothing(keys: Keys, loss: str) -> None:
+    """Convert label smoothing, which not every loss has."""
     key, value = keys.take("label_smoothing", "dpo_label_smoothing")
-    if value and loss not in SMOOTHED:
-        keys.note(key, f"does nothing with loss {loss}, as there", value)
+    if value and loss not in SMOOTHED_LOSSES:
+        keys.note(key, f"has no effect with loss {loss} in either tool", value)
     elif value:
         keys.settings["preference.label_smoothing"] = value
         if loss in ("sigmoid", "sigmoid_norm"):
-            what = f"smooths {loss} here; TRL 1.16 leaves {loss} as it is"
-            keys.note(key, what, value)
+            keys.note(key, f"smooths {loss} here; in TRL 1.16 it has no effect on {loss}", value)
 
 
-def _length(keys: Keys, objective: str) -> None:
-    """Carry the limit of one side, which here is that of a whole sample."""
-    for key in [key for key in keys.left if find_setting(key) == "data.sequence_length"]:
-        value = keys.left.pop(key)
+def _take_length(keys: Keys, objective: str) -> None:
+    """Convert the length limit of one side to that of a complete sample."""
+    for key in [key for key in keys.unconverted if find_setting(key) == "data.sequence_length"]:
+        value = keys.unconverted.pop(key)
         keys.settings["data.sequence_length"] = 2 * value if isinstance(value, int) else value
-        other = "the answer of the row beside it" if objective == "kto" else "the other side"
-        keys.note(
-            key, f"of one side; data.sequence_length counts {other} too, so twice that", value
-        )
+        other = "the answer of the neighbouring row" if objective == "kto" else "the other side"
+        reason = f"the limit of one side; data.sequence_length includes {other}, so it is doubled"
+        keys.note(key, reason, value)
     if objective == "reward":
         keys.settings.setdefault("data.too_long", "drop")
 
 
-def _same_function(keys: Keys) -> None:
-    """Leave out what would make model and reference unlike functions."""
-    why = "off here: model and reference must be the same function"
+def _take_regularisation(keys: Keys) -> None:
+    """Drop settings with which model and reference would not be the same function."""
+    same_function = "off here: model and reference must be the same function"
     for setting, reason in {
-        "lora.lora_dropout": why,
-        "train.neftune_noise_alpha": why,
-        "train.label_smoothing_factor": "of tokens; preference.label_smoothing is of sides",
+        "lora.lora_dropout": same_function,
+        "train.neftune_noise_alpha": same_function,
+        "train.label_smoothing_factor": "for tokens; preference.label_smoothing is for sides",
     }.items():
-        for key in [key for key in keys.left if find_setting(key) == setting]:
-            if value := keys.left.pop(key):
+        for key in [key for key in keys.unconverted if find_setting(key) == setting]:
+            if value := keys.unconverted.pop(key):
                 keys.note(key, reason, value)
-    learned = ("train_on_inputs", "train_on_input", "assistant_only_loss", "completion_only_loss")
-    for key, value in keys.popped((*learned, "roles_to_train")).items():
+    supervision = ("train_on_inputs", "train_on_input", "assistant_only_loss")
+    names = (*supervision, "completion_only_loss", "roles_to_train")
+    for key, value in keys.take_all(names).items():
         if value:
-            keys.note(key, "the last answer of each side is learned", value)
+            keys.note(key, "the loss covers the last answer of each side", value)

@@ -46,7 +46,7 @@ def take_sources(keys: Keys, objective: str) -> None:
     if isinstance(entries, dict) and "datasets" in entries:
         more = {k: v for k, v in entries.items() if k != "datasets" and v is not None}
         if "test_split_size" in more:
-            keys.left["test_split_size"] = more.pop("test_split_size")
+            keys.unconverted["test_split_size"] = more.pop("test_split_size")
         keys.note_all(where, more, "no equivalent")
         entries = entries["datasets"]
     elif isinstance(entries, dict):  # name -> share

@@ -104,10 +104,10 @@ NOT_HERE = {
     "TPO",
 }
 # axolotl's `rl` -> the objective.
-AXOLOTLS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}
-AXOLOTLS["reward"] = "reward"  # its `reward_model`
+AXOLOTL_OBJECTIVES = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}
+AXOLOTL_OBJECTIVES["reward"] = "reward"  # its `reward_model`
 # Keys of a config of TRL that tell its objective, with losses that do, the first that fits counts.
-MARKS: dict[str, set[str]] = {
+OBJECTIVE_MARKS: dict[str, set[str]] = {
     "cpo": {"cpo_alpha", "simpo_gamma", "simpo", "alphapo"},
     "kto": {"desirable_weight", "undesirable_weight", "kto", "apo_zero_unpaired"},
     "reward": {"center_rewards_coefficient", "SEQ_CLS"},
@@ -133,7 +133,7 @@ LOSSES = {"dpo": ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero
     "cpo": ("simpo",),
     "reward": ("reward",),
 }
-SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "simpo")
+SMOOTHED_LOSSES = ("sigmoid", "sigmoid_norm", "robust", "simpo")
 # Keys that make another objective of it -> values that do not, and why others are refused.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sync_ref_model": ((False,), "the reference does not follow the model here"),

@@ -84,7 +84,7 @@ def _component(section: Any) -> tuple[str, dict[str, Any]]:
 def _objective(keys: Keys, out: dict[str, Any]) -> str:
     """Take the loss; return the objective that it trains."""
     name, more = _component(keys.take("loss")[1])
-    keys.popped(("loss_fn",))
+    keys.take_all(("loss_fn",))
     if name == "DPOLoss":
         out |= {"loss_type": "sigmoid", "beta": more.pop("beta", 0.1)}
         if smoothing := more.pop("label_smoothing", 0):
@@ -203,7 +203,7 @@ def _data(keys: Keys, out: dict[str, Any]) -> None:
         out["dataset_name"] = source
     if more.pop("train_on_input", prompts):
         out["train_on_inputs"] = True
-    packed = more.pop("packed", False) or keys.left.get("packed")
+    packed = more.pop("packed", False) or keys.unconverted.get("packed")
     out["packing"] = bool(packed)
     if column := more.pop("column", None):
         out["dataset_text_field"] = column
@@ -250,12 +250,14 @@ def _run(keys: Keys, out: dict[str, Any]) -> None:
         out["max_steps"] = most
     elif most:
         keys.note(key, "set train.max_steps: the steps of all epochs", most)
-    keys.popped([key for key in ("seed",) if keys.left.get(key) is None])
+    keys.take_all([key for key in ("seed",) if keys.unconverted.get(key) is None])
     keys.take("run_val_every_n_steps")
     logger = _component(keys.take("metric_logger")[1])[0]
     if logger == "WandBLogger":
         out["report_to"] = "wandb"
     elif logger == "TensorBoardLogger":
         out["report_to"] = "tensorboard"
-    for key in [k for k in keys.left if "${" in str(keys.left[k])]:
-        keys.note(key, "refers to another setting of the file; set it yourself", keys.left.pop(key))
+    for key in [k for k in keys.unconverted if "${" in str(keys.unconverted[k])]:
+        keys.note(
+            key, "refers to another setting of the file; set it yourself", keys.unconverted.pop(key)
+        )

@@ -1,7 +1,7 @@
-"""The optimizer and the learning-rate schedule of `optim`.
+"""The optimizer and the learning-rate schedule of the section `optim`.
 
-Owns which optimizer steps which parameter, at which rate and decay. Knows nothing of the loop.
-Build the optimizer after sharding, so that its state is born sharded.
+Decides which parameters decay, and which use AdamW or the special update of another optimizer.
+Build the optimizer after sharding, so that its state is created sharded.
 """
 
 import math
@@ -24,14 +24,23 @@ from toolkit.models.peft_model import base_of, trained_module
 from toolkit.models.reward import reward_head
 from toolkit.training.sharded_optimizers import BLOCK, Adafactor, AdamW8bit, Muon, orthogonalise
 
-_SMALL = 4096  # values: below it 8 bits save nothing, as bitsandbytes has it
-_DECAY_STEPS = 0.1  # of all, of warmup_stable_decay where nothing else is said
-_LEAST = 0.1  # of the peak, where cosine_with_min_lr and its kin are told no end
+# Parameters with fewer values have states of 32 bits, as in bitsandbytes: 8 bits save nothing.
+_MIN_8BIT_VALUES = 4096
+_DECAY_SHARE = 0.1  # of all steps: the default of warmup_stable_decay
+_MIN_RATE_SHARE = 0.1  # of the peak: the default of cosine_with_min_lr and its variants
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
-    """Refuse what cannot run, before anything is loaded; ConfigError. `max_steps` -1: not known."""
+    """Check that optimizer and schedule can be built, before anything is loaded.
+
+    Args:
+        cfg: the section `optim`.
+        max_steps: number of steps of the run; -1: unknown.
+
+    Raises:
+        ConfigError: a package is missing, or settings of the schedule are not valid.
+    """
     if cfg.optim == "adamw_8bit":
         import_bitsandbytes("optim.optim: adamw_8bit")
     if cfg.optim == "muon":
@@ -44,141 +53,173 @@ def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of `cfg` over the trainable parameters of `model`.
+    """Build the optimizer for the trainable parameters of a sharded model.
 
-    Matrices decay; vectors and scalars (norms, biases, also those of experts in one tensor) do not.
-    AdamW is exact on DTensors, and fused 4 to 6 times faster than the plain loop on
-    CPU; its state is two tensors of the parameters' size and dtype. The others: see
-    `sharded_optimizers`.
+    Matrices decay. Vectors and scalars (norms, biases, also the stacked biases of experts) do not.
+    AdamW is exact on DTensors. Its fused version is 4 to 6 times faster on CPU than a loop over
+    parameters. Its state is two tensors of the parameters' size and dtype. For the other
+    optimizers, see `sharded_optimizers`.
     """
     reshard(model)
-    groups: dict[tuple, list[nn.Parameter]] = {}
-    for parameter, decays, own in _kinds(model, cfg):
-        # One call does not take sharded and replicated parameters together.
-        key = (own, not isinstance(parameter, DTensor), not decays)
-        groups.setdefault(key, []).append(parameter)
-    listed: list[dict[str, Any]] = [
-        {
-            "params": parameters,
-            "lr": cfg.learning_rate,
-            "weight_decay": 0.0 if plain else cfg.weight_decay,
-            "own": own,
-        }
-        for (own, _, plain), parameters in sorted(groups.items(), key=lambda item: item[0])
-    ]
+    parameters_by_key: dict[tuple, list[nn.Parameter]] = {}
+    for parameter, decays, is_special in _classify_parameters(model, cfg):
+        # A fused call cannot combine sharded and replicated parameters.
+        key = (is_special, not isinstance(parameter, DTensor), not decays)
+        parameters_by_key.setdefault(key, []).append(parameter)
+    groups: list[dict[str, Any]] = []
+    for key in sorted(parameters_by_key):
+        is_special, _, is_undecayed = key
+        groups.append(
+            {
+                "params": parameters_by_key[key],
+                "lr": cfg.learning_rate,
+                "weight_decay": 0.0 if is_undecayed else cfg.weight_decay,
+                "special": is_special,
+            }
+        )
     if cfg.optim == "adafactor":
-        return Adafactor(listed, lr=cfg.learning_rate)
+        return Adafactor(groups, lr=cfg.learning_rate)
     adam: dict[str, Any] = {
         "lr": cfg.learning_rate,
         "betas": (cfg.adam_beta1, cfg.adam_beta2),
         "eps": cfg.adam_epsilon,
     }
     if cfg.optim == "adamw_torch_fused":
-        return torch.optim.AdamW(listed, fused=True, **adam)
-    return {"adamw_8bit": AdamW8bit, "muon": Muon}[cfg.optim](listed, **adam)
+        return torch.optim.AdamW(groups, fused=True, **adam)
+    return {"adamw_8bit": AdamW8bit, "muon": Muon}[cfg.optim](groups, **adam)
 
 
-def _kinds(model: nn.Module, cfg: OptimConfig) -> Iterator[tuple[nn.Parameter, bool, bool]]:
-    """Yield each trained parameter, whether it decays, and whether the optimizer has its own way
-    with it, not AdamW's.
+def _classify_parameters(
+    model: nn.Module, cfg: OptimConfig
+) -> Iterator[tuple[nn.Parameter, bool, bool]]:
+    """Classify the trained parameters of a model.
+
+    Yields:
+        A parameter; True if it decays; True if it uses the special update of the optimizer (8-bit
+        states, Muon) instead of plain AdamW.
     """
-    embeddings, ends = _embeddings(model)
+    lookup_ids, end_ids = _embedding_ids(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        # Biases of experts are stacked, and Mamba marks its decay rates.
-        unmarked = not getattr(parameter, "_no_weight_decay", False)
-        matrix = parameter.ndim >= 2 and not name.endswith(("_bias", ".A_log")) and unmarked
-        own = False
+        # Stacked biases of experts have two dimensions, and Mamba marks its decay rates.
+        is_unmarked = not getattr(parameter, "_no_weight_decay", False)
+        is_matrix = parameter.ndim >= 2 and not name.endswith(("_bias", ".A_log")) and is_unmarked
+        is_special = False
         if cfg.optim == "muon":
-            own = matrix and parameter.ndim <= 3 and id(parameter) not in embeddings | ends
-        elif cfg.optim == "adamw_8bit":  # embeddings keep 32 bits, as transformers' Trainer has it
-            blocks = parameter.ndim >= 2 and parameter.shape[1:].numel() % BLOCK == 0
-            own = blocks and parameter.numel() >= _SMALL and id(parameter) not in embeddings
-        yield parameter, matrix, own
+            is_inner = id(parameter) not in lookup_ids | end_ids
+            is_special = is_matrix and parameter.ndim <= 3 and is_inner
+        elif cfg.optim == "adamw_8bit":
+            # Embeddings keep 32 bits, as in transformers' Trainer.
+            has_blocks = parameter.ndim >= 2 and parameter.shape[1:].numel() % BLOCK == 0
+            is_large = parameter.numel() >= _MIN_8BIT_VALUES
+            is_special = has_blocks and is_large and id(parameter) not in lookup_ids
+        yield parameter, is_matrix, is_special
 
 
 def compute_state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
-    """Return the bytes of the state of `build_optimizer`'s optimizer, of all ranks together, for a
-    model on meta or not.
+    """Compute the bytes of the optimizer's state on all ranks together.
+
+    Args:
+        model: the model, which may be on meta.
+        cfg: the section `optim`.
     """
 
-    def nbytes(parameter: nn.Parameter, own: bool) -> int:
+    def nbytes(parameter: nn.Parameter, is_special: bool) -> int:
         values, shape = parameter.numel(), parameter.shape
-        if cfg.optim == "adafactor":  # of a matrix sums of rows and columns
+        if cfg.optim == "adafactor":
+            # A matrix has one value per row and per column.
             return 4 * (values // shape[-1] + values // shape[-2] if len(shape) > 1 else values)
-        if not own:
+        if not is_special:
             return 2 * values * parameter.itemsize
         if cfg.optim == "adamw_8bit":
             return 2 * values + 8 * values // BLOCK
         return values * parameter.itemsize
 
-    return sum(nbytes(parameter, own) for parameter, _, own in _kinds(model, cfg))
+    kinds = _classify_parameters(model, cfg)
+    return sum(nbytes(parameter, is_special) for parameter, _, is_special in kinds)
 
 
 def describe_state_dtypes(optimizer: torch.optim.Optimizer) -> str:
-    """Return what an optimizer of `build_optimizer` holds its state in, the largest part first."""
-    held: Counter[str] = Counter()
+    """Describe the dtypes of an optimizer's state, such as `8 bits/float32`, the largest first.
+
+    Args:
+        optimizer: an optimizer of `build_optimizer`.
+    """
+    values_by_dtype: Counter[str] = Counter()
     for group in optimizer.param_groups:
-        eight = group["own"] and isinstance(optimizer, AdamW8bit)
+        is_8bit = group["special"] and isinstance(optimizer, AdamW8bit)
         for p in group["params"]:
-            held["8 bits" if eight else str(p.dtype).removeprefix("torch.")] += p.numel()
-    return "/".join(kind for kind, _ in held.most_common())
+            dtype = "8 bits" if is_8bit else str(p.dtype).removeprefix("torch.")
+            values_by_dtype[dtype] += p.numel()
+    return "/".join(dtype for dtype, _ in values_by_dtype.most_common())
 
 
-def _embeddings(model: nn.Module) -> tuple[set[int], set[int]]:
-    """Return ids: of what looks values up or convolves, and of the model's embedding and head."""
+def _embedding_ids(model: nn.Module) -> tuple[set[int], set[int]]:
+    """Collect the ids of parameters that are not used as matrices of a linear map.
+
+    Returns:
+        Ids of the parameters of embeddings and convolutions; and of the model's input embedding,
+        output head and reward head.
+    """
     kinds = (nn.Embedding, *_CONVOLUTIONS)
-    inner = {id(p) for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
+    lookup_ids = {id(p) for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
     base = base_of(model)
     if not isinstance(base, PreTrainedModel):
-        return inner, set()
+        return lookup_ids, set()
     ends = (base.get_input_embeddings(), base.get_output_embeddings(), reward_head(base))
     modules = [m for m in map(trained_module, ends) if m is not None]
-    return inner, {id(p) for module in modules for p in module.parameters()}
+    return lookup_ids, {id(p) for module in modules for p in module.parameters()}
 
 
 def build_scheduler(
     optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int
 ) -> LRScheduler:
-    """Return transformers' schedule over `max_steps`; ConfigError: `lr_scheduler_kwargs`. Says
-    where the run ends within its warm-up.
+    """Build the learning-rate schedule of transformers for `max_steps` steps.
+
+    Warns if the run ends within its warm-up.
+
+    Raises:
+        ConfigError: `lr_scheduler_kwargs` do not fit the schedule, or it needs more steps.
     """
-    warmup = _warmup(cfg, max_steps)
+    warmup = _count_warmup_steps(cfg, max_steps)
     if 0 < max_steps <= warmup:
         ranks.log_once(
-            f"WARNING: the run has {max_steps} steps, and optim.warmup_steps are {warmup}: it ends "
-            f"before its learning rate has risen to {cfg.learning_rate:g}"
+            f"WARNING: the run has {max_steps} steps, and optim.warmup_steps is {warmup}: the run "
+            f"ends before its learning rate has reached {cfg.learning_rate:g}"
         )
     return _schedule(optimizer, cfg, max_steps)
 
 
-def _warmup(cfg: OptimConfig, max_steps: int) -> int:
+def _count_warmup_steps(cfg: OptimConfig, max_steps: int) -> int:
     if cfg.warmup_steps >= 1:
         return int(cfg.warmup_steps)
-    return min(math.ceil(cfg.warmup_steps * max_steps), max(max_steps - 1, 0))  # a share of 1 step
+    # A share of the steps, rounded up, but at least one step must follow.
+    return min(math.ceil(cfg.warmup_steps * max_steps), max(max_steps - 1, 0))
 
 
 def _schedule(optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int) -> LRScheduler:
-    kind, warmup = cfg.lr_scheduler_type, _warmup(cfg, max_steps)
+    kind = cfg.lr_scheduler_type
+    warmup = _count_warmup_steps(cfg, max_steps)
     if kind == "constant" and warmup > 0:
-        kind = "constant_with_warmup"  # transformers' `constant` would ignore the warm-up
-    extra: dict[str, Any] = dict(cfg.lr_scheduler_kwargs)
-    if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and "min_lr" not in extra:
-        extra.setdefault("min_lr_rate", _LEAST)
+        # transformers' `constant` would ignore the warm-up.
+        kind = "constant_with_warmup"
+    kwargs: dict[str, Any] = dict(cfg.lr_scheduler_kwargs)
+    if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and "min_lr" not in kwargs:
+        kwargs.setdefault("min_lr_rate", _MIN_RATE_SHARE)
     if kind == "warmup_stable_decay":
-        decay = extra.setdefault("num_decay_steps", math.ceil(_DECAY_STEPS * max_steps))
+        decay = kwargs.setdefault("num_decay_steps", math.ceil(_DECAY_SHARE * max_steps))
         if warmup + decay > max_steps:
             raise ConfigError(
-                f"optim.warmup_steps {warmup} and num_decay_steps {decay} are more than the "
-                f"{max_steps} steps of the run; lower one of them"
+                f"optim.warmup_steps {warmup} and num_decay_steps {decay} exceed the {max_steps} "
+                "steps of the run; lower one of them"
             )
     try:
-        if extra and kind in ("constant", "constant_with_warmup"):
+        if kwargs and kind in ("constant", "constant_with_warmup"):
             raise TypeError(f"{kind} takes none")
         from transformers import get_scheduler  # its file imports PEFT; see adapters.lora
 
-        return get_scheduler(kind, optimizer, warmup, max_steps, scheduler_specific_kwargs=extra)
+        return get_scheduler(kind, optimizer, warmup, max_steps, scheduler_specific_kwargs=kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optim.lr_scheduler_kwargs {cfg.lr_scheduler_kwargs} are not those of {kind}: {error}"

@@ -1,12 +1,12 @@
 """Optimizers whose step does not depend on the number of ranks: 8-bit AdamW, Adafactor, Muon.
 
-[Note: whole tensors] FSDP2 gives a rank some rows of each matrix. An optimizer that computes over
-more than one value at a time must not take those for the matrix: its result, and its state in a
-checkpoint, would be another on each number of ranks. Here blocks of 8-bit state lie within a row,
-Adafactor's means are summed over the ranks, and Muon brings each matrix together on one rank.
+[Note: full tensors] FSDP2 gives a rank some rows of each matrix. An optimizer that combines several
+values must not treat these rows as the matrix, or its result and the state in its checkpoints would
+depend on the number of ranks. Here, blocks of 8-bit state lie within a row, Adafactor's means are
+summed over the ranks, and Muon gathers each matrix on one rank.
 
-`init_state(parameter)` of each is the state before the first step, laid out as it is sharded; a
-checkpoint is read into it.
+`init_state(parameter)` of each optimizer returns the state before the first step, sharded like the
+parameter. A checkpoint is loaded into it.
 """
 
 import math
@@ -23,73 +23,85 @@ from toolkit.models.packed_linear import import_bitsandbytes
 
 _MOMENTUM = 0.95  # Muon's, with Nesterov's correction
 _NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315), 5, 1e-7)  # coefficients, steps, epsilon
-BLOCK = 256  # values of 8-bit state that share a scale: bitsandbytes' kernels know no other number
-_AT_ONCE = 2**30  # values that one call of those kernels is given; they count in 32 bits
+BLOCK = 256  # values of 8-bit state that share a scale; fixed in bitsandbytes' kernels
+# Values in one call of these kernels, whose index has 32 bits.
+_MAX_CALL_VALUES = 2**30
 
 
 class _PartlyAdamW(torch.optim.AdamW):
-    """Fused AdamW, but for the groups with `own: True`, which `step_own` steps."""
+    """Fused AdamW with a special update for the groups with `special: True`.
+
+    Subclasses implement `init_special_state` and `step_special`.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
-        # The step count of an own group stays on the host, where it is read without a wait.
-        groups = [g | {"fused": False} if g["own"] else g for g in groups]
+        # The step count of a special group stays on the host, so that reading it does not wait.
+        groups = [g | {"fused": False} if g["special"] else g for g in groups]
         super().__init__(groups, fused=True, **defaults)
 
     def init_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        if not any(parameter is p for g in self.param_groups if g["own"] for p in g["params"]):
+        """Create the state of a parameter before the first step, sharded like the parameter."""
+        special = (p for g in self.param_groups if g["special"] for p in g["params"])
+        if not any(parameter is p for p in special):
             zeros = {n: torch.zeros_like(parameter.detach()) for n in ("exp_avg", "exp_avg_sq")}
             return {"step": torch.zeros(()), **zeros}
-        return self.init_own(parameter)
+        return self.init_special_state(parameter)
 
-    def init_own(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def init_special_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Create the state of a parameter with the special update."""
         raise NotImplementedError
 
-    def step_own(self, group: dict[str, Any]) -> None:
+    def step_special(self, group: dict[str, Any]) -> None:
+        """Apply the special update to the parameters of a group."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do one step; see `torch.optim.Optimizer.step`."""
         groups = self.param_groups
-        self.param_groups = [g for g in groups if not g["own"]]
+        self.param_groups = [g for g in groups if not g["special"]]
         try:
             loss = super().step(closure)
         finally:
             self.param_groups = groups
         for group in groups:
-            if group["own"]:
-                self.step_own(group)
+            if group["special"]:
+                self.step_special(group)
         return loss
 
 
 class AdamW8bit(_PartlyAdamW):
-    """AdamW with moments of 8 bits in blocks of a row (Dettmers et al. 2021, arXiv:2110.02861).
+    """AdamW with 8-bit moments in blocks of a row (Dettmers et al. 2021, arXiv:2110.02861).
 
-    2 bytes a value and 8 a block instead of 8 a value. The update is bitsandbytes' own kernel.
+    Needs 2 bytes per value and 8 per block instead of 8 per value. A kernel of bitsandbytes
+    computes the update.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, **defaults)
         self._maps: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def init_own(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def init_special_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Create 8-bit moments and the scales of their blocks."""
         tail = parameter.shape[1:]
         codes = {n: _rows_like(parameter, tail, torch.uint8) for n in ("exp_avg", "exp_avg_sq")}
         blocks = (tail.numel() // BLOCK,)
         scales = {f"{n}_scale": _rows_like(parameter, blocks, torch.float32) for n in codes}
         return {"step": torch.zeros(()), **codes, **scales}
 
-    def step_own(self, group: dict[str, Any]) -> None:
+    def step_special(self, group: dict[str, Any]) -> None:
+        """Update parameters and 8-bit moments of a group."""
         names = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
         for parameter in (p for p in group["params"] if p.grad is not None):
             state = self.state[parameter] = self.state[parameter] or self.init_state(parameter)
             state["step"] += 1
-            held = [parameter.grad, parameter.detach(), *(state[n] for n in names)]
-            parts = [local_tensor(t) for t in held]
-            if not parts[0].numel():
+            tensors = [parameter.grad, parameter.detach(), *(state[n] for n in names)]
+            local = [local_tensor(t) for t in tensors]
+            if not local[0].numel():
                 continue
-            rows = max(1, _AT_ONCE // parameter.shape[1:].numel())
-            for some in zip(*(t.split(rows) for t in parts), strict=True):
-                self._update(group, int(state["step"]), *some)
+            rows = max(1, _MAX_CALL_VALUES // parameter.shape[1:].numel())
+            for chunks in zip(*(t.split(rows) for t in local), strict=True):
+                self._update(group, int(state["step"]), *chunks)
 
     def _update(self, group: dict[str, Any], step: int, *tensors: torch.Tensor) -> None:
         grad, values = tensors[0].reshape(-1), tensors[1].view(-1)
@@ -109,18 +121,21 @@ class AdamW8bit(_PartlyAdamW):
 
 
 class Muon(_PartlyAdamW):
-    """Momentum whose update is made orthogonal, of whole matrices; AdamW for the rest.
+    """Muon, momentum with an orthogonalised update, for matrices; AdamW for other parameters.
 
     As torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` (Jordan et al. 2024; Liu et al. 2025,
-    arXiv:2502.16982), so that learning rate and decay are AdamW's. Each matrix is orthogonalised by
-    one rank: its update travels there and back in the bfloat16 of the iteration, 4 bytes a value.
-    A 3-D parameter is a stack of matrices, which sharding does not cut. State: one moment.
+    arXiv:2502.16982), so that learning rate and decay are those of AdamW. One rank orthogonalises
+    each matrix: the update is sent there and back in bfloat16, the dtype of the iteration, 4 bytes
+    per value. A 3-D parameter is a stack of matrices, which sharding does not cut. State: one
+    moment.
     """
 
-    def init_own(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def init_special_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Create the momentum."""
         return {"momentum_buffer": torch.zeros_like(parameter.detach())}
 
-    def step_own(self, group: dict[str, Any]) -> None:
+    def step_special(self, group: dict[str, Any]) -> None:
+        """Update momentum and parameters of a group. Collective."""
         used = [p for p in group["params"] if p.grad is not None]
         updates: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in used:
@@ -128,15 +143,15 @@ class Muon(_PartlyAdamW):
             grad, momentum = (local_tensor(t) for t in (parameter.grad, state["momentum_buffer"]))
             momentum.lerp_(grad, 1 - _MOMENTUM)
             updates[parameter] = grad.lerp(momentum, _MOMENTUM).bfloat16()
-        apart = [p for p in used if p.ndim == 2 and isinstance(p, DTensor)]
-        # Of about one size, those that are worked on at the same time.
-        apart.sort(key=lambda p: -p.numel())
-        ranks = apart[0].device_mesh.size(-1) if apart else 1
-        for i in range(0, len(apart), ranks):
-            _orthogonalise_together(apart[i : i + ranks], updates)
-        for parameter in set(used).difference(apart):
-            part = updates[parameter]
-            for matrix in part if part.ndim == 3 else part[None]:  # in place
+        sharded = [p for p in used if p.ndim == 2 and isinstance(p, DTensor)]
+        # Sorted, so that ranks work on matrices of similar size at the same time.
+        sharded.sort(key=lambda p: -p.numel())
+        ranks = sharded[0].device_mesh.size(-1) if sharded else 1
+        for i in range(0, len(sharded), ranks):
+            _orthogonalise_sharded(sharded[i : i + ranks], updates)
+        for parameter in set(used).difference(sharded):
+            update = updates[parameter]
+            for matrix in update if update.ndim == 3 else update[None]:
                 matrix.copy_(orthogonalise(matrix))
         for parameter in used:
             values = local_tensor(parameter.detach())
@@ -146,58 +161,70 @@ class Muon(_PartlyAdamW):
 
 
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the orthogonal matrix near `matrix`, by torch.optim.Muon's iteration in bfloat16."""
+    """Compute the orthogonal matrix near `matrix` by torch.optim.Muon's iteration in bfloat16."""
     iterate = torch_private("optim._muon", "_zeropower_via_newtonschulz")
     return iterate(matrix, *_NEWTON_SCHULZ)
 
 
-def _orthogonalise_together(
+def _orthogonalise_sharded(
     parameters: list[Any], updates: dict[nn.Parameter, torch.Tensor]
 ) -> None:
-    """Orthogonalise updates in place, of at most one sharded matrix a rank. Two exchanges."""
+    """Orthogonalise the updates of sharded matrices in place, at most one matrix per rank.
+
+    Collective, two all-to-alls: rank r gathers matrix r, and sends the result back.
+
+    Args:
+        parameters: sharded matrices, at most as many as ranks.
+        updates: parameter -> this rank's rows of its update.
+    """
     mesh = parameters[0].device_mesh
-    ranks, me = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+    ranks, rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
 
-    def sizes(parameter: Any) -> list[int]:
-        """Return how many values of it each rank holds, as FSDP2 cuts rows."""
-        rows, row = parameter.shape
-        each = -(-rows // ranks)
-        return [row * max(0, min(each, rows - r * each)) for r in range(ranks)]
+    def count_values(parameter: Any) -> list[int]:
+        """Count the values of a matrix on each rank, as FSDP2 distributes rows."""
+        rows, row_values = parameter.shape
+        rows_per_rank = -(-rows // ranks)
+        return [
+            row_values * max(0, min(rows_per_rank, rows - r * rows_per_rank)) for r in range(ranks)
+        ]
 
-    def exchange(values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        out = values.new_empty(sum(received))
+    def all_to_all(values: torch.Tensor, sizes: list[int], out_sizes: list[int]) -> torch.Tensor:
+        out = values.new_empty(sum(out_sizes))
         group = mesh.get_group(mesh.ndim - 1)
-        dist.all_to_all_single(out, values, received, sent, group=group)
+        dist.all_to_all_single(out, values, out_sizes, sizes, group=group)
         return out
 
-    # Under offload shards are in host memory, which the group of the device cannot send.
+    # With offloading, shards are in host memory, which the device's group cannot send.
     parts = [updates[p].flatten().to(mesh.device_type) for p in parameters]
-    mine = [part.numel() for part in parts] + [0] * (ranks - len(parts))
-    whole = sizes(parameters[me]) if me < len(parameters) else [0] * ranks
-    matrix = exchange(torch.cat(parts), mine, whole)
-    if me < len(parameters):
-        matrix = orthogonalise(matrix.view(parameters[me].shape)).flatten()
-    back = exchange(matrix.contiguous(), whole, mine).split(mine[: len(parts)])
-    for parameter, part in zip(parameters, back, strict=True):
+    local_sizes = [part.numel() for part in parts] + [0] * (ranks - len(parts))
+    has_matrix = rank < len(parameters)
+    matrix_sizes = count_values(parameters[rank]) if has_matrix else [0] * ranks
+    matrix = all_to_all(torch.cat(parts), local_sizes, matrix_sizes)
+    if has_matrix:
+        matrix = orthogonalise(matrix.view(parameters[rank].shape)).flatten()
+    returned = all_to_all(matrix.contiguous(), matrix_sizes, local_sizes)
+    for parameter, part in zip(parameters, returned.split(local_sizes[: len(parts)]), strict=True):
         updates[parameter].copy_(part.view_as(updates[parameter]))
 
 
 class Adafactor(torch.optim.Optimizer):
-    """torch.optim.Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), over whole tensors.
+    """torch.optim.Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) over full tensors.
 
-    State: a value a row and a column of each matrix. The learning rate is relative to the size of a
-    parameter: 1e-2 is usual. A step sums over the ranks twice, and leaves gradients changed.
+    State: one value per row and per column of each matrix. The learning rate is relative to the
+    size of a parameter; 1e-2 is usual. A step needs two all-reduces, and overwrites the gradients.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
     def init_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Create the state of a parameter before the first step, sharded like the parameter."""
         shape, dtype = parameter.shape, parameter.dtype
         step = {"step": torch.zeros(())}
         if parameter.ndim < 2:
             return step | {"variance": torch.zeros_like(parameter.detach())}
-        if parameter.ndim == 2:  # every rank has all columns
+        if parameter.ndim == 2:
+            # Every rank stores the values of all columns.
             columns = local_tensor(parameter.detach()).new_zeros(1, shape[1])
         else:
             columns = _rows_like(parameter, (*shape[1:-2], 1, shape[-1]), dtype)
@@ -206,9 +233,11 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do one step; see `torch.optim.Optimizer.step`. Collective."""
         if closure is not None:
             raise NotImplementedError("Adafactor takes no closure")
         pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        # Sums over the ranks: squares of parameters, columns and rows; and squares of updates.
         first, second = _Sums(), _Sums()
         for _, parameter in pairs:
             state = self.state[parameter] = self.state[parameter] or self.init_state(parameter)
@@ -244,7 +273,8 @@ class Adafactor(torch.optim.Optimizer):
                     columns.lerp_(total / parameter.shape[0], forget)
                     mean = mean / parameter.shape[0]
                 estimate = (rows @ columns).div_(mean.clamp(min=epsilon))
-            grad.mul_(estimate.clamp_(min=epsilon**2).rsqrt_())  # the update, from here on
+            # From here on, `grad` holds the update.
+            grad.mul_(estimate.clamp_(min=epsilon**2).rsqrt_())
             second[parameter] = [grad.square().sum()]
         second.reduce()
         for group, parameter in pairs:
@@ -258,9 +288,10 @@ class Adafactor(torch.optim.Optimizer):
 
 
 class _Sums(dict[nn.Parameter, list[torch.Tensor]]):
-    """Tensors of several parameters, summed over the ranks that share them in one all-reduce."""
+    """Tensors of several parameters that are summed over the ranks in one all-reduce."""
 
     def reduce(self) -> None:
+        """Sum the tensors of sharded parameters in place over the ranks. Collective."""
         sharded = [p for p in self if isinstance(p, DTensor)]
         if not sharded:
             return
@@ -273,9 +304,9 @@ class _Sums(dict[nn.Parameter, list[torch.Tensor]]):
 
 
 def _rows_like(parameter: torch.Tensor, tail: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros [rows of `parameter`, *tail], sharded as it is."""
-    own = local_tensor(parameter.detach())
-    zeros = own.new_zeros(own.shape[0], *tail, dtype=dtype)
+    """Create zeros of shape [rows of `parameter`, *tail], sharded like the parameter."""
+    local = local_tensor(parameter.detach())
+    zeros = local.new_zeros(local.shape[0], *tail, dtype=dtype)
     if not isinstance(parameter, DTensor):
         return zeros
     shape = torch.empty(parameter.shape[0], *tail, device="meta")
@@ -287,4 +318,5 @@ def _rows_like(parameter: torch.Tensor, tail: tuple[int, ...], dtype: torch.dtyp
         shape=shape.shape,
         stride=shape.stride(),
     )
-    return like_dtensor(like, zeros)  # which `from_local` moves out of host memory
+    # `from_local` moves offloaded zeros out of host memory; this keeps them there.
+    return like_dtensor(like, zeros)

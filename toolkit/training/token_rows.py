@@ -1,9 +1,8 @@
-"""Warn of special tokens in the data whose embedding rows were never trained, nor will be.
+"""Warn of special tokens in the data whose embedding rows are untrained and stay frozen.
 
 [Note: untrained rows] Base models reserve rows for the special tokens of their instruct version,
-and leave them at zero, at a tiny constant, or all at one value. With adapters the embedding is
-frozen: the model reads such a token as nothing, or cannot tell it from the others, and cannot learn
-to write it.
+and leave these rows at zero, at a tiny constant, or all equal. With adapters the embedding is
+frozen. Then the model cannot distinguish such tokens, and cannot learn to write them.
 """
 
 from collections.abc import Iterable
@@ -22,15 +21,16 @@ from toolkit.formats import local_slices, local_tensor
 from toolkit.formats.layout import cut_by_rows
 from toolkit.models.peft_model import base_of, has_adapters
 
-_LOOKED_AT = 64  # examples of each source
-_COMPARED = 512  # added tokens, and rows at the end of the vocabulary, that rows are compared with
-_ORDINARY = 256  # rows of each rank whose norms tell the usual one
-_TINY = 1e-3  # of the usual norm
-_SHOWN = 8
+_MAX_EXAMPLES = 64  # that are searched for special tokens, for each source
+# Rows are compared with those of so many added tokens, and so many at the end of the vocabulary.
+_MAX_COMPARED = 512
+_SAMPLED_ROWS = 256  # of each rank, for the median norm
+_TINY_SHARE = 1e-3  # of the median norm
+_MAX_LISTED = 8
 
 
 class _Row(NamedTuple):
-    """Facts on a row of an embedding or a head."""
+    """Properties of a row of an embedding or an output head."""
 
     norm: float
     is_constant: bool
@@ -40,27 +40,37 @@ class _Row(NamedTuple):
 def warn_of_untrained_tokens(
     model: nn.Module, feed: Feed, tokenizer: Tokenizer | None
 ) -> list[str]:
-    """Return a warning for special tokens in the data whose rows look untrained and stay frozen.
+    """Find special tokens of the data whose rows look untrained and stay frozen. Collective.
 
-    Reads a few hundred rows of the loaded embedding and head; one small exchange of objects for
-    each. Collective.
+    Reads a few hundred rows of the loaded embedding and head, with one small exchange for each.
+
+    Returns:
+        A warning, or an empty list.
     """
     if tokenizer is None or not (tokens := _used_special_tokens(feed, tokenizer)):
         return []
-    added = sorted(map(int, tokenizer.added_tokens_decoder))[:_COMPARED]
+    added = sorted(map(int, tokenizer.added_tokens_decoder))[:_MAX_COMPARED]
     untrained: dict[str, list[int]] = {}
     for name, module in _frozen_ends(model).items():
         rows = len(module.weight)
-        compared = {*added, *range(max(0, rows - _COMPARED), rows)}
-        stats, usual = _row_facts(module.weight, sorted({*tokens, *compared}))
-        if odd := [token for token in tokens if _is_untrained(token, stats, usual)]:
-            untrained[name] = odd
+        compared = {*added, *range(max(0, rows - _MAX_COMPARED), rows)}
+        stats, median_norm = _row_facts(module.weight, sorted({*tokens, *compared}))
+        if untrained_tokens := [
+            token for token in tokens if _is_untrained(token, stats, median_norm)
+        ]:
+            untrained[name] = untrained_tokens
     if not untrained:
         return []
     names = tokenizer.convert_ids_to_tokens
-    odd = sorted(set().union(*untrained.values()))
-    listed_tokens = ", ".join(f"{names(token)} ({token})" for token in odd[:_SHOWN])
-    more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+    untrained_tokens = sorted(set().union(*untrained.values()))
+    listed_tokens = ", ".join(
+        f"{names(token)} ({token})" for token in untrained_tokens[:_MAX_LISTED]
+    )
+    more = (
+        f" and {len(untrained_tokens) - _MAX_LISTED} more"
+        if len(untrained_tokens) > _MAX_LISTED
+        else ""
+    )
     leaves = ", ".join(name.rpartition(".")[2] for name in untrained)
     remedy = (
         f"Set lora.modules_to_save: [{leaves}]"
@@ -75,12 +85,12 @@ def warn_of_untrained_tokens(
 
 
 def _used_special_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
-    """Return the added tokens that occur in the first examples, or of a stream in the template."""
+    """Find the added tokens that occur in the first examples; for a stream, in the template."""
     added = {int(i): str(token) for i, token in tokenizer.added_tokens_decoder.items()}
     prepared = feed.sources if isinstance(feed, PreparedFeed) else ()
     used: set[int] = set()
     for source in (*prepared, *feed.eval_sources):
-        used |= {i for ids in source.tokens[:_LOOKED_AT]["input_ids"] for i in ids}
+        used |= {i for ids in source.tokens[:_MAX_EXAMPLES]["input_ids"] for i in ids}
     if not prepared:
         text = str(tokenizer.chat_template or "")
         used |= {i for i, content in added.items() if content in text}
@@ -88,8 +98,11 @@ def _used_special_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
 
 
 def _frozen_ends(model: nn.Module) -> dict[str, Any]:
-    """Return name -> module of the input embedding and the output head, of those that are frozen
-    and have their rows whole; tied ones once.
+    """Find the input embedding and the output head, if they are frozen.
+
+    Returns:
+        Name -> module. Includes only unquantised modules whose rows are not cut; tied modules are
+        included once.
     """
     base: Any = base_of(model)
     ends: dict[str, Any] = {}
@@ -106,12 +119,20 @@ def _frozen_ends(model: nn.Module) -> dict[str, Any]:
 
 
 def _row_facts(weight: torch.Tensor, tokens: list[int]) -> tuple[dict[int, _Row], float]:
-    """Return token -> facts on its row, and the median norm of ordinary rows. Collective."""
+    """Compute the properties of rows. Collective.
+
+    Args:
+        weight: [vocabulary, width], sharded or not.
+        tokens: the rows to read.
+
+    Returns:
+        Token -> properties of its row; and the median norm of sampled rows.
+    """
     row_range = local_slices(weight)[0] if isinstance(weight, DTensor) else slice(0, len(weight))
     local = local_tensor(weight).detach()
     mine = [token for token in tokens if row_range.start <= token < row_range.stop]
     rows = _on_cpu(local, (token - row_range.start for token in mine))
-    step = max(1, len(local) // _ORDINARY)
+    step = max(1, len(local) // _SAMPLED_ROWS)
     norms = _on_cpu(local, range(0, len(local), step)).norm(dim=1).tolist()
     facts = {
         token: _Row(
@@ -121,11 +142,11 @@ def _row_facts(weight: torch.Tensor, tokens: list[int]) -> tuple[dict[int, _Row]
         )
         for token, row in zip(mine, rows, strict=True)
     }
-    merged, usual = dict[int, _Row](), list[float]()
+    merged, median_norm = dict[int, _Row](), list[float]()
     for part, sampled in ranks.gather((facts, norms)):
         merged |= part
-        usual += sampled
-    return merged, sorted(usual)[len(usual) // 2] if usual else 0.0
+        median_norm += sampled
+    return merged, sorted(median_norm)[len(median_norm) // 2] if median_norm else 0.0
 
 
 def _on_cpu(local: torch.Tensor, places: Iterable[int]) -> torch.Tensor:
@@ -133,9 +154,9 @@ def _on_cpu(local: torch.Tensor, places: Iterable[int]) -> torch.Tensor:
     return local.index_select(0, index).float().cpu()
 
 
-def _is_untrained(token: int, rows: dict[int, _Row], usual: float) -> bool:
+def _is_untrained(token: int, rows: dict[int, _Row], median_norm: float) -> bool:
     if token not in rows:
         return False
     row = rows[token]
     alike = any(other.digest == row.digest for at, other in rows.items() if at != token)
-    return row.norm <= _TINY * usual or row.is_constant or alike
+    return row.norm <= _TINY_SHARE * median_norm or row.is_constant or alike

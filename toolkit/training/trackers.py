@@ -1,7 +1,7 @@
-"""Trackers of experiments (TensorBoard, W&B, trackio, MLflow, ...), by Accelerate's classes.
+"""Trackers of experiments (TensorBoard, W&B, trackio, MLflow, ...), through Accelerate's classes.
 
-Rank 0 alone tracks. `metrics.jsonl` is the record, a tracker a copy of it: one that fails while a
-run trains is left out from there on, with a warning, and the run goes on.
+Only rank 0 tracks. `metrics.jsonl` is the record, and a tracker is a copy of it: if a tracker fails
+while a run trains, the run warns, and continues without it.
 """
 
 import json
@@ -20,88 +20,101 @@ from toolkit.errors import CheckpointError, TrainingError, one_line
 from toolkit.formats.synced_files import replace_synced
 
 _FILE = "trackers.json"
-# Those that choose the id of a run themselves, and where it is found.
-_OWN_ID = {"mlflow": "info.run_id", "aim": "hash", "clearml": "id"}
+# Trackers that choose the id of a run themselves -> the attribute with the id.
+_ID_ATTRIBUTES = {"mlflow": "info.run_id", "aim": "hash", "clearml": "id"}
 
 
 @dataclass
 class Trackers:
-    """The trackers of one run; a resumed run continues what it began in them.
+    """The trackers of one run, which a resumed run continues.
 
-    Which run of a tracker this is stands in `trackers.json` of the run's folder. Steps that an
-    earlier start tracked after its last checkpoint are done again: TensorBoard shows the new ones,
-    the others take no step twice and keep the old.
+    `trackers.json` in the run's folder stores the id of the run in each tracker. Steps that an
+    earlier start tracked after its last checkpoint are done again: TensorBoard shows the new
+    values; the other trackers accept no step twice and keep the old values.
 
-    As a context it closes them at its end, and W&B learns whether that was a failure.
+    As a context manager, it closes the trackers at the end, and reports a failure to W&B.
 
-    TrainingError, on every rank: a tracker does not start, as one without a login. Collective.
+    Creating it is collective. It raises a `TrainingError` on every rank if a tracker does not
+    start, for example without a login.
     """
 
     cfg: MetricsConfig
     folder: Path
-    settings: dict[str, Any]  # name -> value of what the run is, sent by the start that begins it
+    settings: dict[str, Any]
+    """Name -> value of the run's settings, sent by the first start of the run."""
     _: KW_ONLY
-    first_step: int  # steps that an earlier start has done
-    last_logged: int  # the last step that it logged
+    first_step: int
+    """Number of steps that earlier starts have done."""
+    last_logged: int
+    """The last step that an earlier start logged."""
 
     def __post_init__(self) -> None:
-        # On rank 0 alone: name -> the tracker, and the step after which it is sent lines.
+        # On rank 0 only: name -> the tracker, and the step after which it receives lines.
         self._trackers: dict[str, tuple[tracking.GeneralTracker, int]] = {}
         ranks.on_main(self._start)
 
     def _start(self) -> None:
         file = self.folder / _FILE
-        known = _begun(file)
+        run_ids = _read_run_ids(file)
         for name in self.cfg.trackers():
-            begun = name in known
-            tracker, known[name] = self._started(name, known.get(name))
-            if not begun:
+            is_resumed = name in run_ids
+            tracker, run_ids[name] = self._start_tracker(name, run_ids.get(name))
+            if not is_resumed:
                 tracker.store_init_configuration(self.settings)
-            after = self.last_logged if begun and name != "tensorboard" else self.first_step
-            self._trackers[name] = tracker, after
-        if known:
-            replace_synced(file, json.dumps(known))
+            keeps_old = is_resumed and name != "tensorboard"
+            self._trackers[name] = tracker, self.last_logged if keeps_old else self.first_step
+        if run_ids:
+            replace_synced(file, json.dumps(run_ids))
 
-    def _started(self, name: str, known: str | None) -> tuple[tracking.GeneralTracker, str]:
-        """Return a tracker that goes on with the run `known`, or begins one, and the run's id."""
-        cfg, folder, goes_on = self.cfg, self.folder, known or False
-        run_id, run_name = known or uuid.uuid4().hex, cfg.run_name or folder.resolve().name
+    def _start_tracker(self, name: str, old_id: str | None) -> tuple[tracking.GeneralTracker, str]:
+        """Start a tracker.
+
+        Args:
+            name: the tracker.
+            old_id: id of the run to continue; None: start a new run.
+
+        Returns:
+            The tracker and the id of its run.
+        """
+        cfg, folder = self.cfg, self.folder
+        run_id = old_id or uuid.uuid4().hex
+        run_name = cfg.run_name or folder.resolve().name
         resuming: dict[str, Any] = {"id": run_id, "resume": "allow"}
         project = {"tensorboard": "tensorboard", "aim": run_name}.get(name, cfg.project)
         options: dict[str, Any] = {
             "tensorboard": {"logging_dir": folder, "purge_step": self.first_step + 1},
             "wandb": {"name": run_name, "dir": str(folder), **resuming},
-            # A run of trackio is known by its name alone.
+            # trackio identifies a run by its name only.
             "trackio": {"name": f"{run_name}-{run_id[:6]}", "resume": "allow"},
-            "mlflow": {"run_name": run_name, "run_id": known},
+            "mlflow": {"run_name": run_name, "run_id": old_id},
             "comet_ml": {"experiment_key": run_id, "mode": "get_or_create"},
             "swanlab": {"experiment_name": run_name, **resuming},
-            "aim": {"logging_dir": folder, "run_hash": known, "experiment": cfg.project},
-            "clearml": {"task_name": run_name, "continue_last_task": goes_on},
+            "aim": {"logging_dir": folder, "run_hash": old_id, "experiment": cfg.project},
+            "clearml": {"task_name": run_name, "continue_last_task": old_id or False},
             "dvclive": {
                 "dir": str(folder / "dvclive"),
-                "resume": known is not None,
+                "resume": old_id is not None,
                 "save_dvc_exp": False,
             },
         }[name]
         tracker = tracking.LOGGER_TYPE_TO_CLASS[name](project, **options)
         try:
             tracker.start()
-            if name == "comet_ml" and known is None:
+            if name == "comet_ml" and old_id is None:
                 tracker.tracker.set_name(run_name)
         except Exception as error:
             raise TrainingError(
-                f"metrics.report_to: {name} does not start: {one_line(error)}; see to its login "
-                "and address, or leave it out"
+                f"metrics.report_to: {name} does not start: {one_line(error)}; check its login and "
+                "address, or remove it"
             ) from error
-        if name in _OWN_ID:
-            run_id = operator.attrgetter(_OWN_ID[name])(tracker.tracker)
+        if name in _ID_ATTRIBUTES:
+            run_id = operator.attrgetter(_ID_ATTRIBUTES[name])(tracker.tracker)
         return tracker, run_id
 
     def log(self, line: dict[str, Any]) -> None:
-        """Send a line of `metrics.jsonl`, named as transformers does: `train/loss`, `eval/loss`."""
-        step, own = line["step"], ("step", "time")
-        values = {_name(key): value for key, value in line.items() if key not in own}
+        """Send a line of `metrics.jsonl`, with names such as `train/loss` as in transformers."""
+        step = line["step"]
+        values = {_name(key): v for key, v in line.items() if key not in ("step", "time")}
         for name, (tracker, after) in list(self._trackers.items()):
             if step > after:
                 self._attempt(name, tracker.log, values, step=step)
@@ -122,22 +135,25 @@ class Trackers:
             send(*values, **more)
         except Exception as error:
             del self._trackers[name]
-            what = f"metrics.report_to: {name} failed and gets no more: {one_line(error)}"
-            ranks.log_once(f"WARNING: {what}; metrics.jsonl has every line")
+            ranks.log_once(
+                f"WARNING: metrics.report_to: {name} failed and gets no more: {one_line(error)}; "
+                "metrics.jsonl has every line"
+            )
 
 
-def _begun(file: Path) -> dict[str, str]:
-    """Return tracker -> the run that an earlier start began. What is damaged is begun anew: no run
-    of weeks ends over a copy of its metrics.
+def _read_run_ids(file: Path) -> dict[str, str]:
+    """Read tracker -> id of its run. If the file is damaged, warn, and let trackers start new runs.
+
+    A long run should not end because of a copy of its metrics.
     """
     try:
-        known = parsing.read_json(file, CheckpointError) if file.is_file() else {}
-        if not isinstance(known, dict):
-            raise CheckpointError(f"{file} holds {type(known).__name__}, expected an object")
+        content = parsing.read_json(file, CheckpointError) if file.is_file() else {}
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{file} holds {type(content).__name__}, expected an object")
     except CheckpointError as error:
-        ranks.print_line(f"WARNING: {error}; trackers begin new runs")
+        ranks.print_line(f"WARNING: {error}; trackers start new runs")
         return {}
-    return {name: run for name, run in known.items() if isinstance(run, str)}
+    return {name: run_id for name, run_id in content.items() if isinstance(run_id, str)}
 
 
 def _name(key: str) -> str:
