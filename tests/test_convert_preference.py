@@ -118,7 +118,7 @@ def test_objectives_and_their_settings(tool, given, expected) -> None:
         ({"loss_type": "exo_pair"}, "loss_type exo_pair of DPO: expected sigmoid or"),
         ({"loss_type": "apo_zero_unpaired"}, "of KTO: expected kto"),
         ({"cpo_alpha": 1.0}, "loss_type sigmoid of CPO: expected simpo"),
-        ({"loss_type": "simpo", "alpha": 0.25}, "AlphaPO is not here"),
+        ({"loss_type": "simpo", "alpha": 0.25}, "AlphaPO is not supported"),
         ({"beta": 0.1, "sync_ref_model": True}, "sync_ref_model True: the reference does not"),
         ({"beta": 0.1, "ref_model": "other"}, "ref_model other: the reference is the model that"),
         ({"beta": 0.1, "reference_free": True}, "simpo and orpo need no reference"),
@@ -126,8 +126,8 @@ def test_objectives_and_their_settings(tool, given, expected) -> None:
         ({"beta": 0.1, "ld_alpha": 0.5}, "all tokens of an answer weigh alike"),
         ({"beta": 0.1, "use_weighting": True}, "pairs weigh alike"),
         ({"beta": 0.1, "num_generations": 8}, "num_generations: online reinforcement learning"),
-        ({"rl": "grpo", "base_model": "m"}, "rl grpo: not here; expected one of dpo, ipo"),
-        ({"process_reward_model": True, "base_model": "m"}, "rewards of steps are not here"),
+        ({"rl": "grpo", "base_model": "m"}, "rl grpo: not supported; expected one of dpo, ipo"),
+        ({"process_reward_model": True, "base_model": "m"}, "rewards of steps are not supported"),
     ],
 )
 def test_another_objective_is_refused_by_name(given, named, tmp_path, capsys) -> None:
@@ -149,21 +149,21 @@ def test_values_that_change_nothing_are_not_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"beta": 0.1}, "beta: keys of DPO, ORPO and KTO alike, taken as DPO"),
+        ({"beta": 0.1}, "beta: a key of DPO, ORPO and KTO; DPO is assumed"),
         ({"loss_type": "ipo", "precompute_ref_log_probs": True}, "asked once, before the first"),
         ({"loss_type": "ipo", "max_prompt_length": 5}, "keeps its prompt, and both answers lose"),
         ({"loss_type": "ipo", "truncation_mode": "keep_end"}, "keeps its prompt, and both answers"),
-        ({"loss_type": "ipo", "max_length": 8}, "max_length 8: of one side; data.sequence_length"),
-        ({"desirable_weight": 1.0, "max_length": 8}, "counts the answer of the row beside it too"),
+        ({"loss_type": "ipo", "max_length": 8}, "max_length 8: the limit of one side; data.sequence_length"),
+        ({"desirable_weight": 1.0, "max_length": 8}, "includes the answer of the neighbouring row"),
         ({"loss_type": "ipo", "disable_dropout": False}, "dropout is always off"),
         ({"loss_type": "ipo", "neftune_noise_alpha": 5}, "must be the same function"),
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, "does nothing with loss ipo, as there"),
-        ({"loss_type": "sigmoid", "label_smoothing": 0.1}, "TRL 1.16 leaves sigmoid as it is"),
-        ({"loss_type": "ipo", "label_smoothing_factor": 0.1}, "preference.label_smoothing is of"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "has no effect with loss ipo in either tool"),
+        ({"loss_type": "sigmoid", "label_smoothing": 0.1}, "in TRL 1.16 it has no effect on sigmoid"),
+        ({"loss_type": "ipo", "label_smoothing_factor": 0.1}, "preference.label_smoothing is for"),
         ({"loss_type": "ipo", "assistant_only_loss": True}, "the last answer of each side"),
-        ({"loss_type": ["ipo", "sft"]}, "sft is preference.rpo_alpha here"),
+        ({"loss_type": ["ipo", "sft"]}, "preference.rpo_alpha replaces sft"),
         ({"loss_type": "ipo", "ref_model_init_kwargs": {"a": 1}}, "the model that training begins"),
-        ({"loss_type": "kto", "rpo_alpha": 0.1}, "rpo_alpha 0.1: does nothing with preference."),
+        ({"loss_type": "kto", "rpo_alpha": 0.1}, "rpo_alpha 0.1: has no effect with preference."),
         ({"rl": "dpo", "trl": {"use_liger_loss": True}}, "trl.use_liger_loss True: no equivalent"),
     ],
 )
@@ -185,9 +185,9 @@ def test_a_limit_that_is_none_is_not_replaced() -> None:
 def test_an_objective_that_is_named_is_not_doubted() -> None:
     orpo = convert_config(FOREIGN / "trl_zephyr_orpo.yaml", "trl-orpo")
     assert orpo.settings["preference.loss_type"] == "orpo"
-    assert not [note for note in orpo.notes if "alike" in note]
-    assert [n for n in convert_config(FOREIGN / "trl_zephyr_orpo.yaml").notes if "alike" in n]
-    assert not [n for n in convert(MODEL | {"beta": 1.0}, "trl-dpo").notes if "alike" in n]
+    assert not [note for note in orpo.notes if "DPO is assumed" in note]
+    assert [n for n in convert_config(FOREIGN / "trl_zephyr_orpo.yaml").notes if "DPO is assumed" in n]
+    assert not [n for n in convert(MODEL | {"beta": 1.0}, "trl-dpo").notes if "DPO is assumed" in n]
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_scripts_tell_the_objective_by_the_classes_they_call(tmp_path) -> None:
     ("calls", "named"),
     [
         ("GRPOTrainer(model='m', args=GRPOConfig(beta=0.1))", "GRPOTrainer of TRL: expected one"),
-        ("SFTTrainer('m')\nDPOTrainer('m')", "trained by DPO and SFT: a config is of one run"),
+        ("SFTTrainer('m')\nDPOTrainer('m')", "trainers of DPO and SFT, but a config describes one run"),
         ("DPOTrainer('m', None, args=DPOConfig(loss_type=['ipo', 'hinge']))", "ipo, hinge of"),
         (
             "DPOTrainer('m', 'other', DPOConfig('out'))",

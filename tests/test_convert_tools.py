@@ -213,7 +213,7 @@ SCRIPT = "model = AutoModelForCausalLM.from_pretrained('m')\nargs = SFTConfig('o
         ("yaml", LF | {"loss_type": "wpo", "use_lora": False}, "open-instruct's loss_type wpo"),
         ("yaml", {"actor_rollout_ref": {}, "data": {}, "trainer": {}}, "is a config of verl"),
         ("yaml", {"exp_manager": {}, "model": {}}, "is a config of NeMo"),
-        ("yaml", {"foo": 1, "bar": 2}, "a config of no tool that is known here"),
+        ("yaml", {"foo": 1, "bar": 2}, "is not a config of a known tool"),
         # Whatever an unknown key may be, adapters and objectives are not dropped.
         ("yaml", LF | {"learning_rate": 1, "peft": {"r": 64}}, "peft {'r': 64} is not known"),
         ("yaml", LF | {"learning_rate": 1, "dpo_beta": 0.1}, "dpo_beta 0.1 is not known"),
@@ -329,7 +329,7 @@ def test_values_of_other_types_are_refused(tmp_path) -> None:
     for given, said in (
         (axolotl | {"lora_model_dir": ["a", "b"]}, "expected one adapter to continue"),
         (axolotl | {"rl": "dpo", "trl": "x"}, "trl: expected a mapping of settings, got x"),
-        (LF | {"stage": ["dpo"]}, "has a value of another type than llama-factory takes"),
+        (LF | {"stage": ["dpo"]}, "has a value of another type than llama-factory expects"),
         (LF | {"stage": "sft", "finetuning_type": {"a": 1}}, "expected lora or full"),
     ):
         file = tmp_path / "other.yaml"
@@ -348,7 +348,7 @@ def test_a_config_of_this_toolkit_is_kept(tmp_path, capsys) -> None:
         file.write_text(text)
         out = convert_config(file)
         assert (out.recipe, out.text) == (name, text)
-        assert "a config of this toolkit already" in out.notes[0]
+        assert "already a config of this toolkit" in out.notes[0]
     assert main(["convert-config", str(file)]) == 0
     assert capsys.readouterr().out == text
     file.write_text("model: {name_or_path: m}\noptim: {learning_rat: 1}\n")
