@@ -21,7 +21,7 @@ from toolkit.cli import main
 from toolkit.config import FinetuneConfig, PreferConfig, load
 from toolkit.config.other_tools import OTHER_NAMES, settings_named
 from toolkit.convert.converter import Conversion, convert, convert_config
-from toolkit.convert.tables_of_tools import LEFT
+from toolkit.convert.tables_of_tools import NOT_CONVERTED
 from toolkit.errors import ConfigError
 
 FOREIGN = sorted((ROOT / "tests/foreign_configs").glob("*_*.*"))
@@ -97,13 +97,13 @@ def test_a_made_up_key_is_named_and_its_secret_is_not() -> None:
         given = yaml.safe_load(file.read_text()) | {"made_up": 7, "hub_token": "hf_" + "x" * 34}
         notes = convert(given).notes
         assert "made_up 7: not known to the toolkit" in notes
-        assert any(note.startswith("hub_token: a config holds no token") for note in notes)
+        assert any(note.startswith("hub_token: a config contains no token") for note in notes)
         assert "xxx" not in str(notes)
 
 
 def test_keys_without_a_value_are_one_note() -> None:
     notes = convert({"base_model": "m", "wandb_entity": None, "deepspeed": ""}).notes
-    assert notes[0] == "wandb_entity, deepspeed: empty there, so left out"
+    assert notes[0] == "wandb_entity, deepspeed: empty there, so omitted"
 
 
 def test_values_mean_what_they_meant() -> None:
@@ -343,9 +343,9 @@ def test_docs_name_what_the_tables_name() -> None:
     for here, names in OTHER_NAMES.items():
         row = f"| `{here.partition(' (')[0]}` | {', '.join(f'`{n}`' for n in names.split())} |"
         assert row in page or f"| {here} | " in page, row
-    for why, names in LEFT.items():
+    for why, names in NOT_CONVERTED.items():
         assert f"| {', '.join(f'`{n}`' for n in names.split())} | {why} |" in page, why
-    twice = [n for names in LEFT.values() for n in names.split()]
+    twice = [n for names in NOT_CONVERTED.values() for n in names.split()]
     assert len(twice) == len(set(twice))
     assert not [
         n for n in twice if settings_named(FinetuneConfig, n)

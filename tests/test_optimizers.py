@@ -365,7 +365,7 @@ def test_settings_of_another_schedule_are_refused(settings, message):
 
 def test_a_run_that_ends_within_its_warm_up_is_told(capsys):
     assert max(rates(10, warmup_steps=20)) < 0.5
-    assert "WARNING: the run has 10 steps, and optim.warmup_steps are 20" in capsys.readouterr().out
+    assert "WARNING: the run has 10 steps, and optim.warmup_steps is 20" in capsys.readouterr().out
     assert rates(1, warmup_steps=0.01) == [1.0]  # a share never takes all steps
     assert rates(2, warmup_steps=0.01) == [0.0, 1.0]
     assert rates(10, warmup_steps=9)[-1] == 1.0
@@ -386,7 +386,7 @@ def test_a_schedule_longer_than_the_run_is_refused():
         warmup_steps=10,
     )
     check_optimizer(cfg)  # where the length is not known yet
-    with pytest.raises(ConfigError, match="warmup_steps 10 and num_decay_steps 95 are more than"):
+    with pytest.raises(ConfigError, match="warmup_steps 10 and num_decay_steps 95 exceed"):
         check_optimizer(cfg, 100)
 
 

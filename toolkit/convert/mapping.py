@@ -1,7 +1,7 @@
-"""Settings under the names of axolotl, TRL and Trainer as settings of the toolkit.
+"""Convert settings with the names of axolotl, TRL and Trainer to settings of the toolkit.
 
-Every key is carried over, or named in a note. Names are those of `names`, defaults of a tool those
-of `tables_of_tools`; here is what values mean.
+Every key is converted or noted. `toolkit.config.other_tools` maps names, `tables_of_tools` has the
+defaults of the tools, and this module converts values.
 """
 
 import re
@@ -17,7 +17,12 @@ from toolkit.config.settings import Schedule
 from toolkit.convert.keys import Keys, Translation
 from toolkit.convert.preferences import find_objective, take_preference
 from toolkit.convert.sources import take_sources
-from toolkit.convert.tables_of_tools import UNSAID, UNSAID_OF_LORA, UNSAID_RATES, why_left
+from toolkit.convert.tables_of_tools import (
+    DEFAULT_RATES,
+    LORA_DEFAULTS,
+    TOOL_DEFAULTS,
+    reason_not_converted,
+)
 from toolkit.errors import ConfigError, LaunchError, is_secret_name
 
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -34,14 +39,14 @@ _OPTIMIZERS = {
     "adafactor": "adafactor",
     "muon": "muon",
 }
-# Keys, or values of `attention`.
+# Key, or value of the key `attention` -> attention implementation.
 _ATTENTION = {"flash_attention": "flash_attention_2", "flash": "flash_attention_2"} | {
     "sdp_attention": "sdpa",
     "eager_attention": "eager",
 }
-# Settings that the adapter of `lora.from` has already.
+# Settings that are taken from the adapter of `lora.from`.
 _STRUCTURE = {f"lora.{name}" for name in STRUCTURE}
-_REFERRING = ("dpo", "kto")  # objectives that compare with a reference
+_WITH_REFERENCE = ("dpo", "kto")  # objectives that use a reference model
 _DATA = {"data.train_files", "data.dataset_name", "data.sources"}
 _PARALLEL = {"tensor_parallel_size": "tensor", "context_parallel_size": "context"} | {
     "sequence_parallel_degree": "sequence",
@@ -54,14 +59,14 @@ _LIGER = (
 
 
 class Converter(Keys):
-    """Map the settings of one config; whatever no method takes is named at the end.
+    """Convert the settings of one config; keys that no method converts are noted at the end.
 
     Args:
         source: keys of axolotl, TRL or Trainer, with their values.
-        tool: axolotl, trl or trainer, with the objective after a dash where it is known; of a
-            translation the tool that it comes from.
-        computed: of a script: keys whose values only its run knows, each with its note.
-        translation: what `source` is the renamed settings of. Its defaults are filled in already.
+        tool: axolotl, trl or trainer, followed by a dash and the objective if it is known; for a
+            translation, the original tool.
+        computed: for a script: key whose value is only known when the script runs -> its note.
+        translation: the translation from which `source` comes, which includes the tool's defaults.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class Converter(Keys):
         computed: Mapping[str, str] | None = None,
         translation: Translation | None = None,
     ) -> None:
-        # `2e-5` is a text to PyYAML.
+        # PyYAML reads `2e-5` as a text.
         numbers = {k: float(v) for k, v in source.items() if _FLOAT.fullmatch(str(v))}
         super().__init__({**source, **numbers}, (computed or {}).values())
         self.lora: Mapping[str, Any] = {}
@@ -86,11 +91,11 @@ class Converter(Keys):
         marks = ["adapter", "use_peft", "r", *(["lora_r", "lora_rank"] * (self.tool == "trainer"))]
         self.has_adapters = any(source.get(key) for key in marks)
         # A script calls PEFT itself, whose defaults are not those of TRL's command line.
-        self.lora = UNSAID_OF_LORA[self.tool if computed is None else "trainer"]
+        self.lora = LORA_DEFAULTS[self.tool if computed is None else "trainer"]
         self._fill_in_defaults(source, computed or {})
 
     def _fill_in_defaults(self, source: Mapping[str, Any], computed: Mapping[str, str]) -> None:
-        """Add the tool's own defaults of missing keys where they differ from those here."""
+        """Add the tool's defaults for missing keys, if they differ from those of the toolkit."""
         present = {key for key, value in source.items() if value is not None} | {*computed}
         if self.tool == "trl" and source.get("max_length", 0) is None:
             del self.unconverted["max_length"]
@@ -100,24 +105,31 @@ class Converter(Keys):
                 "no limit there; 1,024 tokens here unless you set it (data.sequence_length)",
             )
         names = {find_setting(key) for key in present - {"use_peft"}} | present
-        defaults = {**UNSAID[self.tool], **(self.lora if self.has_adapters else {})}
-        if rate := UNSAID_RATES[self.tool].get(self.objective):
+        defaults = {**TOOL_DEFAULTS[self.tool], **(self.lora if self.has_adapters else {})}
+        if rate := DEFAULT_RATES[self.tool].get(self.objective):
             defaults["learning_rate"] = rate
         for key, value in defaults.items():
             if find_setting(key) not in names and not (key == "bf16" and source.get("fp16")):
                 self.unconverted[key] = value
 
     def run(self) -> tuple[str, dict[str, Any], list[str]]:
-        """Return the recipe, the settings by their dotted names, and the notes.
+        """Convert the config.
+
+        Returns:
+            The recipe, dotted setting -> value, and the notes.
 
         Raises:
-            ConfigError: the config asks for something that would become another training here.
+            ConfigError: the converted config would train something else.
         """
-        nothing: tuple[Any, ...] = (None, "", [], {})
-        # A limit that is empty keeps all checkpoints, here as there.
-        empty = [k for k, v in self.unconverted.items() if v in nothing and k != "save_total_limit"]
+        empty_values: tuple[Any, ...] = (None, "", [], {})
+        # An empty save_total_limit is not dropped: it keeps all checkpoints in all tools.
+        empty = [
+            key
+            for key, value in self.unconverted.items()
+            if value in empty_values and key != "save_total_limit"
+        ]
         if self.take_all(empty):
-            self.note(", ".join(empty), "empty there, so left out")
+            self.note(", ".join(empty), "empty there, so omitted")
         if self.objective:
             take_preference(self, self.objective, is_named=self.is_named)
         self.model()
@@ -125,11 +137,11 @@ class Converter(Keys):
         self.sharding()
         self.data()
         self.optimisation()
-        self.schedule_of_run()
+        self.intervals()
         self.adapters()
         self.outputs()
         for key, value in list(self.unconverted.items()):
-            self.rest(key, value)
+            self.convert_by_name(key, value)
         model = str(self.settings.get("model.name_or_path", ""))
         if self.has_adapters and re.search(r"[-_](q?lora|adapter)s?$", model, re.IGNORECASE):
             reason = "an adapter by its name: set its base as model.name_or_path, the adapter as"
@@ -142,11 +154,11 @@ class Converter(Keys):
             self.note("data", "none is named there; set data.train_files or data.dataset_name")
         return "prefer" if self.objective else "finetune", self.settings, self.notes
 
-    def rest(self, key: str, value: Any) -> None:
-        """Carry a key by the table of names, or say why not."""
+    def convert_by_name(self, key: str, value: Any) -> None:
+        """Convert a key whose value needs no conversion, or note why it is not converted."""
         if is_secret_name(key):
-            self.note(key, "a config holds no token; use `hf auth login` or HF_TOKEN")
-        elif reason := why_left(key):
+            self.note(key, "a config contains no token; use `hf auth login` or HF_TOKEN")
+        elif reason := reason_not_converted(key):
             self.note(key, reason, value)
         elif key == "trust_remote_code" and value and self.has_adapters:
             self.note(key, "adapters are proven on a base without code from outside", value)
@@ -157,9 +169,9 @@ class Converter(Keys):
             self.settings[setting] = value
         elif value and (ADAPTER_HINT.search(key) or OBJECTIVE_HINT.search(key)):
             raise ConfigError(
-                f"{key} {str(value)[:60]} is not known to the toolkit, and its name says that it "
-                "changes what is trained; leave it out if it does not, or name the tool that the "
-                "config is of: --from TOOL"
+                f"{key} {str(value)[:60]} is not known to the toolkit, and by its name it changes "
+                "what is trained; remove it if it does not, or name the tool of the config: "
+                "--from TOOL"
             )
         else:
             self.note(key, "not known to the toolkit", value)
@@ -167,6 +179,7 @@ class Converter(Keys):
     # ---- Model
 
     def model(self) -> None:
+        """Convert dtypes, attention and kernels of the model."""
         key, dtype = self.take("torch_dtype", "dtype")
         if dtype in ("float16", "fp16", "half"):
             self.note(key, "there is no float16 training here; bfloat16 is set", dtype)
@@ -178,36 +191,37 @@ class Converter(Keys):
                 self.note(key, f"{reason}; model.dtype: float32 keeps float32 masters", dtype)
         elif key:
             self.note(key, "model.dtype is auto, bfloat16 or float32", dtype)
-        asked = self.take_all(_PRECISIONS)
-        half = {key for key, value in asked.items() if value not in (False, "false", "no")}
+        precisions = self.take_all(_PRECISIONS)
+        half = {key for key, value in precisions.items() if value not in (False, "false", "no")}
         if half & {"fp16", "float16"} and not half & {"bf16", "bfloat16"}:
-            reason = "float16 needs loss scaling, which is not here; computed in bfloat16"
+            reason = "float16 needs loss scaling, which is not supported; computed in bfloat16"
             self.note("fp16", f"{reason} (sharding.param_dtype)", True)
         for key in half:
-            if asked[key] not in (True, "auto", "full", "true"):
-                self.note(key, "neither true nor false, taken as true", asked[key])
-        if asked:
+            if precisions[key] not in (True, "auto", "full", "true"):
+                self.note(key, "neither true nor false, taken as true", precisions[key])
+        if precisions:
             self.settings["sharding.param_dtype"] = "bfloat16" if half else "float32"
         if self.tool == "axolotl" and half and not self.has_adapters:
             reason = "weights are kept in float32 and computed in bfloat16"
             self.note("bf16", f"{reason}; model.dtype: bfloat16 keeps them as axolotl does")
-        named, value = self.take("attention", "attn_implementation")
-        if named:
+        attention_key, value = self.take("attention", "attn_implementation")
+        if attention_key:
             self.settings["model.attn_implementation"] = _ATTENTION.get(str(value), value)
         for key, value in self.take_all(_ATTENTION).items():
-            if named:
-                self.note(key, f"{named} says which attention", value)
+            if attention_key:
+                self.note(key, f"{attention_key} says which attention", value)
             elif value:
                 self.settings["model.attn_implementation"] = _ATTENTION[key]
         liger = self.take_all(_LIGER)
         if any(liger.values()):
             self.settings["model.kernels"] = "liger"
-            shown = ", ".join(f"{key} {value}" for key, value in liger.items())
-            self.note(shown, "kernels of norms, rotary positions and MLPs, all or none")
+            settings_text = ", ".join(f"{key} {value}" for key, value in liger.items())
+            self.note(settings_text, "kernels of norms, rotary positions and MLPs, all or none")
 
     # ---- Memory and sharding
 
     def memory(self) -> None:
+        """Convert activation checkpointing and offloading."""
         recomputed = "sharding.activation_checkpointing"
         key, value = self.take("gradient_checkpointing")
         if key:
@@ -231,7 +245,7 @@ class Converter(Keys):
             self.note(key, f"{reason}; offload: sharding.cpu_offload: true", value)
 
     def mesh(self) -> None:
-        """Take axolotl's degrees of parallelism."""
+        """Convert axolotl's degrees of parallelism."""
         for name in ("dp_replicate", "dp_shard"):
             key, size = self.take(f"{name}_size")
             if key:
@@ -242,6 +256,7 @@ class Converter(Keys):
                 self.note(key, f"{reason}, so the global batch is {size} times as large", size)
 
     def sharding(self) -> None:
+        """Convert the settings of FSDP."""
         self.mesh()
         words = self.take("fsdp")[1] or []
         for word in words if isinstance(words, list) else str(words).replace(",", " ").split():
@@ -251,25 +266,25 @@ class Converter(Keys):
                 self.settings["sharding.reshard_after_forward"] = False
             elif word not in ("full_shard", "auto_wrap", "True", "true"):
                 self.note(f"fsdp {word}", "set sharding.dp_replicate and sharding.dp_shard")
-        found, version = self.take("fsdp_config")[1], self.take("fsdp_version")[1]
-        content = found if isinstance(found, dict) else {}
+        fsdp_config, version = self.take("fsdp_config")[1], self.take("fsdp_version")[1]
+        content = fsdp_config if isinstance(fsdp_config, dict) else {}
         version = content.get("fsdp_version", content.get("version", version))
         if (words or content) and str(version) != "2":
             self.note("fsdp_version", "FSDP1 there, FSDP2 here", version)
-        # An Accelerate YAML has a variable in capitals under the same name.
-        of_key = {
+        # Accelerate passes each key of its YAML in an environment variable with this name.
+        variables = {
             key: f"FSDP_{key.removeprefix('fsdp_').replace('_layer_cls_', '_cls_').upper()}"
             for key in content
         }
         env = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
         for key, value in content.items():
-            env[of_key[key]] = ",".join(value) if isinstance(value, list) else str(value)
+            env[variables[key]] = ",".join(value) if isinstance(value, list) else str(value)
         env["FSDP_VERSION"] = "2"
         try:
             settings, notes = translate(env)
-            same = [
+            unused = [
                 key
-                for key, variable in of_key.items()
+                for key, variable in variables.items()
                 if variable != "FSDP_VERSION"
                 and translate({n: v for n, v in env.items() if n != variable}) == (settings, notes)
             ]
@@ -278,12 +293,13 @@ class Converter(Keys):
         del settings["sharding.param_dtype"]  # bf16 and fp16 say it
         self.settings |= settings
         self.notes += [f"fsdp_config: {note}" for note in notes]
-        if same:
-            self.note(f"fsdp_config: {', '.join(same)}", "changes nothing under FSDP2")
+        if unused:
+            self.note(f"fsdp_config: {', '.join(unused)}", "changes nothing under FSDP2")
 
     # ---- Data
 
     def data(self) -> None:
+        """Convert packing, supervision, chat template, data sets and evaluation split."""
         strategy = self.take("packing_strategy")[1]
         key, packed = self.take("sample_packing", "packing", "multipack_real_batches")
         if key:
@@ -314,6 +330,7 @@ class Converter(Keys):
             self.note(key, reason, value)
 
     def supervision(self) -> None:
+        """Convert the settings that decide which tokens are supervised."""
         if self.take("train_on_inputs", "train_on_input")[1]:
             self.settings["data.supervise"] = "all"
         if self.take("assistant_only_loss")[1]:
@@ -322,7 +339,7 @@ class Converter(Keys):
             self.settings["data.supervise"] = "completion" if completion[1] else "all"
         elif self.tool == "trl":
             reason = (
-                "of conversations TRL learns every token by default, here the assistant's turns"
+                "in conversations TRL supervises every token by default, here the assistant's turns"
             )
             self.note("assistant_only_loss", f"{reason}; data.supervise: all does as TRL")
         if self.take("mask_history")[1]:
@@ -336,6 +353,7 @@ class Converter(Keys):
     # ---- Optimiser and schedule
 
     def optimisation(self) -> None:
+        """Convert optimizer, schedule and router loss."""
         key, value = self.take("optimizer", "optim")
         if key:
             name = _OPTIMIZERS.get(str(value))
@@ -373,13 +391,14 @@ class Converter(Keys):
             self.settings["train.router_aux_loss"] = "none"
 
     def warmup(self, steps: Any, ratio: Any) -> None:
+        """Convert the warm-up, given as steps or as a share."""
         warmup = steps if steps or ratio is None else ratio
         if steps and ratio is not None:
             self.note("warmup_ratio", "warmup_steps wins, as there", ratio)
         if warmup is None and self.tool == "axolotl":
-            most, reason = self.unconverted.get("max_steps"), ""
-            if isinstance(most, int) and most > 0:
-                warmup = min(int(0.03 * most), 100)
+            max_steps, reason = self.unconverted.get("max_steps"), ""
+            if isinstance(max_steps, int) and max_steps > 0:
+                warmup = min(int(0.03 * max_steps), 100)
             else:
                 warmup, reason = 0.03, "; here 3 % without that limit"
             rule = "not set, for which axolotl takes 3 % of all steps, at most 100"
@@ -390,15 +409,16 @@ class Converter(Keys):
         elif warmup is not None:
             self.settings["optim.warmup_steps"] = warmup
 
-    def schedule_of_run(self) -> None:
-        key, how = self.take("eval_strategy", "evaluation_strategy")
-        if how in ("no", False):
+    def intervals(self) -> None:
+        """Convert when the run evaluates, saves and logs, and which checkpoints it keeps."""
+        key, strategy = self.take("eval_strategy", "evaluation_strategy")
+        if strategy in ("no", False):
             if "eval_steps" in self.unconverted:
                 self.note("eval_steps", "eval_strategy is no", self.unconverted.pop("eval_steps"))
             self.settings.setdefault("data.eval_split", 0.0)
-        elif how not in (None, "steps"):
-            self.note(key, "train.eval_steps counts steps; evaluated at the end", how)
-        elif how == "steps" and "eval_steps" not in self.unconverted:
+        elif strategy not in (None, "steps"):
+            self.note(key, "train.eval_steps counts steps; evaluated at the end", strategy)
+        elif strategy == "steps" and "eval_steps" not in self.unconverted:
             self.settings["train.eval_steps"] = self.unconverted.get("logging_steps", 500)
         for key in ("eval_steps", "save_steps", "logging_steps"):
             if isinstance(self.unconverted.get(key), float) and self.unconverted[key] < 1:
@@ -415,7 +435,7 @@ class Converter(Keys):
         if key:
             self.settings["checkpoint.save_total_limit"] = value and max(2, value)
         if value is not None and value < 2:
-            self.note(key, "at least 2: one is whole while another is written", value)
+            self.note(key, "at least 2: one is complete while another is written", value)
         evaluated = self.unconverted.get("eval_steps") or "train.eval_steps" in self.settings
         key, value = self.take("load_best_model_at_end")
         if value and self.settings.get("checkpoint.save_total_limit", 2) is None:
@@ -431,13 +451,14 @@ class Converter(Keys):
     # ---- Adapters
 
     def adapters(self) -> None:
+        """Convert the settings of adapters and of a quantised base."""
         kind = self.take("adapter")[1]
         self.take("use_peft")
         eight, four = self.take("load_in_8bit")[1], self.take("load_in_4bit")[1]
         if not self.has_adapters:
-            mine = [k for k in self.unconverted if k.startswith(("lora_", "bnb_4bit_"))]
-            for key, value in self.take_all(mine).items():
-                self.note(key, "no adapters are asked for there", value)
+            names = [k for k in self.unconverted if k.startswith(("lora_", "bnb_4bit_"))]
+            for key, value in self.take_all(names).items():
+                self.note(key, "adapters are off there", value)
             if four or eight:
                 self.note("load_in_4bit or 8bit", "only under adapters (lora.r)", True)
             return
@@ -479,7 +500,7 @@ class Converter(Keys):
                 self.note(key, reason, value)
 
     def _continue_adapter(self, adapter: Any) -> None:
-        """Set `lora.from`; what the adapter brings along is not set a second time."""
+        """Set `lora.from`, and note the settings that are taken from that adapter."""
         adapters = adapter if isinstance(adapter, list) else [adapter]
         if len(adapters) != 1 or not isinstance(adapters[0], str):
             raise ConfigError(
@@ -487,26 +508,29 @@ class Converter(Keys):
                 "others into the base"
             )
         self.settings["lora.from"] = adapters[0]
-        if self.objective in _REFERRING:
-            reason = "the reference is the base with this adapter here; a tool that turns adapters"
-            self.note("lora.from", f"{reason} off to ask it has the base alone", adapters[0])
+        if self.objective in _WITH_REFERENCE:
+            reason = "the reference is the base with this adapter here; tools that turn adapters"
+            self.note("lora.from", f"{reason} off for it use the base alone", adapters[0])
         structure = [
             key
             for key in self.unconverted
             if find_setting(key) in _STRUCTURE or key in ("lora_target_linear", "target_modules")
         ]
         for key, value in self.take_all(structure).items():
-            self.note(key, "that of the adapter which lora.from continues", value)
+            self.note(key, "taken from the adapter that lora.from continues", value)
 
     def targets(self) -> None:
+        """Convert the modules that adapters are added to."""
         linear = self.take("lora_target_linear")[1]
-        key, named = self.take("lora_target_modules", "target_modules")
+        key, modules = self.take("lora_target_modules", "target_modules")
         if linear:
             self.settings["lora.target_modules"] = "all-linear"
             if key:
-                self.note(key, "lora_target_linear adapts every linear layer", named)
+                self.note(key, "lora_target_linear adapts every linear layer", modules)
         elif key:
-            self.settings["lora.target_modules"] = named if named != ["all-linear"] else named[0]
+            self.settings["lora.target_modules"] = (
+                modules if modules != ["all-linear"] else modules[0]
+            )
         elif "lora_target_parameters" not in self.unconverted:
             reason = "PEFT chooses by architecture there (mostly q_proj and v_proj)"
             self.note("lora_target_modules", f"{reason}; all linear layers here")
@@ -514,18 +538,20 @@ class Converter(Keys):
     # ---- Outputs
 
     def outputs(self) -> None:
-        asked = self.take("report_to")[1] or []
-        trackers, known = typing.get_args(Tracker), list[str]()
-        for name in asked if isinstance(asked, list) else [asked]:
-            if name in trackers:
-                known.append(name)
+        """Convert trackers and the Hub repository."""
+        names = self.take("report_to")[1] or []
+        supported = typing.get_args(Tracker)
+        trackers = list[str]()
+        for name in names if isinstance(names, list) else [names]:
+            if name in supported:
+                trackers.append(name)
             elif name not in ("none", "no"):
-                self.note("report_to", f"one of {', '.join(trackers)}", name)
-        used = self.take("use_wandb")[1] or self.unconverted.get("wandb_project")
-        if used and "wandb" not in known:
-            known.append("wandb")
-        if known:
-            self.settings["metrics.report_to"] = known if len(known) > 1 else known[0]
+                self.note("report_to", f"one of {', '.join(supported)}", name)
+        uses_wandb = self.take("use_wandb")[1] or self.unconverted.get("wandb_project")
+        if uses_wandb and "wandb" not in trackers:
+            trackers.append("wandb")
+        if trackers:
+            self.settings["metrics.report_to"] = trackers if len(trackers) > 1 else trackers[0]
         if self.unconverted.get("push_to_hub") and not self.unconverted.get("hub_model_id"):
             reason = "hub.push_to_hub needs hub.hub_model_id: ORG/NAME"
             self.note("push_to_hub", reason, self.unconverted.pop("push_to_hub"))

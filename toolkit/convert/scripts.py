@@ -1,52 +1,54 @@
-"""Settings that a training script gives to Trainer or TRL, read from its syntax; nothing is run."""
+"""Read the settings that a training script passes to Trainer or TRL; the script is never run."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.convert.tables_of_tools import NOT_HERE, TRAINERS
+from toolkit.convert.tables_of_tools import TRAINERS, UNSUPPORTED_TRAINERS
 from toolkit.errors import ConfigError
 from toolkit.parsing import read_bounded
 
-_MOST = 2_000_000  # bytes of a script
+_MAX_BYTES = 2_000_000  # of a script
 _OF_TRL = {
-    f"{name}{reason}": name for name in (*TRAINERS, *NOT_HERE) for reason in ("Config", "Trainer")
+    f"{name}{reason}": name
+    for name in (*TRAINERS, *UNSUPPORTED_TRAINERS)
+    for reason in ("Config", "Trainer")
 }
 _CONFIGS = {"TrainingArguments", "Seq2SeqTrainingArguments", "LoraConfig", "BitsAndBytesConfig"} | {
     *("Trainer", "UnslothTrainingArguments", "UnslothTrainer"),
     *_OF_TRL,
 }
 _TRAINER_NAMES = {"Trainer", "UnslothTrainer"} | {n for n in _OF_TRL if n.endswith("Trainer")}
-# Objects, which the settings of other calls describe.
+# Arguments that are objects; their settings are read where the objects are created.
 _OBJECTS = {"model", "args", "train_dataset", "eval_dataset", "tokenizer", "processing_class"} | {
     "peft_config",
     "quantization_config",
 }
-# Names of the first argument of a call, where it is given without one.
-_FIRST = {
+# Call -> name of its first argument, if it is passed by position.
+_FIRST_ARGUMENTS = {
     "TrainingArguments": "output_dir",
     "Seq2SeqTrainingArguments": "output_dir",
     "Trainer": "model",
     "from_pretrained": "model_name_or_path",
 } | {name: "output_dir" if name.endswith("Config") else "model" for name in _OF_TRL}
-# Configs of PEFT that are no LoRA.
+# Configs of PEFT for other methods than LoRA.
 _OTHER_ADAPTERS = {
     *("AdaLoraConfig", "AdaptionPromptConfig", "BOFTConfig", "BoneConfig", "FourierFTConfig"),
     *("HRAConfig", "IA3Config", "LNTuningConfig", "LoHaConfig", "LoKrConfig", "MissConfig"),
     *("OFTConfig", "PolyConfig", "PrefixTuningConfig", "PromptEncoderConfig", "RandLoraConfig"),
     *("PromptTuningConfig", "TrainableTokensConfig", "VBLoRAConfig", "VeraConfig", "XLoraConfig"),
 }
-# Parsers that take the settings from the command line.
+# Parsers that read the settings from the command line.
 _PARSERS = {"TrlParser", "HfArgumentParser", "H4ArgumentParser"}
-# Methods of `datasets` by which a script changes its rows.
-_OF_ROWS = {"map", "filter", "select", "take", "skip", "rename_column", "rename_columns"} | {
+# Methods of `datasets` with which a script changes its rows.
+_ROW_METHODS = {"map", "filter", "select", "take", "skip", "rename_column", "rename_columns"} | {
     *("train_test_split", "remove_columns", "cast_column", "add_column", "unique", "flatten"),
     *("concatenate_datasets", "interleave_datasets", "from_list", "from_dict", "from_generator"),
     *("from_pandas", "load_from_disk"),
 }
 _UNSLOTH = {"FastLanguageModel", "FastModel", "FastVisionModel", "FastTextModel"}
-# What Unsloth takes where a script gives nothing, read in `unsloth/models/loader.py`.
+# Defaults of Unsloth, from `unsloth/models/loader.py`.
 _UNSLOTH_MODEL: dict[str, Any] = {"load_in_4bit": True}
 _UNSLOTH_LORA: dict[str, Any] = {
     "r": 16,
@@ -66,43 +68,44 @@ _WITHOUT_EFFECT = {
     "use_exact_model_name",
     "fast_inference",
 }
-_COMPUTED = object()  # a value that only the script's run knows
+_COMPUTED = object()  # placeholder for a value that is only known when the script runs
 _BUILDERS = ("json", "csv", "text", "parquet")
 
 
 def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str], set[str], bool]:
-    """Return the settings that a script gives to Trainer, TRL, PEFT or Unsloth.
+    """Read the settings that a script passes to Trainer, TRL, PEFT or Unsloth.
 
-    A name that is bound once, to a literal, is that literal; `torch.bfloat16` is its name.
+    A variable that is assigned once, to a literal, has that value. `torch.bfloat16` is read as the
+    text bfloat16.
 
     Returns:
-        Setting -> literal value; a note for each setting that the script computes and for each
-        change of its rows; what comes before `Trainer` or `Config` in the names of TRL's classes
-        that it calls; whether it uses Unsloth.
+        Setting -> literal value; notes on settings that the script computes and on changes of its
+        rows; names of the TRL classes that it calls, without `Trainer` and `Config`; and True if it
+        uses Unsloth.
 
     Raises:
-        ConfigError: the file is no Python; it trains other adapters than LoRA; or its adapters,
-            or all its settings, come from the command line.
+        ConfigError: the file is not Python; it trains other adapters than LoRA; or its adapters, or
+            all its settings, come from the command line.
     """
     try:
-        tree = ast.parse(read_bounded(file, _MOST, ConfigError))
+        tree = ast.parse(read_bounded(file, _MAX_BYTES, ConfigError))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{file} cannot be read as Python: {error}") from error
-    bound = _bound(tree)
+    assignments = _find_assignments(tree)
     settings: dict[str, Any] = {}
     notes: dict[str, str] = {}
     trainers = set[str]()
-    calls = sorted(_calls(tree), key=lambda call: (call.lineno, call.col_offset))
+    calls = sorted(_find_calls(tree), key=lambda call: (call.lineno, call.col_offset))
     for call in calls:
-        name = _last(call.func)
+        name = _last_name(call.func)
         trainers |= {_OF_TRL[name]} if name in _OF_TRL else set()
         if name == "LoraConfig" or (name == "get_peft_model" and _is_unsloth(call.func)):
             settings["use_peft"] = True
-        for key, node in _arguments(call, name, bound):
-            _read_argument(call, key, node, bound, settings, notes)
-    _refuse_unreadable(file, tree, calls, bound)
+        for key, node in _arguments(call, name, assignments):
+            _read_argument(call, key, node, assignments, settings, notes)
+    _refuse_unreadable(file, tree, calls, assignments)
     unsloth = _unsloth_defaults(calls, settings, notes)
-    notes |= _changes_of_rows(tree)
+    notes |= _note_row_changes(tree)
     return settings, notes, trainers, unsloth
 
 
@@ -110,12 +113,12 @@ def _read_argument(
     call: ast.Call,
     key: str,
     node: ast.expr,
-    bound: dict[str, ast.expr],
+    assignments: dict[str, ast.expr],
     settings: dict[str, Any],
     notes: dict[str, str],
 ) -> None:
-    """Add an argument of a call to the settings, or a note on why it is not added."""
-    name, value = _last(call.func), _value(node, bound)
+    """Add an argument of a call to `settings`, or a reason why it is not added to `notes`."""
+    name, value = _last_name(call.func), _value(node, assignments)
     if key in _OBJECTS and not (key == "model" and isinstance(value, str)):
         return
     if key == "ref_model" and value is None:
@@ -136,53 +139,57 @@ def _read_argument(
 
 
 def _refuse_unreadable(
-    file: Path, tree: ast.AST, calls: list[ast.Call], bound: dict[str, ast.expr]
+    file: Path, tree: ast.AST, calls: list[ast.Call], assignments: dict[str, ast.expr]
 ) -> None:
-    """Raise ConfigError if a script trains adapters that its text does not describe, or if all
-    settings come from the command line.
+    """Raise a `ConfigError` if the script does not contain the settings of what it trains.
+
+    That is the case if it describes no LoRA adapters but trains adapters, or if all settings come
+    from the command line.
     """
-    names = {_last(call.func) for call in calls}
-    every = {_last(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for name in sorted(_OTHER_ADAPTERS & {*every}):
+    names = {_last_name(call.func) for call in calls}
+    all_calls = {
+        _last_name(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)
+    }
+    for name in sorted(_OTHER_ADAPTERS & {*all_calls}):
         raise ConfigError(
-            f"{file} calls {name} (line {every[name].lineno}), which is no LoRA: of PEFT's "
+            f"{file} calls {name} (line {all_calls[name].lineno}), which is not LoRA: of PEFT's "
             "adapters, LoRA and DoRA can be converted"
         )
-    parser = next((every[name] for name in _PARSERS if name in every), None)
-    described = "LoraConfig" in names or any(
-        _is_unsloth(call.func) and _last(call.func) == "get_peft_model" for call in calls
+    parser = next((all_calls[name] for name in _PARSERS if name in all_calls), None)
+    has_lora_config = "LoraConfig" in names or any(
+        _is_unsloth(call.func) and _last_name(call.func) == "get_peft_model" for call in calls
     )
     for call in calls:
         for keyword in call.keywords:
-            value = _value(keyword.value, bound)
-            if keyword.arg == "peft_config" and value is not None and not described:
+            value = _value(keyword.value, assignments)
+            if keyword.arg == "peft_config" and value is not None and not has_lora_config:
                 raise ConfigError(
                     f"{file}, line {call.lineno}: peft_config={ast.unparse(keyword.value)[:60]} "
-                    "says whether adapters are trained, which only a run of the script knows. "
-                    "Convert the YAML that the script is started with, or its command line in a "
+                    "decides if adapters are trained, and is only known when the script runs. "
+                    "Convert the YAML with which the script is started, or its command line in a "
                     ".sh file"
                 )
-    if "get_peft_model" in every and not described:
-        line = every["get_peft_model"].lineno
+    if "get_peft_model" in all_calls and not has_lora_config:
+        line = all_calls["get_peft_model"].lineno
         raise ConfigError(
             f"{file}, line {line}: get_peft_model trains adapters that the script does not "
             "describe with a LoraConfig; write r, lora_alpha and target_modules into it"
         )
-    if "PeftModel" in {_last(c.func.value) for c in _loads(tree)}:
+    if "PeftModel" in {_last_name(c.func.value) for c in _loads(tree)}:
         raise ConfigError(
             f"{file} loads an adapter with PeftModel.from_pretrained; set lora.from to continue "
             "it, or merge it, and leave the call out of the script"
         )
     if parser is not None and not names - {"from_pretrained", "load_dataset", *_TRAINER_NAMES}:
         raise ConfigError(
-            f"{file}, line {parser.lineno}: {_last(parser.func)} takes the settings from the "
+            f"{file}, line {parser.lineno}: {_last_name(parser.func)} takes the settings from the "
             "command line. Convert the YAML that the script is started with, or its command line "
             "in a .sh file"
         )
 
 
 def _loads(tree: ast.AST) -> Iterator[Any]:
-    """Yield the calls of `OWNER.from_pretrained` in a script."""
+    """Find the calls of `OWNER.from_pretrained` in a script."""
     for node in ast.walk(tree):
         func = node.func if isinstance(node, ast.Call) else None
         if isinstance(func, ast.Attribute) and func.attr == "from_pretrained":
@@ -192,8 +199,12 @@ def _loads(tree: ast.AST) -> Iterator[Any]:
 def _unsloth_defaults(
     calls: list[ast.Call], settings: dict[str, Any], notes: dict[str, str]
 ) -> bool:
-    """Add what Unsloth does where a script says nothing; return whether it is used."""
-    names = {_last(call.func) for call in calls if _is_unsloth(call.func)}
+    """Add the defaults of Unsloth to `settings`, if the script uses it.
+
+    Returns:
+        True if the script uses Unsloth.
+    """
+    names = {_last_name(call.func) for call in calls if _is_unsloth(call.func)}
     if "from_pretrained" in names and not settings.pop("full_finetuning", False):
         for key, value in _UNSLOTH_MODEL.items():
             if key not in notes:
@@ -215,20 +226,20 @@ def _unsloth_defaults(
     return bool(names)
 
 
-def _changes_of_rows(tree: ast.AST) -> dict[str, str]:
-    """Return a note for each call by which a script changes its rows, or masks parts of them."""
+def _note_row_changes(tree: ast.AST) -> dict[str, str]:
+    """Write a note for each call with which a script changes its rows, or masks parts of them."""
     notes = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        name = _last(node.func)
+        name = _last_name(node.func)
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-        if name in _OF_ROWS and (owner is not None or name.endswith("_datasets")):
+        if name in _ROW_METHODS and (owner is not None or name.endswith("_datasets")):
             if isinstance(owner, ast.Name) and "pool" in owner.id.lower():
                 continue
-            shown = " ".join(ast.unparse(node).split())[-90:]
+            source = " ".join(ast.unparse(node).split())[-90:]
             notes[f"rows {node.lineno} {node.col_offset} {name}"] = (
-                f"{name} (line {node.lineno}) ...{shown}: the script changes its rows, and the "
+                f"{name} (line {node.lineno}) ...{source}: the script changes its rows, and the "
                 "converted run does not; write the changed rows to a file"
             )
         elif name == "train_on_responses_only":
@@ -238,32 +249,33 @@ def _changes_of_rows(tree: ast.AST) -> dict[str, str]:
     return notes
 
 
-def _calls(tree: ast.AST) -> Iterator[ast.Call]:
+def _find_calls(tree: ast.AST) -> Iterator[ast.Call]:
+    """Find the calls whose arguments are settings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            name = _last(node.func)
-            known = name in _CONFIGS or name == "load_dataset" or _is_model(node.func)
-            if known or (name == "get_peft_model" and _is_unsloth(node.func)):
+            name = _last_name(node.func)
+            has_settings = name in _CONFIGS or name == "load_dataset" or _is_model(node.func)
+            if has_settings or (name == "get_peft_model" and _is_unsloth(node.func)):
                 yield node
 
 
 def _is_model(func: ast.expr) -> bool:
-    """Return whether a call is of a model's `from_pretrained`; a tokenizer is the model's own."""
+    """Return True for a model's `from_pretrained`; a tokenizer's is not needed."""
     if not isinstance(func, ast.Attribute) or func.attr != "from_pretrained":
         return False
-    owner = _last(func.value)
+    owner = _last_name(func.value)
     return owner.startswith("AutoModel") or "For" in owner or owner in _UNSLOTH
 
 
 def _is_unsloth(func: ast.expr) -> bool:
-    """Return whether a call is of a method of Unsloth's model classes."""
-    return isinstance(func, ast.Attribute) and _last(func.value) in _UNSLOTH
+    """Return True for a method of Unsloth's model classes."""
+    return isinstance(func, ast.Attribute) and _last_name(func.value) in _UNSLOTH
 
 
 def _arguments(
-    call: ast.Call, name: str, bound: dict[str, ast.expr]
+    call: ast.Call, name: str, assignments: dict[str, ast.expr]
 ) -> Iterator[tuple[str, ast.expr]]:
-    positional: list[str | None] = [_FIRST.get(name)]
+    positional: list[str | None] = [_FIRST_ARGUMENTS.get(name)]
     if name in ("DPOTrainer", "KTOTrainer"):
         positional.append("ref_model")
     if name == "load_dataset":
@@ -284,18 +296,21 @@ def _arguments(
             arg = keyword.arg
             yield names.get(arg, arg) if name == "load_dataset" else arg, keyword.value
             continue
-        known = bound.get(keyword.value.id) if isinstance(keyword.value, ast.Name) else None
-        inner = known if known is not None else keyword.value
+        # `**kwargs` of a variable that is assigned once.
+        assigned = (
+            assignments.get(keyword.value.id) if isinstance(keyword.value, ast.Name) else None
+        )
+        inner = assigned if assigned is not None else keyword.value
         if isinstance(inner, ast.Dict) and all(isinstance(k, ast.Constant) for k in inner.keys):
             yield from zip((str(k.value) for k in inner.keys), inner.values, strict=True)  # type: ignore[union-attr]
-        elif isinstance(inner, ast.Call) and _last(inner.func) == "dict" and not inner.args:
+        elif isinstance(inner, ast.Call) and _last_name(inner.func) == "dict" and not inner.args:
             yield from ((k.arg or "**", k.value) for k in inner.keywords)
         else:
             yield "**", keyword.value
 
 
-def _bound(tree: ast.AST) -> dict[str, ast.expr]:
-    """Return the names that the script binds exactly once, by a plain assignment."""
+def _find_assignments(tree: ast.AST) -> dict[str, ast.expr]:
+    """Find the names that a script binds exactly once, by a plain assignment."""
     values: dict[str, list[ast.expr | None]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -308,10 +323,10 @@ def _bound(tree: ast.AST) -> dict[str, ast.expr]:
     return {n: v[0] for n, v in values.items() if len(v) == 1 and v[0] is not None}
 
 
-def _value(node: ast.expr, bound: dict[str, ast.expr], depth: int = 0) -> Any:
-    if isinstance(node, ast.Name) and node.id in bound and depth < 5:
-        return _value(bound[node.id], bound, depth + 1)
-    if isinstance(node, ast.Attribute) and _last(node.value) in ("torch", "TaskType"):
+def _value(node: ast.expr, assignments: dict[str, ast.expr], depth: int = 0) -> Any:
+    if isinstance(node, ast.Name) and node.id in assignments and depth < 5:
+        return _value(assignments[node.id], assignments, depth + 1)
+    if isinstance(node, ast.Attribute) and _last_name(node.value) in ("torch", "TaskType"):
         return node.attr
     try:
         return ast.literal_eval(node)
@@ -319,7 +334,7 @@ def _value(node: ast.expr, bound: dict[str, ast.expr], depth: int = 0) -> Any:
         return _COMPUTED
 
 
-def _last(node: ast.expr) -> str:
+def _last_name(node: ast.expr) -> str:
     """Return the last name of `a.b.c`."""
     if isinstance(node, ast.Attribute):
         return node.attr

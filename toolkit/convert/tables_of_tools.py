@@ -1,9 +1,9 @@
-"""Keys of axolotl, TRL and transformers' Trainer: what is left out and why, and their defaults."""
+"""Keys of axolotl, TRL and transformers' Trainer that are not converted, and their defaults."""
 
 from typing import Any
 
-# Why a key of another tool has no setting here, or not one of the same meaning -> the keys.
-LEFT = {
+# Reason why keys of other tools have no setting here with the same meaning -> these keys.
+NOT_CONVERTED = {
     "the class is that of config.json": "model_type tokenizer_type is_falcon_derived_model type",
     "each process has one device; the Accelerate YAML decides": """device_map local_rank ddp
         ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb
@@ -37,7 +37,7 @@ LEFT = {
     "set train.eval_steps and checkpoint.save_steps: the steps of an epoch / this number": """
         evals_per_epoch saves_per_epoch""",
     "train.eval_steps and checkpoint.save_steps count steps": "eval_delay",
-    "checkpoints are whole, so that runs resume exactly": """save_only_model save_safetensors
+    "checkpoints are complete, so that runs resume exactly": """save_only_model save_safetensors
         save_on_each_node save_first_step""",
     "the same command on the same output_dir resumes": """resume_from_checkpoint
         overwrite_output_dir auto_resume_from_checkpoints""",
@@ -70,7 +70,7 @@ LEFT = {
         loraplus_lr_ratio loraplus_lr_embedding""",
     "settings of the optimizer have names of their own (adam_beta1, adam_epsilon, ...)": """
         optim_args optim_target_modules""",
-    "the reference is asked once, before the first step, and kept in the run's folder": """
+    "the reference is computed once, before the first step, and stored in the run's folder": """
         precompute_ref_log_probs precompute_ref_batch_size precompute_ref_eval_batch_size
         use_logits_to_keep dpo_use_logits_to_keep""",
     "the reference is the model that training begins with": """ref_model_init_kwargs
@@ -83,14 +83,14 @@ LEFT = {
         dpo_generate_during_eval""",
     "decided by the tokenizer and the model": """label_pad_token_id padding_value
         is_encoder_decoder pad_to_multiple_of""",
-    "of losses that are not here": "discopop_tau f_alpha_divergence_coef",
-    "samples are drawn anew each epoch": "train_sampling_strategy",
+    "belongs to losses that are not supported": "discopop_tau f_alpha_divergence_coef",
+    "samples are shuffled again each epoch": "train_sampling_strategy",
     "use `toolkit train` for pretraining": "pretraining_dataset pretrain_multipack_attn",
     "not needed": "env report_url",
 }
-# Classes of TRL, `...Config` and `...Trainer` -> the objectives that they train.
+# Classes of TRL without `Config` and `Trainer` -> the objectives that they train.
 TRAINERS = {"SFT": "", "DPO": "dpo", "ORPO": "orpo", "KTO": "kto", "CPO": "cpo", "Reward": "reward"}
-NOT_HERE = {
+UNSUPPORTED_TRAINERS = {
     "GRPO",
     "RLOO",
     "PPO",
@@ -106,7 +106,7 @@ NOT_HERE = {
 # axolotl's `rl` -> the objective.
 AXOLOTL_OBJECTIVES = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}
 AXOLOTL_OBJECTIVES["reward"] = "reward"  # its `reward_model`
-# Keys of a config of TRL that tell its objective, with losses that do, the first that fits counts.
+# Objective -> keys and losses that only its configs of TRL have. The first match counts.
 OBJECTIVE_MARKS: dict[str, set[str]] = {
     "cpo": {"cpo_alpha", "simpo_gamma", "simpo", "alphapo"},
     "kto": {"desirable_weight", "undesirable_weight", "kto", "apo_zero_unpaired"},
@@ -126,7 +126,7 @@ OBJECTIVE_MARKS: dict[str, set[str]] = {
     },
 }
 ONLINE = {"num_generations", "reward_funcs", "reward_model_path", "use_vllm", "vllm_mode"}
-# Losses of an objective that are here, the default first.
+# Objective -> supported losses, the default first.
 LOSSES = {"dpo": ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero")} | {
     "orpo": ("orpo",),
     "kto": ("kto",),
@@ -134,21 +134,21 @@ LOSSES = {"dpo": ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero
     "reward": ("reward",),
 }
 SMOOTHED_LOSSES = ("sigmoid", "sigmoid_norm", "robust", "simpo")
-# Keys that make another objective of it -> values that do not, and why others are refused.
+# Key that changes the objective -> its harmless values, and why other values are refused.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sync_ref_model": ((False,), "the reference does not follow the model here"),
     "ref_model": ((), "the reference is the model that training begins with, no other one"),
     "ref_adapter_name": ((), "the reference is the model that training begins with"),
     "reference_free": ((False,), "preference.loss_type simpo and orpo need no reference"),
-    "f_divergence_type": (("reverse_kl",), "reverse_kl is what there is"),
+    "f_divergence_type": (("reverse_kl",), "only reverse_kl is supported"),
     "ld_alpha": ((1.0,), "all tokens of an answer weigh alike here"),
     "use_weighting": ((False,), "pairs weigh alike here"),
     "dpo_use_weighting": ((False,), "pairs weigh alike here"),
     "dpo_norm_loss": ((False,), "preference.loss_type sigmoid_norm takes means of tokens"),
 }
-# The default of a tool where a key is missing, read in its sources: axolotl's schema and
+# Defaults of the tools for missing keys, from their sources: axolotl's schema and
 # `core/builders/base.py`, TRL's `SFTConfig` and `ModelConfig`, transformers' `TrainingArguments`.
-UNSAID: dict[str, dict[str, Any]] = {
+TOOL_DEFAULTS: dict[str, dict[str, Any]] = {
     "axolotl": {"sample_packing": False, "lr_scheduler": "cosine", "val_set_size": 0.0}
     | {"micro_batch_size": 1, "train_on_inputs": False, "bf16": "auto", "sequence_len": 512}
     | {"excess_length_strategy": "drop", "save_total_limit": 4},
@@ -158,20 +158,20 @@ UNSAID: dict[str, dict[str, Any]] = {
     "trainer": {"num_train_epochs": 3.0, "bf16": False, "packing": False, "eval_strategy": "no"}
     | {"save_total_limit": None},
 }
-# The learning rate of an objective where none is given.
-UNSAID_RATES = {"trl": {"reward": 1e-4} | dict.fromkeys(("dpo", "orpo", "kto", "cpo"), 1e-6)} | {
+# Tool -> objective -> default learning rate.
+DEFAULT_RATES = {"trl": {"reward": 1e-4} | dict.fromkeys(("dpo", "orpo", "kto", "cpo"), 1e-6)} | {
     "trainer": dict.fromkeys(LOSSES, 5e-5),
     "axolotl": {},
 }
-# Of adapters; `trainer` has what PEFT and bitsandbytes do when a script calls them.
-UNSAID_OF_LORA: dict[str, dict[str, Any]] = {
+# Defaults of adapters; `trainer` has those of PEFT and bitsandbytes, which scripts call.
+LORA_DEFAULTS: dict[str, dict[str, Any]] = {
     "axolotl": {"bnb_4bit_use_double_quant": True},
     "trl": {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
     "trainer": {"lora_r": 8, "lora_alpha": 8, "bnb_4bit_quant_type": "fp4"},
 }
-_REASONS = {old: why for why, names in LEFT.items() for old in names.split()}
+_REASONS = {key: reason for reason, keys in NOT_CONVERTED.items() for key in keys.split()}
 
 
-def why_left(name: str) -> str | None:
-    """Return why another tool's `name` is not carried over; None: it may be."""
-    return _REASONS.get(name)
+def reason_not_converted(key: str) -> str | None:
+    """Look up why a key of another tool is not converted; None if it may be converted."""
+    return _REASONS.get(key)
