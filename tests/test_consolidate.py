@@ -29,6 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, conversion_mapping
 
 from toolkit import checkpoint
+from toolkit.checkpoint import commit
 from toolkit.checkpoint.sources import find_source
 from toolkit.config.settings import CheckpointConfig, ModelConfig
 from toolkit.errors import CheckpointError, ExportError, ToolkitError
@@ -445,9 +446,9 @@ def test_gap_overlap_missing_and_foreign_tensors_are_errors(root: Path, tmp_path
         entry.size = torch.Size([21, *entry.size[1:]])
 
     cases = [
-        (gap, "not whole.*hold 2.. of 320 elements"),
-        (overlap, "not whole.*overlap"),
-        (twice, "not whole.*overlap"),
+        (gap, "not complete.*hold 2.. of 320 elements"),
+        (overlap, "not complete.*overlap"),
+        (twice, "not complete.*overlap"),
         (missing, f"lacks {KEY}, which LlamaForCausalLM needs"),
         (foreign, "holds model.adapter, which LlamaForCausalLM"),
         (shape, r"up_proj.weight is \(21, 16\).*\(20, 16\) in LlamaForCausalLM of"),
@@ -767,3 +768,18 @@ def test_files_of_many_tensors(tmp_path: Path) -> None:
     found = weights(target)
     assert len(found) == len(shapes)
     assert all(float(t.sum()) == 2 * float(name.partition(".")[2]) for name, t in found.items())
+
+
+def test_a_command_parses_the_manifest_once(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse, parsed = commit.parse_manifest, []
+
+    def count(content: bytes, source: object) -> dict[str, Any]:
+        parsed.append(source)
+        return parse(content, source)
+
+    run = with_sums(root / "llama/sharded", tmp_path / "run")
+    monkeypatch.setattr(commit, "parse_manifest", count)
+    consolidate(run, tmp_path / "out")
+    assert len(parsed) == 1

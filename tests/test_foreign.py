@@ -221,8 +221,8 @@ def test_damaged_sharded_safetensors(root: Path, tmp_path: Path) -> None:
         shutil.move(file, tmp_path / "elsewhere.safetensors")
         file.symlink_to(tmp_path / "elsewhere.safetensors")
 
-    damage("no first", "is not whole|in LlamaForCausalLM of", lambda a, b: a.unlink())
-    damage("no second", "is not whole|in LlamaForCausalLM of", lambda a, b: b.unlink())
+    damage("no first", "is not complete|in LlamaForCausalLM of", lambda a, b: a.unlink())
+    damage("no second", "is not complete|in LlamaForCausalLM of", lambda a, b: b.unlink())
     damage("short", "should be .* bytes long", lambda a, b: os.truncate(b, b.stat().st_size - 1))
     places = "does not say which part of each tensor"
     damage("no places", places, lambda a, b: replaced(b, "DCP_SHARDING_INFO", "DCP_SHARDING_INF0"))

@@ -71,7 +71,7 @@ def test_a_run_on_a_disk_that_fills_up(
     for left, text in zip((1, 0), warnings, strict=True):
         assert "No space left on device" in text
         assert "are missing" in text
-        assert f"Training goes on; {left} more in a row may fail" in text
+        assert f"Training continues; {left} more in a row may fail" in text
     lines = [line["step"] for line in read_lines(run / "metrics.jsonl")]
     steps = commit.committed_steps(run)
     assert not any(commit.find_damaged_files(path) for path in steps.values())
@@ -85,7 +85,7 @@ def test_a_run_on_a_disk_that_fills_up(
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     (error,) = [text for text in ended.stderr.splitlines() if "error: " in text]
-    assert "save 3 in a row that failed (checkpoint.max_failed_saves 2)" in error
+    assert "3 saves in a row have failed (checkpoint.max_failed_saves 2)" in error
     assert sorted(steps) == [1, 2]
     assert {p.name for p in (run / "checkpoints").iterdir()} == {p.name for p in steps.values()}
     # With room the same command goes on.
@@ -135,7 +135,7 @@ def test_saves_that_the_disk_refuses_are_warnings_so_many_times_in_a_row(tmp_pat
             *("saved", "failed", "failed", "saved", "failed", "saved", "failed", "failed")
         ]
         assert kinds[8] == "StorageError"  # the third in a row
-        assert "save 3 in a row that failed (checkpoint.max_failed_saves 2)" in one[8][1]
+        assert "3 saves in a row have failed (checkpoint.max_failed_saves 2)" in one[8][1]
         assert kinds[9] == "CheckpointError"  # no right to write is no fault of the disk
     there = {p.name for p in (tmp_path / "checkpoints").iterdir()}
     assert there == {"step-00000004", "step-00000006"}  # the newest two, and nothing else
@@ -156,7 +156,7 @@ def test_a_warning_says_what_is_missing(tmp_path, capsys):
         assert said.startswith("WARNING: checkpoint of step 2 could not be written: No space (rng)")
         assert "It takes 1.0 MB, 400.0 kB are free on" in said
         assert "602.0 kB are missing" in said
-        assert "Training goes on; 0 more in a row may fail (checkpoint.max_failed_saves 1)" in said
+        assert "Training continues; 0 more in a row may fail (checkpoint.max_failed_saves 1)" in said
         with pytest.raises(StorageError, match="is save 2 in a row that failed"):
             checkpoint.save(state, tmp_path, cfg, may_fail=True)
         with pytest.raises(StorageError, match=r"are missing\Z"):  # the last of a run

@@ -189,7 +189,7 @@ def exported_names(source: Path, hf: Path) -> set[str]:
     aliases = tied_names(model)
     state = {n: t for n, t in model.state_dict().items() if n not in aliases}
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in state.items()}
-    carried = Carried.of(model, assets_of(model))
+    carried = Carried.find(model, assets_of(model))
     return set(make_plan(model, shapes, None, 10**12, where="", carried=carried).tensors)
 
 
@@ -270,7 +270,7 @@ def test_what_is_left_out_is_not_declared(
     said = capsys.readouterr().out
     assert "carried    Glm4MoeForCausalLM does not load 29 tensors: model.layers.3.* (29)" in said
     consolidate(run_dir, tmp_path / "hf", without_carried=True)
-    assert "left out   29 tensors: model.layers.3.* (29), of the source" in capsys.readouterr().out
+    assert "omitted    29 tensors: model.layers.3.* (29), of the source" in capsys.readouterr().out
     assert json.loads((source / "config.json").read_text())["num_nextn_predict_layers"] == 1
     assert json.loads((tmp_path / "hf/config.json").read_text())["num_nextn_predict_layers"] == 0
     names = load_file(tmp_path / "hf" / FILE).keys()
@@ -392,7 +392,7 @@ def test_shapes_of_what_is_carried_are_found_without_its_values(
     plain = load_file(source / "plain" / FILE)
     for name, one in made.items():
         assert one.shape == plain[name].shape, name
-        assert torch.equal(one.make(), plain[name].to(one.dtype)), name
+        assert torch.equal(one.read(), plain[name].to(one.dtype)), name
     assert len(read) == 2 * len(made)  # values and scales
 
 

@@ -200,7 +200,7 @@ def test_of_two_runs_on_one_store_the_earlier_saves_no_more(tmp_path, capsys):
     second, _ = start(settings(tmp_path, url, "b"))
     said = capsys.readouterr().out
     assert f"{url} was in use by process {os.getpid()}" in said
-    assert "if that still runs, it saves no more" in said
+    assert "if that still runs, its next save is refused" in said
     theirs = dict(lock._held)
     as_another_process()
     lock._held.update(mine)

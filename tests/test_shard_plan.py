@@ -169,7 +169,7 @@ def refused(rank: int, world: int, root: str) -> list[str]:
 def test_what_is_no_checkpoint_is_refused_on_all_ranks(tmp_path) -> None:
     for names, hole, disk in run_ranks(refused, 2, str(tmp_path)):
         assert names == "could not save: the ranks hold tensors of other names"
-        assert "could not save: a is not whole: its chunks hold 0 of 6 elements" in hole
+        assert "could not save: a is not complete: its chunks hold 0 of 6 elements" in hole
         assert disk.startswith("could not save: File name too long")
 
 

@@ -289,12 +289,11 @@ def _read_toolkit_checkpoint(name: str, path: Path) -> AdapterSource:
         raise ConfigError(f"lora.from {name} cannot be continued: {error}") from error
     entry = read_base_entry(source)
     checkpoint = source.checkpoint
-    manifest = commit.read_manifest(checkpoint)
     is_run_of = checkpoint.parent.name == commit.CHECKPOINTS
     stage = {
         "name": (checkpoint.parent.parent if is_run_of else checkpoint).resolve().name,
         "sha256": commit.hash_file(checkpoint / commit.MANIFEST),
-        "step": manifest.get("step"),
+        "step": source.manifest.get("step"),
         "continued": _earlier_stage(entry.get("continued")),
     }
     return AdapterSource(name, checkpoint, config, entry, _drop_none(stage), source)

@@ -1,8 +1,8 @@
-"""Find tensors of a source checkpoint that no parameter takes, anew for each export.
+"""Find the tensors of a source model that no parameter of the trained model holds.
 
-Layers that predict more tokens, towers beside a text part, keys and values that layers share: no
-training changes them, and a checkpoint of a run does not hold them. An export copies them from the
-source, to the bit, which must still be the one that was loaded.
+Examples: layers that predict several tokens, vision towers next to a text model, keys and values
+that layers share. Training does not change these carried tensors, and checkpoints of a run do not
+hold them. Each export copies them bit-exactly from the source model, which must not have changed.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,28 +41,38 @@ from toolkit.models.stored import (
 
 @dataclass(frozen=True)
 class CarriedTensor:
-    """A tensor of the source that no parameter takes."""
+    """A tensor of the source model that no parameter holds."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stored: StoredTensor | None  # None: it is stored in parts, of which `make` makes it
-    make: Callable[[], torch.Tensor]
+    stored: StoredTensor | None
+    """None if the source stores it in parts, which `read` joins."""
+    read: Callable[[], torch.Tensor]
 
     def rows(self) -> Iterator[torch.Tensor]:
-        """Yield its rows in order, some at a time."""
+        """Yield blocks of rows, in order."""
         if self.stored is None:
-            return iter([self.make()])
+            return iter([self.read()])
         return (rows for _, rows in blocks(self.stored))
 
 
 def find_carried_tensors(
     model: PreTrainedModel, assets: HFAssets, folder: Path | None = None
 ) -> dict[str, CarriedTensor]:
-    """Return the tensors of the source that no parameter of `model` takes.
+    """Find the tensors of the source model that no parameter of `model` holds.
 
-    `assets`: those of the checkpoint; `folder`: of the source, where the caller has found it. Reads
-    16 kB a tensor of the source. ExportError: there are such tensors, and the source is gone or is
-    another one.
+    Reads 16 kB per tensor of the source, to compare its digest.
+
+    Args:
+        model: the exported model, on meta.
+        assets: the assets of the checkpoint; they name the source and its keys.
+        folder: the folder of the source, if it is known already.
+
+    Returns:
+        Key in the source -> tensor.
+
+    Raises:
+        ExportError: there are such tensors, and the source is missing or has changed.
     """
     names = source_keys(model, assets.source or ()).carried
     if not names:
@@ -72,72 +82,85 @@ def find_carried_tensors(
         entries = read_weights(weight_files(folder))
     except (LoadingError, ModelError, ExportError) as error:
         raise ExportError(
-            f"the source holds what no parameter takes ({summarise_names(names, assets.source or ())}), and "
-            f"{error}. Give the folder or Hub id that the run started from with --hf_assets, or "
-            "leave it out: --without_carried"
+            "the source model has tensors that no parameter holds "
+            f"({summarise_names(names, assets.source or ())}), and {error}. Give the folder or Hub id that "
+            "the run started from with --hf_assets, or omit these tensors: --without_carried"
         ) from error
     reader = make_dequantiser(
         AutoConfig.from_pretrained(folder, trust_remote_code=allows_remote_code())
     )
     parts = {} if reader is None else group_stored_parts(entries, reader)
-    found = {}
+    tensors = {}
     for name in names:
         if name in parts:
-            kind = DTYPES[(assets.source or {})[name]]
-            of_parts = (reader, parts[name], entries, kind)
-            make = partial(dequantise_parts, *of_parts)
-            found[name] = CarriedTensor(kind, dequantised_shape(*of_parts), None, make)
+            dtype = DTYPES[(assets.source or {})[name]]
+            arguments = (reader, parts[name], entries, dtype)
+            read = partial(dequantise_parts, *arguments)
+            tensors[name] = CarriedTensor(dtype, dequantised_shape(*arguments), None, read)
         else:
             stored = entries[name]
-            found[name] = CarriedTensor(stored.dtype, stored.shape, stored, partial(whole, stored))
-    return found
+            read = partial(whole, stored)
+            tensors[name] = CarriedTensor(stored.dtype, stored.shape, stored, read)
+    return tensors
 
 
 @dataclass(frozen=True)
 class Carried:
-    """Tensors of the source, beside its parameters, that an export has or leaves out."""
+    """The carried tensors of one export: those that it copies, or the names that it omits."""
 
     tensors: dict[str, CarriedTensor]
-    left_out: list[str]
+    omitted: list[str]
     assets: HFAssets
 
     @classmethod
-    def of(
+    def find(
         cls,
         model: PreTrainedModel,
         assets: HFAssets,
         folder: Path | None = None,
         *,
-        leave_out: bool = False,
+        omit: bool = False,
     ) -> "Carried":
-        """Return what `carried_tensors` finds, or its names where it is left out."""
-        if leave_out:
+        """Find the carried tensors (`find_carried_tensors`); with `omit`, only their names."""
+        if omit:
             return cls({}, source_keys(model, assets.source or ()).carried, assets)
         return cls(find_carried_tensors(model, assets, folder), [], assets)
 
-    def told(self) -> dict[str, Any]:
-        """Return what an export's manifest says of it; says it in a line, too."""
-        said: dict[str, Any] = {}
-        keys, origin = self.assets.source or (), self.assets.origin
-        if self.left_out:
-            ranks.print_line(f"left out   {summarise_names(self.left_out, keys)}, of the source")
-            said["left_out"] = self.left_out
+    def log(self) -> None:
+        """Print which tensors are copied from the source, or omitted."""
+        keys = self.assets.source or ()
+        if self.omitted:
+            ranks.print_line(f"omitted    {summarise_names(self.omitted, keys)}, of the source")
         if self.tensors:
-            whose = f", from {origin['name_or_path']}" if origin else ""
-            ranks.print_line(f"carried    {summarise_names(self.tensors, keys)}{whose}")
+            origin = self.assets.origin
+            source = f", from {origin['name_or_path']}" if origin else ""
+            ranks.print_line(f"carried    {summarise_names(self.tensors, keys)}{source}")
+
+    def manifest_entry(self) -> dict[str, Any]:
+        """Describe the carried tensors for the export's manifest; empty if there are none."""
+        entry: dict[str, Any] = {}
+        origin = self.assets.origin
+        if self.omitted:
+            entry["left_out"] = self.omitted
         if self.tensors and origin:
             name = str(origin["name_or_path"])
-            named = {"name": Path(name).name if is_path(name) else name}
-            named |= {"revision": origin["revision"], "digest": origin["digest"]}
-            said["carried"] = {**named, "tensors": len(self.tensors)}
-        return said
+            entry["carried"] = {
+                # The path of this machine is no business of readers.
+                "name": Path(name).name if is_path(name) else name,
+                "revision": origin["revision"],
+                "digest": origin["digest"],
+                "tensors": len(self.tensors),
+            }
+        return entry
 
 
 def _find_source_folder(assets: HFAssets) -> Path:
-    if assets.origin is None:  # of another tool: the folder that was given with its config
+    """Find the folder of the source model, and check that it has not changed."""
+    # A checkpoint of another tool has no origin, only the folder given with its config.
+    if assets.origin is None:
         return Path(str(assets.folder))
-    named, revision = str(assets.origin.get("name_or_path")), assets.origin.get("revision")
-    folder = local_folder(named, revision)
-    if base_digest(folder, named, revision) != assets.origin.get("digest"):
+    name, revision = str(assets.origin.get("name_or_path")), assets.origin.get("revision")
+    folder = local_folder(name, revision)
+    if base_digest(folder, name, revision) != assets.origin.get("digest"):
         raise ExportError(f"{folder} holds other weights than the run started from")
     return folder

@@ -57,6 +57,7 @@ from toolkit.checkpoint.names import (
     CHECKPOINTS,
     COMMIT,
     MANIFEST,
+    ROW_SUMS,
     SHARD,
     Attempt,
     step_name,
@@ -66,9 +67,6 @@ from toolkit.errors import CheckpointError
 from toolkit.formats import METADATA_FILE, is_inner_path
 from toolkit.parsing import MAX_JSON_BYTES, parse_json
 
-EXPORTS = "exports"  # of a run that writes them itself
-STATE = "state.json"
-ROW_SUMS = "row_sums"  # of the manifest: tensor, of model and optimizer -> the sum of its rows
 Files = dict[str, dict[str, Any]]  # name -> size and sha256
 SHARDED_SAFETENSORS = "shard-*-model-*-of-*.safetensors"
 ACCELERATE = "pytorch_model_fsdp_"  # folder of the weights in what `save_state` writes

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
+from toolkit.checkpoint.commit import committed_steps
 from toolkit.checkpoint.local_folder import LocalFolder, nearest_existing_folder
+from toolkit.checkpoint.names import CHECKPOINTS, EXPORTS
 from toolkit.checkpoint.store import Folder, folder_bytes, parse_location, storage_of
 from toolkit.config.settings import CheckpointConfig, OptimConfig
 from toolkit.errors import CheckpointError

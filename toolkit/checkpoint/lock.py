@@ -95,7 +95,8 @@ def _acquire_on_store(place: Any, job: str) -> str:
     _held[place] = held
     if not before:
         return ""
-    return f"note: {place} was in use by {_describe_owner(before)}: if that still runs, it saves no more"
+    owner = _describe_owner(before)
+    return f"note: {place} was in use by {owner}: if that still runs, its next save is refused"
 
 
 def release(folder: Folder) -> None:
@@ -135,8 +136,8 @@ def check_held() -> None:
 
 def _in_use(setting: str, folder: Path, owner: dict[str, Any]) -> ConfigError:
     return ConfigError(
-        f"{setting} {folder} is in use by {_describe_owner(owner)}; wait for it, end it, or give another "
-        f"{setting}"
+        f"{setting} {folder} is in use by {_describe_owner(owner)}; wait for it, end it, or give "
+        f"another {setting}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Resuming: the newest checkpoint that verifies, and the state of a run out of it."""
+"""Find the newest checkpoint of a run that verifies, and restore the state of the run from it."""
 
 import itertools
 import time
@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from toolkit import ranks
 from toolkit.adapters.base import check_same_adapters
 from toolkit.checkpoint import commit
-from toolkit.checkpoint.names import SHARD
-from toolkit.checkpoint.saving import CHANNEL, DCP, HF, RNG
+from toolkit.checkpoint.names import DCP, HF, RNG, ROW_SUMS, SHARD
+from toolkit.checkpoint.saving import CHANNEL
 from toolkit.checkpoint.shards import read_tensors, split_by_size
 from toolkit.checkpoint.state import (
     TrainState,
@@ -45,7 +45,7 @@ from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background, seed_everything
 
-# Keys of config.json that say nothing about what the model computes in training.
+# Keys of config.json that do not change what the model computes in training.
 NOT_ARCHITECTURE = {
     *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation_autoset"),
@@ -55,12 +55,15 @@ NOT_ARCHITECTURE = {
 def resume(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> int | None:
     """Restore `state` from the newest checkpoint that verifies; return its step. Collective.
 
-    None where the run has no checkpoint. The model must be materialised, on any number of ranks.
-    Learning rate and decay stay those of `state`'s optimizer: the schedule is moved to the step.
+    The model must be materialised; the number of ranks may differ from that of the save. The
+    learning rate and weight decay of the current optimizer stay; the schedule is moved to the step.
+
+    Returns:
+        The step; None if the run has no checkpoint.
 
     Raises:
-        CheckpointError: `state` asks for what the checkpoint lacks (names it), or its tensors have
-            other shapes: the architecture changed.
+        CheckpointError: the checkpoint lacks a part of `state` (the error names it), or its tensors
+            have other shapes because the architecture changed.
     """
     return restore(state, find_newest(run_dir, cfg.verify_on_resume))
 
@@ -71,12 +74,21 @@ def find_resumable(
     position: Any = None,
     cfg: CheckpointConfig | None = None,
 ) -> Folder | None:
-    """Return the checkpoint that a start goes on from, None where the run has none. Collective.
+    """Find the checkpoint to resume from, and check that it is of this model. Collective.
 
-    The newest that verifies, as `cfg.verify_on_resume` says, of this very model; `position` (in the
-    data) is moved to where it was saved, since the number of steps and the batch depend on it.
-    `restore` takes the result. CheckpointError: none verifies and some were set aside; it is of
-    another model; or it holds no position.
+    Args:
+        run_dir: the run directory, or the place that holds its checkpoints.
+        model: the model of the run; weights are not needed.
+        position: data position, which is moved to where the checkpoint was saved. The number of
+            steps and the global batch depend on it, so this comes before `restore`.
+        cfg: says how to verify checkpoints.
+
+    Returns:
+        The newest checkpoint that verifies, for `restore`; None if the run has none.
+
+    Raises:
+        CheckpointError: no checkpoint verifies and some were quarantined, the checkpoint is of
+            another model, or it holds no position.
     """
     saved = find_newest(run_dir, (cfg or CheckpointConfig()).verify_on_resume)
 
@@ -95,75 +107,88 @@ def find_resumable(
 
 
 def find_newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
-    """Return the newest checkpoint of a run that verifies, None where there is none. Collective.
+    """Find the newest checkpoint of a run that verifies. Collective.
 
-    One that fails is named loudly and set aside; nothing is deleted. Reads and hashes every file,
-    split over the ranks by size; where it is to `verify` "sizes", of the shards their sizes only.
-    Rank 0 says how long that took.
+    Checkpoints that fail are reported and quarantined; nothing is deleted.
 
-    CheckpointError: one bears another step's name, or cannot be read just now. Neither says that
-    it is damaged, and nothing is set aside.
+    Args:
+        run_dir: the run directory, or the place that holds its checkpoints.
+        verify: `bytes`: hash every file, divided among the ranks by size. `sizes`: compare only the
+            sizes of shards, and hash all other files.
+
+    Returns:
+        None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: a folder has the name of another step, or cannot be read at the moment.
+            That does not prove damage, so nothing is quarantined.
     """
     background.wait()
     run = ranks.on_all(lambda: parse_location(run_dir))
 
     broken = ranks.on_main(
-        lambda: [(str(p), what) for p, what in commit.broken_steps(run).values()]
+        lambda: [(str(p), fault) for p, fault in commit.broken_steps(run).values()]
     )
-    for name, what in broken:
-        quarantine(name, what)
+    for name, fault in broken:
+        quarantine(name, fault)
     while saved := ranks.on_main(lambda: [str(p) for p in commit.committed_steps(run).values()]):
         path = parse_location(saved[-1])
         damage = _find_damage(path, verify)
         if not damage:
             return path
-        quarantine(path, "; ".join(f"{n} {what}" for n, what in damage[:5]))
+        quarantine(path, "; ".join(f"{name} {fault}" for name, fault in damage[:5]))
     return None
 
 
 def check_fresh_start(run_dir: str | Folder) -> None:
-    """Refuse to begin anew where checkpoints of the run were set aside and none is left."""
+    """Refuse to start from scratch if all checkpoints of the run have been quarantined."""
     attempts = commit.list_attempts(run_dir)
-    aside = [a.folder.name for a in attempts if a.kind == "bad"]
-    if aside and not commit.latest_attempts(attempts):
+    quarantined = [a.folder.name for a in attempts if a.kind == "bad"]
+    if quarantined and not commit.latest_attempts(attempts):
         raise CheckpointError(
-            f"no checkpoint of {run_dir} verifies; what failed is kept: {', '.join(aside[:4])}. To "
+            f"no checkpoint of {run_dir} verifies; what failed is kept: {', '.join(quarantined[:4])}. To "
             "go on from one, give it back its name (step-N) and start again; to begin anew give "
             "another output_dir, or move those away"
         )
 
 
-def quarantine(checkpoint: str | Folder, what: str) -> None:
-    """Set a checkpoint aside, loudly: no resume takes it, and nothing is deleted. Collective."""
+def quarantine(checkpoint: str | Folder, fault: str) -> None:
+    """Rename a damaged checkpoint so that no resume uses it, and log a warning. Collective.
+
+    Nothing is deleted. `fault` says what is wrong with it.
+    """
     checkpoint = parse_location(checkpoint)
-    aside = ranks.on_main(lambda: str(storage_of(checkpoint).set_aside()))
+    new_name = ranks.on_main(lambda: str(storage_of(checkpoint).set_aside()))
     name = checkpoint.name
     ranks.log_once(
-        f"WARNING: checkpoint {name} is damaged and not used ({what}); it is kept: {aside}"
+        f"WARNING: checkpoint {name} is damaged and not used ({fault}); it is kept: {new_name}"
     )
 
 
 def _find_damage(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
-    """Return what is wrong with the files of a checkpoint, on every rank. Collective."""
-    begun = time.perf_counter()
+    """List the damaged files of a checkpoint, with their faults, on every rank. Collective."""
+    start_time = time.perf_counter()
 
-    def look() -> tuple[commit.Files, list[tuple[str, str]]]:
+    def list_files() -> tuple[commit.Files, list[tuple[str, str]]]:
         files = commit.read_manifest(checkpoint)["files"]
-        told = {n: {key: entry[key] for key in ("size", "sha256")} for n, entry in files.items()}
-        # Other files there (a note, .DS_Store) are no fault of the checkpoint.
-        return told, commit.find_damaged_files(checkpoint, files, hashed=(), files=files)
+        entries = {n: {key: e[key] for key in ("size", "sha256")} for n, e in files.items()}
+        # Files that the manifest does not list (a note, .DS_Store) are ignored.
+        return entries, commit.find_damaged_files(checkpoint, files, hashed=(), files=files)
 
-    # The others neither read the manifest nor list the folder.
-    files, damage = ranks.on_main(look)
-    # Files that are parsed are read in any case.
+    # Only rank 0 reads the manifest and lists the folder.
+    files, damage = ranks.on_main(list_files)
+    # All files other than shards will be parsed, so that hashing them costs little.
     shards = {name for name in files if name.endswith(SHARD)} if verify == "sizes" else set()
     sizes = {name: entry["size"] for name, entry in files.items() if name not in shards}
-    mine = split_by_size(sorted(sizes), sizes.__getitem__, ranks.world_size())[ranks.rank()]
-    found = ranks.gather_results(lambda: commit.find_damaged_files(checkpoint, mine, files=files))
-    damage = list(dict.fromkeys(itertools.chain(damage, *found)))
+    own_files = split_by_size(sorted(sizes), sizes.__getitem__, ranks.world_size())[ranks.rank()]
+    damage_by_rank = ranks.gather_results(
+        lambda: commit.find_damaged_files(checkpoint, own_files, files=files)
+    )
+    seconds = time.perf_counter() - start_time
+    damage = list(dict.fromkeys(itertools.chain(damage, *damage_by_rank)))
     ranks.log_once(
         f"{'read' if damage else 'verified'} {checkpoint.name}: {size_text(sum(sizes.values()))} "
-        f"hashed by {len(found)} rank(s) in {time.perf_counter() - begun:.1f} s"
+        f"hashed by {len(damage_by_rank)} rank(s) in {seconds:.1f} s"
         + f"; of {len(shards)} shards the sizes (checkpoint.verify_on_resume)"
         * bool(shards)
     )
@@ -171,11 +196,13 @@ def _find_damage(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
 
 
 def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
-    """Refuse to go on with another architecture than was saved, before a tensor is read.
+    """Refuse a checkpoint of another architecture, before a tensor is read.
 
-    Compares config.json: two models may agree in every shape and still compute something else
-    (heads, rotary base, activation); of adapters also their settings and the base. CheckpointError:
-    names the settings that changed, or the base.
+    Compares config.json, because two models may agree in every shape and still compute different
+    values (heads, rotary base, activation). For adapters, their settings and base are compared too.
+
+    Raises:
+        CheckpointError: names the settings that changed, or the base.
     """
     check_same_adapters(model, read_state(checkpoint), checkpoint)
     assets, file = getattr(model, "hf_assets", None), checkpoint / HF / "config.json"
@@ -193,22 +220,27 @@ def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
 
 
 def restore(state: TrainState, saved: Folder | None) -> int | None:
-    """Restore `state` in place from what `find` returned and return its step, None where that found
-    none; see `resume`. Collective.
+    """Restore `state` in place from a checkpoint and return its step; see `resume`. Collective.
+
+    Args:
+        state: the state of the run, with a materialised model.
+        saved: what `find_resumable` returned; if it is None, `state` stays as it is.
     """
-    # Meets through the launcher's store: after the launcher's death a save could not make it.
+    # Creating this group needs the launcher's store. If the launcher died during training, the
+    # last save could not create it.
     ranks.object_group(CHANNEL)
     if saved is None:
         return None
-    checkpoint, begun = saved, time.perf_counter()
+    checkpoint = saved
+    start_time = time.perf_counter()
     tensors = model_tensors(state.model)
 
-    # Reading takes the longest of all here: one rank does, and the arrays go to the others.
+    # Parsing the metadata takes longest here: rank 0 does it, and sends arrays to the others.
     ranks.on_all(lambda: check_same_model(state.model, checkpoint))
     table = ranks.on_main(lambda: chunk_table(_read_dcp_metadata(checkpoint)))
 
     def check() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Check that the checkpoint has all that `state` asks for; make room for the moments."""
+        """Check that the checkpoint has all parts of `state`; allocate the optimizer state."""
         content = read_state(checkpoint)
         check_model_tensors(tensors, table.tensors, checkpoint)
         with raise_bad_state(checkpoint):
@@ -222,7 +254,7 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     tensors |= {f"optimizer.{n}.{k}": t for n, held in moments.items() for k, t in held.items()}
     read_tensors(checkpoint / DCP, table, tensors)
 
-    def settle() -> None:
+    def apply_content() -> None:
         if has_adapters(state.model):
             assets_of(state.model).continued = (content.get("adapter") or {}).get("continued")
         with raise_bad_state(checkpoint):
@@ -236,20 +268,23 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
                 state.data.load_state_dict(content["data"])
         _restore_rng(checkpoint, content)
 
-    ranks.on_all(settle)
+    ranks.on_all(apply_content)
     _check_bit_sums(checkpoint, model_tensors(state.model) | optimizer_tensors(state))
-    own = size_text(sum(local_tensor(t).nbytes for t in tensors.values()))
-    ranks.log_once(
-        f"read {checkpoint.name}: {own} of this rank in {time.perf_counter() - begun:.1f} s"
-    )
+    local_size = size_text(sum(local_tensor(t).nbytes for t in tensors.values()))
+    seconds = time.perf_counter() - start_time
+    ranks.log_once(f"read {checkpoint.name}: {local_size} of this rank in {seconds:.1f} s")
     return state.step
 
 
 def _check_bit_sums(checkpoint: Folder, tensors: Tensors) -> None:
-    """Compare `tensors`, as they are in memory now, with what was summed when they were saved; see
-    [Note: proof of a save]. Collective, 8 bytes a tensor. CheckpointError names those that differ.
+    """Compare the row sums of loaded `tensors` with those taken when they were saved.
+
+    See [Note: proof of a save]. Collective, 8 bytes a tensor.
+
+    Raises:
+        CheckpointError: names the tensors that differ.
     """
-    saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(commit.ROW_SUMS, {}))
+    saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(ROW_SUMS, {}))
     names = sorted(n for n, tensor in tensors.items() if n in saved and cut_by_rows(tensor))
     if len(names) < len(tensors):
         ranks.log_once(
@@ -269,13 +304,15 @@ def _check_bit_sums(checkpoint: Folder, tensors: Tensors) -> None:
 
 
 def find_wrong_sums(tensors: Tensors, expected: dict[str, int]) -> list[str]:
-    """Return the names of sharded `tensors` whose bits in live memory do not have the `expected`
-    sum of rows; see [Note: bit sums]. Collective, 8 bytes a tensor.
+    """List the sharded `tensors` whose row sums in memory differ from the `expected` ones.
+
+    See [Note: bit sums]. Collective, 8 bytes a tensor.
     """
     shares = ranks.on_all(lambda: [int(part_sums(tensor)[1]) for tensor in tensors.values()])
     sums = ranks.sum_over_ranks(shares)
     if sums is None:
-        return []  # of ranks that do not exist
+        # The other ranks do not exist (`fake_world`), so that there is no sum to compare.
+        return []
     return [
         name
         for (name, tensor), total in zip(tensors.items(), sums, strict=True)
@@ -284,14 +321,15 @@ def find_wrong_sums(tensors: Tensors, expected: dict[str, int]) -> list[str]:
 
 
 def _read_dcp_metadata(checkpoint: Folder) -> Metadata:
+    """Read the metadata of the shards of a checkpoint."""
     file = storage_of(checkpoint / DCP / METADATA_FILE)
     with file.local() as local:
-        # Of shards that are elsewhere the sizes were compared with the manifest's.
+        # The shards on a store are not next to the local copy; their sizes were compared before.
         return read_metadata(local.parent, blobs=file.is_disk)
 
 
 def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:
-    """Restore this rank's random state; on other ranks or another device derive one, and say so."""
+    """Restore this rank's random state; derive a new one for other ranks or another device."""
     before = (content["world_size"], content.get("device", "cpu"))
     now = (ranks.world_size(), rng_device())
     if before == now:

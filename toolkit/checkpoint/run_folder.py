@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import config, ranks
 from toolkit.checkpoint import commit, lock
-from toolkit.checkpoint.commit import CHECKPOINTS, EXPORTS, committed_steps
+from toolkit.checkpoint.commit import committed_steps
 from toolkit.checkpoint.local_folder import (
     LocalFolder,
     nearest_existing_folder,
     new_attempt_name,
     raise_disk_errors,
 )
+from toolkit.checkpoint.names import CHECKPOINTS, EXPORTS
 from toolkit.checkpoint.reference_file import PARTS
 from toolkit.checkpoint.store import Folder, is_url, parse_location, storage_of
 from toolkit.config.kinds import defines_run

@@ -224,7 +224,7 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
             if name not in table.tensors:
                 raise CheckpointError(f"{name} is no tensor of {folder}")
             if fault := table.fault(name):
-                raise CheckpointError(f"{folder}: {name} is not whole: {fault}")
+                raise CheckpointError(f"{folder}: {name} is not complete: {fault}")
 
     ranks.on_main(check_whole)
     own = {n: t for n, t in tensors.items() if local_tensor(t).numel()}
@@ -358,7 +358,7 @@ def build_metadata(known: Known, every: list[bytes]) -> bytes:
     table = build_chunk_table(known, every)
     for name in table.tensors:
         if fault := table.fault(name):
-            raise CheckpointError(f"{name} is not whole: {fault}")
+            raise CheckpointError(f"{name} is not complete: {fault}")
     return pickle.dumps(table.metadata())
 
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from toolkit import ranks
 from toolkit.adapters.base import adapter_entry
-from toolkit.checkpoint.commit import STATE
+from toolkit.checkpoint.names import STATE
 from toolkit.checkpoint.store import Folder, read_json_object, storage_of
 from toolkit.errors import CheckpointError, one_line
 from toolkit.formats import Known, Tensors

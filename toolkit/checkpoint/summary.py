@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.commit import (
-    CHECKPOINTS,
-    STATE,
-    find_checkpoint,
-    latest_attempts,
-    list_attempts,
-    step_name,
-)
+from toolkit.checkpoint.commit import find_checkpoint, latest_attempts, list_attempts
+from toolkit.checkpoint.names import CHECKPOINTS, STATE, step_name
 from toolkit.checkpoint.run_folder import CONFIG, read_raw_config, resolve_recorded_path
 from toolkit.checkpoint.store import folder_bytes, read_json_object
 from toolkit.config.published import get_mapping, select_publishable_settings, to_publishable

@@ -62,7 +62,8 @@ def check_adapter(adapted: nn.Module, cfg: FinetuneConfig) -> str:
     with open_adapter(cfg.lora) as source:
         line = check_same_base(cfg, source)
         _check_tensors(source, adapted)
-        return f"adapter    continues {format_chain(source.stage)}: {format_settings(cfg.lora)}; {line}"
+        chain = format_chain(source.stage)
+        return f"adapter    continues {chain}: {format_settings(cfg.lora)}; {line}"
 
 
 def _check_tensors(source: AdapterSource, adapted: nn.Module) -> None:
@@ -184,7 +185,7 @@ def _read_adapter(
                 "model, and holds other values; merge the adapter into its base instead"
             )
     if source.checkpoint is not None:  # of live memory, when it was saved
-        saved = source.checkpoint.sums()
+        saved = source.checkpoint.row_sums
         sums |= {n: saved[_MODEL + n] for n in sums if _MODEL + n in saved}
     return values, sums, frozen, source.stage
 

@@ -1,10 +1,11 @@
-"""A sharded checkpoint becomes a Hugging Face folder: one process, no GPU, no process group.
+"""Export a sharded checkpoint as a Hugging Face folder: one process, no GPU, no process group.
 
-[Note: what is checked when] Before anything is written: sizes of all shards, hashes of their
-metadata and of the model's config, and that the chunks cover each tensor once. While a tensor is
-read: the sum of its bits, against the one taken from live memory when it was saved. Where there is
-none such, the sha256 of the shard files, at the beginning. A checkpoint of another tool has no
-hashes: only its structure is checked. When a file is written: see [Note: proof of an export].
+[Note: what is checked when] Before anything is written: the sizes of all shards, the hashes of
+their metadata and of the model's config, and that the chunks cover each tensor exactly once. While
+a tensor is read: its sum of bits, against the one taken in memory when it was saved. If there is no
+such sum, the sha256 of its shard files is checked at the beginning. A checkpoint of another tool
+has no hashes, so only its structure is checked. After a file is written: see [Note: proof of an
+export].
 """
 
 import functools
@@ -14,7 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint.carried import Carried
-from toolkit.checkpoint.commit import CHECKPOINTS, MANIFEST, hash_file, read_manifest
+from toolkit.checkpoint.commit import hash_file
+from toolkit.checkpoint.names import CHECKPOINTS, HF, MANIFEST
 from toolkit.checkpoint.sources import (
     Source,
     describe_base,
@@ -34,7 +36,7 @@ from toolkit.export.plan import (
     parse_options,
 )
 from toolkit.export.readers import AdapterMerge, SavedTensors
-from toolkit.export.writer import ReadGroup, resolve_output, write_export
+from toolkit.export.writer import ReadGroup, SourceSum, resolve_output, write_export
 from toolkit.formats import HFAssets, assets_of
 from toolkit.models import tied_families
 
@@ -49,98 +51,117 @@ def consolidate(
     merge: bool = False,
     without_carried: bool = False,
 ) -> str:
-    """Write the weights of a sharded checkpoint as a Hugging Face folder; return its path.
+    """Export the weights of a sharded checkpoint as a Hugging Face folder; return its path.
 
-    Key names are those of the source checkpoint, tied weights are written once; config, generation
-    config, tokenizer and a manifest of all of it come along. The folder appears under its name only
-    when it is complete. Costs one read of the checkpoint, one write of the weights and one read of
-    what was written (see [Note: proof of an export]), and blocks of 1 MB of memory;
-    of tensors that transformers converts (fused experts) the memory of the largest group.
+    The keys are those of the source model, and tied weights are written once. The folder also holds
+    the config, the generation config, the tokenizer, and a manifest of all files. It appears under
+    its name only when it is complete. Costs one read of the checkpoint, one write of the weights
+    and one read of what was written (see [Note: proof of an export]). Memory: blocks of 1 MB; for
+    tensors that transformers converts (fused experts), the largest group of them.
 
     Args:
-        checkpoint: a run (its newest committed checkpoint is taken), a checkpoint, or one of
-            another tool: see `checkpoint.sources`.
+        checkpoint: a run (its newest committed checkpoint is used), a checkpoint, or a checkpoint
+            of another tool: see `checkpoint.sources`.
         output: a folder that does not exist or is empty.
-        dtype: of floating tensors. `auto`: each key's dtype in the source checkpoint; for a random
-            start the config's dtype, bfloat16 if it has none. Integer and bool tensors keep theirs.
-        max_shard_size: of one safetensors file, such as "5GB", "500MB" or a number of bytes; a
-            larger tensor gets a file of its own.
-        hf_assets: folder or Hub id with the config and tokenizer, where the checkpoint has none; of
-            adapters that of the base, where it is not where the run had it.
-        merge: of a checkpoint of adapters: write the base with the adapter merged in (needs the
-            base; memory: see `export.sources`). Without it such a checkpoint gives a PEFT folder,
-            for which `dtype` auto is the trained one and `max_shard_size` has no meaning.
-        without_carried: leave out what the source holds and no parameter takes, and do not declare
-            it in config.json. Else it is copied from the source, which must still be there.
+        dtype: dtype of floating tensors. `auto`: each key's dtype in the source model; for a random
+            start the config's dtype, or bfloat16 if it has none. Integer and bool tensors keep
+            theirs.
+        max_shard_size: size of one safetensors file, such as "5GB", "500MB" or a number of bytes. A
+            larger tensor gets a separate file.
+        hf_assets: folder or Hub id with the config and tokenizer, if the checkpoint has none; for
+            adapters, their base model, if it is no longer where the run read it.
+        merge: for a checkpoint of adapters: write the base model with the adapter merged in. This
+            needs the base (memory: see `export.readers`). Without it, adapters are exported as a
+            PEFT folder, for which `auto` is the trained dtype and `max_shard_size` has no effect.
+        without_carried: omit the tensors of the source model that no parameter holds, and do not
+            declare them in config.json. By default they are copied from the source model, which
+            must still exist.
 
     Raises:
-        CheckpointError: no such checkpoint, or it is damaged.
-        ExportError: the output is in the way, checkpoint and model do not fit together (names the
-            tensor), or there is no space. No folder of that name is left behind.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ExportError: `output` is in use, checkpoint and model do not match (the error names the
+            tensor), or the disk is full. No folder of that name is left behind.
     """
     override, limit = parse_options(dtype, max_shard_size)
     source = find_source(checkpoint, hf_assets)
-    hf, where, target = source.hf, str(source.folder), resolve_output(output)
+    target = resolve_output(output)
     if merge and not source.is_adapter:
         raise ExportError(f"{checkpoint} is not an adapter checkpoint: there is nothing to merge")
-    origin, read_group = (
-        _describe_origin(source, dtype, hf_assets if source.is_adapter else None),
-        None,
-    )
+    origin = _describe_origin(source, dtype, hf_assets if source.is_adapter else None)
     run = origin.get("run")
+    where = str(source.folder)
+    source_sum: SourceSum
+    read_group: ReadGroup
     if not source.is_adapter:
-        model = model_of_assets(hf)
+        model = model_of_assets(source.hf)
         tensors = SavedTensors(source, model.state_dict())
         assets = _load_assets(model, source, hf_assets)
-        carried = Carried.of(model, assets, leave_out=without_carried)
-        shapes, prefix = tensors.shapes(), tensors.prefix
+        carried = Carried.find(model, assets, omit=without_carried)
         plan = make_plan(
-            model, shapes, override, limit, where=where, prefix=prefix, carried=carried
+            model,
+            tensors.shapes(),
+            override,
+            limit,
+            where=where,
+            prefix=tensors.prefix,
+            carried=carried,
         )
-        origin |= carried.told()
+        carried.log()
+        origin |= carried.manifest_entry()
     elif merge:
-        tensors, base = SavedTensors(source), find_base(source, hf_assets)
+        tensors = SavedTensors(source)
+        base = find_base(source, hf_assets)
         merged = AdapterMerge(tensors, base, override, limit, without_carried=without_carried)
-        plan, read_group = merged.plan, merged.read_group
-        origin |= {
-            "adapter": describe_adapter_origin(hf, read_base_entry(source), plan, run),
-            "merged": True,
-        }
-        origin |= merged.carried.told()
+        plan = merged.plan
+        origin["adapter"] = describe_adapter_origin(source.hf, read_base_entry(source), plan, run)
+        origin["merged"] = True
+        merged.carried.log()
+        origin |= merged.carried.manifest_entry()
     else:
-        named, tensors = describe_base(source, hf_assets), SavedTensors(source)
-        plan = make_adapter_plan(hf, tensors.shapes(), override, where=where, base=named)
-        origin |= {"adapter": describe_adapter_origin(hf, named, plan, run)}
-    read: ReadGroup = read_group or functools.partial(tensors.read_group, plan)
+        base_entry = describe_base(source, hf_assets)
+        tensors = SavedTensors(source)
+        shapes = tensors.shapes()
+        plan = make_adapter_plan(source.hf, shapes, override, where=where, base=base_entry)
+        origin["adapter"] = describe_adapter_origin(source.hf, base_entry, plan, run)
+    if merge:
+        read_group = merged.read_group
+        # The values of a merge are computed here, so that the checkpoint has no sums of them.
+        source_sum = lambda *_: None  # noqa: E731
+    else:
+        read_group = functools.partial(tensors.read_group, plan)
+        source_sum = tensors.source_sum
     tensors.check()
     for family in tied_families(plan.model).values():
         tensors.check_same([name for name in family if name in tensors.keys])
-    source_sum = tensors.source_sum if read_group is None else lambda *_: None
-    write_export(plan, target, read_group=read, origin=origin, source_sum=source_sum)
+    write_export(plan, target, read_group=read_group, origin=origin, source_sum=source_sum)
     return str(Path(output).expanduser())
 
 
 def _load_assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:
-    """Return the assets of a checkpoint, with the source looked for where `hf_assets` says."""
+    """Return the assets of a checkpoint; if `hf_assets` is given, they name it as the source."""
     assets = assets_of(model)
     if hf_assets is not None and source.checkpoint is not None:
-        before = HFAssets.load(source.checkpoint / "hf").origin
-        named = {"name_or_path": str(hf_assets), "revision": None}
-        assets.origin = before and before | named
+        saved_origin = HFAssets.load(source.checkpoint / HF).origin
+        source_name = {"name_or_path": str(hf_assets), "revision": None}
+        assets.origin = saved_origin and saved_origin | source_name
     return assets
 
 
 def _describe_origin(source: Source, dtype: str, base: str | Path | None) -> dict[str, Any]:
-    """Return what the export's manifest says of where the weights come from; `base` is the Hub id
-    or folder of an adapter's base, None where the run had it.
+    """Build the entry of the export's manifest that says where the weights come from.
+
+    Args:
+        source: the weights.
+        dtype: the option of `consolidate`.
+        base: Hub id or folder of an adapter's base model; None: the one that the run used.
     """
     origin: dict[str, Any] = {"dtype": dtype}
     if source.checkpoint is not None:
-        step = read_manifest(source.checkpoint).get("step")
+        step = source.manifest.get("step")
         origin |= {"checkpoint": hash_file(source.checkpoint / MANIFEST), "step": step}
         if source.checkpoint.parent.name == CHECKPOINTS:
             origin["run"] = collect_run_facts(source.checkpoint.parent.parent, step) or None
     if base is not None and not is_path(str(base)) and origin.get("run"):
-        named = {"name": str(base), "hub_id": str(base), "revision": None}
-        origin["run"]["base_model"] = origin["run"]["base_model"] | named
+        base_name = {"name": str(base), "hub_id": str(base), "revision": None}
+        origin["run"]["base_model"] = origin["run"]["base_model"] | base_name
     return origin

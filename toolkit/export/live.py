@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.adapters.base import adapter_entry
 from toolkit.checkpoint.carried import Carried
-from toolkit.checkpoint.commit import EXPORTS, step_name
 from toolkit.checkpoint.local_folder import is_disk_failure
+from toolkit.checkpoint.names import EXPORTS, step_name
 from toolkit.checkpoint.run_folder import rename_old_export
 from toolkit.checkpoint.shards import names_to_write
 from toolkit.checkpoint.summary import collect_run_facts
@@ -100,7 +100,7 @@ def export_live(
         # No `finally`: where a signal comes in the middle of a gather, this rank leaves at once.
         ranks.broadcast(None)  # the end of what the others serve
         if isinstance(failure, ExportError) and may_fail and is_disk_failure(failure.__cause__):
-            ranks.print_line(f"WARNING: there is no export: {failure}. Training goes on")
+            ranks.print_line(f"WARNING: there is no export: {failure}. Training continues")
         elif failure is not None:
             raise failure
         return path
@@ -149,9 +149,10 @@ def _plan_live(
         assets_of(model).save(hf)
         if not has_adapters(model):
             exported_model = model_of_assets(hf)
-            carried = Carried.of(exported_model, assets_of(exported_model))
+            carried = Carried.find(exported_model, assets_of(exported_model))
             plan = make_plan(exported_model, shapes, override, limit, where=where, carried=carried)
-            return plan, carried.told()
+            carried.log()
+            return plan, carried.manifest_entry()
         entry = adapter_entry(model)
         (hf / ADAPTER_FILE).write_text(json.dumps(entry["config"]), "utf-8")
         plan = make_adapter_plan(hf, shapes, override, where=where, base=entry)

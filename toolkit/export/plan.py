@@ -200,7 +200,7 @@ def make_plan(
     names |= {name: name for name in beside}
     tensors, headers = _lay_out_files(shapes, limit)
     written = override or (default if assets.source is None else None)
-    left_out = carried is not None and bool(carried.left_out)
+    left_out = carried is not None and bool(carried.omitted)
     files = {**assets.files, "config.json": _format_config(model, written, left_out)}
     if len(headers) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -282,14 +282,14 @@ def _match_parameters(
     doubt = "is it the config of this checkpoint?"
     if unknown := sorted(stored.keys() - state.keys()):
         raise ExportError(
-            f"{where} holds {prefix}{unknown[0]}{_count_others(unknown)}, which {described} does not have; "
-            f"{doubt}"
+            f"{where} holds {prefix}{unknown[0]}{_count_others(unknown)}, which {described} does "
+            f"not have; {doubt}"
         )
     owned = {name: families.get(name, [name]) for name in state if name not in aliases}
     if missing := [name for name, family in owned.items() if not stored.keys() & set(family)]:
         raise ExportError(
-            f"{where} lacks {prefix}{missing[0]}{_count_others(missing)}, which {type(model).__name__} "
-            "needs: the checkpoint is incomplete or of another model"
+            f"{where} lacks {prefix}{missing[0]}{_count_others(missing)}, which "
+            f"{type(model).__name__} needs: the checkpoint is incomplete or of another model"
         )
     origin, dropped = {}, model.all_tied_weights_keys or {}
     for name, family in owned.items():
@@ -344,8 +344,8 @@ def make_adapter_plan(
     for kind, names in (("lacks", wanted - stored.keys()), ("also holds", stored.keys() - wanted)):
         if names:
             raise ExportError(
-                f"{where} {kind} {min(names)}{_count_others(names)}: the adapter is not the one of its "
-                f"{ADAPTER_FILE}"
+                f"{where} {kind} {min(names)}{_count_others(names)}: the adapter is not the "
+                f"one of its {ADAPTER_FILE}"
             )
     placed = {}
     for key, name in layout.keys.items():

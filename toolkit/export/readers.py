@@ -55,7 +55,7 @@ class SavedTensors:
     def __init__(self, source: Source, names: Iterable[str] = ()):
         self.source = source
         self.prefix, self.keys = map_parameter_names(source, names)
-        self._sums = source.sums()
+        self._sums = source.row_sums
 
     def source_sum(self, name: str, dtype: torch.dtype) -> int | None:
         """Return the sum that was saved with a tensor, if it is exported in its own dtype."""
@@ -75,7 +75,9 @@ class SavedTensors:
         without = [key for key in self.keys.values() if key not in self._sums]
         files = {chunk.file for key in without for chunk in self.source.stored(key).chunks}
         names = sorted(str(file.relative_to(checkpoint)) for file in files)
-        for name, fault in find_damaged_files(checkpoint, only=names):
+        for name, fault in find_damaged_files(
+            checkpoint, only=names, files=self.source.manifest["files"]
+        ):
             raise damaged_file_error(checkpoint / name, fault)
 
     def check_same(self, names: list[str]) -> None:
@@ -160,7 +162,7 @@ class AdapterMerge:
         _check_parts(self.layout, tied_families(model))
         self.model, self.aliases, state = model, tied_names(model), model.state_dict()
         stored = {n: (t.dtype, tuple(t.shape)) for n, t in state.items() if n not in self.aliases}
-        self.carried = Carried.of(model, assets_of(model), folder, leave_out=without_carried)
+        self.carried = Carried.find(model, assets_of(model), folder, omit=without_carried)
         self.plan = make_plan(
             model, stored, override, limit, where=str(folder), carried=self.carried
         )

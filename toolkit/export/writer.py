@@ -36,7 +36,7 @@ import xxhash
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint.commit import CHECKPOINTS
+from toolkit.checkpoint.names import CHECKPOINTS
 from toolkit.errors import ExportError, LoadingError
 from toolkit.export.plan import ExportPlan
 from toolkit.formats import BLOCK, ExportGroup, StoredTensor, block_sum, export_manifest, row_sum

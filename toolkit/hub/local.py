@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT
+from toolkit.checkpoint.names import CHECKPOINTS, COMMIT
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError, holds_token, one_line
 from toolkit.formats import ADAPTER_FILE, BLOCK, export_manifest, plain_file

@@ -6,7 +6,8 @@ from typing import Any
 
 from toolkit import ranks
 from toolkit.checkpoint import local_copy
-from toolkit.checkpoint.commit import EXPORTS, MANIFEST, find_checkpoint
+from toolkit.checkpoint.commit import find_checkpoint
+from toolkit.checkpoint.names import EXPORTS, MANIFEST
 from toolkit.checkpoint.run_folder import default_export_path
 from toolkit.config import HubConfig
 from toolkit.config.published import is_path

@@ -18,13 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config, hub
-from toolkit.checkpoint.commit import (
-    CHECKPOINTS,
-    ROW_SUMS,
-    committed_steps,
-    read_manifest,
-    step_name,
-)
+from toolkit.checkpoint.commit import committed_steps, read_manifest
+from toolkit.checkpoint.names import CHECKPOINTS, ROW_SUMS, step_name
 from toolkit.checkpoint.run_folder import default_export_path
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ToolkitError

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from toolkit import formats
 from toolkit.checkpoint import commit
-from toolkit.checkpoint.commit import COMMIT, MANIFEST, ROW_SUMS, STATE
+from toolkit.checkpoint.names import COMMIT, MANIFEST, ROW_SUMS, STATE
 from toolkit.checkpoint.store import read_json_object, storage_of
 from toolkit.errors import CheckpointError
 from toolkit.verify.findings import Findings, is_regular

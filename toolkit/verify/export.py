@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import formats
-from toolkit.checkpoint.commit import step_name
+from toolkit.checkpoint.names import step_name
 from toolkit.checkpoint.sources import Source
 from toolkit.errors import ExportError, LoadingError, ToolkitError
 from toolkit.formats import export_manifest

@@ -202,7 +202,7 @@ def _compare_carried(export: Export, name: str, original: CarriedTensor) -> None
         problem = f"is {entry.dtype} {list(entry.shape)}, in the source {original.dtype}"
         export.add(file, name, f"{problem} {list(original.shape)}")
     elif original.stored is None:  # in several parts
-        wrong = different(original.make(), formats.whole(entry), {entry.dtype})
+        wrong = different(original.read(), formats.whole(entry), {entry.dtype})
         if bool(wrong.any()):
             export.add(file, name, "is not what the source holds in parts")
     else:

@@ -286,7 +286,7 @@ def expected_of(source: Source, names: Iterable[str] = ()) -> dict[str, Expected
     """
     _, keys = map_parameter_names(source, names)
     check_complete(source, keys.values())
-    sums = source.sums()
+    sums = source.row_sums
     return {
         name: Expected(source.stored(key), f"{key} of the checkpoint", sums.get(key))
         for name, key in keys.items()

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from toolkit.checkpoint import commit
-from toolkit.checkpoint.commit import CHECKPOINTS, COMMIT, MANIFEST
+from toolkit.checkpoint.names import CHECKPOINTS, COMMIT, MANIFEST
 from toolkit.errors import CheckpointError, ExportError
 from toolkit.formats import (
     ADAPTER_FILE,
