@@ -570,7 +570,7 @@ def test_a_run_whose_checkpoints_all_failed_does_not_begin_anew_by_itself(tmp_pa
     path = Path(checkpoint.save(small_state(), tmp_path, SYNC))
     (path / "state.json").write_text("{}")
     assert checkpoint.find_newest(tmp_path) is None
-    with pytest.raises(CheckpointError, match=r"what failed is kept: step-00000003\.bad-"):
+    with pytest.raises(CheckpointError, match=r"the damaged ones are kept: step-00000003\.bad-"):
         resuming.check_fresh_start(tmp_path)
     checkpoint.save(small_state(0, 4), tmp_path, SYNC)
     resuming.check_fresh_start(tmp_path)
@@ -591,7 +591,7 @@ def test_a_start_finds_its_checkpoint_and_its_place_in_the_data(tmp_path):
     with pytest.raises(CheckpointError, match="no data state"):
         checkpoint.find_resumable(tmp_path, fresh.model, fresh.data)
     (path / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="what failed is kept"):
+    with pytest.raises(CheckpointError, match="the damaged ones are kept"):
         checkpoint.find_resumable(tmp_path, fresh.model, fresh.data)
 
 

@@ -571,7 +571,7 @@ def test_a_root_belongs_to_one_run(tmp_path, url):
     run_folder.save_config(cfg)
     (folder / "metrics.jsonl").write_text("{}\n")
     for root in (None, str(tmp_path / "local"), f"{url}-2"):
-        with pytest.raises(ConfigError, match=r"it would begin anew\. Copy checkpoints"):
+        with pytest.raises(ConfigError, match=r"it would start from scratch\. Copy checkpoints"):
             run_folder.claim_folders(_config(tmp_path, root))
     shutil.copytree(tmp_path / "run", tmp_path / "run-2")
     run_folder.claim_folders(_config(tmp_path, f"{url}-2"))

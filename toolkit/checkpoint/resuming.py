@@ -146,9 +146,9 @@ def check_fresh_start(run_dir: str | Folder) -> None:
     quarantined = [a.folder.name for a in attempts if a.kind == "bad"]
     if quarantined and not commit.latest_attempts(attempts):
         raise CheckpointError(
-            f"no checkpoint of {run_dir} verifies; what failed is kept: {', '.join(quarantined[:4])}. To "
-            "go on from one, give it back its name (step-N) and start again; to begin anew give "
-            "another output_dir, or move those away"
+            f"no checkpoint of {run_dir} verifies; the damaged ones are kept: "
+            f"{', '.join(quarantined[:4])}. To resume from one, rename it back to step-N and start "
+            "again. To start from scratch, give another output_dir or move them away"
         )
 
 

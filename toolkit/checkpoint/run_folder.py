@@ -1,7 +1,7 @@
-"""The output_dir of a run: claimed for it, held by one process, its settings recorded.
+"""Manage the output_dir of a run: check that it is free, lock it, and record the settings.
 
-Where the checkpoints are elsewhere, a copy of `config.yaml` lies beside them: the next start may be
-on another machine.
+If the checkpoints are elsewhere (`checkpoint.root`), a copy of `config.yaml` lies next to them,
+because the next start may be on another machine.
 """
 
 import contextlib
@@ -57,74 +57,90 @@ _PATIENCE = 5.0
 
 
 class RunFolder:
-    """The folder that a run writes to; `root` holds its checkpoints, here or on a store.
+    """The output_dir of a run, locked until the run ends; `root` holds its checkpoints.
 
-    Every method is collective. Raises as `claim` and `check_shared` do.
+    All methods are collective.
     """
 
     def __init__(self, cfg: RunConfig, run: "Run") -> None:
-        """Claim the folder, and keep every other run out to the end of this one: ConfigError names
-        the one that is there.
+        """Check that the folders are free or hold this run, and lock them.
+
+        Raises:
+            ConfigError: another run uses the folder (the error names it); see `claim_folders`.
+            LaunchError: hosts do not share the folder; see `check_shared_folder`.
         """
-        self._cfg, self.before = cfg, ranks.on_all(lambda: claim_folders(cfg))
-        self.path, self.root = Path(cfg.output_dir), checkpoint_root(cfg)
-        # Before anything is written or tokenised that a second start would do as well.
+        self._cfg = cfg
+        self.before = ranks.on_all(lambda: claim_folders(cfg))
+        self.path = Path(cfg.output_dir)
+        self.root = checkpoint_root(cfg)
+        # Lock before anything is written or tokenized, which a second start would do as well.
         for folder, setting in ((self.path, "output_dir"), (self.root, "checkpoint.root")):
             ranks.log_once(ranks.on_main(partial(lock.acquire, folder, run.job, setting)))
             run.at_end.callback(lock.release, folder)
-        if storage_of(self.root).is_disk:  # else the hosts may have nothing in common but the store
+        # Hosts that save to a store need not share a disk.
+        if storage_of(self.root).is_disk:
             for shared in dict.fromkeys((self.path, self.root)):
                 check_shared_folder(shared)
-        self.tokenizer = self.path / TOKENIZER  # one that the run trains
+        self.tokenizer = self.path / TOKENIZER  # if the run trains a tokenizer
         self.samples = self.path / SAMPLES  # answers to `train.eval_prompts`
         self.holds_work = self.before is not None  # metrics or checkpoints of an earlier start
 
     def use(self, cfg: RunConfig) -> None:
-        """Record these settings, in which `auto` is decided, instead of those asked for."""
+        """Replace the settings to record by `cfg`, in which `auto` is resolved."""
         self._cfg = cfg
 
     def save_config(self, state: "TrainState", data: "TrainingData", *, done: bool = False) -> None:
-        """Write the settings that hold from here on, and say which of them an earlier start did not
-        have. Where the run is `done`, or has no step left, the settings of what was done stay.
+        """Write config.yaml, log the settings that changed since the last start, and clean up.
+
+        Answers and exports of steps after `state.step` are dropped or renamed, because this start
+        trains those steps again. Nothing is written if the run has no step left.
+
+        Args:
+            state: the state that training starts from.
+            data: says the global batch and the accumulation in use.
+            done: the run has ended early, so that there is no step left.
         """
         if state.step:
             ranks.log_once(f"resuming   {self.path} after step {state.step}")
         if done or state.step >= data.max_steps:
             return
-        train, batch, used = self._cfg.train, data.position.global_batch, data.accumulation
-        asked_batch, asked = train.global_batch_size, train.gradient_accumulation_steps
-        if asked_batch not in (None, batch):
+        train = self._cfg.train
+        global_batch = data.position.global_batch
+        accumulation = data.accumulation
+        if train.global_batch_size not in (None, global_batch):
             ranks.log_once(
-                f"note: train.global_batch_size {asked_batch} has no effect, it is {batch}"
+                f"note: train.global_batch_size {train.global_batch_size} has no effect, it "
+                f"is {global_batch}"
             )
-        holds: dict[str, Any] = {
-            "global_batch_size": asked_batch and batch,
-            "gradient_accumulation_steps": used,
+        in_use: dict[str, Any] = {
+            "global_batch_size": train.global_batch_size and global_batch,
+            "gradient_accumulation_steps": accumulation,
         }
-        cfg: Any = dataclasses.replace(self._cfg, train=dataclasses.replace(train, **holds))
+        cfg: Any = dataclasses.replace(self._cfg, train=dataclasses.replace(train, **in_use))
         changes = config.find_differences(self.before, cfg) if state.step and self.before else {}
         for name, (old, new) in changes.items():
             if not name.startswith((*_SILENT, _ACCUMULATION)):
                 ranks.log_once(
                     f"changed    {name}: {old!r} -> {new!r}, from step {state.step + 1} on"
                 )
-        if asked != used and asked_batch is None:
+        setting = train.gradient_accumulation_steps
+        if setting != accumulation and train.global_batch_size is None:
             ranks.log_once(
-                f"note: {_ACCUMULATION} {asked} has no effect, it is {used}: the global batch of a "
-                f"run stays, here {batch} samples"
+                f"note: {_ACCUMULATION} {setting} has no effect, it is {accumulation}: the global "
+                f"batch of a run stays, here {global_batch} samples"
             )
         ranks.on_main(lambda: save_config(cfg))
         ranks.on_main(lambda: keep_until(self.samples, state.step))
-        ranks.log_once(*ranks.on_main(lambda: self._set_exports_aside(state.step)))
+        ranks.log_once(*ranks.on_main(lambda: self._rename_later_exports(state.step)))
 
-    def _set_exports_aside(self, after: int) -> list[str]:
-        """Rename the exports of later steps: this start trains those anew."""
+    def _rename_later_exports(self, after: int) -> list[str]:
+        """Rename the exports of later steps, which this start trains again; return log lines."""
         folders = sorted((self.path / EXPORTS).glob("step-" + "[0-9]" * 8))
         with raise_disk_errors(f"exports of {self.path} cannot be renamed"):
             return [rename_old_export(f) for f in folders if f.name > commit.step_name(after)]
 
     def next_lines(self, step: int, *, adapted: bool = False) -> list[str]:
-        """Return what a run prints at its end: where things are, and the command that exports."""
+        """Format the last log lines of a run: its folders, and the command that exports it."""
         export = f"toolkit consolidate {self.path} --output {default_export_path(self.path)}"
         lora = getattr(self._cfg, "lora", None)
         base = self._cfg.model.name_or_path
@@ -138,24 +154,24 @@ class RunFolder:
 
 
 def rename_old_export(export: Path) -> str:
-    """Rename an export of other weights to `step-N.old-*`; return the line that says so."""
+    """Rename an export that is outdated to `step-N.old-*`; return the log line."""
     old = new_attempt_name(export, "old")
     os.rename(export, old)
     return f"NOTE: {export} was there already; it is now {old}"
 
 
 def checkpoint_root(cfg: Any) -> Any:
-    """Return what holds the run's checkpoints, as `checkpoint.save` and `newest` take it."""
+    """Return the location of the checkpoints of a run: `checkpoint.root`, or its output_dir."""
     return parse_location(cfg.output_dir if cfg.checkpoint.root is None else cfg.checkpoint.root)
 
 
 def default_export_path(folder: Path) -> Path:
-    """Return where the export of a run goes unless told otherwise: beside it, `RUN-hf`."""
+    """Return the default path for the export of a run: `RUN-hf`, next to the run."""
     return Path(f"{folder if folder.name not in ('', '..') else folder.resolve()}-hf")
 
 
 def read_raw_config(run: Path) -> dict[str, Any]:
-    """Return the settings of a run of any recipe and version; {} where none can be read."""
+    """Read config.yaml as a plain dict, of any recipe and version; {} if it cannot be read."""
     try:
         found = read_yaml(run / CONFIG, ConfigError)
     except ConfigError:
@@ -164,8 +180,9 @@ def read_raw_config(run: Path) -> dict[str, Any]:
 
 
 def find_checkpoint_root(run: Path) -> Folder:
-    """Return what holds the checkpoints of a run, by its `checkpoint.root`; any other folder as it
-    is.
+    """Find the location of a run's checkpoints by the `checkpoint.root` that it recorded.
+
+    A folder that is not a run, or holds its checkpoints itself, is returned as it is.
     """
     recorded = read_raw_config(run)
     root = get_mapping(recorded, "checkpoint").get("root")
@@ -181,29 +198,33 @@ def find_checkpoint_root(run: Path) -> Folder:
 
 
 def resolve_recorded_path(place: Path, written: Any, other: str) -> Path:
-    """Return a path of a config, of which `written` is at `place`. Paths of a config are relative
-    to the folder that its run was started in, not to this one.
+    """Resolve the path `other` of a recorded config.
+
+    Recorded paths are relative to the folder that the run was started in, which may differ from
+    the current one. It is found by another path of the config: `written` there is `place` here.
     """
     parts = Path(written).parts if isinstance(written, str) else ()
     whole = place.absolute().parts
     if parts and whole[-len(parts) :] == parts:
-        found = Path(*whole[: -len(parts)], other)
-        if found.exists():
-            return found
+        path = Path(*whole[: -len(parts)], other)
+        if path.exists():
+            return path
     return Path(other)
 
 
 @contextlib.contextmanager
 def local_copy(path: str | Path) -> Iterator[Path]:
-    """Give the folder of a run or a checkpoint that may be elsewhere: a URL, or a run whose
-    `checkpoint.root` is elsewhere.
+    """Provide the local folder of a run or checkpoint, inside the context.
 
-    What is on a disk is given as it is. From a store the checkpoint, or the newest committed one of
-    a run, is copied into a temporary folder (TMPDIR), with the run's config and metrics, and
-    deleted afterwards; a line on stderr says so. CheckpointError: nothing committed is there, the
-    store cannot be read, or the copy does not fit.
+    `path` may be a folder, a URL, or a run whose `checkpoint.root` is elsewhere. A folder on a disk
+    is used as it is. From a store, the checkpoint (for a run: the newest committed one) is copied
+    to a temporary folder below TMPDIR, with the config and metrics of the run. The copy is deleted
+    afterwards, and a line on stderr reports it.
+
+    Raises:
+        CheckpointError: there is no committed checkpoint, the store cannot be read, or the copy
+            does not fit.
     """
-    # Of a config that is no run's, whoever reads the folder says what is wrong with it.
     place: Any = parse_location(path)
     if not is_url(path):
         place = find_checkpoint_root(place)
@@ -220,40 +241,45 @@ def local_copy(path: str | Path) -> Iterator[Path]:
                 if Path(path, name).is_file():
                     shutil.copyfile(Path(path, name), run / name)
         elif checkpoint != place:
-            with contextlib.suppress(FileNotFoundError):  # no run of a recipe: it has none
+            # A run that was not made by a recipe has no config.
+            with contextlib.suppress(FileNotFoundError):
                 (run / CONFIG).write_bytes((place / CONFIG).read_bytes())
         yield folder
 
 
 def claim_folders(cfg: Any) -> Any:
-    """Refuse a run directory or a `checkpoint.root` that is not free and does not hold this very
-    run; return the settings that an earlier start recorded, None where it left no work.
+    """Check that output_dir and `checkpoint.root` are free, or hold this run. Writes nothing.
 
-    ConfigError: the directory holds another run, or files that are not a run's. CheckpointError:
-    `checkpoint.root` is on a store that cannot be read or written.
+    Returns:
+        The settings that an earlier start recorded; None if no start left any work.
+
+    Raises:
+        ConfigError: a folder holds another run, or files that do not belong to a run.
+        CheckpointError: `checkpoint.root` is on a store that cannot be read or written.
     """
     folder, root = Path(cfg.output_dir), checkpoint_root(cfg)
     LocalFolder(folder).check_usable("output_dir")
     present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    # A start that was killed may have left these: whole pieces of a run, and unfinished ones.
-    ours = (TOKENIZER, f"{TOKENIZER}.tmp", CHECKPOINTS, f"{CONFIG}.tmp", lock.LOCK, PARTS)
+    # A start that was killed may have left these.
+    run_files = (TOKENIZER, f"{TOKENIZER}.tmp", CHECKPOINTS, f"{CONFIG}.tmp", lock.LOCK, PARTS)
     pieces = (f"{TOKENIZER}.tmp-", _TOKEN)
-    strangers = {name for name in present if not (name in ours or name.startswith(pieces))}
-    if strangers and CONFIG not in present:
+    foreign = {name for name in present if not (name in run_files or name.startswith(pieces))}
+    if foreign and CONFIG not in present:
         raise ConfigError(
             f"output_dir {folder} holds files that are not a run's "
-            f"({', '.join(sorted(strangers)[:3])}); give an empty or new folder"
+            f"({', '.join(sorted(foreign)[:3])}); give an empty or new folder"
         )
     before = None
     if CONFIG in present and _has_progress(folder):
         before = _read(folder / CONFIG, type(cfg))
         _check_same_run(before, apply_recorded_adapter(cfg, before), "output_dir", folder)
-        moved, old = before.checkpoint.root != cfg.checkpoint.root, checkpoint_root(before)
-        if moved and committed_steps(old) and not committed_steps(root):
+        is_moved = before.checkpoint.root != cfg.checkpoint.root
+        old = checkpoint_root(before)
+        if is_moved and committed_steps(old) and not committed_steps(root):
             raise ConfigError(
                 f"checkpoint.root was {before.checkpoint.root}, is {cfg.checkpoint.root}, and the "
-                f"checkpoints of this run are in {old}: it would begin anew. Copy {CHECKPOINTS} "
-                f"and {CONFIG} from there to {root}, or leave checkpoint.root as it was"
+                f"checkpoints of this run are in {old}: it would start from scratch. Copy "
+                f"{CHECKPOINTS} and {CONFIG} from there to {root}, or leave checkpoint.root as it was"
             )
     elif CONFIG in present and not _is_ours(folder / CONFIG, type(cfg)):
         raise ConfigError(
@@ -269,8 +295,15 @@ def claim_folders(cfg: Any) -> Any:
 
 
 def read_recorded_config(cfg: Any) -> Any:
-    """Return the settings that an earlier start of this run recorded, in output_dir or next to its
-    checkpoints; None if no start left any work. Raises as `claim` does for a damaged file.
+    """Read the settings that an earlier start of this run recorded.
+
+    They are in output_dir or next to the checkpoints.
+
+    Returns:
+        None if no start left any work.
+
+    Raises:
+        ConfigError: the file is damaged.
     """
     folder, root = Path(cfg.output_dir), checkpoint_root(cfg)
     if (folder / CONFIG).is_file() and _has_progress(folder):
@@ -281,14 +314,15 @@ def read_recorded_config(cfg: Any) -> Any:
 
 
 def _has_progress(folder: Path) -> bool:
-    """Return whether a start left metrics or a checkpoint in its output_dir."""
+    """Return True if a start has left metrics or a checkpoint in its output_dir."""
     return (folder / METRICS).is_file() or bool(committed_steps(folder))
 
 
 def apply_recorded_adapter(cfg: Any, recorded: Any) -> Any:
-    """Return `cfg` with the settings of the adapter that an earlier start of the run continued.
+    """Copy the adapter settings that an earlier start recorded into `cfg`.
 
-    The start recorded them, so that a resume does not need the adapter (`lora.from`) any more.
+    They come from the adapter that the run continues (`lora.from`). A resume reads the recorded
+    settings, so that it does not need that adapter any more.
     """
     lora = getattr(cfg, "lora", None)
     if lora is None or lora.from_ is None or recorded.lora.from_ != lora.from_:
@@ -303,8 +337,12 @@ def apply_recorded_adapter(cfg: Any, recorded: Any) -> Any:
 
 
 def check_shared_folder(folder: Path) -> None:
-    """Refuse hosts that do not see what rank 0 writes where `folder` is, or will be made:
-    LaunchError names them. Collective; one small file, a broadcast and a gather.
+    """Check that all hosts see the files that rank 0 writes to `folder`, or to its parent.
+
+    Collective: one small file, a broadcast and a gather.
+
+    Raises:
+        LaunchError: names the hosts that do not see them.
     """
     if ranks.world_size() == 1:
         return
@@ -316,23 +354,26 @@ def check_shared_folder(folder: Path) -> None:
         return token
 
     token = ranks.on_main(write)
-    seen = ranks.gather((platform.node(), _appears(token)))
+    visibility = ranks.gather((platform.node(), _appears(token)))
     ranks.on_main(lambda: token.unlink(missing_ok=True))
-    blind: dict[str, list[str]] = {}
-    for rank, (host, sees) in enumerate(seen):
-        if not sees:
-            blind.setdefault(host, []).append(str(rank))
-    if blind:
-        named = ", ".join(f"{host} (rank {', '.join(found)})" for host, found in blind.items())
+    ranks_without: dict[str, list[str]] = {}
+    for rank, (host, is_visible) in enumerate(visibility):
+        if not is_visible:
+            ranks_without.setdefault(host, []).append(str(rank))
+    if ranks_without:
+        hosts = ", ".join(
+            f"{host} (rank {', '.join(numbers)})" for host, numbers in ranks_without.items()
+        )
+        main_host = visibility[0][0]
         raise LaunchError(
-            f"{folder} is not on a file system that all hosts share: what rank 0 on {seen[0][0]} "
-            f"writes there is not seen on {named}. Mount one on all of them and give an output_dir "
+            f"{folder} is not on a file system that all hosts share: what rank 0 on {main_host} "
+            f"writes there is not seen on {hosts}. Mount one on all of them and give an output_dir "
             "there, or put the checkpoints on an object store (checkpoint.root)"
         )
 
 
 def _appears(file: Path) -> bool:
-    """Return whether the file is there, or comes within some seconds: a network may be behind."""
+    """Wait some seconds for a file, as network disks show it late; return True if it appears."""
     end = time.monotonic() + _PATIENCE
     while not file.exists():
         if time.monotonic() > end:
@@ -342,8 +383,10 @@ def _appears(file: Path) -> bool:
 
 
 def save_config(cfg: Any) -> None:
-    """Write the resolved config to the run directory, and beside checkpoints that are elsewhere."""
-    folder, text, root = Path(cfg.output_dir), config.dump(cfg), checkpoint_root(cfg)
+    """Write the resolved config to output_dir, and to `checkpoint.root` if that is elsewhere."""
+    folder = Path(cfg.output_dir)
+    root = checkpoint_root(cfg)
+    text = config.dump(cfg)
     with raise_disk_errors(f"{CONFIG} of the run could not be written"):
         storage_of(folder / CONFIG).replace(text)
         if root.resolve() != folder.resolve():
@@ -351,7 +394,7 @@ def save_config(cfg: Any) -> None:
 
 
 def _read(file: Folder, cls: type[RunConfig]) -> Any:
-    """Return the config that `save_config` wrote for the same recipe."""
+    """Read a config of the same kind of run that `save_config` wrote."""
     try:
         with storage_of(file).local() as local:
             content = read_raw_config(local.parent)
@@ -368,8 +411,10 @@ def _read(file: Folder, cls: type[RunConfig]) -> Any:
 
 
 def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None:
+    """Refuse a folder whose recorded settings `before` define another run than `cfg`."""
     differences = config.find_differences(before, cfg)
-    if "lora.from" in differences:  # rank, targets and the like follow from it
+    # Rank, targets and similar settings follow from the adapter.
+    if "lora.from" in differences:
         differences = {n: v for n, v in differences.items() if n.partition(".")[2] not in STRUCTURE}
     changed = [
         f"{name} was {old!r}, is {new!r}"
@@ -384,7 +429,7 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
 
 
 def _is_ours(file: Path, cls: type) -> bool:
-    """Return whether `save_config` wrote the file: it equals the dump of what it holds."""
+    """Return True if `save_config` wrote the file: dumping its settings gives the same text."""
     try:
         return file.read_text("utf-8") == config.dump(config.load(cls, file))
     except (ConfigError, OSError, UnicodeDecodeError):
