@@ -279,7 +279,8 @@ def claim_folders(cfg: Any) -> Any:
             raise ConfigError(
                 f"checkpoint.root was {before.checkpoint.root}, is {cfg.checkpoint.root}, and the "
                 f"checkpoints of this run are in {old}: it would start from scratch. Copy "
-                f"{CHECKPOINTS} and {CONFIG} from there to {root}, or leave checkpoint.root as it was"
+                f"{CHECKPOINTS} and {CONFIG} from there to {root}, or leave checkpoint.root as it "
+                "was"
             )
     elif CONFIG in present and not _is_ours(folder / CONFIG, type(cfg)):
         raise ConfigError(
