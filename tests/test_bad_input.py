@@ -566,7 +566,8 @@ def test_data_that_is_damaged(start, tmp_path) -> None:
     refused(done, "b.jsonl line 1: expected text in 'text', got int 3", did=("encode_source",))
     (tmp_path / "c.jsonl").write_text('{"text": "a"}\n{"text": ')
     done = start("--data.train_files", str(tmp_path / "c.jsonl"))
-    refused(done, "c.jsonl line 2: expected JSON", "Repair or remove it", did=("encode_source",))
+    said = "Repair or remove the row"
+    refused(done, "c.jsonl line 2: expected JSON", said, did=("encode_source",))
     (tmp_path / "d.txt").write_bytes(b"caf\xe9")
     done = start("--data.train_files", str(tmp_path / "d.txt"))
     refused(done, "d.txt is not UTF-8 text: byte 0xe9 at offset 3", "iconv")

@@ -117,7 +117,7 @@ BAD: dict[str, dict[str, tuple[Any, str]]] = {
             turns({"role": "assistant", "content": None, "function_call": {}}),
             "expected text in 'messages[2].tool_calls[0].function.name', got null",
         ),
-        "no_answer": ({"messages": [ASK, ASK]}, "a turn of the assistant to learn from"),
+        "no_answer": ({"messages": [ASK, ASK]}, "a turn of the assistant to train on"),
         "call_of_user": (
             turns({"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}),
             "tool_calls in turns of the assistant only",
@@ -169,7 +169,7 @@ BAD: dict[str, dict[str, tuple[Any, str]]] = {
         "surrogate": ({"prompt": "a", "completion": "\udfff"}, "lone surrogate"),
     },
     "lists": {
-        "completion_of_user": ({"prompt": [ASK], "completion": [ASK]}, "of the assistant to learn"),
+        "completion_of_user": ({"prompt": [ASK], "completion": [ASK]}, "of the assistant to train on"),
         "answer_in_prompt": ({"prompt": [ASK, ANSWER], "completion": [ASK]}, "in the completion"),
         "empty_prompt": ({"prompt": [], "completion": [ANSWER]}, "turns in 'prompt', got an empty"),
         "number_as_prompt": ({"prompt": 1, "completion": [ANSWER]}, "list of turns in 'prompt'"),
@@ -463,7 +463,7 @@ COLUMNS = {
     "null_content": ([turn(b"user", None)], "text in 'messages[0].content', got null"),
     "null_answer": ([turn(content=None)], "expected an answer in turn 0"),
     "empty_answer": ([turn(content=b"")], "expected an answer in turn 0"),
-    "no_answer": ([turn(b"user")], "a turn of the assistant to learn from"),
+    "no_answer": ([turn(b"user")], "a turn of the assistant to train on"),
     "unknown_role": ([turn(b"cat")], "got str 'cat'"),
 }
 

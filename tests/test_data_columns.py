@@ -157,14 +157,14 @@ def test_sources_to_evaluate_on_have_names_of_their_own(tmp_path):
     columns = {"prompt": "q", "completion": "a"}
     cfg = FinetuneDataConfig(train_files=a, eval_files=[b], columns=columns)
     with pytest.raises(DataError, match=r"names 'q', the rows have .*data.eval_sources"):
-        load_sources(cfg, what="eval")
+        load_sources(cfg, purpose="eval")
     same = SourceConfig(files=b, columns={"prompt": "prompt"})
     other = SourceConfig(files=c, name="mine", columns={"prompt": "ask", "completion": "say"})
     cfg = replace(cfg, eval_files=[a], eval_sources=[same, other])
-    sources = load_sources(cfg, what="eval")
+    sources = load_sources(cfg, purpose="eval")
     assert [source.name for source in sources] == ["a", "b", "mine"]
     assert [examples(source) for source in sources] == [[PromptCompletion(Q, A)]] * 3
-    assert load_sources(replace(cfg, eval_files=[], eval_sources=[]), what="eval") == []
+    assert load_sources(replace(cfg, eval_files=[], eval_sources=[]), purpose="eval") == []
 
 
 @pytest.mark.parametrize(

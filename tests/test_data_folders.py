@@ -47,7 +47,7 @@ def write(folder: Path, files: dict[str, str], card: str | None = None) -> str:
 
 
 def texts(what: str = "train", **settings) -> list[str]:
-    (source,) = load_sources(FinetuneDataConfig(**settings), what=what)
+    (source,) = load_sources(FinetuneDataConfig(**settings), purpose=what)
     return [source.example(stored).text for stored in source.rows]
 
 

@@ -417,9 +417,9 @@ def test_globs_folders_sources_and_their_names(tmp_path, monkeypatch):
         "more/a.jsonl",
         "b.v1.jsonl",
     ]
-    evaluated = load_sources(DataConfig(eval_files=["more", "b.v1.jsonl"]), what="eval")
+    evaluated = load_sources(DataConfig(eval_files=["more", "b.v1.jsonl"]), purpose="eval")
     assert [s.name for s in evaluated] == ["a", "b.v1"]
-    assert load_sources(DataConfig(train_files="*.jsonl*"), what="eval") == []
+    assert load_sources(DataConfig(train_files="*.jsonl*"), purpose="eval") == []
     twice = [SourceConfig(files="more", name=name) for name in ("x", "x", "x-2")]
     assert len({s.name for _, s in list_sources(DataConfig(sources=twice))}) == 3
 
@@ -471,7 +471,7 @@ def test_rows_of_another_layout_are_bad():
 
 def test_builtin_instructions(monkeypatch):
     cfg = DataConfig()
-    assert load_sources(cfg, what="eval") == []
+    assert load_sources(cfg, purpose="eval") == []
     files = instructions.find_stdlib_files()[::12]
     monkeypatch.setattr(instructions, "find_stdlib_files", lambda: files)
     (source,) = load_sources(cfg)
@@ -536,7 +536,7 @@ def test_a_column_that_later_files_have_is_no_silent_loss(tmp_path, streaming):
     pq.write_table(pa.table({"input_ids": [[5, 6]], "id": [1]}), tmp_path / "a.parquet")
     more = {"input_ids": [[5, 6]], "labels": [[-100, 6]], "note": ["x"]}
     pq.write_table(pa.table(more), tmp_path / "b.parquet")
-    expected = r"b.parquet has other columns than the first file: labels; give it as a source of "
+    expected = r"b.parquet has other columns than the first file: labels; make it a separate "
     with pytest.raises(DataError, match=expected):
         list(load(str(tmp_path), streaming=streaming)[0].rows)
     # What is of no use to any format may differ.

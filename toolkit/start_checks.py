@@ -36,7 +36,7 @@ from toolkit.data.first_rows import LOOK_ROWS, LOOK_SHARDS, SHARD_ROWS, RowCheck
 from toolkit.data.order.position import accumulation_for
 from toolkit.data.prepare import build_encoder
 from toolkit.data.row_formats import find_row_format
-from toolkit.data.sources.files import What, list_sources
+from toolkit.data.sources.files import Purpose, list_sources
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder
 from toolkit.data.tokens.tokenizer import load_tokenizer, prepare_tokenizer, use_model_tokenizer
@@ -424,7 +424,7 @@ def check_rows(start: Start) -> str:
     if has_no_tokenizer or _has_remote_rows(cfg):
         return ""
     encoder = build_encoder(cfg, model_cfg, start.model)
-    purposes: tuple[What, ...] = ("train", "eval")
+    purposes: tuple[Purpose, ...] = ("train", "eval")
     has_template = encoder.has_chat_template
     row_format = encoder.row_format
     load = partial(load_sources, cfg.data, row_format=row_format, has_template=has_template)

@@ -183,7 +183,7 @@ def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_
     has_template = encoder.has_chat_template
     sources = load_sources(data, row_format=row_format, has_template=has_template)
     # Read before the training data is encoded, which may take an hour.
-    evals = load_sources(data, what="eval", row_format=row_format, has_template=has_template)
+    evals = load_sources(data, purpose="eval", row_format=row_format, has_template=has_template)
     _warn_of_shared_files(sources, evals)
     _warn_of_unused_variables(data, [*sources, *evals])
     rows = train.micro_batch * train.gradient_accumulation_steps

@@ -16,7 +16,7 @@ import datasets
 from toolkit.config.settings import RunConfig
 from toolkit.data.report import check_supervised
 from toolkit.data.row_formats import find_row_format
-from toolkit.data.sources.files import What
+from toolkit.data.sources.files import Purpose
 from toolkit.data.sources.row_values import BadRow, catch_bad_row
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.tokens.encode import Encoder, check_documents
@@ -82,7 +82,7 @@ class Head:
         return file
 
 
-def read_heads(cfg: RunConfig, encoder: Encoder | None, purpose: What = "train") -> list[Head]:
+def read_heads(cfg: RunConfig, encoder: Encoder | None, purpose: Purpose = "train") -> list[Head]:
     """Read the first rows of each source of the config, and check them as the run will.
 
     Args:

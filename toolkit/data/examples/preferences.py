@@ -37,8 +37,8 @@ from toolkit.data.examples.recognise import (
     SYSTEM_REMARK,
     Layout,
     Remark,
-    has_text,
     find_system_column,
+    has_text,
 )
 from toolkit.data.examples.turns import SPELLINGS, TURN_COLUMNS, holds_prompt
 from toolkit.data.sources.row_values import BadRow, Row, list_names

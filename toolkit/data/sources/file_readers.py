@@ -39,22 +39,31 @@ from toolkit.data.sources.row_values import (
 from toolkit.data.sources.tables import PLACE, Bounds, to_tables
 from toolkit.errors import DataError
 
-ROW_BYTES = 64 << 20  # a longer row is bad: reading it may take all memory
-LIST_BYTES, LIST_VALUES = 512 << 20, 20_000_000  # of one JSON list, which is parsed as a whole
+ROW_BYTES = 64 << 20  # a longer row is bad, because reading it may take all memory
+# Limits of one JSON list, which is parsed at once.
+LIST_BYTES, LIST_VALUES = 512 << 20, 20_000_000
 
-# The bytes of a row (JSON), and what is wrong with one that was not read: reason, newline, message.
+# Columns: the bytes of a row (JSON), and the problem of one that cannot be read: its reason, a
+# newline and the message.
 RAW, FAULT = "_raw", "_fault"
 LINES = pa.schema({RAW: pa.large_binary(), PLACE: pa.string(), FAULT: pa.string()})
 _BLOCK = 1 << 20
 
-_Rows = Iterator[tuple[int, bytes | BadRow]]  # the number of a row, its bytes or what is wrong
+_Rows = Iterator[tuple[int, bytes | BadRow]]  # number of a row, and its bytes or its problem
 
 
 def line_tables(
     file: str, bounds: Bounds | None = None, *, kind: Kind, limit: int
 ) -> Iterator[pa.Table]:
-    """Yield a file as tables of `LINES`; holds some megabytes, of CSV a line, of a JSON list the
-    whole file. `bounds`: JSON lines that begin at these bytes.
+    """Read a file of JSON lines, a JSON list or CSV as tables with the schema `LINES`.
+
+    Holds a few megabytes in memory, but of a JSON list the complete file.
+
+    Args:
+        file: its path.
+        bounds: read only the JSON lines that begin within these bytes.
+        kind: `csv` or `json`.
+        limit: maximum number of bytes of a row.
     """
     if os.path.getsize(file) == 0:
         return
@@ -78,10 +87,14 @@ def line_tables(
 
 
 def decode_row(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the mapping that a raw row stands for; raise BadRow for one that is none."""
+    """Parse a row that is stored as bytes.
+
+    Raises:
+        BadRow: the row is not a JSON mapping, or could not be read.
+    """
     if stored[FAULT] is not None:
-        reason, _, said = stored[FAULT].partition("\n")
-        raise BadRow(said, reason)
+        reason, _, message = stored[FAULT].partition("\n")
+        raise BadRow(message, reason)
     raw = stored[RAW]
     try:
         row = parse_json(raw.decode("utf-8"))
@@ -101,7 +114,7 @@ def _is_lines(file: str) -> bool:
 
 
 def first_row(file: Path) -> dict[str, Any] | None:
-    """Return the first line that is not empty where it is a JSON mapping, as of JSON lines."""
+    """Parse the first line that is not empty, as in JSON lines; None if it is no mapping."""
     with open(file, "rb") as stream:
         for _, line in _bounded_lines(stream, _BLOCK):
             if line is None:
@@ -121,13 +134,14 @@ def _open(file: str) -> IO[bytes]:
 
 
 def cut_lines(file: str, count: int) -> list[tuple[Bounds, int]]:
-    """Return the bytes of JSON lines in `count` parts; see `Cut`."""
+    """Split JSON lines into `count` parts by bytes, if the file allows it; see `Cut`."""
     try:
         with _open(file) as stream:
             packed = not isinstance(stream, io.BufferedReader) or file.lower().endswith(".zst")
             if packed or (not _is_lines(file) and _is_list(stream)):
                 return []
-    except OSError:  # its reader names what is wrong
+    except OSError:
+        # The reader of the rows reports the error.
         return []
     edges = [os.path.getsize(file) * i // count for i in range(count + 1)]
     return [((begin, end), end - begin) for begin, end in pairwise(edges)]
@@ -144,12 +158,14 @@ def _lines(stream: IO[bytes], file: str, limit: int, bounds: Bounds | None = Non
 def _bounded_lines(
     stream: IO[bytes], limit: int, bounds: Bounds | None = None
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (number, line), of the lines that begin within `bounds`; None for a line beyond
-    `limit`, whose rest is read and forgotten.
+    """Yield the number and bytes of each line that begins within `bounds`.
+
+    A line that is longer than `limit` is None; the rest of it is skipped.
     """
     begin, end = bounds or (0, None)
     if begin:
-        stream.seek(begin - 1)  # where a line ends the next one is the first
+        # If a line ends just before `begin`, the next one is the first.
+        stream.seek(begin - 1)
         _skip_line(stream)
     number = 0
     while (end is None or stream.tell() < end) and (line := stream.readline(limit + 2)):
@@ -185,7 +201,7 @@ def _list(stream: IO[bytes], file: str, limit: int) -> _Rows:
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{file}: expected a JSON list of mappings, got a broken one ({error}); repair the "
-            "file, or write JSON lines, of which broken ones can be left out"
+            "file, or write JSON lines, of which broken ones can be skipped"
         ) from error
     for index, row in enumerate(rows):
         raw = json.dumps(row).encode()
@@ -193,8 +209,9 @@ def _list(stream: IO[bytes], file: str, limit: int) -> _Rows:
 
 
 def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
-    """Read a header and rows after RFC 4180, all values text; a row becomes a JSON mapping. Fields
-    of .tsv are apart by tabs.
+    """Read a header and rows as in RFC 4180, and convert each row to a JSON mapping of texts.
+
+    In a .tsv file, tabs separate the fields.
     """
     csv.field_size_limit(max(csv.field_size_limit(), limit))
     read = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="\n")
@@ -229,8 +246,8 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
             except UnicodeEncodeError as error:
                 yield first, _not_utf8(ord(row[error.start]) - 0xDC00)
         elif fields:
-            said = f"expected {len(header)} fields ({list_names(header)}), got {len(fields)}"
-            yield first, BadRow(said, "wrong number of fields")
+            message = f"expected {len(header)} fields ({list_names(header)}), got {len(fields)}"
+            yield first, BadRow(message, "wrong number of fields")
 
 
 def _too_long(limit: int) -> BadRow:
@@ -248,7 +265,7 @@ PIECES = pa.schema({"text": _TEXT, "start": _FLAG, "end": _FLAG, PLACE: _TEXT})
 
 
 def text_tables(file: str) -> Iterator[pa.Table]:
-    """Yield a text file as tables of `PIECES`; see `pieces`."""
+    """Read a text file as tables with the schema `PIECES`, one row per piece."""
     texts = enumerate(pairwise(chain(read_pieces(Path(file)), [None])))
     rows = (
         (text or "", not number, following is None, f"piece {number} (counted from 0)")
@@ -258,8 +275,10 @@ def text_tables(file: str) -> Iterator[pa.Table]:
 
 
 def read_pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
-    """Yield the text of a file in pieces of about `size` bytes; what is not UTF-8 is a DataError
-    that names the offset.
+    """Read the text of a file in pieces of about `size` bytes.
+
+    Raises:
+        DataError: the file is not UTF-8; the error names the offset.
     """
     with open(file, "rb") as stream:
         offset = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
@@ -270,32 +289,32 @@ def read_pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{file} is not UTF-8 text: byte 0x{block[error.start]:02x} at offset "
-                    f"{offset + error.start}. Convert it (iconv -f latin1 -t utf-8) or leave it out"
+                    f"{offset + error.start}. Convert it (iconv -f latin1 -t utf-8) or remove it"
                 ) from error
             offset += len(block)
 
 
 def split_text(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
-    """Yield `text` in parts of about `size` bytes, cut as a file is."""
+    """Split a text into parts of about `size` bytes, in the same way as a file."""
     return (block.decode() for block in _pieces(io.BytesIO(text.encode()), size))
 
 
 def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
-    rest = b""
+    buffer = b""
     while len(block := stream.read(size)) == size:
-        rest += block
-        end = find_cut(rest)
-        yield rest[:end]
-        rest = rest[end:]
-    if rest or block:
-        yield rest + block
+        buffer += block
+        end = find_cut(buffer)
+        yield buffer[:end]
+        buffer = buffer[end:]
+    if buffer or block:
+        yield buffer + block
 
 
 def find_cut(block: bytes) -> int:
-    """Return where to end a piece of UTF-8 text: where a tokenizer ends a token anyway.
+    """Find the offset at which to cut UTF-8 text so that no token is likely to be cut.
 
-    After a newline between two lines that neither end nor begin with white space; where there is
-    none, after any newline, before a space, or at least between two characters.
+    That is after a newline between two lines that neither end nor begin with white space. If there
+    is none, it is after any newline, else before a space, else between two characters.
     """
     at = block.rfind(b"\n", 1, -1)
     while at > 0 and (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):

@@ -1,4 +1,4 @@
-"""Which sources a config names, and which files, of which kind, paths, folders and globs mean."""
+"""List the sources of a config, and resolve their paths, folders and globs to files of one kind."""
 
 import glob
 import os
@@ -13,7 +13,7 @@ from toolkit.config.data import DataConfig, SourceConfig
 from toolkit.errors import DataError, one_line
 
 Kind = Literal["json", "csv", "parquet", "arrow", "text"]
-What = Literal["train", "eval"]
+Purpose = Literal["train", "eval"]
 
 _TABULAR: tuple[Kind, ...] = ("json", "csv", "parquet", "arrow")
 DATA_ENDINGS: dict[str, Kind] = {
@@ -28,41 +28,48 @@ _TEXT = (
     "c cc cpp cu go h hpp html java jl js lua md py pyi r rb rs rst scala sh sql tex text ts txt"
 )
 TEXT_ENDINGS = [f".{name}" for name in _TEXT.split()]
-"""Endings of text that are taken from beneath a folder; a file named itself may have any."""
+"""Endings of text files that are read from a folder. A file that is named may have any ending."""
 
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
-_SPLITS = {"train": ("train",), "eval": ("validation", "test", "train")}  # the first that is there
-_OF_A_SPLIT = re.compile(r"(?<![a-z0-9])(train|test|valid|validation|val|dev|eval)(?![a-z])", re.I)
+_SPLITS = {"train": ("train",), "eval": ("validation", "test", "train")}  # in order of preference
+_SPLIT_NAME = re.compile(r"(?<![a-z0-9])(train|test|valid|validation|val|dev|eval)(?![a-z])", re.I)
 _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
-def list_sources(cfg: DataConfig, what: What = "train") -> list[tuple[str, SourceConfig]]:
-    """Return the sources that `cfg` names as (setting, source).
+def list_sources(cfg: DataConfig, purpose: Purpose = "train") -> list[tuple[str, SourceConfig]]:
+    """List the sources that a config names for training or for evaluation.
 
-    Each entry of `eval_files` is a source; those of `eval_sources` follow.
+    Each entry of `eval_files` is a source; those of `eval_sources` follow. A source without a name
+    gets the name of its first file or data set, and repeated names are numbered.
 
-    A source without a name gets that of its first file or data set; repeated names are numbered.
+    Returns:
+        (setting, source) of each source.
     """
-    found: list[tuple[str, SourceConfig]] = []
-    if what == "eval":
+    sources: list[tuple[str, SourceConfig]] = []
+    if purpose == "eval":
         files = [cfg.eval_files] if isinstance(cfg.eval_files, str) else cfg.eval_files
-        found = [("data.eval_files", SourceConfig(files=entry)) for entry in files]
-        found += [(f"data.eval_sources[{i}].files", s) for i, s in enumerate(cfg.eval_sources)]
+        sources = [("data.eval_files", SourceConfig(files=entry)) for entry in files]
+        sources += [(f"data.eval_sources[{i}].files", s) for i, s in enumerate(cfg.eval_sources)]
     elif cfg.sources:
-        found = [(f"data.sources[{i}].files", source) for i, source in enumerate(cfg.sources)]
+        sources = [(f"data.sources[{i}].files", source) for i, source in enumerate(cfg.sources)]
     elif cfg.train_files or cfg.dataset_name:
-        of = (cfg.train_files, cfg.dataset_name, cfg.dataset_config_name, cfg.dataset_split)
-        found = [("data.train_files", SourceConfig(*of))]
-    names = [source.name or _name(source, setting) for setting, source in found]
+        source = SourceConfig(
+            files=cfg.train_files,
+            dataset_name=cfg.dataset_name,
+            dataset_config_name=cfg.dataset_config_name,
+            dataset_split=cfg.dataset_split,
+        )
+        sources = [("data.train_files", source)]
+    names = [source.name or _default_name(source, setting) for setting, source in sources]
     for i, name in enumerate(names):
         number = 1
         while names[i] in names[:i] or (number > 1 and names[i] in names[i + 1 :]):
             number += 1
             names[i] = f"{name}-{number}"
-    return [(s, replace(source, name=n)) for (s, source), n in zip(found, names, strict=True)]
+    return [(s, replace(source, name=n)) for (s, source), n in zip(sources, names, strict=True)]
 
 
-def _name(source: SourceConfig, setting: str) -> str:
+def _default_name(source: SourceConfig, setting: str) -> str:
     if source.dataset_name:
         return Path(source.dataset_name).name or source.dataset_name
     first = find_files(source.files, setting)[0]
@@ -70,114 +77,145 @@ def _name(source: SourceConfig, setting: str) -> str:
     return Path(first.stem).stem if packed else first.stem
 
 
-def find_files(patterns: str | list[str], what: str) -> list[Path]:
-    """Return the files that `patterns` name: absolute, each once, in the order given.
+def find_files(patterns: str | list[str], setting: str) -> list[Path]:
+    """Find the files that patterns match.
 
-    A pattern is a file, a folder (every file beneath it of a known ending) or a glob, with `**` and
-    `~`; what it finds is sorted. Nothing is a DataError that names the setting `what`.
+    Args:
+        patterns: files, folders (all files beneath them with a known ending) or globs with `**` and
+            `~`.
+        setting: the setting that holds the patterns, for messages.
+
+    Returns:
+        Absolute paths without duplicates, in the order of the patterns, sorted within each.
+
+    Raises:
+        DataError: a pattern matches no file.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found |= dict.fromkeys(Path(os.path.abspath(file)) for file in _matches(pattern, what))
-    return list(found)
+        files |= dict.fromkeys(Path(os.path.abspath(file)) for file in _matches(pattern, setting))
+    return list(files)
 
 
-def common_file_kind(files: list[Path], what: str) -> Kind:
-    """Return the one kind that all of `files` are of; several are a DataError."""
+def common_file_kind(files: list[Path], setting: str) -> Kind:
+    """Determine the kind that all files have, by their endings.
+
+    Raises:
+        DataError: the files are of several kinds.
+    """
     kinds = {DATA_ENDINGS.get(_ending(file), "text"): file for file in reversed(files)}
     if len(kinds) > 1:
         mixed = ", ".join(f"{kind}: {file}" for kind, file in kinds.items())
         raise DataError(
-            f"{what}: expected files of one kind, got several ({mixed}). Name one kind with a glob "
-            "such as data/*.jsonl, or convert the others"
+            f"{setting}: expected files of one kind, got several ({mixed}). Name one kind with a "
+            "glob such as data/*.jsonl, or convert the others"
         )
     return next(iter(kinds))
 
 
 def find_stdlib_files() -> list[Path]:
-    """Return the source files of Python's standard library, without tests: some 11 MB of text."""
+    """Find the source files of Python's standard library, without tests: about 11 MB of text."""
     root = Path(sysconfig.get_paths()["stdlib"]).resolve()
     return [
         file
-        for file in _beneath(root)
+        for file in _walk_files(root)
         if file.suffix == ".py" and _NOT_TEXT.isdisjoint(file.relative_to(root).parts)
     ]
 
 
-def _matches(pattern: str, what: str) -> list[Path]:
+def _matches(pattern: str, setting: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if is_saved_data_set(path):
-        raise DataError(f"{what}: {pattern} is a data set folder; give it as data.dataset_name")
-    if path.is_file():  # before the glob: a file's own name may hold brackets
+        raise DataError(f"{setting}: {pattern} is a data set folder; set data.dataset_name to it")
+    # The name of a file may contain brackets, so the file itself comes before the glob.
+    if path.is_file():
         return [path]
     if path.is_dir():
-        if (split := find_split(path, what)) is not None:
+        if (split := find_split(path, setting)) is not None:
             return split.files
-        known = [*DATA_ENDINGS, *TEXT_ENDINGS]
-        found = [p for p in _beneath(path) if _ending(p) in known]
-        if any(_ending(p) in DATA_ENDINGS for p in found):
-            found = [p for p in found if p.name != "README.md"]
-        why = (
-            f"the folder {pattern} holds no file of a known ending ({' '.join(known)}); name files "
-            f"of other endings with a glob such as {pattern}/*.log"
+        endings = [*DATA_ENDINGS, *TEXT_ENDINGS]
+        files = [p for p in _walk_files(path) if _ending(p) in endings]
+        if any(_ending(p) in DATA_ENDINGS for p in files):
+            files = [p for p in files if p.name != "README.md"]
+        problem = (
+            f"the folder {pattern} holds no file of a known ending ({' '.join(endings)}); name "
+            f"files of other endings with a glob such as {pattern}/*.log"
         )
     else:
         globbed = map(Path, glob.glob(str(path), recursive=True))
-        found = sorted(p for p in globbed if p.is_file())
-        why = f"{pattern!r} matches no file (current folder: {Path.cwd()}); check the path or glob"
-    if not found:
-        raise DataError(f"{what}: {why}")
-    return found
+        files = sorted(p for p in globbed if p.is_file())
+        problem = (
+            f"{pattern!r} matches no file (current folder: {Path.cwd()}); check the path or glob"
+        )
+    if not files:
+        raise DataError(f"{setting}: {problem}")
+    return files
 
 
 class Split(NamedTuple):
-    """A split of a data set in a folder, and how many files its other splits have."""
+    """A split of a data set in a folder."""
 
     name: str
     files: list[Path]
-    others: dict[str, int]
+    other_splits: dict[str, int]
+    """Other splits -> number of their files."""
 
 
-def find_split(folder: Path, what: str) -> Split | None:
-    """Return the split that the setting `what` reads of a folder as the Hub has them: with a
-    README.md that names files, or files that are named after splits. None for any other folder.
+def find_split(folder: Path, setting: str) -> Split | None:
+    """Find the split to read from a folder with the layout of data sets on the Hub.
+
+    Such a folder has a README.md that names files, or files that are named after splits.
+
+    Args:
+        folder: any folder.
+        setting: the setting that names it, which determines the split, and for messages.
+
+    Returns:
+        The split; None if the folder has another layout.
+
+    Raises:
+        DataError: the data set cannot be read, or has no suitable split.
     """
     card = folder / "README.md"
-    named = card.is_file() and card.read_bytes().startswith(b"---")
-    rows = [str(f.relative_to(folder)) for f in _beneath(folder) if _ending(f) in DATA_ENDINGS]
-    if not rows or not (named or any(map(_OF_A_SPLIT.search, rows))):
+    has_front_matter = card.is_file() and card.read_bytes().startswith(b"---")
+    files_of_rows = (f for f in _walk_files(folder) if _ending(f) in DATA_ENDINGS)
+    paths = [str(file.relative_to(folder)) for file in files_of_rows]
+    if not paths or not (has_front_matter or any(map(_SPLIT_NAME.search, paths))):
         return None
-    import datasets  # seconds; a start from the command line refuses paths before it
+    # This import takes seconds, and a start from the command line checks paths before.
+    import datasets
 
     try:
-        found = datasets.load_dataset_builder(str(folder.resolve())).config.data_files or {}
-    except Exception as error:  # the folder comes from outside: it may hold anything
+        data_files = datasets.load_dataset_builder(str(folder.resolve())).config.data_files or {}
+    except Exception as error:
+        # The folder comes from outside and may contain anything.
         advice = "name its files with a glob, or set data.dataset_name and dataset_config_name"
-        said = f"{what}: the data set in {folder} cannot be used ({one_line(error)}); {advice}"
-        raise DataError(said) from error
-    files = {str(name): [Path(file) for file in some] for name, some in found.items()}
-    wanted = _SPLITS["eval" if what.startswith("data.eval_") else "train"]
-    name = next((name for name in wanted if files.get(name)), None)
+        raise DataError(
+            f"{setting}: the data set in {folder} cannot be used ({one_line(error)}); {advice}"
+        ) from error
+    splits = {str(name): [Path(file) for file in files] for name, files in data_files.items()}
+    preferred = _SPLITS["eval" if setting.startswith("data.eval_") else "train"]
+    name = next((name for name in preferred if splits.get(name)), None)
     if name is None:
-        has = ", ".join(files) or "none"
-        raise DataError(f"{what}: expected a split {wanted[0]} in {folder}, found {has}")
-    return Split(name, files[name], {n: len(f) for n, f in files.items() if n != name})
+        names = ", ".join(splits) or "none"
+        raise DataError(f"{setting}: expected a split {preferred[0]} in {folder}, found {names}")
+    return Split(name, splits[name], {n: len(f) for n, f in splits.items() if n != name})
 
 
-def _beneath(root: Path) -> Iterator[Path]:
-    """Yield the files beneath `root`, sorted within each folder; neither hidden ones nor caches."""
+def _walk_files(root: Path) -> Iterator[Path]:
+    """Yield the files beneath `root`, sorted within each folder, without hidden ones and caches."""
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
         yield from (Path(folder, n) for n in sorted(names) if not n.startswith("."))
 
 
 def is_saved_data_set(folder: Path) -> bool:
-    """Whether `save_to_disk` of `datasets` wrote the folder."""
+    """Return True if `save_to_disk` of `datasets` wrote the folder."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _ending(file: Path) -> str:
-    """Return the lower-case ending, that of `a.jsonl` for `a.jsonl.gz`."""
+    """Return the lower-case ending of a file; `.jsonl` for `a.jsonl.gz`."""
     inner = Path(file.stem).suffix.lower()
     if file.suffix.lower() in _COMPRESSED and DATA_ENDINGS.get(inner) in ("json", "csv"):
         return inner

@@ -1,7 +1,7 @@
-"""Instructions and answers that every machine has: made of the functions of the standard library.
+"""Build instructions and answers from the functions of Python's standard library.
 
-A function with a docstring gives two conversations: from its signature and docstring to its body,
-and from its code to the first sentence of its docstring; short ones only.
+Every machine has them. A short function with a docstring gives two conversations: one from its
+signature and docstring to its body, and one from its code to the first sentence of its docstring.
 """
 
 import ast
@@ -17,7 +17,7 @@ import pyarrow as pa
 from toolkit.data.sources.files import find_stdlib_files
 from toolkit.data.sources.tables import compute_digest, digest_contents, load_or_build, to_tables
 
-BODY_LINES, BODY_CHARACTERS = 30, 1200  # a function whose body has more is left out
+BODY_LINES, BODY_CHARACTERS = 30, 1200  # a function with a longer body is skipped
 DOCSTRING_CHARACTERS = 400  # a longer one is cut after a paragraph
 _WHERE = "the standard library"
 _VERSION = 2  # part of the cache key: raise it when the same files give other pairs
@@ -34,12 +34,12 @@ _EXPLAIN = (
     "Write the first line of the docstring of this Python function.",
     "Describe this Python function in one sentence.",
 )
-_PAIRS = 2_000  # of preferences: a demo asks its reference for all of them first
+_PAIRS = 2_000  # few, because a demo evaluates its reference model on all of them first
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def build_conversations() -> datasets.Dataset:
-    """Return several thousand conversations of two turns: made in a few seconds, and cached."""
+    """Build several thousand conversations of two turns, in a few seconds, and cache them."""
     files = find_stdlib_files()
     key = compute_digest(_VERSION, digest_contents(files, _WHERE))
     tables = to_tables(_rows(files), _ROWS)
@@ -47,7 +47,7 @@ def build_conversations() -> datasets.Dataset:
 
 
 def build_preferences() -> datasets.Dataset:
-    """Return two thousand pairs: the right answer, and the same with more than was asked for."""
+    """Build two thousand pairs; the rejected answer is the chosen one with superfluous text."""
     files = find_stdlib_files()
     key = compute_digest(_VERSION, f"longer {_PAIRS}", digest_contents(files, _WHERE))
     tables = to_tables(islice(_preferences(files), _PAIRS), _PREFERENCES)
@@ -79,8 +79,8 @@ def _pairs_of(file: Path) -> Iterator[tuple[str, str]]:
             return
     lines = source.splitlines()
     for node in ast.walk(tree):
-        if isinstance(node, _Function) and (found := _parts(node, lines)):
-            signature, docstring, body = found
+        if isinstance(node, _Function) and (parts := _split_function(node, lines)):
+            signature, docstring, body = parts
             style = len(node.name) + len(body)  # depends on no other function
             inside = textwrap.indent(f'"""{docstring}"""', "    ")
             documented = f"{signature}\n{inside}"
@@ -90,8 +90,8 @@ def _pairs_of(file: Path) -> Iterator[tuple[str, str]]:
                 yield question, summary
 
 
-def _parts(node: _Function, lines: list[str]) -> tuple[str, str, str] | None:
-    """Return signature, docstring and body of a function; None where it does not suit."""
+def _split_function(node: _Function, lines: list[str]) -> tuple[str, str, str] | None:
+    """Split a function into signature, docstring and body; None if it is not suitable."""
     docstring = _short(ast.get_docstring(node) or "")
     if not docstring or len(node.body) < 2:
         return None
@@ -113,20 +113,20 @@ def _parts(node: _Function, lines: list[str]) -> tuple[str, str, str] | None:
 
 
 def _short(docstring: str) -> str:
-    """Return the first paragraphs, as far as they are short; empty where the first one is not."""
+    """Select the first short paragraphs of a docstring; empty if the first one is long."""
     if '"""' in docstring or "\\" in docstring or "\0" in docstring:
         return ""
-    kept = ""
+    text = ""
     for paragraph in docstring.split("\n\n"):
-        longer = f"{kept}\n\n{paragraph}" if kept else paragraph
+        longer = f"{text}\n\n{paragraph}" if text else paragraph
         if len(longer) > DOCSTRING_CHARACTERS or ">>>" in paragraph:
             break
-        kept = longer
-    return kept.strip()
+        text = longer
+    return text.strip()
 
 
 def _first_sentence(docstring: str) -> str:
-    """Return the sentence; empty where it is a signature or a word."""
+    """Extract the first sentence of a docstring; empty if it is a signature or a single word."""
     text = " ".join(docstring.partition("\n\n")[0].split())
     sentence = text.partition(". ")[0]
     if "->" in sentence or " " not in sentence:

@@ -1,4 +1,4 @@
-"""The values of a row: text that is text, lists that are lists, JSON text parsed."""
+"""Read and check the values of a row: text, lists and JSON text."""
 
 import json
 import reprlib
@@ -15,22 +15,27 @@ Row = dict[str, Any]  # column -> value; a turn of a conversation has this form 
 
 
 class BadRow(Exception):
-    """What is wrong with one row; whoever knows its file and number adds them."""
+    """A row that cannot be used. The caller that knows its file and number adds them.
 
-    def __init__(self, said: str, reason: str = "cannot be used") -> None:
-        super().__init__(said, reason)
-        self.reason = reason  # the same for all rows of this kind, to count them by
+    Args:
+        message: expected and actual content.
+        reason: a short text that is equal for all rows with this problem, to count them by.
+    """
+
+    def __init__(self, message: str, reason: str = "cannot be used") -> None:
+        super().__init__(message, reason)
+        self.reason = reason
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class SkippedRow(BadRow):
-    """A row that is left out and counted, whatever `on_bad_row` says."""
+    """A row that is skipped and counted, whatever the setting `data.on_bad_row`."""
 
 
 def catch_bad_row(fn: Callable[[Any], T], value: Any) -> T | BadRow:
-    """Return what `fn` makes of a value, or the BadRow that it raises."""
+    """Call `fn` with a value and return its result, or the BadRow that it raises."""
     try:
         return fn(value)
     except BadRow as bad:
@@ -38,12 +43,17 @@ def catch_bad_row(fn: Callable[[Any], T], value: Any) -> T | BadRow:
 
 
 def describe_value(value: Any) -> str:
-    """Return a value for a message: its type and its beginning, on one line, escaped."""
+    """Describe a value for a message: its type and its beginning, escaped and on one line."""
     return "null" if value is None else f"{type(value).__name__} {_short.repr(value)}"
 
 
 def escape_text(text: str, keep: str = "\n") -> str:
-    """Return text in which nothing moves the cursor, changes colours or cannot be seen."""
+    """Escape the characters of a text that control the terminal or are invisible.
+
+    Args:
+        text: any text.
+        keep: characters that are not escaped.
+    """
     return "".join(
         c
         if c in keep or c.isprintable() or unicodedata.category(c) == "Zs"
@@ -53,19 +63,30 @@ def escape_text(text: str, keep: str = "\n") -> str:
 
 
 def list_names(keys: Any) -> str:
-    """Return the names of columns or keys for a message, at most a dozen."""
+    """List the names of columns or keys for a message, at most a dozen of them."""
     names = [_short.repr(key) for key in keys]
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
     return (", ".join(names[:12]) + more) or "none"
 
 
 def refuse_value(value: Any, where: str, expected: str, reason: str = "wrong type") -> NoReturn:
-    """Raise a BadRow for a value that is not what was expected."""
+    """Raise a BadRow for a value that was not expected.
+
+    Args:
+        value: the actual value.
+        where: column, and place within it.
+        expected: description of the expected value.
+        reason: see `BadRow`.
+    """
     raise BadRow(f"expected {expected} in {where!r}, got {describe_value(value)}", reason)
 
 
 def read_list(value: Any, where: str) -> list[Any]:
-    """Return `value`, which must be a list, or JSON text of one."""
+    """Read a list, or JSON text of a list.
+
+    Raises:
+        BadRow: the value is another one.
+    """
     value = parse_json_text(value, where)
     if not isinstance(value, list):
         refuse_value(value, where, "a list")
@@ -73,7 +94,11 @@ def read_list(value: Any, where: str) -> list[Any]:
 
 
 def read_text(value: Any, where: str, *, nul: bool = False) -> str:
-    """Return `value`, which must be clean text; see `clean`."""
+    """Read text, which `check_text` accepts.
+
+    Raises:
+        BadRow: the value is another one.
+    """
     if not isinstance(value, str):
         refuse_value(value, where, "text")
     check_text(value, where, nul=nul)
@@ -81,19 +106,24 @@ def read_text(value: Any, where: str, *, nul: bool = False) -> str:
 
 
 def read_optional_text(row: dict[str, Any], name: str) -> str:
-    """Return the text of a column; empty where it is missing or null."""
+    """Read the text of a column; empty if it is missing or null."""
     return "" if row.get(name) is None else read_text(row[name], name)
 
 
 def parse_json_text(value: Any, where: str) -> Any:
-    """Return what JSON text stands for, checked by `clean`; anything else as it is."""
+    """Parse JSON text and check its texts; return any other value unchanged.
+
+    Raises:
+        BadRow: the text is not JSON, or `check_text` refuses it.
+    """
     if not isinstance(value, str):
         return value
     try:
         content = parse_json(value)
     except ValueError as error:
         raise BadRow(
-            f"expected a list, a mapping or JSON text in {where!r}, got {describe_value(value)} ({error})",
+            f"expected a list, a mapping or JSON text in {where!r}, got {describe_value(value)} "
+            f"({error})",
             "not JSON",
         ) from error
     check_text(content, where)
@@ -101,7 +131,11 @@ def parse_json_text(value: Any, where: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return what JSON text stands for; NaN and infinities, which are no JSON, raise ValueError."""
+    """Parse JSON text strictly.
+
+    Raises:
+        ValueError: the text is not JSON. NaN and infinities are not.
+    """
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is no JSON")
@@ -110,11 +144,20 @@ def parse_json(text: str) -> Any:
 
 
 def check_text(value: Any, where: str, *, nul: bool = False) -> None:
-    """Refuse text, however deep in `value`, that is not Unicode or, without `nul`, has a NUL."""
+    """Check the texts and numbers in a value, at any depth.
+
+    Args:
+        value: a value of a row.
+        where: column, for the message.
+        nul: allow NUL characters.
+
+    Raises:
+        BadRow: a text is not valid Unicode or has a NUL character, or a number is not finite.
+    """
     if isinstance(value, str):
         if not nul and "\0" in value:
-            said = f"expected text in {where!r}, got a NUL character at {value.index(chr(0))}"
-            raise BadRow(said, "NUL character")
+            message = f"expected text in {where!r}, got a NUL character at {value.index(chr(0))}"
+            raise BadRow(message, "NUL character")
         try:
             value.encode()
         except UnicodeEncodeError as error:

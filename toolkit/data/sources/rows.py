@@ -1,4 +1,4 @@
-"""Rows of a config's sources: read from files, with each one's place."""
+"""Load the sources of a config, and read their rows with the place of each row in its file."""
 
 import os
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from toolkit.data.row_formats import EXAMPLES, Parsed, RowFormat
 from toolkit.data.sources import file_readers, tables
 from toolkit.data.sources.file_readers import PIECES, text_tables
 from toolkit.data.sources.files import (
-    What,
+    Purpose,
     common_file_kind,
     find_files,
     find_split,
@@ -27,31 +27,35 @@ from toolkit.data.sources.files import (
 from toolkit.data.sources.row_values import BadRow, Row, catch_bad_row
 from toolkit.errors import DataError
 
-_OF_FILES = (tables.FILE, tables.PLACE)
+_PLACE_COLUMNS = (tables.FILE, tables.PLACE)
 
 _PROMPT_NAMES = ("instruction", "question", "query", "input", "context", "passage", "history")
 
-LOOK_AT = 100  # first rows of a source that its format is recognised by
+LOOK_AT = 100  # number of first rows that determine the format of a source
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Rows of one format; name, weight and max_repeats as in its `SourceConfig`."""
+    """Rows of one format, with name, weight and max_repeats of their `SourceConfig`."""
 
     name: str
-    where: str  # the setting and the first file, for messages
-    rows: tables.RowDataset  # as they are stored: see `row`
+    where: str
+    """The setting and the first file, for messages."""
+    rows: tables.RowDataset
+    """Rows as they are stored. `read` decodes one."""
     layout: recognise.Layout
     weight: float | None = None
     max_repeats: float | None = None
     files: tuple[str, ...] = ()
-    sizes: tuple[int, ...] | None = None  # bytes of each shard of a stream of files
+    sizes: tuple[int, ...] | None = None
+    """Bytes of each shard of a stream of files."""
     names: Names = Names({}, {}, {}, ())  # noqa: RUF009 - it is frozen
-    seen: frozenset[str] = frozenset()  # columns that are used, or said not to be
+    reported_columns: frozenset[str] = frozenset()
+    """Columns that are used, or that the report lists as unused."""
     row_format: RowFormat = EXAMPLES
 
     def files_digest(self) -> str:
-        """Return a digest of names and sizes of the files, in order; the folder may move."""
+        """Compute a digest of the names and sizes of the files, without their folder."""
         return tables.compute_digest([(Path(f).name, os.path.getsize(f)) for f in self.files])
 
     @cached_property
@@ -59,14 +63,17 @@ class DataSource:
         return dict(self.rows.features or {})
 
     def read(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns of a stored row, by their own names; raise BadRow where it cannot be
-        read.
+        """Decode a stored row, with the names of its columns in the file.
+
+        Raises:
+            BadRow: the row cannot be read.
         """
         if file_readers.RAW in stored:
             return file_readers.decode_row(stored)
-        of, names = self._features, [name for name in stored if name not in _OF_FILES]
         return {
-            name: tables.decode_and_drop_nulls(stored[name], name, of.get(name)) for name in names
+            name: tables.decode_and_drop_nulls(value, name, self._features.get(name))
+            for name, value in stored.items()
+            if name not in _PLACE_COLUMNS
         }
 
     def row(self, stored: dict[str, Any]) -> dict[str, Any]:
@@ -95,48 +102,58 @@ class DataSource:
         return self.row_format.parse(row, self.layout)
 
     def place(self, stored: dict[str, Any], number: int) -> str:
-        """Return where the `number`-th row of the source, or of a shard of a stream, stands."""
+        """Describe the place of a row for messages: its file and line, or its number.
+
+        Args:
+            stored: the row as it is stored.
+            number: its number in the source, or in a shard of a stream, from 0.
+        """
         if tables.FILE in stored:
             return f"{self.files[stored[tables.FILE]]} {stored[tables.PLACE]}"
         of_shard = "" if isinstance(self.rows, datasets.Dataset) else " of a shard"
         return f"{self.where} row {number}{of_shard} (counted from 0)"
 
     def refusal(self, stored: dict[str, Any], number: int, bad: BadRow) -> DataError:
-        """Return the error that ends the run for a bad row."""
+        """Create the error that ends the run for a bad row."""
         return DataError(
-            f"{self.place(stored, number)}: {bad}. Repair or remove it, or set data.on_bad_row: "
-            "skip"
+            f"{self.place(stored, number)}: {bad}. Repair or remove the row, or set "
+            "data.on_bad_row: skip"
         )
 
 
 def load_sources(
     cfg: DataConfig,
     *,
-    what: What = "train",
+    purpose: Purpose = "train",
     row_format: RowFormat = EXAMPLES,
     has_template: bool = True,
     streaming: bool | None = None,
 ) -> list[DataSource]:
-    """Return the sources that `cfg` names to train on or to evaluate on, not yet tokenised.
-
-    Documents are texts or token ids, whatever other columns rows have. If no source to train on is
-    configured, documents are the files of Python's standard library, and other rows are the
-    instructions made of them, if their format has such rows.
+    """Load the sources of a config to train on or to evaluate on; their rows are not tokenised.
 
     Files are JSON lines, JSON, CSV, Parquet, Arrow, or text (every other ending; one file is one
-    document). Of a folder as the Hub has them only the split to train on, or to evaluate on, is
-    read; a data set is a folder of `save_to_disk`, or an id on the Hub. With `cfg.streaming`
-    the rows to train on are streams, others are read once and cached.
+    document). Only one split is read from a data set folder with the layout of the Hub. A data set
+    by name is a folder of `save_to_disk`, or an id on the Hub. If no source to train on is
+    configured, documents are the files of Python's standard library, and examples are instructions
+    made of them, if the row format has such rows.
 
-    Without a chat template (`has_template`) dialogues in texts stay texts.
+    Args:
+        cfg: section `data` of the settings.
+        purpose: `train` or `eval`.
+        row_format: format of the rows. Documents are texts or token ids, whatever other columns
+            the rows have.
+        has_template: the tokenizer has a chat template. Without one, dialogues remain texts.
+        streaming: load the rows as streams; others are read once and cached. None: as `cfg` sets
+            it for training rows.
 
-    A DataError where a pattern matches nothing, kinds are mixed, a file cannot be read, there is no
-    row, or the first rows have no known format.
+    Raises:
+        DataError: a pattern matches no file, kinds of files are mixed, a file cannot be read, there
+            is no row, or the first rows have no known format.
     """
-    if streaming is None:  # else it is as the caller says, also of rows to evaluate on
-        streaming = cfg.streaming and what == "train"
-    configs = list_sources(cfg, what)
-    if not configs and what == "train":
+    if streaming is None:
+        streaming = cfg.streaming and purpose == "train"
+    configs = list_sources(cfg, purpose)
+    if not configs and purpose == "train":
         if not row_format.is_documents:
             if row_format.built_in_rows is None:
                 title = row_format.title
@@ -147,13 +164,15 @@ def load_sources(
             return [DataSource("stdlib-instructions", where, rows, layout, row_format=row_format)]
         source = SourceConfig(files=[str(f) for f in find_stdlib_files()], name="stdlib")
         configs = [("the built-in text", source)]
-    sources = [_source(source, setting, cfg, streaming, row_format) for setting, source in configs]
+    sources = [
+        _load_source(source, setting, cfg, streaming, row_format) for setting, source in configs
+    ]
     if has_template:
         return sources
     return [replace(s, layout=preferences.without_chat_template(s.layout)) for s in sources]
 
 
-def _source(
+def _load_source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, row_format: RowFormat
 ) -> DataSource:
     standard = row_format.standard_names
@@ -168,14 +187,14 @@ def _source(
     else:
         files = find_files(source.files, setting)
         kind = common_file_kind(files, setting)
-        _say_splits(source.files, setting)
+        _log_splits(source.files, setting)
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         where = f"{setting} ({files[0]}{more})"
         if not any(f.stat().st_size for f in files):
             raise DataError(f"{where}: expected text or rows, but every file is empty")
         if kind == "text":
             renamed.check_exist([{"text": ""}], where)
-            _check_text(files, where)
+            _check_text_files(files, where)
             reader, schema = partial(text_tables), PIECES
         elif kind in ("json", "csv"):
             reader = partial(file_readers.line_tables, kind=kind, limit=file_readers.ROW_BYTES)
@@ -189,39 +208,47 @@ def _source(
         }
         shards = tables.file_shards(files, cuts.get(kind) if streaming else None)
         rows = tables.read_files(reader, shards, where, schema, streaming=streaming)
-    made = DataSource(
-        *(
-            str(source.name),
-            where,
-            rows,
-            replace(recognise.PIECE_LAYOUT, whole=row_format.is_documents),
-        ),
-        *(source.weight, source.max_repeats, tuple(map(str, files))),
-        *(tuple(shard.size for shard in shards) or None, renamed),
+    data_source = DataSource(
+        name=str(source.name),
+        where=where,
+        rows=rows,
+        layout=replace(recognise.PIECE_LAYOUT, whole=row_format.is_documents),
+        weight=source.weight,
+        max_repeats=source.max_repeats,
+        files=tuple(map(str, files)),
+        sizes=tuple(shard.size for shard in shards) or None,
+        names=renamed,
         row_format=row_format,
     )
     if kind == "text" and not row_format.reads_text_files:
         title = row_format.title
         raise DataError(f"{where}: expected {title}, got text files; give rows (.jsonl)")
-    return made if kind == "text" else _recognised(made, unread)
+    return data_source if kind == "text" else _recognise_source(data_source, unread)
 
 
-def _say_splits(patterns: str | list[str], setting: str) -> None:
-    """Say which split is read of folders that hold several."""
+def _log_splits(patterns: str | list[str], setting: str) -> None:
+    """Log the split that is read from each folder that has several."""
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         folder = Path(pattern).expanduser()
         split = find_split(folder, setting) if folder.is_dir() else None
-        if split is not None and (split.others or split.name != "train"):
-            others = ", ".join(f"{name} ({count})" for name, count in split.others.items())
-            left = f", not {others}" if others else ""
+        if split is not None and (split.other_splits or split.name != "train"):
+            other_splits = ", ".join(
+                f"{name} ({count})" for name, count in split.other_splits.items()
+            )
+            remark = f", not {other_splits}" if other_splits else ""
             ranks.log_once(
                 f"data       {setting} {pattern}: split {split.name} ({len(split.files)} "
-                f"file(s)){left}"
+                f"file(s)){remark}"
             )
 
 
-def _check_text(files: list[Path], where: str) -> None:
-    """Refuse JSON lines of a known format that would be read as plain text; say it of others."""
+def _check_text_files(files: list[Path], where: str) -> None:
+    """Check that text files are not JSON lines, whose ending would have to tell.
+
+    Raises:
+        DataError: a file is JSON lines of a known format. Of an unknown format, a warning is
+        logged.
+    """
     for file in files[:LOOK_AT]:
         if (row := file_readers.first_row(file)) is None:
             continue
@@ -243,10 +270,11 @@ def _warn_of_unused_prompts(where: str, unused: tuple[str, ...], rows: list[Row]
             )
 
 
-def _recognised(source: DataSource, unread: list[Row]) -> DataSource:
-    """Return `source` with the layout of its rows, restricted to the columns that it uses.
+def _recognise_source(source: DataSource, unread: list[Row]) -> DataSource:
+    """Recognise the layout of a source, and select the columns that it uses.
 
     Args:
+        source: the source, whose layout is not known yet.
         unread: first values of columns that the rows of `source` do not have.
 
     Raises:
@@ -293,12 +321,12 @@ def _recognised(source: DataSource, unread: list[Row]) -> DataSource:
         renamed=tuple((name, names.columns[name]) for name in names.columns),
         unused=() if source.row_format.is_documents else unused,
     )
-    stored_columns = dict.fromkeys((*used, file_readers.RAW, file_readers.FAULT, *_OF_FILES))
+    stored_columns = dict.fromkeys((*used, file_readers.RAW, file_readers.FAULT, *_PLACE_COLUMNS))
     columns = [name for name in stored_columns if name in source.rows.column_names]
     return replace(
         source,
         names=names,
         layout=layout,
         rows=source.rows.select_columns(columns),
-        seen=frozenset((*used, *existing, *names.skipped)),
+        reported_columns=frozenset((*used, *existing, *names.skipped)),
     )

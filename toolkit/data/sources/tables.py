@@ -1,9 +1,9 @@
-"""Rows as Arrow tables: of files, cached or streamed, and of data sets by name.
+"""Read rows of files and data sets as Arrow tables, cached or as a stream.
 
 [Note: text as bytes]
-Parquet and Arrow do not check that text is UTF-8, and reading one row that is not fails for its
-whole batch. So columns of text are viewed as binary (the same bytes; nothing is copied), and each
-row is decoded by itself.
+Parquet and Arrow do not check that text is UTF-8, and one row that is not makes its complete batch
+fail. Therefore columns of text are viewed as binary (the same bytes; nothing is copied), and each
+row is decoded separately.
 """
 
 import hashlib
@@ -36,49 +36,61 @@ RowDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 Reader: TypeAlias = partial[Iterator[pa.Table]]  # file[, bounds] -> rows, with a column `PLACE`
 Bounds: TypeAlias = tuple[int, int]  # of a part of a file, in bytes or row groups
 Cut: TypeAlias = Callable[[str, int], list[tuple[Bounds, int]]]
-"""A file and a number of parts -> bounds and lengths (compared with each other alone) of about so
-many; none where it stays whole."""
+"""Splits a file into about so many parts. Returns the bounds and the length of each, in any unit;
+empty if the file cannot be split."""
 
-FILE, PLACE = "_file", "_place"  # columns: the index of the file, where in it a row stands in words
+# Columns: the index of the file, and the place of the row in it, in words.
+FILE, PLACE = "_file", "_place"
 
 _VERSION = 3  # part of the cache key: raise it when the same files give other rows
 _TABLE_ROWS, _TABLE_BYTES = 1000, 8 << 20
-_FIRST_VALUES = 20  # rows of columns that are not read, to see what they hold
-# Shards of a stream, so that a rank reads little but its own: so many in all, of at least so much.
+_FIRST_VALUES = 20  # first rows of the unread columns, to see their content
+# Number of shards of a stream, and their minimum size. With many shards, a rank reads little that
+# belongs to others.
 _SHARDS, _SHARD_BYTES = 256, 1 << 20
 
 
 class FileShard(NamedTuple):
-    """What a shard of a stream has of a file."""
+    """A shard of a stream: a file or a part of it."""
 
     file: str
-    number: int  # of the file, from 0
-    size: int  # bytes
-    bounds: Bounds | None = None  # None: all of it
+    number: int
+    """Number of the file, from 0."""
+    size: int
+    """Size of the shard in bytes."""
+    bounds: Bounds | None = None
+    """Part of the file; None: the complete file."""
 
 
 def file_shards(files: Sequence[Path], cut: Cut | None) -> list[FileShard]:
-    """Return the shards of a stream of `files`, in order: each a file, large ones in parts where
-    there is a `cut`. What they are depends on names and sizes of the files alone.
+    """Divide files into the shards of a stream, in order.
+
+    The shards depend only on the names, sizes and structure of the files.
+
+    Args:
+        files: the files of a source.
+        cut: splits a large file into parts; None: each file is one shard.
     """
-    sizes, found = [f.stat().st_size for f in files], list[FileShard]()
+    sizes = [file.stat().st_size for file in files]
+    shards: list[FileShard] = []
     for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
         count = min(_SHARDS * size // max(1, sum(sizes)), size // _SHARD_BYTES)
         parts = cut(str(file), count) if cut and count > 1 else []
-        total = sum(part for _, part in parts)  # which is not the file's size where it is packed
-        found += [
+        # Lengths of parts of a compressed file do not add up to its size, so they are scaled.
+        total = sum(part for _, part in parts)
+        shards += [
             FileShard(str(file), number, part * size // total, bounds) for bounds, part in parts
         ] or [FileShard(str(file), number, size)]
-    return found
+    return shards
 
 
 def cache_folder() -> Path:
-    """Return the folder of what was read and tokenised, beneath the cache of `datasets`."""
+    """Locate the folder for cached rows and tokens, beneath the cache of `datasets`."""
     return Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "toolkit"
 
 
 def compute_digest(*parts: Any) -> str:
-    """Return a name for plain values, the same in every process."""
+    """Compute a digest of plain values, which is the same in every process."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part if isinstance(part, bytes) else repr(part).encode()
@@ -89,8 +101,17 @@ def compute_digest(*parts: Any) -> str:
 def load_or_build(
     name: str, parts: Iterable[pa.Table], schema: pa.Schema, title: str, total: int | None = None
 ) -> datasets.Dataset:
-    """Return the rows of `parts`, memory-mapped, as an earlier start wrote them under `name`, or
-    written now with a progress bar of that `title`, up to `total` rows where that is known.
+    """Load rows from the cache, or write them there first.
+
+    Args:
+        name: name of the cache file, which identifies the rows.
+        parts: tables of the rows, which are iterated only if the cache has no such file.
+        schema: schema of the tables.
+        title: text of the progress bar.
+        total: number of rows for the progress bar, if it is known.
+
+    Returns:
+        The rows, memory-mapped.
     """
     file = cache_folder() / f"{name}.arrow"
     if not (datasets.is_caching_enabled() and file.is_file()):
@@ -108,7 +129,16 @@ def load_or_build(
 def groups(
     items: Iterable[T], size: Callable[[T], int], most: int, count: int | None = None
 ) -> Iterator[list[T]]:
-    """Yield items in groups of at most `count`, whose sizes come to `most`, or of one item."""
+    """Group consecutive items so that the sizes in a group add up to at most `most`.
+
+    A larger item is a group by itself.
+
+    Args:
+        items: any items.
+        size: returns the size of an item.
+        most: maximum total size of a group.
+        count: maximum number of items of a group; None: no limit.
+    """
     group: list[T] = []
     total = 0
     for item in items:
@@ -123,7 +153,7 @@ def groups(
 
 
 def to_tables(rows: Iterable[tuple], schema: pa.Schema) -> Iterator[pa.Table]:
-    """Yield rows as tables of some megabytes, by the length of their first values."""
+    """Convert rows to tables of a few megabytes, by the length of their first values."""
     for group in groups(rows, lambda row: len(row[0]), _TABLE_BYTES, _TABLE_ROWS):
         columns = zip(zip(*group, strict=True), schema, strict=True)
         yield pa.table([pa.array(values, f.type) for values, f in columns], schema=schema)
@@ -137,16 +167,23 @@ def read_files(
     *,
     streaming: bool,
 ) -> RowDataset:
-    """Return the rows of `shards`, in order, with `FILE` and `PLACE`.
+    """Read the rows of shards in order, with the columns `FILE` and `PLACE`.
 
-    A `Dataset` is read once, and cached until the content of a file changes. A stream reads while
-    it is iterated; skipping reads tables without making rows of them. A `schema` of None is one
-    that holds the first table of each file: where a file has null, or fewer keys, others may have
-    more. A file that cannot be read or does not fit the schema is a DataError that names the row;
-    of a stream while it is iterated.
+    Args:
+        reader: yields the tables of a file.
+        shards: shards of the source.
+        where: the source, for messages.
+        schema: schema of the tables; None: one that fits the first table of each file, because a
+            file may have null or fewer keys where others have more.
+        streaming: return a stream, which reads while it is iterated and skips by tables. Otherwise
+            the rows are read once, and cached until the content of a file changes.
+
+    Raises:
+        DataError: a file cannot be read or does not fit the schema; the error names the row. A
+            stream raises it while it is iterated.
     """
     if schema is None:
-        schema = _common(shards, reader)
+        schema = _common_schema(shards, reader)
         if schema is None:
             raise DataError(f"{where}: expected examples, found no row")
     else:
@@ -163,57 +200,64 @@ def read_files(
     )
 
 
-def _common(shards: list[FileShard], reader: Reader) -> pa.Schema | None:
-    """Return a schema of all files; None where none has a row."""
-    found: pa.Schema | None = None
+def _common_schema(shards: list[FileShard], reader: Reader) -> pa.Schema | None:
+    """Unify the schemas of all files; None if no file has a row."""
+    schema: pa.Schema | None = None
     for shard in {shard.number: shard for shard in shards}.values():
         for _, table in itertools.islice(_tables([shard], reader, None), 1):
-            if found is None or found.names != table.schema.names:  # which `_tables` refuses
-                found = found or table.schema
+            # `_tables` refuses files with other columns when the rows are read.
+            if schema is None or schema.names != table.schema.names:
+                schema = schema or table.schema
                 continue
             try:
-                found = pa.unify_schemas([found, table.schema], promote_options="permissive")
+                schema = pa.unify_schemas([schema, table.schema], promote_options="permissive")
             except pa.ArrowException as error:
                 raise DataError(
                     f"{shard.file} has other types than the files before it: {one_line(error)}; "
-                    "give it as a source of its own"
+                    "make it a separate source"
                 ) from error
-    return found
+    return schema
 
 
 def _tables(
     shards: list[FileShard], reader: Reader, schema: pa.Schema | None
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (key, table); a list is what `datasets` takes for shards."""
+    """Yield (key, table) of each shard. `datasets` divides the list `shards` among its readers."""
     for file, at, _, bounds in shards:
         row = 0
         try:
             for table in reader(file, *([bounds] if bounds else [])):
                 table = table.append_column(FILE, pa.array([at] * len(table), pa.int32()))
                 if schema is not None:
-                    if unlike := set(schema.names).symmetric_difference(table.column_names):
-                        names = ", ".join(sorted(unlike))
+                    if different := set(schema.names).symmetric_difference(table.column_names):
+                        names = ", ".join(sorted(different))
                         raise DataError(
-                            f"{file} has other columns than the first file: {names}; give it as a "
-                            "source of its own"
+                            f"{file} has other columns than the first file: {names}; make it a "
+                            "separate source"
                         )
                     table = table_cast(table.select(schema.names), schema)
                 yield f"{at}_{bounds}_{row}", table
                 row += len(table)
         except DataError:
             raise
-        except Exception as error:  # the file comes from outside: it may hold anything
-            of_part = f" of part {bounds}" if bounds else ""
+        except Exception as error:
+            # The file comes from outside and may contain anything.
+            part = f" of part {bounds}" if bounds else ""
             raise DataError(
-                f"{file} cannot be read from row {row}{of_part} on: {one_line(error)}"
+                f"{file} cannot be read from row {row}{part} on: {one_line(error)}"
             ) from error
 
 
 def arrow_tables(
     file: str, bounds: Bounds | None = None, *, kind: Kind, columns: Sequence[str]
 ) -> Iterator[pa.Table]:
-    """Yield those of `columns` that a Parquet or Arrow file has, or all if none; text as bytes.
-    `bounds`: row groups of Parquet.
+    """Read a Parquet or Arrow file as tables, with text as bytes.
+
+    Args:
+        file: its path.
+        bounds: row groups of Parquet to read; None: all.
+        kind: `parquet` or `arrow`.
+        columns: columns to read; all if the file has none of them.
     """
     for row, batch in _batches(file, bounds, kind, columns):
         table = pa.Table.from_batches([batch])
@@ -233,10 +277,10 @@ def _batches(
     """Yield (the number of its first row in the file, batch)."""
     if kind == "parquet":
         with pq.ParquetFile(file) as opened:
-            kept = _kept(opened.schema_arrow.names, columns)
+            names = _existing(opened.schema_arrow.names, columns)
             first, end = bounds or (0, opened.num_row_groups)
             row = sum(opened.metadata.row_group(i).num_rows for i in range(first))
-            for batch in opened.iter_batches(size, range(first, end), kept):
+            for batch in opened.iter_batches(size, range(first, end), names):
                 yield row, batch
                 row += len(batch)
         return
@@ -248,16 +292,16 @@ def _batches(
             table = pa.ipc.open_file(stream)
             batches = (table.get_batch(i) for i in range(table.num_record_batches))
         for batch in batches:
-            batch.validate(full=True)  # a place beyond the buffers would end this process
-            yield row, batch.select(_kept(batch.schema.names, columns))
+            batch.validate(full=True)  # an offset beyond the buffers would crash this process
+            yield row, batch.select(_existing(batch.schema.names, columns))
             row += len(batch)
 
 
 def read_first_values(file: str, kind: Kind, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the first rows of the columns of a Parquet or Arrow file that are not among `columns`.
+    """Read the first rows of a Parquet or Arrow file, without the columns in `columns`.
 
-    Only texts and lists of them are read; None stands for other values. A file that cannot be read
-    has no such columns: the reader of its rows reports the reason.
+    Only texts and lists of texts are read; other values are None. A file that cannot be read yields
+    no rows, because the reader of its rows reports the error.
     """
     try:
         schema = _schema(file, kind)
@@ -284,7 +328,7 @@ def _schema(file: str, kind: Kind) -> pa.Schema:
 
 
 def _holds_text(kind: pa.DataType) -> bool:
-    """Whether a type is text, or made of text alone."""
+    """Return True if a type is text, or consists of text only."""
     if pa.types.is_struct(kind):
         return all(_holds_text(kind.field(i).type) for i in range(kind.num_fields))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -293,31 +337,43 @@ def _holds_text(kind: pa.DataType) -> bool:
 
 
 def cut_parquet(file: str, count: int) -> list[tuple[Bounds, int]]:
-    """Return row groups in about `count` parts; see `Cut`."""
+    """Split the row groups of a Parquet file into about `count` parts; see `Cut`."""
     try:
         with pq.ParquetFile(file) as opened:
             meta = opened.metadata
             sizes = [meta.row_group(i).total_byte_size for i in range(meta.num_row_groups)]
-    except (pa.ArrowException, OSError):  # its reader names what is wrong
+    except (pa.ArrowException, OSError):
+        # The reader of the rows reports the error.
         return []
     parts = groups(range(len(sizes)), sizes.__getitem__, max(1, sum(sizes) // count))
     return [((p[0], p[-1] + 1), sum(sizes[p[0] : p[-1] + 1])) for p in parts]
 
 
-def _kept(names: Sequence[str], columns: Sequence[str]) -> list[str]:
+def _existing(names: Sequence[str], columns: Sequence[str]) -> list[str]:
     return [name for name in names if name in columns] or list(names)
 
 
 def read_named(
     source: SourceConfig, where: str, columns: Sequence[str], *, streaming: bool
 ) -> tuple[RowDataset, list[dict[str, Any]]]:
-    """Return those of `columns` that a data set has, or all if none, text as bytes; and the first
-    rows of its other columns.
+    """Load a data set by name: a folder of `save_to_disk`, or an id on the Hub.
+
+    Args:
+        source: names the data set and its split.
+        where: the source, for messages.
+        columns: columns to read; all if the data set has none of them.
+        streaming: load a stream.
+
+    Returns:
+        The rows, with text as bytes, and the first rows of the other columns.
+
+    Raises:
+        DataError: it cannot be loaded, or has no such split.
     """
     name, split = str(source.dataset_name), source.dataset_split
     folder = Path(name).expanduser()
     if folder.is_file():
-        raise DataError(f"{where} is a file, expected a data set; give it as files")
+        raise DataError(f"{where} is a file, expected a data set; set it as files")
     try:
         if is_saved_data_set(folder):
             rows = datasets.load_from_disk(str(folder))
@@ -339,22 +395,22 @@ def read_named(
         rows = rows.to_iterable_dataset()
     rows = rows.with_format(None)
     names = list(rows.column_names)
-    unread = _unread_values(rows, [name for name in names if name not in _kept(names, columns)])
-    rows = rows.select_columns(_kept(names, columns))
+    unread = _unread_values(rows, [name for name in names if name not in _existing(names, columns)])
+    rows = rows.select_columns(_existing(names, columns))
     binary = datasets.Features(_binary(rows.features))
     if isinstance(rows, datasets.IterableDataset):
         return rows.cast(binary), unread
-    made = datasets.Dataset(
+    dataset = datasets.Dataset(
         rows.data.cast(binary.arrow_schema),
         info=datasets.DatasetInfo(features=binary),
         split=rows.split,
         fingerprint=f"{rows._fingerprint}-bytes",
     )
-    return made, unread
+    return dataset, unread
 
 
 def _unread_values(rows: RowDataset, names: list[str]) -> list[dict[str, Any]]:
-    """Return the first values of columns of a data set, as `first_values` does of a file."""
+    """Read the first values of columns of a data set, as `read_first_values` does for a file."""
     schema = datasets.Features(rows.features or {}).arrow_schema
     texts = [name for name in names if name in schema.names]
     texts = [name for name in texts if _holds_text(schema.field(name).type)]
@@ -369,14 +425,17 @@ def _unread_values(rows: RowDataset, names: list[str]) -> list[dict[str, Any]]:
 
 
 def to_data_error(error: BaseException, where: str) -> DataError:
-    """Return the DataError within `error`, or a new one with the cause that `datasets` hid."""
+    """Find the DataError within the causes of `error`, or create one with the deepest cause.
+
+    `datasets` wraps errors in other errors.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, DataError):
         last, cause = cause, cause.__cause__ or cause.__context__
     if cause is not None:
         return cause
-    said = "; ".join(dict.fromkeys(map(one_line, (error, last))))
-    return DataError(f"{where} cannot be read: {said}")
+    reasons = "; ".join(dict.fromkeys(map(one_line, (error, last))))
+    return DataError(f"{where} cannot be read: {reasons}")
 
 
 def _binary(feature: Any) -> Any:
@@ -390,9 +449,18 @@ def _binary(feature: Any) -> Any:
 
 
 def decode_and_drop_nulls(value: Any, where: str, feature: Any = None) -> Any:
-    """Return the value of a column with bytes as text, without the keys that Arrow filled with null
-    to give all mappings the same: all but a turn's `content`, which is null beside tool calls, and
-    those of a `feature` that keeps JSON as it is.
+    """Decode the bytes in a value to text, and drop keys that are null.
+
+    Arrow adds such keys to give all mappings the same ones. The `content` of a turn is kept,
+    because it may be null next to tool calls.
+
+    Args:
+        value: a value of a row.
+        where: column, for the message.
+        feature: type of the column. JSON is returned unchanged.
+
+    Raises:
+        BadRow: bytes are not UTF-8.
     """
     if isinstance(feature, datasets.Json):
         return value

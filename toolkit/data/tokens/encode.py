@@ -166,7 +166,9 @@ class Encoder:
         for at, (row, values) in enumerate(zip(stored, readable, strict=True)):
             example = encoded[at]
             if isinstance(values, dict) and not isinstance(example, BadRow):
-                for name in values.keys() - source.seen if source.seen else ():
+                for name in (
+                    values.keys() - source.reported_columns if source.reported_columns else ()
+                ):
                     example.notes[LATE_COLUMN.format(name)] = 1
             if not isinstance(example, BadRow):
                 continue
