@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,25 @@ _ROWS_PER_PROCESS = 200
 _VERSION = 8
 # The same for conversations: raise it when the same conversation gives another loss mask.
 _MASK_VERSION = 4
+
+# Names of the fields of `Layout` and `Names` in digests. They must not change with the fields,
+# because a stream resumes only if the digest is that of its checkpoint.
+_LAYOUT_FIELDS = (
+    "shape",
+    "columns",
+    "whole",
+    "unused",
+    "prompt",
+    "renamed",
+    "json_turns",
+    "dialogue",
+    "system",
+    "chat",
+    "plain",
+    "mostly_prompts",
+    "remarks",
+)
+_NAMES_FIELDS = ("columns", "keys", "roles", "left_out")
 
 _NO_TOKENS = np.zeros(0, np.int32)
 _encode_from: Any = None  # set in each worker process
@@ -383,12 +402,12 @@ def encode_source(source: DataSource, encoder: Encoder) -> EncodedSource:
 
 def _schema(source: DataSource, row_format: RowFormat, columns: dict[str, Column]) -> pa.Schema:
     """Return the columns of a source's encoded rows; see `EncodedSource`."""
-    fields = [("input_ids", pa.list_(pa.int32()))]
+    stored = [("input_ids", pa.list_(pa.int32()))]
     if not source.layout.whole:
-        fields += [("spans", pa.list_(pa.int32())), ("row", pa.int64())]
+        stored += [("spans", pa.list_(pa.int32())), ("row", pa.int64())]
     if row_format.sequences_per_row == 2:
-        fields.append(("second", pa.int32()))
-    return pa.schema(fields + [(name, column.arrow_type) for name, column in columns.items()])
+        stored.append(("second", pa.int32()))
+    return pa.schema(stored + [(name, column.arrow_type) for name, column in columns.items()])
 
 
 def _encode_tables(
@@ -522,6 +541,13 @@ def _may_use_template(source: DataSource, tokenizer: Tokenizer | None, cfg: Data
     return source.layout.format == "conversation" or is_set or bool(tokenizer.chat_template)
 
 
+def _stable_text(value: Any, title: str, names: Sequence[str]) -> bytes:
+    """Format the fields of a dataclass under fixed names, which enter digests of earlier runs."""
+    values = [getattr(value, entry.name) for entry in fields(value)]
+    text = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
+    return f"{title}({text})".encode()
+
+
 def encoding_digest(source: DataSource, encoder: Encoder) -> str:
     """Compute a digest of all settings that determine what a row of `source` becomes."""
     tokenizer = encoder.tokenizer
@@ -535,8 +561,8 @@ def encoding_digest(source: DataSource, encoder: Encoder) -> str:
             names += ["chat_template_kwargs"]
     return tables.compute_digest(
         _VERSION,
-        source.layout,
-        source.names,
+        _stable_text(source.layout, "Layout", _LAYOUT_FIELDS),
+        _stable_text(source.names, "Names", _NAMES_FIELDS),
         b"" if tokenizer is None else tokenizer_content(tokenizer),
         {} if tokenizer is None else tokenizer.special_tokens_map,
         sorted(templates.items()),
