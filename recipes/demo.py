@@ -1,10 +1,10 @@
 """The demos: train, export, reload and use a small model on this machine; fine-tune it.
 
-    make demo            trains, or resumes, or only exports when the training is done
-    make demo-finetune   fine-tunes what `make demo` trained, which runs first where it has not yet
-    FRESH=1              starts anew
+    make demo            trains or resumes; if the training is done, only exports
+    make demo-finetune   fine-tunes the model of `make demo`, which runs first if necessary
+    FRESH=1              starts from scratch
 
-Runs the same commands that a user types; each is printed before it runs.
+The demos run the commands that a user types, and print each command before it runs.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def next_command(run: Path, finetuned: bool) -> str:
-    """Return what to type after a demo."""
+    """Format the command to try after a demo."""
     if not finetuned:
         return "make demo-finetune" + (f" RUN={run}" if run != Path("runs/demo") else "")
     merged = run.with_name(run.name + "-finetune-merged")
@@ -98,25 +98,26 @@ def finetune(base_run: Path, fresh: bool) -> int:
         return failed
     model, turns = load(merged), [{"role": "user", "content": QUESTION}]
     print(f"\nThe question:\n{indent(QUESTION, '    ')}")
-    for what, asked in (("before", str(base)), ("after, merged", model)):
-        print(f"\n{what}:", RULE, write(asked, merged, turns, 60), RULE, sep="\n")
+    for title, answering in (("before", str(base)), ("after, merged", model)):
+        print(f"\n{title}:", RULE, write(answering, merged, turns, 60), RULE, sep="\n")
     say_losses(run)
     print(f"adapter  {adapter.resolve()}\nmerged   {merged.resolve()}")
     return 0
 
 
 def prepare(run: Path, mark: str, fresh: bool, *exports: Path) -> bool:
-    """Clear what will be made again; say what is resumed; refuse a run that is not the demo's."""
+    """Delete old exports, and the run if `fresh`; return False if the run is not the demo's."""
     config = run / "config.yaml"
     if config.is_file() and mark not in config.read_text("utf-8"):
         print(f"{run} holds a run that is not the demo's; give another RUN", file=sys.stderr)
         return False
     if fresh:
-        print(f"FRESH=1: starting anew, deleting {', '.join(map(str, (run, *exports)))}")
+        print(f"FRESH=1: starting from scratch, deleting {', '.join(map(str, (run, *exports)))}")
         shutil.rmtree(run, ignore_errors=True)
     elif steps := commit.committed_steps(run):
-        print(f"{run} holds step {max(steps)}: resuming (FRESH=1 starts anew)")
-    for export in exports:  # made from the run, and about to be made again
+        print(f"{run} holds step {max(steps)}: resuming (FRESH=1 starts from scratch)")
+    for export in exports:
+        # The demo writes them again.
         shutil.rmtree(export, ignore_errors=True)
     return True
 
@@ -129,7 +130,7 @@ def launch(recipe: str, run: Path, *more: object) -> int:
 
 
 def processes() -> list[str]:
-    """Return the launcher's flags: all GPUs if there are any, else two CPU processes."""
+    """Build the flags of the launcher: all GPUs, or two CPU processes if there are none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -159,7 +160,7 @@ def load(folder: Path) -> Any:
 
 
 def write(model: Any, tokenizer: Path, prompt: Any, tokens: int) -> str:
-    """Return a text with what the model writes on, or its answer to turns; the same each time."""
+    """Generate the continuation of a text, or the answer to turns; the same each time."""
     from transformers import pipeline, set_seed
 
     set_seed(0)

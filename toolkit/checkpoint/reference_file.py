@@ -1,11 +1,12 @@
-"""The file of the reference of preference tuning, and the parts of a pass that is not done.
+"""The file of the reference of preference tuning, and the parts of an unfinished pass.
 
     step-N/reference.safetensors    in every checkpoint of such a run, and so in its manifest
-    RUN/reference.parts/            what a pass before the first step has evaluated so far; its name
-                                    ends in the hash of its content; deleted after the next commit
+    RUN/reference.parts/            the values that a pass before the first step has computed so
+                                    far. A file's name ends in the hash of its content. The folder
+                                    is deleted after the next commit
 
 Both hold, for each table of rows, `NAME.answers` (int64: 2 * row + side) and `NAME.logps` (float32,
-finite), and in their metadata the origin: what the values depend on. Knows neither models nor rows.
+finite). Their metadata hold the origin: everything that the values depend on.
 """
 
 import json
@@ -38,7 +39,7 @@ Values = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def encode(origin: Origin, values: Values) -> bytes:
-    """Return the content of a file."""
+    """Encode origin and values as the content of a file."""
     tensors = {}
     for name, (answers, logps) in values.items():
         tensors[name + _ANSWERS] = np.ascontiguousarray(answers, np.int64)
@@ -47,10 +48,12 @@ def encode(origin: Origin, values: Values) -> bytes:
 
 
 def decode(content: bytes, file: object) -> tuple[Origin, Values]:
-    """Return the origin and the values that `encode` was given.
+    """Decode origin and values from the content of a file, the inverse of `encode`.
+
+    `file` names the file in errors.
 
     Raises:
-        CheckpointError: the content, of `file`, is something else.
+        CheckpointError: the content is no such file.
     """
     try:
         tensors = safetensors.numpy.load(content)
@@ -85,7 +88,9 @@ def _is_table(answers: np.ndarray, logps: np.ndarray) -> bool:
 def write_part(root: Folder, number: int, origin: Origin, values: Values) -> None:
     """Write a part of the pass, durably, next to the checkpoints in `root`.
 
-    StorageError or CheckpointError: the disk or the store refuses; names file and size.
+    Raises:
+        StorageError: the disk refuses; names file and size.
+        CheckpointError: the store refuses.
     """
     content, folder = encode(origin, values), root / PARTS
     digest = xxhash.xxh3_128(content).hexdigest()
@@ -107,7 +112,7 @@ class Parts:
 
 
 def read_parts(root: Folder) -> Parts:
-    """Return the parts of a pass that lie in `root`."""
+    """Read the parts of a pass in `root`."""
     folder, parts = root / PARTS, Parts({}, [], 0)
     with raise_disk_errors(f"{folder} cannot be read"):
         for name in sorted(storage_of(folder).files()):
@@ -124,14 +129,14 @@ def read_parts(root: Folder) -> Parts:
 
 
 def delete_part(root: Folder, name: str) -> None:
-    """Delete one part, which is of no use."""
+    """Delete one part."""
     file = root / PARTS / name
     with raise_disk_errors(f"{file} cannot be deleted"):
         file.unlink()
 
 
 def delete_parts(root: Folder) -> None:
-    """Delete the parts in `root`, where there are any."""
+    """Delete the parts in `root`, if there are any."""
     folder = root / PARTS
     if isinstance(folder, Path):
         if folder.is_dir():

@@ -21,11 +21,12 @@ _SHORT = 2  # tokens of the shorter side of a pair: one of its prompt and one an
 
 
 def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
-    """Return the micro-batch of `cfg` that takes most memory, on the host; every token is 0.
+    """Build the micro-batch that takes the most memory, on the host. See [Note: largest batch].
 
-    All tokens are supervised. See [Note: largest batch].
+    Every token is 0, and all tokens are supervised.
 
     Args:
+        cfg: settings of the run.
         packing: `data.packing`, with `auto` decided.
     """
     rows, length = cfg.train.micro_batch, cfg.data.sequence_length
@@ -63,7 +64,7 @@ def _pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
 
 
 def _without_positions(batch: Batch) -> Batch:
-    """Return a batch whose documents are told apart by their borders, which take no memory."""
+    """Drop the positions of a batch: borders, which take no memory, separate its documents."""
     inputs = {name: x for name, x in batch.inputs.items() if name != "position_ids"}
     halves = None
     if batch.halves is not None:

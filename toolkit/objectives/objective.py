@@ -27,7 +27,7 @@ from toolkit.training.train_state import StateFile
 
 
 class Objective:
-    """What a run minimises, and everything that depends on it.
+    """The loss of a run, and everything that depends on it.
 
     A subclass implements `__call__` and overrides what differs from these defaults: the only metric
     is the loss, nothing has to be prepared, and a micro-batch counts by its supervised tokens. Add

@@ -1,19 +1,21 @@
-"""The reference of preference tuning: found in a checkpoint, or evaluated before the first step.
+"""The reference of preference tuning: read from a checkpoint, or computed before the first step.
 
 [Note: life of the reference] A pass before the first step evaluates the answers that the run reads
-(`toolkit.objectives.reference_pass`). Its parts are kept next to the checkpoints, fsynced, so that a
-preemption loses one part; a restart, on any number of ranks, continues with the parts that are of
-the same model and rows. Then every checkpoint holds all values as one file, which is in its
-manifest: a save commits it, `verify` and each resume hash it, retention, copies and moves take it
-along, and a damaged one is a damaged checkpoint. After the first commit the parts are deleted.
+(`toolkit.objectives.reference_pass`). It writes its values in parts, fsynced, next to the
+checkpoints, so that a preemption loses at most one part. A restart, on any number of ranks,
+continues with the parts that belong to the same model and rows. From then on every checkpoint holds
+all values in one file, which is listed in its manifest. So a save commits it, `verify` and each
+resume hash it, retention, copies and moves include it, and damage to it is damage to the
+checkpoint. After the first commit the parts are deleted.
 
 [Note: origin of the reference] The values depend on the parameters and buffers that training starts
-from, the model's config, the dtype of computation, the packing and the tokens of the rows. Digests
-of all of them are kept with the values. That of the model is made of sums of its tensors' bits, the
-same for any number of ranks, so it tells another seed, other adapters or a resized embedding apart.
-A start before the first checkpoint uses the values whose origin is its own and evaluates the rest.
-A resume has a model that was trained since; where it reads more rows than the run did before, the
-start is built again, proven by its digest, asked for those rows, and replaced by the checkpoint.
+from, the config of the model, the compute dtype, the packing, and the tokens of the rows. Digests
+of all of them are stored with the values. The digest of the model consists of sums of the bits of
+its tensors, which are the same for any number of ranks. It differs for another seed, other adapters
+or a resized embedding. A start before the first checkpoint uses the values with its own origin and
+evaluates the rest. A resumed run has a trained model. If it reads more rows than before, the model
+of the first step is built again and proven by its digest. It evaluates these rows, and then gets
+the values of the checkpoint.
 """
 
 import hashlib
@@ -64,10 +66,10 @@ from toolkit.training.train_state import StateFile
 
 
 class Reference:
-    """The log-probabilities of the answers that a run reads, by the model that it starts from.
+    """The log-probabilities of a run's answers, by the model that the run starts from.
 
-    See [Note: life of the reference]. Without a loss that needs them nothing is done; batches of
-    streams are evaluated with the adapters off instead.
+    See [Note: life of the reference]. If the loss needs no reference, this class does nothing. If
+    the rows are streamed, each batch is evaluated with the adapters off instead.
     """
 
     def __init__(
@@ -80,17 +82,18 @@ class Reference:
     ) -> None:
         """Read the values of the checkpoint that the run resumes from. Collective.
 
-        Call it before weights are read: whatever it refuses is known then.
+        Call it before weights are read, so that a refusal costs no time.
 
         Args:
-            model: on meta or not; its assets say which base it is.
+            cfg: settings of the run.
+            model: on meta or not; its assets name the base model.
             data: its position is that of the checkpoint.
-            root: holds the run's checkpoints (`RunFolder.root`).
-            saved: what `find_resumable` returned.
+            root: the folder that holds the run's checkpoints (`RunFolder.root`).
+            saved: the checkpoint to resume from (`find_resumable`); None if there is none.
 
         Raises:
-            CheckpointError: the checkpoint holds no reference, or one of other rows, another base
-                or another computation than this start has.
+            CheckpointError: the checkpoint holds no reference, or one for other rows, another base
+                model, or other settings that change the values.
         """
         self.data, self.root, self.saved = data, root, saved
         self.files: dict[str, StateFile] = {}
@@ -107,24 +110,28 @@ class Reference:
         self._logps = {
             table.name: np.full((len(table.rows), 2), np.nan, np.float32) for table in self.tables
         }
-        if saved is not None:  # hosts may have no disk in common
+        if saved is not None:
+            # Only rank 0 reads the file, because hosts may not share a disk.
             origin, values = ranks.on_main(lambda: self._read(saved))
             self._origin["model"] = origin.get("model")
             _insert(self._logps, values)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every row that this start reads has its values; else `complete` evaluates them by
-        the model that training starts from, which has to be there then.
+        """True if every row that this start reads has its values.
+
+        Otherwise `complete` evaluates them, with the model that training starts from.
         """
         return not any(mask.any() for mask in self._missing().values())
 
     def complete(self, sharded: Sharded) -> str:
-        """Evaluate the answers that have no values yet, and give all rows theirs; return the line
-        for the log. Collective.
+        """Evaluate the answers without values, and give every row its values. Collective.
 
-        Call it before a checkpoint is restored: where `is_complete` is false, `sharded` must be the
+        Call it before a checkpoint is restored: if `is_complete` is False, `sharded` must be the
         model that training starts from. See [Note: origin of the reference].
+
+        Returns:
+            A line for the log.
 
         Raises:
             CheckpointError: rows of a resumed run have no values, and its start is not this model;
@@ -150,7 +157,7 @@ class Reference:
         return f"reference  {read:,} of {total:,} {title}: {'; '.join(lines) or 'none is read'}"
 
     def _read(self, saved: Folder) -> tuple[Origin, Values]:
-        """Return origin and values of the checkpoint's reference; refuse one of another run."""
+        """Read origin and values from a checkpoint; refuse those of another run."""
         file = saved / FILE
         entry = commit.read_manifest(saved)["files"].get(FILE)
         if entry is None:
@@ -178,7 +185,7 @@ class Reference:
         return origin, values
 
     def _refuse_others(self, file: Folder, origin: Origin) -> None:
-        """Refuse values that depend on something else than this run's."""
+        """Refuse values with another origin than this run."""
         now, advice = self._origin, "or start in another output_dir"
         rows = origin.get("rows")
         before = rows if isinstance(rows, dict) else {}
@@ -202,17 +209,17 @@ class Reference:
                 )
 
     def _missing(self) -> dict[str, np.ndarray]:
-        """Return masks of the answers that this start reads and that have no value: bool [rows,
-        2].
-        """
+        """Find the answers that this start reads and that have no value: bool [rows, 2]."""
         return {
             table.name: np.isnan(self._logps[table.name]) & table.rows_read[:, None]
             for table in self.tables
         }
 
     def _use_parts_of(self, sharded: Sharded) -> list[str]:
-        """Take the values of earlier parts that are of this model; return what to log of them.
-        Refuse another model than a resumed run started from. Collective.
+        """Use the values of earlier parts that belong to this model; return log lines. Collective.
+
+        Raises:
+            CheckpointError: a resumed run started from another model.
         """
         digest = model_digest(sharded.model)
         if self.saved is not None and digest != self._origin["model"]:
@@ -227,7 +234,7 @@ class Reference:
         return [f"{count:,} answers read from {self.root / PARTS}"] if usable else []
 
     def _another_start(self, saved: Folder) -> str:
-        """Return the error for rows that cannot be evaluated any more."""
+        """Format the error for rows that can no longer be evaluated."""
         counts = {"train": 0, "eval": 0}
         for table in self.tables:
             lacking = np.asarray(self._missing()[table.name]).max(1)
@@ -248,8 +255,12 @@ class Reference:
         )
 
     def _take_parts(self) -> tuple[list[Values], list[str]]:
-        """Return the values of the parts that are of this model and these rows, and warnings of the
-        others, which are deleted.
+        """Select the values of the parts that belong to this model and these rows.
+
+        All other parts are deleted.
+
+        Returns:
+            The values of each part, and warnings about the deleted parts.
         """
         parts, folder = read_parts(self.root), self.root / PARTS
         self._next_part = parts.highest + 1
@@ -294,7 +305,7 @@ class Reference:
 
 
 def reference_bytes(cfg: Any, data: TrainingData) -> int:
-    """Return how many bytes a checkpoint's reference takes at most, 0 where it has none."""
+    """Return an upper limit of the bytes of a checkpoint's reference; 0 if it has none."""
     needs = isinstance(cfg, PreferConfig) and cfg.preference.needs_reference
     if not needs or not isinstance(data.feed, PreparedFeed):
         return 0
@@ -304,9 +315,10 @@ def reference_bytes(cfg: Any, data: TrainingData) -> int:
 
 
 def model_digest(model: nn.Module) -> str:
-    """Return a digest of the model as a function: the bits of all its parameters and buffers, and
-    its config. Collective, one pass over the bytes on the device, 8 bytes a tensor exchanged; the
-    same for any number of ranks.
+    """Compute a digest of all parameters and buffers of a model, and of its config. Collective.
+
+    It is the same for any number of ranks. Costs one pass over the bytes on the device, and an
+    exchange of 8 bytes per tensor.
     """
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     names = sorted(tensors)
@@ -333,7 +345,7 @@ def model_digest(model: nn.Module) -> str:
 def _origin(
     cfg: PreferConfig, model: nn.Module, tables: list[RowTable], data: TrainingData
 ) -> Origin:
-    """Return the origin of the values, still without the model's digest."""
+    """Describe what the values depend on, without the digest of the model."""
     assets, shape = assets_of(model), data.feed.shape
     base = "random"
     if cfg.model.init != "random" and assets.folder is not None:
@@ -348,16 +360,14 @@ def _origin(
 
 
 def _finite_values(logps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the answers that have a value, and their values."""
+    """Select the answers that have a value, and their values."""
     flat = logps.reshape(-1)
     answers = np.flatnonzero(np.isfinite(flat))
     return answers.astype(np.int64), flat[answers]
 
 
 def _insert(logps: Logps, values: Values) -> None:
-    """Put values into `logps` where there are none: a row keeps the value that it was given
-    first.
-    """
+    """Insert values into `logps`; a row that has a value already keeps it."""
     for name, (answers, new) in values.items():
         if name in logps:
             flat = logps[name].reshape(-1)

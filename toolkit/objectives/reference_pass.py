@@ -1,17 +1,17 @@
 """Evaluate the reference: log-probabilities of answers by the model that training starts from.
 
-[Note: reference] Before the first step the model is the reference, under full tuning and with
-adapters. So no second model is held: the answers that a run reads go through the sharded model
-once, without a gradient, about a third of the cost of an epoch. The result is a number for each
-answer; `toolkit.objectives.reference` keeps them with the checkpoints.
+[Note: reference] Before the first step the model is the reference, in full tuning and with
+adapters. So no second model is needed: the answers that a run reads go through the sharded model
+once, without a gradient, at about a third of the cost of an epoch. The result is a number for each
+answer. `toolkit.objectives.reference` stores these numbers with the checkpoints.
 
-Only rows that the run reads are evaluated: the order of samples is known before the first step. Of
-padded data each answer is a sample of its own, and answers of like length share a batch, so that
-nearly no position is padding and all ranks compute about as much in each round. Of packed data the
-packs are evaluated that training reads. Values stay on the device for a part of the pass, about a
-minute; nothing waits for the device before its end.
+Only rows that the run reads are evaluated, because the order of samples is known before the first
+step. Padded data is evaluated answer by answer. Answers of similar length share a batch, so that
+there is little padding and all ranks have about as much work in each round. Packed data is
+evaluated in the packs that training reads. The values of a part of the pass, about a minute, stay
+on the device, and nothing waits for the device before the end of the part.
 
-Rows of a stream are not known before: there each batch is evaluated with the adapters off.
+The rows of a stream are not known in advance. There each batch is evaluated with the adapters off.
 """
 
 import math
@@ -38,10 +38,10 @@ from toolkit.sharding.fsdp import Sharded
 from toolkit.training.guards import watchdog
 from toolkit.training.preference import sequence_logps
 
-_LOG_SECONDS = 30.0  # between two lines on the progress
-PART_SECONDS = 60.0  # of a part: what a preemption loses at most
-FIRST_ROUNDS = 8  # batches of a rank in the first part, by which the next is sized
-_GROWTH = 8  # of a part, at most
+_LOG_SECONDS = 30.0  # between two lines about the progress
+PART_SECONDS = 60.0  # target length of a part, which a preemption loses at most
+FIRST_ROUNDS = 8  # batches of a rank in the first part, whose time sizes the next one
+_MAX_GROWTH = 8  # of a part, relative to the one before
 
 Part = dict[str, tuple[np.ndarray, np.ndarray]]
 """Name of a table -> answers, int64 [n]: 2 * row + side; and their log-probabilities, float32."""
@@ -52,7 +52,7 @@ not evaluated."""
 
 @dataclass(frozen=True)
 class RowTable:
-    """The encoded rows of one source, and what a start reads of them."""
+    """The encoded rows of one source, and which of them a start reads."""
 
     name: str  # `train.SOURCE` or `eval.SOURCE`
     samples: tuple[Samples, ...]  # to train on, and held out to evaluate on
@@ -60,6 +60,7 @@ class RowTable:
 
     @property
     def rows(self) -> EncodedRows:
+        """The encoded rows."""
         return self.samples[0].pieces.rows
 
     @cached_property
@@ -71,7 +72,7 @@ class RowTable:
         return read
 
     def digest(self) -> str:
-        """Return a digest of the tokens of all rows, and of where their parts begin."""
+        """Compute a digest of the tokens of all rows, and of where their parts begin."""
         content, tokens = xxhash.xxh3_128(), self.rows.tokens
         content.update(self.rows.lengths().tobytes())
         for column in ("input_ids", "spans", "second"):
@@ -86,8 +87,9 @@ class RowTable:
 
 
 def row_tables(data: TrainingData) -> list[RowTable]:
-    """Return the rows of every source, and which samples of them the steps and evaluations from the
-    position of `data` on read; none of them where no step is left.
+    """List the rows of every source, and which samples the run reads from its position on.
+
+    If no step is left, the run reads none.
     """
     feed = data.feed
     assert isinstance(feed, PreparedFeed)
@@ -112,7 +114,7 @@ def _all(samples: Samples, are_read: bool) -> np.ndarray:
 
 
 def use_reference(tables: list[RowTable], logps: Logps) -> None:
-    """Give the rows of `tables` their log-probabilities, which batches then carry."""
+    """Attach the log-probabilities to the rows of `tables`, so that batches contain them."""
     for table in tables:
         for samples in table.samples:
             samples.pieces.rows.fill_column("reference", logps[table.name])
@@ -136,7 +138,7 @@ class Evaluation:
 
 
 class _Work(Dataset):
-    """The samples to evaluate: of padded data single answers, of packed data packs."""
+    """The samples to evaluate: single answers of padded data, or packs."""
 
     def __init__(self, tables: list[RowTable], missing: dict[str, np.ndarray]) -> None:
         """Find what to evaluate; `missing`: bool [rows, 2], the answers without a value."""
@@ -182,7 +184,7 @@ class _Work(Dataset):
         return self.shape.sample([samples.pieces[index].sides()[side]])
 
     def answers(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples' number and 2 * row + side of each sequence of `items`, in order."""
+        """List for each sequence of `items` the number of its table and 2 * row + side."""
         owners = self.items[items, 0]
         if self.by_answer:
             return owners, self._answers[items]
@@ -192,8 +194,9 @@ class _Work(Dataset):
         return np.repeat(owners, counts), (2 * every[:, None] + np.arange(2)).reshape(-1)
 
     def rounds(self, size: int, world_size: int) -> np.ndarray:
-        """Return the batches of all ranks, [rounds, ranks, samples of a batch], the longest samples
-        first: a device that lacks memory for them shows it at once.
+        """Divide the samples into batches of all ranks: [rounds, ranks, samples of a batch].
+
+        The longest samples come first, so that a lack of memory shows at once.
         """
         if self.by_answer:
             size *= 2  # a micro-batch of pairs has both sides as rows
@@ -202,7 +205,7 @@ class _Work(Dataset):
         return np.array(batches, np.int64).reshape(-1, world_size, size)
 
     def positions(self, rounds: np.ndarray) -> int:
-        """Return the positions of all batches, padding counted."""
+        """Count the positions of all batches, padding included."""
         of_filler = 1 if self.by_answer else self.shape.sequence_length
         longest = np.append(self.lengths, of_filler)[rounds].max(-1)
         if self.by_answer:
@@ -219,12 +222,19 @@ def evaluate_answers(
     missing: dict[str, np.ndarray],
     keep: Callable[[Part], None],
 ) -> Evaluation:
-    """Evaluate the answers of the samples that `tables` read, where one is `missing` (bool
-    [rows, 2]). Collective; a forward of each, and one wait for the device a part.
+    """Evaluate the answers that are missing, one forward each. Collective.
+
+    The host waits for the device once per part.
 
     Args:
         sharded: the model that training starts from.
-        keep: takes each part of the result, the same on every rank, about once a minute.
+        data: the data of the run.
+        tables: the rows of every source.
+        missing: name of a table -> bool [rows, 2], the answers to evaluate.
+        keep: receives the values of each part, the same on every rank, about once a minute.
+
+    Returns:
+        Counts and cost of the pass.
 
     Raises:
         TrainingError: on every rank, for a log-probability that is not finite; names the row.
@@ -252,7 +262,7 @@ def evaluate_answers(
             evaluated += sum(len(answers) for answers, _ in part.values())
             keep(part)
             seconds = max(1e-3, ranks.broadcast(time.monotonic() - part_begun))
-            count = max(1, min(_GROWTH * count, math.floor(count * PART_SECONDS / seconds)))
+            count = max(1, min(_MAX_GROWTH * count, math.floor(count * PART_SECONDS / seconds)))
     finally:
         model.train(training)
         reshard(model)
@@ -263,8 +273,9 @@ def evaluate_answers(
 def _gather_part(
     sharded: Sharded, data: TrainingData, work: _Work, rounds: np.ndarray, local: torch.Tensor
 ) -> Part:
-    """Return the values of all ranks for the batches `rounds`; `local` are this rank's. Collective,
-    one all-reduce and one wait for the device.
+    """Gather the values of all ranks for the batches `rounds`; `local` holds this rank's values.
+
+    Collective. Costs one all-reduce and one wait for the device.
     """
     by_rank = rounds.transpose(1, 0, 2).reshape(rounds.shape[1], -1)
     layouts = [work.answers(items[items != FILLER]) for items in by_rank]
@@ -289,7 +300,7 @@ def _gather_part(
 
 
 def _check_finite(name: str, answers: np.ndarray, logps: np.ndarray) -> None:
-    """Refuse values that are not finite. Every rank has the same ones."""
+    """Refuse values that are not finite; every rank has the same values."""
     wrong = answers[~np.isfinite(logps)]
     if len(wrong):
         row, side = divmod(int(wrong[0]), 2)

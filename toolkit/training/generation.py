@@ -1,8 +1,8 @@
-"""Answers of a sharded model to a few prompts, while it trains, by transformers' `generate`.
+"""Generate answers of a sharded model to a few prompts while it trains, with transformers.
 
-[Note: one forward each] `generate` calls the transformers model, whose forward is not the one that
-FSDP's hooks sit on where adapters lie around it: what the outermost unit holds would not be
-gathered. There each call is led through the outermost module, which calls the inner one in turn.
+[Note: one forward each] `generate` calls the transformers model. With adapters around it, FSDP's
+hooks are on the outermost module instead, and the parameters of the outermost unit would not be
+gathered. So each call goes through the outermost module, which calls the transformers model.
 """
 
 import functools
@@ -29,23 +29,26 @@ from toolkit.training.guards import preemption
 def generate(
     model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int
 ) -> list[str]:
-    """Return the model's greedy answer to each of `prompts`, on every rank. Collective.
+    """Generate the model's greedy answer to each prompt, on every rank. Collective.
 
-    A prompt is what a user says where the tokenizer has a chat template, else text to continue.
+    With a chat template a prompt is the message of a user, otherwise a text to continue. Each
+    prompt is answered separately, without padding, on one of the ranks, so that answers do not
+    depend on the number of ranks. All ranks run until the longest answer of a round is done. That
+    takes at most `ceil(prompts / ranks) * max_new_tokens` forwards, each with its all-gathers. The
+    model keeps its mode and is sharded again afterwards. The random state does not change.
 
-    Each prompt is answered by itself, without padding, on one of the ranks, so that answers do not
-    depend on their number; all ranks run along until the longest answer of a round is done: at most
-    `ceil(prompts / ranks) * max_new_tokens` forwards, each with its all-gathers. The model comes
-    back in the mode it was in and sharded, and the random state is untouched. TrainingError, on
-    every rank: a prompt without tokens, without room for an answer, or refused by the template.
+    Raises:
+        TrainingError: on every rank, for a prompt without tokens, a prompt that leaves no room for
+            an answer, or one that the chat template refuses.
     """
     if not prompts:
         return []
     base = base_of(model)
     encoded = ranks.on_all(lambda: encoded_prompts(model, tokenizer, prompts, max_new_tokens))
-    own, settings = base.generation_config, _greedy(base, tokenizer, max_new_tokens)
+    before, settings = base.generation_config, _greedy_config(base, tokenizer, max_new_tokens)
     parameter = next(base.parameters())
-    device = parameter.device  # under offload not where it computes
+    device = parameter.device
+    # With CPU offload the parameters are not on the device that computes.
     if isinstance(parameter, DTensor):
         device = torch.device(parameter.device_mesh.device_type)
     forward = base.forward if base is model else _through(model, base.forward)
@@ -66,15 +69,15 @@ def generate(
                 )
                 mine[number] = answer[0, prompt.shape[1] :].tolist()
     finally:
-        base.generation_config = own
+        base.generation_config = before
         reshard(model)
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     texts = ranks.gather_results(lambda: {n: decode(ids) for n, ids in mine.items()})
-    found: dict[int, Any] = {n: text for part in texts for n, text in part.items()}
-    return [found[number] for number in range(len(prompts))]
+    answers: dict[int, Any] = {n: text for part in texts for n, text in part.items()}
+    return [answers[number] for number in range(len(prompts))]
 
 
-ANSWER = 64  # tokens of an answer at most
+MAX_ANSWER_TOKENS = 64
 
 
 def answer_prompts(
@@ -107,24 +110,29 @@ def check_prompts(model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTr
 
 
 def _answer_tokens(model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str]) -> int:
-    """Return how many tokens an answer may have: `ANSWER`, or what the model's positions leave."""
+    """Return how many tokens an answer may have, given the positions of the model."""
     longest = max(map(len, encoded_prompts(model, tokenizer, prompts, 1)))
     positions = _positions(model)
-    return ANSWER if positions is None else min(ANSWER, positions - longest)
+    return MAX_ANSWER_TOKENS if positions is None else min(MAX_ANSWER_TOKENS, positions - longest)
 
 
 def _positions(model: nn.Module) -> int | None:
     config = base_of(model).config.get_text_config()
-    found = getattr(config, "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def encoded_prompts(
     model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int
 ) -> list[list[int]]:
-    """Return the token ids of `prompts` as `generate` asks them; the model may be on meta."""
+    """Encode prompts as `generate` does; the model may be on meta.
+
+    Raises:
+        TrainingError: as `generate`.
+    """
     chat = tokenizer.chat_template is not None
-    positions, found = _positions(model), []
+    positions = _positions(model)
+    encoded: list[list[int]] = []
     for prompt in prompts:
         ids = _chat_prompt(tokenizer, prompt) if chat else tokenizer(prompt)["input_ids"]
         if not ids:
@@ -134,30 +142,31 @@ def encoded_prompts(
                 f"the prompt {prompt[:60]!r} has {len(ids)} tokens, and with {max_new_tokens} more "
                 f"the model's {positions} positions do not hold it; shorten it, or ask for fewer"
             )
-        found.append(list(ids))
-    return found
+        encoded.append(list(ids))
+    return encoded
 
 
 def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
     turns = [{"role": "user", "content": prompt}]
     try:
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        text.encode()  # what is no Unicode has no tokens
-    except Exception as error:  # a template raises whatever it likes
+        text.encode()  # raises for surrogates, which no tokenizer accepts
+    except Exception as error:  # a template may raise anything
         raise TrainingError(
             f"the chat template refuses the prompt {prompt[:60]!r} as the only turn "
             f"({one_line(error)}); leave train.eval_prompts out, or set data.chat_template"
         ) from error
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has its own
+    # The template has printed the special tokens already.
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _greedy(base: PreTrainedModel, tokenizer: Any, max_new_tokens: int) -> GenerationConfig:
-    """Return settings that hold nothing but greedy decoding and the model's end tokens."""
+def _greedy_config(base: PreTrainedModel, tokenizer: Any, max_new_tokens: int) -> GenerationConfig:
+    """Build settings for greedy decoding that ends at the end tokens of model and tokenizer."""
     # A checkpoint's generation_config.json may ask for sampling, penalties or forced tokens.
     ends: set[int] = set()
     for holder in (getattr(base, "generation_config", None), tokenizer):
-        said = getattr(holder, "eos_token_id", None)
-        ends.update([said] if isinstance(said, int) else said or [])
+        end_ids = getattr(holder, "eos_token_id", None)
+        ends.update([end_ids] if isinstance(end_ids, int) else end_ids or [])
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
@@ -173,7 +182,7 @@ def _through(outer: nn.Module, forward: Any) -> Any:
     inside = False
 
     @functools.wraps(forward)  # transformers reads the names of its parameters
-    def led(*args: Any, **kwargs: Any) -> Any:
+    def forward_through_outer(*args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         if inside:
             return forward(*args, **kwargs)
@@ -183,4 +192,4 @@ def _through(outer: nn.Module, forward: Any) -> Any:
         finally:
             inside = False
 
-    return led
+    return forward_through_outer

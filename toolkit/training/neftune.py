@@ -1,12 +1,12 @@
 """NEFTune: noise on the input embeddings while a model trains (Jain et al. 2023, arXiv:2310.05914).
 
-Owns how much noise each token gets. Knows nothing of the loop, the loss or how the model is
-sharded: it hooks the embedding's output and changes nothing that a checkpoint holds.
+A hook on the output of the embedding adds the noise. It changes nothing that a checkpoint holds.
 
-[Note: length of a sample] The noise is uniform in +-alpha / sqrt(L * d), with L the tokens of the
-sample and d the width. transformers takes the length of the row for L, padding included, so that a
-sample's noise depends on what it is batched with. Here L is the sample's own: the ones of its
-attention mask, or where positions restart, the run of positions that it is in.
+[Note: length of a sample] The noise is uniform in +-alpha / sqrt(L * d), with L the number of
+tokens of the sample and d the width. transformers uses the length of the padded row as L, so the
+noise of a sample depends on the samples it is batched with. Here L is the length of the sample
+itself: the number of ones in its attention mask or, if positions restart, the length of its run of
+positions.
 """
 
 from typing import Any
@@ -19,17 +19,21 @@ from toolkit.models.peft_model import base_of
 
 
 def add_embedding_noise(model: nn.Module, alpha: float | None) -> None:
-    """Let noise be added to the input embeddings of a model in training mode.
+    """Add noise to the input embeddings of a model in training mode, by hooks.
 
-    Each rank draws from its own default generator, which checkpoints keep: a resumed run draws the
-    noise of an undisturbed one. Costs one draw of the size of the embeddings a forward. `alpha` is
-    5, 10 or 15 in the paper; None: no noise.
+    Each rank draws from its default generator, whose state is part of checkpoints: a resumed run
+    draws the same noise as an undisturbed one. Costs one draw of the size of the embeddings per
+    forward.
+
+    Args:
+        model: with or without adapters, sharded or not.
+        alpha: scale of the noise, 5, 10 or 15 in the paper; None: no noise.
     """
     if alpha is None:
         return
     inputs: dict[str, Any] = {}
 
-    # None of it is compiled, as FSDP2's own hooks are not: it would be traced with the first batch.
+    # The hooks are not compiled, like those of FSDP2: a trace would contain the first batch.
     @torch.compiler.disable
     def remember(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         inputs.update(kwargs)
@@ -59,8 +63,17 @@ def add_embedding_noise(model: nn.Module, alpha: float | None) -> None:
 def sample_lengths(
     attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return each token's number of tokens in its sample, [B, T]; None where each row is one. The
-    mask [B, T] is 0 for padding, positions [B, T] restart with each sample. TrainingError: others.
+    """Compute for each token the number of tokens of its sample.
+
+    Args:
+        attention_mask: [B, T], 0 for padding.
+        position_ids: [B, T]; they restart with each sample.
+
+    Returns:
+        [B, T]; None if each row is one sample.
+
+    Raises:
+        TrainingError: mask or positions have another shape.
     """
     for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
         if value is not None and value.ndim != 2:
