@@ -1,6 +1,6 @@
-"""Bytes on disk, read without trusting them: Hugging Face folders, safetensors, DCP, hashes.
+"""Read files of unknown origin: Hugging Face folders, safetensors, DCP checkpoints, hashes.
 
-Also files that are written so that a power loss keeps them (`synced_files`).
+Also writes files that survive a power loss (`synced_files`).
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""The memory of this process's container: what its control groups allow, and what is free of it.
+"""Read the memory limit of this process's container, and how much of it is free.
 
-`psutil` knows the machine alone. A container (`docker run --memory`, a pod's limit, a Slurm job)
-is ended by the system when it passes its own limit, however much memory the machine has.
+`psutil` only sees the machine. The system kills a container (`docker run --memory`, a pod, a Slurm
+job) that exceeds its own limit, however much memory the machine has.
 """
 
 import math
@@ -16,16 +16,16 @@ _UNLIMITED = 2**60  # bytes: version 1 writes such a number where there is no li
 
 @dataclass(frozen=True)
 class ContainerMemory:
-    """Bytes; infinite if nothing limits them."""
+    """Limit and free memory in bytes; infinite without a limit."""
 
     limit: float = math.inf
     free: float = math.inf
-    """What processes can still take. Cached files that the system can drop count as free."""
+    """Cached files that the system can drop count as free."""
 
 
 @dataclass(frozen=True)
 class _ControlFiles:
-    """Names of the files in which a version of control groups keeps its numbers."""
+    """Names of the files of one version of control groups."""
 
     folder: str
     limit: str
@@ -42,10 +42,13 @@ _V1 = _ControlFiles(
 
 
 def container_memory(root: Path = Path("/")) -> ContainerMemory:
-    """Return limit and free bytes of the tightest control group that this process is in.
+    """Read limit and free bytes of the tightest control group of this process.
 
-    Reads versions 1 and 2, the process's own group and all above it, since a limit of any of them
-    holds. Without control groups (macOS) nothing is limited.
+    Reads versions 1 and 2, for the process's own group and all its parents, because each of their
+    limits applies. Without control groups (macOS) there is no limit.
+
+    Args:
+        root: of the file system, for tests.
     """
     groups = [_read(folder, files) for folder, files in _groups(root)]
     return ContainerMemory(
@@ -55,7 +58,7 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _ControlFiles]]:
-    """Give the folders of the groups of this process, from its own to that of the container."""
+    """Yield the folders of the groups of this process, from its own up to the container's."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -65,13 +68,14 @@ def _groups(root: Path) -> Iterator[tuple[Path, _ControlFiles]]:
         if controllers and "memory" not in controllers.split(","):
             continue
         files = _V1 if controllers else _V2
-        # A container may see its own group as the root, under the path that the host has for it.
+        # Inside a container the own group may be the root, while the path is the host's.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for count in range(len(parts), -1, -1):
             yield root.joinpath(files.folder, *parts[:count]), files
 
 
 def _read(folder: Path, files: _ControlFiles) -> ContainerMemory:
+    """Read limit and free bytes of one group."""
     try:
         limit = int((folder / files.limit).read_text())
     except (OSError, ValueError):  # no such group here, or "max"

@@ -1,4 +1,4 @@
-"""The `.metadata` of a torch distributed checkpoint (DCP), a pickle, read without trusting it."""
+"""Read the `.metadata` of a torch distributed checkpoint (DCP), a pickle, without trusting it."""
 
 import dataclasses
 import io
@@ -25,27 +25,34 @@ from toolkit.formats.plain_files import is_plain_name, plain_file
 from toolkit.parsing import read_bounded
 
 METADATA_FILE = ".metadata"
-_MAX_METADATA = 512 * 2**20  # bytes: 200 for each chunk of 3,000 tensors on 800 ranks
-_LEAST_CHUNK = 30  # bytes of `.metadata` that a chunk takes, at the least
+_MAX_METADATA = 512 * 2**20  # 200 bytes for each chunk of 3,000 tensors on 800 ranks
+_MIN_CHUNK_BYTES = 30  # that each chunk takes in `.metadata`
 _MAX_DIMS = 64
 
 
 def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Metadata:
-    """Return what a DCP folder holds, from its `.metadata`; nothing in that file can run code.
+    """Read the metadata of a DCP folder; nothing in that file can run code.
 
-    Accepted are the names that torch 2.11 to 2.15 write. Without `blobs` the files are not looked
-    at, to read what a damaged folder should hold. Costs 0.4 s a MB of `.metadata`, one stat a file.
-    A CheckpointError names what is missing, has no place there or lies outside of folder and files.
+    Accepts only the classes that torch 2.11 to 2.15 write. Costs 0.4 s per MB of `.metadata`, and
+    one stat per file.
+
+    Args:
+        folder: the DCP folder.
+        blobs: check that the files exist and hold the chunks. False reads the metadata of a folder
+            with damaged files.
+
+    Raises:
+        CheckpointError: something is missing, does not belong there, or lies outside of the folder.
     """
     file = Path(folder) / METADATA_FILE
     if not file.is_file():
         raise CheckpointError(f"{folder} has no {METADATA_FILE}: not a torch DCP checkpoint folder")
     raw = read_bounded(file, _MAX_METADATA, CheckpointError)
     try:
-        metadata = _build_metadata(_Unpickler(io.BytesIO(raw)).load(), len(raw) // _LEAST_CHUNK)
+        metadata = _build_metadata(_Unpickler(io.BytesIO(raw)).load(), len(raw) // _MIN_CHUNK_BYTES)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
-    except Exception as error:  # what a damaged pickle raises has no common class
+    except Exception as error:  # errors of a damaged pickle have no common class
         raise CheckpointError(
             f"{file} is damaged, or not as torch writes it: {one_line(error)}"
         ) from error
@@ -60,7 +67,7 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
 
 
 class _Record:
-    """Stands in for a class that `.metadata` names: keeps arguments and state, runs nothing."""
+    """Stand-in for a class that `.metadata` names: keeps arguments and state, runs no code."""
 
     __slots__ = ("args", "state")
     args: tuple[Any, ...]
@@ -106,15 +113,16 @@ _OPCODES = (
 )
 
 
-# The unpickler in Python, not the one in C: 20 bytes let that one allocate gigabytes (LONG_BINPUT),
-# and both hash tuples that hold themselves many times over, which takes for ever.
+# The unpickler in Python, because 20 bytes let the one in C allocate gigabytes (LONG_BINPUT).
+# Both would hash tuples that contain themselves many times, which takes for ever.
 _InPython: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 class _Unpickler(_InPython):
-    """Reads what protocols 4 and 5 write for plain records; the stack holds nothing that runs."""
+    """Unpickle plain records of protocols 4 and 5; only stand-ins are ever created."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in of an allowed class; raise CheckpointError for any other name."""
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
         if module == "torch" and name in _DTYPES:
@@ -126,16 +134,19 @@ class _Unpickler(_InPython):
         )
 
     def load_setitem(self) -> None:
+        """Set one entry of a dictionary."""
         value, key = self.stack.pop(), self.stack.pop()
         self._assign([key, value])
 
     def load_setitems(self) -> None:
+        """Set several entries of a dictionary."""
         self._assign(self.pop_mark())
 
     def _assign(self, items: list[Any]) -> None:
+        """Set entries of the dictionary on the stack; `items` alternates keys and values."""
         keys = items[::2]
         if not all(isinstance(k, str | _Record) for k in keys) or type(self.stack[-1]) is not dict:
-            raise TypeError("a dictionary may have texts and records as keys, nothing else")
+            raise TypeError("the keys of a dictionary must be texts or records")
         self.stack[-1].update(zip(keys, items[1::2], strict=True))
 
     dispatch = {code[0]: _InPython.dispatch[code[0]] for code in _OPCODES} | {
@@ -144,8 +155,13 @@ class _Unpickler(_InPython):
     }
 
 
-def _build_metadata(root: Any, most: int) -> Metadata:
-    """Return torch's own metadata of at most `most` chunks: one list may stand in many places."""
+def _build_metadata(root: Any, max_chunks: int) -> Metadata:
+    """Build torch's metadata from stand-ins.
+
+    Args:
+        root: the unpickled record.
+        max_chunks: limit, because a small pickle may refer to one list of chunks many times.
+    """
     entries, stored = _fields(root, "Metadata", state_dict_metadata=dict, storage_data=dict)
     paths, meta = _fields(root, "Metadata", planner_data=dict | None, storage_meta=_Record | None)
     (version,) = _fields(root, "Metadata", version=str | None)
@@ -156,8 +172,8 @@ def _build_metadata(root: Any, most: int) -> Metadata:
         if isinstance(entry, _Record) and entry.kind == "BytesStorageMetadata":
             tensors[fqn] = BytesStorageMetadata()
             continue
-        tensors[fqn] = _tensor_metadata(fqn, entry, most)
-        most -= len(tensors[fqn].chunks)
+        tensors[fqn] = _tensor_metadata(fqn, entry, max_chunks)
+        max_chunks -= len(tensors[fqn].chunks)
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for key, value in stored.items():
         fqn, offset, number = _fields(key, "MetadataIndex", fqn=str, offset=object, index=_NUMBER)
@@ -178,7 +194,8 @@ def _build_metadata(root: Any, most: int) -> Metadata:
     )
 
 
-def _tensor_metadata(fqn: str, record: Any, most: int) -> TensorStorageMetadata:
+def _tensor_metadata(fqn: str, record: Any, max_chunks: int) -> TensorStorageMetadata:
+    """Build the metadata of one tensor, and check that its chunks lie inside it."""
     kinds = {"properties": _Record, "size": object, "chunks": list}
     properties, whole, parts = _fields(record, "TensorStorageMetadata", **kinds)
     if properties.kind != "TensorProperties":
@@ -188,7 +205,7 @@ def _tensor_metadata(fqn: str, record: Any, most: int) -> TensorStorageMetadata:
         raise TypeError(f"{fqn}: dtype {dtype!r}")
     if not isinstance(layout, _Record) or layout.args != ("torch.strided",):
         raise ValueError(f"{fqn} is not a dense tensor")
-    if len(parts) > most:
+    if len(parts) > max_chunks:
         raise ValueError(f"{fqn} has more chunks than the file has room for")
     size, chunks = _size(whole), []
     for part in parts:
@@ -206,10 +223,10 @@ def _tensor_metadata(fqn: str, record: Any, most: int) -> TensorStorageMetadata:
 
 
 def _fields(record: Any, kind: str, **types: Any) -> list[Any]:
-    """Return the named fields of a stand-in for `kind`, None where missing, each of its type."""
+    """Get fields of a stand-in for `kind`, None if missing; raise TypeError for another type."""
     if not isinstance(record, _Record) or record.kind != kind or type(record.state) is not dict:
-        found = getattr(record, "kind", type(record).__name__)
-        raise TypeError(f"expected a {kind} with its fields, got {found}")
+        actual = getattr(record, "kind", type(record).__name__)
+        raise TypeError(f"expected a {kind} with its fields, got {actual}")
     for name, expected in types.items():
         if not isinstance(record.state.get(name), expected):
             raise TypeError(f"{name} of {kind} is {type(record.state.get(name)).__name__}")
@@ -217,28 +234,30 @@ def _fields(record: Any, kind: str, **types: Any) -> list[Any]:
 
 
 def _size(record: Any) -> torch.Size:
+    """Build a torch.Size from its stand-in."""
     if not isinstance(record, _Record) or record.kind != "Size" or len(record.args) != 1:
         raise TypeError("expected torch.Size")
     return torch.Size(_numbers(record.args[0]))
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    whole = isinstance(value, tuple) and len(value) <= _MAX_DIMS
-    if not whole or not all(type(n) is int and 0 <= n < 2**63 for n in value):
+    """Check that `value` is a short tuple of non-negative integers."""
+    is_short_tuple = isinstance(value, tuple) and len(value) <= _MAX_DIMS
+    if not is_short_tuple or not all(type(n) is int and 0 <= n < 2**63 for n in value):
         raise ValueError("sizes must be a few non-negative integers")
     return value
 
 
 def _path(value: Any) -> Any:
-    """Return names and indices as the planner keeps them: one level, so that the walk ends."""
-    whole = isinstance(value, list | tuple) and len(value) <= 100
-    if not whole or not all(isinstance(part, str | int) for part in value):
+    """Check a planner's path of names and indices. It has one level, so that no walk is endless."""
+    is_short = isinstance(value, list | tuple) and len(value) <= 100
+    if not is_short or not all(isinstance(part, str | int) for part in value):
         raise TypeError("expected a list of names and numbers")
     return value
 
 
 def _check_blobs(folder: Path, metadata: Metadata, sizes: dict[str, int]) -> None:
-    """Check that every blob lies in its file and every chunk has a blob that has room for it."""
+    """Check that every blob lies in its file, and is large enough for its chunk."""
     for index, info in metadata.storage_data.items():
         name, end = info.relative_path, info.offset + info.length
         if info.offset < 0 or info.length < 0 or end > sizes[name]:
@@ -255,5 +274,5 @@ def _check_blobs(folder: Path, metadata: Metadata, sizes: dict[str, int]) -> Non
             if blob and blob.length < nbytes and not blob.transform_descriptors:
                 raise CheckpointError(
                     f"{folder / METADATA_FILE}: {fqn} {tuple(entry.size)} has a chunk of "
-                    f"{nbytes:,} bytes, and a blob of {blob.length:,} of another"
+                    f"{nbytes:,} bytes, but its blob has {blob.length:,}"
                 )

@@ -20,7 +20,7 @@ SOURCE_FILE = "source.json"  # in a checkpoint's hf/ folder only, never exported
 
 @dataclass
 class HFAssets:
-    """Contents of a Hugging Face folder beside the trained weights."""
+    """Everything of a Hugging Face folder except the trained weights."""
 
     config: dict[str, Any]  # config.json as the source has it
     files: dict[str, bytes] = field(default_factory=dict)
@@ -36,32 +36,32 @@ class HFAssets:
     """Parameter that `resize_embeddings` gave more or fewer rows -> its rows in the source."""
     # From here on in memory only.
     conversions: list[Any] = field(default_factory=list)
-    """Transformers' mapping from source keys to parameters, computed on the unsharded model."""
+    """Transformers' mapping from source keys to parameters, computed before sharding."""
     model_class: "type[PreTrainedModel] | None" = None  # before sharding changes it
     whole: "tuple[type[PreTrainedModel], Any] | None" = None
-    """Class and config of the whole checkpoint, where the model is its text part alone."""
+    """Class and config of the complete checkpoint, if the model is only its text part."""
     stored: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Key of `source` -> keys of its parts in the files, of what is stored in fewer bits."""
-    reader: Any = None  # transformers' quantiser, which puts them together
-    name_or_path: str | None = None  # the source: a Hub id, or a folder's whole path
+    """Key of `source` -> keys of its parts in the files, for tensors that are stored quantised."""
+    reader: Any = None  # transformers' quantiser, which joins the parts
+    name_or_path: str | None = None  # the source: a Hub id, or a folder's absolute path
     revision: str | None = None
-    folder: Path | None = None  # where the source's files are
+    folder: Path | None = None  # of the source's files
     head_left_out: list[str] = field(default_factory=list)
-    """Keys of a causal LM's head, in whose place a reward model has its own; not in `source`."""
+    """Keys of a causal LM's head, which a reward model replaces; not in `source`."""
     drawn: list[str] = field(default_factory=list)
-    """Parameters that the source does not have: they begin at random."""
-    kernels: str = "none"  # whose the layers compute with (`model.kernels`)
+    """Parameters that the source does not have; they are initialised at random."""
+    kernels: str = "none"  # implementation of the layers' kernels (`model.kernels`)
     not_in_4_bits: dict[str, list[str]] = field(default_factory=dict)
-    """Why -> names of matrices that quantising left alone."""
-    drawn_from: int | None = None  # seed of a random start, once it is drawn
-    digest: str | None = None  # what identifies the source's weights, once it was asked for
+    """Reason -> names of matrices that were not quantised for it."""
+    drawn_from: int | None = None  # seed of a random start, after the weights are drawn
+    digest: str | None = None  # of the source's weights, after it was first computed
     continued: dict[str, Any] | None = None
     """Stage that the adapters of a run continue, as manifests describe it; None: new adapters."""
     base_sums: dict[str, int] | None = None
     """Checksum of each tensor of a loaded base under adapters, as memory holds it."""
 
     def save(self, folder: Path) -> None:
-        """Write the assets into an existing `folder`, for `HFAssets.load`."""
+        """Write the assets into an existing folder, for `HFAssets.load`."""
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", "utf-8")
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
@@ -86,7 +86,7 @@ class HFAssets:
 
 
 def assets_of(model: torch.nn.Module) -> HFAssets:
-    """Return the assets that `build_on_meta` attached to `model`; ModelError without."""
+    """Get the assets that `build_on_meta` attached to `model`; raise ModelError if it has none."""
     assets = getattr(model, "hf_assets", None)
     if not isinstance(assets, HFAssets):
         raise ModelError(

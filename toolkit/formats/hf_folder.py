@@ -1,4 +1,4 @@
-"""The Hugging Face folder, read with suspicion: its config, and the files next to the weights."""
+"""Read a Hugging Face folder that anybody may have written: its config and other small files."""
 
 import json
 import re
@@ -15,11 +15,10 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"  # of a PEFT folder
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Settings that say how many layers predict more tokens than the next, which transformers does not
-load."""
+"""Settings with the number of layers for multi-token prediction, which transformers skips."""
 AGAIN = "copy or download the file again"
 
-# Bounds of what transformers parses without any: far above what any model has.
+# Bounds of files that transformers parses without any: far above those of any model.
 _CONFIG_BYTES = 4 * 2**20
 _VOCABULARY_BYTES = 256 * 2**20
 MAX_TEMPLATE_BYTES = 2**18  # of a chat template
@@ -28,7 +27,7 @@ TEMPLATES = "additional_chat_templates"
 _DEPTHS = r"(^|_)(layers?|blocks?|depths?|stages?|pattern)(_types?)?$|^layers_block_"
 _COUNTS = ((re.compile(_DEPTHS), 500), (re.compile(r"(^|_)experts$|^num_labels$"), 100_000))
 
-# Files that an export carries beside the weights, where the source has them.
+# Files that an export has in addition to the weights, if the source has them.
 ASSET_FILES = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("tiktoken.model", "spm.model", "sentencepiece.model", "emoji.json", "dict.txt"),
@@ -37,8 +36,9 @@ ASSET_FILES = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *(_TEMPLATE, "chat_template.json"),
 )
-_BY_RUST = ("tokenizer.json", "vocab.json", "tekken.json", "emoji.json")  # large, and flat
-_BYTES = 4 * 2**20  # of a config, or of a file of code
+# Large and flat; the tokenizers library parses them.
+_PARSED_BY_RUST = ("tokenizer.json", "vocab.json", "tekken.json", "emoji.json")
+_MAX_BYTES = 4 * 2**20  # of a tokenizer's config, or of a file of code
 _TABLES = re.compile(r"(?i)\bvocab_files_names\b[^=\n{]*=\s*\{([^{}]*)\}")
 _VALUES = re.compile(r""":\s*["']([^"'\n]+)["']""")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -50,8 +50,11 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json; ModelError where there is none, it is no JSON object, or
-    it asks for more layers, experts or labels than any model has.
+    """Read config.json.
+
+    Raises:
+        ModelError: it is missing, no JSON object, or has more layers, experts or labels than any
+            model.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -68,8 +71,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{file} has architectures that are no list of names; {AGAIN}")
     for key, kind in (("model_type", str), ("auto_map", dict)):
         if not isinstance(config.get(key), kind | None):
-            found = type(config[key]).__name__
-            raise ModelError(f"{file} has a {key} of type {found}, {kind.__name__} is expected")
+            actual = type(config[key]).__name__
+            raise ModelError(f"{file} has a {key} of type {actual}, {kind.__name__} is expected")
     for key, value in nested_items(config):
         count = len(value) if isinstance(value, list | str) else value
         for pattern, most in _COUNTS:
@@ -79,12 +82,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_adapter(file: Path, name: str) -> None:
-    """Refuse a PEFT folder that is given as a model, and say what to set (ModelError)."""
+    """Raise ModelError with the right settings if a PEFT folder was given as a model."""
     if not file.is_file():
         return
     content = read_json(file, ModelError)
-    named = content.get("base_model_name_or_path") if isinstance(content, dict) else None
-    base = named if isinstance(named, str) and named else "BASE"
+    name_of_base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+    base = name_of_base if isinstance(name_of_base, str) and name_of_base else "BASE"
     raise ModelError(
         f"{name} is an adapter of {base}, not a model; set model.name_or_path: {base} and "
         f"lora.from: {name}"
@@ -92,7 +95,7 @@ def refuse_adapter(file: Path, name: str) -> None:
 
 
 def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of nested objects."""
+    """Yield the names and values of an object and of all objects nested in it."""
     if isinstance(value, dict):
         yield from value.items()
     for inner in value.values() if isinstance(value, dict) else value:
@@ -101,15 +104,16 @@ def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_config(folder: Path) -> None:
-    """Refuse a folder whose files transformers could not parse in bounds, before it reads any.
-    A tokenizer's folder may have no config.json.
+    """Raise ModelError if a folder has files that transformers could not parse within bounds.
+
+    Call it before transformers reads the folder. A tokenizer's folder may have no config.json.
     """
     if (folder / "config.json").is_file():
         read_config(folder)
     if (template := folder / _TEMPLATE).is_file():
         read_bounded(template, MAX_TEMPLATE_BYTES, ModelError)
     for file in [folder / name for name in ASSET_FILES if name.endswith(".json")]:
-        if file.is_file() and file.name not in _BY_RUST:
+        if file.is_file() and file.name not in _PARSED_BY_RUST:
             read_json(file, ModelError)
         elif file.is_file() and (size := file.stat().st_size) > _VOCABULARY_BYTES:
             raise ModelError(
@@ -118,7 +122,11 @@ def check_config(folder: Path) -> None:
 
 
 def asset_files(folder: Path) -> dict[str, bytes]:
-    """Return the files beside the weights: generation config, tokenizer, template, custom code."""
+    """Read the files other than weights: generation config, tokenizer, template, custom code.
+
+    Returns:
+        Content by file name.
+    """
     names = [n for n in (*ASSET_FILES, *vocabulary_files(folder)) if (folder / n).is_file()]
     names += sorted(p.name for p in folder.glob("*.py") if p.is_file())
     names = [*dict.fromkeys(names)]
@@ -127,10 +135,13 @@ def asset_files(folder: Path) -> dict[str, bytes]:
 
 
 def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the files with the chat templates of a folder of them in tokenizer_config.json.
+    """Move the chat templates of a subfolder into tokenizer_config.json.
 
-    transformers writes those that are not the default into a folder. It reads a list in that file
-    as well, where no file has the default, and checkpoints and exports have no folders.
+    transformers writes templates other than the default into a subfolder, which checkpoints and
+    exports cannot have. It also reads a list in tokenizer_config.json if no file has the default.
+
+    Returns:
+        `files` with the new tokenizer_config.json.
     """
     more = sorted((folder / TEMPLATES).glob("*.jinja"))
     if not more or "tokenizer_config.json" not in files:
@@ -150,40 +161,44 @@ def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, by
     if not isinstance(config, dict):
         raise ModelError(f"{folder / 'tokenizer_config.json'} holds no JSON object")
     try:
-        listed = [{"name": n, "template": t.decode()} for n, t in sorted(texts.items())]
+        templates = [{"name": n, "template": t.decode()} for n, t in sorted(texts.items())]
     except UnicodeDecodeError as error:
         raise ModelError(f"a chat template of {folder} is no UTF-8: {error}") from error
-    config["chat_template"] = listed
+    config["chat_template"] = templates
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    others = {name: content for name, content in files.items() if name != _TEMPLATE}
-    return {**others, "tokenizer_config.json": text.encode()}
+    remaining = {name: content for name, content in files.items() if name != _TEMPLATE}
+    return {**remaining, "tokenizer_config.json": text.encode()}
 
 
 def vocabulary_files(folder: Path) -> list[str]:
-    """Return the files that the tokenizer's class names (`vocab_files_names`), of code here or of
-    transformers; also those that are not here (yet).
+    """List the vocabulary files that a folder's tokenizer class names (`vocab_files_names`).
+
+    The class is one of transformers, or of custom code in the folder. That code is neither run nor
+    compiled; its text is searched. A file in the list may be missing.
     """
-    found: set[Any] = set()
+    names: set[Any] = set()
     for file in folder.glob("*.py"):
-        code = read_bounded(file, _BYTES, ModelError).decode(errors="replace")
-        found |= {name for table in _TABLES.findall(code) for name in _VALUES.findall(table)}
+        code = read_bounded(file, _MAX_BYTES, ModelError).decode(errors="replace")
+        names |= {name for table in _TABLES.findall(code) for name in _VALUES.findall(table)}
     import transformers
 
     kind = _tokenizer_class(folder / "tokenizer_config.json")
-    named = getattr(getattr(transformers, kind, None), "vocab_files_names", None)
-    found |= {*named.values()} if isinstance(named, dict) else set()
-    plain = {name for name in found if isinstance(name, str) and is_plain_name(name)}
+    declared = getattr(getattr(transformers, kind, None), "vocab_files_names", None)
+    names |= {*declared.values()} if isinstance(declared, dict) else set()
+    plain = {name for name in names if isinstance(name, str) and is_plain_name(name)}
     return sorted(name for name in plain if not name.endswith(_WEIGHTS))
 
 
 def _tokenizer_class(file: Path) -> str:
+    """Read the class name of a tokenizer; empty if the file has none."""
     try:
-        content = parse_json(read_bounded(file, _BYTES, ModelError), file, ModelError)
-    except ModelError:  # whoever needs it says more
+        content = parse_json(read_bounded(file, _MAX_BYTES, ModelError), file, ModelError)
+    except ModelError:  # its reader reports the error
         return ""
     kind = content.get("tokenizer_class") if isinstance(content, dict) else None
     return kind if isinstance(kind, str) else ""
 
 
 def is_text_map(table: Any) -> bool:
+    """Return True if `table` is a dictionary whose values are texts."""
     return isinstance(table, dict) and all(isinstance(v, str) for v in table.values())

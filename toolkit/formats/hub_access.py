@@ -20,24 +20,28 @@ from toolkit.formats.hf_folder import (
     vocabulary_files,
 )
 
-_PATIENCE = 3.0  # seconds
+_TIMEOUT_SECONDS = 3.0
 _LONGEST_NAME = 255  # bytes, of file systems
 
 
 @functools.cache
 def why_unreachable() -> str:
-    """Return why the Hub cannot be asked; empty where it can, or where HF_HUB_OFFLINE forbids it.
-    Where it does not answer, this process uses what the cache holds from now on.
+    """Check once that the Hub can be reached, because its client would retry each file for 30 s.
+
+    If it does not answer, this process uses only the cache from now on.
+
+    Returns:
+        Why it cannot be reached; empty if it can, or if HF_HUB_OFFLINE forbids requests.
     """
     import huggingface_hub
     from huggingface_hub import constants
 
     if huggingface_hub.is_offline_mode() or urllib.request.getproxies().keys() & {"https", "all"}:
-        return ""  # a proxy answers for others
+        return ""  # only the proxy could be tested
     url = urlsplit(constants.ENDPOINT)
     address = url.hostname or "", url.port or {"http": 80}.get(url.scheme, 443)
     try:
-        with socket.create_connection(address, timeout=_PATIENCE):
+        with socket.create_connection(address, timeout=_TIMEOUT_SECONDS):
             return ""
     except OSError as error:
         constants.HF_HUB_OFFLINE = True
@@ -46,17 +50,23 @@ def why_unreachable() -> str:
 
 @functools.cache
 def say_unreachable() -> None:
-    """Say once, where it is so, that only what the cache holds is used."""
-    if (why := why_unreachable()) and os.environ.get("RANK", "0") == "0":
-        print(f"WARNING: {why}: only what the cache holds is used", file=sys.stderr, flush=True)
+    """Print a warning once if the Hub cannot be reached."""
+    if (reason := why_unreachable()) and os.environ.get("RANK", "0") == "0":
+        print(f"WARNING: {reason}: only what the cache holds is used", file=sys.stderr, flush=True)
 
 
 def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = True) -> Path:
-    """Return the folder of a checkpoint: itself, or the cached snapshot of a Hub id.
+    """Find the folder of a model: a local folder, or the cached snapshot of a Hub id.
 
-    With `ask`, config.json is downloaded where the cache has none; but not where the first part of
-    the name is a folder here: a misspelt path must not become a stranger's model. ModelError where
-    neither is.
+    Args:
+        name_or_path: a folder or a Hub id.
+        revision: of the Hub id.
+        ask: download config.json if the cache does not have it. This is never done if the first
+            part of the name is a local folder, because a misspelt path must not become a stranger's
+            model.
+
+    Raises:
+        ModelError: there is neither a folder nor such a model.
     """
     from transformers.utils import cached_file
 
@@ -64,19 +74,19 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
     if path.is_dir():
         return path
     check_folder(str(name_or_path))
-    beside = _is_beside(path)
-    local = beside or not ask or bool(why_unreachable())
+    is_near = _has_local_parent(path)
+    local = is_near or not ask or bool(why_unreachable())
     try:
         file = cached_file(name_or_path, "config.json", revision=revision, local_files_only=local)
     except OSError as error:
-        if not local:  # the repository may be there, and hold an adapter
+        if not local:  # the repository may exist and hold an adapter
             refuse_adapter(_adapter_of_hub(name_or_path, revision), name_or_path)
-        if beside and ask:
+        if is_near and ask:
             raise ModelError(
                 f"there is a folder {path.parent} here ({Path.cwd()}), and no {path.name} in it. "
                 f"If a model of the Hub is meant: hf download {name_or_path}"
             ) from error
-        why = why_unreachable() or str(error).strip().splitlines()[0]
+        reason = why_unreachable() or str(error).strip().splitlines()[0]
         if type(error.__cause__).__name__ == "GatedRepoError":
             raise ModelError(
                 f"{name_or_path} is gated on the Hub; ask for access on "
@@ -84,54 +94,61 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
             ) from error
         raise ModelError(
             f"{name_or_path} is neither a folder here (current folder: {Path.cwd()}) nor a model "
-            f"that the Hub gives: {why}"
+            f"that the Hub gives: {reason}"
         ) from error
     say_unreachable()
     return Path(str(file)).parent
 
 
 def _adapter_of_hub(name: str, revision: str | None) -> Path:
-    """Return the cached adapter_config.json of a repository; a path without a file: it has none."""
+    """Download the adapter_config.json of a repository.
+
+    Returns:
+        Its path in the cache; a path without a file if the repository has none.
+    """
     from transformers.utils import cached_file
 
     options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     try:
         return Path(str(cached_file(name, ADAPTER_FILE, **options)))
-    except OSError:  # no such repository, or the Hub fails: the caller says which
+    except OSError:  # no such repository, or the Hub fails: the caller reports which
         return Path(ADAPTER_FILE, name)
 
 
-def _is_beside(path: Path) -> bool:
-    """Return whether a name that could be a Hub id's begins with a folder that is here."""
+def _has_local_parent(path: Path) -> bool:
+    """Return True if a name that could be a Hub id starts with a local folder."""
     return len(path.parts) == 2 and path.parent.is_dir()
 
 
 def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
-    """Download from a Hub id what an export carries beside the weights; else only what this process
-    happens to read would be in the cache. Offline, or where the Hub fails, which is said, exports
-    carry what the cache has.
+    """Download the files of a Hub id that an export needs in addition to the weights.
+
+    Without this, the cache would have only the files that this process happens to read. If the Hub
+    fails, a warning is logged, and exports have only the files in the cache.
     """
     from huggingface_hub import is_offline_mode, snapshot_download
 
     path = Path(name_or_path).expanduser()
-    if path.exists() or _is_beside(path):
+    if path.exists() or _has_local_parent(path):
         return
-    why_unreachable()  # from here on the cache answers, at once
-    wanted = ["config.json", *ASSET_FILES, f"{TEMPLATES}/*.jinja", "*.py"]
+    # If the Hub cannot be reached, the cache answers at once from here on.
+    why_unreachable()
+    patterns = ["config.json", *ASSET_FILES, f"{TEMPLATES}/*.jinja", "*.py"]
     try:
-        folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=wanted))
+        folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
         more = [name for name in vocabulary_files(folder) if not (folder / name).is_file()]
         if more:  # of the same commit
             snapshot_download(name_or_path, revision=folder.name, allow_patterns=more)
-    except (OSError, ValueError) as error:  # whether there is such a model, who reads it says
+    except (OSError, ValueError) as error:  # its reader reports a model that does not exist
         if not is_offline_mode():
             ranks.log_once(
                 f"WARNING: files of {name_or_path} were not downloaded ({one_line(error)}): "
-                "exports carry what the cache has"
+                "exports have only the files in the cache"
             )
 
 
 def obtain_file(folder: Path, name: str, remote: str | None, revision: str | None) -> bool:
+    """Return True if a folder has a file, after downloading it from the Hub id `remote`."""
     if len(name.encode()) > _LONGEST_NAME:
         return False
     if remote is None or (folder / name).is_file():

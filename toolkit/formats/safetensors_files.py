@@ -1,4 +1,4 @@
-"""Safetensors files, which come from outside: the header, read with suspicion, and rows."""
+"""Read safetensors files that anybody may have written: index, headers and rows."""
 
 import contextlib
 import math
@@ -45,21 +45,25 @@ _MAX_DIMS = 64
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one safetensors file; their bytes follow each other without a gap.
+    """Read the header of a safetensors file: its tensors by name.
 
-    LoadingError for a header that is damaged, beyond its bounds, or not that of so long a file.
+    Raises:
+        LoadingError: the header is damaged or too large, tensors overlap or leave gaps, or the file
+            has another length.
     """
     header, begin, size = _read(file)
     header.pop("__metadata__", None)
     try:
         entries = {name: _entry(file, begin, name, info) for name, info in header.items()}
-        position, before = begin, "the header"
+        position = begin
+        previous = "the header"
         for name, entry in sorted(entries.items(), key=lambda e: (e[1].begin, e[1].nbytes)):
             if entry.begin < position:
-                raise ValueError(f"{name} overlaps {before}")
+                raise ValueError(f"{name} overlaps {previous}")
             if entry.begin > position:
-                raise ValueError(f"{name} leaves a hole after {before}")
-            position, before = entry.begin + entry.nbytes, name
+                raise ValueError(f"{name} leaves a hole after {previous}")
+            position = entry.begin + entry.nbytes
+            previous = name
     except (ValueError, TypeError) as error:
         raise _damaged(file, error) from error
     if position != size:
@@ -70,12 +74,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def header_metadata(file: Path) -> dict[str, str]:
-    """Return what the header of a safetensors file says beside its tensors. Raises LoadingError."""
+    """Read the `__metadata__` texts in the header of a safetensors file. Raises LoadingError."""
     return _read(file)[0].get("__metadata__", {})
 
 
 def _read(file: Path) -> tuple[dict[str, Any], int, int]:
-    """Return (header, offset of the first tensor's bytes, size of the file)."""
+    """Read a file's header, the offset of its first tensor, and the size of the file."""
     with open(file, "rb") as f:
         size = f.seek(0, 2)
         f.seek(0)
@@ -95,7 +99,7 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _entry(file: Path, base: int, name: str, info: Any) -> StoredTensor:
-    """Return the entry that one line of a header describes."""
+    """Check a header's entry of one tensor; raise TypeError or ValueError if it is malformed."""
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
         raise TypeError(f"{name} must have dtype, shape and data_offsets")
     kind, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
@@ -114,18 +118,25 @@ def _entry(file: Path, base: int, name: str, info: Any) -> StoredTensor:
     return in_one_piece(file, DTYPES[kind], tuple(shape), base + begin)
 
 
-def _damaged(file: Path, what: object) -> LoadingError:
-    text = one_line(str(what), 200)
+def _damaged(file: Path, problem: object) -> LoadingError:
+    """Make the error of a damaged header."""
+    text = one_line(str(problem), 200)
     return LoadingError(f"{file} has a damaged safetensors header: {text}; {AGAIN}")
 
 
 def weight_files(
     folder: Path, name_or_path: str | None = None, revision: str | None = None
 ) -> list[Path]:
-    """Return the safetensors files of a checkpoint, as its index or its single file name them.
+    """Find the safetensors files of a model folder, by its index or its single file.
 
-    From the Hub id `name_or_path` missing files may be downloaded. LoadingError for no weights,
-    another format, or an index that names a file which is missing or outside the folder.
+    Args:
+        folder: the model folder.
+        name_or_path: a Hub id from which missing files are downloaded; a path or None: no download.
+        revision: of the Hub id.
+
+    Raises:
+        LoadingError: there are no weights, they have another format, or the index names a file that
+            is missing or outside the folder.
     """
     remote = name_or_path if name_or_path is not None and not Path(name_or_path).is_dir() else None
     if obtain_file(folder, SINGLE_FILE, remote, revision):  # first, as transformers takes it
@@ -140,12 +151,12 @@ def weight_files(
             )
     else:
         kinds = (".bin", ".pt", ".pth", ".gguf")
-        others = ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in kinds)[:3])
+        other_weights = ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in kinds)[:3])
         refuse_adapter(folder / ADAPTER_FILE, name_or_path or str(folder))
-        if others:
+        if other_weights:
             raise LoadingError(
-                f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; it has {others}: load it "
-                "once with transformers and save_pretrained it"
+                f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; it has {other_weights}: load "
+                "it once with transformers and save_pretrained it"
             )
         raise LoadingError(
             f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; complete the folder, or set "
@@ -155,8 +166,11 @@ def weight_files(
 
 
 def read_weights(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Return every tensor of the given files; reads headers only. LoadingError for a damaged file,
-    a tensor that two files hold, or one that is not where the index says.
+    """Read the headers of weight files: every tensor by name.
+
+    Raises:
+        LoadingError: a file is damaged, two files hold the same tensor, or a tensor is not in the
+            file that the index names.
     """
     entries: dict[str, StoredTensor] = {}
     files = list(files)
@@ -167,26 +181,26 @@ def read_weights(files: Iterable[Path]) -> dict[str, StoredTensor]:
             entries[name] = entry
     index = files[0].parent / INDEX_FILE if files else None
     if index is not None and index.is_file() and files[0].name != SINGLE_FILE:
-        for name, where in read_index(index).items():
-            if name not in entries or entries[name].file.name != where:
+        for name, file_name in read_index(index).items():
+            if name not in entries or entries[name].file.name != file_name:
                 raise LoadingError(
-                    f"{index} places tensor {name} in {where}, which does not hold it; they are "
-                    "not of one checkpoint. Copy all of them again"
+                    f"{index} places tensor {name} in {file_name}, which does not hold it; they "
+                    "are not of one checkpoint. Copy all of them again"
                 )
     return entries
 
 
 def source_dtypes(folder: Path) -> dict[str, str] | None:
-    """Return key -> safetensors dtype of the weights in `folder`; None where there are none."""
+    """Map each key of the weights in `folder` to its safetensors dtype; None without weights."""
     try:
         entries = read_weights(weight_files(folder))
-    except LoadingError:  # damage is said when the weights are asked for
+    except LoadingError:  # damage is reported when the weights are loaded
         return None
     return {name: DTYPE_NAMES[entry.dtype] for name, entry in entries.items()}
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return tensor -> file name of a safetensors index; LoadingError if it is none."""
+    """Read a safetensors index: file name by tensor; raise LoadingError if it is malformed."""
     content = read_json(file, LoadingError, strict=True)
     index = content.get("weight_map") if isinstance(content, dict) else None
     if not index or not is_text_map(index):
@@ -204,7 +218,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 class OpenFiles(contextlib.ExitStack):
-    """The open files of a checkpoint, and how many of their bytes were asked for."""
+    """The open files of a checkpoint, and the number of bytes that were requested from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,13 +227,13 @@ class OpenFiles(contextlib.ExitStack):
         self._lock = threading.Lock()
 
     def tensor(self, name: str, entry: StoredTensor) -> Any:
-        """Return safetensors' slice of a tensor; nothing is read yet."""
+        """Get safetensors' slice of a tensor; reads nothing yet."""
         if entry.file not in self._files:
             self._files[entry.file] = self.enter_context(safe_open(entry.file, framework="pt"))
         return self._files[entry.file].get_slice(name)
 
     def count(self, nbytes: int) -> None:
-        """Add to the bytes asked for; from any thread."""
+        """Add to the number of requested bytes; callable from any thread."""
         with self._lock:
             self.requested += nbytes
 
@@ -228,9 +242,12 @@ class FileTensor:
     """A tensor in a file, with the interface of safetensors' slice that transformers' loader uses.
 
     Args:
+        reader: the open files.
+        name: of the tensor.
+        entry: its header entry.
         dtype: to cast floating values to while copying; None keeps the file's.
-        rows: of an embedding that was resized; new ones are the mean of the old ones.
-        copy: False returns what may point into the file, uncast, for a caller that moves it on.
+        rows: of an embedding that was resized; new rows are the mean of the old ones.
+        copy: if False, return slices that may point into the file, uncast.
     """
 
     def __init__(
@@ -248,15 +265,15 @@ class FileTensor:
         self._shape = entry.shape if rows is None else (rows, *entry.shape[1:])
 
     def get_shape(self) -> list[int]:
-        """Return the shape, as safetensors' slices do."""
+        """Get the shape, as for safetensors' slices."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """Return the dtype in the file by its safetensors name."""
+        """Get the dtype in the file by its safetensors name."""
         return DTYPE_NAMES[self._entry.dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return a part of the tensor; only that part is read."""
+        """Read a part of the tensor, and nothing else."""
         piece = self._inner[index] if self._shape == self._entry.shape else self._resized(index)
         self._reader.count(piece.numel() * self._entry.dtype.itemsize)
         if not self._copy:
@@ -264,16 +281,17 @@ class FileTensor:
         return torch.empty(piece.shape, dtype=self._dtype).copy_(piece)
 
     def _resized(self, index: Any) -> torch.Tensor:
+        """Read a part of an embedding with another number of rows than the file has."""
         index = index if isinstance(index, tuple) else (index,)
         rows = index[0] if isinstance(index[0], slice) else slice(None)
         begin, end, _ = rows.indices(self._shape[0])
         old = self._entry.shape[0]
-        kept = self._inner[(slice(min(begin, old), min(end, old)), *index[1:])]
+        old_rows = self._inner[(slice(min(begin, old), min(end, old)), *index[1:])]
         fresh = end - max(begin, old)
         if fresh <= 0:
-            return kept
+            return old_rows
         total = torch.zeros(self._entry.shape[1:], dtype=torch.float64)
         for start in range(0, old, 4096):
             total += self._inner[start : min(start + 4096, old)].double().sum(0)
         mean = (total / old).to(self._entry.dtype)
-        return torch.cat([kept, mean.expand(fresh, *mean.shape)[(slice(None), *index[1:])]])
+        return torch.cat([old_rows, mean.expand(fresh, *mean.shape)[(slice(None), *index[1:])]])
