@@ -1,10 +1,10 @@
 """Compute checksums of tensors on their device, to compare what was written or read.
 
-[Note: bit sums] A checksum is the wrapping sum of a tensor's bytes as integers of 8 bytes, so any
+[Note: bit sums] A checksum is the wrapping sum of a tensor's bytes as integers of 8 bytes, so a
 single flipped bit changes it. The row sum multiplies the checksum of each row (dim 0; of a vector
-each element) by a different odd factor, so it also detects exchanged rows. Row sums of parts add up,
-so the result is the same for any number of shards. Checksums guard against accidents: late copies,
-and bits flipped by a device, memory or a disk. The sha256 of the files guards against tampering.
+each element) by a different odd factor, so it also detects exchanged rows. Row sums of parts add
+up, so the result is the same for any number of shards. Checksums guard against accidents: late
+copies, and bits flipped by a device, memory or a disk. The sha256 of the files guards against tampering.
 """
 
 import numpy

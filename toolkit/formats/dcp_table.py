@@ -1,7 +1,7 @@
-"""The chunks of a torch distributed checkpoint (DCP) as arrays: made, checked, cut for one rank.
+"""Keep the chunks of a torch distributed checkpoint (DCP) as arrays instead of objects.
 
-There is no object for each chunk. A model of 900 tensors on 1,024 ranks has 900,000 chunks: 3
-objects of Python and two entries of dictionaries each in torch's own `Metadata`, 56 bytes here.
+A model of 900 tensors on 1,024 ranks has 900,000 chunks. In torch's own `Metadata` each takes 3
+Python objects and two dictionary entries; here it takes 56 bytes.
 """
 
 import math
@@ -22,24 +22,26 @@ from torch.distributed.checkpoint.metadata import (
 
 from toolkit.formats.dcp_tensors import boxes_fault
 
-Known = dict[str, TensorStorageMetadata]  # name -> what a checkpoint says of its tensor
-Array = Any  # of numpy, int64
+Known = dict[str, TensorStorageMetadata]  # metadata of tensors by name
+Array = Any  # numpy, int64
 
 
 @dataclass
 class ChunkTable:
-    """Tensors, by name, and arrays with a row for each chunk of one."""
+    """Tensors by name, and for each tensor arrays with a row per chunk."""
 
     tensors: Known
-    """Size and dtype; their `chunks` are empty, the arrays have them."""
+    """Size and dtype. Their `chunks` are empty, because the arrays replace them."""
     offsets: dict[str, Array]  # [chunks, dims]
     sizes: dict[str, Array]  # [chunks, dims]
     places: dict[str, Array]  # [chunks, 3]: number of the file, offset and length of the blob there
     files: list[str]
 
     def fault(self, name: str) -> str | None:
-        """Return why the chunks of a tensor do not cover each element once; None if they do."""
-        size, offsets, sizes = tuple(self.tensors[name].size), self.offsets[name], self.sizes[name]
+        """Describe why the chunks of a tensor do not cover each element once; None if they do."""
+        size = tuple(self.tensors[name].size)
+        offsets = self.offsets[name]
+        sizes = self.sizes[name]
         if size and _are_rows(size, offsets, sizes):
             order = offsets[:, 0].argsort(kind="stable")
             begin, end = offsets[order, 0], offsets[order, 0] + sizes[order, 0]
@@ -49,7 +51,11 @@ class ChunkTable:
         return boxes_fault(size, boxes)
 
     def part(self, boxes: dict[str, tuple[Iterable[int], Iterable[int]]]) -> Metadata:
-        """Return the metadata of the chunks that overlap each tensor's (offsets, sizes)."""
+        """Build torch's metadata of the chunks that overlap a box of each tensor.
+
+        Args:
+            boxes: offsets and sizes by tensor name; other tensors are omitted.
+        """
         rows = {}
         for name, (offsets, sizes) in boxes.items():
             low, extent = (numpy.asarray(list(x), numpy.int64) for x in (offsets, sizes))
@@ -59,37 +65,42 @@ class ChunkTable:
         return self._metadata(rows)
 
     def metadata(self) -> Metadata:
-        """Return torch's own metadata, an object for each chunk: some 5 microseconds each."""
+        """Build torch's own metadata, with objects for each chunk: about 5 microseconds each."""
         return self._metadata(dict.fromkeys(self.tensors))
 
     def _metadata(self, rows: dict[str, Array | None]) -> Metadata:
-        found: dict[str, Any] = {}
+        """Build torch's metadata of tensors, from some rows of each; None takes all rows."""
+        tensors: dict[str, Any] = {}
         storage: dict[MetadataIndex, _StorageInfo] = {}
-        kept: dict[tuple[int, ...], torch.Size] = {}  # one object for all equal sizes
+        shared_sizes: dict[tuple[int, ...], torch.Size] = {}  # one object for all equal sizes
         for name, chosen in rows.items():
             parts = (self.offsets[name], self.sizes[name], self.places[name])
             chunks = []
             for i, (offset, size, (file, begin, length)) in enumerate(
                 zip(*((p if chosen is None else p[chosen]).tolist() for p in parts), strict=True)
             ):
-                at, extent = torch.Size(offset), kept.setdefault(tuple(size), torch.Size(size))
+                at = torch.Size(offset)
+                extent = shared_sizes.setdefault(tuple(size), torch.Size(size))
                 chunks.append(ChunkStorageMetadata(at, extent))
                 index = MetadataIndex(name, at, i)
-                object.__setattr__(index, "offset", at)  # it made another that is equal
+                # It has made an equal copy, which would take memory.
+                object.__setattr__(index, "offset", at)
                 storage[index] = _StorageInfo(self.files[file], begin, length)
-            found[name] = replace(self.tensors[name], chunks=chunks)
+            tensors[name] = replace(self.tensors[name], chunks=chunks)
         return Metadata(
-            state_dict_metadata=found,
-            planner_data={name: (name,) for name in found},
+            state_dict_metadata=tensors,
+            planner_data={name: (name,) for name in tensors},
             storage_data=storage,
-            storage_meta=StorageMeta(),  # no path, no number of its own: the same for each save
+            # Without path and id, so that equal saves have equal metadata.
+            storage_meta=StorageMeta(),
             version=CURRENT_DCP_VERSION,
         )
 
 
 def chunk_table(metadata: Metadata) -> ChunkTable:
-    """Return the table of the tensors in `metadata`, without chunks that are stored nowhere or that
-    something turned into other bytes.
+    """Build the table of the tensors in `metadata`.
+
+    Chunks that are stored nowhere, or with transformed bytes, are omitted.
     """
     tensors: Known = {}
     files: dict[str, int] = {}
@@ -112,6 +123,8 @@ def chunk_table(metadata: Metadata) -> ChunkTable:
 
 
 def _are_rows(size: tuple[int, ...], offsets: Array, sizes: Array) -> bool:
-    """Return whether all chunks are whole rows of the tensor, none of them empty."""
-    whole = (offsets[:, 1:] == 0).all() and (sizes[:, 1:] == numpy.array(size[1:])).all()
-    return len(offsets) > 0 and bool(whole and (sizes[:, 0] > 0).all()) and math.prod(size) > 0
+    """Return True if every chunk consists of complete rows of the tensor, and none is empty."""
+    has_full_rows = (offsets[:, 1:] == 0).all() and (sizes[:, 1:] == numpy.array(size[1:])).all()
+    return (
+        len(offsets) > 0 and bool(has_full_rows and (sizes[:, 0] > 0).all()) and math.prod(size) > 0
+    )

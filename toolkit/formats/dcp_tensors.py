@@ -1,6 +1,6 @@
-"""The tensors of a torch distributed checkpoint (DCP): their chunks, and the way to their bytes.
+"""Find the bytes of the tensors of a torch distributed checkpoint (DCP).
 
-__R_I.distcp    blobs one after the other, each a zip file that torch.save writes, with a
+__R_I.distcp    a sequence of blobs; each is a zip file written by torch.save, which has the
                 tensor's bytes as */data/0
 """
 
@@ -31,27 +31,34 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a part of 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One rectangular part of a tensor and where it is stored."""
+    """One rectangular part of a tensor, and the place where it is stored."""
 
     file: Path
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
     raw: int | None
-    """Offset in the file of the payload, exactly this chunk in row-major order; None where the blob
-    is stored in another way: `read_chunk` reads that."""
-    blob: tuple[int, int] = (0, 0)  # its offset and length, where `read_chunk` may be needed
+    """Offset in the file of this chunk's bytes in row-major order; None if they are stored in
+    another way, which `read_chunk` reads."""
+    blob: tuple[int, int] = (0, 0)  # offset and length of the blob, for `read_chunk`
 
 
 def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chunk]:
-    """Return the non-empty chunks of one tensor, each with the place of its raw bytes.
+    """Find the non-empty chunks of one tensor, each with the place of its raw bytes.
 
-    Reads the directory of each blob's zip, never a payload. CheckpointError where there is no such
-    tensor, or a chunk's blob is missing or no tensor of its size.
+    Reads the directory of each blob's zip file, but no tensor.
+
+    Args:
+        folder: the DCP folder.
+        metadata: of the folder.
+        fqn: name of the tensor.
+
+    Raises:
+        CheckpointError: there is no such tensor, or a chunk's blob is missing or has another size.
     """
     entry = _tensor_metadata(metadata, fqn)
     parts = [part for part in entry.chunks if math.prod(part.sizes) > 0]
-    return [_locate(Path(folder), metadata, fqn, part) for part in parts]
+    return [_find_chunk(Path(folder), metadata, fqn, part) for part in parts]
 
 
 def _tensor_metadata(metadata: Metadata, fqn: str) -> TensorStorageMetadata:
@@ -61,7 +68,8 @@ def _tensor_metadata(metadata: Metadata, fqn: str) -> TensorStorageMetadata:
     return entry
 
 
-def _locate(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMetadata) -> Chunk:
+def _find_chunk(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMetadata) -> Chunk:
+    """Find one chunk, and compare its blob with the metadata."""
     info = metadata.storage_data.get(MetadataIndex(fqn, part.offsets))
     if info is None:
         raise CheckpointError(f"{fqn}: the chunk at {tuple(part.offsets)} is stored nowhere")
@@ -75,16 +83,16 @@ def _locate(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMetada
             blob = BlobView(f.fileno(), info.offset, info.length)
             begin, length = payload(blob)
             tensor = blob.load("meta")
-    except Exception as error:  # what a damaged blob raises has no common class
+    except Exception as error:  # errors of a damaged blob have no common class
         raise CheckpointError(
             f"{file}: the blob of {fqn} cannot be read: {one_line(error)}"
         ) from error
     is_tensor = isinstance(tensor, torch.Tensor)
-    found = (tensor.dtype, tuple(tensor.shape)) if is_tensor else type(tensor)
-    if found != (dtype, sizes) or length < nbytes:
+    actual = (tensor.dtype, tuple(tensor.shape)) if is_tensor else type(tensor)
+    if actual != (dtype, sizes) or length < nbytes:
         raise CheckpointError(
-            f"{file}: the blob of {fqn} should be {dtype} {sizes} in {nbytes} bytes, is {found} in "
-            f"{length}"
+            f"{file}: the blob of {fqn} should be {dtype} {sizes} in {nbytes} bytes, is "
+            f"{actual} in {length}"
         )
     row_major = length == nbytes and tensor.is_contiguous() and tensor.storage_offset() == 0
     raw = info.offset + begin if row_major else None
@@ -92,20 +100,20 @@ def _locate(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMetada
 
 
 def read_chunk(chunk: Chunk) -> torch.Tensor:
-    """Return a chunk's tensor through torch's own reader, where it is not stored row by row."""
+    """Read a chunk by torch's own reader, for chunks that are not stored row by row."""
     with open(chunk.file, "rb", buffering=0) as f:
         return BlobView(f.fileno(), *chunk.blob).load("cpu").contiguous()
 
 
 def coverage_fault(metadata: Metadata, fqn: str) -> str | None:
-    """Return why chunks do not cover each element of a tensor exactly once; None if they do."""
+    """Describe why chunks do not cover each element of a tensor exactly once; None if they do."""
     entry = _tensor_metadata(metadata, fqn)
     boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks]
     return boxes_fault(tuple(entry.size), boxes)
 
 
 def boxes_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """Return why `boxes` do not cover each element of `shape` exactly once."""
+    """Describe why `boxes` do not cover each element of `shape` exactly once; None if they do."""
     boxes = [(offsets, sizes) for offsets, sizes in boxes if math.prod(sizes) > 0]
     if not shape and len(boxes) > 1:
         return f"{len(boxes)} chunks hold its single element"
@@ -120,29 +128,35 @@ def boxes_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
                 if all(o < p + m and p < o + n for o, n, p, m in sides):
                     return f"the chunks at {other} (of {extent}) and {offsets} (of {sizes}) overlap"
             open_boxes.append((offsets, sizes))
-    total, held = math.prod(shape), sum(math.prod(sizes) for _, sizes in boxes)
-    return None if held == total else f"its chunks hold {held} of {total} elements"
+    total = math.prod(shape)
+    covered = sum(math.prod(sizes) for _, sizes in boxes)
+    return None if covered == total else f"its chunks hold {covered} of {total} elements"
 
 
 def check_blob(file: Path, offset: int, length: int) -> None:
-    """Raise CheckpointError for a blob that torch.save does not write, or that would grow."""
+    """Raise CheckpointError for a blob that torch.save did not write, or that would decompress."""
     try:
         with open(file, "rb", buffering=0) as f:
             payload(BlobView(f.fileno(), offset, length))
-    except Exception as error:  # what a damaged zip file raises has no common class
+    except Exception as error:  # errors of a damaged zip file have no common class
         raise CheckpointError(f"{file}: a blob cannot be read: {one_line(error)}") from error
 
 
 def payload(blob: "BlobView") -> tuple[int, int]:
-    """Return place and length, in the blob, of the tensor's bytes, its record data/0 (0, 0: none).
+    """Find the tensor's bytes in a blob, which are its record data/0.
 
-    Nothing may be compressed, or a small blob could become a large tensor. The CRCs of the other
-    records are checked where there are any. CheckpointError or zipfile.BadZipFile where torch.save
-    did not write it.
+    Compressed records are refused, because a small blob could become a large tensor. The CRCs of
+    the other records are checked if there are any.
+
+    Returns:
+        Offset in the blob and length; (0, 0) without such a record.
+
+    Raises:
+        CheckpointError, zipfile.BadZipFile: torch.save did not write the blob.
     """
-    blob.most = _MAX_RECORD  # while the directory is read
+    blob.max_read = _MAX_RECORD  # while the directory is read
     with zipfile.ZipFile(blob) as archive:
-        blob.most = None
+        blob.max_read = None
         _check_directory(blob, archive.start_dir)
         place = (0, 0)
         for record in archive.infolist():
@@ -158,7 +172,7 @@ def payload(blob: "BlobView") -> tuple[int, int]:
                 raise CheckpointError(
                     f"its record {record.filename:.80} has {record.file_size} bytes"
                 )
-            if record.CRC == 0:  # torch.save was told to leave it out
+            if record.CRC == 0:  # torch.save was configured to omit it
                 record.CRC = None  # type: ignore[assignment]
             content = archive.read(record)
             if record.filename.endswith("/byteorder") and content.decode() != sys.byteorder:
@@ -169,49 +183,58 @@ def payload(blob: "BlobView") -> tuple[int, int]:
 
 
 def _check_directory(blob: "BlobView", begin: int) -> None:
-    """Refuse a blob whose directory zipfile finds elsewhere than torch, which follows offsets."""
+    """Raise CheckpointError if zipfile and torch would read different directories of a blob.
+
+    torch follows the offsets at its end, zipfile searches for the directory before it.
+    """
     end = blob.at(max(0, blob.length - 98), 98).rjust(98, b"\0")
     if end[56:60] == b"PK\6\7":  # a zip64 record of 56 bytes, its locator of 20, the end of 22
-        found = [int.from_bytes(end[i : i + 8], "little") for i in (64, 48)]
+        offsets = [int.from_bytes(end[i : i + 8], "little") for i in (64, 48)]
         expected = [blob.length - 98, begin]
     else:
-        found, expected = [int.from_bytes(end[92:96], "little")], [begin]
-    if found != expected:
+        offsets = [int.from_bytes(end[92:96], "little")]
+        expected = [begin]
+    if offsets != expected:
         raise CheckpointError("its end names another directory than the one before it")
 
 
 def _check_stored(record: zipfile.ZipInfo) -> None:
+    """Raise CheckpointError if a record is compressed."""
     if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
         raise CheckpointError(f"{record.filename!a:.80} is compressed, which torch.save never does")
 
 
 class BlobView(io.RawIOBase):
-    """A part of a file as a seekable stream of its own, through pread: nothing else is read."""
+    """A part of a file as a separate seekable stream, which reads nothing else of the file."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         super().__init__()
         self.descriptor, self.offset, self.length, self.position = descriptor, offset, length, 0
-        self.most: int | None = None
-        """Bytes that may be read at a time."""
+        self.max_read: int | None = None
+        """Most bytes that one read may request; None: any number."""
 
     def at(self, position: int, count: int) -> bytes:
+        """Read `count` bytes at a position; fewer at the end."""
         count = max(0, min(count, self.length - position))
-        if self.most is not None and count > self.most:
+        if self.max_read is not None and count > self.max_read:
             raise CheckpointError(f"its directory has {count} bytes")
         return os.pread(self.descriptor, count, self.offset + position)
 
     def load(self, device: str) -> Any:
-        """Return what torch.save wrote here; without its values for `meta`."""
+        """Load the object that torch.save wrote; on device `meta` without its values."""
         self.seek(0)
         return torch.load(io.BufferedReader(self), map_location=device, weights_only=True)
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move the position, as any stream does; return the new one."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
         if base + offset < 0:
             raise ValueError("seek before the beginning")
@@ -219,6 +242,7 @@ class BlobView(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
+        """Fill a buffer from the position on; return the number of bytes."""
         data = self.at(self.position, len(buffer))
         buffer[: len(data)] = data
         self.position += len(data)

@@ -1,7 +1,8 @@
-"""Threads that touch tensors of a device: all of them are made here.
+"""Start threads that compute on the device of their process.
 
-A new thread computes on device 0, whichever device the process has chosen: on any other rank of a
-machine it would copy on a stream that nobody waits for, and write bytes that are not there yet.
+A new thread computes on device 0, whichever device the process has chosen. On any other rank of a
+machine it would copy on a stream that nobody waits for, and write bytes before they arrive. So
+every thread that touches tensors is started here.
 """
 
 import threading
@@ -14,8 +15,12 @@ import torch
 def device_pool(
     threads: int, name: str, begin: Callable[[], object] | None = None
 ) -> ThreadPoolExecutor:
-    """Return a pool whose threads compute on the device that the calling thread computes on; each
-    calls `begin` first.
+    """Start a thread pool that computes on the device of the calling thread.
+
+    Args:
+        threads: their number.
+        name: prefix of their names.
+        begin: called first by each thread.
     """
     choose = _same_device()
 
@@ -28,9 +33,7 @@ def device_pool(
 
 
 def device_thread(work: Callable[[], object], name: str) -> threading.Thread:
-    """Start a thread for `work` on the device that the calling thread computes on; return it. The
-    process does not wait for it at its end.
-    """
+    """Start a daemon thread that computes on the device of the calling thread."""
     choose = _same_device()
 
     def run() -> None:
@@ -43,7 +46,7 @@ def device_thread(work: Callable[[], object], name: str) -> threading.Thread:
 
 
 def _same_device() -> Callable[[], None]:
-    """Return what lets another thread compute where this one does."""
+    """Make a function that selects this thread's device in the thread that calls it."""
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def choose() -> None:

@@ -1,10 +1,10 @@
 """`toolkit_manifest.json`: sizes and hashes of files and tensors of a Hugging Face folder.
 
-The hashes are XXH3-128, at 10 GB/s: they find what went wrong by accident. Whoever can change a
-file here can change this one too, so sha256 would prove no more.
+The hashes are XXH3-128, which run at 10 GB/s and detect accidents. Whoever can change a file can
+change the manifest too, so sha256 would prove no more.
 
-Not part of it: the model card (README.md), which is the user's to edit, and hidden names, which are
-those of other tools (`.gitattributes`, `.cache` of a download).
+The manifest does not list the model card (README.md), which the user may edit, and hidden files,
+which belong to other tools (`.gitattributes`, `.cache` of a download).
 """
 
 import hashlib
@@ -31,9 +31,17 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 
 def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return {"files": {name: {"size", "xxh3"}}, "tensors": {key: `describe_tensor`}} of a
-    Hugging Face folder, or of the files `only`. ExportError for what is no plain file, a damaged
-    weight file, or a tensor that is in two.
+    """Hash the files and tensors of a Hugging Face folder.
+
+    Args:
+        folder: the folder.
+        only: names of the files to describe; None: all that a manifest lists.
+
+    Returns:
+        {"files": {name: {"size", "xxh3"}}, "tensors": {key: `describe_tensor`}}.
+
+    Raises:
+        ExportError: a file is no plain file or a damaged weight file, or a tensor is in two files.
     """
     files: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
@@ -58,8 +66,11 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
 
 
 def describe_tensor(entry: StoredTensor, xxh3: str) -> dict[str, Any]:
-    """Return what a manifest says of a tensor: `begin` is where its bytes begin in the file, its
-    XXH3-128 is over them as they are stored, its dtype has safetensors' name.
+    """Make the manifest's entry of a tensor.
+
+    Args:
+        entry: the tensor; the manifest has safetensors' name of its dtype.
+        xxh3: XXH3-128 of its bytes as they are stored.
     """
     return {
         "file": entry.file.name,
@@ -71,7 +82,13 @@ def describe_tensor(entry: StoredTensor, xxh3: str) -> dict[str, Any]:
 
 
 def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> None:
-    """Write the manifest of what `describe` returned; `origin`: whence the weights, NaN as null."""
+    """Write the manifest.
+
+    Args:
+        folder: of the export.
+        described: files and tensors, as `describe` returns them.
+        origin: where the weights are from; NaN is written as null.
+    """
     manifest = {
         "version": VERSION,
         "toolkit": __version__,
@@ -84,13 +101,16 @@ def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> No
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the manifest of an export; ExportError where there is none, it is not to the byte what
-    `write` wrote, it is of a newer version, or names something that is no file of its folder.
+    """Read the manifest of an export.
+
+    Raises:
+        ExportError: there is none, it is not byte for byte as `write` wrote it, it has another
+            version, or it names a file outside of its folder.
     """
     file = folder / FILE
     if not file.is_file():
         raise ExportError(
-            f"{folder} has no {FILE}: not written by `toolkit consolidate`, or not copied whole"
+            f"{folder} has no {FILE}: not written by `toolkit consolidate`, or copied incompletely"
         )
     raw = read_bounded(plain_file(folder, FILE, ExportError), MAX_JSON_BYTES, ExportError)
     content = parse_json(raw, f"{file} is damaged: it", ExportError)
@@ -105,25 +125,28 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def names_in_manifest(folder: Path) -> list[str]:
-    """Return the names in a Hugging Face folder that its manifest speaks of, sorted."""
+    """List the names in a Hugging Face folder that its manifest lists, sorted."""
     names = (n for n in os.listdir(folder) if n not in (FILE, CARD) and n[0] != ".")
     return sorted(name for name in names if not _TERMS.fullmatch(name))
 
 
 def terms_files(folder: Path) -> list[str]:
-    """Return the names of the files with terms of use in a folder: as the card, the user's own."""
+    """List the files with terms of use in a folder, which belong to the user like the card."""
     return sorted(name for name in os.listdir(folder) if _TERMS.fullmatch(name))
 
 
 def _render(manifest: dict[str, Any]) -> bytes:
-    """Return the file's one rendering: any other byte in it is damage."""
+    """Encode a manifest in its only valid form, so that any other byte is damage."""
     text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{{"sha256": "{digest}", "manifest": {text}}}\n'.encode()
 
 
 def _check(file: Path, manifest: Any) -> None:
-    """Refuse what `write` never writes: the hash says that a file is whole, not whose it is."""
+    """Raise ExportError for content that `write` never writes.
+
+    The manifest's own hash proves that the file is intact, not who wrote it.
+    """
     try:
         if manifest["version"] != VERSION:
             raise ExportError(
@@ -138,10 +161,17 @@ def _check(file: Path, manifest: Any) -> None:
             if type(entry["size"]) is not int or not _HEX.fullmatch(entry["xxh3"]):
                 raise TypeError(f"size or hash of {name}")
         for key, entry in manifest["tensors"].items():
-            known = entry["file"] in manifest["files"] and entry["dtype"] in DTYPE_NAMES.values()
-            shaped = all(type(n) is int and n >= 0 for n in entry["shape"])
-            placed = type(entry["begin"]) is int and entry["begin"] >= 0
-            if not (known and shaped and placed and _HEX.fullmatch(entry["xxh3"])):
+            is_listed = entry["file"] in manifest["files"]
+            has_dtype = entry["dtype"] in DTYPE_NAMES.values()
+            has_shape = all(type(n) is int and n >= 0 for n in entry["shape"])
+            has_place = type(entry["begin"]) is int and entry["begin"] >= 0
+            if not (
+                is_listed
+                and has_dtype
+                and has_shape
+                and has_place
+                and _HEX.fullmatch(entry["xxh3"])
+            ):
                 raise TypeError(f"tensor {key}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ExportError(f"{file} is no manifest of this toolkit: {error}") from error

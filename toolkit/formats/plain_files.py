@@ -1,4 +1,4 @@
-"""Files that belong to one folder: their names, links that would lead out of it, and hashes."""
+"""Check names and links of files that must lie in one folder, and hash parts of files."""
 
 import re
 from collections.abc import Iterable
@@ -8,30 +8,30 @@ import xxhash
 
 from toolkit.errors import ToolkitError
 
-BLOCK = 2**20  # bytes read at a time: the processor's cache has them while they are hashed
+BLOCK = 2**20  # bytes to read at a time; they stay in the processor's cache while they are hashed
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether `name` is of an entry of a folder, on any system: no path, no way out."""
+    """Return True if `name` is a plain file name on every system, not a path."""
     return name not in ("", ".", "..") and not re.search(r"[\0\\/]|^[A-Za-z]:", name)
 
 
 def is_inner_path(name: str) -> bool:
-    """Return whether `name` is a path below its folder (`dcp/.metadata`), in its one spelling."""
+    """Return True if `name` is a normalised path below its folder, such as `dcp/.metadata`."""
     return all(is_plain_name(part) for part in name.split("/"))
 
 
 def is_cached(path: Path) -> bool:
-    """Return whether `path` is a link as the Hub's cache has them: from a snapshot to its blobs."""
+    """Return True if `path` is a link of the Hub's cache, from a snapshot to a blob."""
     of_snapshot = path.is_symlink() and path.parent.parent.name == "snapshots"
     blobs = path.parent.parent.parent / "blobs"
     return of_snapshot and path.resolve().parent == blobs.resolve()
 
 
 def plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
-    """Return the path of the regular file `name` of `folder`, or raise `error`.
+    """Check that a folder has a regular file of this name; return its path or raise `error`.
 
-    A link may not leave the folder, except one of the Hub's cache to its blobs.
+    A link may not leave the folder, except for a link of the Hub's cache to its blobs.
     """
     path, home = folder / name, folder.resolve()
     if not is_plain_name(name):
@@ -47,28 +47,36 @@ def plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
 
 
 def hash_of_part(file: Path, begin: int, count: int) -> str:
-    """Return the XXH3-128 over `count` bytes of a file, in hexadecimal; ToolkitError without them.
-    It runs at 10 GB/s, and guards against accidents only.
+    """Compute the XXH3-128 of `count` bytes of a file from offset `begin`, in hexadecimal.
+
+    Runs at 10 GB/s, and guards against accidents only. Raises ToolkitError if the file ends before.
     """
-    hashed = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as f:
         f.seek(begin)
         while count > 0:
             if not (block := f.read(min(count, BLOCK))):
                 raise ToolkitError(f"{file} became shorter while it was read")
-            hashed.update(block)
+            hasher.update(block)
             count -= len(block)
-    return hashed.hexdigest()
+    return hasher.hexdigest()
 
 
 def damaged_parts(file: Path, parts: Iterable[tuple[str, int, int, str]]) -> dict[str, str]:
-    """Return tensor -> what is wrong, where its part of a file is not what was written; `parts`:
-    (tensor, offset, count, hash).
+    """Find tensors whose bytes in a file differ from their hashes.
+
+    Args:
+        file: the file.
+        parts: (tensor, offset, number of bytes, XXH3-128) of each.
+
+    Returns:
+        Problem by tensor; only tensors that have one.
     """
-    size, found = file.stat().st_size, {}
+    size = file.stat().st_size
+    problems = {}
     for name, begin, count, expected in parts:
         if begin + count > size:
-            found[name] = f"is lost: {max(0, size - begin)} of its {count} bytes are there"
+            problems[name] = f"is lost: {max(0, size - begin)} of its {count} bytes are there"
         elif hash_of_part(file, begin, count) != expected:
-            found[name] = "has other bytes than were written"
-    return found
+            problems[name] = "has other bytes than were written"
+    return problems

@@ -1,4 +1,4 @@
-"""Access to private APIs of torch and transformers, with one clear error when they are gone."""
+"""Access private APIs of torch and transformers, with a clear error if they are removed."""
 
 import importlib
 import pkgutil
@@ -8,12 +8,12 @@ from toolkit.errors import ModelError, ShardingError, ToolkitError
 
 
 def torch_private(module: str, name: str) -> Any:
-    """Return `name` of torch's `module`; ShardingError where it is gone."""
+    """Get `name` of torch's `module`; raise ShardingError if it does not exist."""
     return _private("torch", module, name, ShardingError, "2.11 to 2.15")
 
 
 def transformers_private(module: str, name: str) -> Any:
-    """Return `name` of transformers' `module`; ModelError where it is gone."""
+    """Get `name` of transformers' `module`; raise ModelError if it does not exist."""
     return _private("transformers", module, name, ModelError, "5.23 to 5.24")
 
 

@@ -155,8 +155,8 @@ def weight_files(
         refuse_adapter(folder / ADAPTER_FILE, name_or_path or str(folder))
         if other_weights:
             raise LoadingError(
-                f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; it has {other_weights}: load "
-                "it once with transformers and save_pretrained it"
+                f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; it has {other_weights}: "
+                "load it once with transformers and save_pretrained it"
             )
         raise LoadingError(
             f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; complete the folder, or set "

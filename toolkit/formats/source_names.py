@@ -1,4 +1,4 @@
-"""The way from transformers' parameter names back to the key names of the source checkpoint."""
+"""Map parameter names of transformers to the keys of the source checkpoint and back."""
 
 import copy
 from collections.abc import Collection, Iterable, Iterator
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportGroup:
-    """Parameters that leave together: one that keeps its bytes, or several that are converted."""
+    """Parameters that are exported together: one that keeps its bytes, or several to convert."""
 
     sources: tuple[str, ...]  # parameter names; none: copied from the source checkpoint
     outputs: dict[str, tuple[int, ...]]  # exported name -> shape
-    converted: bool  # by `convert_back`; else each output has the bytes of the one source
+    converted: bool  # by `convert_back`; if False, each output has the bytes of the one source
 
 
 def conversion_mapping(model: "PreTrainedModel", **options: Any) -> list[Any]:
-    """Return transformers' mapping from source keys to parameters of `model`, not yet sharded."""
+    """Get transformers' mapping from source keys to the parameters of an unsharded model."""
     name = "get_model_conversion_mapping"  # a sharded class counts as custom code, and has none
     return transformers_private("conversion_mapping", name)(model, **options)
 
 
 def split_mapping(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return (renamings, converters) of a mapping, each in its order."""
+    """Split a mapping into its renamings and its converters, each in order."""
     renaming = transformers_private("core_model_loading", "WeightRenaming")
     converter = transformers_private("core_model_loading", "WeightConverter")
     renamings = [c for c in conversions if isinstance(c, renaming)]
@@ -41,23 +41,32 @@ def split_mapping(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
 
 @dataclass(frozen=True)
 class SourceKeys:
-    """The tensors of a source checkpoint by what loading makes of them."""
+    """The keys of a source checkpoint, grouped by how they are loaded."""
 
-    plain: dict[str, list[str]]  # parameter or buffer -> the keys of which it is a copy
-    converted: list[str]  # keys of which parameters are made
+    plain: dict[str, list[str]]  # parameter or buffer -> keys that are copied into it
+    converted: list[str]  # keys that are converted into parameters
     carried: list[str]  # keys that no parameter takes
 
 
 def loaded_as(
     model: "PreTrainedModel", keys: Iterable[str], conversions: list[Any] | None = None
 ) -> Iterator[tuple[str, str, str | None]]:
-    """Yield of each of a checkpoint's `keys` (key, the parameter that transformers makes of it, the
-    pattern of the converter that does). Of several parameters the first; a key that is none's is
-    its own name there. Names only; a few hundred microseconds a key.
+    """Replay how transformers maps a checkpoint's keys to parameters. Uses names only.
+
+    Costs a few hundred microseconds for each key.
+
+    Args:
+        model: with assets.
+        keys: of the checkpoint.
+        conversions: the mapping; None: the one in the model's assets.
+
+    Yields:
+        (key, parameter, pattern of the converter or None). If a key becomes several parameters, the
+        first one; if it becomes none, the key itself.
     """
     rename = transformers_private("core_model_loading", "rename_source_key")
-    known = assets_of(model).conversions if conversions is None else conversions
-    renamings, converters = split_mapping(copy.deepcopy(known))
+    mapping = assets_of(model).conversions if conversions is None else conversions
+    renamings, converters = split_mapping(copy.deepcopy(mapping))
     state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
     for key in keys:
         target, pattern = rename(key, renamings, converters, prefix, state)
@@ -67,39 +76,48 @@ def loaded_as(
 
 
 def source_keys(model: "PreTrainedModel", keys: Iterable[str]) -> SourceKeys:
-    """Return how transformers loads a checkpoint's `keys` into `model`. Names only."""
-    state, found = model.state_dict(keep_vars=True), SourceKeys({}, [], [])
+    """Group a checkpoint's keys by how transformers loads them into `model`. Uses names only."""
+    state = model.state_dict(keep_vars=True)
+    groups = SourceKeys({}, [], [])
     for key, target, pattern in loaded_as(model, keys):
         if target not in state:
-            found.carried.append(key)
+            groups.carried.append(key)
         elif pattern is not None:
-            found.converted.append(key)
+            groups.converted.append(key)
         else:
-            found.plain.setdefault(target, []).append(key)
-    return found
+            groups.plain.setdefault(target, []).append(key)
+    return groups
 
 
 def summarise_names(names: Collection[str], keys: Iterable[str]) -> str:
-    """Return how many tensors there are, and what they are of: the outermost module of each that
-    holds none but such, of all tensors `keys`.
+    """Summarise tensor names by the outermost modules that contain no other tensors.
+
+    Args:
+        names: tensors to summarise.
+        keys: all tensors.
+
+    Returns:
+        Such as "29 tensors: model.mtp.* (29)".
     """
-    others = set(keys) - set(names)
-    around = {key[: i + 1] for key in others for i, letter in enumerate(key) if letter == "."}
+    other_names = set(keys) - set(names)
+    mixed_modules = {
+        key[: i + 1] for key in other_names for i, letter in enumerate(key) if letter == "."
+    }
     counts: dict[str, int] = {}
     for name in names:
         ends = [i + 1 for i, letter in enumerate(name) if letter == "."]
-        own = next((name[:end] + "*" for end in ends if name[:end] not in around), name)
-        counts[own] = counts.get(own, 0) + 1
-    shown = [f"{own} ({count})" if count > 1 else own for own, count in counts.items()]
-    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
-    return f"{sum(counts.values())} tensors: {', '.join(shown[:3])}{more}"
+        module = next((name[:end] + "*" for end in ends if name[:end] not in mixed_modules), name)
+        counts[module] = counts.get(module, 0) + 1
+    parts = [f"{module} ({count})" if count > 1 else module for module, count in counts.items()]
+    more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+    return f"{sum(counts.values())} tensors: {', '.join(parts[:3])}{more}"
 
 
 def use_source_names(model: "PreTrainedModel", assets: HFAssets) -> None:
-    """Make `model` export under the key names of its source; without one, under transformers'.
+    """Make `model` export under the key names of its source, or transformers' without a source.
 
-    A mapping covers every spelling a checkpoint of this architecture may have; only the parts that
-    this source used may be turned back. They are found by replaying the source's keys.
+    The mapping of an architecture covers every spelling that its checkpoints may have. Only the
+    parts that this source used may be reverted, so the source's keys are replayed to find them.
     """
     if assets.source is None:
         # For `revert_weight_conversion`, which would walk through the model for each tensor.
@@ -118,14 +136,18 @@ def use_source_names(model: "PreTrainedModel", assets: HFAssets) -> None:
 
 
 def export_groups(model: "PreTrainedModel", names: Iterable[str]) -> list[ExportGroup]:
-    """Return how the parameters `names` of `model` become exported tensors. Shapes only, on meta.
+    """Plan how parameters become exported tensors. Computes shapes only, on meta.
 
-    After `use_source_names`; `names` of parameters and buffers, without tied aliases. ExportError
-    where two would leave under one name.
+    Args:
+        model: after `use_source_names`.
+        names: of parameters and buffers, without tied aliases.
+
+    Raises:
+        ExportError: two parameters would be exported under the same name.
     """
     state, mapping = model.state_dict(), vars(model)["_weight_conversions"]
     converters = split_mapping([c.reverse_transform() for c in reversed(mapping)])[1]
-    members: dict[tuple[str, bool], list[str]] = {}  # what they become, whether by a converter
+    members: dict[tuple[str, bool], list[str]] = {}  # (exported name, by a converter) -> parameters
     for name in names:
         target, pattern = name, None
         for converter in converters:
@@ -135,17 +157,17 @@ def export_groups(model: "PreTrainedModel", names: Iterable[str]) -> list[Export
         key = (name, False) if pattern is None else (target, True)
         members.setdefault(key, []).append(name)
     groups = []
-    seen: dict[str, list[str]] = {}
+    sources_of: dict[str, list[str]] = {}
     for (_, converted), sources in sorted(members.items(), key=lambda item: item[0][1]):
         meta = {n: torch.empty_like(state[n], device="meta") for n in sources}
         outputs = {k: tuple(v.shape) for k, v in convert_back(model, meta).items()}
         groups.append(ExportGroup(tuple(sources), outputs, converted))
         for output in outputs:
-            if seen.setdefault(output, sources) is not sources:
-                raise ExportError(f"{seen[output]} and {sources} would both become {output}")
+            if sources_of.setdefault(output, sources) is not sources:
+                raise ExportError(f"{sources_of[output]} and {sources} would both become {output}")
     return groups
 
 
 def convert_back(model: "PreTrainedModel", tensors: Tensors) -> Tensors:
-    """Return the tensors of one `ExportGroup` under the names and in the shapes of the source."""
+    """Convert the tensors of one `ExportGroup` back to the names and shapes of the source."""
     return transformers_private("core_model_loading", "revert_weight_conversion")(model, tensors)

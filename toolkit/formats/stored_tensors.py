@@ -1,4 +1,4 @@
-"""Stored tensors, of a checkpoint or a file: their rows, read in blocks, summed, compared."""
+"""Read tensors of checkpoints and files in blocks of rows; sum and compare them."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on the disk: in one piece, or in chunks that cover it."""
+    """A tensor on disk, contiguous or in chunks that cover it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -25,106 +25,119 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Number of bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def file(self) -> Path:
-        """File of a tensor in one piece."""
+        """File of a contiguous tensor."""
         return self.chunks[0].file
 
     @property
     def begin(self) -> int:
-        """Offset in its file of a tensor in one piece."""
+        """Offset of a contiguous tensor in its file."""
         return self.chunks[0].raw or 0
 
     @property
     def rows(self) -> int:
-        """Number of rows; a tensor of less than two dimensions is one."""
+        """Number of rows; a tensor with fewer than two dims is one row."""
         return self.shape[0] if len(self.shape) > 1 else 1
 
     def block(self, first: int, last: int) -> torch.Tensor:
-        """Return rows `first` to `last` [last - first, ...]; CheckpointError where they end."""
+        """Read rows `first` to `last`; raise CheckpointError if the file is too short.
+
+        Returns:
+            [last - first, ...]; one row for a tensor with fewer than two dims.
+        """
         width = self.shape[1:] if len(self.shape) > 1 else (math.prod(self.shape),)
-        found = torch.empty(last - first, *width, dtype=self.dtype)
+        rows = torch.empty(last - first, *width, dtype=self.dtype)
         for chunk in self.chunks:
-            missing = 2 - len(chunk.sizes)  # a dimension of rows, where the tensor has none
+            missing = 2 - len(chunk.sizes)  # dims to add, so that the tensor has rows
             offsets, sizes = (0,) * missing + chunk.offsets, (1,) * missing + chunk.sizes
             begin, end = max(first, offsets[0]), min(last, offsets[0] + sizes[0])
             if begin < end:
                 inner = [slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:], strict=True)]
-                place = found[(slice(begin - first, end - first), *inner)]
+                place = rows[(slice(begin - first, end - first), *inner)]
                 _read(chunk, sizes, begin - offsets[0], end - offsets[0], place)
-        return found
+        return rows
 
 
 def in_one_piece(
     file: Path, dtype: torch.dtype, shape: tuple[int, ...], begin: int
 ) -> StoredTensor:
-    """Return a tensor whose bytes follow each other in a file, from offset `begin` on."""
+    """Describe a contiguous tensor at offset `begin` of a file."""
     return StoredTensor(dtype, shape, (Chunk(file, (0,) * len(shape), shape, dtype, begin),))
 
 
 def whole(tensor: StoredTensor) -> torch.Tensor:
-    """Return a stored tensor in memory, of its own shape."""
+    """Read a stored tensor into memory, in its shape."""
     return tensor.block(0, tensor.rows).reshape(tensor.shape)
 
 
 def blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (index of the first row, rows) over a tensor: BLOCK bytes, or one row where that is
-    larger; `itemsize`: of the wider one of two.
+    """Read a tensor in blocks of BLOCK bytes, or of one row if that is larger.
+
+    Args:
+        tensor: the tensor.
+        itemsize: of a wider tensor that is read in the same blocks.
+
+    Yields:
+        (index of the first row, rows).
     """
     if tensor.nbytes == 0:
         return
     width = tensor.nbytes // tensor.rows // tensor.dtype.itemsize
     step = max(1, BLOCK // (width * max(itemsize, tensor.dtype.itemsize)))
-    if any(chunk.raw is None for chunk in tensor.chunks):  # blobs that are read as a whole
+    if any(chunk.raw is None for chunk in tensor.chunks):  # blobs that can only be read completely
         step = tensor.rows
     for first in range(0, tensor.rows, step):
         yield first, tensor.block(first, min(first + step, tensor.rows))
 
 
 def row_sum(tensor: StoredTensor) -> int:
-    """Return the sum of a tensor's rows as a manifest has it; see [Note: bit sums]."""
+    """Compute the row sum of a tensor, as a manifest has it; see [Note: bit sums]."""
     return wrapped(sum(block_sum(tensor, first, rows) for first, rows in blocks(tensor)))
 
 
 def block_sum(tensor: StoredTensor, first: int, rows: torch.Tensor) -> int:
-    """Return the share of `rows`, from index `first` on, in the `row_sum` of a tensor."""
+    """Compute the part of a tensor's `row_sum` that some rows contribute, from index `first`."""
     return int(sums_of_rows(rows if len(tensor.shape) > 1 else rows.reshape(-1, 1), first)[1])
 
 
-def same_values(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return which elements of two tensors of one dtype have the same bits, or are both NaN."""
-    kind = _INTEGERS[left.dtype.itemsize]
-    same = left.contiguous().view(kind) == right.contiguous().view(kind)
-    if left.is_floating_point() and not bool(same.all()):
-        same |= left.isnan() & right.isnan()  # a cast may choose among the NaNs
+def same_values(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Mark the elements of two tensors of one dtype that have equal bits or are both NaN; bool."""
+    kind = _INTEGERS[first.dtype.itemsize]
+    same = first.contiguous().view(kind) == second.contiguous().view(kind)
+    if first.is_floating_point() and not bool(same.all()):
+        same |= first.isnan() & second.isnan()  # a cast may produce any NaN
     return same
 
 
-def first_difference(left: StoredTensor, right: StoredTensor) -> tuple[str | None, int]:
-    """Compare `left`, cast to the dtype of `right`, with `right`; both have one shape.
+def first_difference(expected: StoredTensor, actual: StoredTensor) -> tuple[str | None, int]:
+    """Compare two tensors of one shape, with `expected` cast to the dtype of `actual`.
 
-    Returns what differs or None, and the `row_sum` of `left` as it was read.
+    Returns:
+        A description of the first difference, or None; and the `row_sum` of `expected` as read.
     """
-    total, wrong, where = 0, 0, None
-    for first, rows in blocks(left, right.dtype.itemsize):
-        total += block_sum(left, first, rows)
-        came = right.block(first, first + rows.shape[0])
-        same = same_values(rows.to(right.dtype), came)
+    total = 0
+    wrong = 0
+    where = None
+    for first, rows in blocks(expected, actual.dtype.itemsize):
+        total += block_sum(expected, first, rows)
+        actual_rows = actual.block(first, first + rows.shape[0])
+        same = same_values(rows.to(actual.dtype), actual_rows)
         if not bool(same.all()):
             wrong += int((~same).sum())
             if where is None:
                 at = tuple(int(i) for i in (~same).nonzero()[0])
-                index = (first + at[0], *at[1:])[-max(1, len(right.shape)) :]
+                index = (first + at[0], *at[1:])[-max(1, len(actual.shape)) :]
                 where = (
-                    f"at {list(index) if right.shape else []} it has {came[at].item()!r}, "
-                    f"expected {rows.to(right.dtype)[at].item()!r}"
+                    f"at {list(index) if actual.shape else []} it has {actual_rows[at].item()!r}, "
+                    f"expected {rows.to(actual.dtype)[at].item()!r}"
                 )
-    count = math.prod(left.shape)
-    said = None if where is None else f"{wrong} of {count} values are others: {where}"
-    return said, wrapped(total)
+    count = math.prod(expected.shape)
+    difference = None if where is None else f"{wrong} of {count} values differ: {where}"
+    return difference, wrapped(total)
 
 
 def _read(chunk: Chunk, sizes: tuple[int, ...], first: int, last: int, place: torch.Tensor) -> None:
@@ -133,7 +146,7 @@ def _read(chunk: Chunk, sizes: tuple[int, ...], first: int, last: int, place: to
         place.copy_(read_chunk(chunk).reshape(sizes)[first:last])
         return
     rows = place if place.is_contiguous() else torch.empty(place.shape, dtype=chunk.dtype)
-    with open(chunk.file, "rb") as f:  # buffered: it reads on until all is there
+    with open(chunk.file, "rb") as f:  # buffered, so that `readinto` reads everything
         f.seek(chunk.raw + first * math.prod(sizes[1:]) * chunk.dtype.itemsize)
         if f.readinto(rows.reshape(-1).view(torch.uint8).numpy()) != rows.nbytes:  # type: ignore[arg-type]
             raise CheckpointError(f"{chunk.file} ends in the middle of a tensor")

@@ -1,4 +1,4 @@
-"""Files that a kill leaves whole, the old one or the new one; with fsync a loss of power, too."""
+"""Replace files atomically, so that a kill leaves the old or the new one; also with fsync."""
 
 import contextlib
 import errno
@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-_BEHIND = 16 * 2**20  # bytes
+_MIN_WRITE_BEHIND = 16 * 2**20  # bytes
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP}
 
 
@@ -25,26 +25,34 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_behind(descriptor: int, given: int, end: int) -> int:
-    """Have the kernel begin to write a file to the disk, some MB at a time: fsync then waits for
-    the rest only. The bytes up to `given` are on their way; return up to where they are now.
+def write_behind(descriptor: int, begin: int, end: int) -> int:
+    """Let the kernel start to write a file to the disk, so that fsync waits for the last MB only.
 
-    The page cache may let go of them: what reads them soon should have read them before.
+    The page cache may drop the written bytes, so read them before if they are needed soon.
+
+    Args:
+        descriptor: of the file.
+        begin: bytes up to here were started before.
+        end: bytes up to here are in the file.
+
+    Returns:
+        The new `begin`.
     """
-    if end - given < _BEHIND or not hasattr(os, "posix_fadvise"):
-        return given
-    os.posix_fadvise(descriptor, given, end - given, os.POSIX_FADV_DONTNEED)
+    if end - begin < _MIN_WRITE_BEHIND or not hasattr(os, "posix_fadvise"):
+        return begin
+    os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
     return end
 
 
 def sync_above(folder: Path) -> None:
-    """Fsync `folder` and what it lies in, up to the root of its file system: without a synced entry
-    there it is lost with everything in it.
+    """Fsync a folder and its parents, up to the root of its file system.
+
+    Without a synced entry in its parent, a folder is lost with its content when the power fails.
     """
     device = os.stat(folder).st_dev
     for path in (folder.resolve(), *folder.resolve().parents):
         if os.stat(path).st_dev != device or not os.access(path, os.R_OK):
-            return  # not ours to have made
+            return  # this process cannot have created it
         sync(path)
 
 
@@ -57,8 +65,9 @@ def write_synced(file: Path, content: str | bytes) -> None:
 
 
 def replace_synced(file: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all, over the one that was there; make its folder. For files
-    with one writer; what a kill leaves of it is overwritten by the next.
+    """Replace a file atomically and durably; create its folder if it is missing.
+
+    For files with one writer: the next write overwrites what a kill leaves.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.tmp")
@@ -69,8 +78,9 @@ def replace_synced(file: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Give a file to write, which takes the place of `file` once it is whole; make its folder. For
-    files that can be made again, by any number of processes: nothing is fsynced.
+    """Yield a scratch file to write, which replaces `file` at the end; create its folder.
+
+    For files that can be made again, by any number of processes: nothing is fsynced.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_suffix(f".tmp-{uuid.uuid4().hex}")

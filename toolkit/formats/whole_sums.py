@@ -1,4 +1,4 @@
-"""Checksums of whole tensors in the memory of all ranks; see [Note: bit sums]."""
+"""Compute checksums of tensors whose parts are on several ranks; see [Note: bit sums]."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from toolkit import ranks
 from toolkit.formats.bit_sums import INTEGERS, part_sums, wrapped
 from toolkit.formats.layout import cut_by_rows, local_tensor
 
-_BLOCK = 2**24  # elements that are widened to 64 bits at a time
+_BLOCK = 2**24  # elements to widen to 64 bits at a time
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class WholeSum:
     holders: int  # ranks that hold a copy of the same part
 
     def is_of(self, expected: int) -> bool:
-        """Return whether every copy has the `expected` checksum."""
+        """Return True if every copy has the `expected` checksum."""
         return self.first == expected and self.is_alike()
 
     def is_alike(self) -> bool:
-        """Return whether all copies have one checksum."""
+        """Return True if all copies have the same checksum."""
         return self.copies == wrapped(self.first * self.holders)
 
 
@@ -35,11 +35,11 @@ def whole_sums(
     tensors: Mapping[str, torch.Tensor],
     part: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: part_sums(tensor)[1],
 ) -> dict[str, WholeSum] | None:
-    """Return the checksum of each tensor, from the memory of all ranks. Collective.
+    """Compute the checksum of each tensor from the memory of all ranks. Collective.
 
     Args:
-        tensors: of the same names on every rank; those that are not cut by rows are skipped.
-        part: the checksum of this rank's part; checksums of parts must add up.
+        tensors: with the same names on every rank; those that are not sharded by rows are skipped.
+        part: computes the checksum of this rank's part; checksums of parts must add up.
 
     Returns:
         None if the other ranks do not exist (`fake_world`). Costs one read of the parts.
@@ -56,8 +56,10 @@ def whole_sums(
 
 @torch.no_grad()
 def element_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits of this rank's elements, 0-d int64 on its device: the same for any
-    order of the elements. A single changed bit changes it.
+    """Compute a checksum of this rank's elements that does not depend on their order.
+
+    Returns:
+        0-d int64 on the device. A single flipped bit changes it.
     """
     flat = local_tensor(tensor).detach().contiguous().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -67,7 +69,7 @@ def element_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def holders(tensor: torch.Tensor) -> int:
-    """Return how many ranks hold the same part of `tensor`."""
+    """Count the ranks that hold the same part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return ranks.world_size()
     mesh = tensor.device_mesh
@@ -75,6 +77,7 @@ def holders(tensor: torch.Tensor) -> int:
 
 
 def _is_first_copy(tensor: torch.Tensor) -> bool:
+    """Return True if this rank holds the first copy of its part."""
     if not isinstance(tensor, DTensor):
         return ranks.rank() == 0
     coordinate = tensor.device_mesh.get_coordinate() or ()
