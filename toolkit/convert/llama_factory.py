@@ -74,7 +74,7 @@ _WITHOUT_EFFECT = {
 
 
 def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> Translation:
-    """Return a config of LLaMA-Factory under the names of Trainer and TRL.
+    """Translate a config of LLaMA-Factory to the names of Trainer and TRL.
 
     Raises:
         ConfigError: the stage, the method of fine-tuning or the loss has no equivalent.
@@ -129,7 +129,7 @@ def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> T
 
 
 def _loss(keys: Keys, stage: str) -> dict[str, Any]:
-    """Take the settings of the preference loss; return those of TRL."""
+    """Translate the settings of the preference loss to those of TRL."""
     kind, beta = keys.take("pref_loss")[1] or "sigmoid", keys.take("pref_beta")[1]
     weight, gamma = keys.take("pref_ftx")[1] or 0.0, keys.take("simpo_gamma")[1]
     if stage == "dpo":
@@ -156,7 +156,7 @@ def _loss(keys: Keys, stage: str) -> dict[str, Any]:
 
 
 def _precision(keys: Keys) -> dict[str, Any]:
-    """Take the settings of precision. Trained weights are float32 unless `pure_bf16` is set."""
+    """Translate the precision. Trained weights are float32 unless `pure_bf16` is set."""
     pure = keys.take("pure_bf16")[1]
     precisions = {key: keys.take(key)[1] for key in ("bf16", "fp16")}
     if not (pure or precisions["bf16"] or precisions["fp16"]):
@@ -167,7 +167,7 @@ def _precision(keys: Keys) -> dict[str, Any]:
 
 
 def _adapters(keys: Keys, method: str) -> dict[str, Any]:
-    """Take the settings of adapters and of a quantised base; return those of PEFT."""
+    """Translate the settings of adapters and of a quantised base to those of PEFT."""
     names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
     options = keys.take_all([*names, "use_rslora", "use_dora"])
     bits, kind = keys.take("quantization_bit")[1], keys.take("quantization_method")[1]
@@ -251,7 +251,7 @@ def _attention(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _data(keys: Keys, out: dict[str, Any]) -> None:
-    """Take the data sets, whose names stand in a file of LLaMA-Factory, and the template."""
+    """Take out the data sets and the template, whose names only LLaMA-Factory can resolve."""
     names = keys.take("dataset")[1]
     if names:
         reason = "names in LLaMA-Factory's dataset_info.json; set data.train_files or data.sources"

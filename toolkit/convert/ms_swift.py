@@ -52,10 +52,11 @@ _WITHOUT_EFFECT = {
 
 
 def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Translation:
-    """Return the options of ms-swift under the names of Trainer and TRL.
+    """Translate the options of ms-swift to the names of Trainer and TRL.
 
     Args:
-        command: sft, pt or rlhf, if the command line says it.
+        settings: option -> value.
+        command: sft, pt or rlhf; empty if it is unknown.
 
     Raises:
         ConfigError: the objective or the method of fine-tuning has no equivalent.
@@ -110,7 +111,7 @@ def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Transl
 
 
 def _loss(keys: Keys, kind: str) -> dict[str, Any]:
-    """Take the settings of the objective; return those of TRL."""
+    """Translate the settings of the objective to those of TRL."""
     if not kind:
         return {}
     beta, loss = keys.take("beta")[1], keys.take("loss_type")[1]
@@ -129,10 +130,10 @@ def _loss(keys: Keys, kind: str) -> dict[str, Any]:
 
 
 def _adapters(keys: Keys, method: str) -> dict[str, Any]:
-    """Take the settings of adapters and of a quantised base; return those of PEFT."""
+    """Translate the settings of adapters and of a quantised base to those of PEFT."""
     names = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
     options = keys.take_all([*names, "use_rslora", "use_dora", "lora_bias"])
-    bits, how = keys.take("quant_bits")[1], keys.take("quant_method")[1]
+    bits, method_name = keys.take("quant_bits")[1], keys.take("quant_method")[1]
     double = keys.take("bnb_4bit_use_double_quant")[1]
     quant_type = keys.take("bnb_4bit_quant_type")[1]
     adapters = keys.take("adapters")[1]
@@ -158,8 +159,8 @@ def _adapters(keys: Keys, method: str) -> dict[str, Any]:
     out |= {n: options[n] for n in ("modules_to_save", "use_rslora", "use_dora") if options.get(n)}
     if bits == 4:
         out |= {"load_in_4bit": True, "bnb_4bit_use_double_quant": double is not False}
-        if how not in (None, "bnb") or quant_type not in (None, "nf4"):
-            keys.note("quant_method", "bitsandbytes' nf4 is used", how or quant_type)
+        if method_name not in (None, "bnb") or quant_type not in (None, "nf4"):
+            keys.note("quant_method", "bitsandbytes' nf4 is used", method_name or quant_type)
     elif bits == 8:
         out["load_in_8bit"] = True
     elif bits:
@@ -176,7 +177,7 @@ def _adapters(keys: Keys, method: str) -> dict[str, Any]:
 
 
 def _data(keys: Keys, out: dict[str, Any]) -> None:
-    """Take the data sets, written as `ID#ROWS`; the number of rows is not carried."""
+    """Translate the data sets, written as `ID#ROWS`; the number of rows is noted only."""
     names = keys.take("dataset")[1]
     names = [names] if isinstance(names, str) else names or []
     if cut := [name for name in names if "#" in str(name)]:

@@ -45,9 +45,10 @@ _NOTED = {
 
 
 def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> Translation:
-    """Return a config of open-instruct under the names of Trainer and TRL.
+    """Translate a config of open-instruct to the names of Trainer and TRL.
 
     Args:
+        settings: key -> value.
         command: dpo if the script is known to train on pairs.
 
     Raises:
@@ -106,7 +107,7 @@ def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> T
 
 
 def _loss(keys: Keys) -> tuple[dict[str, Any], str]:
-    """Take the settings of the loss; return those of TRL, and the objective."""
+    """Translate the settings of the loss to those of TRL, and find the objective."""
     kind = str(keys.take("loss_type", "dpo_loss_type")[1] or "dpo_norm")
     if kind not in _LOSSES:
         raise refusal(_TOOL, f"loss_type {kind}", f"expected one of {', '.join(_LOSSES)}")
@@ -128,7 +129,7 @@ def _loss(keys: Keys) -> tuple[dict[str, Any], str]:
 
 
 def _adapters(keys: Keys) -> dict[str, Any]:
-    """Take the settings of adapters; return those of PEFT."""
+    """Translate the settings of adapters to those of PEFT."""
     lora, four = keys.take("use_lora")[1], keys.take("use_qlora")[1]
     rank = keys.take("lora_rank")[1]
     alpha, dropout = keys.take("lora_alpha")[1], keys.take("lora_dropout")[1]
@@ -163,7 +164,7 @@ def _checkpoints(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _data(keys: Keys, out: dict[str, Any]) -> None:
-    """Take the mixture; `[NAME, SHARE, NAME, SHARE]` becomes a mapping."""
+    """Translate the mixture: `[NAME, SHARE, NAME, SHARE]` becomes a mapping."""
     mixed = keys.take("dataset_mixer_list")[1]
     if isinstance(mixed, str):
         mixed = mixed.split()

@@ -87,7 +87,7 @@ _COLUMNS = {
 
 
 def translate_openrlhf(settings: Mapping[str, Any], command: str = "") -> Translation:
-    """Return the options of an OpenRLHF command under the names of Trainer and TRL.
+    """Translate the options of an OpenRLHF command to the names of Trainer and TRL.
 
     Args:
         settings: option without its dashes -> value.
@@ -138,7 +138,7 @@ def translate_openrlhf(settings: Mapping[str, Any], command: str = "") -> Transl
 
 
 def _loss(keys: Keys, command: str) -> dict[str, Any]:
-    """Take the settings of the objective; return those of TRL."""
+    """Translate the settings of the objective to those of TRL."""
     beta = keys.take("model.beta", "beta")[1]
     smoothing = keys.take("model.label_smoothing", "label_smoothing")[1]
     nll = keys.take("model.nll_loss_coef", "nll_loss_coef")[1]
@@ -172,7 +172,7 @@ def _optimizer(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _adapters(keys: Keys) -> dict[str, Any]:
-    """Take the settings of adapters; return those of PEFT."""
+    """Translate the settings of adapters to those of PEFT."""
     rank = keys.take("ds.lora.rank", "lora_rank")[1]
     alpha = keys.take("ds.lora.alpha", "lora_alpha")[1]
     dropout = keys.take("ds.lora.dropout", "lora_dropout")[1]
@@ -195,7 +195,7 @@ def _adapters(keys: Keys) -> dict[str, Any]:
 
 
 def _steps(keys: Keys, out: dict[str, Any]) -> None:
-    """Take the intervals of saves and evaluations, of which -1 is the end of the run."""
+    """Translate the intervals of saves and evaluations; -1 means only at the end of the run."""
     save = keys.take("ckpt.save_steps", "save_steps")[1]
     if isinstance(save, int) and save > 0:
         out["save_steps"] = save
@@ -207,7 +207,7 @@ def _steps(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _engine(keys: Keys, out: dict[str, Any]) -> None:
-    """Take the settings of DeepSpeed."""
+    """Translate the settings of DeepSpeed."""
     dtype = keys.take("ds.param_dtype", "param_dtype")[1]
     if dtype == "fp16":
         out["fp16"] = True
@@ -229,7 +229,7 @@ def _engine(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _data(keys: Keys, out: dict[str, Any], command: str) -> None:
-    """Take the data sets and the names of their columns."""
+    """Translate the data sets and the names of their columns."""
     names = split_names(keys.take("data.dataset", "dataset")[1])
     shares = split_names(keys.take("data.dataset_probs", "dataset_probs")[1])
     if isinstance(names, list):

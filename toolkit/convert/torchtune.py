@@ -45,7 +45,7 @@ _WITHOUT_EFFECT = {
 
 
 def translate_torchtune(settings: Mapping[str, Any], command: str = "") -> Translation:
-    """Return a config of torchtune under the names of Trainer and TRL.
+    """Translate a config of torchtune to the names of Trainer and TRL.
 
     Raises:
         ConfigError: the model, the loss or the recipe has no equivalent.
@@ -74,7 +74,7 @@ def translate_torchtune(settings: Mapping[str, Any], command: str = "") -> Trans
 
 
 def _component(section: Any) -> tuple[str, dict[str, Any]]:
-    """Return the last name of a section's `_component_`, and the other settings of the section."""
+    """Split a section into the last name of its `_component_` and its other settings."""
     if not isinstance(section, Mapping):
         return "", {}
     more = {str(key): value for key, value in section.items() if key != "_component_"}
@@ -82,7 +82,7 @@ def _component(section: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _objective(keys: Keys, out: dict[str, Any]) -> str:
-    """Take the loss; return the objective that it trains."""
+    """Translate the loss, and return the objective that it trains."""
     name, more = _component(keys.take("loss")[1])
     keys.take_all(("loss_fn",))
     if name == "DPOLoss":
@@ -97,7 +97,7 @@ def _objective(keys: Keys, out: dict[str, Any]) -> str:
 
 
 def _model(keys: Keys, out: dict[str, Any]) -> bool:
-    """Take the model and its adapters; return whether there are adapters."""
+    """Translate the model and its adapters; return True if there are adapters."""
     name, more = _component(keys.take("model")[1])
     reader, checkpointer = _component(keys.take("checkpointer")[1])
     builder, tokenizer = _component(keys.take("tokenizer")[1])
@@ -153,7 +153,7 @@ def _model(keys: Keys, out: dict[str, Any]) -> bool:
 
 
 def _precision(keys: Keys, out: dict[str, Any], adapters: bool) -> None:
-    """Take the dtype, in which torchtune stores the weights that it trains, too."""
+    """Translate the dtype, in which torchtune also stores the trained weights."""
     dtype = str(keys.take("dtype")[1] or "bf16")
     if dtype == "fp32":
         out["bf16"] = False
@@ -187,7 +187,7 @@ def _optimizer(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _data(keys: Keys, out: dict[str, Any]) -> None:
-    """Take the data set, which its builder may name."""
+    """Translate the data set, which its builder may name."""
     section = keys.take("dataset")[1]
     if isinstance(section, list):
         raise refusal(_TOOL, "list of datasets", "give one of them")
@@ -244,7 +244,7 @@ def _memory(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _run(keys: Keys, out: dict[str, Any]) -> None:
-    """Take the length of the run, the seed and the loggers."""
+    """Translate the length of the run, the seed and the loggers."""
     key, most = keys.take("max_steps_per_epoch")
     if most and out["num_train_epochs"] == 1:
         out["max_steps"] = most

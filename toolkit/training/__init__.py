@@ -1,4 +1,4 @@
-"""What the loop of a recipe calls: launch, step, loss, optimizer, metrics, generation."""
+"""Training: launch, optimizer step, loss, optimizer, metrics, generation, guards of a run."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 """Detect silent corruption: weights, optimizer state or data position that changed or differ.
 
 [Note: integrity] The check compares checksums. A checksum is the wrapping integer sum of a tensor's
-bits, so any single flipped bit changes it. Compared are:
+bits, so any single flipped bit changes it. The check compares:
 
     - trained weights and optimizer state, right after one step of the optimizer and right before
       the next: nothing else may change them;

@@ -103,7 +103,7 @@ class _Watch:
                 stdin=self.file,
                 stdout=subprocess.PIPE,
                 pass_fds=descriptors,
-                # A session of its own, so that Ctrl-C does not reach the watcher.
+                # In a separate session, so that Ctrl-C does not reach the watcher.
                 start_new_session=True,
             )
             for s in sockets:
