@@ -95,8 +95,8 @@ def _convert_source(keys: Keys, entry: Any, index: int, objective: str) -> dict[
         out = {"files": files or path}
         entry.pop("ds_type", None)
         if files and not _is_file(str(path)) and path not in ("json", "csv", "parquet", "text"):
-            reason = "its data_files are read from this machine"
-            keys.note(f"datasets[{index}].path", reason, path)
+            path_reason = "its data_files are read from this machine"
+            keys.note(f"datasets[{index}].path", path_reason, path)
     out |= {name: entry.pop(key) for key, name in _SOURCE_SETTINGS.items() if key in entry}
     kind = entry.get("type")
     columns, reason = take_pair_columns(entry, objective) if objective else ({}, None)
@@ -105,8 +105,8 @@ def _convert_source(keys: Keys, entry: Any, index: int, objective: str) -> dict[
     if columns := columns | take_columns(entry):
         out["columns"] = columns
     for key, value in entry.items():
-        if reason := _reason_not_converted(key, value):
-            keys.note(f"datasets[{index}].{key}", reason, value)
+        if key_reason := _reason_not_converted(key, value):
+            keys.note(f"datasets[{index}].{key}", key_reason, value)
     return out
 
 
