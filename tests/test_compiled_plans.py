@@ -162,7 +162,9 @@ def test_a_plan_says_whether_it_is_of_compiled_layers(tmp_path: Path, capsys: An
         assert main([*argv, "--json"]) == 0
         needs[name] = json.loads(capsys.readouterr().out)["memory"]
     assert needs["compiled"] < needs["off"]
-    assert needs["off"] <= needs["lengths"] < 1.01 * needs["off"]  # padded rows have a mask
+    # Padded rows have a mask, with which transformers repeats the keys and values that heads share
+    # (`use_gqa_in_sdpa`): here about 8 MB in two layers, in the run as in the plan.
+    assert needs["off"] + 6e6 < needs["lengths"] < needs["off"] + 10e6
 
 
 def test_nccl_has_its_room_where_there_are_ranks() -> None:
