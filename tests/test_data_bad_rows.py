@@ -613,7 +613,7 @@ def test_documents_in_json_lines(tmp_path, name, caplog):
     with pytest.raises(DataError, match=r"a\.jsonl line 3: expected .*on_bad_row: skip"):
         documents(path)
     assert documents(path, "skip") == ids_of("a", "", "b")
-    assert "1 of 3 rows left out (data.on_bad_row: skip)" in caplog.text
+    assert "1 of 3 rows skipped (data.on_bad_row: skip)" in caplog.text
     assert f"{path} line 3: expected" in caplog.text
 
 

@@ -101,7 +101,9 @@ def test_texts_are_learned_whole(tokenizer):
     bare = OneByOne(tokenizer, config(append_eos=False), 300)(Text("abc"))
     assert tokenizer.decode(bare.input_ids) == "abc"
     pieces = [Text("abc", end=False), Text("def", start=False)]
-    joined = np.concatenate([e.input_ids for e in OneByOne(tokenizer, config(), 300).batch(pieces)])
+    joined = np.concatenate(
+        [e.input_ids for e in OneByOne(tokenizer, config(), 300).encode_examples(pieces)]
+    )
     assert tokenizer.decode(joined) == "abcdef<|endoftext|>"
 
 
@@ -326,7 +328,7 @@ def test_white_space_of_the_prompt_is_not_learned_where_offsets_leave_it_out():
     found = TextTokenizer(tokenizers[True]).encode(texts, spans)
     for case, one, two in zip(cases, expected, found, strict=True):
         assert (one.ids.tolist(), one.spans) == (two.ids.tolist(), two.spans), case
-    assert TextTokenizer(tokenizers[True]).around() == ([71], [])
+    assert TextTokenizer(tokenizers[True]).special_tokens() == ([71], [])
 
 
 def test_every_span_of_a_text_is_learned_whole(merging):
@@ -361,7 +363,7 @@ def test_a_tokenizer_without_offsets(merging):
     assert fine.ids.tolist() == fast.ids.tolist()
     assert fine.spans == fast.spans
     assert isinstance(cut, BadRow)
-    assert "does not tell the characters of its tokens" in str(cut)
+    assert "does not report the characters of its tokens" in str(cut)
 
 
 # ---- Sources
@@ -385,7 +387,7 @@ def test_a_source_counts_and_cache(tokenizer, tmp_path, monkeypatch):
     assert counts.supervised == supervised
     # Again, from the cache: nothing is encoded, counts come along.
     with monkeypatch.context() as patched:
-        patched.setattr(Encoder, "rows", None)
+        patched.setattr(Encoder, "encode_rows", None)
         again = encode_source(source_of(tmp_path, rows, cfg), Encoder(tokenizer, cfg, 300))
         assert again.counts == counts
         assert again.tokens.data.equals(encoded.tokens.data)
@@ -431,7 +433,7 @@ def test_any_number_of_processes_and_a_stream_give_the_same(tokenizer, tmp_path,
     finally:
         datasets.enable_caching()
     with monkeypatch.context() as patched:  # what three processes wrote is read by one
-        patched.setattr(Encoder, "rows", None)
+        patched.setattr(Encoder, "encode_rows", None)
         again = encode_source(source, Encoder(tokenizer, cfg, 300))
     assert again.counts == three.counts
     assert again.tokens["input_ids"][:] == three.tokens["input_ids"][:]

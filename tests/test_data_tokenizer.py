@@ -320,7 +320,7 @@ def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
         "from toolkit.config.settings import DataConfig\n"
         "from toolkit.data.sources.rows import load_sources\n"
         "from toolkit.data.tokens.encode import Encoder, encode_source\n"
-        "Encoder.rows = None  # not needed again\n"
+        "Encoder.encode_rows = None  # not needed again\n"
         "tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])\n"
         "cfg = DataConfig(train_files=sys.argv[1])\n"
         "(source,) = load_sources(cfg, row_format=DOCUMENTS)\n"

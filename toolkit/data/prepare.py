@@ -374,7 +374,7 @@ class TrainingData:
 
     @property
     def row_format(self) -> RowFormat:
-        """What the rows of the run are."""
+        """The row format of the run."""
         return self.feed.shape.row_format
 
     @property

@@ -1,1 +1,1 @@
-"""What a run reads from: micro-batches of a rank, map-style or streamed."""
+"""The feed of a run: the micro-batches of each rank, from prepared or streamed sources."""

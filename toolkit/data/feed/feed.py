@@ -31,13 +31,24 @@ class DataRank(Protocol):
     """This rank among those that read different samples, its device and its data loader."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        ...
+
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Number of this rank among them."""
+        ...
+
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Number of these ranks."""
+        ...
+
     @property
-    def loader(self) -> Callable[..., Any]: ...
+    def loader(self) -> Callable[..., Any]:
+        """Creates the data loader for samples and batches."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ class PreparedFeed(Feed):
         return len(self.data)
 
     def lines(self) -> list[str]:
+        """Format the log lines that describe the data at the start of a run."""
         lines = []
         extra = sorted(set(self.eval_sets) - {part.name for part in self.parts})
         for part in self.parts:
@@ -115,6 +116,7 @@ class PreparedFeed(Feed):
         return lines + [f"{name}: {len(self.eval_sets[name]):,} to evaluate" for name in extra]
 
     def steps_for(self, epochs: float) -> int:
+        """Compute the number of steps in `epochs` passes."""
         # A pass is as many samples as all sources have. If max_repeats ends the data inside the
         # last batch, that batch is dropped.
         total, size = self.total, self.position.global_batch
@@ -141,6 +143,7 @@ class PreparedFeed(Feed):
             )
 
     def describe_samples(self, before: int, run: DataRank) -> list[str]:
+        """Describe the samples that this rank reads in the step after `before` steps."""
         size, ends = self.position.global_batch, self.data.cumulative_sizes
         descriptions = []
         mine = self._sample_order().indices(before * size, size)[run.rank :: run.world_size]

@@ -95,6 +95,7 @@ class StreamFeed(Feed):
             SourceStream(source, i, shape, seed)
 
     def lines(self) -> list[str]:
+        """Format the log lines that describe the data at the start of a run."""
         evals = sum(len(samples) for samples in self.eval_sets.values())
         return [
             f"{self.names}: {self.shape}, read while training in {self.lanes} lanes; {evals:,} to "
@@ -112,12 +113,14 @@ class StreamFeed(Feed):
         ]
 
     def steps_for(self, epochs: float) -> int:
+        """Compute the number of steps in `epochs` passes."""
         raise DataError(
             "expected a number of steps, since the length of a stream is not known before its end; "
             "set train.max_steps"
         )
 
     def check_enough(self, world_size: int) -> None:
+        """Refuse streams without supervised tokens in their first window."""
         # Any number of samples is enough, because a stream starts again at its end.
         for stream in self.first_windows:
             labels = [piece.labels[1:] for item in stream.items for piece in item.pieces]
@@ -172,6 +175,7 @@ class StreamFeed(Feed):
             yield batch[_BATCH]
 
     def reading_lines(self) -> list[str]:
+        """Format lines with counts of used and skipped rows of each source so far."""
         lanes = self.position.stream or {}
         lines = []
         for source in self.sources if lanes else ():

@@ -101,7 +101,7 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values, the same on every rank.
 
-        Collective for streams, because each rank knows only the places of its own lanes.
+        Collective for streams, because each rank knows only the places of the lanes that it reads.
         """
         if self.n_samples is None and self.samples_seen:
             self.merge_places(ranks.gather(self.local_places))

@@ -28,7 +28,7 @@ Packing = Literal["wrapped", "bfd", "none"]
 """`data.packing`, with `auto` decided."""
 Sample = dict[str, torch.Tensor]
 """`input_ids`, `labels` and `used`; `position_ids` if packed; `sequences`, `ends` and `lengths` if
-sequences are told apart; and the columns that the row format declares."""
+sequences are separate; and the columns that the row format declares."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,9 @@ class SampleShape:
         return torch.from_numpy(np.concatenate([column.blank(0), *values]))
 
     def _join(self, pieces: Sequence[Piece], names: Sequence[str]) -> Sample:
-        """Join pieces, of which each side of a pair is one, with their values per token; see
-        `sample`.
-        """
-        taken = sum(len(piece.ids) for piece in pieces)
-        room = (max(1, taken) if self.packing == "none" else self.sequence_length) - taken
+        """Join pieces, one for each side of a pair, with their values per token; see `sample`."""
+        used = sum(len(piece.ids) for piece in pieces)
+        room = (max(1, used) if self.packing == "none" else self.sequence_length) - used
         pieces = [*pieces, Piece(np.full(room, self.pad_id), np.full(room, IGNORED))]
         for piece in pieces:
             piece.labels[:1] = IGNORED
@@ -148,7 +146,7 @@ class SampleShape:
         sample = {
             "input_ids": torch.from_numpy(ids),
             "labels": torch.from_numpy(labels),
-            "used": torch.tensor(taken),
+            "used": torch.tensor(used),
         }
         lengths = [len(piece.ids) for piece in pieces]
         if self.packing == "bfd":
@@ -260,8 +258,7 @@ class SampleShape:
         }
 
     def _split_halves(self, samples: list[Sample]) -> tuple[Batch, Batch] | None:
-        """Build a micro-batch of the rows' own answers, and one of those that they are compared
-        with.
+        """Build one micro-batch of the rows' answers and one of the answers they are compared with.
 
         Packed rows are as long as the fullest of them, rounded up to a multiple of 8. None if rows
         are not compared or there are none.
@@ -281,8 +278,8 @@ class SampleShape:
     def __str__(self) -> str:
         if self.packing == "wrapped":
             return f"samples of {self.sequence_length} tokens"
-        how = "packed" if self.packing == "bfd" else "padded"
-        return f"samples of up to {self.sequence_length} tokens, {how}"
+        kind = "packed" if self.packing == "bfd" else "padded"
+        return f"samples of up to {self.sequence_length} tokens, {kind}"
 
 
 def _row_lengths(sample: Sample) -> list[int]:

@@ -126,7 +126,7 @@ class Encoder:
             return
         check_vocabulary(tokenizer, vocab_size)
         self._texts = TextTokenizer(tokenizer)
-        self._before, self._after = self._texts.around()
+        self._before, self._after = self._texts.special_tokens()
         eos = tokenizer.eos_token_id
         self._eos = [eos] if cfg.append_eos and eos is not None else []
         if cfg.append_eos and eos is None and ranks.rank() == 0:
@@ -175,12 +175,12 @@ class Encoder:
             for row in readable
         ]
         if self.row_format.compares_rows:
-            others: Sequence[Any] = (
+            compared: Sequence[Any] = (
                 partners_among(examples)
                 if partners is None
                 else [row and catch_bad_row(source.example, row) for row in partners]
             )
-            examples = [*map(join_partner, examples, others)]
+            examples = [*map(join_partner, examples, compared)]
         encoded = self.encode_examples(examples)
         for at, (row, values) in enumerate(zip(stored, readable, strict=True)):
             example = encoded[at]
@@ -492,8 +492,8 @@ def _encode_rows_from(
         return encoder.encode_rows(source, stored, first)
     chosen = partners[numbers.start : numbers.stop].tolist()
     needed = iter(stored_rows(source, [number for number in chosen if number != NO_PARTNER]))
-    others = [None if number == NO_PARTNER else next(needed) for number in chosen]
-    return encoder.encode_rows(source, stored, first, others)
+    partner_rows = [None if number == NO_PARTNER else next(needed) for number in chosen]
+    return encoder.encode_rows(source, stored, first, partner_rows)
 
 
 def _set_up_worker(encode_from: Callable[[int], list[EncodedRow]]) -> None:
@@ -517,7 +517,7 @@ def check_documents(source: DataSource, counts: Counts) -> None:
         raise DataError(f"{source.where}: expected text, but all {counts.rows} rows are empty")
     if counts.dropped and ranks.rank() == 0:
         log.warning(
-            "%s: %d of %d rows left out (data.on_bad_row: skip), the first: %s",
+            "%s: %d of %d rows skipped (data.on_bad_row: skip), the first: %s",
             source.where,
             sum(counts.dropped.values()),
             counts.rows,

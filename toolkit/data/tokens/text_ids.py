@@ -1,17 +1,17 @@
-"""Texts to token ids: with the special tokens around them, and positions of marked characters.
+"""Tokenise texts, and find the tokens of supervised characters.
 
 [Note: threads, not processes]
-The Rust tokenizer has threads of its own, one per core (`RAYON_NUM_THREADS`): worker processes are
-no faster. Where all of a text is learned, `encode_batch_fast` skips the character offsets;
-`benchmarks/tokenise.py` compares.
+The Rust tokenizer runs its own threads, one per core (`RAYON_NUM_THREADS`), so worker processes are
+no faster. If a text is supervised entirely, `encode_batch_fast` skips the character offsets;
+`benchmarks/tokenise.py` compares the variants.
 
 [Note: tokens across an edge]
-At inference a prompt ends in tokens of its own, since nothing follows it. Where the tokens of the
-whole text are others (one holds the end of the prompt and the beginning of the answer, say), the
-text is cut there, and what follows is tokenised as a text that goes on: without the space that many
-tokenizers put before a text. So all characters of an answer are learned, after the tokens that
-generation sees. Many tokenizers leave the white space before a word out of the offsets of its
-token; it is looked for in the token itself.
+At inference, the tokens of a prompt do not depend on the answer, because nothing follows the prompt
+yet. The tokens of the complete text may differ: one of them may hold the end of the prompt and the
+beginning of the answer. Then the text is cut there, and what follows is tokenised as a continuation
+of a text, without the space that many tokenizers put before a text. So all characters of an answer
+are supervised, after exactly the tokens that generation sees. Many tokenizers exclude the white
+space before a word from the offsets of its token; it is then found in the token itself.
 """
 
 import copy
@@ -20,7 +20,7 @@ import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import compress, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,21 +35,24 @@ from toolkit.errors import DataError
 
 Span = tuple[int, int]
 
-# Text that is tokenised at a time; its encodings take about 50 times as much memory. A longer text
-# is cut as text files are.
 BATCH_BYTES = 8 << 20
-_SPACES = frozenset("Ġ▁Ċĉč")  # white space, as byte-level and SentencePiece vocabularies write it
+"""Amount of text that is tokenised at a time, whose encodings take about 50 times as much memory. A
+longer text is cut like a text file."""
+# White space, as byte-level and SentencePiece vocabularies write it.
+_SPACES = frozenset("Ġ▁Ċĉč")
 
 
 class TokenSpans(NamedTuple):
-    """Token ids of a text, int32 [n], and which of them are marked."""
+    """The token ids of a text, and which of them are supervised."""
 
     ids: np.ndarray
-    spans: list[Span]  # positions (begin, end) of the marked tokens, in order, disjoint
+    """int32 [n]."""
+    spans: list[Span]
+    """Ranges (begin, end) of supervised tokens, in order and disjoint."""
 
 
 class TextTokenizer:
-    """Texts to ids without special tokens around them, spans of characters to spans of tokens."""
+    """Tokenise texts without special tokens, and convert spans of characters to spans of tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.backend = tokenizer, None
@@ -59,119 +62,149 @@ class TextTokenizer:
             self.backend.no_padding()
         self._with_special = self.lists(["a"], True)[0]
         if self.backend is not None:
-            self.backend.post_processor = None  # some leave spaces out of the offsets of tokens
+            # Some post-processors exclude spaces from the offsets of tokens.
+            self.backend.post_processor = None
 
     def encode(self, texts: list[str], spans: list[list[Span]]) -> list[TokenSpans | BadRow]:
-        """Return the ids of each text, and which of them lie within its spans, on all cores."""
-        pairs = list(zip(texts, spans, strict=True))
-        whole = [list(marked) == [(0, len(text))] for text, marked in pairs]
-        ids = self.ids(list(compress(texts, whole)))
-        all_of = (TokenSpans(found, [(0, len(found))] if len(found) else []) for found in ids)
-        part_of = iter(self._in_part([p for p, o in zip(pairs, whole, strict=True) if not o]))
-        return [next(all_of) if is_whole else next(part_of) for is_whole in whole]
+        """Tokenise texts on all cores.
 
-    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, int32."""
+        Args:
+            texts: the texts.
+            spans: ranges of supervised characters of each text.
+
+        Returns:
+            The ids of each text with its supervised tokens, or a BadRow if it cannot be tokenised.
+        """
+        pairs = list(zip(texts, spans, strict=True))
+        is_full = [list(of_text) == [(0, len(text))] for text, of_text in pairs]
+        full_texts = [text for text, full in zip(texts, is_full, strict=True) if full]
+        full = iter(
+            TokenSpans(ids, [(0, len(ids))] if len(ids) else [])
+            for ids in self.encode_ids(full_texts)
+        )
+        other_pairs = [pair for pair, full in zip(pairs, is_full, strict=True) if not full]
+        partial = iter(self._encode_partial(other_pairs))
+        return [next(full) if takes_all else next(partial) for takes_all in is_full]
+
+    def encode_ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Compute the ids of each text, int32."""
         parts = (
             (at, part)
             for at, text in enumerate(texts)
             for part in ([text] if len(text) <= BATCH_BYTES else split_text(text))
         )
-        found: list[list[np.ndarray]] = [[] for _ in texts]
+        ids_of_texts: list[list[np.ndarray]] = [[] for _ in texts]
         for group in groups(parts, lambda part: len(part[1]), BATCH_BYTES):
             batch = self.lists([text for _, text in group])
             for (at, _), ids in zip(group, batch, strict=True):
-                found[at].append(np.array(ids, np.int32))
-        return [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in found]
+                ids_of_texts[at].append(np.array(ids, np.int32))
+        return [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in ids_of_texts]
 
     def lists(self, texts: list[str], special: bool = False) -> list[list[int]]:
-        """Return the ids of texts, never cut, with the special tokens around each if `special`."""
+        """Compute the ids of texts as lists, without truncation.
+
+        Args:
+            texts: the texts.
+            special: whether to add special tokens before and after each text.
+        """
         if self.backend is None:
             options = {"truncation": False, "padding": False, "verbose": False}
             return self.tokenizer(texts, add_special_tokens=special, **options)["input_ids"]
         batch = self.backend.encode_batch_fast(texts, add_special_tokens=special)
         return [encoded.ids for encoded in batch]
 
-    def around(self) -> tuple[list[int], list[int]]:
-        """Return the special tokens that the tokenizer puts before and after a text."""
+    def special_tokens(self) -> tuple[list[int], list[int]]:
+        """Find the special tokens that the tokenizer puts before and after a text.
+
+        Raises:
+            DataError: the tokenizer also changes the tokens of the text.
+        """
         bare, full = self.lists(["a"])[0], self._with_special
         for at in range(len(full) - len(bare) + 1):
             if full[at : at + len(bare)] == bare:
                 return full[:at], full[at + len(bare) :]
         raise DataError(
             f"the tokenizer gives {full} for 'a' with special tokens and {bare} without; use one "
-            "that only puts tokens around a text"
+            "that only adds tokens before and after a text"
         )
 
-    def _in_part(self, pairs: list[tuple[str, Sequence[Span]]]) -> list[TokenSpans | BadRow]:
-        """Return the ids of texts that are not learned whole."""
+    def _encode_partial(self, pairs: list[tuple[str, Sequence[Span]]]) -> list[TokenSpans | BadRow]:
+        """Tokenise texts with their spans, which do not cover the complete text."""
         short = [pair for pair in pairs if len(pair[0]) <= BATCH_BYTES]
         if self.backend is None:
-            found = iter([self._in_pieces(*pair) for pair in short])
+            encoded = iter([self._encode_pieces(*pair) for pair in short])
         else:
-            found = iter(self._by_offsets(self.backend, short))
-        said = f"expected a text of at most {BATCH_BYTES:,} characters, got"
+            encoded = iter(self._encode_by_offsets(self.backend, short))
+        fault = f"expected a text of at most {BATCH_BYTES:,} characters, got"
         return [
-            next(found) if len(text) <= BATCH_BYTES else BadRow(f"{said} {len(text):,}", "too long")
+            next(encoded)
+            if len(text) <= BATCH_BYTES
+            else BadRow(f"{fault} {len(text):,}", "too long")
             for text, _ in pairs
         ]
 
-    def _by_offsets(
+    def _encode_by_offsets(
         self, backend: Tokenizer, pairs: list[tuple[str, Sequence[Span]]]
     ) -> list[TokenSpans | BadRow]:
-        """Return the ids of each whole text, or of what stands between its edges where these are
-        not edges of its tokens. See [Note: tokens across an edge].
+        """Tokenise each text as a unit, or cut at its edges if tokens lie across them.
+
+        See [Note: tokens across an edge].
         """
         batch = backend.encode_batch([text for text, _ in pairs], add_special_tokens=False)
-        texts = [self._encoded(text, e) for (text, _), e in zip(pairs, batch, strict=True)]
-        apart, heads = set[int](), []
+        texts = [self._wrap(text, e) for (text, _), e in zip(pairs, batch, strict=True)]
+        cut, heads = set[int](), []
         for at, (text, (_, spans)) in enumerate(zip(texts, pairs, strict=True)):
-            if any(text.across(edge) for span in spans for edge in span):
-                apart.add(at)
+            if any(text.has_token_across(edge) for span in spans for edge in span):
+                cut.add(at)
             else:
-                heads += [(at, *head) for begin, _ in spans if (head := text.head(begin))]
+                heads += [(at, *head) for begin, _ in spans if (head := text.tokens_before(begin))]
+        # The prompt must have the same tokens if nothing follows it.
         alone = self.lists([head for _, head, _ in heads])
-        apart |= {at for (at, _, ids), own in zip(heads, alone, strict=True) if own != ids}
+        cut |= {at for (at, _, ids), expected in zip(heads, alone, strict=True) if expected != ids}
         return [
-            self._apart(text, spans) if at in apart else text.marked(spans)
+            self._encode_cut(text, spans) if at in cut else text.token_spans(spans)
             for at, (text, (_, spans)) in enumerate(zip(texts, pairs, strict=True))
         ]
 
-    def _apart(self, whole: "_Encoded", spans: Sequence[Span]) -> TokenSpans | BadRow:
-        """Return the ids of a text that is cut at its edges, but where an added token ends, which
-        no other reaches across.
+    def _encode_cut(self, full: "_Encoded", spans: Sequence[Span]) -> TokenSpans | BadRow:
+        """Cut a text at the edges of its spans, and tokenise the parts.
+
+        It is not cut after an added token, since no token lies across its end.
         """
-        backend, going_on, words = self._going_on
-        text = whole.text
+        backend, continuing, marks_words = self._continuing
+        text = full.text
         edges = {edge for span in spans for edge in span} - {0, len(text)}
-        cuts = sorted(edge for edge in edges if whole.across(edge) or whole.head(edge))
-        parts: list[tuple[int, _Encoded]] = []  # with their first character
+        cuts = sorted(e for e in edges if full.has_token_across(e) or full.tokens_before(e))
+        # The parts, each with the position of its first character.
+        parts: list[tuple[int, _Encoded]] = []
         for begin, end in pairwise([0, *cuts, len(text)]):
-            if begin and words and whole.across(begin) and text[begin - 1 : begin + 1].isalnum():
+            is_in_word = text[begin - 1 : begin + 1].isalnum()
+            if begin and marks_words and full.has_token_across(begin) and is_in_word:
                 return BadRow(
                     f"expected a prompt that ends with a word, got {text[:begin][-20:]!r} before "
                     f"{text[begin:][:20]!r}, of which the tokenizer would make two words; end the "
                     "prompt with a word",
                     "edge within a word",
                 )
-            if begin:  # up to its first added token, whose section is as any other
-                head = going_on.encode(text[begin:end], add_special_tokens=False)
-                parts.append((begin, self._encoded(text[begin:end], head).up_to_added()))
+            if begin:
+                # Only up to the first added token: what follows it is not affected by the cut.
+                head = continuing.encode(text[begin:end], add_special_tokens=False)
+                parts.append((begin, self._wrap(text[begin:end], head).up_to_added()))
                 begin += len(parts[-1][1].text)
             if begin < end:
-                rest = backend.encode(text[begin:end], add_special_tokens=False)
-                parts.append((begin, self._encoded(text[begin:end], rest)))
+                tail = backend.encode(text[begin:end], add_special_tokens=False)
+                parts.append((begin, self._wrap(text[begin:end], tail)))
         firsts = np.cumsum([0, *(len(part.ids) for _, part in parts)])
 
-        def at(edge: int) -> int:
+        def token_at(edge: int) -> int:
             number = bisect_right(parts, edge, key=lambda part: part[0]) - 1
-            return int(firsts[number]) + parts[number][1].at(edge - parts[number][0])
+            return int(firsts[number]) + parts[number][1].token_at(edge - parts[number][0])
 
-        found = [(at(begin), at(end)) for begin, end in spans]
+        token_spans = [(token_at(begin), token_at(end)) for begin, end in spans]
         ids = np.concatenate([part.ids for _, part in parts])
-        return TokenSpans(ids, [(first, last) for first, last in found if first < last])
+        return TokenSpans(ids, [(first, last) for first, last in token_spans if first < last])
 
-    def _encoded(self, text: str, encoded: Encoding) -> "_Encoded":
+    def _wrap(self, text: str, encoded: Encoding) -> "_Encoded":
         assert self.backend is not None
         return _Encoded(text, encoded, self.backend.id_to_token, self._added, self._unknown)
 
@@ -182,9 +215,9 @@ class TextTokenizer:
 
     @cached_property
     def _unknown(self) -> int | None:
-        """The token for what the vocabulary does not hold; None if there is none.
+        """The token for text that the vocabulary does not contain; None if there is none.
 
-        It is often an added token, too, which splits a text only where the text spells it out.
+        It is often an added token, too. Then it splits a text only if the text spells it out.
         """
         assert self.backend is not None
         model = json.loads(self.backend.to_str())["model"]
@@ -194,45 +227,47 @@ class TextTokenizer:
         return None if name is None else self.backend.token_to_id(name)
 
     @cached_property
-    def _going_on(self) -> tuple[Tokenizer, Tokenizer, bool]:
-        """The tokenizer, the same without the space that it puts before a text, and whether its
-        tokens tell the beginning or the end of a word, so that words cannot be cut.
+    def _continuing(self) -> tuple[Tokenizer, Tokenizer, bool]:
+        """The tokenizer; the same without the space before a text; and whether it marks words.
+
+        If its tokens mark the beginning or the end of a word, words cannot be cut.
         """
         assert self.backend is not None
         content = json.loads(self.backend.to_str())
-        words = any(
+        marks_words = any(
             content["model"].get(name)
             for name in ("continuing_subword_prefix", "end_of_word_suffix")
         )
         for name in ("normalizer", "pre_tokenizer"):
             content[name] = _without_space(content[name])
-        return self.backend, Tokenizer.from_str(json.dumps(content)), words
+        return self.backend, Tokenizer.from_str(json.dumps(content)), marks_words
 
-    def _in_pieces(self, text: str, spans: Sequence[Span]) -> TokenSpans | BadRow:
-        """Cut a text at the edges of its spans, for a tokenizer without the Rust backend, which
-        gives no offsets; refuse it where the pieces give other ids than the whole.
+    def _encode_pieces(self, text: str, spans: Sequence[Span]) -> TokenSpans | BadRow:
+        """Tokenise the pieces of a text, for a tokenizer without offsets (not the Rust backend).
+
+        Returns a BadRow if the pieces have other ids than the complete text.
         """
-        (whole,) = self.lists([text])
+        (expected,) = self.lists([text])
         joined: list[int] = []
-        out: list[Span] = []
+        token_spans: list[Span] = []
         edges = [0, *(edge for span in spans for edge in span), len(text)]
         for number, (begin, end) in enumerate(pairwise(edges)):
             first = len(joined)
             joined += self.lists([text[begin:end]])[0] if end > begin else []
             if number % 2 and len(joined) > first:
-                out.append((first, len(joined)))
-        if joined != whole:
+                token_spans.append((first, len(joined)))
+        if joined != expected:
             return BadRow(
-                f"the tokenizer ({type(self.tokenizer).__name__}) does not tell the characters of "
-                "its tokens, and cut where learning begins it gives other tokens; use a tokenizer "
-                "with a tokenizer.json",
+                f"the tokenizer ({type(self.tokenizer).__name__}) does not report the characters "
+                "of its tokens, and the text has other tokens if it is cut at the supervised part; "
+                "use a tokenizer with a tokenizer.json",
                 "tokenizer without offsets",
             )
-        return TokenSpans(np.asarray(whole, np.int32), out)
+        return TokenSpans(np.asarray(expected, np.int32), token_spans)
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """Return all that decides which ids the tokenizer gives."""
+    """Serialise everything that determines the ids that a tokenizer gives."""
     if tokenizer.is_fast:
         return tokenizer.backend_tokenizer.to_str().encode()
     with tempfile.TemporaryDirectory() as folder:
@@ -242,7 +277,7 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
 
 
 def _without_space(part: Any) -> Any:
-    """Return a normalizer or pre-tokenizer as JSON that puts nothing before a text."""
+    """Change the JSON of a normalizer or pre-tokenizer so that it puts nothing before a text."""
     if isinstance(part, list):
         return [_without_space(inner) for inner in part]
     if not isinstance(part, dict):
@@ -254,37 +289,42 @@ def _without_space(part: Any) -> Any:
 
 
 class _Encoded:
-    """A text, its tokens, and the characters of each."""
+    """A text, its tokens, and the characters of each token."""
 
     def __init__(
         self,
         text: str,
         encoded: Encoding,
-        named: Callable[[int], str | None],
+        id_to_token: Callable[[int], str | None],
         added: np.ndarray,
         unknown: int | None,
     ) -> None:
         self.text, self.ids = text, np.array(encoded.ids, np.int32)
-        self._encoded, self._named, self._added, self._unknown = encoded, named, added, unknown
+        self._encoded = encoded
+        self._id_to_token = id_to_token
+        self._added = added
+        self._unknown = unknown
 
-    def marked(self, spans: Sequence[Span]) -> TokenSpans:
-        found = [(self.at(begin), self.at(end)) for begin, end in spans]
-        return TokenSpans(self.ids, [(first, last) for first, last in found if first < last])
+    def token_spans(self, spans: Sequence[Span]) -> TokenSpans:
+        """Convert spans of characters to spans of tokens."""
+        token_spans = [(self.token_at(begin), self.token_at(end)) for begin, end in spans]
+        return TokenSpans(self.ids, [(first, last) for first, last in token_spans if first < last])
 
-    def at(self, edge: int) -> int:
-        """Return the first token without a character before `edge`."""
+    def token_at(self, edge: int) -> int:
+        """Find the first token without a character before `edge`."""
         return bisect_left(range(len(self.ids)), edge, key=lambda at: self._chars(at)[0])
 
-    def across(self, edge: int) -> bool:
-        """Whether a token has characters on both sides of `edge`."""
-        whole = bisect_right(range(len(self.ids)), edge, key=lambda at: self._chars(at)[1])
-        return whole < self.at(edge)
+    def has_token_across(self, edge: int) -> bool:
+        """Return True if a token has characters on both sides of `edge`."""
+        complete = bisect_right(range(len(self.ids)), edge, key=lambda at: self._chars(at)[1])
+        return complete < self.token_at(edge)
 
-    def head(self, edge: int) -> tuple[str, list[int]] | None:
-        """Return the text from the last added token to `edge`, and its tokens; None where none
-        stands between: tokens do not depend on what is before an added one.
+    def tokens_before(self, edge: int) -> tuple[str, list[int]] | None:
+        """Return the text from the last added token up to `edge`, and its tokens.
+
+        Tokens do not depend on what precedes an added token. None if no token lies between.
         """
-        at = self.at(edge)
+        at = self.token_at(edge)
         first = max(self._of_added(at), default=None)
         if not edge or first == at - 1:
             return None
@@ -292,28 +332,28 @@ class _Encoded:
         return self.text[begin:edge], self.ids[first or 0 : at].tolist()
 
     def _of_added(self, end: int) -> list[int]:
-        """Return the positions of added tokens before the token `end`, without those that the model
-        gives for unknown characters.
-        """
+        """Find the added tokens before the token `end`, except those for unknown characters."""
         places = np.flatnonzero(np.isin(self.ids[:end], self._added)).tolist()
         return [at for at in places if self.ids[at] != self._unknown or self._is_spelled_out(at)]
 
     def _is_spelled_out(self, at: int) -> bool:
+        """Return True if the text contains a token literally."""
         begin, end = self._encoded.token_to_chars(at) or (0, 0)
-        return self.text[begin:end].strip() == self._named(int(self.ids[at]))
+        return self.text[begin:end].strip() == self._id_to_token(int(self.ids[at]))
 
     def up_to_added(self) -> "_Encoded":
-        """Return what stands before the first added token."""
+        """Return the part of the text before the first added token, and its tokens."""
         at = min(self._of_added(len(self.ids)), default=len(self.ids))
         short = copy.copy(self)
         short.text = self.text[: self._chars(at)[0]] if at < len(self.ids) else self.text
         short.ids = self.ids[:at]
         return short
 
-    def _chars(self, at: int) -> Span:  # with the white space that its offsets leave out
+    def _chars(self, at: int) -> Span:
+        """Find the characters of a token, including white space that its offsets exclude."""
         begin, end = self._encoded.token_to_chars(at) or (0, 0)
         if begin == end or not self.text[begin].isspace():
-            for sign in self._named(int(self.ids[at])) or "":
+            for sign in self._id_to_token(int(self.ids[at])) or "":
                 if sign not in _SPACES or not begin or not self.text[begin - 1].isspace():
                     break
                 begin -= 1
