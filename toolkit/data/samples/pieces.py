@@ -24,6 +24,7 @@ Chosen = range | np.ndarray | None
 """Numbers of the windows or rows that are used; None: all."""
 
 _NO_COLUMNS: Mapping[str, np.ndarray] = {}
+_UNDECLARED: Mapping[str, Column] = {}
 
 
 class Piece(NamedTuple):
@@ -72,7 +73,7 @@ class EncodedRows:
     """
 
     def __init__(
-        self, tokens: datasets.Dataset, columns: Mapping[str, Column] = _NO_COLUMNS
+        self, tokens: datasets.Dataset, columns: Mapping[str, Column] = _UNDECLARED
     ) -> None:
         # A selection or shuffle is an index over the rows, but columns are read in file order.
         self.tokens = tokens.flatten_indices() if tokens._indices is not None else tokens

@@ -227,7 +227,7 @@ class SampleShape:
         """Pad rows on the right to one width, and add their attention masks."""
         longest = max(len(row["input_ids"]) for row in rows)
         width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
-        fills = {"input_ids": self.pad_id, "labels": IGNORED, "attention_mask": 0}
+        fills: dict[str, float] = {"input_ids": self.pad_id, "labels": IGNORED, "attention_mask": 0}
         fills |= {name: column.fill for name, column in columns.items()}
         rows = [row | {"attention_mask": torch.ones_like(row["labels"])} for row in rows]
         return [

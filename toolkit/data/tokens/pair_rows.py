@@ -37,7 +37,7 @@ def encode_pair(pair: Pair, sides: Sequence[EncodedExample], cfg: DataConfig) ->
     answer_begins = [side.spans[0][0] for side in sides]
     notes = chosen.notes | rejected.notes
     prompts = [side.input_ids[:begin] for side, begin in zip(sides, answer_begins, strict=True)]
-    if not np.array_equal(*prompts):
+    if not np.array_equal(prompts[0], prompts[1]):
         notes = notes | {OTHER_PROMPT: 1}
     notes = notes | _notes_on_pair(pair)
 
@@ -67,7 +67,7 @@ def encode_pair(pair: Pair, sides: Sequence[EncodedExample], cfg: DataConfig) ->
         # Nothing predicts the first token of a side, so no span covers it.
         inside = [(max(b, 1), min(e, end)) for b, e in side.spans if b < end]
         spans += [(b + offset, e + offset) for b, e in inside if e > b]
-    if pair.desirable is None and np.array_equal(*ids):
+    if pair.desirable is None and np.array_equal(ids[0], ids[1]):
         if cut_off:
             return SkippedRow(
                 f"{fault}: truncated to {length} tokens, the answers are equal", "equal once cut"
