@@ -122,7 +122,7 @@ def test_objectives_and_their_settings(tool, given, expected) -> None:
         ({"beta": 0.1, "sync_ref_model": True}, "sync_ref_model True: the reference does not"),
         ({"beta": 0.1, "ref_model": "other"}, "ref_model other: the reference is the model that"),
         ({"beta": 0.1, "reference_free": True}, "simpo and orpo need no reference"),
-        ({"f_divergence_type": "js_divergence"}, "reverse_kl is what there is"),
+        ({"f_divergence_type": "js_divergence"}, "only reverse_kl is supported"),
         ({"beta": 0.1, "ld_alpha": 0.5}, "all tokens of an answer weigh alike"),
         ({"beta": 0.1, "use_weighting": True}, "pairs weigh alike"),
         ({"beta": 0.1, "num_generations": 8}, "num_generations: online reinforcement learning"),
@@ -150,7 +150,7 @@ def test_values_that_change_nothing_are_not_refused() -> None:
     ("given", "named"),
     [
         ({"beta": 0.1}, "beta: a key of DPO, ORPO and KTO; DPO is assumed"),
-        ({"loss_type": "ipo", "precompute_ref_log_probs": True}, "asked once, before the first"),
+        ({"loss_type": "ipo", "precompute_ref_log_probs": True}, "computed once, before the first"),
         ({"loss_type": "ipo", "max_prompt_length": 5}, "keeps its prompt, and both answers lose"),
         ({"loss_type": "ipo", "truncation_mode": "keep_end"}, "keeps its prompt, and both answers"),
         ({"loss_type": "ipo", "max_length": 8}, "max_length 8: the limit of one side; data.sequence_length"),
@@ -203,12 +203,12 @@ def test_an_objective_that_is_named_is_not_doubted() -> None:
         ("orpo", "chat_template.argilla", None, None),
         ("dpo", "zephyr.nectar", None, "zephyr.nectar: not known; pairs are prompt, chosen"),
         ("kto", "llama3.argilla", None, "rendered by the chat template, not as llama3 there"),
-        ("kto", "chatml.ultra", None, "texts are learned as they stand"),
+        ("kto", "chatml.ultra", None, "texts are used unchanged"),
         (
             "dpo",
             {"field_prompt": "q", "field_chosen": "chosen", "prompt_format": "{prompt}"},
             {"prompt": "q"},
-            "prompt_format: texts are learned as they stand",
+            "prompt_format: texts are used unchanged",
         ),
     ],
 )
