@@ -84,7 +84,8 @@ def find_carried_tensors(
         raise ExportError(
             "the source model has tensors that no parameter holds "
             f"({summarise_names(names, assets.source or ())}), and {error}. Give the folder or Hub "
-            "id that the run started from with --hf_assets, or omit these tensors: --without_carried"
+            "id that the run started from with --hf_assets, or omit these tensors: "
+            "--without_carried"
         ) from error
     reader = make_dequantiser(
         AutoConfig.from_pretrained(folder, trust_remote_code=allows_remote_code())

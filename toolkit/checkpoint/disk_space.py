@@ -1,4 +1,4 @@
-"""Predict the room on the disk that a run will need, from shapes and dtypes alone."""
+"""Estimate the disk space that a run needs, from shapes and dtypes alone."""
 
 import math
 from collections import Counter
@@ -29,18 +29,23 @@ _ADAMW = OptimConfig()
 
 @dataclass(frozen=True)
 class DiskEstimate:
-    """The files of a run on the disk at its fullest moment; sizes in bytes."""
+    """The disk space of a run when it needs most; sizes in bytes."""
 
     checkpoint: int
-    checkpoints: int  # how many of them at a time
+    checkpoints: int
+    """Largest number of checkpoints at one time."""
     export: int
-    there: int  # of that already: checkpoints and exports that count or will be replaced
+    there: int
+    """Bytes that are on the disk already: checkpoints and exports that stay or are replaced."""
     free: int
-    folder: Path  # whose file system has so much `free`
-    store: Folder | None  # takes the checkpoints instead; how much room it has, nobody can ask
+    folder: Path
+    """`free` is about the file system of this folder."""
+    store: Folder | None
+    """The object store that holds the checkpoints instead, whose free space is unknown."""
 
     @property
     def total(self) -> int:
+        """All bytes that the disk must hold, those that are there already included."""
         return (0 if self.store else self.checkpoint * self.checkpoints) + self.export
 
     def __str__(self) -> str:
@@ -62,11 +67,19 @@ def estimate_disk_use(
     *,
     file_bytes: int = 0,
 ) -> DiskEstimate:
-    """Return what the run still needs and finds, for a model on meta or not; reads no tensor.
+    """Estimate the disk space that a run still needs, and measure what is free. Reads no tensor.
 
-    `max_steps` are those of the whole run, None where they are not known yet: permanent checkpoints
-    are not counted then. Checkpoints and exports of earlier steps that are gone from here, to an
-    archive perhaps, are not needed again. `file_bytes` are those of other files in a checkpoint.
+    Checkpoints and exports of earlier steps that were moved away are not counted again.
+
+    Args:
+        model: the model of the run, possibly on meta.
+        output_dir: the run directory.
+        cfg: says how many checkpoints are kept, and where.
+        max_steps: steps of the entire run; None if unknown, then permanent checkpoints and exports
+            are not counted.
+        world_size: number of ranks.
+        optim: says how large the optimizer state is.
+        file_bytes: size of other files in each checkpoint.
     """
     run = Path(output_dir)
     root: Any = parse_location(output_dir if cfg.root is None else cfg.root)
@@ -97,14 +110,14 @@ def estimate_disk_use(
 
 
 def check_disk_space(estimate: DiskEstimate, cfg: CheckpointConfig) -> None:
-    """Refuse a run that would fill the disk: CheckpointError with what is needed, free, to do."""
-    lacking = estimate.total - min(estimate.there, estimate.total) - estimate.free
-    if lacking > 0:
+    """Raise a CheckpointError if a run does not fit on the disk; it says what helps."""
+    missing_bytes = estimate.total - min(estimate.there, estimate.total) - estimate.free
+    if missing_bytes > 0:
         limit = cfg.save_total_limit
         rule = "all are kept" if limit is None else f"checkpoint.save_total_limit is {limit}"
         raise CheckpointError(
-            f"the run does not fit on the disk: {estimate}. Free {size_text(lacking)}, save less "
-            f"({rule}, save_steps {cfg.save_steps}, export_steps {cfg.export_steps}), or give "
+            f"the run does not fit on the disk: {estimate}. Free {size_text(missing_bytes)}, save "
+            f"less ({rule}, save_steps {cfg.save_steps}, export_steps {cfg.export_steps}), or give "
             "another output_dir"
         )
 
@@ -112,7 +125,7 @@ def check_disk_space(estimate: DiskEstimate, cfg: CheckpointConfig) -> None:
 def estimate_checkpoint_bytes(
     model: nn.Module, world_size: int, optim: OptimConfig = _ADAMW
 ) -> int:
-    """Return the bytes of a checkpoint: parameters in storage dtype, buffers, optimizer state."""
+    """Estimate the bytes of a checkpoint: parameters, buffers, optimizer state and metadata."""
     tensors = model_tensors(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     chunks = len(tensors) + _MOMENTS * len(trained)
@@ -128,8 +141,10 @@ def estimate_checkpoint_bytes(
 def count_checkpoints_on_disk(
     cfg: CheckpointConfig, max_steps: int | None, steps: Sequence[int] = ()
 ) -> int:
-    """Return how many checkpoints lie on the disk at most: one more than the limit, since the new
-    one is whole before an old one goes, and the best. `steps` are those that lie there already.
+    """Compute the largest number of checkpoints on the disk at one time.
+
+    That is one more than the limit, because the new checkpoint is complete before an old one is
+    deleted, and one for the best. `steps` are the checkpoints that exist already.
     """
     done, saved = max(steps, default=0), len(steps)  # there or still to come
     if max_steps is not None and done < max_steps:
@@ -141,8 +156,9 @@ def count_checkpoints_on_disk(
 
 
 def estimate_export_bytes(model: nn.Module) -> int:
-    """Return the bytes of the Hugging Face folder, in the dtype that most source tensors have; of
-    a model with adapters those of the adapters.
+    """Estimate the bytes of an export, in the most common dtype of the source.
+
+    For a model with adapters, the export holds the adapters only.
     """
     tensors = model_tensors(model).values()
     if has_adapters(model):
@@ -153,6 +169,6 @@ def estimate_export_bytes(model: nn.Module) -> int:
 
 
 def _bytes_in_use(root: Path, aside: str) -> int:
-    """Return the bytes below `root`, without what was set aside: that stays and makes no room."""
+    """Count the bytes below `root`, except quarantined folders, which are never deleted."""
     folders = root.iterdir() if root.is_dir() else ()
     return sum(folder_bytes(folder) for folder in folders if aside not in folder.name)

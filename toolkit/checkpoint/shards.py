@@ -212,11 +212,13 @@ class HashingStream:
 
 
 def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Tensor]) -> int:
-    """Fill this rank's parts of `tensors` in place from a DCP folder; return the bytes asked for.
+    """Fill this rank's parts of `tensors` in place from a DCP folder; return the bytes read.
 
-    Collective. Each name must be in `table` with the tensor's shape and dtype. torch reads the
-    whole blob of every chunk that a rank shares: up to twice its own bytes on twice the ranks.
-    CheckpointError: on every rank: chunks do not cover a tensor once, or a blob is damaged.
+    Collective. Each name must be in `table` with the tensor's shape and dtype. torch reads every
+    chunk that a rank needs completely: up to twice the bytes of its part on twice the ranks.
+
+    Raises:
+        CheckpointError: on every rank: chunks do not cover a tensor exactly once, or are damaged.
     """
 
     def check_whole() -> None:
@@ -246,7 +248,7 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
 
 
 def _local_box(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes of the part of `tensor` that this rank holds."""
+    """Return the offsets and sizes of the part of `tensor` that this rank holds."""
     if not isinstance(tensor, DTensor):
         return [0] * tensor.ndim, list(tensor.shape)
     slices = local_slices(tensor)
@@ -268,8 +270,8 @@ def _item_bytes(item: dcp.WriteItem) -> int:
 
 
 def split_by_size(items: list[Any], size: Callable[[Any], int], count: int) -> list[list[Any]]:
-    """Return the items in `count` parts of about as many bytes: the largest first, each to the part
-    that has least.
+    """Divide items into `count` parts of about equal size: each item, largest first, is added to
+    the smallest part.
     """
     parts: list[list[Any]] = [[] for _ in range(count)]
     held = [0] * count
@@ -291,11 +293,17 @@ class _WrittenChunks:
 
 
 def write_shards(tensors: Tensors, writer: HashingWriter, failed: str, saves: Saves) -> None:
-    """Write the `tensors` of all ranks, each its part, and on rank 0 the `.metadata`. Collective.
-    `saves` keeps what was written, of which the next save sends the changes alone.
+    """Write the shards of all ranks, and the `.metadata` on rank 0. Collective.
 
-    Every rank brings the same names. CheckpointError, which begins with `failed`, on every rank:
-    one could not write, or together they hold a tensor not at all or twice.
+    Args:
+        tensors: name -> tensor, with the same names on every rank.
+        writer: writes to the checkpoint.
+        failed: beginning of the error message.
+        saves: keeps the description of the written chunks. The next save only sends changes.
+
+    Raises:
+        CheckpointError: on every rank: a rank could not write, or together the ranks hold a part of
+            a tensor not at all or twice.
     """
     last = saves.written or _WrittenChunks()
     if not ranks.all_equal(sorted(tensors)):
@@ -322,10 +330,12 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str, saves: Sa
 
 
 def names_to_write(tensors: Tensors) -> set[str]:
-    """Return the names of which this rank writes its part: of replicas each writes about as many
-    bytes, and every rank comes to the same result by itself.
+    """Choose the tensors whose parts this rank writes.
+
+    If several ranks hold the same part, one of them writes it, so that all write about the same
+    number of bytes. Every rank computes the same choice without an exchange.
     """
-    found = set()
+    chosen = set()
     loads: dict[Any, list[int]] = {}  # of the ranks that hold the same parts
     for name, tensor in tensors.items():
         part = local_tensor(tensor)
@@ -342,18 +352,19 @@ def names_to_write(tensors: Tensors) -> set[str]:
             own, load = ranks.rank(), loads.setdefault(None, [0] * ranks.world_size())
         if part.numel() == 0:  # no rank, but of a tensor that is empty as a whole
             if tensor.numel() == 0 and ranks.rank() == 0:
-                found.add(name)
+                chosen.add(name)
             continue
         least = load.index(min(load))
         load[least] += part.nbytes
         if least == own:
-            found.add(name)
-    return found
+            chosen.add(name)
+    return chosen
 
 
 def build_metadata(known: Known, every: list[bytes]) -> bytes:
-    """Return the content of `.metadata` of the tensors `known`, where each rank says what it wrote:
-    30 microseconds a blob. CheckpointError: a tensor is not there, or is twice.
+    """Build the content of `.metadata` from the chunks that each rank wrote.
+
+    Takes 30 microseconds per chunk. CheckpointError: a tensor is incomplete, or written twice.
     """
     table = build_chunk_table(known, every)
     for name in table.tensors:
@@ -363,7 +374,7 @@ def build_metadata(known: Known, every: list[bytes]) -> bytes:
 
 
 def build_chunk_table(known: Known, every: list[bytes]) -> ChunkTable:
-    """Return what all ranks wrote, of what `_summary` says of each."""
+    """Decode the chunks of all ranks (`encode_written_chunks`) into one table."""
     dims = max((len(entry.size) for entry in known.values()), default=0)
     files: list[str] = []
     parts = []
@@ -388,7 +399,7 @@ def build_chunk_table(known: Known, every: list[bytes]) -> ChunkTable:
 
 @contextlib.contextmanager
 def _raise_as_checkpoint_error(failed: str) -> Iterator[None]:
-    """Raise what happens as a CheckpointError that begins with `failed`."""
+    """Raise any error as a CheckpointError whose message begins with `failed`."""
     try:
         yield
     except CheckpointError as error:
@@ -398,7 +409,7 @@ def _raise_as_checkpoint_error(failed: str) -> Iterator[None]:
 
 
 def _write_local_parts(tensors: Tensors, writer: HashingWriter) -> tuple[Known, bytes]:
-    """Write this rank's part; return what a checkpoint says of each tensor, and the summary."""
+    """Write this rank's parts; return the metadata of each tensor, and the encoded chunks."""
     rank, planner = ranks.rank(), DefaultSavePlanner()
     # As torch has it for ranks that do not plan together: each names its own files.
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
@@ -416,8 +427,10 @@ def _write_local_parts(tensors: Tensors, writer: HashingWriter) -> tuple[Known, 
 def encode_written_chunks(
     known: Known, items: list[WriteItem], results: list[WriteResult]
 ) -> bytes:
-    """Return what a rank wrote: names of files, and a row for each blob: numbers of tensor and
-    file, offset and length in the file, offsets and sizes in the tensor; some 10 bytes a blob.
+    """Encode the chunks that a rank wrote, in about 10 bytes each.
+
+    The content is the names of the files, and a row of integers for each chunk: numbers of tensor
+    and file, offset and length in the file, offsets and sizes in the tensor.
     """
     dims = max((len(entry.size) for entry in known.values()), default=0)
     chunks: dict[str, Any] = {i.index.fqn: i.tensor_data.chunk for i in items}  # type: ignore[union-attr]

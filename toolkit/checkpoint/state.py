@@ -1,4 +1,4 @@
-"""State of a run: tensors for DCP, everything else for state.json."""
+"""Split the state of a run into tensors for DCP and other values for state.json, and restore it."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ _KINDS: dict[str, type] = {
 
 
 def optimizer_tensors(state: TrainState) -> Tensors:
-    """Return `optimizer.<parameter>.<name>` -> tensor; numbers go to state.json."""
+    """Map `optimizer.<parameter>.<name>` to the tensors of the optimizer; scalars are skipped."""
     return {
         f"optimizer.{name}.{key}": value
         for name, values in _state_by_name(state).items()
@@ -40,7 +40,7 @@ def optimizer_tensors(state: TrainState) -> Tensors:
 
 
 def format_state(state: TrainState, position: dict[str, Any] | None) -> str:
-    """Return the text of state.json; `position` is that of `state.data`."""
+    """Format the content of state.json; `position` is the state dict of `state.data`."""
     content = {
         "step": state.step,
         "tokens": state.tokens,
@@ -86,7 +86,7 @@ def _describe_optimizer(state: TrainState) -> dict[str, Any] | None:
 
 
 def read_state(checkpoint: Folder) -> dict[str, Any]:
-    """Return what a checkpoint holds beside tensors: step, tokens, world size, data position."""
+    """Read state.json of a checkpoint: step, tokens, world size, data position and the like."""
     file = checkpoint / STATE
     saved = read_json_object(file)
     if saved is None:
@@ -98,7 +98,7 @@ def read_state(checkpoint: Folder) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def raise_bad_state(checkpoint: Folder) -> Iterator[None]:
-    """Raise what a state.json of another form leads to as one error that names the file."""
+    """Raise errors that an unexpected state.json causes as one error that names the file."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -108,9 +108,9 @@ def raise_bad_state(checkpoint: Folder) -> Iterator[None]:
 
 
 def required_part(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[str, Any]:
-    """Return a part of state.json that this run needs, or raise a CheckpointError."""
+    """Return a part of state.json that this run needs; raise a CheckpointError if it is absent."""
     if saved.get(name) is None:
-        raise CheckpointError(f"{checkpoint} holds no {name} state, which this run needs to go on")
+        raise CheckpointError(f"{checkpoint} holds no {name} state, which this run needs to resume")
     return saved[name]
 
 
@@ -135,9 +135,13 @@ def check_model_tensors(tensors: Tensors, known: Known, checkpoint: Folder) -> N
 def allocate_optimizer_state(
     state: TrainState, known: Known, saved: dict[str, Any], checkpoint: Folder
 ) -> dict[str, Tensors]:
-    """Return, per trained parameter, tensors to load its optimizer state into, laid out like it.
+    """Allocate tensors to load the optimizer state into, sharded like the parameters.
 
-    CheckpointError: the checkpoint is of another optimizer, or lacks a part of its state.
+    Returns:
+        Trained parameter -> name of the state -> tensor.
+
+    Raises:
+        CheckpointError: the checkpoint is of another optimizer, or lacks a part of its state.
     """
     if state.optimizer is None:
         return {}
@@ -188,7 +192,7 @@ def allocate_optimizer_state(
 def load_optimizer_state(
     state: TrainState, moments: dict[str, Tensors], saved: dict[str, Any]
 ) -> None:
-    """Put loaded `moments` and the numbers of state.json into the optimizer."""
+    """Put the loaded `moments` and the scalars of state.json into the optimizer."""
     optimizer = state.optimizer
     if optimizer is None:
         return
@@ -212,7 +216,7 @@ def load_optimizer_state(
 
 
 def restore_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
-    """Move a schedule to where it was saved."""
+    """Move a learning rate schedule to the step at which it was saved."""
     if not isinstance(scheduler, LambdaLR):
         scheduler.load_state_dict(saved)
         rates = saved["_last_lr"]
@@ -236,7 +240,7 @@ _RNG_PIECES = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss
 
 
 def rng_device() -> str:
-    """Return the kind of device that draws random numbers here beside the CPU, else `cpu`."""
+    """Return the type of the accelerator that this process uses, or `cpu`."""
     # A device that the process has not used has no state, and looking would start it.
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
@@ -246,7 +250,7 @@ def rng_device() -> str:
 
 
 def snapshot_rng() -> dict[str, torch.Tensor]:
-    """Return a copy of the random state of this process and of its current device."""
+    """Copy the random state of this process and of its current device."""
     _version, words, gauss = random.getstate()
     # The legacy form is a tuple; numpy's stubs allow the other one too.
     _, keys, position, has_gauss, cached = cast(tuple, numpy.random.get_state(legacy=True))
@@ -273,7 +277,7 @@ def write_rng(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def restore_rng(folder: Folder, rank: int) -> None:
-    """Put the random state of `rank` in place; CheckpointError names the file or piece lacking."""
+    """Restore the random state of `rank`; CheckpointError names what the file lacks."""
     file = folder / _rng_file_name(rank)
     try:
         saved = load(storage_of(file).read_plain())

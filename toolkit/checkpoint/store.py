@@ -1,4 +1,4 @@
-"""`Storage`, the protocol of a place for checkpoints, and which kind a path or a URL names."""
+"""The protocol of a storage for checkpoints, and which storage a path or a URL names."""
 
 import re
 from collections.abc import Callable, Collection, Iterable
@@ -19,73 +19,85 @@ Folder = Path | RemotePath  # where checkpoints are
 
 
 class Storage(Protocol):
-    """A folder or file with the operations that checkpoints need of its kind of storage.
+    """A folder or file, with the operations that checkpoints need on its kind of storage.
 
-    They raise OSError (a disk) or StorageError (a store) unless said otherwise.
+    Unless stated otherwise, they raise OSError (on a disk) or StorageError (on a store).
     """
 
     is_disk: ClassVar[bool]  # files have descriptors and locks, and hosts may share them
 
     def files(self, only: Collection[str] | None = None) -> dict[str, int]:
-        """Return relative name -> size of all files below, or of those in `only` that are there;
-        -1 of an entry that is no plain file, such as a link.
+        """Map the relative names of all files in this folder to their sizes.
+
+        Args:
+            only: look only for these files.
+
+        Returns:
+            The size is -1 for an entry that is no regular file, such as a link.
         """
 
     def read_plain(self) -> bytes:
-        """Return the bytes of this file, which is small; OSError where it is none, or a link."""
+        """Read this small file; raise an OSError if it is missing or a link."""
 
     def local(self) -> AbstractContextManager[Path]:
-        """Give this small file on a local disk, in a folder of its own or where it is."""
+        """Provide this small file on a local disk: in place, or a copy in a temporary folder."""
 
     def replace(self, content: str | bytes) -> None:
-        """Write this file, whole or not at all, over one that was there; make its folder."""
+        """Write this file atomically, replacing an existing one; create its folder."""
 
     def put(self, source: Path) -> None:
-        """Make `source`, a file in the `scratch` folder, this file, durably."""
+        """Store `source`, a file in the `scratch` folder, durably as this file."""
 
     def check_usable(self, setting: str) -> None:
-        """Refuse a folder that checkpoints cannot go to: ConfigError or CheckpointError."""
+        """Raise a ConfigError or CheckpointError if checkpoints cannot be written here."""
 
     def free_bytes(self) -> int | None:
-        """Return how many bytes are free here; None where nobody can ask."""
+        """Return the free bytes of this storage; None for a store, where this is unknown."""
 
     def attempts(self) -> Iterable[Attempt]:
-        """Give all in this folder that bears a name of the protocol."""
+        """Yield all folders in this one whose names follow the commit protocol."""
 
     def new_attempt(self, step: int, number: int) -> Any:
-        """Return an empty place in this folder for an attempt to save `step`, its `number`-th."""
+        """Create an empty place in this folder for the `number`-th attempt to save `step`."""
 
     def scratch(self) -> Path:
-        """Return a local folder in which the small files of this attempt are written first."""
+        """Return the local folder in which small files of this attempt are written first."""
 
     def committed_as(self, step: int) -> Any:
-        """Return where this attempt will be once it is committed."""
+        """Return the location of this attempt after its commit."""
 
     def commit(self, step: int, manifest: str, seal: str, verifies: Callable[[Any], bool]) -> Any:
-        """Commit this attempt, whose files are all there: write the manifest, and `seal` as COMMIT,
-        last. Return where it is. `verifies` tells whether a checkpoint in its place is sound.
+        """Commit this attempt, whose files are complete; return its location.
+
+        Args:
+            step: the step.
+            manifest: content of the manifest.
+            seal: content of COMMIT, which is written last.
+            verifies: returns True if a checkpoint that has the step's name already is intact.
         """
 
     def set_aside(self) -> Any:
-        """Keep a checkpoint that failed verification from being read; return where it is kept."""
+        """Quarantine a checkpoint that failed verification; return its new location."""
 
     def delete(self) -> None:
-        """Delete an attempt: at no moment it is half deleted and still taken for a checkpoint."""
+        """Delete this attempt; while it is half deleted, it is no valid checkpoint."""
 
 
 def storage_of(folder: Folder) -> Storage:
-    """Return the folder, or file, with the operations of its kind of storage."""
+    """Return a folder or file as a `Storage`, with the operations of its kind."""
     return folder if isinstance(folder, RemotePath) else LocalFolder(folder)
 
 
 def is_url(path: object) -> bool:
-    """Return whether `path` names a place on an object store; `file://` is a path."""
+    """Return True if `path` is the URL of an object store; `file://` counts as a local path."""
     return bool(isinstance(path, str) and _URL.match(path) and not _FILE_URL.match(path))
 
 
 def parse_location(path: str | Folder) -> Folder:
-    """Return the folder, or the place on a store, that `path` names. Asks no store anything;
-    raises as `from_url`.
+    """Parse a path or URL into a local folder or a place on a store. Sends no request.
+
+    Raises:
+        CheckpointError: as `from_url`.
     """
     if not isinstance(path, str):
         return path
@@ -93,12 +105,12 @@ def parse_location(path: str | Folder) -> Folder:
 
 
 def folder_bytes(folder: Folder) -> int:
-    """Return the bytes of all files below `folder`, without those that links lead to."""
+    """Sum the bytes of all regular files below `folder`; links are not followed."""
     return sum(size for size in storage_of(folder).files().values() if size > 0)
 
 
 def read_json_object(file: Folder) -> dict[str, Any] | None:
-    """Return the JSON object that a file holds, None where there is no file."""
+    """Read a file that holds a JSON object; return None if there is no file."""
     try:
         content = parse_json(storage_of(file).read_plain(), file, CheckpointError)
     except FileNotFoundError:

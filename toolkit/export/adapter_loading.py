@@ -1,9 +1,15 @@
-"""The values of an adapter that a run continues (`lora.from`): checked, loaded sharded, proven.
+"""Load the adapter that a run continues (`lora.from`), and prove that a saved one can be reloaded.
 
-[Note: two readers] PEFT itself reads the adapter, on rank 0, into a base without bytes: what a
-reader of the folder would compute with is what the run begins with. Each tensor goes to the ranks,
-which keep their rows. Then the bit sums of live memory are compared with sums over the file, read
-without PEFT, or with those that the checkpoint recorded when it was saved.
+[Note: two readers] PEFT itself reads the adapter, on rank 0, into a base model without values, so
+that the run starts from what a reader of the folder would compute with. Each tensor is sent to the
+ranks, which keep their rows. Then the sums of bits in memory are compared with sums over the file,
+read without PEFT, or with the sums that the checkpoint recorded when it was saved.
+
+[Note: from_pretrained at any size] The base model may not fit into one process. PEFT needs the
+shapes of the base to find its layers, but none of its values. So rank 0 makes the same call as a
+reader on a base without values (`peft_folder.fill_without_memory`), and sends the loaded tensors to
+the ranks one by one. Each rank compares its rows. `toolkit verify --logits` proves what the model
+computes with the adapter.
 """
 
 import contextlib
@@ -54,10 +60,17 @@ _MODEL = "model."  # before names of parameters in a checkpoint
 
 
 def check_adapter(adapted: nn.Module, cfg: FinetuneConfig) -> str:
-    """Refuse an adapter that `adapted` cannot continue, before its base is read; return log lines.
+    """Check that a model can continue the adapter of `lora.from`; return the log line.
 
-    Compares the base with the one that `cfg` names, and keys and shapes with those of `adapted`,
-    which may be on meta. One process; reads headers. ConfigError names what does not fit.
+    Compares the base with the one that `cfg` names, and keys and shapes with those of `adapted`.
+    One process; reads headers only, before the base is read.
+
+    Args:
+        adapted: the model with new adapters, possibly on meta.
+        cfg: the settings of the run.
+
+    Raises:
+        ConfigError: names what does not match.
     """
     with open_adapter(cfg.lora) as source:
         line = check_same_base(cfg, source)
@@ -114,8 +127,9 @@ def _check_names_and_shapes(
 
 
 def map_frozen_keys(adapted: nn.Module) -> dict[str, str]:
-    """Return key of the file -> frozen parameter that PEFT may save along: an embedding's matrix,
-    if it is adapted or its vocabulary was resized.
+    """Map keys of an adapter file to the frozen parameters that PEFT may have saved too.
+
+    PEFT saves the matrix of an embedding if it is adapted or its vocabulary was resized.
     """
     trained = adapter_file_keys(adapted)
     every = adapter_file_keys(adapted, embeddings=True)
@@ -123,11 +137,14 @@ def map_frozen_keys(adapted: nn.Module) -> dict[str, str]:
 
 
 def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
-    """Give the adapters of sharded `model` the values of the one that `lora.from` names, and prove
-    them; return log lines. Collective; see [Note: two readers].
+    """Load the adapter of `lora.from` into a sharded model and prove its values; return log lines.
 
-    The base and the first values of the adapters must be there. Rank 0 holds the adapter twice.
-    ConfigError: on every rank: it cannot be read, or its values did not arrive (names a tensor).
+    Collective; see [Note: two readers]. The base and the initial values of the adapters must be
+    loaded already. Rank 0 holds the adapter twice.
+
+    Raises:
+        ConfigError: on every rank: the adapter cannot be read, or the values in memory differ (the
+            error names a tensor).
     """
     with contextlib.ExitStack() as stack:
 
@@ -160,10 +177,14 @@ def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
 def _read_adapter(
     model: nn.Module, source: AdapterSource, stack: contextlib.ExitStack
 ) -> tuple[Tensors, dict[str, int], Tensors, dict[str, Any]]:
-    """Return name -> value as PEFT loads it and name -> expected sum, of what is trained; name ->
-    value of frozen matrices that the file holds, too; and the stage. One process.
+    """Read an adapter through PEFT. One process.
+
+    Returns:
+        Name -> value and name -> expected row sum of the trained tensors, name -> value of frozen
+        matrices that the file holds as well, and the manifest entry of the adapter's stage.
     """
-    _check_tensors(source, model)  # a resume may read it without `check_adapter`
+    # A resume may read the adapter without `check_adapter`.
+    _check_tensors(source, model)
     live = trained_tensors(model)
     folder = source.folder
     if source.checkpoint is not None:
@@ -192,7 +213,7 @@ def _read_adapter(
 
 @contextlib.contextmanager
 def _drop_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> Iterator[Path]:
-    """Give the PEFT folder without frozen matrices, for which a base without bytes has no room."""
+    """Provide a copy of a PEFT folder without frozen matrices, which a base on meta cannot hold."""
     if not frozen:
         yield folder
         return
@@ -205,9 +226,13 @@ def _drop_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> Iter
 
 
 def _load_by_peft(model: nn.Module, folder: Path) -> tuple[Tensors, list[str]]:
-    """Return the adapter as `PeftModel.from_pretrained` loads it: name in `model` -> tensor.
+    """Load an adapter with `PeftModel.from_pretrained`.
 
-    ConfigError: PEFT leaves something out, or scales a layer otherwise than `model` does.
+    Returns:
+        The state dict, and the names of the trained tensors of `model`.
+
+    Raises:
+        ConfigError: PEFT skips a tensor, or scales a layer differently than `model` does.
     """
     with tempfile.TemporaryDirectory() as scratch:
         assets_of(model).save(Path(scratch))
@@ -245,7 +270,7 @@ def _copy_local_part(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
 def _check_frozen_matrices(
     model: nn.Module, cfg: FinetuneConfig, frozen: Tensors, names: list[str]
 ) -> None:
-    """Refuse a frozen matrix in the adapter's file that is not the base's. Collective."""
+    """Refuse an adapter file whose frozen matrices differ from the base. Collective."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     differs = []
     for name in names:
@@ -271,17 +296,24 @@ _ADVICE = "do not go on from it, or publish it: a reader would get another model
 
 
 def prove_adapter(state: TrainState, checkpoint: str) -> str:
-    """Prove the adapter of a checkpoint that was just saved of `state`; return the line for the
-    log, empty for a model without adapters. One that does not come back is set aside. Collective.
+    """Prove that the adapter of a checkpoint can be reloaded unchanged; return the log line.
 
-    Waits for a save in the background. Rank 0 reads and writes the adapter once and holds it twice.
-    CheckpointError: on every rank: the adapter does not come back (names rank and tensor).
-    ExportError: on every rank: it cannot be exported or loaded by PEFT.
+    The adapter is exported, loaded by PEFT and compared with `state`, of which the checkpoint was
+    just saved. If it differs, the checkpoint is quarantined. Collective. Waits for a save in the
+    background. Rank 0 reads and writes the adapter once, and holds it twice.
+
+    Returns:
+        "" for a model without adapters.
+
+    Raises:
+        CheckpointError: on every rank: the adapter differs (the error names rank and tensor).
+        ExportError: on every rank: the adapter cannot be exported, or PEFT cannot load it.
     """
     if not has_adapters(state.model):
         return ""
     wait()
-    if checkpoint in state.saves.failed:  # by the disk, as was said: there is nothing to prove
+    # A warning has reported that save; there is nothing to prove.
+    if checkpoint in state.saves.failed:
         return ""
     try:
         return compare_with_reloaded(state.model, checkpoint)
@@ -291,8 +323,8 @@ def prove_adapter(state: TrainState, checkpoint: str) -> str:
 
 
 def compare_with_reloaded(model: nn.Module, checkpoint: str | Path) -> str:
-    """Compare the adapter in `model` with what PEFT loads; see `prove_adapter`."""
-    begun = time.perf_counter()
+    """Compare the adapter in `model` with the one that PEFT loads; see `prove_adapter`."""
+    start_time = time.perf_counter()
     wait()
     reshard(model)
     trained = trained_tensors(model)
@@ -306,14 +338,14 @@ def compare_with_reloaded(model: nn.Module, checkpoint: str | Path) -> str:
                 f"{len(names)} of {len(trained)} tensors differ, such as {names[0]}; {_ADVICE}"
             )
     how = "through PeftModel.from_pretrained, equal to the bit"
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_time
     return f"adapter proven: {len(trained)} tensors reloaded {how} ({seconds:.1f} s)"
 
 
 def _reload_by_peft(
     checkpoint: str | Path, trained: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the adapter as PEFT loads it: name -> whole tensor, in the dtypes of `trained`."""
+    """Export an adapter and load it by PEFT; return full tensors in the dtypes of `trained`."""
     with local_copy(checkpoint) as folder, tempfile.TemporaryDirectory() as scratch:
         exported = Path(consolidate(folder, Path(scratch, "adapter")))
         base = fill_without_memory(model_on_meta(Path(folder, "hf")))
@@ -331,7 +363,7 @@ def _reload_by_peft(
 
 
 def _is_equal(name: str, tensor: torch.Tensor, loaded: dict[str, torch.Tensor]) -> bool:
-    """Return whether this rank's part of a tensor is what rank 0 loaded. Collective."""
+    """Return True if this rank's part of a tensor equals the one that rank 0 loaded. Collective."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     if ranks.rank() == 0:
         whole = loaded[name].contiguous()

@@ -1,8 +1,9 @@
-"""A model that is still training becomes a Hugging Face folder: rank 0 writes, all ranks help.
+"""Export a model that is still training as a Hugging Face folder: rank 0 writes, all ranks gather.
 
-[Note: who waits where] Rank 0 writes, and says before each gather which tensors come next. The
-others wait for that on the gloo group that waits a day, and enter the device's all-gather only when
-rank 0 enters it too: however slow the disk is, no accelerator collective is left open.
+[Note: who waits where] Rank 0 writes the files. Before each gather, it sends the names of the next
+tensors. The other ranks wait for these names on the gloo group, whose timeout is a day, and enter
+the device's all-gather only when rank 0 enters it too. So however slow the disk is, no collective
+of the accelerator is left open.
 """
 
 import contextlib
@@ -55,23 +56,26 @@ def export_live(
     origin: dict[str, Any] | None = None,
     may_fail: bool = False,
 ) -> str:
-    """Write the weights of a sharded model as a Hugging Face folder; return its path. Collective.
+    """Export the weights of a sharded model as a Hugging Face folder; return its path. Collective.
 
-    The folder is that of `consolidate` on a checkpoint of the same weights (of a model with
-    adapters the PEFT folder), to the byte, but for what its manifest says of its origin. The files
-    are proven to hold what the ranks' memory held; see [Note: proof of an export]. Costs one pass
-    over each rank's parts, one all-gather of the model, in which a rank holds one tensor or
-    converted group at a time, and rank 0's write and read of the files; the other ranks wait.
+    The folder equals that of `consolidate` on a checkpoint of the same weights, byte for byte,
+    except for the origin in its manifest. A model with adapters gives a PEFT folder. The files are
+    proven to hold the values of the ranks' memory; see [Note: proof of an export].
+
+    Costs one pass over each rank's parts and one all-gather of the model, in which a rank holds one
+    tensor or converted group at a time. Rank 0 writes and reads the files while other ranks wait.
 
     Args:
-        model: of `build_on_meta`, with its weights; sharded or not.
-        output: as for `consolidate`, as are `dtype` and `max_shard_size`; on a disk that rank 0
-            sees.
+        model: built by `build_on_meta`, with weights; sharded or not.
+        output: a folder that does not exist or is empty, on a disk of rank 0.
+        dtype: as for `consolidate`.
+        max_shard_size: as for `consolidate`.
         origin: for the export's manifest: `checkpoint` (sha256 of its manifest), `step`, `run`.
-        may_fail: a disk that is full or broken makes a warning, and the path is "".
+        may_fail: if the disk is full or broken, print a warning and return "".
 
-    ExportError: on every rank: the output is in the way, there is no space, a write failed, or the
-        files hold other bytes than memory (it names the tensors; nothing is left).
+    Raises:
+        ExportError: on every rank: `output` is in use, the disk is full, a write failed, or the
+            files differ from memory (the error names the tensors; no folder is left).
     """
     tensors = {n.removeprefix(_PREFIX): t for n, t in model_tensors(model).items()}
     if ranks.rank() != 0:
@@ -97,8 +101,9 @@ def export_live(
             path = write()
         except Exception as error:
             failure = error
-        # No `finally`: where a signal comes in the middle of a gather, this rank leaves at once.
-        ranks.broadcast(None)  # the end of what the others serve
+        # Not in a `finally`: if a signal interrupts a gather, this rank must exit at once.
+        # None ends the loop of the other ranks.
+        ranks.broadcast(None)
         if isinstance(failure, ExportError) and may_fail and is_disk_failure(failure.__cause__):
             ranks.print_line(f"WARNING: there is no export: {failure}. Training continues")
         elif failure is not None:
@@ -109,12 +114,19 @@ def export_live(
 
 
 def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: bool = False) -> str:
-    """Write the model after `step` to `exports/step-N` of the run; return the line that says so.
-    Collective.
+    """Export the model of `step` to `exports/step-N` of the run; return the log line. Collective.
 
-    One that is there, of a run that comes by again, may hold other weights: it is renamed to
-    `step-N.old-*`, which rank 0 says. Where it `may_fail`, since training goes on, the line is ""
-    after a disk that is full or broken, which was a warning. Raises as `export_live`.
+    An export of this step that exists already may hold other weights, since a resumed run trains
+    steps again. It is renamed to `step-N.old-*`, and rank 0 reports that.
+
+    Args:
+        model: as for `export_live`.
+        run_dir: the run directory.
+        step: the current step.
+        may_fail: if the disk is full or broken, print a warning and return "".
+
+    Raises:
+        ExportError: as `export_live`.
     """
     target = Path(run_dir) / EXPORTS / step_name(step)
 
@@ -132,8 +144,9 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: b
 
 
 def has_export(run_dir: str | Path, step: int) -> bool:
-    """Return whether the run has an export of `step`: a start sets those of later steps than its
-    first aside. The same on every rank. Collective.
+    """Return True on every rank if the run has an export of `step`. Collective.
+
+    A start renames the exports of steps that it trains again, so these do not count.
     """
     return ranks.on_main((Path(run_dir) / EXPORTS / step_name(step)).exists)
 
@@ -141,11 +154,12 @@ def has_export(run_dir: str | Path, step: int) -> bool:
 def _plan_live(
     model: nn.Module, tensors: Tensors, override: torch.dtype | None, limit: int
 ) -> tuple[ExportPlan, dict[str, Any]]:
-    """Return the plan, and what the manifest says of an adapter."""
+    """Plan the export of a live model, and build the manifest entries of its adapter."""
     shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     where = "the running model"
     with tempfile.TemporaryDirectory() as folder:
-        hf = Path(folder)  # as in a checkpoint: what follows is the same for both
+        # Save the assets as a checkpoint does, so that both kinds of export share the planning.
+        hf = Path(folder)
         assets_of(model).save(hf)
         if not has_adapters(model):
             exported_model = model_of_assets(hf)
@@ -160,7 +174,7 @@ def _plan_live(
 
 
 def _gather_group(plan: ExportPlan, tensors: Tensors, group: ExportGroup) -> Tensors:
-    """Return a group's outputs in host memory, with the other ranks' help."""
+    """Gather and convert the tensors of a group; return its outputs in host memory. Rank 0."""
     stored = [plan.stored[name] for name in group.sources]
     ranks.broadcast(stored)
     gathered = [_full_tensor(tensors[name]).cpu() for name in stored]
@@ -168,11 +182,11 @@ def _gather_group(plan: ExportPlan, tensors: Tensors, group: ExportGroup) -> Ten
 
 
 def _serve_gathers(tensors: Tensors) -> None:
-    """Take part in the sums and gathers that rank 0 requests, until it is done or has failed."""
+    """Take part in the sums and gathers that rank 0 requests, until it ends or fails."""
     request: _SumRequest | list[str] | None
     while (request := ranks.broadcast(None)) is not None:
         if isinstance(request, dict):
-            # A failure is rank 0's too: it ends this loop, and `on_main` raises it here.
+            # Rank 0 sees the same failure and ends this loop. `on_main` then raises it here.
             with contextlib.suppress(Exception):
                 _sum_tensors(tensors, request)
             continue
@@ -181,7 +195,7 @@ def _serve_gathers(tensors: Tensors) -> None:
 
 
 def _dtypes_by_tensor(plan: ExportPlan) -> _SumRequest:
-    """Return stored name -> the dtypes in which the plan exports it."""
+    """Map each stored name to the dtypes in which the plan exports it."""
     dtypes: _SumRequest = {}
     for group in plan.groups:
         dtypes_of_group = {plan.tensors[plan.names[name]].dtype for name in group.outputs}
@@ -193,10 +207,10 @@ def _dtypes_by_tensor(plan: ExportPlan) -> _SumRequest:
 
 @torch.no_grad()
 def _sum_tensors(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torch.dtype], int]:
-    """Return the sums of whole tensors, cast to the dtypes of `request`, from the memory of all
-    ranks; see [Note: proof of an export]. Collective; each rank reads its parts once a dtype.
+    """Sum the bits of complete tensors, cast to the requested dtypes, over all ranks. Collective.
 
-    A tensor that is not cut by rows has none, and rank 0 says so.
+    See [Note: proof of an export]. Each rank reads its parts once per dtype. A tensor that is not
+    sharded by rows has no sum; rank 0 reports how many there are.
     """
     pairs = [(name, dtype) for name, dtypes in request.items() for dtype in dtypes]
     pairs = [(name, dtype) for name, dtype in pairs if cut_by_rows(tensors[name])]
@@ -211,7 +225,8 @@ def _sum_tensors(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torc
 
     totals = ranks.sum_over_ranks(ranks.on_all(sums))
     if totals is None:
-        return {}  # of ranks that do not exist
+        # The other ranks do not exist (`fake_world`).
+        return {}
     if ranks.rank() == 0 and (without := len(request.keys() - {name for name, _ in pairs})):
         ranks.print_line(
             f"NOTE: {without} tensors are not cut by rows: of them only the write is proven"
@@ -220,7 +235,7 @@ def _sum_tensors(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torc
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `tensor` in `dtype`, with the one NaN that a cast on the CPU gives."""
+    """Cast `tensor` to `dtype`; NaNs get the bits that a cast on the CPU gives them."""
     if tensor.dtype == dtype:
         return tensor
     cast = tensor.detach().to(dtype)
