@@ -1,22 +1,22 @@
 """Commit, verify and list checkpoints, safe against crashes, on any `Storage`.
 
-    step-N            committed once COMMIT, written last, is the sha256 of its manifest.json
+    step-N            committed as soon as COMMIT, written last, is the sha256 of its manifest.json
     step-N.tmp-*      being written; never read
-    step-N.old-*      committed before under the same step; counts until the new step-N is committed
-    step-N.bad-*      failed verification; kept for a look, never read and never deleted
+    step-N.old-*      an earlier save of this step; valid until the new step-N is committed
+    step-N.bad-*      failed verification; kept for inspection, never read and never deleted
     step-N.trash-*    being deleted
 
-A store renames nothing. There each attempt to save has a prefix of its own, and what has been put
-is never put again:
+A store cannot rename. There, each attempt to save has a separate prefix, and no object is written
+twice:
 
-    step-N.try-K-*    the K-th attempt; of the committed ones of a step the highest K counts
+    step-N.try-K-*    the K-th attempt; of the committed attempts of a step, the highest K is valid
     step-N            copied from a disk: attempt 0
-    .../BAD           in an attempt that failed verification
+    .../BAD           marks an attempt that failed verification
 
-Knows neither tensors nor ranks: one process calls it, one save of a run at a time.
+This module knows neither tensors nor ranks. One process calls it, for one save of a run at a time.
 
-[Note: order of operations] On a disk an fsync stands between two steps, because a disk that loses
-power may keep any later change of a folder and lose an earlier one.
+[Note: order of operations] On a disk, an fsync separates any two steps, because a disk that loses
+power may keep a later change of a folder and lose an earlier one.
 
     save, on a disk     files, folders, manifest and COMMIT.prepared of the tmp folder
                         a committed step-N of the same step -> step-N.old-*
@@ -28,11 +28,11 @@ power may keep any later change of a folder and lose an earlier one.
                         COMMIT                           from here on it is no checkpoint
                         the other files
 
-All bytes are on the disk before the first rename, so a full disk shows while nothing has moved. A
-folder with COMMIT.prepared and without COMMIT is the leftover of a killed save; one with neither
-has lost its COMMIT: that is damage, and it is kept. On a store an attempt without COMMIT is a
-leftover: objects are read and listed by everybody at once, as S3, Google Cloud Storage and Azure
-promise.
+All bytes are on the disk before the first rename, so a full disk fails before anything has moved. A
+folder with COMMIT.prepared and without COMMIT is the leftover of a killed save. A folder with
+neither has lost its COMMIT, which is damage, so it is kept. On a store, an attempt without COMMIT
+is a leftover: S3, Google Cloud Storage and Azure guarantee that objects can be read and listed by
+every client as soon as they are written.
 """
 
 import contextlib
@@ -90,29 +90,37 @@ _MARKS = (
 
 
 def committed_steps(run: str | store.Folder) -> dict[int, Any]:
-    """Return step -> folder of every committed checkpoint of a run, oldest first."""
+    """Map the steps of a run's committed checkpoints to their folders, oldest first."""
     return {step: a.folder for step, a in latest_attempts(list_attempts(run)).items()}
 
 
 def broken_steps(run: str | store.Folder) -> dict[int, tuple[Any, str]]:
-    """Return step -> (folder, fault) where COMMIT or manifest was changed or lost: no kill does.
-    Raises as `is_committed`.
+    """Map steps to (folder, fault) for checkpoints whose COMMIT or manifest was changed or lost.
+
+    A killed save never causes this. Raises as `is_committed`.
     """
     saved = [(a, _read_committed(a.folder)[1]) for a in list_attempts(run) if a.kind == "saved"]
     return {a.step: (a.folder, fault) for a, fault in saved if fault is not None}
 
 
 def is_committed(checkpoint: store.Folder) -> bool:
-    """Return whether COMMIT is there and is, to the byte, the hash of the manifest that is there.
+    """Return True if COMMIT exists and is exactly the hash of the manifest.
 
-    CheckpointError: the disk does not let itself be read just now, so that nobody can tell.
+    Raises:
+        CheckpointError: the disk cannot be read at the moment, so that this is unknown.
     """
     return _read_committed(checkpoint)[1] is None
 
 
 def find_checkpoint(path: str | store.Folder, *also: Callable[[Path], bool]) -> Any:
-    """Return the checkpoint that `path` means: itself, or the newest committed one of a run; else
-    CheckpointError says which paths around it would do, or are of a kind that is asked for `also`.
+    """Find the checkpoint that `path` names: itself, or the newest committed one of a run.
+
+    Args:
+        path: a checkpoint or a run.
+        also: predicates for other folders that the error may suggest.
+
+    Raises:
+        CheckpointError: there is none; the error suggests paths nearby.
     """
     path = store.parse_location(path)
     storage = storage_of(path)
@@ -124,7 +132,7 @@ def find_checkpoint(path: str | store.Folder, *also: Callable[[Path], bool]) -> 
 
 
 def _explain_missing(path: Any, *also: Callable[[Path], bool]) -> str:
-    """Return the error that says why there is no checkpoint, and which paths around would do."""
+    """Explain why `path` names no checkpoint, and suggest paths nearby."""
     none = f"{path} holds no committed checkpoint ({path / CHECKPOINTS}/step-*/{COMMIT})"
     if not storage_of(path).is_disk:
         return none
@@ -146,7 +154,7 @@ def _looks_like_checkpoint(path: Path) -> bool:
 
 
 def suggest_paths(path: Path, *kinds: Callable[[Path], bool]) -> str:
-    """Return the end of an error: which folders around `path` are of one of the `kinds`."""
+    """Format a suggestion for an error: folders near `path` that match one of the predicates."""
     here = next(p for p in (path, *path.absolute().parents) if p.is_dir())
     below = (sorted(itertools.islice(here.glob(depth), 1000)) for depth in ("*", "*/*"))
     for group in (list(path.parents)[:3], *below):
@@ -157,12 +165,12 @@ def suggest_paths(path: Path, *kinds: Callable[[Path], bool]) -> str:
 
 
 def _name_distance(folder: Path, asked: Path) -> float:
-    """Return how unlike two names are, from 0 to 1."""
+    """Compute the distance between the names of two folders, from 0 (equal) to 1."""
     return 1 - difflib.SequenceMatcher(None, folder.name, asked.name).ratio()
 
 
 def read_manifest(checkpoint: store.Folder) -> dict[str, Any]:
-    """Return the manifest of a committed checkpoint; CheckpointError where it cannot be trusted."""
+    """Read the manifest of a committed checkpoint; raise a CheckpointError if it is damaged."""
     content, fault = _read_committed(checkpoint)
     if fault is not None:
         raise CheckpointError(f"{checkpoint} is not committed: {fault}")
@@ -170,7 +178,7 @@ def read_manifest(checkpoint: store.Folder) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
-    """Return the manifest that `content` is; `source` names it in errors."""
+    """Parse and check a manifest; `source` names the file in errors."""
     manifest = parse_json(content, source, CheckpointError)
     try:
         listed = manifest["files"].items()
@@ -196,11 +204,19 @@ def find_damaged_files(
     hashed: Collection[str] | None = None,
     files: Files | None = None,
 ) -> list[tuple[str, str]]:
-    """Return (file, what is wrong) for every file that is not what the manifest says.
+    """List the files of a checkpoint that differ from its manifest.
 
-    Looks at the files named in `only`, else at all, also those that the manifest does not know, and
-    reads those in `hashed`, else all. `files` are the manifest's where they are known already.
-    Raises as `damage`.
+    Args:
+        folder: the checkpoint.
+        only: check only these files; by default all, including files that are not in the manifest.
+        hashed: read and hash only these files, and compare the sizes of the others; by default all.
+        files: the manifest's entries, if they are known already.
+
+    Returns:
+        (file, fault) of each file.
+
+    Raises:
+        CheckpointError: as `find_damage`.
     """
     files = read_manifest(folder)["files"] if files is None else files
     only = None if only is None else list(only)
@@ -218,24 +234,33 @@ def find_damaged_files(
 
 
 def is_intact(checkpoint: store.Folder) -> bool:
-    """Return whether a checkpoint is committed, and its files have their sizes, and all but the
-    shards their hashes.
+    """Return True if a checkpoint is committed and its files match the manifest.
+
+    Compares the sizes of all files, and the hashes of all files except shards.
     """
     try:
         files = read_manifest(checkpoint)["files"]
         small = {name for name in files if not name.endswith(SHARD)}
         return not find_damaged_files(checkpoint, files, hashed=small, files=files)
-    except CheckpointError:  # also where it cannot be read just now: it is not known to be whole
+    except CheckpointError:
+        # Also if it cannot be read at the moment: then it is not known to be intact.
         return False
 
 
 def find_damage(
     file: store.Folder, size: int, expected: dict[str, Any], *, hashed: bool
 ) -> str | None:
-    """Return what is wrong with a file of `size` bytes (-1: it is none); None where nothing is.
+    """Describe what is wrong with a file; return None if it matches its manifest entry.
 
-    CheckpointError: it cannot be read just now (too many open files, a stale handle, no permission,
-    a failing disk): that says nothing about its bytes.
+    Args:
+        file: the file.
+        size: its size in bytes; -1 if it is no regular file.
+        expected: its manifest entry.
+        hashed: compare the hash too.
+
+    Raises:
+        CheckpointError: the file cannot be read at the moment (too many open files, a stale handle,
+            no permission, a failing disk), which does not prove damage.
     """
     if size < 0:
         return "is missing"
@@ -252,33 +277,34 @@ def find_damage(
 
 
 def hash_file(file: Any, kind: str = "sha256") -> str:
-    """Return the hash of some `kind` (sha256, xxh3) over a file or an object, in hexadecimal."""
+    """Hash a file or an object by `kind` (sha256 or xxh3); return hexadecimal digits."""
     with file.open("rb") as f:
         return hashlib.file_digest(f, xxhash.xxh3_128 if kind == "xxh3" else kind).hexdigest()
 
 
 def commit_text(manifest: bytes) -> str:
-    """Return the text of COMMIT for a manifest."""
+    """Return the content of COMMIT for a manifest: its sha256."""
     return hashlib.sha256(manifest).hexdigest() + "\n"
 
 
 def _read_committed(checkpoint: store.Folder) -> tuple[bytes, str | None]:
-    """Return the bytes of the manifest, and why they are not the committed ones; None: they are."""
-    found = []
+    """Read the manifest; return its bytes, and why it is not committed (None if it is)."""
+    contents = []
     for name in (COMMIT, MANIFEST):
         try:
-            found.append(storage_of(checkpoint / name).read_plain())
+            contents.append(storage_of(checkpoint / name).read_plain())
         except FileNotFoundError:
             return b"", f"{name} missing"
         except OSError as error:
             return b"", f"{name} {_describe_read_error(checkpoint / name, error)}"
-    if found[0] != commit_text(found[1]).encode():
+    commit_content, manifest = contents
+    if commit_content != commit_text(manifest).encode():
         return b"", f"{COMMIT} is not that of {MANIFEST}: one of them was changed"
-    return found[1], None
+    return manifest, None
 
 
 def _describe_read_error(file: store.Folder, error: OSError) -> str:
-    """Return what is wrong with a file that is none; raise where only the disk cannot be read."""
+    """Describe a file that cannot be read; raise if the disk, not the file, is the cause."""
     if error.errno in _NO_FILE:
         return f"cannot be read: {error.strerror}"
     raise disk_error(f"{file} cannot be read", error) from error
@@ -288,15 +314,15 @@ def _describe_read_error(file: store.Folder, error: OSError) -> str:
 
 
 def begin_attempt(run: str | store.Folder, step: int) -> Any:
-    """Return the empty folder, or the place, in which the checkpoint of `step` is written.
+    """Create the empty folder or place in which the checkpoint of `step` is written.
 
-    What killed saves and deletions of this run left is removed first, since it may be what fills
-    the disk: call it only when no other save of the run is going on.
+    Leftovers of killed saves and deletions are removed first, because they may fill the disk. So
+    call it only while no other save of the run is in progress.
     """
     root = store.parse_location(run) / CHECKPOINTS
     with raise_disk_errors(f"{root} cannot be used, a folder is expected"):
         attempts = list_attempts(run)
-        # A folder that cannot be deleted now is in nobody's way; `prune` says so.
+        # A folder that cannot be deleted does no harm here; `prune_checkpoints` will report it.
         with contextlib.suppress(OSError, CheckpointError):
             delete_attempts(a.folder for a in attempts if a.kind in LEFTOVER_KINDS)
         number = max((a.order for a in attempts if a.step == step), default=0) + 1
@@ -304,30 +330,35 @@ def begin_attempt(run: str | store.Folder, step: int) -> Any:
 
 
 def store_files(folder: Path, names: Iterable[str], to: store.Folder | None = None) -> Files:
-    """Store files of the `scratch` folder of an attempt, durably, in the attempt `to`; where both
-    are one, fsync them. Return their manifest entries.
+    """Store files of an attempt's `scratch` folder durably; return their manifest entries.
+
+    Args:
+        folder: the scratch folder.
+        names: files in it.
+        to: the attempt; by default it is the scratch folder, then the files are only fsynced.
     """
 
-    def settle(name: str) -> dict[str, Any]:
+    def store_file(name: str) -> dict[str, Any]:
         file = folder / name
         storage_of((to or folder) / name).put(file)
         return {"size": file.stat().st_size, "sha256": hash_file(file)}
 
     names = list(names)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return dict(zip(names, pool.map(settle, names), strict=True))
+        return dict(zip(names, pool.map(store_file, names), strict=True))
 
 
 def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
-    """Turn what `begin` returned into the committed checkpoint of `step`; return where that is.
+    """Commit the checkpoint that `begin_attempt` started; return its location.
 
-    After the return a power loss cannot undo it; before its last step nothing counts as committed.
-    Each file was fsynced by whoever wrote it (`hash_files` does): here the folders are, since one
-    process that syncs the files of a thousand waits for as many round trips of a network disk. See
-    [Note: order of operations].
+    After the return, a power loss cannot undo the commit. Every rank must have fsynced its files
+    (`store_files` does), and only folders are synced here: one process that synced the files of a
+    thousand ranks would wait for as many round trips of a network disk. See [Note: order of
+    operations].
 
-    CheckpointError: the folder is not what `manifest` says, or the disk or store refuses; what was
-    committed before is as it was, and `folder` is there to be removed.
+    Raises:
+        CheckpointError: the folder does not match `manifest`, or the disk or store refused.
+            Checkpoints that were committed before are unchanged, and `folder` remains.
     """
     text = json.dumps(manifest, indent=1, sort_keys=True)
     if len(text) > MAX_JSON_BYTES:
@@ -367,19 +398,21 @@ def list_attempts(run: str | store.Folder) -> list[Attempt]:
 
 
 def latest_attempts(attempts: list[Attempt]) -> dict[int, Attempt]:
-    """Return step -> the committed attempt that counts.
+    """Map each step to its valid committed attempt.
 
-    CheckpointError: one bears the name of another step than it was saved at.
+    Raises:
+        CheckpointError: a folder has the name of another step than it was saved at.
     """
-    found = {}
+    latest = {}
     for a in attempts:
         content, fault = _read_committed(a.folder) if a.kind in ("saved", "old") else (b"", "")
         if fault is None:
-            said = _STEP.search(content)
-            if said and int(said[1]) != a.step:
+            saved_step = _STEP.search(content)
+            if saved_step and int(saved_step[1]) != a.step:
                 raise CheckpointError(
-                    f"{a.folder} is the checkpoint of step {int(said[1])}, renamed or copied by "
-                    f"hand; give it back the name {step_name(int(said[1]))}, or move it away"
+                    f"{a.folder} is the checkpoint of step {int(saved_step[1])}, renamed or copied "
+                    f"by hand; give it back the name {step_name(int(saved_step[1]))}, or move it "
+                    "away"
                 )
-            found[a.step] = a
-    return found
+            latest[a.step] = a
+    return latest

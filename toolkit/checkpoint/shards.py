@@ -270,8 +270,9 @@ def _item_bytes(item: dcp.WriteItem) -> int:
 
 
 def split_by_size(items: list[Any], size: Callable[[Any], int], count: int) -> list[list[Any]]:
-    """Divide items into `count` parts of about equal size: each item, largest first, is added to
-    the smallest part.
+    """Divide items into `count` parts of about equal size.
+
+    Each item, largest first, is added to the part that is smallest so far.
     """
     parts: list[list[Any]] = [[] for _ in range(count)]
     held = [0] * count

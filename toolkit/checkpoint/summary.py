@@ -82,7 +82,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
 
 
 def format_summary(summary: dict[str, Any]) -> str:
-    """Return the summary as text: checkpoints, totals, and one line for tensors that are alike.
+    """Format a summary as text: checkpoints, totals, and one line for each group of tensors.
 
     Names that differ in numbers only, with equal shape, dtype and chunks, share a line:
     `model.layers.{0..31}.mlp.up_proj.weight`.
@@ -151,7 +151,7 @@ def _tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def _adapter_facts(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Return what a line says of adapters, and which base they are for."""
+    """Describe the adapters of a checkpoint and their base model, as pairs for a table."""
     if not isinstance(entry, dict):
         return []
     config = get_mapping(entry, "config")
@@ -164,10 +164,13 @@ def _adapter_facts(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
-    """Return what a model card says of a run, as plain JSON values; {} where there is no run.
+    """Collect the facts of a run for model cards and exports, as plain JSON values.
 
-    Secrets are removed, and of paths only the last part is kept. `run_dir` may be the run's
-    `checkpoint.root`; what it did after `step` is left out.
+    Secrets are removed, and only the last part of paths is kept.
+
+    Args:
+        run_dir: the run directory, or its `checkpoint.root`.
+        step: ignore what the run did after this step.
 
     Returns:
         What `publishable_settings` found at the start that trained `step`, `changes` {setting:
@@ -208,7 +211,7 @@ def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str,
 
 
 def _setting_changes(starts: list[dict[str, Any]]) -> dict[str, list[list[Any]]]:
-    """Return setting -> [value, last step with it] of what the newest of `starts` has otherwise."""
+    """List earlier values of settings that a later start changed, each with its last step."""
     parts: dict[int, dict[str, Any]] = {}  # of starts after one step the last one trained
     for start in starts:
         parts[start["step"]] = get_mapping(get_mapping(start, "run"), "hyperparameters")
@@ -221,7 +224,7 @@ def _setting_changes(starts: list[dict[str, Any]]) -> dict[str, list[list[Any]]]
 
 
 def _find_output_dir(run: Path, config: dict[str, Any]) -> Path:
-    """Return the output_dir of a run whose checkpoints (`checkpoint.root`) are in `run`."""
+    """Find the output_dir of a run whose checkpoints (`checkpoint.root`) are in `run`."""
     home = config.get("output_dir")
     if (run / METRICS).is_file() or not isinstance(home, str):
         return run
@@ -232,7 +235,7 @@ def _find_output_dir(run: Path, config: dict[str, Any]) -> Path:
 
 
 def _read_last_state(run: Path, step: int | None) -> dict[str, Any]:
-    """Return what the last checkpoint up to `step` says of itself."""
+    """Read state.json of the last checkpoint up to `step`."""
     files = sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8 + "/state.json"))
     before = [f for f in files if step is None or f.parent.name <= step_name(step)]
     return (read_json_object(before[-1]) if before else None) or {}

@@ -118,10 +118,17 @@ class CopiesAreViews(TorchDispatchMode):
 
 
 def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | None, int]:
-    """Return the dtype of all floating tensors (None: as the source has them) and the bytes of a
-    weight file, of a size such as "5GB" (10^9), "5GiB" (2^30), "800000" or 800000.
+    """Parse the dtype and the size limit of weight files.
 
-    ExportError: one of them is no such thing.
+    Args:
+        dtype: one of `DTYPE_CHOICES`.
+        max_shard_size: such as "5GB" (10^9), "5GiB" (2^30), "800000" or 800000.
+
+    Returns:
+        The dtype of all floating tensors (None for `auto`), and the limit in bytes.
+
+    Raises:
+        ExportError: an option has no valid value.
     """
     if dtype not in DTYPE_CHOICES:
         raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_CHOICES)}")
@@ -135,7 +142,7 @@ def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | 
 
 
 def model_of_assets(hf: Path) -> PreTrainedModel:
-    """Return the model of a folder of assets, on meta, exporting under its source's names."""
+    """Build the model of a folder of assets on meta, with the key names of its source model."""
     model = model_on_meta(hf)
     assets, saved = assets_of(model), HFAssets.load(hf)
     assets.source, assets.origin = saved.source, saved.origin

@@ -1,14 +1,15 @@
-"""The one writer of exports: group by group read, convert back, cast, write, hash, free.
+"""Write an export group by group: read, convert back, cast, write, hash and free its tensors.
 
-In OUTPUT.tmp-export/ one weight file after the other is written. All are fsynced at the end: an
-fsync may hold up the whole disk. Memory: blocks of 1 MB, and what `read_group` holds of one group.
+The weight files are written one after the other, in OUTPUT.tmp-export/. All are fsynced at the end,
+because an fsync may block the entire disk. Memory: blocks of 1 MB, and the values that `read_group`
+holds of one group.
 
-[Note: proof of an export] Each written file is read back and its tensors are summed as
-`formats.bit_sums` does. The sums must be those of the source. Of a running model, each rank sums
-its part on its device, before anything is gathered, cast as the export casts it. Of a checkpoint,
-the manifest holds them. Tensors that were converted (fused experts) are first loaded again the way
-transformers loads them. So a byte that changed in a gather, a copy, a cast, a conversion or a write
-is an error that names the tensor, and no folder is left.
+[Note: proof of an export] Each written file is read back, and the bits of its tensors are summed
+(`formats.bit_sums`). The sums must equal those of the source. For a running model, each rank sums
+its part on its device before anything is gathered, in the dtype of the export. For a checkpoint,
+the manifest holds the sums. Tensors that were converted (fused experts) are first loaded again the
+way transformers loads them. So a byte that changed in a gather, a copy, a cast, a conversion or a
+write is an error that names the tensor, and no folder is left.
 
 If the source has no sum of its own (a merged adapter, tensors that no parameter takes, a
 conversion into several dtypes), the sum of the values that reached the writer is compared. This
@@ -61,8 +62,10 @@ SourceSum = Callable[[str, torch.dtype], int | None]
 
 
 def resolve_output(output: str | Path) -> Path:
-    """Return the folder that `output` means; ExportError where something is there already, or it
-    lies inside an export or among checkpoints.
+    """Resolve the path of an export to create.
+
+    Raises:
+        ExportError: the folder is not empty, or lies inside an export or among checkpoints.
     """
     target = Path(output).expanduser().resolve()
     if target.is_file():
@@ -80,7 +83,7 @@ def resolve_output(output: str | Path) -> Path:
 
 
 def _holds_output(folder: Path) -> bool:
-    """Return whether a folder is an export, or what holds the checkpoints of a run."""
+    """Return True if a folder is an export, or holds the checkpoints of a run."""
     of_run = folder.name == CHECKPOINTS and any(folder.glob("step-*"))
     return of_run or (folder / export_manifest.FILE).is_file()
 
@@ -93,9 +96,11 @@ def write_export(
     origin: dict[str, Any],
     source_sum: SourceSum = lambda *_: None,
 ) -> None:
-    """Write the folder of `plan` as `target` (of `check_output`), completely or not at all.
+    """Write a planned export to `target`, completely or not at all.
 
     Args:
+        plan: names, dtypes and files of the export.
+        target: the folder (`resolve_output`).
         read_group: called for each group, in the order of the files.
         origin: the manifest's entry on where the weights come from.
         source_sum: the sums that written tensors must have; see [Note: proof of an export].
@@ -182,7 +187,7 @@ def _read_values(
 
 @contextlib.contextmanager
 def _staging_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `target` that takes its name on success, and else is removed."""
+    """Provide an empty folder that is renamed to `target` on success, and removed on failure."""
     folder = target.with_name(f"{target.name}.tmp-export")
     with contextlib.ExitStack() as stack:
         try:
@@ -249,15 +254,17 @@ def write_file(
     values: Iterator[TensorValues],
     advance: Callable[[int], object],
 ) -> dict[str, Any]:
-    """Write a safetensors file; return what `export_manifest.describe` says of it.
+    """Write a safetensors file; return its entries for the export's manifest.
 
     Costs one write, and hashes of 10 GB/s over the file and over each tensor; holds blocks of 1 MB
     beside the values.
 
     Args:
+        path: the new file.
         header: its first bytes.
-        places, values: its tensors in order, and the values of each.
-        advance: called with the numbers of bytes that were written.
+        places: its tensors, in order.
+        values: the values of each tensor, in the same order.
+        advance: called with the number of bytes after each write.
 
     Raises:
         ExportError: values that do not have the planned size, or that their dtype cannot hold.
@@ -367,7 +374,7 @@ class ExportProof:
             )
 
     def _is_known(self, group: ExportGroup) -> bool:
-        """Return whether the source has a sum for each parameter of `group` as it is exported."""
+        """Return True if the source has a sum for each parameter of `group` as exported."""
         dtypes = {self.plan.tensors[self.plan.names[name]].dtype for name in group.outputs}
         if not group.sources or (group.converted and len(dtypes) > 1):
             return False
@@ -375,7 +382,7 @@ class ExportProof:
         return all(self.source_sum(name, dtype) is not None for name in stored for dtype in dtypes)
 
     def _is_loaded_right(self, group: ExportGroup, entries: dict[str, StoredTensor]) -> bool:
-        """Return whether transformers loads the source's parameters from a converted group."""
+        """Return True if transformers loads the source's parameters from a converted group."""
         (dtype,) = {entry.dtype for entry in entries.values()}
         parameters: dict[str, torch.Tensor] = {}
         try:
