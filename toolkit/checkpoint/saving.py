@@ -152,7 +152,7 @@ def _resolve_async_save(state: TrainState, tensors: Tensors, cfg: CheckpointConf
         if is_useful:
             ranks.log_once(
                 f"auto       async_save {str(saves.behind).lower()} (copies of up to "
-                f"{size_text(copy_bytes)} a process; {size_text(int(budget))} of host memory "
+                f"{size_text(copy_bytes)} a process, {size_text(int(budget))} of host memory "
                 "may be used)"
             )
     return saves.behind
