@@ -80,6 +80,7 @@ bench: install  ## Measure against peers; writes docs/evidence/benchmarks/ (quie
 	$(BIN)/python benchmarks/tokenise.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/streams.py
+	$(BIN)/python benchmarks/imports.py
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/guards.py
