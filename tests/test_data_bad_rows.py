@@ -326,7 +326,7 @@ def test_each_bad_row_ends_the_run_by_one_policy_and_is_counted_by_the_other(fol
     path = folder / f"{base}.jsonl"
     source, found = judged(path)
     stops, skips = (
-        partial(Encoder(make_tokenizer(), settings(policy), 300).row, source)
+        partial(Encoder(make_tokenizer(), settings(policy), 300).encode_row, source)
         for policy in ("error", "skip")
     )
     counts = Counts()

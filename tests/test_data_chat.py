@@ -190,7 +190,7 @@ def test_a_turn_costs_a_few_renderings(name, vocabulary):
             continue
         tries.clear()
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        found = masks.Search(render, messages, specials, known).found(turns)
+        found = masks.Search(render, messages, specials, known).find_spans(turns)
         assert [found.text[b:e] for b, e in found.spans] == expected(name, messages), kind
         assert len(tries) <= 10 * len(turns), kind
 
@@ -211,7 +211,7 @@ def test_a_long_conversation_costs_a_few_renderings_in_all(name, vocabulary):
     specials = tuple(tokenizer.all_special_tokens)
     render = plain_render(template, tokenizer, tries)
     known = find_traits(render, specials, template.bos, template.eos)
-    one_by_one = masks.Search(render, messages, specials, known).found(turns)
+    one_by_one = masks.Search(render, messages, specials, known).find_spans(turns)
     tries.clear()
     search = masks.Search(render, messages, specials, known)
     check_printed(search, turns, has_tools=False)
@@ -240,7 +240,7 @@ def test_a_turn_that_is_printed_otherwise_is_found_by_itself(name, vocabulary):
         search = masks.Search(render, messages, tuple(tokenizer.all_special_tokens), known)
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         assert find_similar_answers(search, turns) is None
-        one_by_one = catch_bad_row(search.found, turns)
+        one_by_one = catch_bad_row(search.find_spans, turns)
         if isinstance(one_by_one, BadRow):
             assert str(result).startswith(str(one_by_one))
         else:
@@ -278,7 +278,7 @@ def test_awkward_conversations_are_right_or_refused(name, vocabulary):
         messages = awkward(name, rng)
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         try:
-            found = masks.Search(render, messages, specials, known).found(turns)
+            found = masks.Search(render, messages, specials, known).find_spans(turns)
         except BadRow:
             continue
         texts = [found.text[b:e] for b, e in found.spans]

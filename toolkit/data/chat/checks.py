@@ -21,14 +21,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from toolkit.data.chat.masks import NUMBERS, SURELY, Rendered, Search, with_call, with_content
-from toolkit.data.chat.traits import Message, Span, pattern_of, uncut
+from toolkit.data.chat.masks import NUMBERS, SURELY, Rendered, Search
+from toolkit.data.chat.traits import Message, Span, pattern_of, uncut, with_call, with_content
 from toolkit.data.examples.columns import REASONING
 from toolkit.data.sources.row_values import BadRow
 
 EARLIER_REASONING = (
-    "earlier answers whose reasoning the chat template does not print, so that they are learned "
-    "without it; data.supervise: last_assistant learns the last answers alone"
+    "earlier answers whose reasoning the chat template does not print, so that they are supervised "
+    "without it; data.supervise: last_assistant trains on the last answers alone"
 )
 NOT_PRINTED = "conversations with a key {!r} of turns that the chat template does not print"
 Changed = Callable[[str], Message]  # the turn with a word in the place of one of its parts
@@ -39,21 +39,32 @@ _TAG = re.compile(r"^\s*(<[^<>\s/]+>|\[[A-Z_]+\]|◁\w+▷)")
 
 
 def check_printed(search: Search, learned: Sequence[int], *, has_tools: bool) -> Counter[str]:
-    """Return what a rendering leaves out, counted; BadRow where it leaves out, or cuts, a content,
-    a tool call, the tools, or the reasoning of the last of the turns that are `learned`.
+    """Check that the rendering contains all parts of a conversation.
 
     Costs a rendering for each tool call, each short part, the tools, and unusual keys of turns.
+
+    Args:
+        search: the conversation and its rendering.
+        learned: indices of the supervised turns.
+        has_tools: the conversation has tools.
+
+    Returns:
+        Counts of parts that may be missing, by the text of a warning.
+
+    Raises:
+        BadRow: the template omits or cuts a content, a tool call, the tools, or the reasoning of
+            the last supervised turn.
     """
     done = _short_contents(search)
     for i, message in enumerate(search.messages):
         content = (message.get("content") or "").strip()
         if i not in done and not _printed(search, i, content, partial(with_content, message)):
             beside = " beside its tool calls" if message.get("tool_calls") else ""
-            raise _not_printed(f"content of {search.named(i)}{beside}", "content")
+            raise _not_printed(f"content of {search.describe_turn(i)}{beside}", "content")
     for i, message in enumerate(search.messages):
         for at in range(len(message.get("tool_calls") or [])):
             _check_call(search, i, at)
-    if has_tools and search.tried(search.messages, tools=False) == search.text:
+    if has_tools and search.try_render(search.messages, tools=False) == search.text:
         raise BadRow(
             "the chat template prints nothing of the tools; use one that knows tools "
             "(data.chat_template), or leave out the column",
@@ -63,21 +74,21 @@ def check_printed(search: Search, learned: Sequence[int], *, has_tools: bool) ->
 
 
 def _printed(search: Search, i: int, said: str, changed_to: Changed) -> bool:
-    """Whether a part of what turn `i` says is printed."""
+    """Return True if the template prints a part of turn `i`."""
     if not said or (len(said) >= SURELY and said in search.text):
         return True
     word = [*search.words_like(said), search.words[0]][0]  # as long, since the template may cut
-    text = search.changed({i: changed_to(word)})
+    text = search.render_changed({i: changed_to(word)})
     return said in search.text if text is None else word in text
 
 
 def _short_contents(search: Search) -> set[int]:
-    """Return turns whose contents are short, and printed: of many at once, in one rendering."""
+    """Find the turns with short contents that are printed, with one rendering for all of them."""
     contents = {i: (m.get("content") or "").strip() for i, m in enumerate(search.messages)}
     words = {i: f"{search.words[0]}q{i}q" for i, c in contents.items() if 0 < len(c) < SURELY}
     if len(words) < _MANY:
         return set()
-    text = search.changed({i: with_content(search.messages[i], w) for i, w in words.items()})
+    text = search.render_changed({i: with_content(search.messages[i], w) for i, w in words.items()})
     return {i for i, word in words.items() if text is not None and word in text}
 
 
@@ -86,11 +97,11 @@ def _check_call(search: Search, i: int, at: int) -> None:
     text, mark = search.text, (name := function["name"])
     for where in ("argument", "name"):
         message, changed_to = with_call(search.messages[i], at, where, search.words[0], NUMBERS[0])
-        if (changed := search.changed({i: message})) is not None:
+        if (changed := search.render_changed({i: message})) is not None:
             text, mark = changed, changed_to
             break
     if mark not in text:
-        raise _not_printed(f"tool call {name!r} of {search.named(i)}", "tool call")
+        raise _not_printed(f"tool call {name!r} of {search.describe_turn(i)}", "tool call")
     arguments = function["arguments"]
     if (
         isinstance(arguments, dict)
@@ -98,8 +109,9 @@ def _check_call(search: Search, i: int, at: int) -> None:
         and str(arguments) in search.text
     ):
         raise BadRow(
-            f"the chat template prints the arguments of the call {name!r} of {search.named(i)} as "
-            f"Python does ({str(arguments)[:60]}), not as JSON; use another (data.chat_template)",
+            f"the chat template prints the arguments of the call {name!r} of "
+            f"{search.describe_turn(i)} as Python does ({str(arguments)[:60]}), not as JSON; use "
+            "another (data.chat_template)",
             "arguments as Python",
         )
 
@@ -113,7 +125,8 @@ def _check_reasoning(search: Search, learned: Sequence[int]) -> Counter[str]:
             notes[EARLIER_REASONING] += 1
             continue
         raise BadRow(
-            f"the chat template prints nothing of the reasoning of {search.named(i)}; use another "
+            f"the chat template prints nothing of the reasoning of {search.describe_turn(i)}; use "
+            "another "
             "(data.chat_template), or train without it (data.columns: {reasoning_content: null})",
             "reasoning not printed",
         )
@@ -121,7 +134,7 @@ def _check_reasoning(search: Search, learned: Sequence[int]) -> Counter[str]:
 
 
 def _thoughts(search: Search, message: Message) -> Iterator[tuple[str, Changed]]:
-    """Yield each reasoning of a turn, and what gives the turn with a word in its place."""
+    """Yield each reasoning of a turn, and a function that replaces it by a word."""
     for key in REASONING:
         if isinstance(said := message.get(key), str):
             yield said.strip(), partial(_with_key, message, key)
@@ -139,7 +152,7 @@ def _with_key(message: Message, key: str, word: str) -> Message:
 
 
 def _unused_keys(search: Search) -> Counter[str]:
-    """Return the keys of turns without which the template prints the same."""
+    """Count the keys of turns that do not change the rendering."""
     keys = dict.fromkeys(
         key
         for message in search.messages
@@ -149,7 +162,7 @@ def _unused_keys(search: Search) -> Counter[str]:
 
     def unused(without: Sequence[str]) -> bool:
         messages = [{k: v for k, v in m.items() if k not in without} for m in search.messages]
-        return search.tried(messages) == search.text
+        return search.try_render(messages) == search.text
 
     if keys and not unused([*keys]):
         keys = {key: None for key in keys if unused([key])}
@@ -173,7 +186,7 @@ NOT_LEARNED = (
     "not cover it, because their other answers have none"
 )
 BLOCK_NOTES = tuple(note.partition("{")[0] for note in (LEARNED, NOT_LEARNED))
-"""Beginnings of the notes on empty blocks, which are counts of conversations."""
+"""How the notes on empty blocks begin. Each note counts conversations."""
 _EMPTY_BLOCK = re.compile(
     r"<([^<>\s/]+)>\s*</\1>|\[([A-Z_]+)\]\s*\[/\2\]|◁(\w+)▷\s*◁/\3▷|"
     r"<\|(?:START|BEGIN)_(\w+)\|>\s*<\|END_\4\|>"
@@ -183,11 +196,13 @@ _EMPTY_BLOCK = re.compile(
 def align_beginnings(
     search: Search, rendered: Rendered, turns: list[int], advice_for: Callable[[str, int], str]
 ) -> Rendered:
-    """Return `rendered` with spans that begin alike, and with notes on empty blocks of reasoning.
+    """Move the starts of spans so that all answers begin alike; see [Note: beginnings of answers].
 
     Costs a rendering for each answer that the template begins with tags alone.
 
     Args:
+        search: the conversation and its rendering.
+        rendered: the rendering with its spans.
         turns: the turns of the spans, in order.
         advice_for: returns the sentence that tells how the prompt comes to hold a text that begins
             a turn.
@@ -215,7 +230,7 @@ def align_beginnings(
 
 
 def _inserted(search: Search, i: int, span: Span) -> str:
-    """Return the tags that begin turn `i` before anything that the turn says; else nothing."""
+    """Extract the tags that begin turn `i`, before its content; empty if there are none."""
     low = search.lows.get(i)
     if low is None or low <= span[0]:
         return ""
@@ -225,12 +240,12 @@ def _inserted(search: Search, i: int, span: Span) -> str:
 
 
 def _only_last(search: Search, i: int, span: Span, inserted: str) -> bool:
-    """Return whether turn `i` would begin otherwise if a question and an answer followed it."""
+    """Return True if turn `i` would begin otherwise if a question and an answer followed it."""
     more = [
         {"role": "user", "content": search.words[0]},
         {"role": "assistant", "content": search.words[1]},
     ]
-    text = search.tried([*search.messages[: i + 1], *more])
+    text = search.try_render([*search.messages[: i + 1], *more])
     if text is None or not text.startswith(search.text[: span[0]]):
         return False
     return not text.startswith(inserted, span[0])

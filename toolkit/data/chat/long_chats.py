@@ -1,23 +1,28 @@
-"""Long conversations: answers that a template prints alike are found by a few of them.
+"""Find the answers of long conversations from a few of them, if the template prints all alike.
 
-[Note: long conversations] To find the edges of a turn takes some renderings of the whole
-conversation, so that its cost would grow with the square of the turns. Two renderings with another
-word in each answer's place tell where all answers stand. Where the header before each and what
-follows each are the same texts, the first, the last and some others tell the edges of all.
+[Note: long conversations] Finding the edges of one turn takes several renderings of the complete
+conversation, so the cost would grow with the square of the number of turns. Instead, two renderings
+with another word in place of each answer show the position of all answers. If the header before
+each answer and the text after it are equal, the edges of the first, the last and a few other
+answers determine the edges of all.
 """
 
 from collections.abc import Sequence
 
-from toolkit.data.chat.masks import NO_STOP, REASONING, Rendered, Search, only_content
-from toolkit.data.chat.traits import Span
+from toolkit.data.chat.masks import NO_STOP, Rendered, Search
+from toolkit.data.chat.traits import Span, only_content
+from toolkit.data.examples.columns import REASONING
 
-MANY = 16  # answers from which on this is worth while
-_TRIED = 8  # of them that are looked at one by one
+MANY = 16  # number of answers from which this is faster
+_TRIED = 8  # number of answers that are searched one by one
 
 
 def find_similar_answers(search: Search, wanted: Sequence[int]) -> Rendered | None:
-    """Return what `Search.found` does, in time that grows with the length alone; None where the
-    answers are few, not plain, or not printed alike.
+    """Find the spans of answers like `Search.find_spans`, in time linear in the text.
+
+    Returns:
+        The rendering with its spans; None if the answers are few, have tool calls or reasoning, or
+        are not printed alike.
     """
     if len(wanted) < MANY or any(_is_special(search, i) for i in wanted):
         return None
@@ -31,7 +36,7 @@ def find_similar_answers(search: Search, wanted: Sequence[int]) -> Rendered | No
         before = places[k - 1][1] if k else 0
         low, end, _ = search.content(wanted[k])
         search.lows[wanted[k]] = low
-        stop = search.stop(wanted[k], end, None)
+        stop = search.end_of_turn(wanted[k], end, None)
         begin, exactly = search.start(wanted[k], low, end, before)
         if not exactly:
             search.compare_prompt(wanted[k], begin, stop)
@@ -46,7 +51,7 @@ def find_similar_answers(search: Search, wanted: Sequence[int]) -> Rendered | No
         if not alike or not search.text.startswith(closing, end):
             return None
         spans.append((low + shift, end + len(closing)))
-        search.check(wanted[k], *spans[-1], spans[-2][1] if k else 0, exactly)
+        search.check_span(wanted[k], *spans[-1], spans[-2][1] if k else 0, exactly)
     closings = [tried.get(k, usual)[1] for k in range(count)]
     unended += sum(not search.ends_turn(closing) for closing in closings)
     search.notes[NO_STOP] = unended
@@ -59,16 +64,18 @@ def _is_special(search: Search, i: int) -> bool:
 
 
 def _places(search: Search, wanted: Sequence[int]) -> list[Span] | None:
-    """Return where the contents of the answers stand."""
+    """Find the positions of the contents of the answers; None if they cannot be determined."""
     parts: list[list[str]] = []
     for word in search.words:
         words = {i: f"{word}q{i}q" for i in wanted}
-        text = search.changed({i: only_content(search.messages[i], w) for i, w in words.items()})
+        text = search.render_changed(
+            {i: only_content(search.messages[i], w) for i, w in words.items()}
+        )
         parts.append([])
-        for own in words.values():
-            if text is None or text.count(own) != 1:
+        for answer_word in words.values():
+            if text is None or text.count(answer_word) != 1:
                 return None
-            before, _, text = text.partition(own)
+            before, _, text = text.partition(answer_word)
             parts[-1].append(before)
         parts[-1].append(text or "")
     if parts[0] != parts[1] or not search.text.startswith(parts[0][0]):
@@ -86,8 +93,8 @@ def _places(search: Search, wanted: Sequence[int]) -> list[Span] | None:
     return places if at == len(search.text) else None
 
 
-def _header(search: Search, i: int, before: Span, own: Span) -> str | None:
-    """Return what stands between the turn before an answer and it; None where that is unknown."""
-    said = (search.messages[i - 1].get("content") or "").strip()
-    between = search.text[before[1] : own[0]]
-    return between.rpartition(said)[2] if said and said in between else None
+def _header(search: Search, i: int, before: Span, span: Span) -> str | None:
+    """Extract the text between the turn before an answer and the answer; None if it is unknown."""
+    content = (search.messages[i - 1].get("content") or "").strip()
+    between = search.text[before[1] : span[0]]
+    return between.rpartition(content)[2] if content and content in between else None

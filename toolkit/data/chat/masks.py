@@ -1,9 +1,9 @@
-"""Which characters of a rendered conversation are the assistant's, found by rendering it.
+"""Find the characters of a rendered conversation that the assistant wrote, by further renderings.
 
 [Note: masks from the template]
-What is learned of a turn is what a model would have to write after the prompt for it
-(`add_generation_prompt`), stop token included. A template without generation markers does not say
-which characters these are, but it can be asked, by rendering changed conversations:
+The supervised part of a turn is what a model has to write after the prompt for it
+(`add_generation_prompt`), including the stop token. A template without generation markers does not
+mark these characters, but renderings of changed conversations reveal them:
 
 end     the content of a turn is replaced by a word that occurs nowhere else. What then follows the
         word must end the true rendering: where that begins, the content ends. Two unlike words must
@@ -16,12 +16,10 @@ start   where the prompt for this turn ends, if the rendering begins with it. If
         drops earlier reasoning, say), what follows the turn before is compared: all of the prompt
         but white space, or what all answers share with it: its header.
 
-It takes four to nine renderings for each turn. What cannot be found is refused: a mask that is
-wrong by one turn trains without an error.
+This takes four to nine renderings per turn. If the edges of a turn cannot be found, the row is
+refused, because a mask that is wrong by one turn would train without an error.
 """
 
-import copy
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,40 +34,55 @@ from toolkit.data.chat.traits import (
     TemplateTraits,
     closings_of,
     common_start,
+    loose_start,
+    only_content,
     pattern_of,
+    printable_parts,
+    text_of,
     uncut,
+    with_call,
+    with_content,
+    without_reasoning,
 )
-from toolkit.data.examples.columns import REASONING
 from toolkit.data.sources.row_values import BadRow
 
 REFUSED = "refused by template"
 NO_STOP = "assistant turns without a stop token"
 _LONGEST_PROMPT = 1000  # characters of what a template adds to ask for an answer
-SURELY = 12  # a text of more characters that stands in the rendering was printed there
-NUMBERS = (4017293651, 9382650747)  # unlike integers, for arguments of tool calls
+SURELY = 12  # a longer text that occurs in the rendering was printed there, not by chance
+NUMBERS = (4017293651, 9382650747)  # two different integers, for arguments of tool calls
 OTHER_PROMPT = "last turns before which the chat template prints something else than their prompt"
 
 
 class NotFound(BadRow):
-    """The edges of a turn cannot be found; generation markers may still tell them."""
+    """The edges of a turn cannot be found. Generation markers may still mark them."""
 
-    def __init__(self, said: str) -> None:
-        super().__init__(said, "no edges")
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "no edges")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, with all special tokens; to be tokenised without adding any."""
+    """A conversation as text with all special tokens. Tokenise it without adding further ones."""
 
     text: str
-    spans: list[Span]  # characters (begin, end) that are learned, in order, disjoint
-    notes: Counter[str] = field(default_factory=Counter)  # kind -> how often: worth a warning
+    spans: list[Span]
+    """Supervised characters (begin, end), in order and disjoint."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """Text of a warning -> number of occurrences."""
 
 
 class Search:
-    """The true rendering of a conversation, `text`, and what changed ones tell of its turns.
+    """Find the edges of the turns of a conversation by comparing its rendering with changed ones.
 
-    BadRow: the template refuses the conversation. What it leaves out: see `checks.py`.
+    Args:
+        render: renders messages; see `traits.Render`.
+        messages: turns of the conversation.
+        specials: special tokens of the tokenizer.
+        known: traits of the template.
+
+    Raises:
+        BadRow: the template refuses the conversation.
     """
 
     def __init__(
@@ -81,26 +94,32 @@ class Search:
     ) -> None:
         self.render, self.messages, self.specials, self.known = render, messages, specials, known
         self.notes: Counter[str] = Counter()
-        self.asked = ""  # the prompt for the turn that is looked at
-        self.lows: dict[int, int] = {}  # turn -> where the first thing that it says is printed
+        self.prompt = ""  # the prompt for the turn that is searched at the moment
+        self.lows: dict[int, int] = {}  # turn -> offset at which its first content is printed
         try:
             self.text = render(messages)
         except TEMPLATE_ERRORS as error:
             raise self._refusal(error) from error
-        # Two unlike words that are not in it, plain, so that no template escapes or trims them.
+        # Two different words that do not occur in the text. They consist of letters and digits, so
+        # that no template escapes or trims them.
         self.words = [_absent(word, self.text) for word in WORDS[:2]]
 
-    def found(self, wanted: list[int]) -> Rendered:
-        """Return the rendering with the characters of the turns `wanted`, indices of turns of the
-        assistant, ascending. NotFound where the edges of one cannot be told.
+    def find_spans(self, turns: list[int]) -> Rendered:
+        """Find the characters of turns of the assistant.
+
+        Args:
+            turns: indices of the turns, ascending.
+
+        Raises:
+            NotFound: the edges of a turn cannot be determined.
         """
         spans, before = [], 0
-        for i in wanted:
+        for i in turns:
             low, end, call = self.content(i)
             self.lows[i] = low
-            stop = self.stop(i, end, call)
+            stop = self.end_of_turn(i, end, call)
             begin, exactly = self.start(i, low, end, before)
-            self.check(i, begin, stop, before, exactly)
+            self.check_span(i, begin, stop, before, exactly)
             if not exactly:
                 self.compare_prompt(i, begin, stop)
             spans.append((begin, stop))
@@ -108,34 +127,35 @@ class Search:
         return Rendered(self.text, spans, +self.notes)
 
     def words_like(self, content: str) -> list[str]:
-        """Return two words as long as `content`; none where it is too short."""
+        """Build two words of the same length as `content`; none if it is too short."""
         words = [(word * (1 + len(content) // len(word)))[: len(content)] for word in self.words]
         return words if len(content) > 3 and not any(w in self.text for w in words) else []
 
-    def named(self, i: int) -> str:
+    def describe_turn(self, i: int) -> str:
+        """Describe turn `i` for a message."""
         return f"turn {i} ({self.messages[i].get('role')})"
 
-    def changed(self, changes: dict[int, Message]) -> str | None:
-        """Return the rendering with some turns replaced; None where the template raises."""
-        return self.tried([changes.get(i, message) for i, message in enumerate(self.messages)])
+    def render_changed(self, changes: dict[int, Message]) -> str | None:
+        """Render the conversation with some turns replaced; None if the template raises."""
+        return self.try_render([changes.get(i, message) for i, message in enumerate(self.messages)])
 
-    def tried(self, messages: list[Message], **options: Any) -> str | None:
-        """Return the rendering, None where the template raises: it may judge what it is given."""
+    def try_render(self, messages: list[Message], **options: Any) -> str | None:
+        """Render messages; None if the template raises, because it may refuse changed turns."""
         try:
             return self.render(messages, **options)
         except TEMPLATE_ERRORS:
             return None
 
     def _refusal(self, error: Exception) -> BadRow:
-        """Name the turn that the template does not take: the first that makes it raise."""
-        said = " ".join(str(error).split())[:200] or type(error).__name__
+        """Describe a refusal with the first turn that makes the template raise."""
+        message = " ".join(str(error).split())[:200] or type(error).__name__
         for turn in range(len(self.messages)):
             try:
                 self.render(self.messages[: turn + 1])
             except TEMPLATE_ERRORS as earlier:
                 if str(earlier) == str(error):
                     break
-        refuses = f"the chat template refuses {self.named(turn)}: {said}"
+        refuses = f"the chat template refuses {self.describe_turn(turn)}: {message}"
         return BadRow(f"{refuses}{self._begins_with_answer()}", REFUSED)
 
     def _begins_with_answer(self) -> str:
@@ -145,8 +165,11 @@ class Search:
     # ---- Contents
 
     def content(self, i: int) -> tuple[int, int, tuple[Message, str] | None]:
-        """Return a bound for the start of turn `i`, its end but for the stop token, and the change
-        of a tool call that found it.
+        """Find the content of turn `i`.
+
+        Returns:
+            A lower bound of its start, its end without the stop token, and the changed message with
+            its marker if a changed tool call found them.
         """
         message = self.messages[i]
         content, calls = message.get("content") or "", message.get("tool_calls")
@@ -167,14 +190,14 @@ class Search:
             return low, end, None
         before, after = self.messages[:i], self.messages[i + 1 :]
         plain = [f(message, w) for f in (with_content, only_content) for w in self.words]
-        tried = [self.tried([*before, m, *rest]) for m in plain for rest in (after, [])]
+        tried = [self.try_render([*before, m, *rest]) for m in plain for rest in (after, [])]
         low = common_start(self.text, *(text for text in tried if text is not None))
         changes = self._changed_calls(i)
         inner, end = self._between(i, changes, new_argument=self._is_bare_call(i))
         low = min(low, inner)
         if self._before_next(i, low, end):
             return low, end, changes[0]
-        raise NotFound(f"cannot tell where {self.named(i)} ends in the rendering")
+        raise NotFound(f"cannot tell where {self.describe_turn(i)} ends in the rendering")
 
     def _arguments_end(self, i: int, end: int) -> int:
         try:
@@ -184,16 +207,18 @@ class Search:
             return end  # a call without arguments may be printed otherwise than one with them
 
     def _call_end(self, i: int, inner: int, end: int) -> int:
-        """Return where the tool calls of turn `i` end, of a template whose answers have no stop
-        token: with the last tag that is printed between `inner`, the end of their last argument,
-        and `end`. What follows it may be the beginning of their results.
+        """Find the end of the tool calls of turn `i` if the template prints no stop token.
+
+        They end with the last tag between `inner`, the end of their last argument, and `end`. Text
+        after that tag may be the beginning of their results.
         """
         marks = [*pattern_of(self.specials, tags=True).finditer(self.text, inner, end)]
         if not marks:
             return end
         if after := self.text[marks[-1].end() : end].strip():
             raise NotFound(
-                f"cannot tell where {self.named(i)} ends: {after[:60]!r} follows its tool calls"
+                f"cannot tell where {self.describe_turn(i)} ends: {after[:60]!r} follows its tool "
+                "calls"
             )
         return marks[-1].end()
 
@@ -204,82 +229,91 @@ class Search:
     def _between(
         self, i: int, changes: list[tuple[Message, str]], *, new_argument: bool = False
     ) -> Span:
-        """Return how far all renderings agree, and where the text after the words begins.
+        """Find the length of the common start of all renderings, and the offset after the words.
 
-        With `new_argument` the words are in an argument that the true rendering does not have. What
-        ends the argument is new, too, so the end is where all renderings begin to agree again.
+        With `new_argument` the words are in an argument that the true rendering does not have. The
+        end of that argument is new, too, so the offset is where all renderings agree again.
         """
-        tried = (self.changed({i: message}) for message, _ in changes)
+        tried = (self.render_changed({i: message}) for message, _ in changes)
         texts = [text for text in tried if text is not None]
         if len(texts) < len(changes):
-            raise NotFound(f"the chat template refuses {self.named(i)} changed")
+            raise NotFound(f"the chat template refuses {self.describe_turn(i)} changed")
         tails: list[str] = []
         for text, (_, word) in zip(texts, changes, strict=True):
             if text.count(word) > 1 and not self.messages[i].get("tool_calls"):
                 raise BadRow(
-                    f"the chat template prints {self.named(i)} {text.count(word)} times; use "
-                    "another (data.chat_template)",
+                    f"the chat template prints {self.describe_turn(i)} {text.count(word)} times; "
+                    "use another (data.chat_template)",
                     "turn printed twice",
                 )
             if word not in text:
-                raise NotFound(f"the chat template does not print {self.named(i)}")
+                raise NotFound(f"the chat template does not print {self.describe_turn(i)}")
             tails.append(text.rpartition(word)[2])
         follows = len(tails[0])
         if not self.text.endswith(tails[0]) and new_argument:
             follows = common_start(self.text[::-1], *(text[::-1] for text in texts))
         elif tails[0] != tails[1] or not self.text.endswith(tails[0]):
-            raise NotFound(f"cannot tell where {self.named(i)} ends: what follows varies")
+            raise NotFound(f"cannot tell where {self.describe_turn(i)} ends: what follows varies")
         return common_start(self.text, *texts), len(self.text) - follows
 
     def _is_bare_call(self, i: int) -> bool:
-        """Return whether turn `i` ends with a call without arguments."""
+        """Return True if turn `i` ends with a call without arguments."""
         calls = self.messages[i].get("tool_calls") or []
         return bool(calls) and calls[-1]["function"]["arguments"] in ({}, "{}")
 
     def _before_next(self, i: int, low: int, end: int) -> bool:
-        """Return whether the turn after turn `i` is printed after `end`, with its header.
+        """Return True if the turn after turn `i`, with its header, is printed after `end`.
 
-        Positions tell it: where the text changes if the next turn says something else, and where it
-        changes if a user turn takes its place. The latter counts only if turn `i`, from `low` on,
-        is printed alike before both.
+        Two offsets decide: the one at which the text changes if the next turn has another content,
+        and the one at which it changes if a user's turn replaces it. The latter counts only if turn
+        `i`, from `low` on, is printed in the same way before both.
         """
         if i == len(self.messages) - 1:
             return True
         following = (with_content(self.messages[i + 1], word) for word in self.words)
-        texts = [self.changed({i + 1: message}) for message in following]
+        texts = [self.render_changed({i + 1: message}) for message in following]
         if end > common_start(self.text, *(text for text in texts if text is not None)):
             return False
         user = {"role": "user", "content": self.words[0]}
-        asked = self.tried([*self.messages[: i + 1], user])
+        asked = self.try_render([*self.messages[: i + 1], user])
         agreed = len(self.text) if asked is None else common_start(self.text, asked)
         return end <= agreed or agreed <= low
 
     def _check_content(self, i: int, content: str, end: int) -> None:
-        """Refuse a turn in whose place the template prints something else, such as a stub."""
+        """Check that the template prints the content of a turn, and not a stub in its place."""
         before = self.text[:end].rstrip()
-        if any(before.endswith(said) for said in said_of(content)):
+        if any(before.endswith(part) for part in printable_parts(content)):
             return
-        # Letters may be escaped: then a word as long is asked for.
+        # The template may escape characters, so a word of the same length is rendered instead.
         word = (self.words_like(content) or [""])[0]
-        text = self.changed({i: with_content(self.messages[i], word)}) if word else None
+        text = self.render_changed({i: with_content(self.messages[i], word)}) if word else None
         if content.strip() and (text is None or word not in text):
-            raise NotFound(f"the chat template prints something else for {self.named(i)}")
+            raise NotFound(f"the chat template prints something else for {self.describe_turn(i)}")
 
     # ---- Stop tokens
 
-    def stop(self, i: int, end: int, call: tuple[Message, str] | None) -> int:
-        """Return where turn `i` ends with its stop token; `end` is where its content ends."""
-        rest = self.text[end:]
-        closings = [c for c in self.known.closings if rest.startswith(c)]
+    def end_of_turn(self, i: int, end: int, call: tuple[Message, str] | None) -> int:
+        """Find the end of turn `i` including its stop token.
+
+        Args:
+            i: index of the turn.
+            end: end of its content.
+            call: the changed tool call that found `end`, if there is one.
+
+        Raises:
+            NotFound: what follows the content differs within and at the end of a conversation.
+        """
+        following = self.text[end:]
+        closings = [c for c in self.known.closings if following.startswith(c)]
         if call is not None or not closings:
-            last, middle = self._tails(i, rest, call)
+            last, middle = self._tails(i, following, call)
             calls = call is not None
-            found = closings_of(last, middle, self.specials, self.known.openers, calls=calls)
-            closings = [c for c in found if rest.startswith(c)]
+            candidates = closings_of(last, middle, self.specials, self.known.openers, calls=calls)
+            closings = [c for c in candidates if following.startswith(c)]
             if not closings and pattern_of(self.specials).sub("", last).strip():
                 raise NotFound(
-                    f"cannot tell where {self.named(i)} ends: {last[:60]!r} follows it at the end, "
-                    f"{middle[:60]!r} amid a conversation"
+                    f"cannot tell where {self.describe_turn(i)} ends: {last[:60]!r} follows it at "
+                    f"the end, {middle[:60]!r} amid a conversation"
                 )
         closing = max(closings, key=len, default="")
         self.notes[NO_STOP] += not self.ends_turn(closing)
@@ -287,14 +321,14 @@ class Search:
         return stop if call is None or self.known.closings else self._call_end(i, end, stop)
 
     def ends_turn(self, closing: str) -> bool:
-        """Whether a text ends with a special token."""
+        """Return True if a text ends with a special token."""
         return closing.endswith(tuple(filter(None, self.specials)))
 
     def _tails(self, i: int, rest: str, call: tuple[Message, str] | None) -> tuple[str, str]:
-        """Return what follows the content of turn `i` at the end of a conversation, and amid it."""
+        """Find the text after turn `i`: at the end of a conversation, and within one."""
         amid = i < len(self.messages) - 1
         if amid and self.messages[i].get("tool_calls"):
-            ended = self.tried(self.messages[: i + 1]) or ""
+            ended = self.try_render(self.messages[: i + 1]) or ""
             known = self.text[: len(self.text) - len(rest)]
             if ended.startswith(known):
                 return ended[len(known) :], rest
@@ -302,11 +336,13 @@ class Search:
         message, word = call or (only_content(self.messages[i], word), word)
         turns = [*self.messages[:i], message]
         following = [] if amid else [{"role": "user", "content": self.words[1]}]
-        text = self.tried([*turns, *following])
+        text = self.try_render([*turns, *following])
         if text is not None and word in text:
             text = text.rpartition(word)[2].partition(self.words[1])[0]
         elif amid:
-            raise NotFound(f"the chat template lets no conversation end with {self.named(i)}")
+            raise NotFound(
+                f"the chat template lets no conversation end with {self.describe_turn(i)}"
+            )
         else:
             text = rest
         return (text, rest) if amid else (rest, text)
@@ -314,9 +350,13 @@ class Search:
     # ---- Starts
 
     def start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
-        """Return where turn `i` begins, after its prompt, and whether all before is that prompt."""
-        asked = self.tried(self.messages[:i], prompt=True)
-        self.asked = asked or ""
+        """Find the start of turn `i`, after its prompt.
+
+        Returns:
+            The offset, and True if all text before it equals the prompt.
+        """
+        asked = self.try_render(self.messages[:i], prompt=True)
+        self.prompt = asked or ""
         if asked is not None and i and not self.text.startswith(asked):
             return self._after_the_turn_before(i), False
         if asked is None or not self.text.startswith(asked):
@@ -327,20 +367,22 @@ class Search:
             if single and (at == low or prompt):
                 return at, False
             raise NotFound(
-                f"the chat template gives no prompt for {self.named(i)}{self._begins_with_answer()}"
+                "the chat template gives no prompt for "
+                f"{self.describe_turn(i)}{self._begins_with_answer()}"
             )
         if not before <= len(asked) <= end:
-            raise NotFound(f"the prompt for {self.named(i)} ends in another turn")
+            raise NotFound(f"the prompt for {self.describe_turn(i)} ends in another turn")
         constant = self.text[len(asked) : low]
         if constant.strip() and (silent := without_reasoning(self.messages[i])):
-            text = self.changed({i: silent})
-            if text is not None and text.startswith(asked):  # a reasoning is no header
+            text = self.render_changed({i: silent})
+            # Reasoning that is printed before the content is not a header.
+            if text is not None and text.startswith(asked):
                 constant = constant[: common_start(self.text, text) - len(asked)]
-        bare = asked if not constant.strip() else self.tried(self.messages[:i])
+        bare = asked if not constant.strip() else self.try_render(self.messages[:i])
         return len(asked) + self._header(i, constant, asked != bare), True
 
     def _header(self, i: int, constant: str, prompted: bool) -> int:
-        """Return how much of what stands before any content of turn `i` is its header."""
+        """Compute the length of the header in the text before any content of turn `i`."""
         if not constant.strip():
             return 0
         if self.known.prompt.strip() and constant.startswith(self.known.prompt):
@@ -350,27 +392,27 @@ class Search:
         if (prompted or self.known.unasked) and (i or not self._words(constant)):
             return 0  # after a prompt the model is to write all of it
         raise NotFound(
-            f"the chat template prints {constant[:60]!r} before {self.named(i)}, and no "
+            f"the chat template prints {constant[:60]!r} before {self.describe_turn(i)}, and no "
             "generation prompt that tells whether the assistant says it"
         )
 
     def _words(self, text: str) -> str:
-        """Return a text without special tokens, tags, and white space around it."""
+        """Remove special tokens, tags and surrounding white space from a text."""
         return pattern_of(self.specials, tags=True).sub("", text).strip()
 
     def _after_the_turn_before(self, i: int) -> int:
-        """Return where turn `i` begins, from what follows the turn before, here and in the prompt.
+        """Find the start of turn `i` by comparing the texts that follow the turn before it.
 
-        Each is what follows a word in place of that turn's content: `full` in the conversation,
-        `prompt` in the prompt for turn `i`, `bare` without the prompt, `tries` with a word in the
-        place of turn `i`, and what stands before that word.
+        Each text follows a word in place of that turn's content: `full` in the conversation,
+        `prompt` in the prompt for turn `i`, `bare` without the prompt. `tries` has a word in place
+        of turn `i`, and ends before that word.
         """
         word = f"{self.words[0]}b"
         turns = [*self.messages]
         turns[i - 1] = with_content(turns[i - 1], word)
 
         def after(messages: list[Message], prompt: bool = False) -> str | None:
-            text = self.tried(messages, prompt=prompt)
+            text = self.try_render(messages, prompt=prompt)
             return text.partition(word)[2] if text is not None and text.count(word) == 1 else None
 
         full, prompt, bare = after(turns), after(turns[:i], True), after(turns[:i])
@@ -388,7 +430,7 @@ class Search:
             or not self.text.endswith(full)
             or not tries
         ):
-            raise NotFound(f"cannot tell where {self.named(i)} begins in the rendering")
+            raise NotFound(f"cannot tell where {self.describe_turn(i)} begins in the rendering")
         return len(self.text) - len(full) + self._prompt_end(i, full, prompt, bare, tries)
 
     def _prompt_end(self, i: int, full: str, prompt: str, bare: str, tries: list[str]) -> int:
@@ -414,7 +456,7 @@ class Search:
             or pattern_of(self.specials, tags=True).search(prompt[shared:held])
         ):
             raise NotFound(
-                f"the chat template's prompt for {self.named(i)} goes on with "
+                f"the chat template's prompt for {self.describe_turn(i)} goes on with "
                 f"{prompt[held:][:60]!r}, the conversation does not; other chat_template_kwargs "
                 "may fit it (enable_thinking, say)"
             )
@@ -423,48 +465,69 @@ class Search:
     # ---- Checks
 
     def compare_prompt(self, i: int, begin: int, end: int) -> None:
-        """Refuse a turn of which the prompt holds the beginning; note a last one whose prompt the
-        text does not hold: earlier ones may be printed otherwise than they were asked for.
+        """Check that the prompt for turn `i` does not contain the beginning of the turn.
+
+        A note counts a last turn whose prompt is not in the text. Earlier turns may be printed
+        otherwise than in their prompt.
+
+        Raises:
+            NotFound: the prompt contains the beginning, which the conversation prints once.
         """
-        asked, inside = self.asked, self.text[begin:end]
+        asked, inside = self.prompt, self.text[begin:end]
         most = min(len(inside), _LONGEST_PROMPT)
         shared = next((k for k in range(most, 0, -1) if asked.endswith(inside[:k])), 0)
         if pattern_of(self.specials, tags=True).search(inside[:shared]):
             raise NotFound(
-                f"the prompt for {self.named(i)} holds {inside[:shared][:60]!r} already, the "
-                "conversation prints it once"
+                f"the prompt for {self.describe_turn(i)} holds {inside[:shared][:60]!r} already, "
+                "the conversation prints it once"
             )
         if i == len(self.messages) - 1 and loose_start(asked, self.text)[0] < len(asked):
             self.notes[OTHER_PROMPT] += 1
 
-    def check(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
-        """Refuse a span that is empty, overlaps the one before, or holds what others said."""
-        own, inside = text_of(self.messages[i]), self.text[begin:end]
-        # All before a turn that begins after its very prompt is that prompt.
+    def check_span(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
+        """Check the span of a turn.
+
+        Args:
+            i: index of the turn.
+            begin: start of the span.
+            end: end of the span.
+            before: end of the previous span.
+            exactly: all text before the span equals the prompt for the turn.
+
+        Raises:
+            NotFound: the span is empty, overlaps the previous one, contains the text of other
+                turns, or lacks the name of a tool call.
+        """
+        turn_text, inside = text_of(self.messages[i]), self.text[begin:end]
+        # If the text before the span equals the prompt, no earlier turn can be within the span.
         turns = self.messages[i + 1 :] if exactly else self.messages
-        others = [(m.get("content") or "").strip() for m in turns if m["role"] != "assistant"]
+        foreign = [(m.get("content") or "").strip() for m in turns if m["role"] != "assistant"]
         plain = pattern_of(self.specials)
-        others = [o for o in others if len(plain.sub("", o)) > SURELY and o not in own]
+        foreign = [o for o in foreign if len(plain.sub("", o)) > SURELY and o not in turn_text]
         calls = self.messages[i].get("tool_calls") or []
         names = [call["function"]["name"] for call in calls]
-        contents = said_of(self.messages[i].get("content") or "") if calls else []
+        contents = printable_parts(self.messages[i].get("content") or "") if calls else []
         if (
             begin < before
             or end <= begin
-            or (not exactly and self._holds_header(i, inside, own))
-            or any(said in inside for said in others)
-            or (contents and not any(said in inside for said in contents))
+            or (not exactly and self._holds_header(i, inside, turn_text))
+            or any(content in inside for content in foreign)
+            or (contents and not any(content in inside for content in contents))
         ):
-            raise NotFound(f"cannot tell {self.named(i)} from what is rendered around it")
+            raise NotFound(f"cannot tell {self.describe_turn(i)} from what is rendered around it")
         if missing := [name for name in names if name not in inside]:
-            raise NotFound(f"the name {missing[0]!r} of a call of {self.named(i)} is not printed")
+            raise NotFound(
+                f"the name {missing[0]!r} of a call of {self.describe_turn(i)} is not printed"
+            )
 
-    def _holds_header(self, i: int, inside: str, own: str) -> bool:
-        """Whether more headers of answers stand in `inside` than turn `i` prints by itself."""
+    def _holds_header(self, i: int, inside: str, turn_text: str) -> bool:
+        """Return True if `inside` has more headers of answers than turn `i` prints by itself."""
         header = self.known.prompt.strip()
-        if len(header) < 3 or header not in inside or header in own:
+        if len(header) < 3 or header not in inside or header in turn_text:
             return False
-        alone = self.tried([{"role": "user", "content": self.words[0]}, self.messages[i]]) or ""
+        alone = (
+            self.try_render([{"role": "user", "content": self.words[0]}, self.messages[i]]) or ""
+        )
         return inside.count(header) >= max(1, alone.count(header))
 
 
@@ -472,75 +535,3 @@ def _absent(word: str, text: str) -> str:
     while word in text:
         word = word[0] + word
     return word
-
-
-def with_content(message: Message, content: str) -> Message:
-    return {**message, "content": content}
-
-
-def only_content(message: Message, content: str) -> Message:
-    return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
-
-
-def with_call(message: Message, at: int, where: str, word: str, number: int) -> tuple[Message, str]:
-    """Return the message with its tool call `at` changed, and the text to look for.
-
-    `where`: `name`, or `argument`: the last value in the arguments, however deep, a new one where
-    there are none. `word` takes the place of text, `number` of any other value.
-    """
-    message = copy.deepcopy(message)
-    inner: Any = message["tool_calls"][at]["function"]
-    key: Any = "name" if where == "name" else "arguments"
-    while isinstance(inner[key], dict | list) and inner[key]:
-        inner, key = inner[key], (list(inner[key])[-1] if isinstance(inner[key], dict) else -1)
-    if inner[key] == {}:
-        inner, key = inner[key], word
-        inner[key] = number
-    else:
-        inner[key] = word if isinstance(inner[key], str) else number
-    return message, str(inner[key])
-
-
-def without_reasoning(message: Message) -> Message | None:
-    """Return the turn without its reasoning; None where it has none."""
-    silent = {k: v for k, v in message.items() if k not in REASONING}
-    return silent if silent != message else None
-
-
-def text_of(message: Message) -> str:
-    """Return all that a turn says: content, reasoning, calls; their arguments as templates print
-    them, each by itself or together.
-    """
-    said = [message.get("content"), *(message.get(key) for key in REASONING)]
-    for call in message.get("tool_calls") or []:
-        said += [call["function"], *_parts(call["function"]["arguments"])]
-    return "\n".join(map(str, filter(None, said)))
-
-
-def _parts(value: Any) -> list[str]:
-    """Return a value as text and as JSON, and so each that it holds."""
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    as_json = [json.dumps(value, ensure_ascii=ascii, default=str) for ascii in (True, False)]
-    return [str(value), *as_json] + [text for part in held for text in _parts(part)]
-
-
-def loose_start(prompt: str, text: str) -> Span:
-    """Return how far both agree but for white space: characters of `prompt`, and of `text`."""
-    a = b = 0
-    while a < len(prompt):
-        if b < len(text) and prompt[a] == text[b]:
-            a, b = a + 1, b + 1
-        elif prompt[a].isspace():
-            a += 1
-        elif b < len(text) and text[b].isspace():
-            b += 1
-        else:
-            break
-    return a, b
-
-
-def said_of(content: str) -> list[str]:
-    """Return the content, and its rests where a template drops what a tag ends, as reasoning."""
-    tags = pattern_of((), tags=True).finditer(content)
-    rests = [content, *(content[tag.end() :] for tag in tags)]
-    return [rest.strip() for rest in rests if rest.strip()]

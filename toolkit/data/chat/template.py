@@ -1,7 +1,12 @@
-"""Conversations to text, by chat templates that transformers renders in its sandbox.
+"""Render conversations with chat templates, in the sandbox of transformers.
 
-[Note: the same text on every day] `strftime_now`, with which templates print today's date, tells a
-fixed day, and `random` is seeded, so that a run that is resumed reads the same tokens.
+[Note: the same text on every day] `strftime_now`, with which templates print the date, returns a
+fixed day, and `random` is seeded, so that a resumed run reads the same tokens.
+
+[Note: defaults in the template] The values of `data.chat_template_kwargs` are written into the
+template, before its first line, for callers that do not set the variable. Training, answers to
+`train.eval_prompts` and servers of the export then render the same text without further settings,
+and a value of the caller takes precedence.
 """
 
 import copy
@@ -56,10 +61,16 @@ logger = logging.getLogger(__name__)
 
 
 class Chat:
-    """Conversations to text: `chat.render(conversation)`.
+    """Renders conversations with the chat template of a tokenizer, and marks supervised spans.
 
-    `supervise`: see `supervised_turns`; `chat_template`, and what it raises: `chat_templates`;
-    `template_kwargs`: further arguments of the template, over which those of a row win.
+    Args:
+        tokenizer: supplies special tokens, and the template if `chat_template` is None.
+        supervise: the setting `data.supervise`.
+        chat_template: Jinja text, a file, or the name of a template of the tokenizer.
+        template_kwargs: further arguments of the template. Those of a row take precedence.
+
+    Raises:
+        DataError: there is no usable template.
     """
 
     def __init__(
@@ -81,10 +92,16 @@ class Chat:
         }
 
     def render(self, conversation: Conversation) -> Rendered | BadRow:
-        """Return the text of a conversation, or what is wrong with it.
+        """Render a conversation to text with supervised spans.
 
-        Costs some four renderings for each learned turn (see `masks.py`), about half a millisecond
-        for a short chat. Raises DataError where there is no template for it.
+        Costs about four renderings per supervised turn (see `masks.py`), half a millisecond for a
+        short chat.
+
+        Returns:
+            The text with its spans, or the reason why the conversation cannot be used.
+
+        Raises:
+            DataError: there is no template for it.
         """
         name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
@@ -100,11 +117,12 @@ class Chat:
             rendered = self.templates[name].mark(conversation, wanted)
             if isinstance(rendered, BadRow):
                 return rendered
-            # A template may print what no row may hold.
+            # A template may print characters that are not allowed in rows.
             check_text(rendered.text, "the rendered conversation", nul=True)
         except BadRow as bad:
             return bad
-        except KeyboardInterrupt:  # a template may run without end
+        except KeyboardInterrupt:
+            # A template may run forever, so the log names the conversation.
             logger.error("interrupted at the conversation %.200r", conversation.messages)
             raise
         if self.bos and rendered.text.startswith(self.bos * 2):  # further on it may begin each turn
@@ -118,7 +136,16 @@ class Chat:
 
 
 class Template:
-    """A chat template (Jinja text) with its tokenizer's special tokens, by name and as texts."""
+    """A chat template, with the special tokens of its tokenizer.
+
+    Args:
+        text: Jinja text.
+        variables: names of special tokens -> their texts, which the template may use.
+        specials: texts of all special tokens.
+
+    Raises:
+        DataError: the text is not valid Jinja.
+    """
 
     def __init__(self, text: str, variables: dict[str, Any], specials: tuple[str, ...]) -> None:
         self.text, self.variables, self.specials = text, variables, specials
@@ -135,8 +162,11 @@ class Template:
             ) from error
 
     def mark(self, conversation: Conversation, wanted: list[int]) -> Rendered | BadRow:
-        """Return what `Search` finds of the first spelling that it takes, or why of none: with the
-        switch of the template that would help, where one does.
+        """Render a conversation and mark the turns `wanted`.
+
+        Returns:
+            The text with its spans, or the reason for the refusal, which names a switch of the
+            template that would help, if there is one.
         """
         found = self._of_spellings(conversation, wanted)
         if isinstance(found, Rendered):
@@ -172,18 +202,18 @@ class Template:
         search.notes += check_printed(search, wanted or every, has_tools=bool(tools))
         advice_for = partial(self._advice_for, conversation)
         if not (self.has_markers and wanted):
-            of_turns = find_similar_answers(search, wanted) or search.found(wanted)
+            of_turns = find_similar_answers(search, wanted) or search.find_spans(wanted)
             return align_beginnings(search, of_turns, wanted, advice_for)
         found = None
         try:
-            found = find_similar_answers(search, every) or search.found(every)
+            found = find_similar_answers(search, every) or search.find_spans(every)
         except NotFound:
             if every != wanted:
                 raise
         kwargs = conversation.template_kwargs
         markers = self._render(messages, tools, kwargs, return_assistant_tokens_mask=True)[1]
         if found is None:  # but for what the prompts hold
-            asked = (search.tried(messages[:i], prompt=True) for i in every)
+            asked = (search.try_render(messages[:i], prompt=True) for i in every)
             prompts = [len(p) for p in asked if p is not None and search.text.startswith(p)]
             spans = [self._inner(search.text, span, prompts, known) for span in markers]
             search.notes[UNCHECKED] += 1
@@ -195,7 +225,7 @@ class Template:
         return align_beginnings(search, found, wanted, advice_for)
 
     def _advice_for(self, conversation: Conversation, inserted: str, turn: int) -> str:
-        """Return the sentence that tells how the prompt for a turn comes to end with `inserted`."""
+        """Explain in a sentence how to make the prompt for a turn end with `inserted`."""
         given = conversation.template_kwargs
         key = inserted, json.dumps(given, sort_keys=True, default=repr)
         if key not in self._advice:
@@ -214,7 +244,7 @@ class Template:
         return self._advice[key]
 
     def _inner(self, text: str, span: Span, prompts: list[int], known: TemplateTraits) -> Span:
-        """Return what markers enclose, without the prompt, and white space after a stop token."""
+        """Shrink the span of a marker: without the prompt and white space after a stop token."""
         begin, end = max([span[0], *(at for at in prompts if span[0] < at < span[1])]), span[1]
         said = text[begin:end]
         header = known.prompt[
@@ -254,7 +284,7 @@ class Template:
 
 
 def _yaml_mapping(values: dict[str, bool]) -> str:
-    """Return a mapping as one writes it in a config: `{enable_thinking: false}`."""
+    """Format a mapping as in a config: `{enable_thinking: false}`."""
     inner = ", ".join(f"{name}: {json.dumps(value)}" for name, value in values.items())
     return f"{{{inner}}}"
 
@@ -262,11 +292,23 @@ def _yaml_mapping(values: dict[str, bool]) -> str:
 def _by_markers(
     text: str, turns: dict[int, Span], markers: list[Span], wanted: list[int], specials: Marks
 ) -> list[Span]:
-    """Return the turns `wanted`, which the template's own generation markers confirm.
+    """Check the spans of turns against the generation markers of the template.
 
-    `turns` are all of the assistant's, as the search found them. At the edges the two may differ in
-    special tokens, tags, white space and the prompt: markers often begin within the prompt, or end
-    before or behind the stop token.
+    At the edges the two may differ in special tokens, tags, white space and the prompt, because
+    markers often begin within the prompt, or end before or after the stop token.
+
+    Args:
+        text: the rendered conversation.
+        turns: index -> span of all turns of the assistant, as the search found them.
+        markers: spans of the generation markers.
+        wanted: indices of the turns to return.
+        specials: texts that may differ at the edges.
+
+    Returns:
+        The spans of the turns `wanted`.
+
+    Raises:
+        BadRow: spans and markers disagree.
     """
 
     def only_marks(begin: int, end: int) -> bool:
@@ -304,7 +346,7 @@ def _by_markers(
 
 
 def _spellings(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the spellings of a conversation that templates are written for, the usual one first.
+    """Yield the forms of a conversation that templates expect, the usual one first.
 
     They differ in tool calls: their arguments are a mapping or JSON text, and where the turn says
     nothing else, its content is missing, null or empty.
@@ -352,7 +394,7 @@ def _stopped_clock() -> Iterator[None]:
 
 
 def supervised_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
-    """Return the indices of the assistant's turns that are learned; of `all` none in particular."""
+    """Select the indices of the assistant's turns that the loss covers; none for `all`."""
     turns = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
     if supervise == "all" and conversation.context:
         raise BadRow(
@@ -369,10 +411,18 @@ def supervised_turns(conversation: Conversation, supervise: Supervise) -> list[i
 
 
 def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dict[str, str]:
-    """Return name -> Jinja text of the chat templates to use, `default` and perhaps `tool_use`.
+    """Load the chat templates to use.
 
-    `given`: Jinja text, the name of one of the tokenizer's, or a file; None: the tokenizer's.
-    Raises DataError where there is none.
+    Args:
+        tokenizer: the tokenizer of the run.
+        given: Jinja text, the name of a template of the tokenizer, or a file; None: the templates
+            of the tokenizer.
+
+    Returns:
+        Name -> Jinja text: `default`, and `tool_use` if there is one.
+
+    Raises:
+        DataError: there is no template, or it cannot be read.
     """
     own = getattr(tokenizer, "chat_template", None)
     named = own if isinstance(own, dict) else {}
@@ -419,7 +469,14 @@ _OF_ALL = {"messages", "tools", "add_generation_prompt", "raise_exception", "str
 
 
 def with_defaults(templates: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, str]:
-    """Return named templates in which variables have default values.
+    """Write default values of variables into templates; see [Note: defaults in the template].
+
+    Args:
+        templates: name -> Jinja text.
+        values: variable -> default value.
+
+    Returns:
+        Name -> Jinja text with the defaults.
 
     Raises:
         ConfigError: no template has such a variable.
@@ -442,8 +499,9 @@ def with_defaults(templates: Mapping[str, str], values: Mapping[str, Any]) -> di
 
 
 def _variables(text: str) -> set[str]:
-    """Return the names that a template reads from outside; none if it cannot be parsed, which
-    whoever renders it reports.
+    """List the names that a template reads from outside.
+
+    Empty if it cannot be parsed; rendering it reports the error.
     """
     try:
         compiled = transformers_private(_UTILS, "_compile_jinja_template")(text)
@@ -462,7 +520,7 @@ def _with_defaults(text: str, values: Mapping[str, Any]) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Return a value of YAML as Jinja writes it."""
+    """Format a value of YAML as a Jinja literal."""
     if isinstance(value, dict):
         inner = ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items())
         return f"{{{inner}}}"

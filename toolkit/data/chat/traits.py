@@ -1,5 +1,7 @@
-"""What a template puts around answers, told from renderings of a short conversation."""
+"""Determine the text that a template puts around answers, from a short test conversation."""
 
+import copy
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable
@@ -8,6 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
+
+from toolkit.data.examples.columns import REASONING
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters (begin, end)
@@ -18,13 +22,13 @@ TEMPLATE_ERRORS = (
     *(TemplateError, ArithmeticError, AttributeError, LookupError),
     *(RuntimeError, TypeError, ValueError),
 )
-"""What the expressions of a template raise. Others (memory, files) are not the template's."""
-WORDS = ("Qz4vKx7Wb", "h9MtUe3Ry", "Jw8dNp2Ls")  # unlike, which occur in no template
+"""Errors that the expressions of a template raise. Other errors have another cause."""
+WORDS = ("Qz4vKx7Wb", "h9MtUe3Ry", "Jw8dNp2Ls")  # different words that occur in no template
 _USER, _ANSWER, _NEXT = WORDS
 
 
 def common_start(first: str, *others: str) -> int:
-    """Return how many characters all texts begin with."""
+    """Compute the length of the common start of all texts."""
 
     def differ(length: int) -> bool:
         return not all(other.startswith(first[:length]) for other in others)
@@ -34,14 +38,14 @@ def common_start(first: str, *others: str) -> int:
 
 @lru_cache(maxsize=64)
 def pattern_of(words: Marks, tags: bool = False) -> re.Pattern[str]:
-    """Return what matches any of `words`, the longest first; with `tags`, `<think>` and such."""
+    """Compile a pattern that matches any of `words`, and with `tags` also tags like `<think>`."""
     longest_first = sorted(filter(None, words), key=len, reverse=True)
     either = [*map(re.escape, longest_first), *([_TAG] if tags else [])]
     return re.compile("|".join(either) or "(?!)")
 
 
 def uncut(text: str, at: int, specials: Marks) -> int:
-    """Return `at`, or where the tag or special token begins that it lies within."""
+    """Return `at`, or the start of the tag or special token that `at` would cut."""
     for match in pattern_of(specials, tags=True).finditer(text):
         if match.start() < at < match.end():
             return match.start()
@@ -50,21 +54,28 @@ def uncut(text: str, at: int, specials: Marks) -> int:
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """What a template does with a question, an answer, a question."""
+    """The text that a template prints around the answers of a conversation."""
 
-    # What `add_generation_prompt` adds to a question; where it adds nothing, the header of the
-    # answer, if it is built as that of the question is.
     prompt: str = ""
-    header: str = ""  # what of `prompt` the answer begins with, where no more comes before it
-    unasked: bool = False  # a generation prompt ends every text, asked for or not
-    closings: tuple[str, ...] = ()  # what may follow an answer, up to and with its stop token
-    openers: Marks = ()  # special tokens that begin a turn or end its header
+    """Text that `add_generation_prompt` adds to a question. If it adds nothing: the header of the
+    answer, if it has the same form as that of the question."""
+    header: str = ""
+    """Part of `prompt` that an answer begins with, if nothing else is before the answer."""
+    unasked: bool = False
+    """True if every text ends with a generation prompt, requested or not."""
+    closings: tuple[str, ...] = ()
+    """Texts that may follow an answer, up to and including its stop token."""
+    openers: Marks = ()
+    """Special tokens that begin a turn or end its header."""
 
 
 def find_traits(
     render: Render, specials: Marks, bos: str | None, eos: str | None
 ) -> TemplateTraits:
-    """Return the traits of a template: none where it takes no such conversation."""
+    """Determine the traits of a template from renderings of a question, an answer and a question.
+
+    They are empty if the template refuses such a conversation.
+    """
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
     following = {"role": "user", "content": _NEXT}
     for before in ([], [{"role": "system", "content": "Answer."}]):
@@ -110,7 +121,7 @@ def find_traits(
 
 
 def _answer_opener(between: str, ends: str, before_next: str, specials: Marks) -> list[str]:
-    """Return the special token that ends the header of an answer, in a list, or an empty list.
+    """Find the special token that ends the header of an answer, as a list of at most one token.
 
     It is the last one `between` a question and its answer. If it also follows an answer, at the end
     (`ends`) or before the next turn (`before_next`), it is a stop token and no header has one.
@@ -129,11 +140,18 @@ def closings_of(
     calls: bool = False,
     only_amid: bool = False,
 ) -> Marks:
-    """Return what may close a turn, stop token at its end; empty where nothing does.
+    """Find the texts that may close a turn, each ending with a stop token.
 
-    `last` follows the turn at the end of a conversation, `middle` amid it. With `calls`, special
-    tokens apart from each other may end the turn. With `only_amid`, where a turn follows that one
-    of `openers` begins, its stop token may be one that the last turn does not have.
+    Args:
+        last: text after the turn at the end of a conversation.
+        middle: text after the turn within a conversation.
+        specials: special tokens.
+        openers: special tokens that begin a turn.
+        calls: the turn has tool calls, which special tokens apart from each other may end.
+        only_amid: a turn within a conversation may have a stop token that the last one lacks.
+
+    Returns:
+        The texts; empty if nothing closes a turn, or if it is ambiguous.
     """
     whole = last.rstrip()
     ends = any(s and whole.endswith(s) and s not in openers for s in specials)
@@ -164,5 +182,92 @@ def closings_of(
 
 
 def _shape(header: str) -> str:
-    """Return a header with a letter for each word."""
+    """Replace each word of a header by a letter."""
     return re.sub(r"[^\W_]+", "w", header)
+
+
+def with_content(message: Message, content: str) -> Message:
+    """Copy a message with another content."""
+    return {**message, "content": content}
+
+
+def only_content(message: Message, content: str) -> Message:
+    """Copy a message with another content and without tool calls."""
+    return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
+
+
+def with_call(message: Message, at: int, where: str, word: str, number: int) -> tuple[Message, str]:
+    """Copy a message with a change in one of its tool calls.
+
+    Args:
+        message: a turn with tool calls.
+        at: index of the call.
+        where: `name`, or `argument` for the last value in the arguments, at any depth; if there is
+            none, a new one is added.
+        word: replaces text.
+        number: replaces any other value.
+
+    Returns:
+        The message, and the text to search in its rendering.
+    """
+    message = copy.deepcopy(message)
+    inner: Any = message["tool_calls"][at]["function"]
+    key: Any = "name" if where == "name" else "arguments"
+    while isinstance(inner[key], dict | list) and inner[key]:
+        inner, key = inner[key], (list(inner[key])[-1] if isinstance(inner[key], dict) else -1)
+    if inner[key] == {}:
+        inner, key = inner[key], word
+        inner[key] = number
+    else:
+        inner[key] = word if isinstance(inner[key], str) else number
+    return message, str(inner[key])
+
+
+def without_reasoning(message: Message) -> Message | None:
+    """Copy a turn without its reasoning; None if it has none."""
+    silent = {k: v for k, v in message.items() if k not in REASONING}
+    return silent if silent != message else None
+
+
+def text_of(message: Message) -> str:
+    """Join all texts of a turn: content, reasoning, and tool calls.
+
+    Arguments of calls are included in all forms in which templates print them.
+    """
+    texts = [message.get("content"), *(message.get(key) for key in REASONING)]
+    for call in message.get("tool_calls") or []:
+        texts += [call["function"], *_printed_forms(call["function"]["arguments"])]
+    return "\n".join(map(str, filter(None, texts)))
+
+
+def _printed_forms(value: Any) -> list[str]:
+    """List a value as text and as JSON, and each value within it likewise."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    as_json = [json.dumps(value, ensure_ascii=ascii, default=str) for ascii in (True, False)]
+    return [str(value), *as_json] + [text for part in inner for text in _printed_forms(part)]
+
+
+def loose_start(prompt: str, text: str) -> Span:
+    """Compute the common start of two texts, ignoring white space.
+
+    Returns:
+        Its length in `prompt` and in `text`.
+    """
+    a = b = 0
+    while a < len(prompt):
+        if b < len(text) and prompt[a] == text[b]:
+            a, b = a + 1, b + 1
+        elif prompt[a].isspace():
+            a += 1
+        elif b < len(text) and text[b].isspace():
+            b += 1
+        else:
+            break
+    return a, b
+
+
+def printable_parts(content: str) -> list[str]:
+    """List a content and its parts after each tag; a template may drop reasoning up to a tag."""
+    tags = pattern_of((), tags=True).finditer(content)
+    parts = [content, *(content[tag.end() :] for tag in tags)]
+    return [part.strip() for part in parts if part.strip()]
