@@ -260,11 +260,16 @@ def _find_loss(base: Any, model: nn.Module) -> list[str]:
 def state_of(cfg: RunConfig, world_size: int, rank: int) -> State:
     """Count the bytes that a rank holds between two steps, without a step."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with sharded(cfg, world_size, rank, "cuda") as (sharded_model, _), fake, Meter().running():
+    with sharded(cfg, world_size, rank, "cuda") as (sharded_model, _):
         model = sharded_model.model
-        _, state = materialise_run(model, cfg, "cpu")
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return State(*map(local_bytes, (model.parameters(), trained, state)))
+        objective = build(cfg, sharded_model.mesh)
+        objective.shard_models()
+        models = (model, *(frozen.model for frozen in objective.frozen.values()))
+        with fake, Meter().running():
+            _, state = materialise_run(model, cfg, "cpu")
+            trained = [p for p in model.parameters() if p.requires_grad]
+            parameter_bytes = sum(local_bytes(m.parameters()) for m in models)
+            return State(parameter_bytes, local_bytes(trained), local_bytes(state))
 
 
 def materialise_run(
