@@ -276,7 +276,9 @@ def test_a_resumed_run_needs_no_adapter(made: Path, tmp_path: Path) -> None:
 
 def test_streams_cannot_have_a_reference_with_an_adapter() -> None:
     flags = ["--model.name_or_path", "x", "--lora.from", "y", "--train.max_steps", "3"]
-    with pytest.raises(ConfigError, match=r"data\.streaming.*lora\.from|lora\.from.*data\.streaming"):
+    with pytest.raises(
+        ConfigError, match=r"data\.streaming.*lora\.from|lora\.from.*data\.streaming"
+    ):
         config.parse(PreferConfig, [*flags, "--data.streaming", "true"])
     config.parse(
         PreferConfig, [*flags, "--data.streaming", "true", "--preference.loss_type", "simpo"]

@@ -153,12 +153,21 @@ def test_values_that_change_nothing_are_not_refused() -> None:
         ({"loss_type": "ipo", "precompute_ref_log_probs": True}, "computed once, before the first"),
         ({"loss_type": "ipo", "max_prompt_length": 5}, "keeps its prompt, and both answers lose"),
         ({"loss_type": "ipo", "truncation_mode": "keep_end"}, "keeps its prompt, and both answers"),
-        ({"loss_type": "ipo", "max_length": 8}, "max_length 8: the limit of one side; data.sequence_length"),
+        (
+            {"loss_type": "ipo", "max_length": 8},
+            "max_length 8: the limit of one side; data.sequence_length",
+        ),
         ({"desirable_weight": 1.0, "max_length": 8}, "includes the answer of the neighbouring row"),
         ({"loss_type": "ipo", "disable_dropout": False}, "dropout is always off"),
         ({"loss_type": "ipo", "neftune_noise_alpha": 5}, "must be the same function"),
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, "has no effect with loss ipo in either tool"),
-        ({"loss_type": "sigmoid", "label_smoothing": 0.1}, "in TRL 1.16 it has no effect on sigmoid"),
+        (
+            {"loss_type": "ipo", "label_smoothing": 0.1},
+            "has no effect with loss ipo in either tool",
+        ),
+        (
+            {"loss_type": "sigmoid", "label_smoothing": 0.1},
+            "in TRL 1.16 it has no effect on sigmoid",
+        ),
         ({"loss_type": "ipo", "label_smoothing_factor": 0.1}, "preference.label_smoothing is for"),
         ({"loss_type": "ipo", "assistant_only_loss": True}, "the last answer of each side"),
         ({"loss_type": ["ipo", "sft"]}, "preference.rpo_alpha replaces sft"),
@@ -186,7 +195,9 @@ def test_an_objective_that_is_named_is_not_doubted() -> None:
     orpo = convert_config(FOREIGN / "trl_zephyr_orpo.yaml", "trl-orpo")
     assert orpo.settings["preference.loss_type"] == "orpo"
     assert not [note for note in orpo.notes if "DPO is assumed" in note]
-    assert [n for n in convert_config(FOREIGN / "trl_zephyr_orpo.yaml").notes if "DPO is assumed" in n]
+    assert [
+        n for n in convert_config(FOREIGN / "trl_zephyr_orpo.yaml").notes if "DPO is assumed" in n
+    ]
     assert not [n for n in convert(MODEL | {"beta": 1.0}, "trl-dpo").notes if "DPO is assumed" in n]
 
 
@@ -268,7 +279,10 @@ def test_scripts_tell_the_objective_by_the_classes_they_call(tmp_path) -> None:
     ("calls", "named"),
     [
         ("GRPOTrainer(model='m', args=GRPOConfig(beta=0.1))", "GRPOTrainer of TRL: expected one"),
-        ("SFTTrainer('m')\nDPOTrainer('m')", "trainers of DPO and SFT, but a config describes one run"),
+        (
+            "SFTTrainer('m')\nDPOTrainer('m')",
+            "trainers of DPO and SFT, but a config describes one run",
+        ),
         ("DPOTrainer('m', None, args=DPOConfig(loss_type=['ipo', 'hinge']))", "ipo, hinge of"),
         (
             "DPOTrainer('m', 'other', DPOConfig('out'))",

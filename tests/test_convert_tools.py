@@ -218,7 +218,11 @@ SCRIPT = "model = AutoModelForCausalLM.from_pretrained('m')\nargs = SFTConfig('o
         ("yaml", LF | {"learning_rate": 1, "peft": {"r": 64}}, "peft {'r': 64} is not known"),
         ("yaml", LF | {"learning_rate": 1, "dpo_beta": 0.1}, "dpo_beta 0.1 is not known"),
         ("yaml", {"base_model": "m", "dpo_beta": 0.1}, "dpo_beta 0.1 is not known"),
-        ("py", SCRIPT + "SFTTrainer(model, peft_config=get_peft_config(m))\n", "is only known when the script runs"),
+        (
+            "py",
+            SCRIPT + "SFTTrainer(model, peft_config=get_peft_config(m))\n",
+            "is only known when the script runs",
+        ),
         ("py", SCRIPT + "c = IA3Config()\nSFTTrainer(model, peft_config=c)\n", "IA3Config"),
         (
             "py",

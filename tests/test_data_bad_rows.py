@@ -169,7 +169,10 @@ BAD: dict[str, dict[str, tuple[Any, str]]] = {
         "surrogate": ({"prompt": "a", "completion": "\udfff"}, "lone surrogate"),
     },
     "lists": {
-        "completion_of_user": ({"prompt": [ASK], "completion": [ASK]}, "of the assistant to train on"),
+        "completion_of_user": (
+            {"prompt": [ASK], "completion": [ASK]},
+            "of the assistant to train on",
+        ),
         "answer_in_prompt": ({"prompt": [ASK, ANSWER], "completion": [ASK]}, "in the completion"),
         "empty_prompt": ({"prompt": [], "completion": [ANSWER]}, "turns in 'prompt', got an empty"),
         "number_as_prompt": ({"prompt": 1, "completion": [ANSWER]}, "list of turns in 'prompt'"),

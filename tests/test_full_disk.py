@@ -156,7 +156,9 @@ def test_a_warning_says_what_is_missing(tmp_path, capsys):
         assert said.startswith("WARNING: checkpoint of step 2 could not be written: No space (rng)")
         assert "It takes 1.0 MB, 400.0 kB are free on" in said
         assert "602.0 kB are missing" in said
-        assert "Training continues; 0 more in a row may fail (checkpoint.max_failed_saves 1)" in said
+        assert (
+            "Training continues; 0 more in a row may fail (checkpoint.max_failed_saves 1)" in said
+        )
         with pytest.raises(StorageError, match="is save 2 in a row that failed"):
             checkpoint.save(state, tmp_path, cfg, may_fail=True)
         with pytest.raises(StorageError, match=r"are missing\Z"):  # the last of a run

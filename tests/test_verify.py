@@ -296,7 +296,11 @@ def test_the_dtype_that_was_asked_for(root: Path, copy: Callable[[str], Path]) -
     export = copy("llama/bfloat16")
     change_config(export, dtype="float32")
     (finding,) = verify_export(None, export).findings
-    assert finding == ("config.json", None, "dtype is float32, the export was requested in bfloat16")
+    assert finding == (
+        "config.json",
+        None,
+        "dtype is float32, the export was requested in bfloat16",
+    )
     auto = copy("llama/export")
     change_config(auto, dtype="float16")  # to which a reader casts
     (finding,) = verify_export(root / "llama/run", auto).findings
