@@ -28,7 +28,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(lock, "_BEAT", 0.1)
     monkeypatch.setattr(lock, "_WATCH", 0.8)
     yield
-    for folder in list(lock._held):
+    for folder in list(lock._held_locks):
         lock.release(folder)
 
 
@@ -120,11 +120,11 @@ def test_a_file_system_without_locks_is_watched_for_this_host_too(tmp_path, monk
     begun = time.monotonic()
     lock.acquire(tmp_path)
     assert time.monotonic() - begun > 0.7
-    theirs = dict(lock._held)
-    lock._held.clear()  # as another process: the first one's thread goes on touching
+    theirs = dict(lock._held_locks)
+    lock._held_locks.clear()  # as another process: the first one's thread goes on touching
     with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
         lock.acquire(tmp_path)
-    lock._held.update(theirs)
+    lock._held_locks.update(theirs)
 
 
 def test_a_run_that_lost_its_folder_saves_nothing_more(tmp_path):
@@ -158,17 +158,17 @@ def settings(tmp_path: Path, root: str | None = None, name: str = "run") -> Pret
 
 def as_another_process() -> None:
     """Forget what this one holds; the kernel goes on locking it."""
-    lock._held.clear()
+    lock._held_locks.clear()
 
 
 def test_a_start_has_the_folder_before_it_writes_anything(tmp_path):
     """Also before it trains a tokenizer there, which a second start would replace."""
     folder, ended = start(settings(tmp_path))
-    mine = dict(lock._held)
+    mine = dict(lock._held_locks)
     as_another_process()
     with pytest.raises(ConfigError, match=r"output_dir .* is in use by process .*, job 77"):
         start(settings(tmp_path))
-    lock._held.update(mine)
+    lock._held_locks.update(mine)
     ended.close()
     assert not folder.path.exists()  # one that was refused leaves nothing
     _, ended = start(settings(tmp_path))
@@ -180,11 +180,11 @@ def test_a_start_has_the_folder_before_it_writes_anything(tmp_path):
 def test_one_root_of_checkpoints_has_one_run(tmp_path):
     root = str(tmp_path / "root")
     _, ended = start(settings(tmp_path, root, "a"))
-    mine = dict(lock._held)
+    mine = dict(lock._held_locks)
     as_another_process()
     with pytest.raises(ConfigError, match=rf"checkpoint.root {root} is in use by process"):
         start(settings(tmp_path, root, "b"))
-    lock._held.update(mine)
+    lock._held_locks.update(mine)
     ended.close()
 
 
@@ -193,7 +193,7 @@ def test_of_two_runs_on_one_store_the_earlier_saves_no_more(tmp_path, capsys):
     state = checkpoint.TrainState(torch.nn.Linear(4, 4), step=1)
     first, ended = start(settings(tmp_path, url, "a"))
     checkpoint.save(state, first.root, CheckpointConfig())
-    mine = dict(lock._held)
+    mine = dict(lock._held_locks)
     as_another_process()
     capsys.readouterr()
     (first.root / "config.yaml").write_bytes(dump(settings(tmp_path, url, "b")).encode())
@@ -201,14 +201,14 @@ def test_of_two_runs_on_one_store_the_earlier_saves_no_more(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"{url} was in use by process {os.getpid()}" in said
     assert "if that still runs, its next save is refused" in said
-    theirs = dict(lock._held)
+    theirs = dict(lock._held_locks)
     as_another_process()
-    lock._held.update(mine)
+    lock._held_locks.update(mine)
     state.step = 2
     with pytest.raises(CheckpointError, match=r"this run has lost its folder"):
         checkpoint.save(state, first.root, CheckpointConfig())
     ended.close()
-    lock._held.update(theirs)
+    lock._held_locks.update(theirs)
     checkpoint.save(state, second.root, CheckpointConfig())  # the first one took no note away
     assert sorted(committed_steps(second.root)) == [1, 2]
 

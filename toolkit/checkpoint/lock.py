@@ -1,13 +1,14 @@
-"""The lock of a run's folder: one process at a time writes there, and others learn which.
+"""The lock of a run's folder: only one process at a time writes there, and others can name it.
 
-[Note: who still lives] `run.lock` is locked by the kernel for as long as its owner's process lives,
-however that ends, and holds a note of the owner. A note in a file that nobody has locked is stale
-where it is of this very kernel. Of another host nobody knows: some network file systems keep locks
-to one host, or have none. So the owner touches the file every few seconds, and who wants it watches
-for longer, by a clock of its own: no two clocks are compared. Where two hosts take it in the same
-moment on such a file system, the later note stays, and the other one's next save is refused.
+[Note: who still lives] The kernel keeps `run.lock` locked while its owner's process lives, however
+that ends. The file holds a note on the owner. If nobody has locked the file and the note is from
+this kernel, it is stale. For a note from another host this is unknown, because some network file
+systems keep locks to one host, or have none. So the owner touches the file every few seconds. A
+process that wants the folder watches the file for longer, and measures that time with its own
+clock, so that the clocks of two hosts are never compared. If two hosts take such a folder at the
+same moment, the later note stays, and the next save of the other host is refused.
 
-An object store has no locks at all: there, too, the later note stays.
+An object store has no locks at all, so the later note stays there, too.
 """
 
 import contextlib
@@ -41,17 +42,28 @@ class _HeldLock:
     ended: threading.Event
 
 
-_held: dict[Folder, _HeldLock] = {}
+_held_locks: dict[Folder, _HeldLock] = {}
 
 
 def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
-    """Keep the folder for this process until its end, or `release`; return a line where an owner
-    that is gone had it, or there are no locks. `job` is told to others, `setting` names the folder
-    in errors. Costs 75 s after an owner on another host, on a store two requests.
+    """Lock the folder for this process until it ends or calls `release`.
 
-    ConfigError: somebody else has it (named). CheckpointError: the disk or store refuses.
+    Takes 75 s if the last owner was on another host, and two requests on a store.
+
+    Args:
+        folder: the folder, which is created if necessary.
+        job: a description of this process, which other processes show in their errors.
+        setting: the setting that names the folder, for errors.
+
+    Returns:
+        A line for the log if an owner left a stale note, or if the file system has no locks.
+        Otherwise an empty string.
+
+    Raises:
+        ConfigError: another process uses the folder (the error names it).
+        CheckpointError: the disk or store failed.
     """
-    if folder.resolve() in _held:
+    if folder.resolve() in _held_locks:
         return ""
     if not storage_of(folder).is_disk:
         return _acquire_on_store(folder, job)
@@ -73,14 +85,14 @@ def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
         here = exact and before.get("kernel") == _kernel_id()
         if before and not here and _is_owner_alive(file, before):
             raise _in_use(setting, folder, before)
-        held = _HeldLock(file, descriptor, os.urandom(8).hex(), threading.Event())
+        lock = _HeldLock(file, descriptor, os.urandom(8).hex(), threading.Event())
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _format_note(job, held), 0)
+        os.pwrite(descriptor, _format_note(job, lock), 0)
         os.fsync(descriptor)
         undo.pop_all()
-    _held[folder.resolve()] = held
+    _held_locks[folder.resolve()] = lock
     threading.Thread(
-        target=_touch_until_released, args=(held, file), name="lock", daemon=True
+        target=_touch_until_released, args=(lock, file), name="lock", daemon=True
     ).start()
     return (
         f"note: {folder} was in use by {_describe_owner(before)}, which is gone" if before else line
@@ -88,11 +100,11 @@ def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
 
 
 def _acquire_on_store(place: Any, job: str) -> str:
-    """Leave a note on a store; return a line where another one lies there."""
-    held = _HeldLock(place / LOCK, -1, os.urandom(8).hex(), threading.Event())
-    before = _read_note(held.file)
-    held.file.write_bytes(_format_note(job, held))
-    _held[place] = held
+    """Write a note to a store; return a line for the log if it replaces another one."""
+    lock = _HeldLock(place / LOCK, -1, os.urandom(8).hex(), threading.Event())
+    before = _read_note(lock.file)
+    lock.file.write_bytes(_format_note(job, lock))
+    _held_locks[place] = lock
     if not before:
         return ""
     owner = _describe_owner(before)
@@ -100,37 +112,36 @@ def _acquire_on_store(place: Any, job: str) -> str:
 
 
 def release(folder: Folder) -> None:
-    """Give the folder back, where this process has it. A save in flight keeps it to the end of the
-    process, and then the next owner finds a stale note.
+    """Unlock the folder if this process has locked it.
+
+    During a save it stays locked until the process ends, and the next owner finds a stale note.
     """
-    if background.is_running() or (held := _held.pop(folder.resolve(), None)) is None:
+    if background.is_running() or (lock := _held_locks.pop(folder.resolve(), None)) is None:
         return
-    held.ended.set()
-    # Where it cannot be written any more, the note is as stale as that of a killed process.
+    lock.ended.set()
+    # If the note can no longer be written, it is as stale as that of a killed process.
     with contextlib.suppress(OSError, CheckpointError):
-        if held.descriptor < 0:
-            if _read_note(held.file).get("token") == held.token:
-                held.file.unlink()
+        if lock.descriptor < 0:
+            if _read_note(lock.file).get("token") == lock.token:
+                lock.file.unlink()
         else:
-            os.ftruncate(held.descriptor, 0)
-            if os.listdir(held.file.parent) == [LOCK]:  # a start that was refused leaves nothing
-                held.file.unlink()
-                held.file.parent.rmdir()
-    if held.descriptor >= 0:
-        os.close(held.descriptor)
+            os.ftruncate(lock.descriptor, 0)
+            if os.listdir(lock.file.parent) == [LOCK]:  # a refused start leaves nothing
+                lock.file.unlink()
+                lock.file.parent.rmdir()
+    if lock.descriptor >= 0:
+        os.close(lock.descriptor)
 
 
 def check_held() -> None:
-    """Refuse to write on where another process has taken over what this one held: CheckpointError
-    names it.
-    """
-    for held in _held.values():
-        with raise_disk_errors(f"{held.file} cannot be read"):
-            note = _read_note(held.file)
-        if note.get("token") != held.token:
-            taken = f"is in use by {_describe_owner(note)}" if note else "was removed or emptied"
+    """Raise a CheckpointError if another process has taken over a folder of this process."""
+    for lock in _held_locks.values():
+        with raise_disk_errors(f"{lock.file} cannot be read"):
+            note = _read_note(lock.file)
+        if note.get("token") != lock.token:
+            status = f"is in use by {_describe_owner(note)}" if note else "was removed or emptied"
             raise CheckpointError(
-                f"{held.file} {taken}: this run has lost its folder, and writes nothing more there"
+                f"{lock.file} {status}: this run has lost its folder, and writes nothing more there"
             )
 
 
@@ -141,15 +152,15 @@ def _in_use(setting: str, folder: Path, owner: dict[str, Any]) -> ConfigError:
     )
 
 
-def _format_note(job: str, held: _HeldLock) -> bytes:
-    """Return the note of this process."""
+def _format_note(job: str, lock: _HeldLock) -> bytes:
+    """Format the note of this process."""
     owner = {"host": platform.node(), "pid": os.getpid(), "job": job, "kernel": _kernel_id()}
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    return (json.dumps({**owner, "since": since, "token": held.token}) + "\n").encode()
+    return (json.dumps({**owner, "since": since, "token": lock.token}) + "\n").encode()
 
 
 def _describe_owner(owner: dict[str, Any]) -> str:
-    """Return an owner in words."""
+    """Format an owner for messages."""
     if not owner:
         return "another process, which is just starting or ending"
     job = f", job {owner['job']}" if owner.get("job") else ""
@@ -157,8 +168,8 @@ def _describe_owner(owner: dict[str, Any]) -> str:
 
 
 def _read_note(file: Folder) -> dict[str, Any]:
-    """Return the note of the owner, {} where there is none or it was cut off."""
-    # Opened anew each time: a client of NFS then asks the server.
+    """Read the note of the owner; {} if there is none or it was cut off."""
+    # The file is opened again each time, because an NFS client then queries the server.
     try:
         return _parse_note(file.read_bytes())
     except FileNotFoundError:
@@ -167,14 +178,14 @@ def _read_note(file: Folder) -> dict[str, Any]:
 
 def _parse_note(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content[:4096])
+        note = json.loads(content[:4096])
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return note if isinstance(note, dict) else {}
 
 
 def _is_owner_alive(file: Path, owner: dict[str, Any]) -> bool:
-    """Watch whether the owner lives; False where it is gone, or gives the folder back meanwhile."""
+    """Watch the lock file; return True if the owner touches it and does not release the folder."""
     print(
         f"watching   for {_WATCH:.0f} s whether {_describe_owner(owner)} still uses {file.parent}",
         flush=True,
@@ -192,26 +203,26 @@ def _modified_ns(file: Path) -> int:
         return os.fstat(f.fileno()).st_mtime_ns
 
 
-def _touch_until_released(held: _HeldLock, file: Path) -> None:
-    """Touch the file until it is given back or lost."""
-    while not held.ended.wait(_BEAT):
+def _touch_until_released(lock: _HeldLock, file: Path) -> None:
+    """Touch the lock file until it is released or another process has taken it."""
+    while not lock.ended.wait(_BEAT):
         # A disk that fails is reported by the run's other writes.
         with contextlib.suppress(OSError), open(file, "rb") as f:
-            if _parse_note(f.read()).get("token") != held.token:
+            if _parse_note(f.read()).get("token") != lock.token:
                 return
             os.utime(f.fileno())
 
 
 def _kernel_id() -> str:
-    """Return what tells a running kernel from every other one."""
+    """Return an identifier of the running kernel, different for each host and boot."""
     return _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
 
 
 def _close_after_fork() -> None:
     """Leave the lock to the parent: a worker that outlives it for some seconds must not keep it."""
-    while _held:
-        if (held := _held.popitem()[1]).descriptor >= 0:
-            os.close(held.descriptor)
+    while _held_locks:
+        if (lock := _held_locks.popitem()[1]).descriptor >= 0:
+            os.close(lock.descriptor)
 
 
 os.register_at_fork(after_in_child=_close_after_fork)

@@ -47,21 +47,29 @@ _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB
 _WORTH_A_FILE = 64 * 2**20
 _READERS = 4
 _BLOCK = 2**20
-# In torch 2.11 the choice is the process's: what other threads save meanwhile would lack them.
+# In torch 2.11 the setting is global, so files that other threads save would lose checksums, too.
 _OF_THREAD = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 _RECORD = b"/data/0"  # the bytes of a tensor, as `torch.save` names them in a blob
 
 
 class HashingWriter(FileSystemWriter):
-    """`FileSystemWriter` that leaves size and sha256 of what this rank wrote, fsynced, in `files`.
+    """`FileSystemWriter` that hashes and fsyncs the files of this rank.
 
-    Several at a time, where a rank has cores and much to write; `ranks_here` share the machine. The
-    tensors may go to `shards` elsewhere; `.metadata` stays in `folder`. What is written is
-    compared with `expected`: tensor -> bytes of this rank's part, and their sum in its own memory
-    (`part_sums`). CheckpointError: other bytes were written; nothing is compared without.
+    The attribute `files` maps each written file to its size and sha256. A rank with enough cores
+    and much to write writes several files at a time.
 
-    `in_host_memory`: every tensor is there already, so no copy from a device is waited for. torch
-    would otherwise wait for the stream that trains after every 10 MB, of host tensors too.
+    Args:
+        folder: the folder of `.metadata`, and of the tensors if `shards` is None.
+        shards: the folder of the tensors.
+        ranks_here: number of ranks that share the machine.
+        expected: tensor -> bytes of this rank's part, and their sum in its memory (`part_sums`).
+            Written bytes are compared with it; None compares nothing.
+        in_host_memory: every tensor is in host memory already, so the writer waits for no copy from
+            a device. torch would otherwise wait for the training stream after every 10 MB, even for
+            host tensors.
+
+    Raises:
+        CheckpointError: other bytes were written than expected.
     """
 
     def __init__(
@@ -73,7 +81,7 @@ class HashingWriter(FileSystemWriter):
         expected: Mapping[str, tuple[int, int]] | None = None,
         in_host_memory: bool = False,
     ) -> None:
-        # Not fsynced by torch: it does so before Python's own buffer is written.
+        # torch would fsync before Python's buffer is written, so `_Files` does it instead.
         super().__init__(folder, sync_files=False)
         if in_host_memory:
             self.per_thread_copy_ahead = 0  # then torch takes the tensors as they are
@@ -82,18 +90,18 @@ class HashingWriter(FileSystemWriter):
         self.files = self._files.hashed
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> "Future[Any]":
-        """Write this rank's items; what `dcp.save` calls."""
+        """Write this rank's items; called by `dcp.save`."""
         most = min(_FILES, len(ranks.available_cores()) // self.ranks_here)
         count = max(1, min(most, sum(map(_item_bytes, plan.items)) // _WORTH_A_FILE))
         write, prefix = super().write_data, plan.storage_data.prefix
-        # Not by torch's own threads: what fails in one of those is lost. torch's checksums of blobs
-        # cost as much as sha256 does.
+        # torch's threads would lose an exception, so these are separate ones. The checksums that
+        # torch adds to blobs cost as much as sha256.
         pool = device_pool(_FILES, "shards", _disable_crc32 if _OF_THREAD else None)
         with pool:
             jobs = []
             for i, items in enumerate(filter(None, split_by_size(plan.items, _item_bytes, count))):
-                own = f"{prefix}{i}_" if i else prefix
-                names = dataclasses.replace(plan.storage_data, prefix=own)
+                local_prefix = f"{prefix}{i}_" if i else prefix
+                names = dataclasses.replace(plan.storage_data, prefix=local_prefix)
                 part = dataclasses.replace(plan, items=items, storage_data=names)
                 jobs.append(pool.submit(write, part, planner))
             results = [result for job in jobs for result in job.result().wait()]
@@ -101,7 +109,7 @@ class HashingWriter(FileSystemWriter):
         return _completed_future(results)
 
     def _prove(self, results: list[WriteResult]) -> None:
-        """Compare what was written with what this rank's memory held."""
+        """Compare the written bytes with the sums over this rank's memory."""
         if self.expected is None:
             return
         wrong = []
@@ -147,8 +155,9 @@ class ShardReader(FileSystemReader):
 
 
 class _Files(FileSystem):
-    """torch's file system: hashes shards while they are written; those that torch names in `base`
-    are in `shards`.
+    """File system for torch that hashes shards while they are written.
+
+    torch names files in `base`; the shards among them are stored in `shards`.
     """
 
     def __init__(self, base: Path, shards: Folder) -> None:
@@ -160,7 +169,7 @@ class _Files(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file; size and hash of a shard are in `hashed` when it is written."""
+        """Open a file; after a shard is written, `hashed` has its size and hash."""
         path = Path(path)
         is_shard = path.suffix == SHARD
         target = self.shards / path.relative_to(self.base) if is_shard else path
@@ -179,13 +188,14 @@ class HashingStream:
 
     def __init__(self, name: str, file: Any, files: _Files) -> None:
         self.name, self.file, self.files = name, file, files
-        self.sha256, self.size, self.given = hashlib.sha256(), 0, 0
+        self.sha256, self.size, self.flushed = hashlib.sha256(), 0, 0
         self.begun = 0
         self.payloads: dict[int, tuple[int, int]] = {}
         self._until_payload = 0  # calls
         self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
 
     def write(self, content: Any) -> int:
+        """Write and hash `content`; record length and sum if it is the payload of a tensor."""
         view, size = memoryview(content), len(content)
         # torch.save writes the name of a record, its padding, then its bytes, each in one call.
         is_payload, total = self._until_payload == 1, 0
@@ -202,11 +212,11 @@ class HashingStream:
             self.payloads[self.begun] = size, wrapped(total)
         self.size += size
         if self.files.on_disk:
-            self.given = write_behind(self.fileno(), self.given, self.size)
+            self.flushed = write_behind(self.fileno(), self.flushed, self.size)
         return size
 
     def tell(self) -> int:
-        """Return the size; torch asks for it before each blob and behind it."""
+        """Return the position, which torch queries before and after each blob."""
         self.begun = self.size
         return self.size
 
@@ -221,23 +231,23 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
         CheckpointError: on every rank: chunks do not cover a tensor exactly once, or are damaged.
     """
 
-    def check_whole() -> None:
+    def check_complete() -> None:
         for name in tensors:
             if name not in table.tensors:
                 raise CheckpointError(f"{name} is no tensor of {folder}")
             if fault := table.fault(name):
                 raise CheckpointError(f"{folder}: {name} is not complete: {fault}")
 
-    ranks.on_main(check_whole)
-    own = {n: t for n, t in tensors.items() if local_tensor(t).numel()}
-    reader = ShardReader(folder, table.part({n: _local_box(t) for n, t in own.items()}))
+    ranks.on_main(check_complete)
+    local_tensors = {n: t for n, t in tensors.items() if local_tensor(t).numel()}
+    reader = ShardReader(folder, table.part({n: _local_box(t) for n, t in local_tensors.items()}))
 
     def read() -> None:
-        # Nothing is planned together: each rank knows its own part.
+        # Each rank knows its part, so the ranks need not plan together.
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(own, storage_reader=reader, no_dist=True)
+                dcp.load(local_tensors, storage_reader=reader, no_dist=True)
         except dcp.CheckpointException as error:
             ((failure, _),) = error.failures.values()
             text = " ".join(str(failure).split())
@@ -275,11 +285,11 @@ def split_by_size(items: list[Any], size: Callable[[Any], int], count: int) -> l
     Each item, largest first, is added to the part that is smallest so far.
     """
     parts: list[list[Any]] = [[] for _ in range(count)]
-    held = [0] * count
+    part_sizes = [0] * count
     for item in sorted(items, key=size, reverse=True):
-        least = held.index(min(held))
+        least = part_sizes.index(min(part_sizes))
         parts[least].append(item)
-        held[least] += size(item)
+        part_sizes[least] += size(item)
     return parts
 
 
@@ -287,9 +297,9 @@ def split_by_size(items: list[Any], size: Callable[[Any], int], count: int) -> l
 class _WrittenChunks:
     """The tensors and chunks that the ranks wrote last."""
 
-    own: bytes = b""
-    every: list[bytes] = field(default_factory=list)  # on rank 0, as the next two are
-    known: Known = field(default_factory=dict)
+    local_chunks: bytes = b""
+    chunks_by_rank: list[bytes] = field(default_factory=list)  # on rank 0, as the next two are
+    tensors_metadata: Known = field(default_factory=dict)
     metadata: bytes = b""  # some 100 bytes a chunk
 
 
@@ -313,17 +323,19 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str, saves: Sa
 
     def write() -> bytes:
         with _raise_as_checkpoint_error(failed):
-            saved.known, saved.own = _write_local_parts(tensors, writer)
-        return b"" if saved.own == last.own else saved.own
+            saved.tensors_metadata, saved.local_chunks = _write_local_parts(tensors, writer)
+        return b"" if saved.local_chunks == last.local_chunks else saved.local_chunks
 
-    told = ranks.gather_results_to_main(write)
+    changes = ranks.gather_results_to_main(write)
 
     def finish() -> None:
-        saved.every = [new or old for new, old in zip(told, last.every or told, strict=True)]
+        saved.chunks_by_rank = [
+            new or old for new, old in zip(changes, last.chunks_by_rank or changes, strict=True)
+        ]
         saved.metadata = last.metadata
         with _raise_as_checkpoint_error(failed):
-            if saved.known != last.known or any(told):
-                saved.metadata = build_metadata(saved.known, saved.every)
+            if saved.tensors_metadata != last.tensors_metadata or any(changes):
+                saved.metadata = build_metadata(saved.tensors_metadata, saved.chunks_by_rank)
             Path(writer.path, METADATA_FILE).write_bytes(saved.metadata)
 
     ranks.on_main(finish)
@@ -345,52 +357,52 @@ def names_to_write(tensors: Tensors) -> set[str]:
             if coordinate is None:
                 continue
             dims = tuple(d for d, p in enumerate(tensor.placements) if p.is_replicate())
-            own = 0
+            position = 0
             for dim in dims:
-                own = own * mesh.size(dim) + coordinate[dim]
+                position = position * mesh.size(dim) + coordinate[dim]
             load = loads.setdefault((mesh, dims), [0] * math.prod(map(mesh.size, dims)))
         else:
-            own, load = ranks.rank(), loads.setdefault(None, [0] * ranks.world_size())
-        if part.numel() == 0:  # no rank, but of a tensor that is empty as a whole
+            position, load = ranks.rank(), loads.setdefault(None, [0] * ranks.world_size())
+        if part.numel() == 0:  # no rank writes it, unless the entire tensor is empty
             if tensor.numel() == 0 and ranks.rank() == 0:
                 chosen.add(name)
             continue
         least = load.index(min(load))
         load[least] += part.nbytes
-        if least == own:
+        if least == position:
             chosen.add(name)
     return chosen
 
 
-def build_metadata(known: Known, every: list[bytes]) -> bytes:
+def build_metadata(tensors_metadata: Known, chunks_by_rank: list[bytes]) -> bytes:
     """Build the content of `.metadata` from the chunks that each rank wrote.
 
     Takes 30 microseconds per chunk. CheckpointError: a tensor is incomplete, or written twice.
     """
-    table = build_chunk_table(known, every)
+    table = build_chunk_table(tensors_metadata, chunks_by_rank)
     for name in table.tensors:
         if fault := table.fault(name):
             raise CheckpointError(f"{name} is not complete: {fault}")
     return pickle.dumps(table.metadata())
 
 
-def build_chunk_table(known: Known, every: list[bytes]) -> ChunkTable:
+def build_chunk_table(tensors_metadata: Known, chunks_by_rank: list[bytes]) -> ChunkTable:
     """Decode the chunks of all ranks (`encode_written_chunks`) into one table."""
-    dims = max((len(entry.size) for entry in known.values()), default=0)
+    dims = max((len(entry.size) for entry in tensors_metadata.values()), default=0)
     files: list[str] = []
     parts = []
-    for content in every:
+    for content in chunks_by_rank:
         names, rows = pickle.loads(zlib.decompress(content))
         rows[:, 1] += len(files)
         files += names
         parts.append(rows)
     rows = numpy.concatenate(parts)
     rows = rows[rows[:, 0].argsort(kind="stable")]  # by tensor, then by rank
-    ends = rows[:, 0].searchsorted(numpy.arange(len(known)), side="right")
-    of = dict(zip(known, numpy.split(rows, ends[:-1]), strict=True))
-    width = {name: len(entry.size) for name, entry in known.items()}
+    ends = rows[:, 0].searchsorted(numpy.arange(len(tensors_metadata)), side="right")
+    of = dict(zip(tensors_metadata, numpy.split(rows, ends[:-1]), strict=True))
+    width = {name: len(entry.size) for name, entry in tensors_metadata.items()}
     return ChunkTable(
-        known,
+        tensors_metadata,
         {name: part[:, 4 : 4 + width[name]] for name, part in of.items()},
         {name: part[:, 4 + dims : 4 + dims + width[name]] for name, part in of.items()},
         {name: part[:, 1:4] for name, part in of.items()},
@@ -412,30 +424,30 @@ def _raise_as_checkpoint_error(failed: str) -> Iterator[None]:
 def _write_local_parts(tensors: Tensors, writer: HashingWriter) -> tuple[Known, bytes]:
     """Write this rank's parts; return the metadata of each tensor, and the encoded chunks."""
     rank, planner = ranks.rank(), DefaultSavePlanner()
-    # As torch has it for ranks that do not plan together: each names its own files.
+    # As in torch for ranks that do not plan together: each rank names its own files.
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
     planner.set_up_planner(tensors, writer.storage_meta(), rank == 0)
     items = planner.create_local_plan().items
     data: dict[str, Any] = {i.index.fqn: i.tensor_data for i in items}
-    known = {n: TensorStorageMetadata(d.properties, d.size, []) for n, d in data.items()}
-    own = names_to_write(tensors)
-    plan = writer.prepare_local_plan(SavePlan([i for i in items if i.index.fqn in own]))
+    tensors_metadata = {n: TensorStorageMetadata(d.properties, d.size, []) for n, d in data.items()}
+    chosen = names_to_write(tensors)
+    plan = writer.prepare_local_plan(SavePlan([i for i in items if i.index.fqn in chosen]))
     written = writer.write_data(planner.finish_plan(plan), planner)
     written.wait()
-    return known, encode_written_chunks(known, plan.items, written.value())
+    return tensors_metadata, encode_written_chunks(tensors_metadata, plan.items, written.value())
 
 
 def encode_written_chunks(
-    known: Known, items: list[WriteItem], results: list[WriteResult]
+    tensors_metadata: Known, items: list[WriteItem], results: list[WriteResult]
 ) -> bytes:
     """Encode the chunks that a rank wrote, in about 10 bytes each.
 
     The content is the names of the files, and a row of integers for each chunk: numbers of tensor
     and file, offset and length in the file, offsets and sizes in the tensor.
     """
-    dims = max((len(entry.size) for entry in known.values()), default=0)
+    dims = max((len(entry.size) for entry in tensors_metadata.values()), default=0)
     chunks: dict[str, Any] = {i.index.fqn: i.tensor_data.chunk for i in items}  # type: ignore[union-attr]
-    numbers = {name: i for i, name in enumerate(known)}
+    numbers = {name: i for i, name in enumerate(tensors_metadata)}
     files: dict[str, int] = {}
     rows = numpy.zeros((len(results), 4 + 2 * dims), numpy.int64)
     for row, result in zip(rows, results, strict=True):

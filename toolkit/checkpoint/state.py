@@ -61,8 +61,12 @@ def format_state(state: TrainState, position: dict[str, Any] | None) -> str:
 
 
 def _state_by_name(state: TrainState) -> dict[str, dict[str, Any]]:
-    held = {} if state.optimizer is None else state.optimizer.state
-    return {name: held[p] for name, p in state.model.named_parameters() if p in held}
+    optimizer_state = {} if state.optimizer is None else state.optimizer.state
+    return {
+        name: optimizer_state[p]
+        for name, p in state.model.named_parameters()
+        if p in optimizer_state
+    }
 
 
 def _describe_optimizer(state: TrainState) -> dict[str, Any] | None:
@@ -71,8 +75,8 @@ def _describe_optimizer(state: TrainState) -> dict[str, Any] | None:
     tensors: dict[str, set[str]] = {}  # by the number of dimensions, a text in JSON
     scalars: dict[str, dict[str, float]] = {}
     with_state, parameters = _state_by_name(state), dict(state.model.named_parameters())
-    for name, held in with_state.items():
-        for key, value in held.items():
+    for name, values in with_state.items():
+        for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.ndim > 0:
                 tensors.setdefault(str(parameters[name].ndim), set()).add(key)
             else:
@@ -114,17 +118,17 @@ def required_part(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[
     return saved[name]
 
 
-def check_model_tensors(tensors: Tensors, known: Known, checkpoint: Folder) -> None:
+def check_model_tensors(tensors: Tensors, saved_tensors: Known, checkpoint: Folder) -> None:
     """Refuse a checkpoint whose model tensors have other names, shapes or dtypes."""
     faults = []
-    if lacking := sorted(tensors.keys() - known.keys()):
+    if lacking := sorted(tensors.keys() - saved_tensors.keys()):
         faults.append(f"it lacks {len(lacking)} tensor(s) of the model: {', '.join(lacking[:3])}")
-    if extra := sorted(n for n in known if n.startswith("model.") and n not in tensors):
+    if extra := sorted(n for n in saved_tensors if n.startswith("model.") and n not in tensors):
         faults.append(f"it has {len(extra)} that the model has not: {', '.join(extra[:3])}")
-    saved = {n: f"{list(k.size)} {k.properties.dtype}" for n, k in known.items()}
-    now = {n: f"{list(t.shape)} {t.dtype}" for n, t in tensors.items() if n in known}
-    if others := [f"{n} {saved[n]}, the model's {now[n]}" for n in now if saved[n] != now[n]]:
-        faults.append(f"{len(others)} have other shapes or dtypes: {'; '.join(others[:3])}")
+    saved = {n: f"{list(k.size)} {k.properties.dtype}" for n, k in saved_tensors.items()}
+    now = {n: f"{list(t.shape)} {t.dtype}" for n, t in tensors.items() if n in saved_tensors}
+    if different := [f"{n} {saved[n]}, the model's {now[n]}" for n in now if saved[n] != now[n]]:
+        faults.append(f"{len(different)} have other shapes or dtypes: {'; '.join(different[:3])}")
     if faults:
         raise CheckpointError(
             f"{checkpoint} is of another model: {'; '.join(faults)}. Use the model it was trained "
@@ -133,7 +137,7 @@ def check_model_tensors(tensors: Tensors, known: Known, checkpoint: Folder) -> N
 
 
 def allocate_optimizer_state(
-    state: TrainState, known: Known, saved: dict[str, Any], checkpoint: Folder
+    state: TrainState, saved_tensors: Known, saved: dict[str, Any], checkpoint: Folder
 ) -> dict[str, Tensors]:
     """Allocate tensors to load the optimizer state into, sharded like the parameters.
 
@@ -153,10 +157,10 @@ def allocate_optimizer_state(
             "on with; use that one, or another output_dir"
         )
     parameters = state.trained_parameters()
-    own: Any = getattr(state.optimizer, "init_state", None)
-    first = {name: own(p) if own else {} for name, p in parameters.items()}
+    init_state: Any = getattr(state.optimizer, "init_state", None)
+    first = {name: init_state(p) if init_state else {} for name, p in parameters.items()}
     moments: dict[str, Tensors] = {n: {} for n in parameters}
-    for key, info in known.items():
+    for key, info in saved_tensors.items():
         name, _, part = key.removeprefix("optimizer.").rpartition(".")
         if key.startswith("optimizer.") and name in parameters:
             like, dtype = parameters[name].detach(), info.properties.dtype
@@ -171,14 +175,18 @@ def allocate_optimizer_state(
     for name, parameter in parameters.items():
         if name in before["without"]:  # it never had a gradient
             continue
-        # All of as many dimensions have the same parts, where the optimizer does not name them.
+        # Parameters with as many dimensions have the same parts, unless the optimizer names them.
         parts = before["tensors"].get(str(parameter.ndim), ())
         scalars = before["scalars"]
-        if own:
+        if init_state:
             parts = [part for part, value in first[name].items() if value.ndim > 0]
             scalars = {k: scalars.get(k, {}) for k, v in first[name].items() if v.ndim == 0}
         lacking += [f"{part} of {name}" for part in parts if part not in moments[name]]
-        lacking += [f"{key} of {name}" for key, held in scalars.items() if name not in held]
+        lacking += [
+            f"{key} of {name}"
+            for key, value_by_name in scalars.items()
+            if name not in value_by_name
+        ]
         if not before["tensors"] and not before["scalars"]:
             lacking.append(f"all state of {name}")
     if lacking:
@@ -197,19 +205,19 @@ def load_optimizer_state(
     if optimizer is None:
         return
     numbers: dict[str, Tensors] = {name: {} for name in moments}
-    for key, held in saved["optimizer"]["scalars"].items():
-        for name in held.keys() & numbers.keys():
-            numbers[name][key] = torch.tensor(held[name], dtype=torch.float32)
+    for key, value_by_name in saved["optimizer"]["scalars"].items():
+        for name in value_by_name.keys() & numbers.keys():
+            numbers[name][key] = torch.tensor(value_by_name[name], dtype=torch.float32)
     names = {id(p): n for n, p in state.model.named_parameters()}
     groups = optimizer.state_dict()["param_groups"]
     entries: dict[int, dict[str, Any]] = {}
     for group, packed in zip(optimizer.param_groups, groups, strict=True):
         for parameter, index in zip(group["params"], packed["params"], strict=True):
-            if own := numbers[names[id(parameter)]]:
-                entries[index] = own
-    # The optimizer's own function knows where its numbers belong; the groups stay this run's.
+            if scalars := numbers[names[id(parameter)]]:
+                entries[index] = scalars
+    # `load_state_dict` knows where the scalars belong; the groups stay those of this run.
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
-    # Tensors are laid out and of the dtype that was saved; it would make 8 bits floats.
+    # Tensors already have the layout and dtype that was saved; it would cast 8-bit states to float.
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parts := moments[names[id(parameter)]]:
             optimizer.state[parameter].update(parts)
@@ -221,7 +229,7 @@ def restore_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
         scheduler.load_state_dict(saved)
         rates = saved["_last_lr"]
     else:
-        # A closed form of the step: the peak and the length of this run's own config hold.
+        # The rate is a closed form of the step, with the peak and length of this run's config.
         scheduler.last_epoch = saved["last_epoch"]
         scheduler._step_count = saved.get("_step_count", saved["last_epoch"] + 1)
         rates = [
@@ -269,15 +277,15 @@ def snapshot_rng() -> dict[str, torch.Tensor]:
 
 
 def write_rng(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> str:
-    """Write what `snapshot_rng` returned; return the file's name."""
+    """Write a snapshot of `snapshot_rng` for one rank; return the file's name."""
     folder.mkdir(exist_ok=True)
-    # Not save_file: it hides the cause of a failed write, and makes a file that only we may read.
+    # `save_file` would hide the cause of a failed write, and only the owner could read its file.
     (folder / _rng_file_name(rank)).write_bytes(save(tensors))
     return _rng_file_name(rank)
 
 
 def restore_rng(folder: Folder, rank: int) -> None:
-    """Restore the random state of `rank`; CheckpointError names what the file lacks."""
+    """Restore the random state of `rank`; raise a CheckpointError if the file lacks a part."""
     file = folder / _rng_file_name(rank)
     try:
         saved = load(storage_of(file).read_plain())
@@ -287,8 +295,8 @@ def restore_rng(folder: Folder, rank: int) -> None:
         raise CheckpointError(
             f"{file} cannot be read ({error}): the random state of rank {rank}"
         ) from error
-    wanted = (*_RNG_PIECES, *([] if rng_device() == "cpu" else [rng_device()]))
-    if lacking := [name for name in wanted if name not in saved]:
+    expected = (*_RNG_PIECES, *([] if rng_device() == "cpu" else [rng_device()]))
+    if lacking := [name for name in expected if name not in saved]:
         raise CheckpointError(f"{file} lacks the random state of {', '.join(lacking)}")
     try:
         gauss = saved["python_gauss"].item()

@@ -19,19 +19,31 @@ from toolkit.tables import fold, size_text, table
 
 
 def summarize(path: str | Path) -> dict[str, Any]:
-    """Return what a run, a checkpoint or a plain DCP folder holds, ready for JSON.
+    """Describe a run, a checkpoint or a plain DCP folder as JSON values.
 
-    Keys: `path`; `checkpoints` (of a run: folder, step, committed, bytes), else None; of the newest
-    committed one, or the one given: `checkpoint` (its folder), `step`, `world_size`,
-    `global_batch_size`, `saved_with` (the rest of state.json's plain values), `adapter` (of
-    adapters: their base and settings, else None), `model`
-    (architecture), `parameters` (elements of the floating model tensors; tied ones are stored, and
-    counted, once), `bytes` (by section: model, optimizer, ..., and `files`: all that is on the
-    disk), `dtypes` (section -> dtype -> elements) and `tensors` (name, section, shape, dtype,
-    bytes, chunks).
+    Takes one read of `.metadata` and one stat per file.
 
-    Costs one read of `.metadata` and one stat a file. CheckpointError: nothing of the kind is
-    there, or its metadata is damaged.
+    Args:
+        path: the run, checkpoint or folder. Of a run, the newest committed checkpoint is described.
+
+    Returns:
+        A dict with these keys:
+
+        - `path`: the argument.
+        - `checkpoints`: folder, step, committed and bytes of each checkpoint of a run, else None.
+        - `checkpoint`: the folder of the checkpoint.
+        - `step`, `world_size`, `global_batch_size`: as saved.
+        - `saved_with`: all other plain values of state.json.
+        - `adapter`: base and settings of the adapters, or None.
+        - `model`: the architecture.
+        - `parameters`: number of elements of the floating model tensors. Tied parameters are stored
+          and counted once.
+        - `bytes`: bytes of each section (model, optimizer, ...), and of all `files` on the disk.
+        - `dtypes`: section -> dtype -> number of elements.
+        - `tensors`: name, section, shape, dtype, bytes and chunks of each tensor.
+
+    Raises:
+        CheckpointError: `path` is none of these, or its metadata is damaged.
     """
     path = Path(path).expanduser()
     if (path / METADATA_FILE).is_file():
@@ -44,7 +56,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
         for name, entry in read_metadata(dcp).state_dict_metadata.items()
         if hasattr(entry, "properties")
     ]
-    # Numbers in names by their value: layer 2 before layer 10.
+    # Numbers in names are sorted by value: layer 2 comes before layer 10.
     tensors.sort(
         key=lambda t: [
             (not n.isdigit(), int(n) if n.isdigit() else n) for n in t["name"].split(".")
@@ -76,7 +88,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
             n for dtype, n in dtypes["model"].items() if getattr(torch, dtype).is_floating_point
         ),
         "bytes": {**sections, "files": folder_bytes(checkpoint)},
-        "dtypes": {section: dict(found) for section, found in dtypes.items() if found},
+        "dtypes": {section: dict(elements) for section, elements in dtypes.items() if elements},
         "tensors": tensors,
     }
 
@@ -90,9 +102,12 @@ def format_summary(summary: dict[str, Any]) -> str:
     lines = []
     if summary["checkpoints"] is not None:
         lines.append(f"run         {summary['path']}")
-        said = {True: "committed", False: "NOT COMMITTED"}
-        found = [(c["folder"], c["bytes"], c["committed"]) for c in summary["checkpoints"]]
-        rows = [[f"  {name}", size_text(size), said[whole]] for name, size, whole in found]
+        status = {True: "committed", False: "NOT COMMITTED"}
+        checkpoints = [(c["folder"], c["bytes"], c["committed"]) for c in summary["checkpoints"]]
+        rows = [
+            [f"  {name}", size_text(size), status[committed]]
+            for name, size, committed in checkpoints
+        ]
         lines += table(rows, right={1})
     lines.append(f"checkpoint  {summary['checkpoint']}")
     facts = [
@@ -116,12 +131,12 @@ def format_summary(summary: dict[str, Any]) -> str:
 
 def _list_checkpoints(run: Path) -> list[dict[str, Any]]:
     attempts = list_attempts(run)
-    counted = latest_attempts(attempts).values()
+    valid = latest_attempts(attempts).values()
     return [
         {
             "folder": a.folder.name,
             "step": a.step,
-            "committed": a in counted,
+            "committed": a in valid,
             "bytes": folder_bytes(a.folder),
         }
         for a in sorted(attempts, key=lambda a: a.folder.name)
@@ -173,10 +188,12 @@ def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str,
         step: ignore what the run did after this step.
 
     Returns:
-        What `publishable_settings` found at the start that trained `step`, `changes` {setting:
-        [[value, until step], ...]} of those that earlier starts had otherwise, `metrics` (the last
-        line's values, and the last evaluation's) and `logged_at` {metric: step}, `versions` (that
-        trained it), `steps`, `tokens`, `global_batch` (samples) and `devices`.
+        The publishable settings of the start that trained `step`, and these keys:
+
+        - `changes`: setting -> [[value, last step], ...] for values of earlier starts.
+        - `metrics`: the last value of each metric; `logged_at`: metric -> step of that value.
+        - `versions`: of the libraries that trained.
+        - `steps`, `tokens`, `global_batch` (in samples) and `devices`.
     """
     run = Path(run_dir)
     config = read_raw_config(run)
@@ -187,20 +204,24 @@ def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str,
         return {}
     # The last evaluation may be of an earlier line than the last loss.
     final = {key: (value, line["step"]) for line in lines for key, value in line.items()}
-    logged = {key: found for key, found in final.items() if key not in ("step", "tokens")}
+    logged = {
+        key: value_and_step
+        for key, value_and_step in final.items()
+        if key not in ("step", "tokens")
+    }
     state, last = _read_last_state(run, step), lines[-1]["step"] if lines else None
     steps = last if step is None else step
     of_state = state if state.get("step") == steps else {}
     of_line = lines[-1] if last == steps and lines else {}
     decided = get_mapping(starts[-1], "run") if starts else {}
     if not all(get_mapping(decided, part) for part in ("base_model", "data", "hyperparameters")):
-        decided = {}  # an earlier version's, or damaged
+        decided = {}  # written by an earlier version, or damaged
     facts = {
         **(decided or select_publishable_settings(config, run)),
         "changes": _setting_changes(starts),
         "metrics": {key: value for key, (value, _) in logged.items()},
         "logged_at": {key: at for key, (_, at) in logged.items()},
-        # Of the machine that trained, which need not be the one that exports.
+        # The machine that trained need not be the one that exports.
         "versions": get_mapping(starts[-1], "versions") if starts else read_versions(),
         "steps": steps,
         "tokens": of_state.get("tokens", of_line.get("tokens")),
@@ -212,7 +233,8 @@ def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str,
 
 def _setting_changes(starts: list[dict[str, Any]]) -> dict[str, list[list[Any]]]:
     """List earlier values of settings that a later start changed, each with its last step."""
-    parts: dict[int, dict[str, Any]] = {}  # of starts after one step the last one trained
+    # If several starts began after the same step, the last one trained.
+    parts: dict[int, dict[str, Any]] = {}
     for start in starts:
         parts[start["step"]] = get_mapping(get_mapping(start, "run"), "hyperparameters")
     changes: dict[str, list[list[Any]]] = {}

@@ -62,7 +62,7 @@ TensorShapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """A whole exported folder but for the bytes of its weights."""
+    """A complete exported folder, except for the bytes of its weights."""
 
     model: PreTrainedModel  # on meta
     stored: dict[str, str]  # parameter -> stored name: another one of its family where tied
@@ -76,32 +76,32 @@ class ExportPlan:
     assets: dict[str, bytes]  # every other file of the folder: name -> content
 
     def stored_twice(self) -> list[str]:
-        """Return the names under which tied parameters are stored once more, as the source does."""
+        """List the names under which tied parameters are stored again, as in the source."""
         alike = [[*g.outputs] for g in self.groups if g.sources and not g.converted]
         return sorted(self.names[name] for names in alike for name in names[1:])
 
     def copied(self, group: ExportGroup) -> dict[str, Iterator[torch.Tensor]]:
-        """Return output name -> its rows, some at a time, of a group without parameters."""
+        """Read the outputs of a group without parameters: name -> iterator over blocks of rows."""
         return {name: self.carried[name].rows() for name in group.outputs}
 
     def convert(self, group: ExportGroup, parameters: Tensors) -> Tensors:
-        """Return output name -> tensor, in the order of `group.outputs`; may be strided views."""
+        """Convert parameters to the outputs of `group`, in its order; may return strided views."""
         if not group.converted:
             (value,) = parameters.values()
             return dict.fromkeys(group.outputs, value)
         with torch.no_grad(), CopiesAreViews():
             converted = convert_back(self.model, parameters)
-        found = {name: tuple(tensor.shape) for name, tensor in converted.items()}
-        if found != group.outputs:
-            raise ExportError(f"{group.sources} became {found}, expected {group.outputs}")
+        shapes = {name: tuple(tensor.shape) for name, tensor in converted.items()}
+        if shapes != group.outputs:
+            raise ExportError(f"{group.sources} became {shapes}, expected {group.outputs}")
         return {name: converted[name] for name in group.outputs}
 
 
 class CopiesAreViews(TorchDispatchMode):
     """Let `clone` and `contiguous` return views; refuse operations that write into a tensor.
 
-    transformers' conversions mostly cut and turn and then copy what they cut: as views fused
-    experts need their own memory once instead of twice.
+    transformers' conversions mostly slice and transpose a tensor, and then copy the slices. With
+    views instead of copies, fused experts are in memory once instead of twice.
     """
 
     def __torch_dispatch__(
@@ -163,14 +163,18 @@ def make_plan(
     """Decide names, dtypes and files of an exported `model` (of `model_of_assets`).
 
     Args:
-        override: dtype of all floating tensors; None: as the source has them.
-        limit: bytes of a weight file.
-        carried: what the source has beside the parameters; what is left out of it config.json
-            does not declare.
-        where, prefix: what holds the weights, and before their names there; for error messages.
+        model: the model on meta.
+        stored: dtypes and shapes of the stored weights.
+        override: dtype of all floating tensors; None keeps the dtypes of the source.
+        limit: largest size of a weight file in bytes.
+        where: location of the weights, for error messages.
+        prefix: prefix of the stored names there, for error messages.
+        carried: tensors of the source that are no parameters. config.json does not declare those
+            that are omitted.
 
-    ExportError: `stored` and the model do not fit together (names the tensor), or a dtype that
-    cannot be exported.
+    Raises:
+        ExportError: `stored` and the model do not fit together (the error names the tensor), or a
+            dtype cannot be exported.
     """
     assets, origin = assets_of(model), _match_parameters(model, stored, where, prefix)
     order = {name: i for i, name in enumerate(origin)}
@@ -179,8 +183,10 @@ def make_plan(
     default = _config_dtype(assets)
     names = {name: _source_spelling(name, model) for group in groups for name in group.outputs}
     names |= _converted_names(model, groups, names)
-    beside = {} if carried is None else carried.tensors
-    beside = {name: tensor for name, tensor in beside.items() if name not in names.values()}
+    extra_tensors = {} if carried is None else carried.tensors
+    extra_tensors = {
+        name: tensor for name, tensor in extra_tensors.items() if name not in names.values()
+    }
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for group in groups:
         dtypes = {stored[origin[n]][0] for n in group.sources}
@@ -188,62 +194,65 @@ def make_plan(
             raise ExportError(f"{group.sources} are exported together but stored as {dtypes}")
         (dtype,) = dtypes
         for name, shape in group.outputs.items():
-            said = (assets.source or {}).get(names[name])
-            wanted: torch.dtype | None = dtype
+            source_dtype = (assets.source or {}).get(names[name])
+            export_dtype: torch.dtype | None = dtype
             if dtype.is_floating_point:
-                wanted = override or (default if said is None else DTYPES.get(said))
-            if wanted is None or (dtype.is_floating_point and wanted not in CASTABLE):
-                raise ExportError(
-                    f"{names[name]} is {said} in the source checkpoint (quantized), to which "
-                    "nothing is cast; pass --dtype bfloat16"
+                export_dtype = override or (
+                    default if source_dtype is None else DTYPES.get(source_dtype)
                 )
-            shapes[names[name]] = wanted, shape
-    for name, entry in beside.items():
+            if export_dtype is None or (dtype.is_floating_point and export_dtype not in CASTABLE):
+                raise ExportError(
+                    f"{names[name]} is {source_dtype} in the source checkpoint (quantized), to "
+                    "which nothing is cast; pass --dtype bfloat16"
+                )
+            shapes[names[name]] = export_dtype, shape
+    for name, entry in extra_tensors.items():
         groups.append(ExportGroup((), {name: entry.shape}, False))
         shapes[name] = (
             (override if override and entry.dtype in CASTABLE else entry.dtype),
             entry.shape,
         )
-    names |= {name: name for name in beside}
+    names |= {name: name for name in extra_tensors}
     tensors, headers = _lay_out_files(shapes, limit)
-    written = override or (default if assets.source is None else None)
-    left_out = carried is not None and bool(carried.omitted)
-    files = {**assets.files, "config.json": _format_config(model, written, left_out)}
+    config_dtype = override or (default if assets.source is None else None)
+    has_omitted = carried is not None and bool(carried.omitted)
+    files = {**assets.files, "config.json": _format_config(model, config_dtype, has_omitted)}
     if len(headers) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         placed = {name: tensors[name].file.name for name in sorted(tensors)}
         index = {"metadata": {"total_size": total}, "weight_map": placed}
         files[INDEX_FILE] = (json.dumps(index, indent=2) + "\n").encode()
-    return ExportPlan(model, origin, groups, names, tensors, beside, headers, files)
+    return ExportPlan(model, origin, groups, names, tensors, extra_tensors, headers, files)
 
 
 def _under_source_names(model: PreTrainedModel, groups: list[ExportGroup]) -> list[ExportGroup]:
-    """Return the groups with the names under which the source has a parameter that is stored as it
-    is: each of them, where it has a tied one twice.
+    """Rename the outputs of groups that are not converted to the names in the source.
+
+    If the source stores a tied parameter under several names, its group gets all of them.
     """
     assets = assets_of(model)
     if assets.source is None:
         return groups
     plain, first = source_keys(model, assets.source).plain, tied_names(model)
     keys: dict[str, list[str]] = {}
-    for name, found in plain.items():
-        keys.setdefault(first.get(name, name), []).extend(found)
+    for name, source_names in plain.items():
+        keys.setdefault(first.get(name, name), []).extend(source_names)
 
-    def named(group: ExportGroup) -> ExportGroup:
-        own = group.sources[0]
-        found = keys.get(first.get(own, own)) if not group.converted else None
-        if not found:
+    def rename_group(group: ExportGroup) -> ExportGroup:
+        parameter = group.sources[0]
+        source_names = keys.get(first.get(parameter, parameter)) if not group.converted else None
+        if not source_names:
             return group
         (shape,) = group.outputs.values()
-        return ExportGroup(group.sources, dict.fromkeys(found, shape), False)
+        return ExportGroup(group.sources, dict.fromkeys(source_names, shape), False)
 
-    return [named(group) for group in groups]
+    return [rename_group(group) for group in groups]
 
 
 def _converted_names(
     model: PreTrainedModel, groups: list[ExportGroup], names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return output -> source key for converted groups whose `names` the source does not have.
+    """Map outputs of converted groups whose `names` are not in the source to keys of the source.
 
     transformers may load several spellings of a key (`layers` and `blocks` in kimi_k25) and writes
     one. Outputs and source keys that load into one parameter by one pattern are paired in natural
@@ -257,16 +266,16 @@ def _converted_names(
     if not unknown:
         return {}
     outputs = [name for group in unknown for name in group.outputs]
-    wanted, known = _group_by_slot(model, outputs), _group_by_slot(model, source)
+    output_slots, source_slots = _group_by_slot(model, outputs), _group_by_slot(model, source)
     pairs: dict[str, str] = {}
-    for slot, members in wanted.items():
-        if len(members) == len(known.get(slot, ())):
-            pairs |= zip(members, known[slot], strict=True)
+    for slot, members in output_slots.items():
+        if len(members) == len(source_slots.get(slot, ())):
+            pairs |= zip(members, source_slots[slot], strict=True)
     return pairs
 
 
 def _group_by_slot(model: PreTrainedModel, keys: Iterable[str]) -> dict[tuple[str, str], list[str]]:
-    """Return (parameter, pattern of the converter) -> the keys that load through it, in order."""
+    """Map (parameter, pattern of the converter) to the keys that load through it, in order."""
     slots: dict[tuple[str, str], list[str]] = {}
     for key, target, pattern in loaded_as(model, keys):
         if pattern is not None:
@@ -275,7 +284,7 @@ def _group_by_slot(model: PreTrainedModel, keys: Iterable[str]) -> dict[tuple[st
 
 
 def _natural_sort_key(key: str) -> list[tuple[str, int]]:
-    """Return a sort key by which `experts.2` and `expert_2` come before `experts.10`."""
+    """Build a sort key by which `experts.2` and `expert_2` come before `experts.10`."""
     parts = [re.fullmatch(r"(.*?)(\d*)", part) for part in key.split(".")]
     return [(part[1], int(part[2] or -1)) for part in parts if part]
 
@@ -283,7 +292,7 @@ def _natural_sort_key(key: str) -> list[tuple[str, int]]:
 def _match_parameters(
     model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str
 ) -> dict[str, str]:
-    """Return parameter name -> stored name for all that is exported, in the model's order."""
+    """Map each exported parameter to its stored name, in the model's order; refuse a mismatch."""
     state, families, aliases = model.state_dict(), tied_families(model), tied_names(model)
     described = f"{type(model).__name__} of {assets_of(model).folder}/config.json"
     doubt = "is it the config of this checkpoint?"
@@ -300,18 +309,18 @@ def _match_parameters(
         )
     origin, dropped = {}, model.all_tied_weights_keys or {}
     for name, family in owned.items():
-        held = next(member for member in family if member in stored)
-        shape, expected = stored[held][1], tuple(state[name].shape)
+        stored_name = next(member for member in family if member in stored)
+        shape, expected = stored[stored_name][1], tuple(state[name].shape)
         if shape != expected:
             raise ExportError(
-                f"{prefix}{held} is {shape} in {where}, {expected} in {described}; {doubt}"
+                f"{prefix}{stored_name} is {shape} in {where}, {expected} in {described}; {doubt}"
             )
-        origin[min(family, key=lambda name: name in dropped)] = held
+        origin[min(family, key=lambda name: name in dropped)] = stored_name
     return origin
 
 
 def _source_spelling(name: str, model: PreTrainedModel) -> str:
-    """Return `name` as the source spells it: some leave the base model's prefix out (`wte.weight`).
+    """Spell `name` as the source does, which may omit the base model's prefix (`wte.weight`).
 
     transformers accepts both when it loads and always writes the prefix.
     """
@@ -321,9 +330,9 @@ def _source_spelling(name: str, model: PreTrainedModel) -> str:
 
 
 def _config_dtype(assets: HFAssets) -> torch.dtype:
-    """Return the dtype of what the source does not have: the config's, else its commonest."""
-    said = assets.config.get("dtype", assets.config.get("torch_dtype"))
-    dtype = getattr(torch, said.removeprefix("torch."), None) if isinstance(said, str) else None
+    """Choose the dtype of tensors not in the source: the config's, or the source's most common."""
+    name = assets.config.get("dtype", assets.config.get("torch_dtype"))
+    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
     if dtype in CASTABLE:
         return dtype
     kinds = [DTYPES.get(kind) for kind in (assets.source or {}).values()]
@@ -338,17 +347,26 @@ def make_adapter_plan(
     where: str,
     base: dict[str, Any],
 ) -> ExportPlan:
-    """Decide names, dtypes and places of a PEFT folder; otherwise as `make_plan`.
+    """Decide names, dtypes and files of an exported PEFT adapter.
 
     Args:
-        hf: the assets of the base with adapter_config.json beside them.
+        hf: the folder with the assets of the base and adapter_config.json.
+        stored: dtypes and shapes of the stored adapter tensors.
+        override: dtype of all floating tensors; None keeps the stored dtypes.
+        where: location of the tensors, for error messages.
         base: `name_or_path` and `revision` of the base.
+
+    Raises:
+        ExportError: the tensors are not those of the adapter (the error names one).
     """
     config = read_adapter_config(hf)
     layout = peft_layout(model_of_assets(hf), config)
     shapes = {name: tuple(t.shape) for name, t in layout.model.state_dict().items()}
-    wanted = set(layout.keys.values())
-    for kind, names in (("lacks", wanted - stored.keys()), ("also holds", stored.keys() - wanted)):
+    expected = set(layout.keys.values())
+    for kind, names in (
+        ("lacks", expected - stored.keys()),
+        ("also holds", stored.keys() - expected),
+    ):
         if names:
             raise ExportError(
                 f"{where} {kind} {min(names)}{_count_others(names)}: the adapter is not the "
@@ -364,9 +382,9 @@ def make_adapter_plan(
     files = {
         n: content for n, content in assets_of(layout.base).files.items() if is_adapter_asset(n)
     }
-    # For inference, and with the base that it is for.
-    named = {"base_model_name_or_path": base["name_or_path"], "revision": base.get("revision")}
-    content = {**config, "inference_mode": True, **named}
+    # The exported adapter is for inference, and names its base.
+    base_entry = {"base_model_name_or_path": base["name_or_path"], "revision": base.get("revision")}
+    content = {**config, "inference_mode": True, **base_entry}
     files[ADAPTER_FILE] = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
     return ExportPlan(
         model=layout.base,
@@ -386,9 +404,16 @@ def describe_adapter_origin(
     plan: ExportPlan,
     run: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what an export's manifest says of its adapter and base, and the class that it was
-    trained on, which may be the text part of the base's own; of a path the last part. `run`: the
-    facts of the run, which knew whether the base was a path.
+    """Build the entry on the adapter and its base for an export's manifest.
+
+    The class that the adapter was trained on may be only the text model of the base. Of a path,
+    only the last part is recorded.
+
+    Args:
+        hf: the folder with adapter_config.json and the config of the base.
+        entry: the adapter entry of state.json.
+        plan: the plan of the export.
+        run: facts of the run, which recorded if the base was a path.
     """
     config = read_adapter_config(hf)
     return {
@@ -407,9 +432,15 @@ def describe_adapter_origin(
 def _lay_out_files(
     shapes: TensorShapes, limit: float, single: str = SINGLE_FILE
 ) -> tuple[dict[str, StoredTensor], dict[str, bytes]]:
-    """Return exported name -> place and file name -> header; files are filled in the given order.
+    """Distribute tensors over weight files, in the given order.
 
-    `limit`: bytes of a file; a larger tensor gets a file of its own. `single`: the only file.
+    Args:
+        shapes: exported name -> dtype and shape.
+        limit: largest size of a file in bytes; a larger tensor gets a separate file.
+        single: name of the file if one is enough.
+
+    Returns:
+        Exported name -> place, and file name -> header.
     """
     shards: list[list[str]] = [[]]
     sizes: dict[str, int] = {}
@@ -445,39 +476,40 @@ def _lay_out_files(
 
 
 def _format_config(
-    model: PreTrainedModel, written: torch.dtype | None, left_out: bool = False
+    model: PreTrainedModel, config_dtype: torch.dtype | None, has_omitted: bool = False
 ) -> bytes:
-    """Return config.json: the source's bytes, unless those would change the bits that are loaded.
+    """Format config.json: the source's bytes, unless those would change the loaded values.
 
-    `from_pretrained` casts to the config's dtype, so one that differs from what is `written` is
-    replaced. Of what is `left_out` nothing is declared. Wrappers of training in `architectures`
-    give way to the model's class.
+    `from_pretrained` casts to the config's dtype, so a dtype other than `config_dtype` is replaced.
+    If the export omits tensors (`has_omitted`), their layers are not declared. Names of training
+    wrappers in `architectures` are replaced by the model's class.
     """
     assets = assets_of(model)
     config = copy.deepcopy(assets.config)
-    if written is not None:
-        name = str(written).removeprefix("torch.")
+    if config_dtype is not None:
+        name = str(config_dtype).removeprefix("torch.")
         for section in [config, *(v for v in config.values() if isinstance(v, dict))]:
-            said = section.get("dtype", section.get("torch_dtype"))
-            if said != name and (said is not None or section is config):
+            section_dtype = section.get("dtype", section.get("torch_dtype"))
+            if section_dtype != name and (section_dtype is not None or section is config):
                 section.pop("torch_dtype", None)
                 section["dtype"] = name
-    if left_out:
+    if has_omitted:
         for section in [config, *(v for v in config.values() if isinstance(v, dict))]:
             section.update(dict.fromkeys(section.keys() & {*NEXT_TOKEN_LAYERS}, 0))
         if assets.whole is not None:
             config["architectures"] = [type(model).__name__]
-    own, said = type(model).__name__, config.get("architectures") or []
-    plain = [name.removeprefix(_WRAPPER) for name in said]
-    if own in plain and plain != said:  # written by a sharded model
+    class_name = type(model).__name__
+    architectures = config.get("architectures") or []
+    plain = [name.removeprefix(_WRAPPER) for name in architectures]
+    if class_name in plain and plain != architectures:  # written by a sharded model
         config["architectures"] = plain
-    elif own not in plain and (not said or said[0].endswith("Model")):
-        config["architectures"] = [own]  # also where a base model gained its head
+    elif class_name not in plain and (not architectures or architectures[0].endswith("Model")):
+        config["architectures"] = [class_name]  # also if a base model gained its head
     if config == assets.config:
         return Path(str(assets.folder), "config.json").read_bytes()
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _count_others(names: Collection[str]) -> str:
-    """Return how many names follow the first one, for an error that names that."""
+    """Format the number of names after the first one, for an error that quotes the first."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,10 +1,11 @@
 """Sources of the writer: the tensors of a checkpoint, and a base with an adapter merged in.
 
-What no adapter touches is copied from the base's files, to the byte. The arithmetic of the rest is
-PEFT's (`adapters.peft_folder.merge_layer`): the result is that of `merge_and_unload`, to the bit.
+Tensors without an adapter are copied from the base's files byte by byte. The others are merged by
+PEFT's arithmetic (`adapters.peft_folder.merge_layer`), so the result is bitwise identical to that
+of `merge_and_unload`.
 
-Memory of a merge: the largest adapted tensor of the base, and two of its size in fp32 (DoRA: five);
-of tensors that transformers converts (fused experts) their group.
+A merge needs memory for the largest adapted tensor of the base, and for two copies of it in fp32
+(five with DoRA). For tensors that transformers converts (fused experts), it needs their group.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,8 +49,11 @@ from toolkit.models import loaded_dtype, tied_families, tied_names
 
 
 class SavedTensors:
-    """The weights of one checkpoint; `names`: of the model's parameters, where the prefix of the
-    keys must be found.
+    """The weights of one checkpoint, by the names of the model's parameters.
+
+    Args:
+        source: the checkpoint.
+        names: names of the model's parameters, if the prefix of the stored keys is unknown.
     """
 
     def __init__(self, source: Source, names: Iterable[str] = ()):
@@ -67,11 +71,11 @@ class SavedTensors:
         return {name: self.source.tensors[key] for name, key in self.keys.items()}
 
     def check(self) -> None:
-        """Check that each tensor is whole, and the files of those that have no sum."""
+        """Check that each tensor is complete, and verify the files of tensors without a sum."""
         check_complete(self.source, self.keys.values())
         checkpoint = self.source.checkpoint
         if checkpoint is None:
-            return  # of another tool: there is nothing to compare with
+            return  # saved by another tool, so there are no checksums to compare with
         without = [key for key in self.keys.values() if key not in self._sums]
         files = {chunk.file for key in without for chunk in self.source.stored(key).chunks}
         names = sorted(str(file.relative_to(checkpoint)) for file in files)
@@ -81,12 +85,13 @@ class SavedTensors:
             raise damaged_file_error(checkpoint / name, fault)
 
     def check_same(self, names: list[str]) -> None:
-        """Refuse tensors of which one is exported and that do not hold the same values."""
+        """Raise an ExportError if the tensors of one tied parameter differ."""
         for other in names[1:]:
             keys = self.keys[names[0]], self.keys[other]
-            left, right = map(self.source.stored, keys)
-            same = (left.dtype, left.shape) == (right.dtype, right.shape)
-            if not same or first_difference(left, right)[0] is not None:
+            first_tensor, other_tensor = map(self.source.stored, keys)
+            layout = (first_tensor.dtype, first_tensor.shape)
+            has_same_layout = layout == (other_tensor.dtype, other_tensor.shape)
+            if not has_same_layout or first_difference(first_tensor, other_tensor)[0] is not None:
                 raise ExportError(
                     f"{keys[0]} and {keys[1]} are one parameter of the model, and differ in "
                     f"{self.source.folder}: the model was trained without its tie; set "
@@ -94,7 +99,7 @@ class SavedTensors:
                 )
 
     def read_group(self, plan: ExportPlan, group: ExportGroup) -> Mapping[str, TensorValues]:
-        """Return the outputs of a group; compares as `blocks` does."""
+        """Read the outputs of a group; compare them with their sums as `blocks` does."""
         if group.converted:
             parameters = {name: self.whole(plan.stored[name]) for name in group.sources}
             return plan.convert(group, parameters)
@@ -103,8 +108,10 @@ class SavedTensors:
         return {output: self.blocks(plan.stored[name], stored) for output in group.outputs}
 
     def blocks(self, name: str, stored: StoredTensor) -> Iterator[torch.Tensor]:
-        """Yield the rows of a tensor in order, some at a time; CheckpointError after the last one
-        where they are not what was saved.
+        """Yield the rows of a tensor in order, in blocks.
+
+        Raises:
+            CheckpointError: after the last block, if the rows differ from what was saved.
         """
         total = 0
         for first, rows in blocks(stored):
@@ -113,7 +120,7 @@ class SavedTensors:
         self._compare(self.keys[name], total)
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a tensor in memory; compares as `blocks` does."""
+        """Read a complete tensor into memory; compare it with its sum as `blocks` does."""
         key = self.keys[name]
         stored = self.source.stored(key)
         tensor = whole(stored)
@@ -130,11 +137,17 @@ class SavedTensors:
 
 
 class AdapterMerge:
-    """The way from the base's files in `folder` and the adapter's `tensors` to those of `plan`;
-    `override` and `limit` as for `make_plan`, `without_carried` as for `consolidate`.
+    """Merge an adapter into the base's files, group by group as in `plan`.
+
+    Args:
+        tensors: the tensors of the adapter.
+        folder: the folder of the base model.
+        override: as for `make_plan`.
+        limit: as for `make_plan`.
+        without_carried: as for `consolidate`.
 
     Raises:
-        ExportError: base and adapter do not fit together (names the tensor).
+        ExportError: base and adapter do not fit together (the error names the tensor).
         LoadingError: the base is damaged or incomplete.
     """
 
@@ -149,7 +162,7 @@ class AdapterMerge:
     ) -> None:
         self.tensors, self.entries = tensors, read_weights(weight_files(folder))
         hf = tensors.source.hf
-        # Models of their own: PEFT takes the second apart, and reading changes the third.
+        # Separate models: PEFT takes `adapted` apart, and reading changes the one of the reader.
         model, adapted = (model_of_assets(hf) for _ in range(2))
         self.reader = build_base_reader(folder, model)
         self.parts_of = assets_of(self.reader).stored
@@ -170,44 +183,46 @@ class AdapterMerge:
             self._check_base(group, folder)
 
     def parts(self, group: ExportGroup) -> dict[str, AdapterLayer | None]:
-        """Return each of the group's parameters and what adapts it."""
-        found = {n: self.layout.parts.get(self.aliases.get(n, n)) for n in group.sources}
-        return {name: parts[0] if parts else None for name, parts in found.items()}
+        """Map each parameter of the group to the layer that adapts it, or None."""
+        layers = {n: self.layout.parts.get(self.aliases.get(n, n)) for n in group.sources}
+        return {name: parts[0] if parts else None for name, parts in layers.items()}
 
     def needs_base(self, group: ExportGroup) -> bool:
-        """Return whether one of the group's parameters was not trained as a whole."""
+        """Return True unless all parameters of the group were trained in full."""
         return any(part is None or part.kind != "saved" for part in self.parts(group).values())
 
     def _check_base(self, group: ExportGroup, folder: Path) -> None:
-        """Refuse a base without the tensors of `group`, or with others."""
+        """Raise an ExportError if a tensor of `group` is missing in the base or does not fit."""
         for name, shape in group.outputs.items():
             exported, entry = self.plan.names[name], self.entries.get(self.plan.names[name])
             if exported in self.parts_of:
                 continue
             if entry is None:
                 raise ExportError(f"the base {folder} has no tensor {exported}: is it complete?")
-            wanted, where = self.plan.tensors[exported].dtype, f"in the base {folder}"
+            export_dtype, where = self.plan.tensors[exported].dtype, f"in the base {folder}"
             if entry.shape != shape:
                 raise ExportError(
                     f"{exported} is {list(entry.shape)} {where}, and was {list(shape)} when the "
                     "adapter was trained; a resized module can be merged only where it was trained "
                     "as a whole (lora.modules_to_save)"
                 )
-            if entry.dtype != wanted and (entry.dtype not in CASTABLE or wanted not in CASTABLE):
+            if entry.dtype != export_dtype and (
+                entry.dtype not in CASTABLE or export_dtype not in CASTABLE
+            ):
                 raise ExportError(
-                    f"{exported} is {entry.dtype} {where}, which cannot become {wanted}; merge "
-                    "into the base that was not quantised"
+                    f"{exported} is {entry.dtype} {where}, which cannot become {export_dtype}; "
+                    "merge into the base that was not quantised"
                 )
 
     def read_group(self, group: ExportGroup) -> Mapping[str, TensorValues]:
-        """Return the group's outputs: the base's bytes, or the base with the adapter merged in."""
+        """Read the outputs of a group: the base's bytes, or the base with the adapter merged in."""
         names = {name: self.plan.names[name] for name in group.outputs}
         parts = self.parts(group)
         if not any(parts.values()) and not self.parts_of.keys() & set(names.values()):
             files = {name: self.entries[exported] for name, exported in names.items()}
             return {name: (rows for _, rows in blocks(file)) for name, file in files.items()}
-        # In the dtype of a reader's model: rounded where PEFT rounds, and when it is written.
-        wanted = {self.plan.tensors[exported].dtype for exported in names.values()}
+        # Weights are cast to the dtype in which a reader loads the base, to round where PEFT does.
+        export_dtypes = {self.plan.tensors[exported].dtype for exported in names.values()}
         base = self._read_base(group, list(names.values())) if self.needs_base(group) else {}
         parameters = {}
         for name, part in parts.items():
@@ -217,30 +232,31 @@ class AdapterMerge:
                 parameters[name] = self.tensors.whole(part.tensors["saved"])
             else:
                 weight = base.pop(name)
-                own = self.aliases.get(name, name)
-                for dtype in wanted:
-                    weight = weight.to(loaded_dtype(self.model, own, weight.dtype, dtype))
+                parameter = self.aliases.get(name, name)
+                for dtype in export_dtypes:
+                    weight = weight.to(loaded_dtype(self.model, parameter, weight.dtype, dtype))
                 factors = {r: self.tensors.whole(n).float() for r, n in part.tensors.items()}
                 parameters[name] = merge_layer(self.layout, part, weight, factors)
         return self.plan.convert(group, parameters)
 
     def _read_base(self, group: ExportGroup, names: list[str]) -> dict[str, torch.Tensor]:
-        """Return the group's parameters as transformers makes them of the base's files."""
+        """Load the parameters of a group from the base's files, as transformers does."""
         if not group.converted and names[0] not in self.parts_of:
             return {group.sources[0]: whole(self.entries[names[0]])}
         names = [key for name in names for key in self.parts_of.get(name, (name,))]
-        found: dict[str, torch.Tensor] = {}
+        parameters: dict[str, torch.Tensor] = {}
         for part in plan_load_groups(self.reader, names):
-            found |= load_group(self.reader, part, self.entries)
-        if missing := sorted(set(group.sources) - found.keys()):
+            parameters |= load_group(self.reader, part, self.entries)
+        if missing := sorted(set(group.sources) - parameters.keys()):
             raise ExportError(
-                f"transformers makes {sorted(found)} of {', '.join(names[:3])}, not {missing[0]}"
+                f"transformers makes {sorted(parameters)} of {', '.join(names[:3])}, not "
+                f"{missing[0]}"
             )
-        return found
+        return parameters
 
 
 def _check_parts(layout: PeftLayout, families: dict[str, list[str]]) -> None:
-    """Refuse adapters that a merged model cannot hold: one matrix, changed in two ways."""
+    """Refuse adapters that change one tied matrix in two ways: a merged model cannot hold both."""
     for parameter, parts in layout.parts.items():
         ways = {tuple(sorted(part.tensors.items())) for part in parts}
         names = families.get(parameter, [parameter])

@@ -106,8 +106,8 @@ def write_export(
         source_sum: the sums that written tensors must have; see [Note: proof of an export].
 
     Raises:
-        ExportError: no space, files of others in the way, or other bytes in the files than in the
-            source.
+        ExportError: there is no space, other files are in the way, or the written bytes differ
+            from the source.
     """
     proof = ExportProof(plan, source_sum)
     with _staging_folder(target) as folder:
@@ -121,10 +121,10 @@ def write_export(
         proof.finish()
         for name in described["files"]:
             sync(folder / name)
-        known = {"checkpoint": None, "step": None, "run": None, **origin}
+        entry = {"checkpoint": None, "step": None, "run": None, **origin}
         if twice := plan.stored_twice():
-            known["stored_twice"] = twice
-        export_manifest.write(folder, described, known)
+            entry["stored_twice"] = twice
+        export_manifest.write(folder, described, entry)
 
 
 def _write_files(
@@ -168,21 +168,21 @@ def _progress(total: int) -> tqdm:
 def _read_values(
     plan: ExportPlan, names: list[str], read_group: ReadGroup, proof: "ExportProof"
 ) -> Iterator[TensorValues]:
-    """Yield the values of the exported tensors `names`; one group is held at a time.
+    """Yield the values of the exported tensors `names`; one group at a time is in memory.
 
-    Outputs of a group are next to each other in a file, unless they have several dtypes or begin
-    in the file before: then the group is read again.
+    Outputs of a group are usually next to each other in a file. If they have several dtypes or
+    begin in the previous file, the group is read again.
     """
     group_of = {plan.names[n]: group for group in plan.groups for n in group.outputs}
-    held: dict[str, TensorValues] = {}
+    values_by_name: dict[str, TensorValues] = {}
     for name in names:
-        if name not in held:
-            held.clear()
+        if name not in values_by_name:
+            values_by_name.clear()
             group = group_of[name]
             values = read_group(group) if group.sources else plan.copied(group)
-            held = {plan.names[n]: value for n, value in values.items()}
+            values_by_name = {plan.names[n]: value for n, value in values.items()}
             del values  # each tensor goes when it is written
-        yield proof.record(group_of[name], name, held.pop(name))
+        yield proof.record(group_of[name], name, values_by_name.pop(name))
 
 
 @contextlib.contextmanager
@@ -205,7 +205,7 @@ def _staging_folder(target: Path) -> Iterator[Path]:
             )
         try:
             (folder / _MARK).touch()
-            # Before any other file: without the mark they would be somebody else's.
+            # Synced before any other file: without the mark they would seem to be somebody else's.
             sync(folder)
             for path in folder.iterdir():  # left by a killed export
                 if path.name != _MARK:
@@ -216,16 +216,16 @@ def _staging_folder(target: Path) -> Iterator[Path]:
             os.fsync(lock)
             os.rename(folder, target)
             sync_above(target.parent)  # which this export may have made
-            # Not before the rename: a folder without the mark is somebody else's.
+            # Only after the rename: a folder without the mark seems to be somebody else's.
             (target / _MARK).unlink()
             os.fsync(lock)
         except OSError as error:
-            left = "nothing was left"
+            outcome = "nothing was left"
             if not folder.exists():
-                left = "it is complete, but the disk may not keep it: remove it and export again"
+                outcome = "it is complete, but the disk may not keep it: remove it and export again"
             shutil.rmtree(folder, ignore_errors=True)
             raise ExportError(
-                f"writing {target} failed: {error.strerror or error}; {left}"
+                f"writing {target} failed: {error.strerror or error}; {outcome}"
             ) from error
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -256,8 +256,8 @@ def write_file(
 ) -> dict[str, Any]:
     """Write a safetensors file; return its entries for the export's manifest.
 
-    Costs one write, and hashes of 10 GB/s over the file and over each tensor; holds blocks of 1 MB
-    beside the values.
+    The bytes are written once and hashed twice, over the file and over each tensor, at 10 GB/s per
+    hash. In addition to the values, blocks of 1 MB are in memory.
 
     Args:
         path: the new file.
@@ -267,19 +267,19 @@ def write_file(
         advance: called with the number of bytes after each write.
 
     Raises:
-        ExportError: values that do not have the planned size, or that their dtype cannot hold.
+        ExportError: values do not have the planned size, or the dtype cannot represent them.
         OSError: the disk failed.
     """
-    end = given = 0
+    end = flushed = 0
     whole, tensors = xxhash.xxh3_128(), dict[str, Any]()
     with open(path, "xb", buffering=0) as file:
 
         def write(content: memoryview) -> None:
-            nonlocal end, given
+            nonlocal end, flushed
             whole.update(content)
             _write_all(file.fileno(), content, end)
             end += len(content)
-            given = write_behind(file.fileno(), given, end)
+            flushed = write_behind(file.fileno(), flushed, end)
             advance(len(content))
 
         write(memoryview(header))
