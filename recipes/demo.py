@@ -32,6 +32,7 @@ QUESTION = (
 
 
 def main() -> int:
+    """Run the demo that the command line selects; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -65,7 +66,7 @@ SHORT = (
 
 
 def pretrain(run: Path, fresh: bool) -> int:
-    """Train the demo's model, export it and let it write; return the exit code."""
+    """Train the demo's model, export it and generate a text; return the exit code."""
     export = run.with_name(run.name + "-hf")
     if not prepare(run, "tiny_llama", fresh, export):
         return 1
@@ -73,13 +74,13 @@ def pretrain(run: Path, fresh: bool) -> int:
     if ran:
         return ran
     print(RULE, write(load(export), export, PROMPT, 80), RULE, sep="\n")
-    say_losses(run)
+    print_losses(run)
     print(f"export   {export.resolve()}")
     return 0
 
 
 def finetune(base_run: Path, fresh: bool) -> int:
-    """Fine-tune the demo's model with LoRA, export, merge, and ask it; return the exit code."""
+    """Fine-tune the demo's model with LoRA, export, merge, and query it; return the exit code."""
     base = base_run.with_name(base_run.name + "-hf")
     run = base_run.with_name(base_run.name + "-finetune")
     adapter, merged = run.with_name(run.name + "-hf"), run.with_name(run.name + "-merged")
@@ -100,7 +101,7 @@ def finetune(base_run: Path, fresh: bool) -> int:
     print(f"\nThe question:\n{indent(QUESTION, '    ')}")
     for title, answering in (("before", str(base)), ("after, merged", model)):
         print(f"\n{title}:", RULE, write(answering, merged, turns, 60), RULE, sep="\n")
-    say_losses(run)
+    print_losses(run)
     print(f"adapter  {adapter.resolve()}\nmerged   {merged.resolve()}")
     return 0
 
@@ -123,6 +124,7 @@ def prepare(run: Path, mark: str, fresh: bool, *exports: Path) -> bool:
 
 
 def launch(recipe: str, run: Path, *more: object) -> int:
+    """Start a recipe with its tiny config and further flags; return the exit code."""
     kind = find_shipped_kind(recipe)
     assert kind is not None
     config = f"recipes/configs/{recipe}_tiny.yaml"
@@ -170,7 +172,8 @@ def write(model: Any, tokenizer: Path, prompt: Any, tokens: int) -> str:
     return written[0]["generated_text"]
 
 
-def say_losses(run: Path) -> None:
+def print_losses(run: Path) -> None:
+    """Print the first and the last loss of a run."""
     lines = [line for line in read_metrics(run) if "loss" in line]
     first, last = (f"{line['loss']:.4f} (step {line['step']})" for line in (lines[0], lines[-1]))
     print(f"\nloss     {first} -> {last}")

@@ -1,6 +1,6 @@
-"""Fine-tune a causal language model on examples: all its parameters, or adapters (`lora.r`).
+r"""Fine-tune a causal language model on examples: all its parameters, or adapters (`lora.r`).
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml \\
+    accelerate launch --config_file accelerate_configs/cpu.yaml \
         recipes/finetune.py --config recipes/configs/finetune_tiny.yaml
 
 `torchrun` and plain `python` work, too. Without a config and a model, the demo runs. The same
@@ -46,7 +46,7 @@ def finetune(cfg: FinetuneConfig, run: Run) -> None:
     state = TrainState(model, optimizer, scheduler, data.position)
     checkpoint.restore(state, saved)
     stopping = training.build_early_stopping(cfg.train, cfg.checkpoint, state.extra)
-    folder.save_config(state, data, done=stopping.should_stop)
+    folder.save_config(state, data, has_ended=stopping.should_stop)
     metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
     training.add_embedding_noise(model, cfg.train.neftune_noise_alpha)
 

@@ -1,6 +1,6 @@
-"""Tune a causal language model by preferences: pairs of a chosen and a rejected answer (DPO).
+r"""Tune a causal language model by preferences: pairs of a chosen and a rejected answer (DPO).
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml \\
+    accelerate launch --config_file accelerate_configs/cpu.yaml \
         recipes/prefer.py --config recipes/configs/prefer_tiny.yaml
 
 `torchrun` and plain `python` work, too. Without a config and a model, the demo runs. The same
@@ -50,7 +50,7 @@ def prefer(cfg: PreferConfig, run: Run) -> None:
     state = TrainState(model, optimizer, scheduler, data.position, files=objective.files)
     checkpoint.restore(state, saved)
     stopping = training.build_early_stopping(cfg.train, cfg.checkpoint, state.extra)
-    folder.save_config(state, data, done=stopping.should_stop)
+    folder.save_config(state, data, has_ended=stopping.should_stop)
     metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
 
     # ---- The loop --------------------------------------------------------------------------------

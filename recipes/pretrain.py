@@ -1,6 +1,6 @@
-"""Pretrain a causal language model, from random weights or from a checkpoint, with FSDP2.
+r"""Pretrain a causal language model, from random weights or from a checkpoint, with FSDP2.
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml \\
+    accelerate launch --config_file accelerate_configs/cpu.yaml \
         recipes/pretrain.py --config recipes/configs/pretrain_tiny.yaml --train.max_steps 20
 
 `torchrun --nproc_per_node 2 recipes/pretrain.py ...` and plain `python` work, too. Without a config

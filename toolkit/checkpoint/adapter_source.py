@@ -338,10 +338,15 @@ def _drop_none(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_same_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
-    """Refuse an adapter of another base than `cfg` names; return the log line that says what the
-    comparison rests on. Reads 16 kB a tensor of a base that is on this machine.
+    """Raise a ConfigError if the adapter is of another base model than `cfg` names.
 
-    ConfigError: the digest of the weights differs, or, if none is known, the name does.
+    Reads 16 kB per tensor of a base model that is on this machine.
+
+    Returns:
+        A log line that says what was compared.
+
+    Raises:
+        ConfigError: the digest of the weights differs or, if it is unknown, the name.
     """
     expected, base_name = source.base.get("digest"), str(source.base.get("name_or_path") or "")
     advice = f"set model.name_or_path: {base_name or 'its base'}, or give another lora.from"
@@ -389,7 +394,7 @@ def _digest_by_name(source: AdapterSource) -> str | None:
 def _digest_on_disk(name: str, revision: str | None) -> str | None:
     try:
         return base_digest(local_folder(name, revision, ask=False))
-    except ToolkitError:  # not here, or not whole: then nothing is known of its weights
+    except ToolkitError:  # missing or incomplete, so the digest is unknown
         return None
 
 

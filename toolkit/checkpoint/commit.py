@@ -72,7 +72,7 @@ SHARDED_SAFETENSORS = "shard-*-model-*-of-*.safetensors"
 ACCELERATE = "pytorch_model_fsdp_"  # folder of the weights in what `save_state` writes
 LEFTOVER_KINDS = ("tmp", "trash")  # kinds of attempts that killed saves and deletions leave
 _STEP = re.compile(rb'^ "step": ([0-9]+)', re.MULTILINE)  # in a manifest, as it is written
-# Faults of what lies there, not of the disk that is asked: no second look finds something else.
+# Faults of the path, not of the disk: a second attempt to read would find the same.
 _NO_FILE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ELOOP),
     errno.ENAMETOOLONG,
@@ -159,14 +159,14 @@ def suggest_paths(path: Path, *kinds: Callable[[Path], bool]) -> str:
     below = (sorted(itertools.islice(here.glob(depth), 1000)) for depth in ("*", "*/*"))
     for group in (list(path.parents)[:3], *below):
         folders = sorted((p for p in group if p.is_dir()), key=lambda p: _name_distance(p, path))
-        if found := [p for kind in kinds for p in folders if kind(p)]:
-            return f"; did you mean {' or '.join(map(str, found[:3]))}?"
+        if similar := [p for kind in kinds for p in folders if kind(p)]:
+            return f"; did you mean {' or '.join(map(str, similar[:3]))}?"
     return ""
 
 
-def _name_distance(folder: Path, asked: Path) -> float:
+def _name_distance(folder: Path, path: Path) -> float:
     """Compute the distance between the names of two folders, from 0 (equal) to 1."""
-    return 1 - difflib.SequenceMatcher(None, folder.name, asked.name).ratio()
+    return 1 - difflib.SequenceMatcher(None, folder.name, path.name).ratio()
 
 
 def read_manifest(checkpoint: store.Folder) -> dict[str, Any]:
@@ -373,8 +373,10 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
 
 
 def delete_attempts(folders: Iterable[Any]) -> None:
-    """Delete so that at no moment a half-deleted folder is taken for a checkpoint. Where one
-    resists (a file that somebody has open, on NFS), the others go, and its error is raised.
+    """Delete attempts, so that a half-deleted one is never taken for a checkpoint.
+
+    If one cannot be deleted (on NFS, a process may have a file open), the others are deleted before
+    its error is raised.
     """
     resisted = []
     for folder in folders:
@@ -390,10 +392,10 @@ def delete_attempts(folders: Iterable[Any]) -> None:
 
 
 def list_attempts(run: str | store.Folder) -> list[Attempt]:
-    """Return all that bears a name of the protocol, by step, what counts last."""
-    found = storage_of(store.parse_location(run) / CHECKPOINTS).attempts()
-    # step-000000007 would be a second step 7
-    attempts = [a for a in found if step_name(a.step) == a.folder.name.partition(".")[0]]
+    """List the attempts of a run, sorted by step and by precedence: the last one of a step wins."""
+    unsorted = storage_of(store.parse_location(run) / CHECKPOINTS).attempts()
+    # `step-000000007` would be a second folder of step 7.
+    attempts = [a for a in unsorted if step_name(a.step) == a.folder.name.partition(".")[0]]
     return sorted(attempts, key=lambda a: (a.step, a.order, a.folder.name))
 
 

@@ -85,19 +85,19 @@ def estimate_disk_use(
     root: Any = parse_location(output_dir if cfg.root is None else cfg.root)
     on_disk = storage_of(root).is_disk
     steps = sorted(committed_steps(root)) if on_disk else []
-    done = max(steps, default=0)
-    exports, there, every = 1, 0, cfg.export_steps  # of no others, the one made after the run
+    last_step = max(steps, default=0)
+    exports, there, every = 1, 0, cfg.export_steps  # without periodic exports, one after the run
     if every is not None and max_steps is not None:
         at_end = cfg.export_at_end and max_steps % every != 0
         present = [f for f in (run / EXPORTS).glob("step-*") if ".old-" not in f.name]
-        exports = max(1, len(present) + max_steps // every - done // every + at_end)
+        exports = max(1, len(present) + max_steps // every - last_step // every + at_end)
     folder = home = nearest_existing_folder(run)
     if on_disk:
         folder, there = nearest_existing_folder(root), _bytes_in_use(root / CHECKPOINTS, ".bad-")
     if folder.stat().st_dev == home.stat().st_dev:
         there += _bytes_in_use(run / EXPORTS, ".old-")
     else:
-        exports = 0  # on another disk than the checkpoints, which fill theirs first
+        exports = 0  # on another disk; the checkpoints fill theirs first
     return DiskEstimate(
         estimate_checkpoint_bytes(model, world_size, optim) + file_bytes,
         count_checkpoints_on_disk(cfg, max_steps, steps),
@@ -146,13 +146,13 @@ def count_checkpoints_on_disk(
     That is one more than the limit, because the new checkpoint is complete before an old one is
     deleted, and one for the best. `steps` are the checkpoints that exist already.
     """
-    done, saved = max(steps, default=0), len(steps)  # there or still to come
-    if max_steps is not None and done < max_steps:
-        saved += math.ceil(max_steps / cfg.save_steps) - done // cfg.save_steps
+    last_step, saved = max(steps, default=0), len(steps)  # present or still to come
+    if max_steps is not None and last_step < max_steps:
+        saved += math.ceil(max_steps / cfg.save_steps) - last_step // cfg.save_steps
     if cfg.save_total_limit is None:
         return saved or 1
-    kept = cfg.save_total_limit + 1 + int(cfg.keep_best)
-    return kept if max_steps is None else min(kept, saved)
+    limit = cfg.save_total_limit + 1 + int(cfg.keep_best)
+    return limit if max_steps is None else min(limit, saved)
 
 
 def estimate_export_bytes(model: nn.Module) -> int:

@@ -24,12 +24,13 @@ _DISK_FAILS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EREM
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A `Storage` on a disk: what is being written, saved, set aside or deleted says its name."""
+    """A `Storage` on a disk; the name of a folder tells the state of its attempt."""
 
     path: Path
     is_disk: ClassVar[bool] = True
 
     def files(self, only: Collection[str] | None = None) -> dict[str, int]:
+        """Map the relative names of files to their sizes; -1 if it is no regular file."""
         folder = self.path
         if only is None:
             entries = {str(p.relative_to(folder)): p.lstat() for p in folder.rglob("*")}
@@ -45,6 +46,7 @@ class LocalFolder:
         }
 
     def read_plain(self) -> bytes:
+        """Read this small file; raise an OSError if it is no regular file or too large."""
         entry = os.lstat(self.path)
         if not stat.S_ISREG(entry.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(self.path))
@@ -54,17 +56,21 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def local(self) -> Iterator[Path]:
+        """Provide this path itself, which is local already."""
         yield self.path
 
     def replace(self, content: str | bytes) -> None:
+        """Write this file atomically and fsync it."""
         replace_synced(self.path, content)
 
     def put(self, source: Path) -> None:
+        """Fsync `source`, which is in its final place already."""
         sync(source)
 
     def check_usable(self, setting: str) -> None:
-        whole = self.path.absolute()
-        above = next(p for p in (whole, *whole.parents) if os.path.lexists(p))
+        """Raise a ConfigError if this folder cannot be created or written to."""
+        absolute = self.path.absolute()
+        above = next(p for p in (absolute, *absolute.parents) if os.path.lexists(p))
         if not above.is_dir():
             raise ConfigError(
                 f"{setting} {self.path} cannot be made: {above} is not a folder; give another"
@@ -75,28 +81,34 @@ class LocalFolder:
             )
 
     def free_bytes(self) -> int:
+        """Return the free bytes of the disk."""
         return shutil.disk_usage(nearest_existing_folder(self.path)).free
 
     def attempts(self) -> Iterator[Attempt]:
+        """Yield the attempts in this folder, with their kind."""
         for path in self.path.iterdir() if self.path.is_dir() else ():
             if match := _ATTEMPT.fullmatch(path.name):
                 kind = match[2] or ("tmp" if _is_unfinished(path) else "saved")
                 yield Attempt(path, int(match[1]), kind, 0 if kind == "old" else 1)
 
     def new_attempt(self, step: int, number: int) -> Path:
+        """Create an empty folder for an attempt to save `step`."""
         self.path.mkdir(parents=True, exist_ok=True)
         sync_above(self.path)
         folder = new_attempt_name(self.path / step_name(step), "tmp")
         folder.mkdir()
         return folder
 
-    def scratch(self) -> Path:  # files are written in place
+    def scratch(self) -> Path:
+        """Return this folder, because files are written in place."""
         return self.path
 
     def committed_as(self, step: int) -> Path:
+        """Return the path of this attempt after its commit."""
         return self.path.with_name(step_name(step))
 
     def commit(self, step: int, manifest: str, seal: str, verifies: Callable[[Path], bool]) -> Path:
+        """Write the manifest, rename the folder to its final name, then rename COMMIT."""
         folder, target = self.path, self.committed_as(step)
         (folder / COMMIT).unlink(missing_ok=True)  # in a copy of a committed folder
         write_synced(folder / MANIFEST, manifest)
@@ -115,6 +127,7 @@ class LocalFolder:
         return target
 
     def set_aside(self) -> Path:
+        """Quarantine this checkpoint: rename it to `.bad-*`."""
         bad = new_attempt_name(self.path, "bad")
         with raise_disk_errors(f"{self.path} cannot be set aside"):
             os.rename(self.path, bad)
@@ -122,6 +135,7 @@ class LocalFolder:
         return bad
 
     def delete(self) -> None:
+        """Rename this folder to `.trash-*`, delete COMMIT, then everything else."""
         folder = self.path
         if not re.search(r"\.(tmp|trash)-", folder.name):
             folder = new_attempt_name(folder, "trash")
@@ -137,18 +151,18 @@ class LocalFolder:
 
 
 def nearest_existing_folder(folder: Path) -> Path:
-    """Return `folder`, or the folder that it will be made in."""
+    """Return `folder` if it exists, otherwise its nearest parent that exists."""
     folder = folder.absolute()
     return folder if folder.is_dir() else nearest_existing_folder(folder.parent)
 
 
 def new_attempt_name(folder: Path, kind: str) -> Path:
-    """Return a new name of a kind; of `step-N.old-*`, too, which would still count otherwise."""
+    """Build a new name for an attempt of `kind`; a kind in the old name is replaced."""
     return folder.with_name(f"{folder.name.partition('.')[0]}.{kind}-{os.urandom(4).hex()}")
 
 
 def make_way(target: Path, verifies: Callable[[Path], bool]) -> Path | None:
-    """Free the name `target`; return where a committed checkpoint of this name went, if one did."""
+    """Free the name `target`; return the new path if an intact checkpoint had this name."""
     if not os.path.lexists(target):
         return None
     aside = None
@@ -168,8 +182,8 @@ def make_way(target: Path, verifies: Callable[[Path], bool]) -> Path | None:
 
 
 def _undo_renames(folder: Path, target: Path, aside: Path | None) -> None:
-    """Undo the renames of a `commit` that failed, as far as the disk lets."""
-    # Where it does not, nothing is lost: `target` has no COMMIT, and `aside` counts.
+    """Undo the renames of a failed `commit`, as far as the disk permits."""
+    # If that fails, nothing is lost: `target` has no COMMIT, so `aside` is the valid checkpoint.
     with contextlib.suppress(OSError):
         if not os.path.lexists(folder):
             os.rename(target, folder)
@@ -180,7 +194,7 @@ def _undo_renames(folder: Path, target: Path, aside: Path | None) -> None:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Return whether a save was killed between the rename to `step-N` and COMMIT."""
+    """Return True if a save was killed between the rename to `step-N` and COMMIT."""
     return os.path.lexists(path / _PREPARED) and not os.path.lexists(path / COMMIT)
 
 
@@ -188,20 +202,21 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def is_disk_failure(error: BaseException | None) -> bool:
-    """Return whether a disk that is full or broken raised `error`."""
+    """Return True if a full or broken disk raised `error`."""
     return isinstance(error, OSError) and error.errno in _DISK_FULL | _DISK_FAILS
 
 
-def disk_error(what: str, error: BaseException) -> CheckpointError:
-    """Return the error that says `what` failed, and the disk's own cause; a `StorageError` where
-    the disk is full or broken.
+def disk_error(failure: str, error: BaseException) -> CheckpointError:
+    """Build an error that reports `failure` and its cause on the disk.
+
+    It is a `StorageError` if the disk is full or broken.
     """
     # torch reports a full disk as "unexpected pos 704 vs 598" and keeps the cause as its context.
     cause: Any = error
     while cause is not None and not (isinstance(cause, OSError) and cause.errno is not None):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
-        return CheckpointError(f"{what}: {error}")
+        return CheckpointError(f"{failure}: {error}")
     place = f" ({cause.filename})" if cause.filename else ""
     advice = ""
     if cause.errno in _DISK_FULL:
@@ -210,13 +225,13 @@ def disk_error(what: str, error: BaseException) -> CheckpointError:
             "checkpoints before it are as they were"
         )
     kind = StorageError if is_disk_failure(cause) else CheckpointError
-    return kind(f"{what}: {cause.strerror or cause}{place}{advice}")
+    return kind(f"{failure}: {cause.strerror or cause}{place}{advice}")
 
 
 @contextlib.contextmanager
-def raise_disk_errors(what: str) -> Iterator[None]:
-    """Raise the disk's errors as ours: `ranks` tells those to ranks that did not fail."""
+def raise_disk_errors(failure: str) -> Iterator[None]:
+    """Raise an OSError as a CheckpointError, which `ranks` also raises on the other ranks."""
     try:
         yield
     except OSError as error:
-        raise disk_error(what, error) from error
+        raise disk_error(failure, error) from error

@@ -24,7 +24,7 @@ _DELETED_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class RemotePath:
-    """An object, or a prefix of objects: named and read as a `Path` is, and a `Storage`."""
+    """An object, or a prefix of objects, with the methods of a `Path` and of a `Storage`."""
 
     url: str
     path: str  # as the driver names it
@@ -41,46 +41,50 @@ class RemotePath:
 
     @property
     def name(self) -> str:
+        """The last part of the URL."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> "RemotePath":
+        """The prefix above this one."""
         return RemotePath(self.url.rpartition("/")[0], self.path.rpartition("/")[0], self.fs)
 
-    def resolve(self) -> "RemotePath":  # a URL is absolute
+    def resolve(self) -> "RemotePath":
+        """Return this path, because a URL is absolute."""
         return self
 
     def is_symlink(self) -> bool:
+        """Return False, because a store has no links."""
         return False
 
     def read_bytes(self) -> bytes:
-        """Return the whole object; FileNotFoundError where there is none."""
+        """Read the entire object; raise a FileNotFoundError if it does not exist."""
         with _driver_errors(f"{self} cannot be read", passed=FileNotFoundError):
             return self.fs.cat_file(self.path)
 
     def write_bytes(self, content: bytes) -> None:
-        """Make, or replace, the object: whole, or not at all where the store keeps to that."""
+        """Create or replace the object, atomically if the store guarantees that."""
         with _driver_errors(f"{self} cannot be written"):
             self.fs.pipe_file(self.path, content)
 
     @contextlib.contextmanager
     def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
-        """Give the object as a stream; one that is written appears when the context ends well."""
+        """Open the object as a stream; a written one appears when the context succeeds."""
         reads = mode == "rb"
-        what = f"{self} cannot be {'read' if reads else 'written'}"
-        with _driver_errors(what, passed=FileNotFoundError if reads else ToolkitError):
+        failure = f"{self} cannot be {'read' if reads else 'written'}"
+        with _driver_errors(failure, passed=FileNotFoundError if reads else ToolkitError):
             file = self.fs.open(self.path, mode, block_size=_BLOCK)
             try:
                 yield file
             except BaseException:
-                # As far as the driver can; whatever it leaves is part of no checkpoint.
+                # Not every driver can discard it, but what remains is part of no checkpoint.
                 with contextlib.suppress(Exception):
                     getattr(file, "discard", file.close)()
                 raise
             file.close()
 
     def unlink(self) -> None:
-        """Delete the object; none there is fine."""
+        """Delete the object if it exists."""
         with (
             contextlib.suppress(FileNotFoundError),
             _driver_errors(f"{self} cannot be deleted", passed=FileNotFoundError),
@@ -90,38 +94,43 @@ class RemotePath:
     # ---- As a `Storage`
 
     def files(self, only: Collection[str] | None = None) -> dict[str, int]:
+        """Map the relative names of the objects below this prefix to their sizes."""
         inside = self.path.rstrip("/") + "/"
         with _driver_errors(f"{self} cannot be listed"):
             self.fs.invalidate_cache()
-            found = sorted(self.fs.find(self.path, detail=True).items())
-        sizes = {p.removeprefix(inside): e["size"] for p, e in found if p.startswith(inside)}
+            entries = sorted(self.fs.find(self.path, detail=True).items())
+        sizes = {p.removeprefix(inside): e["size"] for p, e in entries if p.startswith(inside)}
         return sizes if only is None else {n: sizes[n] for n in only if n in sizes}
 
     read_plain = read_bytes
 
     @contextlib.contextmanager
     def local(self) -> Iterator[Path]:
+        """Copy this small object to a temporary folder for the length of the context."""
         with tempfile.TemporaryDirectory(prefix="toolkit-") as scratch:
             copy = Path(scratch, self.name)
             copy.write_bytes(self.read_bytes())
             yield copy
 
     def replace(self, content: str | bytes) -> None:
+        """Create or replace the object."""
         self.write_bytes(content.encode() if isinstance(content, str) else content)
 
     def put(self, source: Path) -> None:
+        """Upload a local file as this object."""
         with self.open("wb") as target, open(source, "rb") as content:
             shutil.copyfileobj(content, target, _BLOCK)
 
     def check_usable(self, setting: str) -> None:
-        # A name of its own, listed alone: every rank of a large run does this, beside checkpoints.
+        """Write, read, list and delete a small object; raise a CheckpointError if that fails."""
+        # Each rank of a large run does this next to the checkpoints, so each uses a unique prefix.
         folder = self / f"probe-{os.urandom(8).hex()}"
         try:
             (folder / "object").write_bytes(b"probe")
-            found = (folder / "object").read_bytes(), folder.files()
+            probe = (folder / "object").read_bytes(), folder.files()
             (folder / "object").unlink()
-            if found != (b"probe", {"object": 5}):
-                raise CheckpointError(f"5 bytes were put there, read and listed are {found}")
+            if probe != (b"probe", {"object": 5}):
+                raise CheckpointError(f"5 bytes were put there, read and listed are {probe}")
         except (CheckpointError, FileNotFoundError) as error:
             raise CheckpointError(
                 f"checkpoints cannot go to {self}: {error}; check the URL, the network and the "
@@ -129,9 +138,10 @@ class RemotePath:
             ) from error
 
     def free_bytes(self) -> None:
-        return None  # nobody can ask a store
+        """Return None, because a store does not report its free space."""
 
     def attempts(self) -> Iterator[Attempt]:
+        """Yield the attempts below this prefix, with their kind."""
         names: dict[str, set[str]] = {}
         for path in self.files():
             folder, _, name = path.partition("/")
@@ -140,42 +150,48 @@ class RemotePath:
             if (match := _ATTEMPT.fullmatch(folder)) and files != {""}:
                 number = int(match[2] or 0)
                 kind = "bad" if BAD in files else "saved" if COMMIT in files else "tmp"
-                if kind != "tmp" or number > 0:  # else somebody may still be copying it
+                if kind != "tmp" or number > 0:  # otherwise somebody may still be copying it
                     yield Attempt(self / folder, int(match[1]), kind, number)
 
     def new_attempt(self, step: int, number: int) -> "RemotePath":
+        """Name a new attempt to save `step`."""
         return self / f"{step_name(step)}.try-{number:04d}-{os.urandom(4).hex()}"
 
     def scratch(self) -> Path:
+        """Create a local temporary folder for files that are uploaded later."""
         return Path(tempfile.mkdtemp(prefix="checkpoint-"))
 
-    def committed_as(self, step: int) -> "RemotePath":  # nothing is renamed
+    def committed_as(self, step: int) -> "RemotePath":
+        """Return this path, because a commit renames nothing."""
         return self
 
     def commit(self, step: int, manifest: str, seal: str, verifies: Callable[[Any], bool]) -> Any:
+        """Write the manifest and then COMMIT, which makes the attempt valid."""
         (self / MANIFEST).write_bytes(manifest.encode())
         (self / COMMIT).write_bytes(seal.encode())
         return self
 
     def set_aside(self) -> "RemotePath":
+        """Mark the checkpoint as bad, so that it is never read; return the mark."""
         (self / BAD).write_bytes(b"failed verification; kept for a look, never read\n")
         return self / BAD
 
     def delete(self) -> None:
+        """Delete all objects of this attempt, COMMIT first."""
         (self / COMMIT).unlink()
         names = list(self.files())
         if _deletes_lists(self.fs, [f"{self.path}/{name}" for name in names]):
             with (
-                contextlib.suppress(FileNotFoundError),  # somebody else deletes it, too
+                contextlib.suppress(FileNotFoundError),  # another process deletes it, too
                 _driver_errors(f"{self} cannot be deleted", passed=FileNotFoundError),
             ):
                 self.fs.rm([f"{self.path}/{name}" for name in names])
-            names = list(self.files())  # a store may refuse some, and not all drivers say so
+            names = list(self.files())  # a store may refuse some, which not all drivers report
         with ThreadPoolExecutor(_DELETED_AT_ONCE) as pool:
             list(pool.map(lambda name: (self / name).unlink(), names))
 
     def download(self, folder: Path) -> None:
-        """Copy all objects of a checkpoint into a folder below TMPDIR; a line on stderr says so."""
+        """Copy all objects of a checkpoint into a local `folder`; report it on stderr."""
         files = self.files()
         if odd := [n for n in files if not is_inner_path(n)]:
             raise CheckpointError(f"{self} holds {odd[0]!r}, which is no name of a file")
@@ -187,16 +203,17 @@ class RemotePath:
                 "its store, and give that"
             )
         print(f"copying {self} ({nbytes:,} bytes) to {folder}", file=sys.stderr, flush=True)
-        for name in files:  # not every driver makes them
+        for name in files:  # not every driver creates them
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with _driver_errors(f"{self} cannot be copied"):
             self.fs.get([f"{self.path}/{n}" for n in files], [str(folder / n) for n in files])
 
 
 def from_url(url: str) -> RemotePath:
-    """Return the place that a URL names. Asks no store anything.
+    """Parse a URL into a path on a store. Sends no request.
 
-    CheckpointError: it has credentials in it, or its driver is not installed.
+    Raises:
+        CheckpointError: the URL contains credentials, or its driver is not installed.
     """
     url = url.rstrip("/")
     parts = urllib.parse.urlsplit(url)
@@ -205,7 +222,7 @@ def from_url(url: str) -> RemotePath:
             f"{parts.scheme}://... holds credentials, options or a chain of file systems; give the "
             "store's own URL, such as s3://bucket/run, and leave those to its driver"
         )
-    import fsspec  # here: a run on a disk needs no store
+    import fsspec  # imported here, because a run on a disk needs no store
 
     try:
         fs, stripped = fsspec.url_to_fs(url)
@@ -218,10 +235,11 @@ def from_url(url: str) -> RemotePath:
 
 
 def _deletes_lists(fs: Any, paths: list[str]) -> bool:
-    """Return whether a driver has a special deletion for a list of `paths`.
+    """Return True if the driver of `fs` can delete the list `paths` in few requests.
 
-    That of S3 takes 1,000 objects a request, that of Google Cloud Storage 100. fsspec's general
-    one sends a request for each object. Drivers read `*`, `?` and `[` in a list as patterns.
+    The driver of S3 deletes 1,000 objects per request, the one of Google Cloud Storage 100. The
+    default implementation in fsspec sends one request per object. Drivers treat `*`, `?` and `[` in
+    a list as patterns, so such a list is not deleted at once.
     """
     from fsspec import AbstractFileSystem
     from fsspec.asyn import AsyncFileSystem
@@ -232,11 +250,11 @@ def _deletes_lists(fs: Any, paths: list[str]) -> bool:
 
 
 @contextlib.contextmanager
-def _driver_errors(what: str, passed: type[Exception] = ToolkitError) -> Iterator[None]:
-    """Raise what a driver raises, but for `passed`, as the one error."""
+def _driver_errors(failure: str, passed: type[Exception] = ToolkitError) -> Iterator[None]:
+    """Raise the errors of a driver as a StorageError, except for `passed`."""
     try:
         yield
     except (ToolkitError, passed):
         raise
     except Exception as error:  # drivers have no common class
-        raise StorageError(f"{what}: {one_line(error)}") from error
+        raise StorageError(f"{failure}: {one_line(error)}") from error

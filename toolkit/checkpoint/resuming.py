@@ -251,7 +251,7 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
         return content, moments
 
     content, moments = ranks.on_all(check)
-    tensors |= {f"optimizer.{n}.{k}": t for n, held in moments.items() for k, t in held.items()}
+    tensors |= {f"optimizer.{n}.{k}": t for n, parts in moments.items() for k, t in parts.items()}
     read_tensors(checkpoint / DCP, table, tensors)
 
     def apply_content() -> None:

@@ -89,7 +89,9 @@ class RunFolder:
         """Replace the settings to record by `cfg`, in which `auto` is resolved."""
         self._cfg = cfg
 
-    def save_config(self, state: "TrainState", data: "TrainingData", *, done: bool = False) -> None:
+    def save_config(
+        self, state: "TrainState", data: "TrainingData", *, has_ended: bool = False
+    ) -> None:
         """Write config.yaml, log the settings that changed since the last start, and clean up.
 
         Answers and exports of steps after `state.step` are dropped or renamed, because this start
@@ -98,11 +100,11 @@ class RunFolder:
         Args:
             state: the state that training starts from.
             data: says the global batch and the accumulation in use.
-            done: the run has ended early, so that there is no step left.
+            has_ended: the run has ended early, so that there is no step left.
         """
         if state.step:
             ranks.log_once(f"resuming   {self.path} after step {state.step}")
-        if done or state.step >= data.max_steps:
+        if has_ended or state.step >= data.max_steps:
             return
         train = self._cfg.train
         global_batch = data.position.global_batch
@@ -173,10 +175,10 @@ def default_export_path(folder: Path) -> Path:
 def read_raw_config(run: Path) -> dict[str, Any]:
     """Read config.yaml as a plain dict, of any recipe and version; {} if it cannot be read."""
     try:
-        found = read_yaml(run / CONFIG, ConfigError)
+        config = read_yaml(run / CONFIG, ConfigError)
     except ConfigError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def find_checkpoint_root(run: Path) -> Folder:

@@ -228,7 +228,7 @@ class _Snapshot:
     ) -> None:
         """Create the folder and capture everything that training may change. Collective.
 
-        If the save goes on `behind` training, the tensors are copied to host memory.
+        If the save continues `behind` training, the tensors are copied to host memory.
         """
         self.run = run
         self.cfg = cfg

@@ -158,8 +158,8 @@ def describe_base(source: Source, elsewhere: str | Path | None = None) -> dict[s
     """Describe the base model for the export of an adapter: its name, revision and digest.
 
     If the weights of the base are on this machine, they are read and compared with the digest of
-    the run. For a Hub id whose weights are not here, only the config is compared: a name is no
-    reason to download them. `toolkit verify --logits` reads them.
+    the run. For a Hub id whose weights are not on this machine, only the config is compared,
+    because a comparison does not justify a download. `toolkit verify --logits` reads the weights.
 
     Args:
         source: an adapter checkpoint.

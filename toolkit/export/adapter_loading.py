@@ -337,9 +337,9 @@ def compare_with_reloaded(model: nn.Module, checkpoint: str | Path) -> str:
                 f"{checkpoint} does not give back what was trained: on rank {rank} "
                 f"{len(names)} of {len(trained)} tensors differ, such as {names[0]}; {_ADVICE}"
             )
-    how = "through PeftModel.from_pretrained, equal to the bit"
+    loader = "through PeftModel.from_pretrained, equal to the bit"
     seconds = time.perf_counter() - start_time
-    return f"adapter proven: {len(trained)} tensors reloaded {how} ({seconds:.1f} s)"
+    return f"adapter proven: {len(trained)} tensors reloaded {loader} ({seconds:.1f} s)"
 
 
 def _reload_by_peft(
@@ -352,14 +352,14 @@ def _reload_by_peft(
         model, problems = load_with_peft(base, exported, empty=True)
     if problems:
         raise CheckpointError(f"{checkpoint}: {problems[0]}")
-    found = model.state_dict()
-    missing = [n for n in trained if n not in found or found[n].is_meta]
+    state = model.state_dict()
+    missing = [n for n in trained if n not in state or state[n].is_meta]
     if missing:
         raise CheckpointError(
             f"PEFT does not load {missing[0]} (and {len(missing) - 1} more) of the export of "
             f"{checkpoint}; {_ADVICE}"
         )
-    return {n: found[n].detach().to(t.dtype) for n, t in trained.items()}
+    return {n: state[n].detach().to(t.dtype) for n, t in trained.items()}
 
 
 def _is_equal(name: str, tensor: torch.Tensor, loaded: dict[str, torch.Tensor]) -> bool:

@@ -200,8 +200,8 @@ def _dtypes_by_tensor(plan: ExportPlan) -> _SumRequest:
     for group in plan.groups:
         dtypes_of_group = {plan.tensors[plan.names[name]].dtype for name in group.outputs}
         for name in group.sources:
-            wanted = dtypes.setdefault(plan.stored[name], [])
-            wanted += sorted(dtypes_of_group - {*wanted}, key=str)
+            stored_dtypes = dtypes.setdefault(plan.stored[name], [])
+            stored_dtypes += sorted(dtypes_of_group - {*stored_dtypes}, key=str)
     return dtypes
 
 

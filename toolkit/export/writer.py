@@ -49,7 +49,7 @@ _MARK = ".toolkit-export"  # tells a folder that a killed export left from someb
 _QUIET = 30.0  # seconds between two lines of progress where there is no terminal
 
 TensorValues = torch.Tensor | Iterator[torch.Tensor]
-"""A whole tensor, or its rows in order, some at a time."""
+"""A complete tensor, or an iterator over its rows in order, in blocks."""
 
 ReadGroup = Callable[[ExportGroup], Mapping[str, TensorValues]]
 """Returns output name -> values of all outputs of a group."""
