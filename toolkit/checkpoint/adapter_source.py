@@ -1,8 +1,8 @@
-"""Find the adapter that a run continues (`lora.from`), and take its settings over.
+"""Find the adapter that a run continues (`lora.from`), and adopt its settings.
 
-A PEFT folder, a repository of the Hub, an export of this toolkit, a run, or one of its checkpoints.
-What it is, and of which base, is read from small files and headers: its values are read by
-`toolkit.export.adapter_loading`, after the base.
+The adapter is in a PEFT folder, a repository of the Hub, an export of this toolkit, a run, or a
+checkpoint. This module reads its kind and base model from small files and headers.
+`toolkit.export.adapter_loading` reads its values, after those of the base model.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from toolkit.formats.hub_access import why_unreachable
 from toolkit.formats.plain_files import hash_of_part
 
 _PICKLE = "adapter_model.bin"
-_MOST_STAGES = 50  # of a chain, in what anybody may have written
+_MOST_STAGES = 50  # of a chain that an untrusted file describes
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,21 @@ class AdapterSource:
     checkpoint: Source | None = None  # None: a PEFT folder
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return key of the weights file -> its place; a PEFT folder only."""
+        """Read the place of each tensor from the weights file of a PEFT folder."""
         return read_header(self.folder / ADAPTER_WEIGHTS)
 
 
 def apply_adapter_settings(cfg: Any) -> Any:
-    """Return `cfg` with the rank, targets and the like of the adapter that `lora.from` names.
+    """Add rank, targets and similar settings of the adapter in `lora.from` to `cfg`. Collective.
 
-    A run that is resumed has recorded them: then the adapter need not exist any more. Collective;
-    rank 0 reads small files, or asks the Hub. ConfigError: no such adapter, one that cannot be
-    continued, or a setting that contradicts it.
+    Rank 0 reads small files, or queries the Hub. A resumed run has recorded the settings, so the
+    adapter need not exist any more.
+
+    Returns:
+        The new config; `cfg` itself if it continues no adapter.
+
+    Raises:
+        ConfigError: there is no such adapter, it cannot be continued, or a setting contradicts it.
     """
     if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
         return cfg
@@ -82,11 +87,11 @@ def _apply_settings(cfg: FinetuneConfig) -> FinetuneConfig:
 
 
 def _with_structure(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
-    """Return the settings with the adapter's; refuse those of the user that contradict it."""
+    """Add the adapter's settings to `lora`; refuse requested settings that contradict them."""
     theirs = read_structure(source.config, source.name)
     for name, value in lora.requested().items():
         if name == "target_modules" and comparable(value) == ALL_LINEAR:
-            continue  # which modules those are, the model says
+            continue  # the model decides which modules those are
         if comparable(value) != comparable(theirs[name]):
             raise ConfigError(
                 f"lora.{name} is {value!r}, and the adapter that lora.from names "
@@ -96,7 +101,7 @@ def _with_structure(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
 
 
 def read_structure(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the settings `STRUCTURE` of an adapter_config.json; ConfigError: of a wrong type."""
+    """Read the settings `STRUCTURE` of an adapter_config.json; refuse values of a wrong type."""
     lists = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
     patterns, switches = ("rank_pattern", "alpha_pattern"), ("use_rslora", "use_dora")
     structure: dict[str, Any] = {"r": config["r"], "lora_alpha": config.get("lora_alpha")}
@@ -141,12 +146,12 @@ def _is_string_list(value: Any) -> bool:
 
 
 def _layer_pattern(config: dict[str, Any], targets: Any) -> Any:
-    """Return one regular expression for `target_modules` within `layers_to_transform`.
+    """Build a regular expression that matches `target_modules` in `layers_to_transform` only.
 
-    PEFT takes the last number in a module's name that stands behind one of `layers_pattern`, or
-    behind any name, for the number of its layer.
+    For PEFT, a module's layer is the last number in its name that follows one of `layers_pattern`.
+    Without patterns, the number may follow any name.
     """
-    if isinstance(targets, str):  # of which PEFT ignores the layers
+    if isinstance(targets, str):  # PEFT ignores the layers of a pattern
         return targets
     numbers, lists = config["layers_to_transform"], config.get("layers_pattern") or r"[^.]*"
     numbers = numbers if isinstance(numbers, list) else [numbers]
@@ -170,14 +175,17 @@ def _check_task(source: AdapterSource, cfg: FinetuneConfig) -> None:
         )
 
 
-# ---- Where it is
+# ---- Finding it
 
 
 @contextlib.contextmanager
 def open_adapter(lora: LoraConfig) -> Iterator[AdapterSource]:
-    """Give the adapter that `lora.from` names; a checkpoint on a store is copied meanwhile.
+    """Provide the adapter that `lora.from` names, inside the context.
 
-    ConfigError on one line: there is none, it is of a kind that cannot be continued, or damaged.
+    A checkpoint on a store is copied to a temporary folder.
+
+    Raises:
+        ConfigError: there is no adapter, its kind cannot be continued, or it is damaged.
     """
     name = str(lora.from_)
     with contextlib.ExitStack() as stack:
@@ -201,7 +209,7 @@ def open_adapter(lora: LoraConfig) -> Iterator[AdapterSource]:
 
 
 def _find_on_hub(name: str, revision: str | None) -> Path:
-    """Return the folder in the cache that holds an adapter of the Hub."""
+    """Find the folder of the cache that holds an adapter of the Hub; download it if necessary."""
     path = Path(name).expanduser()
     if path.exists():
         raise ConfigError(f"lora.from {name} is a file; give the folder that holds it")
@@ -225,7 +233,7 @@ def _find_on_hub(name: str, revision: str | None) -> Path:
 
 
 def _read_peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterSource:
-    """Return the adapter in a PEFT folder, whose files are checked against an export's manifest."""
+    """Describe the adapter in a PEFT folder; check the files of an export by its manifest."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
         if (folder / _PICKLE).is_file():
             raise ConfigError(
@@ -239,7 +247,7 @@ def _read_peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterS
         config = read_adapter_config(folder)
     except ExportError as error:
         raise ConfigError(f"lora.from {name} cannot be continued: {error}") from error
-    read_header(folder / ADAPTER_WEIGHTS)  # LoadingError: damaged
+    read_header(folder / ADAPTER_WEIGHTS)  # raises a LoadingError if the file is damaged
     keys = ("base_model_name_or_path", "revision")
     base = dict(zip(("name_or_path", "revision"), map(config.get, keys), strict=True))
     origin: dict[str, Any] = {}
@@ -259,7 +267,7 @@ def _read_peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterS
 
 
 def _read_checked_origin(folder: Path) -> dict[str, Any]:
-    """Return the origin in an export's manifest; ConfigError: a file is not what it says."""
+    """Read the origin from an export's manifest; refuse files that do not match the manifest."""
     manifest = export_manifest.read(folder)
     for name in (ADAPTER_WEIGHTS, ADAPTER_FILE):
         entry, size = manifest["files"].get(name), (folder / name).stat().st_size
@@ -274,7 +282,7 @@ def _read_checked_origin(folder: Path) -> dict[str, Any]:
 
 
 def _read_toolkit_checkpoint(name: str, path: Path) -> AdapterSource:
-    """Return the adapter in a checkpoint of this toolkit, or in the newest one of a run."""
+    """Describe the adapter in a checkpoint of this toolkit, or in the newest one of a run."""
     source = find_source(path)
     if source.checkpoint is None:
         raise ConfigError(f"lora.from {name} is a checkpoint of another tool; give a PEFT folder")
@@ -300,7 +308,7 @@ def _read_toolkit_checkpoint(name: str, path: Path) -> AdapterSource:
 
 
 def _check_folder_kind(name: str, path: Path) -> None:
-    """Refuse a folder that holds neither an adapter nor a run, and say what it is."""
+    """Refuse a folder with neither an adapter nor a run; the error says what the folder is."""
     if (path / _PICKLE).is_file() or (path / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"lora.from {name} has no {ADAPTER_FILE}; complete the PEFT folder")
     is_model = (path / "config.json").is_file() and source_dtypes(path) is not None
@@ -322,7 +330,7 @@ def _mapping(content: Any, name: str) -> dict[str, Any]:
 
 
 def _earlier_stage(entry: Any, depth: int = 0) -> dict[str, Any] | None:
-    """Return the entry of the stage before, as far as it is one; anybody may have written it."""
+    """Copy the valid parts of the entry of an earlier stage, whose content is not trusted."""
     if not isinstance(entry, dict) or depth == _MOST_STAGES:
         return None
     kinds = {"name": str, "hub_id": str, "revision": str, "sha256": str, "step": int}
@@ -379,14 +387,14 @@ def check_same_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
 
 
 def _digest_of_run(cfg: FinetuneConfig) -> str | None:
-    """Return the digest of the base of a run; None: its weights are not on this machine."""
+    """Compute the digest of a run's base; None if its weights are not on this machine."""
     if cfg.model.init == "random":
         return f"random, seed {cfg.seed}"
     return _digest_on_disk(cfg.model.name_or_path, cfg.model.revision)
 
 
 def _digest_by_name(source: AdapterSource) -> str | None:
-    """Return the digest of the base that an adapter names, if its weights are on this machine."""
+    """Compute the digest of an adapter's base; None if its weights are not on this machine."""
     base_name, revision = source.base.get("name_or_path"), source.base.get("revision")
     return None if not base_name else _digest_on_disk(str(base_name), revision)
 
@@ -399,7 +407,7 @@ def _digest_on_disk(name: str, revision: str | None) -> str | None:
 
 
 def format_chain(stage: dict[str, Any]) -> str:
-    """Return the chain of adapters that a run continues, newest first."""
+    """Format the chain of adapters that a run continues, newest first."""
     parts = []
     entry: Any = stage
     while isinstance(entry, dict):

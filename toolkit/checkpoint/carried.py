@@ -146,7 +146,7 @@ class Carried:
         if self.tensors and origin:
             name = str(origin["name_or_path"])
             entry["carried"] = {
-                # The path of this machine is no business of readers.
+                # A path of this machine is not published.
                 "name": Path(name).name if is_path(name) else name,
                 "revision": origin["revision"],
                 "digest": origin["digest"],

@@ -42,7 +42,7 @@ _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_
 
 @dataclass(frozen=True)
 class Source:
-    """The weights of one checkpoint: where they are, and their names, dtypes and shapes."""
+    """The weights of one checkpoint: their location, names, dtypes and shapes."""
 
     folder: Path
     """Holds the shards."""
@@ -61,7 +61,7 @@ class Source:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether this is a checkpoint of adapters; `hf` then describes their base model."""
+        """True for a checkpoint of adapters; `hf` then describes their base model."""
         return self.checkpoint is not None and is_adapter_folder(self.checkpoint / HF)
 
     @property
@@ -238,7 +238,7 @@ def map_parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict
 
 
 def check_complete(source: Source, keys: Iterable[str]) -> None:
-    """Check that chunks cover each element of the tensors once; ExportError names the tensor."""
+    """Raise an ExportError unless chunks cover each element of the tensors exactly once."""
     for key in keys:
         if fault := source.fault(key):
             shape = source.tensors[key][1]
@@ -246,7 +246,7 @@ def check_complete(source: Source, keys: Iterable[str]) -> None:
 
 
 def _read_toolkit_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
-    """Describe a checkpoint of this toolkit, after a look at its files."""
+    """Describe a checkpoint of this toolkit, after a check of its files."""
     metadata = f"{DCP}/{formats.METADATA_FILE}"
     manifest = commit.read_manifest(checkpoint)
     files = manifest["files"]

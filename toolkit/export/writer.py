@@ -233,7 +233,7 @@ def _staging_folder(target: Path) -> Iterator[Path]:
 
 
 def _check_space(plan: ExportPlan, folder: Path) -> None:
-    """Refuse a disk that has no space for the export."""
+    """Raise an OSError if the disk has no space for the export."""
     needed = _weight_bytes(plan) + sum(map(len, plan.assets.values()))
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -342,20 +342,20 @@ class ExportProof:
     _written: dict[str, int] = field(default_factory=dict)  # exported name -> sum of its values
 
     def record(self, group: ExportGroup, name: str, values: TensorValues) -> TensorValues:
-        """Return the values of an exported tensor; sum them on their way without a source sum."""
-        if self._is_known(group):
+        """Pass on the values of an exported tensor; sum them if the source has no sum."""
+        if self._has_source_sums(group):
             return values
-        return self._summed(name, values)
+        return self._sum_rows(name, values)
 
     def check(self, folder: Path, group: ExportGroup) -> None:
-        """Compare the written tensors of `group` in `folder`; note those that differ in `wrong`."""
+        """Compare the written tensors of `group` in `folder`; add those that differ to `wrong`."""
         names = [self.plan.names[name] for name in group.outputs]
         entries = {name: _place_in_folder(self.plan.tensors[name], folder) for name in names}
-        if not self._is_known(group):
+        if not self._has_source_sums(group):
             sums = {name: row_sum(entry) for name, entry in entries.items()}
             self.wrong += [name for name in names if sums[name] != self._written.pop(name)]
         elif group.converted:
-            self.wrong += names[:1] * (not self._is_loaded_right(group, entries))
+            self.wrong += names[:1] * (not self._loads_as_saved(group, entries))
         else:
             stored = self.plan.stored[group.sources[0]]
             for name, entry in entries.items():
@@ -363,7 +363,7 @@ class ExportProof:
                     self.wrong.append(name)
 
     def finish(self) -> None:
-        """Raise an ExportError if a written tensor is not that of the source."""
+        """Raise an ExportError if a written tensor differs from the source."""
         if self.wrong:
             first_names = ", ".join(self.wrong[:3]) + ", ..." * (len(self.wrong) > 3)
             raise ExportError(
@@ -373,7 +373,7 @@ class ExportProof:
                 "Export again, on another machine if it happens again"
             )
 
-    def _is_known(self, group: ExportGroup) -> bool:
+    def _has_source_sums(self, group: ExportGroup) -> bool:
         """Return True if the source has a sum for each parameter of `group` as exported."""
         dtypes = {self.plan.tensors[self.plan.names[name]].dtype for name in group.outputs}
         if not group.sources or (group.converted and len(dtypes) > 1):
@@ -381,7 +381,7 @@ class ExportProof:
         stored = [self.plan.stored[name] for name in group.sources]
         return all(self.source_sum(name, dtype) is not None for name in stored for dtype in dtypes)
 
-    def _is_loaded_right(self, group: ExportGroup, entries: dict[str, StoredTensor]) -> bool:
+    def _loads_as_saved(self, group: ExportGroup, entries: dict[str, StoredTensor]) -> bool:
         """Return True if transformers loads the source's parameters from a converted group."""
         (dtype,) = {entry.dtype for entry in entries.values()}
         parameters: dict[str, torch.Tensor] = {}
@@ -392,7 +392,7 @@ class ExportProof:
             return False
         for name in group.sources:
             expected = self.source_sum(self.plan.stored[name], dtype)
-            if name not in parameters or _sum_of(parameters[name].to(dtype)) != expected:
+            if name not in parameters or _tensor_sum(parameters[name].to(dtype)) != expected:
                 return False
         return True
 
@@ -400,8 +400,8 @@ class ExportProof:
     def _reader(self) -> PreTrainedModel:
         return copy.deepcopy(self.plan.model)  # reading changes a model's dtypes
 
-    def _summed(self, name: str, values: TensorValues) -> Iterator[torch.Tensor]:
-        """Yield the rows of a tensor, and keep the sum of what they are cast to."""
+    def _sum_rows(self, name: str, values: TensorValues) -> Iterator[torch.Tensor]:
+        """Yield the rows of a tensor, and record the sum of the rows cast to the exported dtype."""
         place, first, total = self.plan.tensors[name], 0, 0
         for part in [values] if isinstance(values, torch.Tensor) else values:
             rows = part if len(place.shape) > 1 else part.reshape(1, -1)
@@ -417,6 +417,6 @@ def _place_in_folder(place: StoredTensor, folder: Path) -> StoredTensor:
     return replace(place, chunks=(replace(chunk, file=folder / chunk.file),))
 
 
-def _sum_of(tensor: torch.Tensor) -> int:
-    """Return the sum of the rows of a tensor in memory; see [Note: bit sums]."""
+def _tensor_sum(tensor: torch.Tensor) -> int:
+    """Compute the row sum of a tensor in memory; see [Note: bit sums]."""
     return int(sums_of_rows(tensor if tensor.ndim > 1 else tensor.reshape(-1, 1), 0)[1])
