@@ -233,7 +233,7 @@ def test_a_turn_that_is_printed_otherwise_is_found_by_itself(name, vocabulary):
         tokenizer = tokenizer_of(vocabulary, template, odd)
         chat = Chat(tokenizer)
         result = chat.render(Conversation(messages))
-        known = chat.templates["default"]._known({})
+        known = chat.templates["default"]._find_traits({})
         render = lambda m, prompt=False, odd=odd, tokenizer=tokenizer: render_jinja_template(  # noqa: E731
             [m], chat_template=odd, add_generation_prompt=prompt, **tokenizer.special_tokens_map
         )[0][0]

@@ -297,7 +297,7 @@ def suggest_setting(cls: type, section: type, prefix: str, path: str) -> str | N
     # Search the kinds that extend `cls` or differ from it. Each offers what earlier ones lack.
     earlier = {*settings_here, *section_names(cls)}
     for kind in KINDS:
-        settings = _settings(kind.config)
+        settings = _settings(kind.config)  # type: ignore[arg-type]
         sections = section_names(kind.config)
         names = [name for name in settings if name not in earlier and name.endswith(f".{leaf}")]
         if path in sections - earlier:

@@ -8,8 +8,8 @@ input, so the part itself may not occur literally.
 such as `<think></think>`, but only the last one. In a conversation with two answers, the first is
 rendered as `Paris.`, the second as `<think></think>It is 4.` Both follow the same prompt, so the
 model would learn two beginnings for it. A server renders each earlier answer without the block.
-Therefore a block that only the last answer has is context in such a conversation: each answer is
-supervised from its first word on. If the block is part of the prompt, which a switch of the
+Therefore the loss does not cover a block that only the last answer has: each answer is supervised
+from its first word on. If the block is part of the prompt, which a switch of the
 template can do (`enable_thinking: false`), all answers begin alike anyway.
 
 A block that all supervised answers begin with is supervised, as in a conversation with one answer:
@@ -31,21 +31,21 @@ EARLIER_REASONING = (
     "without it; data.supervise: last_assistant trains on the last answers alone"
 )
 NOT_PRINTED = "conversations with a key {!r} of turns that the chat template does not print"
-Changed = Callable[[str], Message]  # the turn with a word in the place of one of its parts
-_MANY = 8  # short contents from which on they are looked at together
+Changed = Callable[[str], Message]  # word -> the turn with this word in place of one of its parts
+_MANY = 8  # number of short contents from which they are checked in one rendering
 _KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
 _END_OF_THOUGHT = re.compile(r"</[^<>\s]+>|\[/[A-Z_]+\]|◁/\w+▷")
 _TAG = re.compile(r"^\s*(<[^<>\s/]+>|\[[A-Z_]+\]|◁\w+▷)")
 
 
-def check_printed(search: Search, learned: Sequence[int], *, has_tools: bool) -> Counter[str]:
+def check_printed(search: Search, supervised: Sequence[int], *, has_tools: bool) -> Counter[str]:
     """Check that the rendering contains all parts of a conversation.
 
     Costs a rendering for each tool call, each short part, the tools, and unusual keys of turns.
 
     Args:
         search: the conversation and its rendering.
-        learned: indices of the supervised turns.
+        supervised: indices of the supervised turns.
         has_tools: the conversation has tools.
 
     Returns:
@@ -55,12 +55,14 @@ def check_printed(search: Search, learned: Sequence[int], *, has_tools: bool) ->
         BadRow: the template omits or cuts a content, a tool call, the tools, or the reasoning of
             the last supervised turn.
     """
-    done = _short_contents(search)
+    printed_turns = _short_contents(search)
     for i, message in enumerate(search.messages):
         content = (message.get("content") or "").strip()
-        if i not in done and not _printed(search, i, content, partial(with_content, message)):
-            beside = " beside its tool calls" if message.get("tool_calls") else ""
-            raise _not_printed(f"content of {search.describe_turn(i)}{beside}", "content")
+        if i not in printed_turns and not _is_printed(
+            search, i, content, partial(with_content, message)
+        ):
+            suffix = " beside its tool calls" if message.get("tool_calls") else ""
+            raise _not_printed(f"content of {search.describe_turn(i)}{suffix}", "content")
     for i, message in enumerate(search.messages):
         for at in range(len(message.get("tool_calls") or [])):
             _check_call(search, i, at)
@@ -70,16 +72,17 @@ def check_printed(search: Search, learned: Sequence[int], *, has_tools: bool) ->
             "(data.chat_template), or leave out the column",
             "tools not printed",
         )
-    return _check_reasoning(search, learned) + _unused_keys(search)
+    return _check_reasoning(search, supervised) + _unused_keys(search)
 
 
-def _printed(search: Search, i: int, said: str, changed_to: Changed) -> bool:
+def _is_printed(search: Search, i: int, part: str, changed_to: Changed) -> bool:
     """Return True if the template prints a part of turn `i`."""
-    if not said or (len(said) >= SURELY and said in search.text):
+    if not part or (len(part) >= SURELY and part in search.text):
         return True
-    word = [*search.words_like(said), search.words[0]][0]  # as long, since the template may cut
+    # The template may cut long parts, so the word should be as long as the part.
+    word = [*search.words_like(part), search.words[0]][0]
     text = search.render_changed({i: changed_to(word)})
-    return said in search.text if text is None else word in text
+    return part in search.text if text is None else word in text
 
 
 def _short_contents(search: Search) -> set[int]:
@@ -93,6 +96,7 @@ def _short_contents(search: Search) -> set[int]:
 
 
 def _check_call(search: Search, i: int, at: int) -> None:
+    """Check that a tool call of turn `i` is printed, with its arguments as JSON."""
     function = search.messages[i]["tool_calls"][at]["function"]
     text, mark = search.text, (name := function["name"])
     for where in ("argument", "name"):
@@ -116,12 +120,15 @@ def _check_call(search: Search, i: int, at: int) -> None:
         )
 
 
-def _check_reasoning(search: Search, learned: Sequence[int]) -> Counter[str]:
+def _check_reasoning(search: Search, supervised: Sequence[int]) -> Counter[str]:
+    """Check the reasoning of the last supervised turn, and count earlier ones not printed."""
     notes = Counter[str]()
-    for i in learned:
-        if all(_printed(search, i, *thought) for thought in _thoughts(search, search.messages[i])):
+    for i in supervised:
+        if all(
+            _is_printed(search, i, *thought) for thought in _thoughts(search, search.messages[i])
+        ):
             continue
-        if i != learned[-1]:
+        if i != supervised[-1]:
             notes[EARLIER_REASONING] += 1
             continue
         raise BadRow(
@@ -136,15 +143,15 @@ def _check_reasoning(search: Search, learned: Sequence[int]) -> Counter[str]:
 def _thoughts(search: Search, message: Message) -> Iterator[tuple[str, Changed]]:
     """Yield each reasoning of a turn, and a function that replaces it by a word."""
     for key in REASONING:
-        if isinstance(said := message.get(key), str):
-            yield said.strip(), partial(_with_key, message, key)
+        if isinstance(thought := message.get(key), str):
+            yield thought.strip(), partial(_with_key, message, key)
     content = message.get("content") or ""
     ends = [] if content.strip() in search.text else [*_END_OF_THOUGHT.finditer(content)]
     if ends:
         before = content[: ends[-1].start()]
         tag = _TAG.match(before)
-        said = before[tag.end() if tag else 0 :].strip()
-        yield said, lambda word: with_content(message, content.replace(said, word, 1))
+        thought = before[tag.end() if tag else 0 :].strip()
+        yield thought, lambda word: with_content(message, content.replace(thought, word, 1))
 
 
 def _with_key(message: Message, key: str, word: str) -> Message:
@@ -169,9 +176,9 @@ def _unused_keys(search: Search) -> Counter[str]:
     return Counter(map(NOT_PRINTED.format, keys))
 
 
-def _not_printed(what: str, kind: str) -> BadRow:
+def _not_printed(part: str, kind: str) -> BadRow:
     return BadRow(
-        f"the chat template prints nothing, or only a part, of the {what}; use another template "
+        f"the chat template prints nothing, or only a part, of the {part}; use another template "
         "(data.chat_template), or leave out such rows (data.on_bad_row: skip)",
         f"{kind} not printed",
     )
@@ -204,11 +211,15 @@ def align_beginnings(
         search: the conversation and its rendering.
         rendered: the rendering with its spans.
         turns: the turns of the spans, in order.
-        advice_for: returns the sentence that tells how the prompt comes to hold a text that begins
-            a turn.
+        advice_for: returns a sentence that explains how to make the prompt for a turn end with
+            a given text.
+
+    Returns:
+        The rendering with the moved spans, and with a note for each empty block.
     """
     spans, notes = list(rendered.spans), Counter[str]()
-    if len(spans) != len(turns):  # spans of markers that could not be checked
+    # Spans of unchecked generation markers do not belong to turns.
+    if len(spans) != len(turns):
         return rendered
     for at, i in enumerate(turns):
         inserted = _inserted(search, i, spans[at])
@@ -240,7 +251,7 @@ def _inserted(search: Search, i: int, span: Span) -> str:
 
 
 def _only_last(search: Search, i: int, span: Span, inserted: str) -> bool:
-    """Return True if turn `i` would begin otherwise if a question and an answer followed it."""
+    """Return True if turn `i` would not begin with `inserted` if other turns followed it."""
     more = [
         {"role": "user", "content": search.words[0]},
         {"role": "assistant", "content": search.words[1]},

@@ -13,61 +13,67 @@ from toolkit.data.chat.masks import NO_STOP, Rendered, Search
 from toolkit.data.chat.traits import Span, only_content
 from toolkit.data.examples.columns import REASONING
 
-MANY = 16  # number of answers from which this is faster
-_TRIED = 8  # number of answers that are searched one by one
+MANY = 16  # number of answers from which this search is faster
+_SEARCHED = 8  # number of answers that are searched one by one
 
 
-def find_similar_answers(search: Search, wanted: Sequence[int]) -> Rendered | None:
+def find_similar_answers(search: Search, turns: Sequence[int]) -> Rendered | None:
     """Find the spans of answers like `Search.find_spans`, in time linear in the text.
+
+    Args:
+        search: the conversation and its rendering.
+        turns: indices of the answers, ascending.
 
     Returns:
         The rendering with its spans; None if the answers are few, have tool calls or reasoning, or
         are not printed alike.
     """
-    if len(wanted) < MANY or any(_is_special(search, i) for i in wanted):
+    if len(turns) < MANY or any(_is_special(search, i) for i in turns):
         return None
-    places = _places(search, wanted)
+    places = _places(search, turns)
     if places is None:
         return None
-    count = len(wanted)
-    some = sorted({0, 1, *(count * k // _TRIED for k in range(_TRIED)), count - 2, count - 1})
-    tried, unended = {}, search.notes[NO_STOP]
+    count = len(turns)
+    some = sorted({0, 1, *(count * k // _SEARCHED for k in range(_SEARCHED)), count - 2, count - 1})
+    edges = {}
+    without_stop = search.notes[NO_STOP]
     for k in some:
         before = places[k - 1][1] if k else 0
-        low, end, _ = search.content(wanted[k])
-        search.lows[wanted[k]] = low
-        stop = search.end_of_turn(wanted[k], end, None)
-        begin, exactly = search.start(wanted[k], low, end, before)
+        low, end, _ = search.content(turns[k])
+        search.lows[turns[k]] = low
+        stop = search.end_of_turn(turns[k], end, None)
+        begin, exactly = search.start(turns[k], low, end, before)
         if not exactly:
-            search.compare_prompt(wanted[k], begin, stop)
-        tried[k] = (begin - places[k][0], search.text[places[k][1] : stop], exactly)
-    usual, header = tried[1], _header(search, wanted[1], *places[:2])
-    if any(tried[k] != usual for k in some[1:-1]) or header is None or len(header) < -usual[0]:
+            search.compare_prompt(turns[k], begin, stop)
+        edges[k] = (begin - places[k][0], search.text[places[k][1] : stop], exactly)
+    usual, header = edges[1], _header(search, turns[1], *places[:2])
+    if any(edges[k] != usual for k in some[1:-1]) or header is None or len(header) < -usual[0]:
         return None
     spans: list[Span] = []
     for k, (low, end) in enumerate(places):
-        shift, closing, exactly = tried.get(k, usual)
-        alike = k in tried or _header(search, wanted[k], *places[k - 1 : k + 1]) == header
+        shift, closing, exactly = edges.get(k, usual)
+        alike = k in edges or _header(search, turns[k], *places[k - 1 : k + 1]) == header
         if not alike or not search.text.startswith(closing, end):
             return None
         spans.append((low + shift, end + len(closing)))
-        search.check_span(wanted[k], *spans[-1], spans[-2][1] if k else 0, exactly)
-    closings = [tried.get(k, usual)[1] for k in range(count)]
-    unended += sum(not search.ends_turn(closing) for closing in closings)
-    search.notes[NO_STOP] = unended
+        search.check_span(turns[k], *spans[-1], spans[-2][1] if k else 0, exactly)
+    closings = [edges.get(k, usual)[1] for k in range(count)]
+    without_stop += sum(not search.ends_turn(closing) for closing in closings)
+    search.notes[NO_STOP] = without_stop
     return Rendered(search.text, spans, +search.notes)
 
 
 def _is_special(search: Search, i: int) -> bool:
+    """Return True if turn `i` has tool calls or reasoning."""
     message = search.messages[i]
     return any(message.get(key) for key in ("tool_calls", *REASONING))
 
 
-def _places(search: Search, wanted: Sequence[int]) -> list[Span] | None:
+def _places(search: Search, turns: Sequence[int]) -> list[Span] | None:
     """Find the positions of the contents of the answers; None if they cannot be determined."""
     parts: list[list[str]] = []
     for word in search.words:
-        words = {i: f"{word}q{i}q" for i in wanted}
+        words = {i: f"{word}q{i}q" for i in turns}
         text = search.render_changed(
             {i: only_content(search.messages[i], w) for i, w in words.items()}
         )
@@ -82,7 +88,7 @@ def _places(search: Search, wanted: Sequence[int]) -> list[Span] | None:
         return None
     places: list[Span] = []
     at = len(parts[0][0])
-    for i, after in zip(wanted, parts[0][1:], strict=True):
+    for i, after in zip(turns, parts[0][1:], strict=True):
         content = search.messages[i].get("content") or ""
         ends = [at + len(c) for c in (content, content.strip()) if search.text.startswith(c, at)]
         end = next((end for end in ends if search.text.startswith(after, end)), None)

@@ -5,16 +5,17 @@ The supervised part of a turn is what a model has to write after the prompt for 
 (`add_generation_prompt`), including the stop token. A template without generation markers does not
 mark these characters, but renderings of changed conversations reveal them:
 
-end     the content of a turn is replaced by a word that occurs nowhere else. What then follows the
-        word must end the true rendering: where that begins, the content ends. Two unlike words must
-        agree, and the content must stand before that place. A turn with tool calls is replaced as a
-        whole by such a content or, where the template does not take that, the word is put into the
-        last argument.
-stop    what follows both where the conversation ends with the turn and where another turn comes
-        after it, up to its special tokens.
-start   where the prompt for this turn ends, if the rendering begins with it. If it does not (it
-        drops earlier reasoning, say), what follows the turn before is compared: all of the prompt
-        but white space, or what all answers share with it: its header.
+end     the content of a turn is replaced by a word that occurs nowhere else. The text after this
+        word must also end the true rendering. The content ends at the start of that text. Two
+        different words must agree, and the content must stand before that place. A complete turn
+        with tool calls is replaced by such a content. If the template refuses that, the word is put
+        into the last argument.
+stop    the text that follows the turn both at the end of a conversation and before another turn, up
+        to its special tokens.
+start   the end of the prompt for this turn, if the rendering begins with that prompt. If it does
+        not (for example, because it drops earlier reasoning), the texts after the previous turn are
+        compared. They must share the prompt except for white space, or its header, which is the
+        part that all answers share with it.
 
 This takes four to nine renderings per turn. If the edges of a turn cannot be found, the row is
 refused, because a mask that is wrong by one turn would train without an error.
@@ -48,7 +49,7 @@ from toolkit.data.sources.row_values import BadRow
 
 REFUSED = "refused by template"
 NO_STOP = "assistant turns without a stop token"
-_LONGEST_PROMPT = 1000  # characters of what a template adds to ask for an answer
+_LONGEST_PROMPT = 1000  # characters of the text that a template adds to request an answer
 SURELY = 12  # a longer text that occurs in the rendering was printed there, not by chance
 NUMBERS = (4017293651, 9382650747)  # two different integers, for arguments of tool calls
 OTHER_PROMPT = "last turns before which the chat template prints something else than their prompt"
@@ -79,7 +80,7 @@ class Search:
         render: renders messages; see `traits.Render`.
         messages: turns of the conversation.
         specials: special tokens of the tokenizer.
-        known: traits of the template.
+        traits: the text that the template prints around answers.
 
     Raises:
         BadRow: the template refuses the conversation.
@@ -90,11 +91,12 @@ class Search:
         render: Render,
         messages: list[Message],
         specials: Marks,
-        known: TemplateTraits,
+        traits: TemplateTraits,
     ) -> None:
-        self.render, self.messages, self.specials, self.known = render, messages, specials, known
+        self.render, self.messages, self.specials = render, messages, specials
+        self.traits = traits
         self.notes: Counter[str] = Counter()
-        self.prompt = ""  # the prompt for the turn that is searched at the moment
+        self.prompt = ""  # the prompt for the turn that is being searched
         self.lows: dict[int, int] = {}  # turn -> offset at which its first content is printed
         try:
             self.text = render(messages)
@@ -185,13 +187,15 @@ class Search:
                 self._check_content(i, content, end)
             elif not self._before_next(i, low, end):
                 continue
-            elif not self.known.closings:
+            elif not self.traits.closings:
                 end = self._call_end(i, self._arguments_end(i, end), end)
             return low, end, None
         before, after = self.messages[:i], self.messages[i + 1 :]
         plain = [f(message, w) for f in (with_content, only_content) for w in self.words]
-        tried = [self.try_render([*before, m, *rest]) for m in plain for rest in (after, [])]
-        low = common_start(self.text, *(text for text in tried if text is not None))
+        texts = [
+            self.try_render([*before, m, *following]) for m in plain for following in (after, [])
+        ]
+        low = common_start(self.text, *(text for text in texts if text is not None))
         changes = self._changed_calls(i)
         inner, end = self._between(i, changes, new_argument=self._is_bare_call(i))
         low = min(low, inner)
@@ -200,11 +204,13 @@ class Search:
         raise NotFound(f"cannot tell where {self.describe_turn(i)} ends in the rendering")
 
     def _arguments_end(self, i: int, end: int) -> int:
+        """Find the end of the last argument of the calls of turn `i`, or return `end`."""
         try:
             bare = self._is_bare_call(i)
             return self._between(i, self._changed_calls(i), new_argument=bare)[1]
         except NotFound:
-            return end  # a call without arguments may be printed otherwise than one with them
+            # A call without arguments may be printed in another form than one with arguments.
+            return end
 
     def _call_end(self, i: int, inner: int, end: int) -> int:
         """Find the end of the tool calls of turn `i` if the template prints no stop token.
@@ -234,8 +240,8 @@ class Search:
         With `new_argument` the words are in an argument that the true rendering does not have. The
         end of that argument is new, too, so the offset is where all renderings agree again.
         """
-        tried = (self.render_changed({i: message}) for message, _ in changes)
-        texts = [text for text in tried if text is not None]
+        renderings = (self.render_changed({i: message}) for message, _ in changes)
+        texts = [text for text in renderings if text is not None]
         if len(texts) < len(changes):
             raise NotFound(f"the chat template refuses {self.describe_turn(i)} changed")
         tails: list[str] = []
@@ -275,8 +281,8 @@ class Search:
         if end > common_start(self.text, *(text for text in texts if text is not None)):
             return False
         user = {"role": "user", "content": self.words[0]}
-        asked = self.try_render([*self.messages[: i + 1], user])
-        agreed = len(self.text) if asked is None else common_start(self.text, asked)
+        text = self.try_render([*self.messages[: i + 1], user])
+        agreed = len(self.text) if text is None else common_start(self.text, text)
         return end <= agreed or agreed <= low
 
     def _check_content(self, i: int, content: str, end: int) -> None:
@@ -301,14 +307,14 @@ class Search:
             call: the changed tool call that found `end`, if there is one.
 
         Raises:
-            NotFound: what follows the content differs within and at the end of a conversation.
+            NotFound: the text after the content differs within and at the end of a conversation.
         """
         following = self.text[end:]
-        closings = [c for c in self.known.closings if following.startswith(c)]
+        closings = [c for c in self.traits.closings if following.startswith(c)]
         if call is not None or not closings:
-            last, middle = self._tails(i, following, call)
+            last, middle = self._texts_after(i, following, call)
             calls = call is not None
-            candidates = closings_of(last, middle, self.specials, self.known.openers, calls=calls)
+            candidates = closings_of(last, middle, self.specials, self.traits.openers, calls=calls)
             closings = [c for c in candidates if following.startswith(c)]
             if not closings and pattern_of(self.specials).sub("", last).strip():
                 raise NotFound(
@@ -318,25 +324,27 @@ class Search:
         closing = max(closings, key=len, default="")
         self.notes[NO_STOP] += not self.ends_turn(closing)
         stop = end + len(closing)
-        return stop if call is None or self.known.closings else self._call_end(i, end, stop)
+        return stop if call is None or self.traits.closings else self._call_end(i, end, stop)
 
     def ends_turn(self, closing: str) -> bool:
         """Return True if a text ends with a special token."""
         return closing.endswith(tuple(filter(None, self.specials)))
 
-    def _tails(self, i: int, rest: str, call: tuple[Message, str] | None) -> tuple[str, str]:
+    def _texts_after(
+        self, i: int, following_text: str, call: tuple[Message, str] | None
+    ) -> tuple[str, str]:
         """Find the text after turn `i`: at the end of a conversation, and within one."""
         amid = i < len(self.messages) - 1
         if amid and self.messages[i].get("tool_calls"):
             ended = self.try_render(self.messages[: i + 1]) or ""
-            known = self.text[: len(self.text) - len(rest)]
-            if ended.startswith(known):
-                return ended[len(known) :], rest
+            text_before = self.text[: len(self.text) - len(following_text)]
+            if ended.startswith(text_before):
+                return ended[len(text_before) :], following_text
         word = [*self.words_like(self.messages[i].get("content") or ""), self.words[0]][0]
         message, word = call or (only_content(self.messages[i], word), word)
         turns = [*self.messages[:i], message]
-        following = [] if amid else [{"role": "user", "content": self.words[1]}]
-        text = self.try_render([*turns, *following])
+        user_turn = [] if amid else [{"role": "user", "content": self.words[1]}]
+        text = self.try_render([*turns, *user_turn])
         if text is not None and word in text:
             text = text.rpartition(word)[2].partition(self.words[1])[0]
         elif amid:
@@ -344,8 +352,8 @@ class Search:
                 f"the chat template lets no conversation end with {self.describe_turn(i)}"
             )
         else:
-            text = rest
-        return (text, rest) if amid else (rest, text)
+            text = following_text
+        return (text, following_text) if amid else (following_text, text)
 
     # ---- Starts
 
@@ -355,42 +363,44 @@ class Search:
         Returns:
             The offset, and True if all text before it equals the prompt.
         """
-        asked = self.try_render(self.messages[:i], prompt=True)
-        self.prompt = asked or ""
-        if asked is not None and i and not self.text.startswith(asked):
+        prompt_text = self.try_render(self.messages[:i], prompt=True)
+        self.prompt = prompt_text or ""
+        if prompt_text is not None and i and not self.text.startswith(prompt_text):
             return self._after_the_turn_before(i), False
-        if asked is None or not self.text.startswith(asked):
-            header = self.known.header or self.known.prompt
+        if prompt_text is None or not self.text.startswith(prompt_text):
+            header = self.traits.header or self.traits.prompt
             at = self.text.find(header, before, low) + len(header)
             single = header.strip() and self.text.count(header, before, low) == 1
-            prompt = header == self.known.prompt and (i or not self._words(self.text[at:low]))
+            prompt = header == self.traits.prompt and (i or not self._words(self.text[at:low]))
             if single and (at == low or prompt):
                 return at, False
             raise NotFound(
                 "the chat template gives no prompt for "
                 f"{self.describe_turn(i)}{self._begins_with_answer()}"
             )
-        if not before <= len(asked) <= end:
+        if not before <= len(prompt_text) <= end:
             raise NotFound(f"the prompt for {self.describe_turn(i)} ends in another turn")
-        constant = self.text[len(asked) : low]
+        constant = self.text[len(prompt_text) : low]
         if constant.strip() and (silent := without_reasoning(self.messages[i])):
             text = self.render_changed({i: silent})
             # Reasoning that is printed before the content is not a header.
-            if text is not None and text.startswith(asked):
-                constant = constant[: common_start(self.text, text) - len(asked)]
-        bare = asked if not constant.strip() else self.try_render(self.messages[:i])
-        return len(asked) + self._header(i, constant, asked != bare), True
+            if text is not None and text.startswith(prompt_text):
+                constant = constant[: common_start(self.text, text) - len(prompt_text)]
+        bare = prompt_text if not constant.strip() else self.try_render(self.messages[:i])
+        return len(prompt_text) + self._header(i, constant, prompt_text != bare), True
 
     def _header(self, i: int, constant: str, prompted: bool) -> int:
         """Compute the length of the header in the text before any content of turn `i`."""
         if not constant.strip():
             return 0
-        if self.known.prompt.strip() and constant.startswith(self.known.prompt):
-            return len(self.known.prompt)
-        if self.known.prompt.endswith(constant):  # the prompt only ended the turn before
+        if self.traits.prompt.strip() and constant.startswith(self.traits.prompt):
+            return len(self.traits.prompt)
+        if self.traits.prompt.endswith(constant):
+            # The prompt printed so far only ended the previous turn.
             return len(constant)
-        if (prompted or self.known.unasked) and (i or not self._words(constant)):
-            return 0  # after a prompt the model is to write all of it
+        if (prompted or self.traits.unasked) and (i or not self._words(constant)):
+            # After a prompt, the model has to write all of this text.
+            return 0
         raise NotFound(
             f"the chat template prints {constant[:60]!r} before {self.describe_turn(i)}, and no "
             "generation prompt that tells whether the assistant says it"
@@ -416,9 +426,11 @@ class Search:
             return text.partition(word)[2] if text is not None and text.count(word) == 1 else None
 
         full, prompt, bare = after(turns), after(turns[:i], True), after(turns[:i])
-        for rest in (turns[i + 1 :], []):  # a word for tool calls: their results may not follow
+        # A word in place of tool calls may not be followed by their results, so the search is
+        # repeated without the turns after it.
+        for following in (turns[i + 1 :], []):
             plain = [{"role": turns[i]["role"], "content": w} for w in self.words]
-            answers = [[*turns[:i], answer, *rest] for answer in plain]
+            answers = [[*turns[:i], answer, *following] for answer in plain]
             pairs = [(w, after(answer)) for w, answer in zip(self.words, answers, strict=True)]
             tries = [text.partition(w)[0] for w, text in pairs if text is not None and w in text]
             if len(tries) == len(pairs):
@@ -434,31 +446,32 @@ class Search:
         return len(self.text) - len(full) + self._prompt_end(i, full, prompt, bare, tries)
 
     def _prompt_end(self, i: int, full: str, prompt: str, bare: str, tries: list[str]) -> int:
+        """Find the end of the prompt in `full`; see `_after_the_turn_before` for the texts."""
         if full.startswith(prompt):
             constant = tries[0][len(prompt) :] if tries[0].startswith(prompt) else ""
             return len(prompt) + self._header(i, constant, prompt != bare)
         of_prompt, at = loose_start(prompt, full)
-        if of_prompt == len(prompt):  # but for white space
+        if of_prompt == len(prompt):  # they differ in white space only
             of_prompt, place = loose_start(prompt, tries[0])
             space = tries[0][place:] if of_prompt == len(prompt) else ""
             return at + (len(space) if not space.strip() and full.startswith(space, at) else 0)
         shared = uncut(prompt, common_start(prompt, *tries), self.specials)
         shared = uncut(tries[0], shared, self.specials)
         header = uncut(prompt, common_start(prompt, bare), self.specials)
-        held = uncut(prompt, common_start(prompt, full), self.specials)
+        prompt_shared = uncut(prompt, common_start(prompt, full), self.specials)
         constant = tries[0][shared:]
         if (
             len({*tries}) != 1
             or (self._words(prompt[shared:]) and self._words(constant))  # the headers differ
             or not prompt[header:shared].strip()
-            or held < shared
+            or prompt_shared < shared
             or (constant and not constant.strip())
-            or pattern_of(self.specials, tags=True).search(prompt[shared:held])
+            or pattern_of(self.specials, tags=True).search(prompt[shared:prompt_shared])
         ):
             raise NotFound(
                 f"the chat template's prompt for {self.describe_turn(i)} goes on with "
-                f"{prompt[held:][:60]!r}, the conversation does not; other chat_template_kwargs "
-                "may fit it (enable_thinking, say)"
+                f"{prompt[prompt_shared:][:60]!r}, the conversation does not; other "
+                "chat_template_kwargs may fit it (enable_thinking, say)"
             )
         return shared
 
@@ -467,21 +480,22 @@ class Search:
     def compare_prompt(self, i: int, begin: int, end: int) -> None:
         """Check that the prompt for turn `i` does not contain the beginning of the turn.
 
-        A note counts a last turn whose prompt is not in the text. Earlier turns may be printed
-        otherwise than in their prompt.
+        A note counts a last turn whose prompt is not in the text. Earlier turns may differ from
+        their prompt.
 
         Raises:
-            NotFound: the prompt contains the beginning, which the conversation prints once.
+            NotFound: the prompt ends with the beginning of the turn, which the conversation
+                prints only once.
         """
-        asked, inside = self.prompt, self.text[begin:end]
+        prompt, inside = self.prompt, self.text[begin:end]
         most = min(len(inside), _LONGEST_PROMPT)
-        shared = next((k for k in range(most, 0, -1) if asked.endswith(inside[:k])), 0)
+        shared = next((k for k in range(most, 0, -1) if prompt.endswith(inside[:k])), 0)
         if pattern_of(self.specials, tags=True).search(inside[:shared]):
             raise NotFound(
                 f"the prompt for {self.describe_turn(i)} holds {inside[:shared][:60]!r} already, "
                 "the conversation prints it once"
             )
-        if i == len(self.messages) - 1 and loose_start(asked, self.text)[0] < len(asked):
+        if i == len(self.messages) - 1 and loose_start(prompt, self.text)[0] < len(prompt):
             self.notes[OTHER_PROMPT] += 1
 
     def check_span(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
@@ -521,8 +535,8 @@ class Search:
             )
 
     def _holds_header(self, i: int, inside: str, turn_text: str) -> bool:
-        """Return True if `inside` has more headers of answers than turn `i` prints by itself."""
-        header = self.known.prompt.strip()
+        """Return True if `inside` has more answer headers than a rendering of turn `i` alone."""
+        header = self.traits.prompt.strip()
         if len(header) < 3 or header not in inside or header in turn_text:
             return False
         alone = (
@@ -532,6 +546,7 @@ class Search:
 
 
 def _absent(word: str, text: str) -> str:
+    """Lengthen a word until it does not occur in the text."""
     while word in text:
         word = word[0] + word
     return word

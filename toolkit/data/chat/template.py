@@ -49,7 +49,8 @@ from toolkit.formats import MAX_TEMPLATE_BYTES
 from toolkit.formats.private import transformers_private
 
 Supervise = Literal["auto", "completion", "assistant", "last_assistant", "all"]
-TODAY = datetime.datetime(2024, 7, 26, 12)  # that Llama's templates print where they have no date
+# The date that the templates of Llama print if they are given none.
+TODAY = datetime.datetime(2024, 7, 26, 12)
 UNCHECKED = "conversations whose generation markers could not be checked"
 _SWITCHES = tuple((n, v) for v in (True, False) for n in ("thinking", "enable_thinking"))
 _MARKERS = re.compile(r"\{\%[-+]?\s*generation\s*[-+]?\%\}")
@@ -113,8 +114,8 @@ class Chat:
         try:
             kwargs = {**self.template_kwargs, **conversation.template_kwargs}
             conversation = replace(conversation, template_kwargs=kwargs)
-            wanted = supervised_turns(conversation, self.supervise)
-            rendered = self.templates[name].mark(conversation, wanted)
+            turns = supervised_turns(conversation, self.supervise)
+            rendered = self.templates[name].mark(conversation, turns)
             if isinstance(rendered, BadRow):
                 return rendered
             # A template may print characters that are not allowed in rows.
@@ -125,7 +126,8 @@ class Chat:
             # A template may run forever, so the log names the conversation.
             logger.error("interrupted at the conversation %.200r", conversation.messages)
             raise
-        if self.bos and rendered.text.startswith(self.bos * 2):  # further on it may begin each turn
+        # Only the start is checked, because some templates begin each turn with this token.
+        if self.bos and rendered.text.startswith(self.bos * 2):
             return BadRow(
                 f"expected one {self.bos!r} where the text begins, got two from the chat template",
                 "several begin-of-sequence tokens",
@@ -161,80 +163,96 @@ class Template:
                 "another with data.chat_template"
             ) from error
 
-    def mark(self, conversation: Conversation, wanted: list[int]) -> Rendered | BadRow:
-        """Render a conversation and mark the turns `wanted`.
+    def mark(self, conversation: Conversation, turns: list[int]) -> Rendered | BadRow:
+        """Render a conversation and mark the characters of its supervised turns.
+
+        Args:
+            conversation: messages, tools and arguments of the template.
+            turns: indices of the supervised turns.
 
         Returns:
-            The text with its spans, or the reason for the refusal, which names a switch of the
-            template that would help, if there is one.
+            The text with its spans, or the reason for the refusal. The reason names a switch of
+            the template that would help, if there is one.
         """
-        found = self._of_spellings(conversation, wanted)
-        if isinstance(found, Rendered):
-            return found
-        given = conversation.template_kwargs
+        rendered = self._mark_any_spelling(conversation, turns)
+        if isinstance(rendered, Rendered):
+            return rendered
+        kwargs = conversation.template_kwargs
         for name, value in _SWITCHES:
-            if name in self.text and name not in given:
-                switched = replace(conversation, template_kwargs={**given, name: value})
-                if isinstance(self._of_spellings(switched, wanted), Rendered):
-                    way = f"data.chat_template_kwargs: {_yaml_mapping({name: value})}"
-                    said = f"{found}. {way}, or such a column, makes it one that can be used"
-                    return BadRow(said, found.reason)
-        return found
+            if name in self.text and name not in kwargs:
+                switched = replace(conversation, template_kwargs={**kwargs, name: value})
+                if isinstance(self._mark_any_spelling(switched, turns), Rendered):
+                    setting = f"data.chat_template_kwargs: {_yaml_mapping({name: value})}"
+                    message = (
+                        f"{rendered}. {setting}, or such a column, makes it one that can be used"
+                    )
+                    return BadRow(message, rendered.reason)
+        return rendered
 
-    def _of_spellings(self, conversation: Conversation, wanted: list[int]) -> Rendered | BadRow:
+    def _mark_any_spelling(self, conversation: Conversation, turns: list[int]) -> Rendered | BadRow:
+        """Mark the first spelling of a conversation that the template accepts."""
         refusal: BadRow | None = None
         for messages in _spellings(conversation.messages):
             try:
-                return self._marked(replace(conversation, messages=messages), wanted)
+                return self._mark(replace(conversation, messages=messages), turns)
             except NotFound as error:
-                return error  # of this very text; another spelling would be another text
+                # The template accepts this spelling. Another one would render another text.
+                return error
             except BadRow as error:
                 if refusal is None or refusal.reason == REFUSED:
                     refusal = error
         return refusal or BadRow("no messages")
 
-    def _marked(self, conversation: Conversation, wanted: list[int]) -> Rendered:
+    def _mark(self, conversation: Conversation, turns: list[int]) -> Rendered:
+        """Mark the turns of a conversation in the given spelling.
+
+        Raises:
+            BadRow: the template refuses the conversation, or the turns cannot be found.
+        """
         messages, tools = conversation.messages, conversation.tools
-        known = self._known(conversation.template_kwargs)
+        traits = self._find_traits(conversation.template_kwargs)
         render = partial(self._text, tools=tools, kwargs=conversation.template_kwargs)
-        search = Search(render, messages, self.specials, known)
-        every = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        search.notes += check_printed(search, wanted or every, has_tools=bool(tools))
+        search = Search(render, messages, self.specials, traits)
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        search.notes += check_printed(search, turns or answers, has_tools=bool(tools))
         advice_for = partial(self._advice_for, conversation)
-        if not (self.has_markers and wanted):
-            of_turns = find_similar_answers(search, wanted) or search.find_spans(wanted)
-            return align_beginnings(search, of_turns, wanted, advice_for)
-        found = None
+        rendered: Rendered | None = None
+        if not (self.has_markers and turns):
+            rendered = find_similar_answers(search, turns) or search.find_spans(turns)
+            return align_beginnings(search, rendered, turns, advice_for)
         try:
-            found = find_similar_answers(search, every) or search.find_spans(every)
+            rendered = find_similar_answers(search, answers) or search.find_spans(answers)
         except NotFound:
-            if every != wanted:
+            if answers != turns:
                 raise
         kwargs = conversation.template_kwargs
         markers = self._render(messages, tools, kwargs, return_assistant_tokens_mask=True)[1]
-        if found is None:  # but for what the prompts hold
-            asked = (search.try_render(messages[:i], prompt=True) for i in every)
-            prompts = [len(p) for p in asked if p is not None and search.text.startswith(p)]
-            spans = [self._inner(search.text, span, prompts, known) for span in markers]
+        if rendered is None:
+            # The search failed, so the markers are used unchecked, without the prompts in them.
+            texts = (search.try_render(messages[:i], prompt=True) for i in answers)
+            prompts = [len(p) for p in texts if p is not None and search.text.startswith(p)]
+            spans = [self._shrink_marker(search.text, span, prompts, traits) for span in markers]
             search.notes[UNCHECKED] += 1
             return Rendered(search.text, spans, +search.notes)
-        turns = dict(zip(every, found.spans, strict=True))
-        around = (*self.specials, known.prompt, known.header)
-        spans = _by_markers(found.text, turns, markers, wanted, around)
-        found = Rendered(found.text, spans, found.notes)
-        return align_beginnings(search, found, wanted, advice_for)
+        all_spans = dict(zip(answers, rendered.spans, strict=True))
+        around = (*self.specials, traits.prompt, traits.header)
+        spans = _check_markers(rendered.text, all_spans, markers, turns, around)
+        rendered = Rendered(rendered.text, spans, rendered.notes)
+        return align_beginnings(search, rendered, turns, advice_for)
 
     def _advice_for(self, conversation: Conversation, inserted: str, turn: int) -> str:
         """Explain in a sentence how to make the prompt for a turn end with `inserted`."""
-        given = conversation.template_kwargs
-        key = inserted, json.dumps(given, sort_keys=True, default=repr)
+        kwargs = conversation.template_kwargs
+        key = inserted, json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._advice:
             self._advice[key] = "No switch of the template puts it into the prompt"
             before = conversation.messages[:turn]
             for name, value in reversed(_SWITCHES):
-                if name not in self.text or name in given:
+                if name not in self.text or name in kwargs:
                     continue
-                render = partial(self._text, tools=conversation.tools, kwargs=given | {name: value})
+                render = partial(
+                    self._text, tools=conversation.tools, kwargs=kwargs | {name: value}
+                )
                 with suppress(*TEMPLATE_ERRORS):
                     if render(before, prompt=True).rstrip().endswith(inserted.strip()):
                         self._advice[key] = (
@@ -243,20 +261,23 @@ class Template:
                         )
         return self._advice[key]
 
-    def _inner(self, text: str, span: Span, prompts: list[int], known: TemplateTraits) -> Span:
-        """Shrink the span of a marker: without the prompt and white space after a stop token."""
+    def _shrink_marker(
+        self, text: str, span: Span, prompts: list[int], traits: TemplateTraits
+    ) -> Span:
+        """Remove the prompt, and white space after a stop token, from the span of a marker."""
         begin, end = max([span[0], *(at for at in prompts if span[0] < at < span[1])]), span[1]
-        said = text[begin:end]
-        header = known.prompt[
-            : uncut(known.prompt, common_start(known.prompt, said), self.specials)
+        marked_text = text[begin:end]
+        header = traits.prompt[
+            : uncut(traits.prompt, common_start(traits.prompt, marked_text), self.specials)
         ]
-        ended = said.rstrip().endswith(tuple(filter(None, self.specials)))
+        ended = marked_text.rstrip().endswith(tuple(filter(None, self.specials)))
         return (
             begin + (len(header) if header.strip() else 0),
-            begin + len(said.rstrip()) if ended else end,
+            begin + len(marked_text.rstrip()) if ended else end,
         )
 
-    def _known(self, kwargs: dict[str, Any]) -> TemplateTraits:
+    def _find_traits(self, kwargs: dict[str, Any]) -> TemplateTraits:
+        """Determine the traits of the template with some arguments, or read them from a cache."""
         key = json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._traits:
             if len(self._traits) > 100:
@@ -289,8 +310,8 @@ def _yaml_mapping(values: dict[str, bool]) -> str:
     return f"{{{inner}}}"
 
 
-def _by_markers(
-    text: str, turns: dict[int, Span], markers: list[Span], wanted: list[int], specials: Marks
+def _check_markers(
+    text: str, turns: dict[int, Span], markers: list[Span], supervised: list[int], specials: Marks
 ) -> list[Span]:
     """Check the spans of turns against the generation markers of the template.
 
@@ -299,25 +320,25 @@ def _by_markers(
 
     Args:
         text: the rendered conversation.
-        turns: index -> span of all turns of the assistant, as the search found them.
+        turns: index -> span, for all turns of the assistant.
         markers: spans of the generation markers.
-        wanted: indices of the turns to return.
+        supervised: indices of the supervised turns.
         specials: texts that may differ at the edges.
 
     Returns:
-        The spans of the turns `wanted`.
+        The spans of the supervised turns.
 
     Raises:
         BadRow: spans and markers disagree.
     """
 
     def only_marks(begin: int, end: int) -> bool:
-        rest = pattern_of(specials).sub("", text[begin:end])
-        return not re.sub(r"<[^<>\s]+>", "", rest).strip()
+        remaining = pattern_of(specials).sub("", text[begin:end])
+        return not re.sub(r"<[^<>\s]+>", "", remaining).strip()
 
-    def disagreement(what: str) -> BadRow:
+    def disagreement(fault: str) -> BadRow:
         return BadRow(
-            f"the generation markers of the chat template {what}; repair or remove them",
+            f"the generation markers of the chat template {fault}; repair or remove them",
             "generation markers disagree",
         )
 
@@ -333,7 +354,7 @@ def _by_markers(
             raise disagreement(f"enclose {text[begin:end][:60]!r}, no single turn of the assistant")
         marked[last].append((begin, end))
     spans = []
-    for i in wanted:
+    for i in supervised:
         if not marked[i]:
             raise disagreement(f"leave out turn {i} (assistant)")
         (b, e), (begin, end) = turns[i], (marked[i][0][0], marked[i][-1][1])
@@ -348,8 +369,8 @@ def _by_markers(
 def _spellings(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yield the forms of a conversation that templates expect, the usual one first.
 
-    They differ in tool calls: their arguments are a mapping or JSON text, and where the turn says
-    nothing else, its content is missing, null or empty.
+    The forms differ in tool calls. Arguments are a mapping or JSON text. If a turn has no other
+    text, its content is missing, null or empty.
     """
     plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
     yield plain
@@ -358,10 +379,11 @@ def _spellings(messages: Sequence[Message]) -> Iterator[list[Message]]:
     for silent in ({}, {"content": None}, {"content": ""}):
         for as_text in (False, True):
             if silent or as_text:
-                yield [_spelled(m, silent, as_text) for m in plain]
+                yield [_spell_calls(m, silent, as_text) for m in plain]
 
 
-def _spelled(message: Message, silent: Message, as_text: bool) -> Message:
+def _spell_calls(message: Message, silent: Message, as_text: bool) -> Message:
+    """Write the tool calls of a turn in another form, with `silent` in place of no content."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -406,17 +428,18 @@ def supervised_turns(conversation: Conversation, supervise: Supervise) -> list[i
         return []
     if supervise == "last_assistant":
         return [i for i in turns[-1:] if i not in conversation.context]
-    first = 0 if supervise == "assistant" else conversation.supervised_from  # before: a prompt
+    # Turns before `supervised_from` belong to the prompt.
+    first = 0 if supervise == "assistant" else conversation.supervised_from
     return [i for i in turns if i >= first and i not in conversation.context]
 
 
-def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dict[str, str]:
+def chat_templates(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> dict[str, str]:
     """Load the chat templates to use.
 
     Args:
         tokenizer: the tokenizer of the run.
-        given: Jinja text, the name of a template of the tokenizer, or a file; None: the templates
-            of the tokenizer.
+        chat_template: Jinja text, the name of a template of the tokenizer, or a file. If it is
+            None, the templates of the tokenizer are used.
 
     Returns:
         Name -> Jinja text: `default`, and `tool_use` if there is one.
@@ -424,10 +447,12 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dic
     Raises:
         DataError: there is no template, or it cannot be read.
     """
-    own = getattr(tokenizer, "chat_template", None)
-    named = own if isinstance(own, dict) else {}
-    if given is not None:
-        text = named.get(given) or (given if "{" in given else _read(given, sorted(named)))
+    tokenizer_template = getattr(tokenizer, "chat_template", None)
+    named_templates = tokenizer_template if isinstance(tokenizer_template, dict) else {}
+    if chat_template is not None:
+        text = named_templates.get(chat_template) or (
+            chat_template if "{" in chat_template else _read(chat_template, sorted(named_templates))
+        )
         templates = {"default": text}
     elif type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         raise DataError(
@@ -435,16 +460,17 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, given: str | None) -> dic
             f"({type(tokenizer).__name__}): what is the assistant's cannot be told; give a "
             "template with data.chat_template"
         )
-    elif not own:
+    elif not tokenizer_template:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path} has no chat template, and the data holds "
             "conversations; set data.chat_template to a Jinja template or a file that holds one, "
             "or give prompts and completions as text"
         )
     else:
-        templates = named or {"default": own}
+        templates = named_templates or {"default": tokenizer_template}
     for name, text in templates.items():
-        if len(text) > MAX_TEMPLATE_BYTES:  # Jinja takes hundreds of times as much to read it
+        # Jinja needs hundreds of times the size of a template to parse it.
+        if len(text) > MAX_TEMPLATE_BYTES:
             raise DataError(
                 f"the chat template {name!r} has {len(text):,} characters, more than the "
                 f"{MAX_TEMPLATE_BYTES:,} expected; give another (data.chat_template)"
@@ -457,15 +483,22 @@ def _read(name: str, names: list[str]) -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or error
-        known = f", nor a template of the tokenizer ({', '.join(names)})" if names else ""
+        reason = getattr(error, "strerror", None) or error
+        no_name = f", nor a template of the tokenizer ({', '.join(names)})" if names else ""
         raise DataError(
-            f"data.chat_template {name!r} is no Jinja text, and cannot be read as a file{known}: "
-            f"{said}"
+            f"data.chat_template {name!r} is no Jinja text, and cannot be read as a file{no_name}: "
+            f"{reason}"
         ) from error
 
 
-_OF_ALL = {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
+# Variables that every template may use, so they are no choices for a setting.
+_COMMON_VARIABLES = {
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "raise_exception",
+    "strftime_now",
+}
 
 
 def with_defaults(templates: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, str]:
@@ -485,7 +518,7 @@ def with_defaults(templates: Mapping[str, str], values: Mapping[str, Any]) -> di
     variables = set().union(*used.values())
     for name in values:
         if name not in variables:
-            choices = sorted(variables - _OF_ALL)
+            choices = sorted(variables - _COMMON_VARIABLES)
             near = difflib.get_close_matches(name, choices, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
@@ -499,9 +532,9 @@ def with_defaults(templates: Mapping[str, str], values: Mapping[str, Any]) -> di
 
 
 def _variables(text: str) -> set[str]:
-    """List the names that a template reads from outside.
+    """List the variables that a template reads but does not set.
 
-    Empty if it cannot be parsed; rendering it reports the error.
+    The set is empty if the template cannot be parsed; rendering reports that error.
     """
     try:
         compiled = transformers_private(_UTILS, "_compile_jinja_template")(text)
@@ -511,7 +544,7 @@ def _variables(text: str) -> set[str]:
 
 
 def _with_defaults(text: str, values: Mapping[str, Any]) -> str:
-    # The newline after a block is not printed, and the template's own first line stays the first.
+    # Jinja does not print the newline after a block, so the output begins as before.
     blocks = (
         f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
         for name, value in values.items()

@@ -15,7 +15,7 @@ from toolkit.data.examples.columns import REASONING
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters (begin, end)
-Marks = tuple[str, ...]  # special tokens, or other texts that stand around turns
+Marks = tuple[str, ...]  # special tokens, or other texts around turns
 _TAG = r"<[^<>\s]+>|\[/?[A-Z_]+\]"
 Render = Callable[..., str]  # render(messages, prompt=False) -> text; raises `TEMPLATE_ERRORS`
 TEMPLATE_ERRORS = (
@@ -27,11 +27,11 @@ WORDS = ("Qz4vKx7Wb", "h9MtUe3Ry", "Jw8dNp2Ls")  # different words that occur in
 _USER, _ANSWER, _NEXT = WORDS
 
 
-def common_start(first: str, *others: str) -> int:
-    """Compute the length of the common start of all texts."""
+def common_start(first: str, *texts: str) -> int:
+    """Compute the length of the longest prefix that all texts share."""
 
     def differ(length: int) -> bool:
-        return not all(other.startswith(first[:length]) for other in others)
+        return not all(text.startswith(first[:length]) for text in texts)
 
     return bisect_right(range(1, len(first) + 1), False, key=differ)
 
@@ -74,13 +74,13 @@ def find_traits(
 ) -> TemplateTraits:
     """Determine the traits of a template from renderings of a question, an answer and a question.
 
-    They are empty if the template refuses such a conversation.
+    The traits are empty if the template refuses such a conversation.
     """
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
     following = {"role": "user", "content": _NEXT}
     for before in ([], [{"role": "system", "content": "Answer."}]):
         try:
-            bare, asked = render([*before, user]), render([*before, user], prompt=True)
+            bare, prompted = render([*before, user]), render([*before, user], prompt=True)
             last = render([*before, user, answer])
             middle = render([*before, user, answer, following])
         except TEMPLATE_ERRORS:
@@ -102,7 +102,7 @@ def find_traits(
     }
     openers = tuple(header - {eos})
     closings = closings_of(ends, before_next, specials, openers, only_amid=True)
-    prompt = asked[uncut(asked, common_start(asked, bare), specials) :]
+    prompt = prompted[uncut(prompted, common_start(prompted, bare), specials) :]
     if prompt.strip():
         shared = (k for k in range(len(prompt), 0, -1) if between.endswith(prompt[:k]))
         return TemplateTraits(prompt, prompt[: next(shared, 0)], False, closings, openers)
@@ -111,9 +111,9 @@ def find_traits(
     except TEMPLATE_ERRORS:
         other = ""
     for text, longer in ((ends, before_next), (bare, other)):
-        rest = text[uncut(text, common_start(text, longer), specials) :] if longer else ""
-        if pattern_of((eos or "",)).sub("", rest).strip() and last.startswith(bare):
-            return TemplateTraits(rest, "", True, closings, openers)
+        added = text[uncut(text, common_start(text, longer), specials) :] if longer else ""
+        if pattern_of((eos or "",)).sub("", added).strip() and last.startswith(bare):
+            return TemplateTraits(added, "", True, closings, openers)
     prompt = last.removeprefix(bare).partition(_ANSWER)[0]
     same = _shape(bare.partition(_USER)[0]).endswith(_shape(prompt))
     built = other.startswith(bare) and last.startswith(bare) and same
@@ -156,7 +156,8 @@ def closings_of(
     whole = last.rstrip()
     ends = any(s and whole.endswith(s) and s not in openers for s in specials)
     if ends and middle.startswith(whole) and pattern_of(specials).sub("", whole).strip():
-        return (whole,)  # words between special tokens, which close the turn together
+        # Words between special tokens close the turn together with these tokens.
+        return (whole,)
     both = last[: uncut(last, common_start(last, middle), specials)]
     end = None
     for special in pattern_of(specials).finditer(both):
@@ -170,10 +171,12 @@ def closings_of(
     if end is not None:
         after = [pattern_of(specials).match(text, end) for text in (last, middle)]
         other = all(m is not None and m.group() not in openers for m in after)
-        return () if calls and other else (both[:end],)  # which of them is the stop token?
+        # If another special token follows, the stop token of a turn with calls is ambiguous.
+        return () if calls and other else (both[:end],)
     if both.strip():
         return (both.rstrip(),) if len(both) >= len(last.rstrip()) else ()
-    firsts = []  # another stop token at the end than amid, or only there
+    # The stop token at the end differs from the one within a conversation, or only one exists.
+    firsts = []
     for text in (last, middle):
         match = pattern_of(specials).match(text, len(text) - len(text.lstrip()))
         if match is not None and match.group() not in openers:

@@ -82,7 +82,9 @@ class TextTokenizer:
             TokenSpans(ids, [(0, len(ids))] if len(ids) else [])
             for ids in self.encode_ids(full_texts)
         )
-        other_pairs = [pair for pair, full in zip(pairs, is_full, strict=True) if not full]
+        other_pairs: list[tuple[str, Sequence[Span]]] = [
+            pair for pair, full in zip(pairs, is_full, strict=True) if not full
+        ]
         partial = iter(self._encode_partial(other_pairs))
         return [next(full) if takes_all else next(partial) for takes_all in is_full]
 
