@@ -626,7 +626,7 @@ def test_documents_in_csv_parquet_and_token_ids(tmp_path, caplog):
     with pytest.raises(DataError, match=r"a\.csv line 3: expected 2 fields.*on_bad_row"):
         documents(tmp_path / "a.csv")
     assert documents(tmp_path / "a.csv", "skip") == ids_of("a", "", "", "NA")
-    assert "2 of 4 rows left out" in caplog.text
+    assert "2 of 4 rows skipped" in caplog.text
     parquet(tmp_path / "c.parquet", {"text": [b"a", b"caf\xe9"]})
     with pytest.raises(DataError, match=r"row 1 \(counted from 0\): expected UTF-8.* byte 0xe9 at"):
         documents(tmp_path / "c.parquet")
