@@ -48,8 +48,8 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
 def _pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
     """Build one pair per row: equal sides if pairs are packed, otherwise one side of full length.
 
-    If answers have labels, only the row's own answer is trained, so it is the long side. The answers
-    it is compared with form a separate batch, so the last of several rows has a long one.
+    If answers have labels, only the row's own answer is trained, so it is the long side. The
+    answers it is compared with form a separate batch, so the last of several rows has a long one.
     """
     length, compares_rows = shape.sequence_length, shape.row_format.compares_rows
     is_equal = shape.packing != "none" and not compares_rows
