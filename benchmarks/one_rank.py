@@ -28,7 +28,7 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 _AMONG = " among "
 _EXCHANGES = (
     "broadcast",
-    "_least",
+    "_min_of_each",
     "gather_to_main",
     "gather_integers",
     "sum_over_ranks",
@@ -91,7 +91,7 @@ def as_rank(rank: int, world: int) -> Iterator[Noted]:
         exchange = getattr(ranks, name)
 
         def noting(*args: Any, **options: Any) -> Any:
-            count = len(args[0]) if name in ("_least", "gather_integers", "sum_over_ranks") else ""
+            count = len(args[0]) if name in ("_min_of_each", "gather_integers", "sum_over_ranks") else ""
             noted.record(f"exchange {name}", count)
             return exchange(*args, **options)
 

@@ -379,7 +379,11 @@ def _same_name_again(run, step):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("commit", _commit_first), ("delete", _commit_deleted_last), ("begin", _same_name_again)],
+    [
+        ("commit", _commit_first),
+        ("delete_attempts", _commit_deleted_last),
+        ("begin_attempt", _same_name_again),
+    ],
 )
 def test_a_wrong_order_is_noticed(tmp_path, name, wrong):
     with mock.patch.object(commit, name, wrong):
