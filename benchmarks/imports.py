@@ -38,7 +38,7 @@ COMMANDS = {
     "push FOLDER": (["push", "{run}", "--repo_id", "org/name"], "toolkit.hub.upload:push"),
     "inspect --plan CONFIG": (
         ["inspect", "--plan", CONFIG],
-        "toolkit.planning.unit_summary:plan_summary",
+        "toolkit.planning.report:summarise_units",
     ),
     "plan CONFIG": (["plan", CONFIG], "toolkit.planning.report:plan_run"),
 }

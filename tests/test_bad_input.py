@@ -577,7 +577,7 @@ def test_data_that_is_damaged(start, tmp_path) -> None:
 def test_data_too_short_for_a_sample(start, tmp_path) -> None:
     (tmp_path / "short.txt").write_text("twenty characters...")
     done = start("--data.train_files", str(tmp_path / "short.txt"))
-    said = ["at least one sample of 32 tokens", "hold 21", "data.sequence_length to at most 21"]
+    said = ["at least one sample of 32 tokens", "have 21 tokens together", "data.sequence_length to at most 21"]
     refused(done, *said, did=("encode_source",))
     assert not (tmp_path / "run").exists()
 
@@ -796,7 +796,7 @@ def test_the_finished_run_goes_on_where_nothing_is_wrong(start, finished) -> Non
         ({"WORLD_SIZE": "2"}, ["RANK (not set)", "WORLD_SIZE 2", "torchrun"]),
         ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK 2, WORLD_SIZE 2"]),
         ({"RANK": "first", "WORLD_SIZE": "2"}, ["RANK first"]),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, ["mpirun started 4 processes", "on its own"]),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, ["mpirun started 4 processes", "train separately"]),
         ({"SLURM_STEP_NUM_TASKS": "8"}, ["srun started 8 processes"]),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, ["DeepSpeed", "accelerate_configs/"]),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, ["Megatron", "accelerate_configs/"]),
@@ -807,7 +807,7 @@ def test_the_finished_run_goes_on_where_nothing_is_wrong(start, finished) -> Non
                 "MASTER_PORT": "29500",
             },
             [
-                "asked for several processes and started one",
+                "should start several processes and started one",
                 "MULTI_CPU",
                 "accelerate_configs/cpu.yaml",
             ],

@@ -86,7 +86,7 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
     for name in re.findall(r"^::: (.+)$", (ROOT / "docs/reference/python.md").read_text(), re.M):
         assert api.count(f'<h3 id="{name}"') == 1
     assert "global gradient norm before clipping" not in api  # of comments nothing is read
-    assert "by how much each micro-batch counts in the mean" in api  # of docstrings all
+    assert "number of terms of each micro-batch in the mean" in api  # of docstrings all
     if CHROMIUM:
         assert "glossary.html" in found_by(tmp_path, "gradient checkpointing")
         assert "installation.html" in found_by(tmp_path, "docker")
