@@ -428,7 +428,7 @@ def check_rows(start: Start) -> str:
     has_template = encoder.has_chat_template
     row_format = encoder.row_format
     load = partial(load_sources, cfg.data, row_format=row_format, has_template=has_template)
-    sources = [source for purpose in purposes for source in load(what=purpose, streaming=True)]
+    sources = [source for purpose in purposes for source in load(purpose=purpose, streaming=True)]
     looks: list[RowCheck] = []
     deadline = time.monotonic() + _ROW_SECONDS
     for number, source in enumerate(sources):

@@ -110,7 +110,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     assets.model_class = model_class
     assets.whole = None if multimodal in (None, model_class) else (multimodal, composite)
     assets.conversions = formats.conversion_mapping(model, hf_quantizer=reader)
-    model.hf_assets = assets
+    model.hf_assets = assets  # type: ignore[assignment]
     return model
 
 

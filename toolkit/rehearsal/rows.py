@@ -98,7 +98,7 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, purpose: Purpose = "trai
     has_template = encoder is None or encoder.has_chat_template
     row_format = find_row_format(cfg.rows)
     for source in load_sources(
-        data, what=purpose, row_format=row_format, has_template=has_template
+        data, purpose=purpose, row_format=row_format, has_template=has_template
     ):
         rows = source.rows
         if isinstance(rows, datasets.Dataset):

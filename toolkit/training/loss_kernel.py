@@ -126,6 +126,7 @@ def _kernel(function: Callable[..., Any], rule: tuple, device: torch.device) -> 
     """
     plain = functools.partial(function, rule=rule)
     compiled = torch.compile(plain)
+    is_compared = False
 
     def compare_first(*tensors: torch.Tensor) -> Any:
         nonlocal is_compared
@@ -153,7 +154,6 @@ def _kernel(function: Callable[..., Any], rule: tuple, device: torch.device) -> 
         _refused.add(device)
         return plain(*tensors)
 
-    is_compared = False
     return compare_first
 
 
