@@ -163,7 +163,7 @@ def test_a_wrong_path_is_answered_with_the_right_one(root: Path, tmp_path: Path)
     with pytest.raises(ExportError, match=r"has no config\.json; did you mean"):
         consolidate(weights, tmp_path / "out", hf_assets=source / "empty")
     for layout in ("accelerate", "torchtitan", "writer"):
-        with pytest.raises(ExportError, match=r"without the model's config.*--hf_assets FOLDER"):
+        with pytest.raises(ExportError, match=r"has no config of the model.*--hf_assets FOLDER"):
             consolidate(llama / layout, tmp_path / "out")
     with pytest.raises(ExportError, match="is it the config of this checkpoint"):
         consolidate(weights, tmp_path / "out", hf_assets=root / "moe/source")

@@ -159,7 +159,7 @@ def test_a_warning_says_what_is_missing(tmp_path, capsys):
         assert (
             "Training continues; 0 more in a row may fail (checkpoint.max_failed_saves 1)" in said
         )
-        with pytest.raises(StorageError, match="is save 2 in a row that failed"):
+        with pytest.raises(StorageError, match="2 saves in a row have failed"):
             checkpoint.save(state, tmp_path, cfg, may_fail=True)
         with pytest.raises(StorageError, match=r"are missing\Z"):  # the last of a run
             checkpoint.save(state, tmp_path, cfg)
@@ -176,7 +176,7 @@ def test_a_run_does_not_count_what_another_in_its_process_lost(tmp_path, capsys)
         assert state.saves.failed == [""]
     with (
         mock.patch.object(saving, "write_rng", side_effect=OSError(28, "No space")),
-        pytest.raises(StorageError, match="save 2 in a row"),
+        pytest.raises(StorageError, match="2 saves in a row"),
     ):
         checkpoint.save(state, tmp_path / run, cfg, may_fail=True)
 

@@ -210,4 +210,4 @@ def test_for_a_debugger_collectives_wait_a_day(monkeypatch, tmp_path) -> None:
 def test_where_torch_lets_no_timeout_be_set_it_is_said(monkeypatch, capsys) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_set_pg_timeout")
     ranks.set_timeouts(datetime.timedelta(seconds=1))
-    assert "NOTE: collectives keep their timeout: torch" in capsys.readouterr().out
+    assert "NOTE: the timeout of collectives stays as it is: torch" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint.carried import Carried
@@ -29,6 +30,7 @@ from toolkit.config import MAX_SHARD_SIZE
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError
 from toolkit.export.plan import (
+    ExportPlan,
     describe_adapter_origin,
     make_adapter_plan,
     make_plan,
@@ -88,53 +90,87 @@ def consolidate(
     if merge and not source.is_adapter:
         raise ExportError(f"{checkpoint} is not an adapter checkpoint: there is nothing to merge")
     origin = _describe_origin(source, dtype, hf_assets if source.is_adapter else None)
-    run = origin.get("run")
-    where = str(source.folder)
-    source_sum: SourceSum
-    read_group: ReadGroup
     if not source.is_adapter:
-        model = model_of_assets(source.hf)
-        tensors = SavedTensors(source, model.state_dict())
-        assets = _load_assets(model, source, hf_assets)
-        carried = Carried.find(model, assets, omit=without_carried)
-        plan = make_plan(
-            model,
-            tensors.shapes(),
-            override,
-            limit,
-            where=where,
-            prefix=tensors.prefix,
-            carried=carried,
-        )
-        carried.log()
-        origin |= carried.manifest_entry()
+        parts = _prepare_model(source, hf_assets, override, limit, without_carried, origin)
     elif merge:
-        tensors = SavedTensors(source)
-        base = find_base(source, hf_assets)
-        merged = AdapterMerge(tensors, base, override, limit, without_carried=without_carried)
-        plan = merged.plan
-        origin["adapter"] = describe_adapter_origin(source.hf, read_base_entry(source), plan, run)
-        origin["merged"] = True
-        merged.carried.log()
-        origin |= merged.carried.manifest_entry()
+        parts = _prepare_merge(source, hf_assets, override, limit, without_carried, origin)
     else:
-        base_entry = describe_base(source, hf_assets)
-        tensors = SavedTensors(source)
-        shapes = tensors.shapes()
-        plan = make_adapter_plan(source.hf, shapes, override, where=where, base=base_entry)
-        origin["adapter"] = describe_adapter_origin(source.hf, base_entry, plan, run)
-    if merge:
-        read_group = merged.read_group
-        # The values of a merge are computed here, so that the checkpoint has no sums of them.
-        source_sum = lambda *_: None  # noqa: E731
-    else:
-        read_group = functools.partial(tensors.read_group, plan)
-        source_sum = tensors.source_sum
+        parts = _prepare_adapter(source, hf_assets, override, origin)
+    plan, tensors, read_group, source_sum = parts
     tensors.check()
     for family in tied_families(plan.model).values():
         tensors.check_same([name for name in family if name in tensors.keys])
     write_export(plan, target, read_group=read_group, origin=origin, source_sum=source_sum)
     return str(Path(output).expanduser())
+
+
+_Parts = tuple[ExportPlan, SavedTensors, ReadGroup, SourceSum]
+"""The plan of an export, the tensors of the checkpoint, and how values and checksums are read."""
+
+
+def _prepare_model(
+    source: Source,
+    hf_assets: str | Path | None,
+    override: torch.dtype | None,
+    limit: int,
+    without_carried: bool,
+    origin: dict[str, Any],
+) -> _Parts:
+    """Plan the export of a model, and add its carried tensors to `origin`."""
+    model = model_of_assets(source.hf)
+    tensors = SavedTensors(source, model.state_dict())
+    assets = _load_assets(model, source, hf_assets)
+    carried = Carried.find(model, assets, omit=without_carried)
+    plan = make_plan(
+        model,
+        tensors.shapes(),
+        override,
+        limit,
+        where=str(source.folder),
+        prefix=tensors.prefix,
+        carried=carried,
+    )
+    carried.log()
+    origin |= carried.manifest_entry()
+    return plan, tensors, functools.partial(tensors.read_group, plan), tensors.source_sum
+
+
+def _prepare_merge(
+    source: Source,
+    hf_assets: str | Path | None,
+    override: torch.dtype | None,
+    limit: int,
+    without_carried: bool,
+    origin: dict[str, Any],
+) -> _Parts:
+    """Plan the export of a base model with the adapter merged in, and add both to `origin`."""
+    tensors = SavedTensors(source)
+    base = find_base(source, hf_assets)
+    merged = AdapterMerge(tensors, base, override, limit, without_carried=without_carried)
+    entry = read_base_entry(source)
+    run = origin.get("run")
+    origin["adapter"] = describe_adapter_origin(source.hf, entry, merged.plan, run)
+    origin["merged"] = True
+    merged.carried.log()
+    origin |= merged.carried.manifest_entry()
+    # The values of a merge are computed here, so the checkpoint has no checksums of them.
+    return merged.plan, tensors, merged.read_group, lambda *_: None
+
+
+def _prepare_adapter(
+    source: Source,
+    hf_assets: str | Path | None,
+    override: torch.dtype | None,
+    origin: dict[str, Any],
+) -> _Parts:
+    """Plan the export of an adapter as a PEFT folder, and add its base model to `origin`."""
+    base_entry = describe_base(source, hf_assets)
+    tensors = SavedTensors(source)
+    where = str(source.folder)
+    plan = make_adapter_plan(source.hf, tensors.shapes(), override, where=where, base=base_entry)
+    run = origin.get("run")
+    origin["adapter"] = describe_adapter_origin(source.hf, base_entry, plan, run)
+    return plan, tensors, functools.partial(tensors.read_group, plan), tensors.source_sum
 
 
 def _load_assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:
