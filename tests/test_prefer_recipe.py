@@ -91,7 +91,7 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 def undisturbed(here: Path) -> list[dict[str, Any]]:
     done = run(here, 1, "undisturbed")
     assert done.returncode == 0, done.stderr
-    assert "reference  50 of 50 pairs: 100 answers evaluated in" in done.stdout
+    assert "reference  50 of 50 pairs of answers: 100 answers evaluated in" in done.stdout
     return lines(here, "undisturbed")
 
 

@@ -479,7 +479,7 @@ def test_a_metric_that_no_evaluation_gives_is_refused(
         _check_evaluations(cfg, ["e1", "e2"], preference_metrics(kind))
         return
     with pytest.raises(
-        ConfigError, match="expected a metric that an evaluation of this run gives"
+        ConfigError, match="expected a metric that an evaluation of this run has"
     ) as e:
         _check_evaluations(cfg, ["e1", "e2"], preference_metrics(kind))
     assert "eval_margin" in str(e.value)

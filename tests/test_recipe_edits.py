@@ -128,7 +128,7 @@ def test_a_metric_of_generated_answers(plain, tmp_path, tiny_llama, text_file) -
     assert [line["loss"] for line in changed] == [line["loss"] for line in plain[1]]
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(AssertionError, match="eval_expected is none of what an evaluation gives"):
+    with pytest.raises(AssertionError, match="eval_expected: expected a metric that an evaluation"):
         run(other, tiny_llama, text_file, None, *best)  # the control: nobody told of it
 
 

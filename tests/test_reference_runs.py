@@ -102,7 +102,7 @@ def flip(file: Path) -> None:
 def test_only_the_rows_that_are_read_are_evaluated(here: Path) -> None:
     done = run(here, 2)
     assert done.returncode == 0, done.stderr
-    assert "reference  14 of 50 pairs: 28 answers evaluated" in done.stdout
+    assert "reference  14 of 50 pairs of answers: 28 answers evaluated" in done.stdout
     assert len(reference_of(here / "run", 2)) == 14
     first = read_metrics(here / "run")[0]
     assert first["loss"] == pytest.approx(LOG_2, abs=1e-5)
@@ -129,7 +129,7 @@ def test_a_whole_pass_is_not_repeated(here: Path) -> None:
     assert run(here, 1, killed_recipe(here)).returncode != 0
     done = run(here, 2)
     assert done.returncode == 0, done.stderr
-    assert "reference  14 of 50 pairs: 28 answers read from run/reference.parts\n" in done.stdout
+    assert "reference  14 of 50 pairs of answers: 28 answers read from run/reference.parts\n" in done.stdout
 
 
 OTHER_STARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -37,7 +37,7 @@ def test_a_start_does_not_see_the_keys_of_the_last() -> None:
 
 def test_a_rank_leaves_a_start_whose_rank_0_is_gone() -> None:
     store = dist.HashStore()
-    with pytest.raises(RuntimeError, match="not all ranks came"):
+    with pytest.raises(RuntimeError, match="not all ranks arrived"):
         meet(store, 0, seconds=0.1)  # rank 1 was killed before it came
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(meet, store, 1)  # has the free place there
@@ -51,7 +51,7 @@ def test_a_place_is_taken_once() -> None:
     """The last start is complete; a later process must not join it."""
     store = dist.HashStore()
     meet_all(store, 2)
-    with pytest.raises(RuntimeError, match="not all ranks came"):
+    with pytest.raises(RuntimeError, match="not all ranks arrived"):
         meet(store, 1, seconds=0.1)
 
 
