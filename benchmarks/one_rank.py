@@ -91,7 +91,11 @@ def as_rank(rank: int, world: int) -> Iterator[Noted]:
         exchange = getattr(ranks, name)
 
         def noting(*args: Any, **options: Any) -> Any:
-            count = len(args[0]) if name in ("_min_of_each", "gather_integers", "sum_over_ranks") else ""
+            count = (
+                len(args[0])
+                if name in ("_min_of_each", "gather_integers", "sum_over_ranks")
+                else ""
+            )
             noted.record(f"exchange {name}", count)
             return exchange(*args, **options)
 

@@ -465,7 +465,8 @@ def test_a_program_that_does_not_ask_is_told_so(launched, capsys) -> None:
         GradientState._reset_state()
         PartialState._reset_state()
     assert (
-        "this program does not read the fsdp_config of the Accelerate YAML" in capsys.readouterr().err
+        "this program does not read the fsdp_config of the Accelerate YAML"
+        in capsys.readouterr().err
     )
 
 

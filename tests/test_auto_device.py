@@ -15,7 +15,7 @@ from test_memory import AUTO_BATCH, AUTO_RECOMPUTED, _auto
 from test_planning import _save, _wide
 
 from toolkit.planning import devices, measuring, preflight
-from toolkit.planning.devices import KNOWN, device_here, with_index
+from toolkit.planning.devices import DEVICES, device_here, with_index
 from toolkit.planning.measuring import try_step
 from toolkit.planning.preflight import choose_candidate
 
@@ -82,7 +82,7 @@ def test_auto_ends_well_on_a_device_without_an_index(driver: Driver, tmp_path: P
     said: list[str] = []
     run: Any = SimpleNamespace(world_size=1, rank=0, device=torch.device("cuda"), log=said.append)
     memory = preflight.free_memory(cfg.sharding, run.device)
-    found = choose_candidate(cfg, run, KNOWN["h100"], memory)
+    found = choose_candidate(cfg, run, DEVICES["h100"], memory)
     assert found.sharding.activation_checkpointing == "none"
     assert found.train.per_device_train_batch_size == 16
     assert "as tried on the device" in said[0]
@@ -101,7 +101,7 @@ def test_torch_asks_for_an_index_where_the_step_is_tried(driver: Driver, tmp_pat
 
 def test_the_device_of_this_process_has_an_index(driver: Driver) -> None:
     figures, here = device_here()
-    assert (figures.name, here) == (KNOWN["h100"].name, torch.device("cuda", INDEX))
+    assert (figures.name, here) == (DEVICES["h100"].name, torch.device("cuda", INDEX))
     assert with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert with_index(torch.device("cpu")) == torch.device("cpu")
     assert devices.figures_of(torch.device("cuda")) == figures

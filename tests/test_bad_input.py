@@ -577,7 +577,11 @@ def test_data_that_is_damaged(start, tmp_path) -> None:
 def test_data_too_short_for_a_sample(start, tmp_path) -> None:
     (tmp_path / "short.txt").write_text("twenty characters...")
     done = start("--data.train_files", str(tmp_path / "short.txt"))
-    said = ["at least one sample of 32 tokens", "have 21 tokens together", "data.sequence_length to at most 21"]
+    said = [
+        "at least one sample of 32 tokens",
+        "have 21 tokens together",
+        "data.sequence_length to at most 21",
+    ]
     refused(done, *said, did=("encode_source",))
     assert not (tmp_path / "run").exists()
 

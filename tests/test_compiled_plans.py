@@ -19,7 +19,7 @@ from toolkit.cli import main
 from toolkit.config.settings import RunConfig
 from toolkit.formats import local_tensor
 from toolkit.planning import simulation
-from toolkit.planning.devices import KNOWN, this_host
+from toolkit.planning.devices import DEVICES, this_host
 from toolkit.planning.estimates import NCCL, RESERVE, reserved_bytes
 from toolkit.planning.fake_ranks import fake_world, sharded
 from toolkit.planning.measuring import measure
@@ -168,7 +168,7 @@ def test_a_plan_says_whether_it_is_of_compiled_layers(tmp_path: Path, capsys: An
 
 
 def test_nccl_has_its_room_where_there_are_ranks() -> None:
-    h100 = KNOWN["h100"]
+    h100 = DEVICES["h100"]
     assert reserved_bytes(h100, (1, 1)) == RESERVE
     assert reserved_bytes(h100, (1, 8)) == RESERVE + NCCL
     assert reserved_bytes(h100, (2, 8)) == RESERVE + 3 * NCCL

@@ -36,7 +36,7 @@ from toolkit.models import build_on_meta
 from toolkit.models.packed_linear import import_bitsandbytes
 from toolkit.planning import automatic, changes, search
 from toolkit.planning.changes import find_remedies
-from toolkit.planning.devices import KNOWN, device_of, find_device_name, this_host
+from toolkit.planning.devices import DEVICES, device_of, find_device_name, this_host
 from toolkit.planning.estimates import (
     calibrate,
     calibration_file,
@@ -576,7 +576,7 @@ def test_a_measured_step_is_remembered_and_corrects_later_plans(
         assert code == (2 if words else 0)
         if not words:
             found = json.loads(out)
-            assert found["device"]["name"] == KNOWN["h100"].name
+            assert found["device"]["name"] == DEVICES["h100"].name
             assert found["calibration"]["memory"] == pytest.approx(1.1, abs=0.01)
     calibration_file().write_text("- nothing")
     assert "damaged" in _plan(capsys, *argv)[2]
@@ -685,7 +685,7 @@ def test_a_device_comes_from_the_table_or_a_file(tmp_path: Path) -> None:
     own.write_text("{name: mine, memory: 8e9, bf16: 1e13, fp32: 5e12, bandwidth: 3e11, link: 1e10}")
     device = device_of(str(own))
     assert (device.memory, device.link, device.per_node) == (8e9, 1e10, 8)
-    assert KNOWN["h100"].bf16 == 989e12
+    assert DEVICES["h100"].bf16 == 989e12
 
 
 def test_what_a_model_cannot_be_run_with_is_left_out(monkeypatch) -> None:

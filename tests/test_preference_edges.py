@@ -528,7 +528,7 @@ def test_a_line_has_means_over_its_logging_window(tmp_path: Path) -> None:
         flops_per_token=1.0,
         logging_steps=4,
     )
-    metrics.guards.bad_steps.most = 5
+    metrics.guards.bad_steps.max_consecutive = 5
     one, no = torch.tensor(1.0), torch.tensor(False)
     # Sums and numbers of pairs of each step; the third one is skipped.
     steps = [(2.0, 2.0), (9.0, 3.0), (1e9, 1.0), (4.0, 5.0), (6.0, 4.0)]

@@ -129,7 +129,10 @@ def test_a_whole_pass_is_not_repeated(here: Path) -> None:
     assert run(here, 1, killed_recipe(here)).returncode != 0
     done = run(here, 2)
     assert done.returncode == 0, done.stderr
-    assert "reference  14 of 50 pairs of answers: 28 answers read from run/reference.parts\n" in done.stdout
+    assert (
+        "reference  14 of 50 pairs of answers: 28 answers read from run/reference.parts\n"
+        in done.stdout
+    )
 
 
 OTHER_STARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

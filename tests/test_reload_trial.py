@@ -96,7 +96,7 @@ def test_values_that_arrive_in_another_place_count_as_lost(tmp_path: Path, monke
         (swapped, {"k_proj"}, "PEFT renames"),
         (failing, {"up_proj"}, "PEFT cannot load it: ValueError: no such layer"),
     ):
-        monkeypatch.setattr(reload_trial, "_TRIED", {})
+        monkeypatch.setattr(reload_trial, "_TRIAL_RESULTS", {})
         monkeypatch.setattr(peft, "set_peft_model_state_dict", function)
         lost = find_lost_adapters(adapted)
         assert {name.split(".")[-2] for name in lost} == expected
@@ -131,7 +131,9 @@ def test_nothing_is_lost_on_a_base_in_4_bits(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PEFT casts adapters to the dtype in which packed weights are computed with."""
-    monkeypatch.setattr(reload_trial, "_TRIED", {})  # the base without 4 bits has the same names
+    monkeypatch.setattr(
+        reload_trial, "_TRIAL_RESULTS", {}
+    )  # the base without 4 bits has the same names
     model = tiny_models.tiny_model("llama", hidden_size=64, intermediate_size=64)
     model.save_pretrained(tmp_path)
     base = build_on_meta(ModelConfig(str(tmp_path)))

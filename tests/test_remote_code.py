@@ -15,8 +15,7 @@ from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfi
 from toolkit.export import consolidate
 from toolkit.loading import load_pretrained
 from toolkit.models import causal_lm
-from toolkit.verify import full_model
-from toolkit.verify import verify_export
+from toolkit.verify import full_model, verify_export
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM

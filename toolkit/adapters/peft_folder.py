@@ -54,7 +54,7 @@ class PeftLayout:
 # setting that is switched on is refused, because its effect on the layers or its imports are
 # unknown.
 # fmt: off
-_KNOWN = {
+_SUPPORTED_KEYS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode",
     "base_model_name_or_path", "revision", "runtime_config", "megatron_core",
     "r", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora", "use_dora",
@@ -85,7 +85,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     for name in ("base_model_name_or_path", "revision"):
         if not isinstance(content.get(name), str | None):
             raise ExportError(f"{file}: {name} is {content[name]!r}, a text or null is expected")
-    odd = {name: value for name, value in content.items() if value and name not in _KNOWN}
+    odd = {name: value for name, value in content.items() if value and name not in _SUPPORTED_KEYS}
     if content.get("bias") not in (None, "none"):
         odd["bias"] = content["bias"]
     start = content.get("init_lora_weights")

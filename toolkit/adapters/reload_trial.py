@@ -27,7 +27,7 @@ from toolkit.models.peft_model import (
     layer_parameters,
 )
 
-_TRIED: dict[str, dict[str, str]] = {}  # digest of a model and its adapters -> result
+_TRIAL_RESULTS: dict[str, dict[str, str]] = {}  # digest of a model and its adapters -> result
 
 
 def find_lost_adapters(adapted: nn.Module) -> dict[str, str]:
@@ -44,9 +44,9 @@ def find_lost_adapters(adapted: nn.Module) -> dict[str, str]:
     shapes = str([(key, *adapted.get_parameter(name).shape) for key, name in keys.items()])
     place = hashlib.sha256((described + shapes).encode()).hexdigest()
     # Planning builds the same model many times.
-    if place not in _TRIED:
-        _TRIED[place] = _run_trial(adapted, keys)
-    return dict(_TRIED[place])
+    if place not in _TRIAL_RESULTS:
+        _TRIAL_RESULTS[place] = _run_trial(adapted, keys)
+    return dict(_TRIAL_RESULTS[place])
 
 
 def _run_trial(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:

@@ -32,8 +32,8 @@ from toolkit.errors import CheckpointError
 from toolkit.formats import (
     METADATA_FILE,
     ChunkTable,
-    Known,
     Tensors,
+    TensorsMetadata,
     check_blob,
     local_slices,
     local_tensor,
@@ -299,7 +299,7 @@ class _WrittenChunks:
 
     local_chunks: bytes = b""
     chunks_by_rank: list[bytes] = field(default_factory=list)  # on rank 0, as the next two are
-    tensors_metadata: Known = field(default_factory=dict)
+    tensors_metadata: TensorsMetadata = field(default_factory=dict)
     metadata: bytes = b""  # some 100 bytes a chunk
 
 
@@ -374,7 +374,7 @@ def names_to_write(tensors: Tensors) -> set[str]:
     return chosen
 
 
-def build_metadata(tensors_metadata: Known, chunks_by_rank: list[bytes]) -> bytes:
+def build_metadata(tensors_metadata: TensorsMetadata, chunks_by_rank: list[bytes]) -> bytes:
     """Build the content of `.metadata` from the chunks that each rank wrote.
 
     Takes 30 microseconds per chunk. CheckpointError: a tensor is incomplete, or written twice.
@@ -386,7 +386,7 @@ def build_metadata(tensors_metadata: Known, chunks_by_rank: list[bytes]) -> byte
     return pickle.dumps(table.metadata())
 
 
-def build_chunk_table(tensors_metadata: Known, chunks_by_rank: list[bytes]) -> ChunkTable:
+def build_chunk_table(tensors_metadata: TensorsMetadata, chunks_by_rank: list[bytes]) -> ChunkTable:
     """Decode the chunks of all ranks (`encode_written_chunks`) into one table."""
     dims = max((len(entry.size) for entry in tensors_metadata.values()), default=0)
     files: list[str] = []
@@ -421,7 +421,7 @@ def _raise_as_checkpoint_error(failed: str) -> Iterator[None]:
         raise disk_error(failed, error) from error
 
 
-def _write_local_parts(tensors: Tensors, writer: HashingWriter) -> tuple[Known, bytes]:
+def _write_local_parts(tensors: Tensors, writer: HashingWriter) -> tuple[TensorsMetadata, bytes]:
     """Write this rank's parts; return the metadata of each tensor, and the encoded chunks."""
     rank, planner = ranks.rank(), DefaultSavePlanner()
     # As in torch for ranks that do not plan together: each rank names its own files.
@@ -438,7 +438,7 @@ def _write_local_parts(tensors: Tensors, writer: HashingWriter) -> tuple[Known, 
 
 
 def encode_written_chunks(
-    tensors_metadata: Known, items: list[WriteItem], results: list[WriteResult]
+    tensors_metadata: TensorsMetadata, items: list[WriteItem], results: list[WriteResult]
 ) -> bytes:
     """Encode the chunks that a rank wrote, in about 10 bytes each.
 

@@ -19,7 +19,7 @@ from toolkit.adapters.base import adapter_entry
 from toolkit.checkpoint.names import STATE
 from toolkit.checkpoint.store import Folder, read_json_object, storage_of
 from toolkit.errors import CheckpointError, one_line
-from toolkit.formats import Known, Tensors
+from toolkit.formats import Tensors, TensorsMetadata
 from toolkit.models.peft_model import has_adapters
 from toolkit.training.train_state import TrainState
 
@@ -118,7 +118,9 @@ def required_part(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[
     return saved[name]
 
 
-def check_model_tensors(tensors: Tensors, saved_tensors: Known, checkpoint: Folder) -> None:
+def check_model_tensors(
+    tensors: Tensors, saved_tensors: TensorsMetadata, checkpoint: Folder
+) -> None:
     """Refuse a checkpoint whose model tensors have other names, shapes or dtypes."""
     faults = []
     if lacking := sorted(tensors.keys() - saved_tensors.keys()):
@@ -137,7 +139,7 @@ def check_model_tensors(tensors: Tensors, saved_tensors: Known, checkpoint: Fold
 
 
 def allocate_optimizer_state(
-    state: TrainState, saved_tensors: Known, saved: dict[str, Any], checkpoint: Folder
+    state: TrainState, saved_tensors: TensorsMetadata, saved: dict[str, Any], checkpoint: Folder
 ) -> dict[str, Tensors]:
     """Allocate tensors to load the optimizer state into, sharded like the parameters.
 

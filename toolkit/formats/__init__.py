@@ -10,7 +10,7 @@ from toolkit.lazy import import_when_used
 if TYPE_CHECKING:
     from toolkit.formats import export_manifest
     from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata
-    from toolkit.formats.dcp_table import ChunkTable, Known, chunk_table
+    from toolkit.formats.dcp_table import ChunkTable, TensorsMetadata, chunk_table
     from toolkit.formats.dcp_tensors import (
         Chunk,
         boxes_fault,

@@ -4,7 +4,8 @@
 single flipped bit changes it. The row sum multiplies the checksum of each row (dim 0; of a vector
 each element) by a different odd factor, so it also detects exchanged rows. Row sums of parts add
 up, so the result is the same for any number of shards. Checksums guard against accidents: late
-copies, and bits flipped by a device, memory or a disk. The sha256 of the files guards against tampering.
+copies, and bits flipped by a device, memory or a disk. The sha256 of the files guards against
+tampering.
 """
 
 import numpy

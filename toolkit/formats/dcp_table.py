@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from toolkit.formats.dcp_tensors import boxes_fault
 
-Known = dict[str, TensorStorageMetadata]  # metadata of tensors by name
+TensorsMetadata = dict[str, TensorStorageMetadata]  # metadata of tensors by name
 Array = Any  # numpy, int64
 
 
@@ -30,7 +30,7 @@ Array = Any  # numpy, int64
 class ChunkTable:
     """Tensors by name, and for each tensor arrays with a row per chunk."""
 
-    tensors: Known
+    tensors: TensorsMetadata
     """Size and dtype. Their `chunks` are empty, because the arrays replace them."""
     offsets: dict[str, Array]  # [chunks, dims]
     sizes: dict[str, Array]  # [chunks, dims]
@@ -102,7 +102,7 @@ def chunk_table(metadata: Metadata) -> ChunkTable:
 
     Chunks that are stored nowhere, or with transformed bytes, are omitted.
     """
-    tensors: Known = {}
+    tensors: TensorsMetadata = {}
     files: dict[str, int] = {}
     offsets, sizes, places = {}, {}, {}
     for name, entry in metadata.state_dict_metadata.items():

@@ -17,7 +17,7 @@ from toolkit import ranks
 from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of, transformers_private
 
-_ASKED = "model.kernels: liger"
+_SETTING = "model.kernels: liger"
 _DEVICES = ("cuda", "xpu")  # device types that Triton compiles for
 # The toolkit computes the loss itself. All other kernels are Liger's defaults for the type.
 _CHOSEN = {"cross_entropy": False, "fused_linear_cross_entropy": False}
@@ -31,7 +31,7 @@ def check_kernels(device: torch.device | str) -> None:
     """
     if (kind := torch.device(device).type) not in _DEVICES:
         raise ConfigError(
-            f"{_ASKED} needs a device that Triton compiles for ({' or '.join(_DEVICES)}); this run "
+            f"{_SETTING} needs a device that Triton compiles for ({' or '.join(_DEVICES)}); this run "
             f"computes on {kind}. Remove model.kernels"
         )
     _known_types()
@@ -49,7 +49,7 @@ def use_kernels(model: PreTrainedModel) -> None:
     kind = model.config.model_type
     if kind not in (types := _known_types()):
         raise ModelError(
-            f"{_ASKED}: Liger has no kernels for model_type {kind!r}; it knows "
+            f"{_SETTING}: Liger has no kernels for model_type {kind!r}; it knows "
             f"{', '.join(sorted(types))}. Remove model.kernels"
         )
     apply = transformers_private("integrations.liger", "apply_liger_kernel")
@@ -61,7 +61,7 @@ def use_kernels(model: PreTrainedModel) -> None:
     except Exception as error:
         # Any error may come from a version of transformers that Liger does not know.
         raise ModelError(
-            f"{_ASKED}: Liger cannot be applied to {type(model).__name__}: {one_line(error)}. "
+            f"{_SETTING}: Liger cannot be applied to {type(model).__name__}: {one_line(error)}. "
             "Remove model.kernels"
         ) from error
     finally:
@@ -71,7 +71,7 @@ def use_kernels(model: PreTrainedModel) -> None:
     replaced_classes = Counter(type(m).__name__ for m in model.modules() if "forward" in vars(m))
     if not replaced_classes:
         raise ModelError(
-            f"{_ASKED}: Liger changed nothing in {type(model).__name__}; remove the setting"
+            f"{_SETTING}: Liger changed nothing in {type(model).__name__}; remove the setting"
         )
     assets_of(model).kernels = "liger"
     listed = ", ".join(f"{count} {name}" for name, count in replaced_classes.items())
@@ -110,7 +110,7 @@ def _known_types() -> dict[str, Any]:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
         raise ConfigError(
-            f"{_ASKED} needs liger-kernel 0.8 and Triton, but an import fails ({error}): "
+            f"{_SETTING} needs liger-kernel 0.8 and Triton, but an import fails ({error}): "
             "install fsdp2-toolkit[liger], or remove the setting"
         ) from error
     return MODEL_TYPE_TO_APPLY_LIGER_FN

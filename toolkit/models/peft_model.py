@@ -21,7 +21,13 @@ ADAPTER = "default"  # PEFT's name for the one adapter of a run
 # PEFT's attributes of a wrapper: the wrapped module, and the modules that it adds.
 _WRAPS = (("base_layer", "lora_A"), ("original_module", "modules_to_save"))
 _SWITCH = "_disable_adapters"  # PEFT's private switch; the public method also sets `requires_grad`
-_OWN = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+_ADAPTER_PARTS = (
+    "lora_A",
+    "lora_B",
+    "lora_embedding_A",
+    "lora_embedding_B",
+    "lora_magnitude_vector",
+)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -129,7 +135,7 @@ def copied_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
 def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:
     """Collect the parameters of one LoRA layer's adapter under PEFT's names (`lora_A`, ...)."""
     parameters = {}
-    for name in _OWN:
+    for name in _ADAPTER_PARTS:
         table: Any = getattr(layer, name, ())
         if ADAPTER in table:
             entry = table[ADAPTER]

@@ -59,7 +59,7 @@ def _device(
 
 
 _SHEET = "data sheet of NVIDIA"
-KNOWN = {
+DEVICES = {
     "a100-40gb": _device("A100 SXM 40 GB", 40, 19.5, 1555, 300, f"{_SHEET} A100"),
     "a100-80gb": _device("A100 SXM 80 GB", 80, 19.5, 2039, 300, f"{_SHEET} A100"),
     "h100": _device("H100 SXM", 80, 67, 3350, 450, f"{_SHEET} H100"),
@@ -80,13 +80,13 @@ def this_host() -> Device:
 
 
 def find_device_name(torch_name: str) -> str | None:
-    """Find the name in `KNOWN` of a device that torch calls, say, `NVIDIA H100 80GB HBM3`.
+    """Find the name in `DEVICES` of a device that torch calls, say, `NVIDIA H100 80GB HBM3`.
 
     Returns:
         None if the device is not known.
     """
     text = torch_name.lower().replace("rtx ", "rtx")
-    words = {name: name.split("-") for name in KNOWN}
+    words = {name: name.split("-") for name in DEVICES}
     matching = [
         name
         for name, parts in words.items()
@@ -113,9 +113,9 @@ def figures_of(device: torch.device) -> Device:
     torch_name = torch.get_device_module(device).get_device_name(device)
     known_name = find_device_name(torch_name)
     if known_name is not None:
-        return KNOWN[known_name]
+        return DEVICES[known_name]
     source = f"an H100's, because {torch_name} is not known"
-    return dataclasses.replace(KNOWN["h100"], name=torch_name, source=source)
+    return dataclasses.replace(DEVICES["h100"], name=torch_name, source=source)
 
 
 def device_here(name: str | None = None) -> tuple[Device, torch.device]:
@@ -146,11 +146,11 @@ def device_of(name: str) -> Device:
     """
     if name.lower() == "cpu":
         return this_host()
-    if name.lower() in KNOWN:
-        return KNOWN[name.lower()]
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
     if not name.endswith((".yaml", ".yml")):
         raise ConfigError(
-            f"--device {name} is none of cpu, {', '.join(KNOWN)}; or give a YAML file that "
+            f"--device {name} is none of cpu, {', '.join(DEVICES)}; or give a YAML file that "
             "describes one"
         )
     try:
