@@ -3,10 +3,10 @@
     python tests/equal_runs.py BEFORE [AFTER] [--only NAME ...] [--work DIR] [--write FILE]
 
 BEFORE and AFTER (default: this checkout) are folders that `make install` has set up. Both train the
-same tiny models on the same rows: architectures in pretraining on two ranks, kinds of fine-tuning and
-objectives of preference tuning. Two runs are equal if every logged loss, gradient norm, learning
-rate, token count and evaluation is equal, and every tensor of every checkpoint and export is
-bitwise identical. A change that must not alter behaviour, such as a renaming, is checked by it.
+same tiny models on the same rows: architectures in pretraining on two ranks, kinds of fine-tuning
+and objectives of preference tuning. Two runs are equal if every logged loss, gradient norm,
+learning rate, token count and evaluation is equal, and every tensor of every checkpoint and export
+is bitwise identical. A change that must not alter behaviour, such as a renaming, is checked by it.
 """
 
 import argparse

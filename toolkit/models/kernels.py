@@ -31,8 +31,8 @@ def check_kernels(device: torch.device | str) -> None:
     """
     if (kind := torch.device(device).type) not in _DEVICES:
         raise ConfigError(
-            f"{_SETTING} needs a device that Triton compiles for ({' or '.join(_DEVICES)}); this run "
-            f"computes on {kind}. Remove model.kernels"
+            f"{_SETTING} needs a device that Triton compiles for ({' or '.join(_DEVICES)}); this "
+            f"run computes on {kind}. Remove model.kernels"
         )
     _known_types()
 
