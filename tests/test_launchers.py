@@ -363,7 +363,7 @@ def test_with_slurms_variables_alone(tmp_path, tiny_llama, text_file) -> None:
     ("rank", "chosen", "words"),
     [
         (1, "nowhere0", "GLOO_SOCKET_IFNAME is nowhere0, which names no interface with an address "
-         "here: lo 127.0.0.1"),
+         "on this host: lo 127.0.0.1"),
         (0, "lo", "GLOO_SOCKET_IFNAME is a loopback interface, which leads to no other host"),
     ],
 )  # fmt: skip

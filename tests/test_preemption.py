@@ -77,7 +77,11 @@ PHASES = {
     "a step, one rank": ({"place": STEP, "nth": 2, "rank": "1"}, 3, {3}),
     "the first step": ({"place": STEP, "names": ["SIGUSR1"]}, 2, set()),
     "Ctrl-C, told twice": ({"place": STEP, "nth": 3, "names": ["SIGINT", "SIGINT"]}, 4, {3}),
-    "an evaluation": ({"place": "toolkit.objectives.CausalLM.evaluation_loss", "rank": "0"}, 4, {3}),
+    "an evaluation": (
+        {"place": "toolkit.objectives.CausalLM.evaluation_loss", "rank": "0"},
+        4,
+        {3},
+    ),
     "a save": ({"place": "toolkit.checkpoint.save", "rank": "1"}, 6, {6}),
     "loading": ({"place": "toolkit.loading.load_or_init"}, None, set()),
     "reading data": ({"place": "toolkit.data.prepare.prepare_data"}, None, set()),

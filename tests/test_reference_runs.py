@@ -72,8 +72,8 @@ def killed_recipe(here: Path, *, after_parts: int | None = None) -> Path:
     else:
         text = text.replace(
             "def prefer(",
-            "from toolkit.checkpoint import reference as _kept\n"
-            "from toolkit.training import reference as _pass\n"
+            "from toolkit.objectives import reference as _kept\n"
+            "from toolkit.objectives import reference_pass as _pass\n"
             "_pass.PART_SECONDS, _pass.FIRST_ROUNDS, _write = 0.0, 1, _kept.write_part\n"
             "def _written(root, number, *values):\n"
             "    _write(root, number, *values)\n"
