@@ -66,7 +66,7 @@ def find_vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
         elif isinstance(node, DEFINITIONS[1:]):
             name = node.name
         if name is not None and name.strip("_").lower() in VAGUE_NAMES:
-            yield node.lineno, name
+            yield getattr(node, "lineno", 0), name
 
 
 def find_unclear_docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
