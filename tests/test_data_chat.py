@@ -385,7 +385,7 @@ def test_what_the_prompt_holds_is_no_answer(vocabulary):
         vocabulary, _EACH % _IM_TURN + _ASKED % (_THINK + "{{ '\\n' }}</think>{{ '\\n' }}")
     )
     result = chat.render(Conversation([user("2 + 2?"), assistant(thought)]))
-    assert "prompt for turn 1 (assistant) goes on with" in str(result)
+    assert "prompt for turn 1 (assistant) continues with" in str(result)
     assert "enable_thinking" in str(result)
 
 
@@ -677,7 +677,7 @@ REFUSED = {
             user("What is a tuple?"),
             assistant("I look.", tool_calls=[call("abcdefghi", word="tuple")]),
         ],
-        "content of turn 1 (assistant) beside its tool calls",
+        "content of turn 1 (assistant) next to its tool calls",
     ),
     "twice": (_LOOP % (_TURN + "{{ m.content }}"), PLAIN, "prints turn 1 (assistant) 2 times"),
     "says_no": (TEMPLATES["gemma"].stock, SYSTEM, "refuses turn 0 (system): System role not"),
@@ -727,7 +727,7 @@ REFUSED = {
         + "{% if add_generation_prompt %}### Turn {{ messages|length + 1 }} of "
         "{{ messages|length + 1 }} (assistant)\n{% endif %}",
         PLAIN[:4],
-        "goes on with '2 (assistant)",
+        "continues with '2 (assistant)",
     ),
     "system_text_of_the_template_in_the_first_turn": (
         _LOOP % _TURN.replace("{{ m.content", "{{ 'Be good. ' * loop.first + m.content")
@@ -961,5 +961,5 @@ def test_a_tokenizer_with_code_of_its_own(vocabulary):
 
     tokenizer = Own(tokenizer_object=Tokenizer.from_str(vocabulary))
     tokenizer.chat_template = TEMPLATES["chatml"].stock
-    with pytest.raises(DataError, match=r"by code of its own \(Own\)"):
+    with pytest.raises(DataError, match=r"with custom code \(Own\)"):
         Chat(tokenizer)

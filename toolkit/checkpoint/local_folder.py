@@ -129,7 +129,7 @@ class LocalFolder:
     def set_aside(self) -> Path:
         """Quarantine this checkpoint: rename it to `.bad-*`."""
         bad = new_attempt_name(self.path, "bad")
-        with raise_disk_errors(f"{self.path} cannot be set aside"):
+        with raise_disk_errors(f"{self.path} cannot be quarantined"):
             os.rename(self.path, bad)
             sync(bad.parent)
         return bad

@@ -337,6 +337,6 @@ def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:
         return
     ranks.log_once(
         f"resuming on {now[0]} rank(s) of {now[1]} what {before[0]} of {before[1]} saved: weights, "
-        "optimizer and data continue exactly, random state (dropout) is derived anew"
+        "optimizer and data continue exactly, random state (dropout) is derived again"
     )
     seed_everything(torch.initial_seed(), ranks.rank(), content["step"])

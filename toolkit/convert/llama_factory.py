@@ -231,7 +231,11 @@ def _packing(keys: Keys, out: dict[str, Any], stage: str) -> None:
     elif packed or apart:
         out["packing"] = True
         if not apart:
-            keys.note("packing", "packed examples see each other there, and do not here", packed)
+            keys.note(
+                "packing",
+                "LLaMA-Factory lets packed examples attend to each other; this toolkit does not",
+                packed,
+            )
 
 
 def _supervision(keys: Keys, out: dict[str, Any]) -> None:

@@ -337,7 +337,7 @@ def compare_with_reloaded(model: nn.Module, checkpoint: str | Path) -> str:
                 f"{checkpoint} does not give back what was trained: on rank {rank} "
                 f"{len(names)} of {len(trained)} tensors differ, such as {names[0]}; {_ADVICE}"
             )
-    loader = "through PeftModel.from_pretrained, equal to the bit"
+    loader = "through PeftModel.from_pretrained, bitwise identical"
     seconds = time.perf_counter() - start_time
     return f"adapter proven: {len(trained)} tensors reloaded {loader} ({seconds:.1f} s)"
 

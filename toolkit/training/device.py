@@ -101,7 +101,7 @@ def refuse_shared_devices(identities: list[list[str]]) -> list[None]:
 
 
 def limit_compile_workers(sharers: int) -> None:
-    """Limit the compile workers of this process to its share of the processors.
+    """Limit the compile workers of this process to half of its share of the cores, at least 2.
 
     By default inductor starts up to 32 workers in each process. A limit that the user has set is
     unchanged.

@@ -61,7 +61,7 @@ def check_printed(search: Search, supervised: Sequence[int], *, has_tools: bool)
         if i not in printed_turns and not _is_printed(
             search, i, content, partial(with_content, message)
         ):
-            suffix = " beside its tool calls" if message.get("tool_calls") else ""
+            suffix = " next to its tool calls" if message.get("tool_calls") else ""
             raise _not_printed(f"content of {search.describe_turn(i)}{suffix}", "content")
     for i, message in enumerate(search.messages):
         for at in range(len(message.get("tool_calls") or [])):
@@ -69,7 +69,7 @@ def check_printed(search: Search, supervised: Sequence[int], *, has_tools: bool)
     if has_tools and search.try_render(search.messages, tools=False) == search.text:
         raise BadRow(
             "the chat template prints nothing of the tools; use one that knows tools "
-            "(data.chat_template), or leave out the column",
+            "(data.chat_template), or omit the column",
             "tools not printed",
         )
     return _check_reasoning(search, supervised) + _unused_keys(search)
@@ -179,7 +179,7 @@ def _unused_keys(search: Search) -> Counter[str]:
 def _not_printed(part: str, kind: str) -> BadRow:
     return BadRow(
         f"the chat template prints nothing, or only a part, of the {part}; use another template "
-        "(data.chat_template), or leave out such rows (data.on_bad_row: skip)",
+        "(data.chat_template), or skip such rows (data.on_bad_row: skip)",
         f"{kind} not printed",
     )
 

@@ -469,7 +469,7 @@ class Search:
             or pattern_of(self.specials, tags=True).search(prompt[shared:prompt_shared])
         ):
             raise NotFound(
-                f"the chat template's prompt for {self.describe_turn(i)} goes on with "
+                f"the chat template's prompt for {self.describe_turn(i)} continues with "
                 f"{prompt[prompt_shared:][:60]!r}, the conversation does not; other "
                 "chat_template_kwargs may fit it (enable_thinking, say)"
             )

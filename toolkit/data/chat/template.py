@@ -456,7 +456,7 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
         templates = {"default": text}
     elif type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         raise DataError(
-            f"the tokenizer {tokenizer.name_or_path} renders conversations by code of its own "
+            f"the tokenizer {tokenizer.name_or_path} renders conversations with custom code "
             f"({type(tokenizer).__name__}): what is the assistant's cannot be told; give a "
             "template with data.chat_template"
         )
