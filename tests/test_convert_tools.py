@@ -405,3 +405,9 @@ def test_a_shell_script_is_read_and_never_run(tmp_path) -> None:
     assert out.settings["optim.adam_beta1"] == 0.8
     computed = [note.partition(":")[0] for note in out.notes if "computed by the shell" in note]
     assert sorted(computed) == ["beta", "learning_rate"]
+
+
+def test_the_subset_of_a_dataset_is_named() -> None:
+    given = {"tuner_type": "lora", "model": "m", "dataset": ["org/a:sub#500", "org/b"]}
+    notes = convert(given).notes
+    assert any("org/a:sub" in line and "dataset_config_name" in line for line in notes), notes

@@ -513,7 +513,7 @@ def _describe_failure(failure: BaseException | None) -> _Failure | None:
 
 
 def _raise_if_any_failed(failure: BaseException | None, number: float = 0) -> int:
-    """Raise on all ranks if any rank has a `failure`; else return the smallest `number`."""
+    """Raise on every rank if a rank passes a `failure`. Otherwise return the smallest `number`."""
     world = world_size()
     first_failed, lowest = _min_of_each([world if failure is None else rank(), number])
     if first_failed < world:

@@ -286,6 +286,7 @@ class _Stop:
         self._patience, self._waiting = grace + 30, False
 
     def __call__(self, number: int, frame: object) -> None:
+        """Forward the signal to the ranks, wait, kill late ones, and exit with their code."""
         ranks = psutil.Process().children()
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):

@@ -50,7 +50,7 @@ def find_lost_adapters(adapted: nn.Module) -> dict[str, str]:
 
 
 def _run_trial(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
-    """Run the trial of `find_lost_adapters`."""
+    """Let PEFT load the exported `keys`; map each adapter that it loses to the reason."""
     layers = adapted_parameters(adapted)
     names = {id(p): name for name, p in adapted.named_parameters(remove_duplicate=False)}
     parts = {
@@ -72,7 +72,7 @@ def _run_trial(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
 def _failing_alone(
     adapted: nn.Module, keys: dict[str, str], parts: dict[str, set[str]]
 ) -> dict[str, str]:
-    """Find the adapters that PEFT does not load, by trying each kind of them alone.
+    """Load the adapters into PEFT one kind at a time; map each that fails to the reason.
 
     Adapters that differ only in the number of their layer are of one kind.
     """

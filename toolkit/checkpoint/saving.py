@@ -354,7 +354,10 @@ class _Snapshot:
             return commit.commit(self.target, self.step, manifest)
 
     def remove(self) -> None:
-        """Remove the local files of a failed save. On a store, the next save removes them."""
+        """Remove the local files of a failed save.
+
+        Files that were already uploaded to a store stay until the next save removes them.
+        """
         if self.folder != self.target or ranks.rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -111,7 +111,7 @@ def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Transl
 
 
 def _loss(keys: Keys, kind: str) -> dict[str, Any]:
-    """Translate the settings of the objective to those of TRL."""
+    """Convert ms-swift's settings of the objective to TRL's names and defaults."""
     if not kind:
         return {}
     beta, loss = keys.take("beta")[1], keys.take("loss_type")[1]
@@ -177,13 +177,20 @@ def _adapters(keys: Keys, method: str) -> dict[str, Any]:
 
 
 def _data(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the data sets, written as `ID#ROWS`; the number of rows is noted only."""
+    """Convert the datasets, written as `ID:SUBSET#ROWS`, and `packing` into `out`.
+
+    Subsets and numbers of rows are not converted; a note names them.
+    """
     names = keys.take("dataset")[1]
     names = [names] if isinstance(names, str) else names or []
     if cut := [name for name in names if "#" in str(name)]:
         reason = "all rows are used; cut the file, or set a split such as train[:500]"
         keys.note("dataset", reason, ", ".join(map(str, cut)))
-    names = [str(name).split("#")[0].split(":")[0] for name in names]
+    names = [str(name).split("#")[0] for name in names]
+    if subsets := [name for name in names if ":" in name]:
+        reason = "the default subset is read; set dataset_config_name of the source"
+        keys.note("dataset", reason, ", ".join(subsets))
+    names = [name.split(":")[0] for name in names]
     if names:
         out["datasets"] = names
         reason = "ids may be those of ModelScope; here they are those of the Hugging Face Hub"

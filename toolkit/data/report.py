@@ -231,7 +231,16 @@ def _sides(
 
 
 def _parts(ids: list[int], spans: list[int], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """Split tokens into parts of text at the edges of the spans."""
+    """Decode tokens as alternating unsupervised and supervised parts.
+
+    Args:
+        ids: the tokens.
+        spans: begin and end of each supervised span, in one flat list.
+        tokenizer: None to print the ids.
+
+    Returns:
+        A dict with `text` and `supervised` for each part that is not empty.
+    """
     # Nothing predicts the first token, even if a span covers it.
     edges = [min(max(edge, 1), len(ids)) for edge in spans]
     return [

@@ -29,7 +29,7 @@ _SAMPLE_FIELDS = ("input_ids", "labels", "used", "position_ids", "sequences", "e
 
 
 def one_text(example: Example) -> Sequence[Example]:
-    """List the only text of a row that is a single example."""
+    """Return `[example]`: the texts of a row, in formats with one text per row."""
     return [example]
 
 

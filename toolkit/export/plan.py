@@ -511,5 +511,5 @@ def _format_config(
 
 
 def _count_others(names: Collection[str]) -> str:
-    """Format the number of names after the first one, for an error that quotes the first."""
+    """Return " (and N more)" for the names after the first one, or an empty string."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -71,7 +71,14 @@ class SavedTensors:
         return {name: self.source.tensors[key] for name, key in self.keys.items()}
 
     def check(self) -> None:
-        """Check that each tensor is complete, and verify the files of tensors without a sum."""
+        """Check that no tensor is incomplete or damaged, as far as it is known before reading.
+
+        Tensors with a checksum are compared with it when they are read. For all others, the hashes
+        of their files are verified here.
+
+        Raises:
+            CheckpointError: a tensor is incomplete, or a file is damaged.
+        """
         check_complete(self.source, self.keys.values())
         checkpoint = self.source.checkpoint
         if checkpoint is None:
@@ -85,7 +92,11 @@ class SavedTensors:
             raise damaged_file_error(checkpoint / name, fault)
 
     def check_same(self, names: list[str]) -> None:
-        """Raise an ExportError if the tensors of one tied parameter differ."""
+        """Check that tied names, of which only one is exported, have equal values.
+
+        Raises:
+            ExportError: two of them differ in dtype, shape or values.
+        """
         for other in names[1:]:
             keys = self.keys[names[0]], self.keys[other]
             first_tensor, other_tensor = map(self.source.stored, keys)

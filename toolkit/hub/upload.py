@@ -135,7 +135,7 @@ def preview(
 def check_access(
     repo_id: str, *, private: bool = True, say: Say = print, create: bool = True
 ) -> None:
-    """Raise HubError now if the Hub would refuse a later `push`.
+    """Check that the Hub accepts a later `push`, and create the repository if it is missing.
 
     Args:
         repo_id: ORG/NAME.

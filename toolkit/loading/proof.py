@@ -193,8 +193,9 @@ def _find_comparable(
     """Find the parameters that can be compared with the files.
 
     Returns:
-        Parameter -> group, of parameters that are copied; the same of parameters whose elements are
-        moved; the number of tensors that a load computes.
+        Three values: the groups of parameters whose values a load copies, by name; the groups of
+        parameters whose elements it only rearranges, by name; the number of all other tensors,
+        whose values are computed and cannot be compared.
     """
     assets = formats.assets_of(model)
     packed = packed_weights(model)

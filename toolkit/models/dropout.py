@@ -163,7 +163,12 @@ class _Trial:
             self.logits(training=True, mode=mode)
 
     def logits(self, *, training: bool, mode: Callable[[], Any] = contextlib.nullcontext) -> Any:
-        """Compute the logits of one forward; `mode` decides what is drawn in it."""
+        """Run one forward without gradients and return its float32 logits.
+
+        Args:
+            training: run the model in training mode.
+            mode: a context manager that replaces the random numbers of the forward.
+        """
         self.model.train(training)
         with (
             torch.no_grad(),

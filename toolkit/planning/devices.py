@@ -119,10 +119,13 @@ def figures_of(device: torch.device) -> Device:
 
 
 def device_here(name: str | None = None) -> tuple[Device, torch.device]:
-    """Find this process's device and its figures, which are those of `name` if that is given.
+    """Find the device of this process and its figures: the CPU if torch sees no accelerator.
+
+    Args:
+        name: a device whose figures are used, or "cpu"; None: those of the device itself.
 
     Raises:
-        ConfigError: this machine has no such device, or its figures are not known.
+        ConfigError: torch sees no accelerator and `name` is one, or the figures are not known.
     """
     if not torch.accelerator.is_available():
         if name not in (None, "cpu"):

@@ -203,7 +203,7 @@ def choose_candidate(cfg: RunConfig, run: Run, device: Device, memory: int) -> R
 
 
 def _choose_place(cfg: RunConfig, world_size: int, device: Device, memory: int) -> tuple[int, int]:
-    """Find the first candidate that fits by its plan: its place, and the bytes that it needs."""
+    """Return the index of the first candidate whose plan fits, and the bytes of that plan."""
     place, plan = automatic.choose(cfg, world_size, device, memory)
     return place, plan.estimate.memory
 

@@ -73,7 +73,7 @@ class Life:
     # ---- A start that is killed ------------------------------------------------------------------
 
     def load(self) -> str:
-        """Start the recipe, and wait for its first step."""
+        """Start the recipe, wait for its first step, and return a sentence for the report."""
         command = recipe_command(self.recipe, self.config, self.world_size)
         launch = Launch(command, self.logs / "train.log", self.folder / "cache")
         self.first_launch: Launch = self._open.enter_context(launch)

@@ -80,7 +80,7 @@ def read_runs(folders: list[str]) -> list[RunRecord]:
 
 
 def evaluation_key(source: str, measure: str) -> str:
-    """Compose the key of a measure in a log line; an empty source means all sources together."""
+    """Compose the key `eval_SOURCE_MEASURE` of a log line; an empty source means all together."""
     return "_".join(filter(None, ("eval", source, measure)))
 
 

@@ -170,7 +170,7 @@ def _load_with_peft(export: AdapterExport, base: PreTrainedModel, *, empty: bool
 
 
 def compare_adapter_assets(export: AdapterExport) -> None:
-    """Compare files, digest of the base and adapter config with the checkpoint's."""
+    """Add a finding to `export` for each file, base digest or config value that differs."""
     source = export.source
     assert source is not None
     compare_files(export, source, is_adapter_asset)

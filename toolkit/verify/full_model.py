@@ -306,6 +306,7 @@ def merged_checks(base: Path) -> Checks:
 
 
 def _source(export: Export) -> Source:
+    """Return the checkpoint that the export is compared with; the caller has checked it."""
     assert export.source is not None
     return export.source
 

@@ -390,7 +390,16 @@ class Search:
         return len(prompt_text) + self._header(i, constant, prompt_text != bare), True
 
     def _header(self, i: int, constant: str, prompted: bool) -> int:
-        """Compute the length of the header in the text before any content of turn `i`."""
+        """Count the characters before the content of turn `i` that the model does not write.
+
+        Args:
+            i: index of the turn.
+            constant: the text that the template prints before the content of the turn.
+            prompted: True if the generation prompt has added text before it.
+
+        Raises:
+            NotFound: nothing tells whether the model has to write the text.
+        """
         if not constant.strip():
             return 0
         if self.traits.prompt.strip() and constant.startswith(self.traits.prompt):

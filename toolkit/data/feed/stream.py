@@ -331,9 +331,9 @@ class SourceStream:
     def _order_by_length(self, samples: list[StreamSample]) -> list[StreamSample]:
         """Order samples so that those of a global batch have similar lengths in all lanes.
 
-        The length of the n-th sample of a lane is a quantile of its window that depends on n alone.
-        Samples of one lane that belong to the same batch have the same quantile. Lanes that belong
-        to different batches have different ones.
+        Each lane takes its n-th sample at a quantile of the lengths in its window. The quantile
+        depends only on the global batch that the sample belongs to, so all lanes give samples of
+        similar lengths to the same batch.
         """
         by_length, order = sorted(samples, key=lambda sample: sample.length), []
         number, lanes, batch = self.lane

@@ -283,7 +283,7 @@ def read_pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
     with open(file, "rb") as stream:
         offset = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
         stream.seek(offset)
-        for block in _pieces(stream, size):
+        for block in _split_at_cuts(stream, size):
             try:
                 yield block.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -296,10 +296,11 @@ def read_pieces(file: Path, size: int = PIECE_BYTES) -> Iterator[str]:
 
 def split_text(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
     """Split a text into parts of about `size` bytes, in the same way as a file."""
-    return (block.decode() for block in _pieces(io.BytesIO(text.encode()), size))
+    return (block.decode() for block in _split_at_cuts(io.BytesIO(text.encode()), size))
 
 
-def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
+def _split_at_cuts(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield the text of a stream in pieces that end at `find_cut`, of about `size` bytes."""
     buffer = b""
     while len(block := stream.read(size)) == size:
         buffer += block
