@@ -7,6 +7,7 @@ group must note the same, in the same order (`differing`). A wait for the wire c
 """
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -184,6 +185,18 @@ def differing(orders: list[list[str]] | dict[int, list[str]]) -> str:
     other = next(rank for rank, head in heads.items() if head == usual)
     at = f"collective {counts[odd]} of {len(orders[odd])}"
     return f"rank {odd}, {at}: {heads[odd]}, of rank {other}: {usual}"
+
+
+def of_any_group(exchange: str) -> str:
+    """Return an exchange with the number of ranks of its group in place of the ranks."""
+    return f"{exchange.rpartition(_AMONG)[0]} in a group of {len(_members(exchange))}"
+
+
+def first_difference(first: list[str], second: list[str]) -> str:
+    """Name the first exchange that two orders do not share, "" if they are equal."""
+    pairs = enumerate(itertools.zip_longest(first, second, fillvalue="nothing"))
+    different = (f"exchange {i}: {a}, of the other: {b}" for i, (a, b) in pairs if a != b)
+    return next(different, "")
 
 
 def _members(exchange: str) -> set[int]:

@@ -318,6 +318,7 @@ def test_a_second_process_reads_the_cache(tmp_path, folder, tokenizer):
         "import sys\n"
         "from transformers import AutoTokenizer\n"
         "from toolkit.config.settings import DataConfig\n"
+        "from toolkit.data.row_formats import DOCUMENTS\n"
         "from toolkit.data.sources.rows import load_sources\n"
         "from toolkit.data.tokens.encode import Encoder, encode_source\n"
         "Encoder.encode_rows = None  # not needed again\n"
