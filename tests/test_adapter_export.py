@@ -696,7 +696,9 @@ def test_what_goes_with_what(trained, tmp_path: Path, capsys) -> None:
     for inside in (root / "rslora/adapter/sub", root / "rslora/run/checkpoints/sub"):
         with pytest.raises(ExportError, match="which is no place for another export"):
             consolidate(full, inside)
-    with pytest.raises(ExportError, match=r"holds an adapter, .* holds the weights of a full model"):
+    with pytest.raises(
+        ExportError, match=r"holds an adapter, .* holds the weights of a full model"
+    ):
         verify_export(full, root / "rslora/adapter")
     report = verify_export(root / "tied/run", root / "rslora/adapter")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {f[0] for f in report.findings}
