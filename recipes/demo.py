@@ -68,12 +68,14 @@ SHORT = (
 def pretrain(run: Path, fresh: bool) -> int:
     """Train the demo's model, export it and generate a text; return the exit code."""
     export = run.with_name(run.name + "-hf")
-    if not prepare(run, "tiny_llama", fresh, export):
+    if not delete_old_outputs(run, "tiny_llama", fresh, export):
         return 1
-    ran = launch("pretrain", run, *SHORT) or call("toolkit", "consolidate", run, "--output", export)
+    ran = launch("pretrain", run, *SHORT) or run_script(
+        "toolkit", "consolidate", run, "--output", export
+    )
     if ran:
         return ran
-    print(RULE, write(load(export), export, PROMPT, 80), RULE, sep="\n")
+    print(RULE, generate_text(load_export(export), export, PROMPT, 80), RULE, sep="\n")
     print_losses(run)
     print(f"export   {export.resolve()}")
     return 0
@@ -86,27 +88,27 @@ def finetune(base_run: Path, fresh: bool) -> int:
     adapter, merged = run.with_name(run.name + "-hf"), run.with_name(run.name + "-merged")
     if not base.is_dir() and (failed := pretrain(base_run, fresh=False)):
         return failed
-    if not prepare(run, str(base), fresh, adapter, merged):
+    if not delete_old_outputs(run, str(base), fresh, adapter, merged):
         return 1
     failed = (
         launch("finetune", run, "--model.name_or_path", base)
-        or call("toolkit", "consolidate", run, "--output", adapter)
-        or call("toolkit", "consolidate", run, "--output", merged, "--merge")
-        or call("toolkit", "verify", run, adapter, "--logits")
-        or call("toolkit", "verify", run, merged)
+        or run_script("toolkit", "consolidate", run, "--output", adapter)
+        or run_script("toolkit", "consolidate", run, "--output", merged, "--merge")
+        or run_script("toolkit", "verify", run, adapter, "--logits")
+        or run_script("toolkit", "verify", run, merged)
     )
     if failed:
         return failed
-    model, turns = load(merged), [{"role": "user", "content": QUESTION}]
+    model, turns = load_export(merged), [{"role": "user", "content": QUESTION}]
     print(f"\nThe question:\n{indent(QUESTION, '    ')}")
     for title, answering in (("before", str(base)), ("after, merged", model)):
-        print(f"\n{title}:", RULE, write(answering, merged, turns, 60), RULE, sep="\n")
+        print(f"\n{title}:", RULE, generate_text(answering, merged, turns, 60), RULE, sep="\n")
     print_losses(run)
     print(f"adapter  {adapter.resolve()}\nmerged   {merged.resolve()}")
     return 0
 
 
-def prepare(run: Path, mark: str, fresh: bool, *exports: Path) -> bool:
+def delete_old_outputs(run: Path, mark: str, fresh: bool, *exports: Path) -> bool:
     """Delete old exports, and the run if `fresh`; return False if the run is not the demo's."""
     config = run / "config.yaml"
     if config.is_file() and mark not in config.read_text("utf-8"):
@@ -128,10 +130,12 @@ def launch(recipe: str, run: Path, *more: object) -> int:
     kind = find_shipped_kind(recipe)
     assert kind is not None
     config = f"recipes/configs/{recipe}_tiny.yaml"
-    return call("toolkit", kind.command, config, *processes(), "--output_dir", run, *more)
+    return run_script(
+        "toolkit", kind.command, config, *launcher_flags(), "--output_dir", run, *more
+    )
 
 
-def processes() -> list[str]:
+def launcher_flags() -> list[str]:
     """Build the flags of the launcher: all GPUs, or two CPU processes if there are none."""
     import torch
 
@@ -142,14 +146,14 @@ def processes() -> list[str]:
     return ["--accelerate_config", config, "--num_processes", str(count)]
 
 
-def call(script: str, *arguments: object) -> int:
+def run_script(script: str, *arguments: object) -> int:
     """Print and run an installed script from the repository's root; return its exit code."""
     command = [str(part) for part in (Path(sys.executable).parent / script, *arguments)]
     print(f"\n$ {shlex.join(command)}", flush=True)
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
-def load(folder: Path) -> Any:
+def load_export(folder: Path) -> Any:
     """Load an export with plain transformers."""
     from transformers import AutoModelForCausalLM
 
@@ -161,7 +165,7 @@ def load(folder: Path) -> Any:
     return model
 
 
-def write(model: Any, tokenizer: Path, prompt: Any, tokens: int) -> str:
+def generate_text(model: Any, tokenizer: Path, prompt: Any, tokens: int) -> str:
     """Generate the continuation of a text, or the answer to turns; the same each time."""
     from transformers import pipeline, set_seed
 

@@ -334,7 +334,7 @@ def test_the_first_rows_of_a_stream_say_what_a_step_holds():
 
     of = make([(0, 8)])
     of.check_enough(2)
-    seen = {s.source.name: s.read() | {"samples": len(s.items)} for s in of.first_windows}
+    seen = {s.source.name: s.row_counts() | {"samples": len(s.items)} for s in of.first_windows}
     assert [(n, s["rows_read"], s["samples"] + s["left_out"]) for n, s in seen.items()] == [
         ("plain", 6, 6), ("source 1", 27, 27)
     ]  # fmt: skip

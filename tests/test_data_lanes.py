@@ -29,7 +29,7 @@ from toolkit.config.settings import (
     TrainConfig,
 )
 from toolkit.data.feed import shares as dealing
-from toolkit.data.feed.shares import GroupReader, RowPlace, Shares, reduce_lanes
+from toolkit.data.feed.shares import GroupReader, LaneAssignment, RowPlace, reduce_lanes
 from toolkit.data.feed.stream import Lane, SourceStream, StreamSource
 from toolkit.data.feed.stream_feed import StreamFeed
 from toolkit.data.prepare import PackingChoice, build_feed
@@ -100,7 +100,7 @@ def test_every_number_of_ranks_reads_the_same_and_goes_on_on_any_other(case, pac
 def test_each_row_is_in_one_lane_of_each_pass(shards, sizes):
     count = 1000
     read = datasets.Dataset.from_dict({"n": range(count)}).to_iterable_dataset(num_shards=shards)
-    of = Shares(read, sizes, LANES, 5)
+    of = LaneAssignment(read, sizes, LANES, 5)
     seen: list[list[list[int]]] = [[], [], []]
     for group in range(of.groups):
         reader = GroupReader(of, group)
@@ -121,7 +121,7 @@ def test_each_row_is_in_one_lane_of_each_pass(shards, sizes):
 
 def test_a_reader_goes_on_at_any_place_of_any_lane():
     read = datasets.Dataset.from_dict({"n": range(500)}).to_iterable_dataset(num_shards=2)
-    of = Shares(read, [250, 250], 4, 1)
+    of = LaneAssignment(read, [250, 250], 4, 1)
     assert of.groups == 2
 
     def read_from(*places: RowPlace) -> list[list[tuple[RowPlace, dict] | None]]:
@@ -244,8 +244,8 @@ def test_small_streams_have_fewer_lanes():
     of = feed(stream_of(130))
     assert of.lanes == 4
     assert "read while training in 4 lanes" in of.lines()[0]
-    assert [of.uneven_lines(world) for world in (1, 2, 4)] == [[], [], []]
-    assert "4 lanes do not divide by 6 processes: each reads 2, " in of.uneven_lines(6)[0]
+    assert [of.uneven_lane_lines(world) for world in (1, 2, 4)] == [[], [], []]
+    assert "4 lanes do not divide by 6 processes: each reads 2, " in of.uneven_lane_lines(6)[0]
     state = of.position.state_dict()
     with pytest.raises(DataError, match=r"counts on data.stream_lanes 4, this run has 2"):
         feed(stream_of(130), lanes=2).position.load_state_dict(state)
@@ -465,7 +465,7 @@ def test_rows_are_those_that_the_stream_itself_gives(tmp_path):
         {"train_files": str(tmp_path / "rows.parquet")},
     ):
         (source,) = load_sources(FinetuneDataConfig(streaming=True, **settings))
-        reader = GroupReader(Shares(source.rows, source.sizes, 1, 0), 0)
+        reader = GroupReader(LaneAssignment(source.rows, source.sizes, 1, 0), 0)
         reader.begin_at(0, RowPlace())
         found = [row for _, row in iter(partial(reader.next, 0), None)]
         assert found == list(source.rows)

@@ -303,9 +303,11 @@ def test_a_sample_names_the_rows_that_it_holds(packing) -> None:
     named = set()
     for index in range(len(found)):
         held = sorted({token - 100 for token in found[index]["input_ids"].tolist() if token})
-        numbers = [int(n) for n in found.rows(index).replace(",", "").split() if n.isdigit()]
-        if " to " in found.rows(index):
+        numbers = [
+            int(n) for n in found.describe_rows(index).replace(",", "").split() if n.isdigit()
+        ]
+        if " to " in found.describe_rows(index):
             numbers = [n for n in range(numbers[0], numbers[1] + 1) if lengths[n]]
-        assert numbers == held, found.rows(index)
+        assert numbers == held, found.describe_rows(index)
         named |= {*numbers}
     assert len(named) >= 6

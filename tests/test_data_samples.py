@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from toolkit.data.feed.prepared import split_held_out
 from toolkit.data.samples.batch import IGNORED
-from toolkit.data.samples.pieces import windows
+from toolkit.data.samples.pieces import cut_windows
 from toolkit.data.samples.sample_shape import FILLER, SampleShape
 from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import DataError
@@ -45,30 +45,30 @@ def test_windows_equal_a_plain_concatenation(tmp_path, chunk, dtype):
     assert len(tokens.data.column("input_ids").chunks) == -(-60 // chunk)
     flat = [i for row in tokens["input_ids"] for i in row]
     for length in (2, 7, 16, 101):
-        windows = samples(tokens, "wrapped", length)
-        assert len(windows) == len(flat) // length
-        assert windows.pieces.rows.total == len(flat)
-        assert windows.pieces.dropped == {"tokens": len(flat) % length}
-        for i in range(len(windows)):
-            assert windows[i]["input_ids"].tolist() == flat[i * length : (i + 1) * length]
+        cut_windows = samples(tokens, "wrapped", length)
+        assert len(cut_windows) == len(flat) // length
+        assert cut_windows.pieces.rows.total == len(flat)
+        assert cut_windows.pieces.dropped == {"tokens": len(flat) % length}
+        for i in range(len(cut_windows)):
+            assert cut_windows[i]["input_ids"].tolist() == flat[i * length : (i + 1) * length]
 
 
 def test_a_sample(tmp_path):
-    windows = samples(documents([10, 10], 1, tmp_path), "wrapped", 8)
-    sample = windows[np.int64(1)]
+    cut_windows = samples(documents([10, 10], 1, tmp_path), "wrapped", 8)
+    sample = cut_windows[np.int64(1)]
     assert sample["input_ids"].tolist() == list(range(8, 16))
     assert sample["labels"].tolist() == [IGNORED, *range(9, 16)]  # nothing predicts the first
     assert sample["input_ids"].dtype == sample["labels"].dtype == torch.int64
     sample["input_ids"][1] = 5  # a copy: neither the labels nor the file change
     assert sample["labels"][1] == 9
-    assert windows[1]["input_ids"][1] == 9
-    filler = windows[FILLER]
+    assert cut_windows[1]["input_ids"][1] == 9
+    filler = cut_windows[FILLER]
     assert filler["input_ids"].tolist() == [0] * 8
     assert filler["labels"].tolist() == [IGNORED] * 8
     assert filler["labels"].dtype == torch.int64
     for index in (2, -2):
         with pytest.raises(IndexError, match=f"no sample {index} of 2"):
-            windows[index]
+            cut_windows[index]
 
 
 def test_a_selection_is_read_in_its_own_order(tmp_path):
@@ -77,12 +77,12 @@ def test_a_selection_is_read_in_its_own_order(tmp_path):
 
 
 def test_pickle_is_small_and_workers_read(tmp_path):
-    windows = samples(documents([100] * 200, 10, tmp_path), "wrapped", 50)
-    dumped = pickle.dumps(windows)
+    cut_windows = samples(documents([100] * 200, 10, tmp_path), "wrapped", 50)
+    dumped = pickle.dumps(cut_windows)
     assert len(dumped) < 8000  # a path, not 80,000 bytes of tokens
     again = pickle.loads(dumped)
-    assert torch.equal(again[7]["input_ids"], windows[7]["input_ids"])
-    loader = DataLoader(windows, batch_sampler=[[3, 1], [-1, 2]], num_workers=1)
+    assert torch.equal(again[7]["input_ids"], cut_windows[7]["input_ids"])
+    loader = DataLoader(cut_windows, batch_sampler=[[3, 1], [-1, 2]], num_workers=1)
     first, second = list(loader)
     assert first["input_ids"][:, 0].tolist() == [150, 50]
     assert second["labels"][:, 1].tolist() == [IGNORED, 101]
@@ -125,11 +125,11 @@ def test_split(tmp_path, n, share, max_eval, train, held):
 def test_windows_of_a_large_corpus_take_no_memory() -> None:
     rows: Any = types.SimpleNamespace(total=10**13 + 7)
     for chosen, count in ((None, 10**13 // 1024), (range(5, 10**9), 10**9 - 5)):
-        pieces = windows(rows, 1024, chosen)
+        pieces = cut_windows(rows, 1024, chosen)
         assert len(pieces) == count
         assert len(pickle.dumps(pieces)) < 1000
     assert pieces.begins[0] == 5 * 1024
     assert pieces.dropped == {"tokens": (10**13 + 7) % 1024}
-    few = windows(rows, 1024, np.array([3, 9]))
+    few = cut_windows(rows, 1024, np.array([3, 9]))
     assert [int(begin) for begin in few.begins] == [3 * 1024, 9 * 1024]
     assert few.lengths.tolist() == [1024, 1024]

@@ -120,31 +120,31 @@ def work_of(packing: str, count: int = 300) -> tuple[Any, list[RowTable], dict[s
     data, _ = data_of([pairs("a", count)], packing, 10**4, eval_split=0.1)
     tables = row_tables(data)
     missing = {t.name: np.ones((len(t.rows), 2), bool) for t in tables}
-    return reference_pass._Work(tables, missing), tables, missing
+    return reference_pass._AnswersToEvaluate(tables, missing), tables, missing
 
 
 @pytest.mark.parametrize("packing", ["none", "bfd"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_answer_is_evaluated_once_and_ranks_do_the_same(packing: str, world: int) -> None:
     work, tables, _ = work_of(packing)
-    rounds = work.rounds(4, world)
+    rounds = work.plan_rounds(4, world)
     assert rounds.shape[1] == world
     items = rounds.reshape(-1)
-    _, answers = work.answers(items[items != FILLER])
+    _, answers = work.locate_answers(items[items != FILLER])
     assert sorted(answers.tolist()) == list(range(2 * len(tables[0].rows)))
-    by_rank = [work.positions(rounds[:, [rank]]) for rank in range(world)]
+    by_rank = [work.count_positions(rounds[:, [rank]]) for rank in range(world)]
     assert max(by_rank) <= 1.1 * min(by_rank)
 
 
 def test_answers_of_like_length_share_a_batch() -> None:
     work, tables, _ = work_of("none")
-    ratio = work.positions(work.rounds(4, 2)) / work.tokens
+    ratio = work.count_positions(work.plan_rounds(4, 2)) / work.tokens
     assert work.tokens == tables[0].rows.total
     assert ratio < 1.2
     shape = work.shape  # what the batches are, not what is said of them
-    rounds = work.rounds(4, 2)
+    rounds = work.plan_rounds(4, 2)
     batches = [shape.batch([work[i] for i in items]) for r in rounds for items in r.tolist()]
-    assert sum(batch.targets.numel() for batch in batches) == work.positions(rounds)
+    assert sum(batch.targets.numel() for batch in batches) == work.count_positions(rounds)
     samples = tables[0].samples[0]  # in the order of the file, both sides of a pair in one batch
     in_order = [shape.batch([samples[i] for i in range(n, n + 4)]) for n in range(0, 200, 4)]
     tokens = samples.pieces.lengths[:200].sum()
@@ -155,8 +155,8 @@ def test_only_missing_answers_are_evaluated() -> None:
     _, tables, missing = work_of("none")
     missing["train.a"][:] = False
     missing["train.a"][[3, 8], [1, 0]] = True
-    work = reference_pass._Work(tables, missing)
-    assert work.answers(np.arange(len(work)))[1].tolist() == [7, 16]
+    work = reference_pass._AnswersToEvaluate(tables, missing)
+    assert work.locate_answers(np.arange(len(work)))[1].tolist() == [7, 16]
     side = work.samples[0].pieces.rows
     assert work[0]["input_ids"].tolist() == side.ids(3)[side.second(3) :].tolist()
     assert work[1]["input_ids"].tolist() == side.ids(8)[: side.second(8)].tolist()

@@ -472,7 +472,7 @@ class TrainingData:
             f"{self.run.device.type}"
         )
         if isinstance(self.feed, StreamFeed):
-            lines += self.feed.uneven_lines(self.run.world_size)
+            lines += self.feed.uneven_lane_lines(self.run.world_size)
         if isinstance(self.feed, PreparedFeed) and size > len(self.feed):
             lines.append(
                 f"WARNING: the global batch of {size:,} samples is larger than the training data "

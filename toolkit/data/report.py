@@ -114,14 +114,14 @@ def render_report(report: dict[str, Any], *, colour: bool | None = None) -> str:
     trained = [source for source in report["sources"] if source["use"] == "train"]
     several = [report["total"] | {"name": "all", "use": "train"}] if len(trained) > 1 else []
     rows = [
-        [_title(s), *(f"{s[name]:,}" for name in _NUMBERS), f"{s['supervised_share']:.1%}"]
+        [_source_title(s), *(f"{s[name]:,}" for name in _NUMBERS), f"{s['supervised_share']:.1%}"]
         for s in trained + several + report["sources"][len(trained) :]
     ]
     lines = table([head, *rows], right=set(range(1, len(head))))
     for source in report["sources"]:
-        lines += ["", escape_text(f"{_title(source)}: {source['format']}")]
-        lines += [f"  {line}" for line in _facts(source, report["sequence_length"])]
-        lines += [f"  {line}" for line in _bars(source["lengths"]["histogram"])]
+        lines += ["", escape_text(f"{_source_title(source)}: {source['format']}")]
+        lines += [f"  {line}" for line in _source_lines(source, report["sequence_length"])]
+        lines += [f"  {line}" for line in _draw_histogram(source["lengths"]["histogram"])]
         for example in source["first"]:
             marked = sum(part["supervised"] for part in example["parts"])
             lines.append(
@@ -173,21 +173,21 @@ def _source_entry(
             "median": float(np.median(lengths)),
             "mean": float(lengths.mean()),
             "max": int(lengths.max()),
-            "histogram": _histogram(lengths),
+            "histogram": _count_lengths(lengths),
         },
         "packed": None if part is None else asdict(part),
         "first": [
             {
                 "row": row,
                 "tokens": len(ids) if desirable is None else second,
-                "parts": _sides(ids, spans, tokenizer, second, desirable),
+                "parts": _decode_example(ids, spans, tokenizer, second, desirable),
             }
             for row, ids, spans, second, desirable in zip(*columns, *pairs, strict=True)
         ],
     }
 
 
-def _histogram(lengths: np.ndarray) -> list[list[int]]:
+def _count_lengths(lengths: np.ndarray) -> list[list[int]]:
     """Count lengths in bins that double, as [from, to, count], without empty bins at both ends."""
     # A length from 2^(p-1) to 2^p - 1 has the power p.
     powers = np.frexp(lengths)[1]
@@ -196,7 +196,7 @@ def _histogram(lengths: np.ndarray) -> list[list[int]]:
     return [[1 << p >> 1, (1 << p) - 1, int(counts[p])] for p in range(first, last + 1)]
 
 
-def _sides(
+def _decode_example(
     ids: list[int],
     spans: list[int],
     tokenizer: Tokenizer | None,
@@ -216,9 +216,9 @@ def _sides(
         desirable: label of a single answer; None for other rows.
     """
     if second is None:
-        return _parts(ids, spans, tokenizer)
+        return _decode_parts(ids, spans, tokenizer)
     at = sum(edge < second for edge in spans[::2]) * 2
-    first = _parts(ids[:second], spans[:at], tokenizer)
+    first = _decode_parts(ids[:second], spans[:at], tokenizer)
     if desirable is not None:
         label = "desired (label true): " if desirable else "not desired (label false): "
         return [{"text": label, "supervised": False}, *first]
@@ -226,11 +226,13 @@ def _sides(
         {"text": "chosen: ", "supervised": False},
         *first,
         {"text": "\nrejected: ", "supervised": False},
-        *_parts(ids[second:], [edge - second for edge in spans[at:]], tokenizer),
+        *_decode_parts(ids[second:], [edge - second for edge in spans[at:]], tokenizer),
     ]
 
 
-def _parts(ids: list[int], spans: list[int], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+def _decode_parts(
+    ids: list[int], spans: list[int], tokenizer: Tokenizer | None
+) -> list[dict[str, Any]]:
     """Decode tokens as alternating unsupervised and supervised parts.
 
     Args:
@@ -266,12 +268,12 @@ def _decode_part(ids: list[int], begin: int, end: int, tokenizer: Tokenizer | No
     return up_to_end[len(before) :] if up_to_end.startswith(before) else decode(ids[begin:end])
 
 
-def _title(source: Mapping[str, Any]) -> str:
+def _source_title(source: Mapping[str, Any]) -> str:
     """Format the name of a source, and whether it is only evaluated on."""
     return f"{source['name']} (to evaluate on)" if source["use"] == "eval" else source["name"]
 
 
-def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
+def _source_lines(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
     """Yield the lines on a source below its title."""
     if source["weight"] is not None or source["max_repeats"] is not None:
         limit = source["max_repeats"]
@@ -312,7 +314,7 @@ def _facts(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
     )
 
 
-def _bars(histogram: Sequence[Sequence[int]]) -> list[str]:
+def _draw_histogram(histogram: Sequence[Sequence[int]]) -> list[str]:
     """Draw a histogram of lengths as text."""
     highest = max(count for _, _, count in histogram)
     rows = []

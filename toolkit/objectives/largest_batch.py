@@ -33,19 +33,19 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
     row_format = find_row_format(cfg.rows)
     shape = SampleShape(packing, length, _PAD, row_format=row_format, prompts=cfg.learns_prompts)
     if row_format.sequences_per_row == 2:
-        return _pairs(cfg, shape, rows)
+        return _build_pairs(cfg, shape, rows)
     if packing == "none" or row_format.columns or row_format.sequences_per_row:
         # If rows are padded, one of them is, so that the batch needs a mask.
         last = max(1, length - 1) if packing == "none" else length
         lengths = [length] * (rows - 1) + [last]
         late = not cfg.data.streaming
         samples = [shape.dummy_sample(tokens, late=late) for tokens in lengths]
-        return _without_positions(shape.batch(samples))
+        return _drop_positions(shape.batch(samples))
     ids = torch.zeros(rows, length, dtype=torch.int64)
     return Batch({"input_ids": ids}, ids.clone())
 
 
-def _pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
+def _build_pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
     """Build one pair per row: equal sides if pairs are packed, otherwise one side of full length.
 
     If answers have labels, only the row's own answer is trained, so it is the long side. The
@@ -60,14 +60,14 @@ def _pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
     # With a stream, the reference is a forward of each micro-batch instead of stored values.
     late = not cfg.data.streaming
     samples = [shape.dummy_sample(length, second, late=late) for second in seconds]
-    return _without_positions(shape.batch(samples))
+    return _drop_positions(shape.batch(samples))
 
 
-def _without_positions(batch: Batch) -> Batch:
+def _drop_positions(batch: Batch) -> Batch:
     """Drop the positions of a batch: borders, which take no memory, separate its documents."""
     inputs = {name: x for name, x in batch.inputs.items() if name != "position_ids"}
     halves = None
     if batch.halves is not None:
         first, second = batch.halves
-        halves = _without_positions(first), _without_positions(second)
+        halves = _drop_positions(first), _drop_positions(second)
     return replace(batch, inputs=inputs, halves=halves)

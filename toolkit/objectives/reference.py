@@ -106,15 +106,15 @@ class Reference:
         if not self._is_needed or not isinstance(data.feed, PreparedFeed):
             return
         self.tables = ranks.on_all(lambda: row_tables(data))
-        self._origin = ranks.on_main(lambda: _origin(cfg, model, self.tables, data))
+        self._origin = ranks.on_main(lambda: _describe_origin(cfg, model, self.tables, data))
         self._logps = {
             table.name: np.full((len(table.rows), 2), np.nan, np.float32) for table in self.tables
         }
         if saved is not None:
             # Only rank 0 reads the file, because hosts may not share a disk.
-            origin, values = ranks.on_main(lambda: self._read(saved))
+            origin, values = ranks.on_main(lambda: self._read_checkpoint(saved))
             self._origin["model"] = origin.get("model")
-            _insert(self._logps, values)
+            _insert_values(self._logps, values)
 
     @property
     def is_complete(self) -> bool:
@@ -122,7 +122,7 @@ class Reference:
 
         Otherwise `complete` evaluates them, with the model that training starts from.
         """
-        return not any(mask.any() for mask in self._missing().values())
+        return not any(mask.any() for mask in self._missing_answers().values())
 
     def complete(self, sharded: Sharded) -> str:
         """Evaluate the answers without values, and give every row its values. Collective.
@@ -144,9 +144,9 @@ class Reference:
             return "reference  the base, with adapters off: one more forward of each batch"
         lines = [f"read from {self.saved / FILE}"] if self.saved is not None else []
         if self.saved is None or not self.is_complete:
-            lines += self._use_parts_of(sharded)
+            lines += self._load_parts(sharded)
         if not self.is_complete:
-            lines.append(self._evaluate(sharded))
+            lines.append(self._evaluate_missing(sharded))
         if not self.files and ranks.rank() == 0:
             values = {name: _finite_values(logps) for name, logps in self._logps.items()}
             self.files = {FILE: StateFile.of(encode(self._origin, values))}
@@ -156,7 +156,7 @@ class Reference:
         title = self.data.row_format.title
         return f"reference  {read:,} of {total:,} {title}: {'; '.join(lines) or 'none is read'}"
 
-    def _read(self, saved: Folder) -> tuple[Origin, Values]:
+    def _read_checkpoint(self, saved: Folder) -> tuple[Origin, Values]:
         """Read origin and values from a checkpoint; refuse those of another run."""
         file = saved / FILE
         entry = commit.read_manifest(saved)["files"].get(FILE)
@@ -175,7 +175,7 @@ class Reference:
                 "aside, and the run resumes from the one before it"
             )
         origin, values = decode(content, file)
-        self._refuse_others(file, origin)
+        self._refuse_other_origin(file, origin)
         shapes = {table.name: len(table.rows) for table in self.tables}
         values = {name: pair for name, pair in values.items() if name in shapes}
         for name, (answers, _) in values.items():
@@ -184,7 +184,7 @@ class Reference:
         self.files = {FILE: StateFile(content, entry["sha256"])}
         return origin, values
 
-    def _refuse_others(self, file: Folder, origin: Origin) -> None:
+    def _refuse_other_origin(self, file: Folder, origin: Origin) -> None:
         """Refuse values with another origin than this run."""
         now, advice = self._origin, "or start in another output_dir"
         rows = origin.get("rows")
@@ -208,14 +208,14 @@ class Reference:
                     f"{now[key]}: set it as it was, {advice}"
                 )
 
-    def _missing(self) -> dict[str, np.ndarray]:
+    def _missing_answers(self) -> dict[str, np.ndarray]:
         """Find the answers that this start reads and that have no value: bool [rows, 2]."""
         return {
             table.name: np.isnan(self._logps[table.name]) & table.rows_read[:, None]
             for table in self.tables
         }
 
-    def _use_parts_of(self, sharded: Sharded) -> list[str]:
+    def _load_parts(self, sharded: Sharded) -> list[str]:
         """Use the values of earlier parts that belong to this model; return log lines. Collective.
 
         Raises:
@@ -223,21 +223,21 @@ class Reference:
         """
         digest = model_digest(sharded.model)
         if self.saved is not None and digest != self._origin["model"]:
-            raise ranks.mark_collective(CheckpointError(self._another_start(self.saved)))
+            raise ranks.mark_collective(CheckpointError(self._changed_start_message(self.saved)))
         self._origin["model"] = digest
-        usable, warnings = ranks.on_main(self._take_parts)
+        usable, warnings = ranks.on_main(self._select_parts)
         ranks.log_once(*warnings)
         for values in usable:
-            _insert(self._logps, values)
+            _insert_values(self._logps, values)
             self.files = {}  # with more values than a checkpoint's
         count = sum(len(answers) for values in usable for answers, _ in values.values())
         return [f"{count:,} answers read from {self.root / PARTS}"] if usable else []
 
-    def _another_start(self, saved: Folder) -> str:
+    def _changed_start_message(self, saved: Folder) -> str:
         """Format the error for rows that can no longer be evaluated."""
         counts = {"train": 0, "eval": 0}
         for table in self.tables:
-            lacking = np.asarray(self._missing()[table.name]).max(1)
+            lacking = np.asarray(self._missing_answers()[table.name]).max(1)
             for number, (samples, read) in enumerate(zip(table.samples, table.reads, strict=True)):
                 kind = "train" if number == 0 and table.name.startswith("train.") else "eval"
                 counts[kind] += int(lacking[samples.first_rows(read)].sum())
@@ -254,7 +254,7 @@ class Reference:
             "another output_dir"
         )
 
-    def _take_parts(self) -> tuple[list[Values], list[str]]:
+    def _select_parts(self) -> tuple[list[Values], list[str]]:
         """Select the values of the parts that belong to this model and these rows.
 
         All other parts are deleted.
@@ -289,16 +289,18 @@ class Reference:
     def _row_digest(self, name: str) -> str:
         return self._origin["rows"].get(name, "")
 
-    def _evaluate(self, sharded: Sharded) -> str:
+    def _evaluate_missing(self, sharded: Sharded) -> str:
         def keep(part: Part) -> None:
             def write() -> None:
                 write_part(self.root, self._next_part, self._origin, part)
                 self._next_part += 1
 
             ranks.on_main(write)
-            _insert(self._logps, part)
+            _insert_values(self._logps, part)
 
-        evaluation = evaluate_answers(sharded, self.data, self.tables, self._missing(), keep)
+        evaluation = evaluate_answers(
+            sharded, self.data, self.tables, self._missing_answers(), keep
+        )
         self.files = {}
         where = "before the first step" if self.saved is None else "by the model of the first step"
         return f"{evaluation}, {where}; each checkpoint holds them"
@@ -342,7 +344,7 @@ def model_digest(model: nn.Module) -> str:
     return ranks.broadcast(content.hexdigest())
 
 
-def _origin(
+def _describe_origin(
     cfg: PreferConfig, model: nn.Module, tables: list[RowTable], data: TrainingData
 ) -> Origin:
     """Describe what the values depend on, without the digest of the model."""
@@ -366,7 +368,7 @@ def _finite_values(logps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return answers.astype(np.int64), flat[answers]
 
 
-def _insert(logps: Logps, values: Values) -> None:
+def _insert_values(logps: Logps, values: Values) -> None:
     """Insert values into `logps`; a row that has a value already keeps it."""
     for name, (answers, new) in values.items():
         if name in logps:

@@ -101,15 +101,15 @@ def row_tables(data: TrainingData) -> list[RowTable]:
         parts, reads = [samples], [read]
         if source.name in held_out:
             parts.append(held_out[source.name])
-            reads.append(_all(held_out[source.name], has_steps))
+            reads.append(_all_samples(held_out[source.name], has_steps))
         tables.append(RowTable(f"train.{source.name}", tuple(parts), tuple(reads)))
     for name, samples in feed.eval_sets.items() if feed.eval_sources else ():
         # It may have the name of a source that is trained on; the rows are others.
-        tables.append(RowTable(f"eval.{name}", (samples,), (_all(samples, has_steps),)))
+        tables.append(RowTable(f"eval.{name}", (samples,), (_all_samples(samples, has_steps),)))
     return tables
 
 
-def _all(samples: Samples, are_read: bool) -> np.ndarray:
+def _all_samples(samples: Samples, are_read: bool) -> np.ndarray:
     return np.arange(len(samples) if are_read else 0)
 
 
@@ -121,7 +121,7 @@ def use_reference(tables: list[RowTable], logps: Logps) -> None:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class PassStats:
     """Counts of a pass and its cost."""
 
     answers: int
@@ -137,7 +137,7 @@ class Evaluation:
         )
 
 
-class _Work(Dataset):
+class _AnswersToEvaluate(Dataset):
     """The samples to evaluate: single answers of padded data, or packs."""
 
     def __init__(self, tables: list[RowTable], missing: dict[str, np.ndarray]) -> None:
@@ -183,7 +183,7 @@ class _Work(Dataset):
             return samples[index]
         return self.shape.sample([samples.pieces[index].sides()[side]])
 
-    def answers(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate_answers(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """List for each sequence of `items` the number of its table and 2 * row + side."""
         owners = self.items[items, 0]
         if self.by_answer:
@@ -193,7 +193,7 @@ class _Work(Dataset):
         every = np.concatenate([np.zeros(0, np.int64), *rows])
         return np.repeat(owners, counts), (2 * every[:, None] + np.arange(2)).reshape(-1)
 
-    def rounds(self, size: int, world_size: int) -> np.ndarray:
+    def plan_rounds(self, size: int, world_size: int) -> np.ndarray:
         """Divide the samples into batches of all ranks: [rounds, ranks, samples of a batch].
 
         The longest samples come first, so that a lack of memory shows at once.
@@ -204,7 +204,7 @@ class _Work(Dataset):
         batches = eval_batches(order, size * world_size, 0, 1)
         return np.array(batches, np.int64).reshape(-1, world_size, size)
 
-    def positions(self, rounds: np.ndarray) -> int:
+    def count_positions(self, rounds: np.ndarray) -> int:
         """Count the positions of all batches, padding included."""
         of_filler = 1 if self.by_answer else self.shape.sequence_length
         longest = np.append(self.lengths, of_filler)[rounds].max(-1)
@@ -221,7 +221,7 @@ def evaluate_answers(
     tables: list[RowTable],
     missing: dict[str, np.ndarray],
     keep: Callable[[Part], None],
-) -> Evaluation:
+) -> PassStats:
     """Evaluate the answers that are missing, one forward each. Collective.
 
     The host waits for the device once per part.
@@ -240,9 +240,9 @@ def evaluate_answers(
         TrainingError: on every rank, for a log-probability that is not finite; names the row.
     """
     begun, run, model = time.monotonic(), data.run, sharded.model
-    work = _Work(tables, missing)
+    work = _AnswersToEvaluate(tables, missing)
     size = data.cfg.train.per_device_eval_batch_size or data.cfg.train.micro_batch
-    rounds = work.rounds(size, run.world_size)
+    rounds = work.plan_rounds(size, run.world_size)
     batches = iter(run.loader(work, rounds[:, run.rank].tolist(), collate_fn=work.shape.batch))
     evaluated, position, count, logged = 0, 0, FIRST_ROUNDS, begun
     training = model.training
@@ -267,18 +267,22 @@ def evaluate_answers(
         model.train(training)
         reshard(model)
     seconds = time.monotonic() - begun
-    return Evaluation(evaluated, seconds, work.positions(rounds), work.tokens)
+    return PassStats(evaluated, seconds, work.count_positions(rounds), work.tokens)
 
 
 def _gather_part(
-    sharded: Sharded, data: TrainingData, work: _Work, rounds: np.ndarray, local: torch.Tensor
+    sharded: Sharded,
+    data: TrainingData,
+    work: _AnswersToEvaluate,
+    rounds: np.ndarray,
+    local: torch.Tensor,
 ) -> Part:
     """Gather the values of all ranks for the batches `rounds`; `local` holds this rank's values.
 
     Collective. Costs one all-reduce and one wait for the device.
     """
     by_rank = rounds.transpose(1, 0, 2).reshape(rounds.shape[1], -1)
-    layouts = [work.answers(items[items != FILLER]) for items in by_rank]
+    layouts = [work.locate_answers(items[items != FILLER]) for items in by_rank]
     counts = [len(answers) for _, answers in layouts]
     first, rank = sum(counts[: data.run.rank]), data.run.rank
     if len(local) != counts[rank]:

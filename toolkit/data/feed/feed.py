@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from toolkit.data.order.position import Position, accumulation_for, eval_batches
 from toolkit.data.samples.batch import Batch
-from toolkit.data.samples.pieces import Chosen, EncodedRows, cut_rows, windows
+from toolkit.data.samples.pieces import Chosen, EncodedRows, cut_rows, cut_windows
 from toolkit.data.samples.sample_shape import Samples, SampleShape
 from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.errors import DataError
@@ -28,32 +28,32 @@ READING = "data"
 
 
 class DataRank(Protocol):
-    """This rank among those that read different samples, its device and its data loader."""
+    """One of the data ranks, which are the ranks that read different samples."""
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
+        """The device that this rank trains on."""
         ...
 
     @property
     def rank(self) -> int:
-        """Number of this rank among them."""
+        """Number of this rank among the data ranks, from 0."""
         ...
 
     @property
     def world_size(self) -> int:
-        """Number of these ranks."""
+        """Number of data ranks."""
         ...
 
     @property
     def loader(self) -> Callable[..., Any]:
-        """Creates the data loader for samples and batches."""
+        """Function that builds a data loader, called as `loader(samples, batches, ...)`."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalDataRank:
-    """A `DataRank` with the numbers of `Mesh.data`."""
+    """A `DataRank` whose rank and world size are those of `Mesh.data`."""
 
     device: torch.device
     rank: int
@@ -62,19 +62,19 @@ class LocalDataRank:
 
 
 def build_samples(source: EncodedSource, shape: SampleShape, chosen: Chosen = None) -> Samples:
-    """Build the samples of a source, or of a part of it.
+    """Build the samples of a source, or of selected windows or rows of it.
 
     Args:
         source: the encoded rows.
         shape: how rows become samples.
-        chosen: numbers of windows or rows among `list_units`; None: all.
+        chosen: numbers from `list_windows_or_rows`; None selects all.
 
     Raises:
-        DataError: there is no sample.
+        DataError: the source gives no sample.
     """
     rows = EncodedRows(source.tokens, shape.columns)
     is_wrapped = shape.packing == "wrapped"
-    pieces = (windows if is_wrapped else cut_rows)(rows, shape.sequence_length, chosen)
+    pieces = (cut_windows if is_wrapped else cut_rows)(rows, shape.sequence_length, chosen)
     if is_wrapped and rows.total < shape.sequence_length:
         raise DataError(
             f"expected at least one sample of {shape.sequence_length} tokens "
@@ -90,8 +90,11 @@ def build_samples(source: EncodedSource, shape: SampleShape, chosen: Chosen = No
     return Samples(pieces, shape)
 
 
-def list_units(source: EncodedSource, shape: SampleShape) -> range | np.ndarray:
-    """List the numbers of what can be chosen from a source: its windows, or its rows."""
+def list_windows_or_rows(source: EncodedSource, shape: SampleShape) -> range | np.ndarray:
+    """List the numbers of all windows of a source if packing is `wrapped`, else of all rows.
+
+    A window is `sequence_length` consecutive tokens of all rows joined.
+    """
     if shape.packing == "wrapped":
         return range(EncodedRows(source.tokens).total // shape.sequence_length)
     return np.arange(len(source.tokens))
@@ -100,12 +103,12 @@ def list_units(source: EncodedSource, shape: SampleShape) -> range | np.ndarray:
 class Feed(ABC):
     """The micro-batches of this rank, and the position of the run in the data.
 
-    Weights and batch sizes count samples. A sample is a pack of rows (`bfd`), a window (`wrapped`)
-    or a row (`none`).
+    Weights and batch sizes count samples. A sample is a pack of rows (packing `bfd`), a window of
+    all rows joined (`wrapped`) or one row (`none`).
 
     Args:
         shape: how rows become samples.
-        position: where to start. The global batch of a checkpoint replaces its global batch.
+        position: the position to start from. A checkpoint that is loaded replaces its global batch.
         eval_sources: sources to evaluate on.
         max_eval_samples: maximum number of windows or rows of each source to evaluate on.
     """
@@ -125,27 +128,29 @@ class Feed(ABC):
     ) -> None:
         self.shape, self.position, self.eval_sources = shape, position, list(eval_sources)
         self.eval_sets = {
-            source.name: build_samples(source, shape, list_units(source, shape)[:max_eval_samples])
+            source.name: build_samples(
+                source, shape, list_windows_or_rows(source, shape)[:max_eval_samples]
+            )
             for source in eval_sources
         }
 
     @property
-    def names(self) -> str:
-        """Names of the sources to train on, for messages."""
+    def source_names(self) -> str:
+        """Names of the training sources, separated by commas."""
         return ", ".join(source.name for source in self.sources)
 
     def steps(
         self, run: DataRank, count: int, *, per_device_batch_size: int, workers: int = 0
     ) -> Iterator[list[Batch]]:
-        """Yield this rank's micro-batches of the next steps, a list for each step.
+        """Yield one list of this rank's micro-batches for each of the next steps.
 
-        Starts at the position, which `position.advance()` moves when a step is done.
+        Reading starts at `self.position`. The caller calls `position.advance()` after each step.
 
         Args:
             run: this rank.
             count: number of steps.
             per_device_batch_size: number of samples in a micro-batch.
-            workers: number of processes that read ahead; for a stream, at most one is used.
+            workers: number of processes that read ahead; a stream uses at most one.
 
         Raises:
             DataError: the global batch does not divide over the ranks, `max_repeats` ends the data
@@ -156,7 +161,7 @@ class Feed(ABC):
         size = self.position.global_batch
         self.check_steps(self.position.samples_seen // size + count)
         accumulation = accumulation_for(size, per_device_batch_size, run.world_size)
-        batches = iter(self._read(run, count, per_device_batch_size, accumulation, workers))
+        batches = iter(self._read_batches(run, count, per_device_batch_size, accumulation, workers))
         try:
             for _ in range(count):
                 begun = time.perf_counter()
@@ -169,11 +174,11 @@ class Feed(ABC):
             del batches
 
     def describe_samples(self, before: int, run: DataRank) -> list[str]:
-        """Describe the samples that this rank reads in the step after `before` steps, if known."""
+        """Describe this rank's samples of step `before + 1`; empty if they are not known in advance."""
         return []
 
     def evals(self, run: DataRank, *, per_device_batch_size: int) -> dict[str, Batches]:
-        """Map the name of each source to this rank's micro-batches of it; see `eval_batches`."""
+        """Build this rank's evaluation micro-batches of each source, by source name."""
         loaders: dict[str, Batches] = {}
         for name, samples in self.eval_sets.items():
             order: Any = range(len(samples))
@@ -185,54 +190,65 @@ class Feed(ABC):
 
     def tokens_of_step(self) -> float:
         """Compute the mean number of tokens of a global batch, without padding."""
-        means = self._means()
+        means = self._mean_tokens_and_weights()
         mean = sum(tokens * share for tokens, share in means) / sum(share for _, share in means)
         return mean * self.position.global_batch
 
     @abstractmethod
     def lines(self) -> list[str]:
-        """Format the log lines that describe the data at the start of a run."""
+        """Format the log lines that describe the data when a run starts."""
 
     def reading_lines(self) -> list[str]:
-        """Format lines with counts of used and skipped rows; empty if all rows are prepared."""
+        """Format log lines that count read and skipped rows of streams; empty without a stream."""
         return []
 
     @abstractmethod
     def steps_for(self, epochs: float) -> int:
-        """Compute the number of steps in `epochs` passes, with the global batch of the position.
+        """Compute the number of steps in `epochs` passes over the data, at the global batch in use.
 
         Raises:
-            DataError: `max_repeats` allows fewer steps, or the end of a stream is not known.
+            DataError: `max_repeats` allows fewer steps, or the length of a stream is not known.
         """
 
     def check_steps(self, max_steps: int) -> None:
-        """Refuse more steps than `max_repeats` allows.
+        """Raise an error if the run needs more samples than `max_repeats` allows.
+
+        Args:
+            max_steps: total number of steps of the run, including those already done.
 
         Raises:
-            DataError: says how many steps are allowed.
+            DataError: the data has too few samples; the message gives the possible number of steps.
         """
         total, size = self.total, self.position.global_batch
         if total is not None and max_steps * size > total:
             raise DataError(
                 f"expected at most {total // size} steps of {size} samples, got {max_steps} steps: "
-                f"max_repeats of data.sources allows {total} samples of {self.names}; set "
+                f"max_repeats of data.sources allows {total} samples of {self.source_names}; set "
                 f"train.max_steps to {total // size}, raise max_repeats, or add data"
             )
 
     @abstractmethod
     def check_enough(self, world_size: int) -> None:
-        """Refuse data without supervised tokens, or with fewer samples than ranks.
+        """Raise an error if the data has no supervised tokens, or fewer samples than ranks.
 
         Raises:
-            DataError: says what is missing.
+            DataError: the message says what is missing.
         """
 
     @abstractmethod
-    def _read(
+    def _read_batches(
         self, run: DataRank, count: int, size: int, accumulation: int, workers: int
     ) -> Batches:
-        """Read `count` steps: `accumulation` micro-batches of `size` samples for each step."""
+        """Read this rank's micro-batches of the next steps, all in one sequence.
+
+        Args:
+            run: this rank.
+            count: number of steps.
+            size: number of samples in a micro-batch.
+            accumulation: number of micro-batches of this rank in a step.
+            workers: number of processes that read ahead.
+        """
 
     @abstractmethod
-    def _means(self) -> list[tuple[float, float]]:
-        """Compute for each source the mean number of tokens of a sample, and its weight."""
+    def _mean_tokens_and_weights(self) -> list[tuple[float, float]]:
+        """Compute a pair for each source: the mean tokens of a sample, and the mixing weight."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from toolkit.data.feed.feed import Batches, DataRank, Feed, build_samples, list_units
+from toolkit.data.feed.feed import Batches, DataRank, Feed, build_samples, list_windows_or_rows
 from toolkit.data.order.mixture import GROUPED_BATCHES, ByLength, Mixture, SampleOrder
 from toolkit.data.order.permutation import permute
 from toolkit.data.order.position import Position, train_batches
@@ -23,7 +23,7 @@ _WINDOWS = 20
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """Counts of the samples of a source."""
+    """Numbers of samples, tokens, and dropped or held-out items of one training source."""
 
     name: str
     samples: int
@@ -41,11 +41,11 @@ class SourceSamples:
 
 
 class PreparedFeed(Feed):
-    """The micro-batches of encoded sources; see `Feed`.
+    """The micro-batches of sources that are encoded before training starts; see `Feed`.
 
-    Without weights, every sample of all sources is read once in each pass, in one order. With
-    weights or `max_repeats`, sources are mixed; see [Note: mixing] in `order/mixture.py`. Packing
-    takes a quarter of a second for a million rows, and the plan about 30 bytes a row.
+    Without weights and `max_repeats`, each pass reads every sample of all sources once, in one
+    shuffled order. Otherwise the sources are mixed; see [Note: mixing] in `order/mixture.py`.
+    Packing a million rows takes a quarter of a second. The plan needs about 30 bytes a row.
 
     Args:
         sources: the encoded sources, at least one.
@@ -53,8 +53,8 @@ class PreparedFeed(Feed):
         seed: seed of the sample order.
         global_batch: number of samples in a step, over all ranks.
         eval_sources: sources to evaluate on.
-        eval_split: share of each source that is held out to evaluate on, if there are no
-            `eval_sources`.
+        eval_split: fraction of each source that is held out to evaluate on. It is ignored if there
+            are `eval_sources`.
         max_eval_samples: maximum number of windows or rows of each source to evaluate on.
 
     Raises:
@@ -87,7 +87,7 @@ class PreparedFeed(Feed):
         if any(limit is not None for limit in limits) or (weights and len(sources) > 1):
             self.order = Mixture(sizes, weights or sizes, seed, limits)
         self.sources, self.total = list(sources), self.order.total
-        reading = _order_facts(sources, self.train, shape)
+        reading = _describe_order(sources, self.train, shape)
         position = Position(len(self), seed, global_batch, reading)
         super().__init__(shape, position, eval_sources, max_eval_samples)
         for source, (_, held_out) in zip(sources, split, strict=True):
@@ -99,7 +99,7 @@ class PreparedFeed(Feed):
         return len(self.data)
 
     def lines(self) -> list[str]:
-        """Format the log lines that describe the data at the start of a run."""
+        """Format the log lines that describe the data when a run starts."""
         lines = []
         extra = sorted(set(self.eval_sets) - {part.name for part in self.parts})
         for part in self.parts:
@@ -116,7 +116,11 @@ class PreparedFeed(Feed):
         return lines + [f"{name}: {len(self.eval_sets[name]):,} to evaluate" for name in extra]
 
     def steps_for(self, epochs: float) -> int:
-        """Compute the number of steps in `epochs` passes."""
+        """Compute the number of steps in `epochs` passes over all sources, at the global batch in use.
+
+        Raises:
+            DataError: `max_repeats` allows fewer steps.
+        """
         # A pass is as many samples as all sources have. If max_repeats ends the data inside the
         # last batch, that batch is dropped.
         total, size = self.total, self.position.global_batch
@@ -127,14 +131,14 @@ class PreparedFeed(Feed):
         if steps < 1:
             raise DataError(
                 f"expected data for at least one step of {size} samples, but max_repeats allows "
-                f"only {total} of {self.names}; lower train.per_device_train_batch_size or "
+                f"only {total} of {self.source_names}; lower train.per_device_train_batch_size or "
                 "gradient_accumulation_steps, raise max_repeats, or add data"
             )
         self.check_steps(steps)
         return steps
 
     def check_enough(self, world_size: int) -> None:
-        """Refuse fewer samples than ranks: several ranks would train on one sample at once."""
+        """Raise a `DataError` if there are fewer samples than ranks, which would then share samples."""
         if len(self) < world_size:
             raise DataError(
                 f"expected at least one training sample for each of the {world_size} ranks, got "
@@ -143,24 +147,24 @@ class PreparedFeed(Feed):
             )
 
     def describe_samples(self, before: int, run: DataRank) -> list[str]:
-        """Describe the samples that this rank reads in the step after `before` steps."""
+        """Describe this rank's samples of step `before + 1`: the source and row numbers of each."""
         size, ends = self.position.global_batch, self.data.cumulative_sizes
         descriptions = []
         mine = self._sample_order().indices(before * size, size)[run.rank :: run.world_size]
         for index in mine.tolist():
             source = int(np.searchsorted(ends, index, side="right"))
             number = index - (ends[source - 1] if source else 0)
-            rows = self.train[source].rows(number)
+            rows = self.train[source].describe_rows(number)
             descriptions.append(f"{self.parts[source].name} {rows}")
         return descriptions
 
     def samples_until(self, max_steps: int) -> list[np.ndarray]:
-        """List the samples that the steps from the position up to `max_steps` read.
+        """List the samples that are read from the current position to the end of step `max_steps`.
 
         Costs a second for about ten million positions.
 
         Returns:
-            For each source the numbers of its samples, each once and ascending; int64.
+            An int64 array for each source: the numbers of its samples, ascending, without repeats.
         """
         size, order = self.position.global_batch, self._sample_order()
         stop, block = max_steps * size, _WINDOWS * GROUPED_BATCHES * size
@@ -173,19 +177,20 @@ class PreparedFeed(Feed):
         return [np.flatnonzero(part) for part in np.split(is_read, np.cumsum(sizes)[:-1])]
 
     def _sample_order(self) -> Mixture | ByLength:
+        """Return the training order. For padded rows (packing `none`), it is regrouped by length."""
         if self.shape.packing != "none":
             return self.order
         lengths = np.concatenate([samples.pieces.lengths for samples in self.train])
         return ByLength(self.order, lengths, self.position.global_batch, self.position.seed)
 
-    def _read(
+    def _read_batches(
         self, run: DataRank, count: int, size: int, accumulation: int, workers: int
     ) -> Batches:
         order, start = self._sample_order(), self.position.samples_seen
         batches = train_batches(order, start, count, size, accumulation, run.rank, run.world_size)
         return run.loader(self.data, batches, workers, self.shape.batch)
 
-    def _means(self) -> list[tuple[float, float]]:
+    def _mean_tokens_and_weights(self) -> list[tuple[float, float]]:
         shares = self.order.shares
         if len(shares) < len(self.parts):
             # There is one order over all sources.
@@ -198,20 +203,26 @@ def split_held_out(
 ) -> tuple[Samples, Samples | None]:
     """Split a source into samples to train on and samples that are held out to evaluate on.
 
-    The last windows are held out, or randomly drawn rows. The draw does not depend on the seed of
+    The held-out part is the last windows, or rows drawn at random. The draw ignores the seed of
     the run, so that runs with different seeds can be compared. If `share` is above 0, at least one
-    window or row is held out, and at least one remains.
+    window or row is held out and at least one is kept for training. A source with one window or row
+    is not split.
 
     Args:
         source: the encoded rows.
         shape: how rows become samples.
-        share: share of the windows or rows that is held out.
-        max_held_out: maximum number that is evaluated on. Training does not get the others either.
+        share: fraction of the windows or rows to hold out.
+        max_held_out: maximum number of held-out windows or rows to evaluate on. The excess is not
+            used for training either.
 
     Returns:
-        The samples to train on, and those that are held out; None for none.
+        The samples to train on and the held-out samples; None instead of the latter if nothing is
+        held out.
+
+    Raises:
+        DataError: the source gives no sample.
     """
-    units = list_units(source, shape)
+    units = list_windows_or_rows(source, shape)
     count = min(max(1, round(len(units) * share)), len(units) - 1) if share > 0 else 0
     if count < 1:
         return build_samples(source, shape), None
@@ -224,12 +235,16 @@ def split_held_out(
     )
 
 
-def _order_facts(
+def _describe_order(
     sources: Sequence[EncodedSource], train: list[Samples], shape: SampleShape
 ) -> dict[str, Any]:
-    """List what the order of samples depends on; see `Position`.
+    """List the settings and data properties that determine the sample order, for `Position`.
 
-    The name of a single source is not included, so that it may change.
+    The name of a source is included only if there are several sources, so that a single source can
+    be renamed.
+
+    Returns:
+        Description for error messages -> JSON value.
     """
     several = len(sources) > 1
     reading: dict[str, Any] = {
@@ -258,7 +273,7 @@ def _order_facts(
 def _count_samples(
     source: EncodedSource, samples: Samples, held_out: Samples | None, shape: SampleShape
 ) -> SourceSamples:
-    """Count the samples of a source and their tokens."""
+    """Count the samples, tokens, and dropped or held-out items of a source."""
     n, pieces = len(samples), samples.pieces
     tokens = int(pieces.lengths.sum(dtype=np.int64))
     density = None if shape.packing == "none" else tokens / (n * shape.sequence_length)

@@ -37,7 +37,10 @@ _GOLDEN = np.uint64(2_654_435_769)
 
 
 class RowPlace(NamedTuple):
-    """The place of a row of a group; places compare in the order in which rows are read."""
+    """The place of a row in the reading order of a group of lanes.
+
+    Places compare in the order in which the rows are read.
+    """
 
     epoch: int = 0
     """Number of complete passes before the row."""
@@ -49,7 +52,7 @@ class RowPlace(NamedTuple):
     """Number of rows of the group before it in this pass."""
 
     def after(self) -> "RowPlace":
-        """Return the place after this row."""
+        """Return the place of the next row of the group, if it follows this row in the file."""
         return self._replace(row=self.row + 1, number=self.number + 1)
 
 
@@ -57,7 +60,11 @@ BEGINNING = RowPlace()
 
 
 class _RowRange(NamedTuple):
-    """The rows of a file that a group reads: those whose point lies in [begin, end)."""
+    """The rows of one file that a group reads.
+
+    Each row has a point in [0, 2^32), computed from its number. The group reads the rows whose
+    points are in [begin, end).
+    """
 
     file: int
     begin: int
@@ -65,8 +72,12 @@ class _RowRange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shares:
-    """How the rows of a stream are assigned to lanes. See [Note: dealing rows]."""
+class LaneAssignment:
+    """The rule that assigns each row of a stream to a lane. See [Note: dealing rows].
+
+    A lane is one of the independent sequences of rows into which a stream is divided. Lanes that
+    read the same files form a group.
+    """
 
     rows: datasets.IterableDataset
     sizes: Sequence[int] | None
@@ -77,14 +88,14 @@ class Shares:
 
     @property
     def groups(self) -> int:
-        """Number of groups of lanes."""
+        """Number of groups of lanes, a divisor of the number of lanes."""
         most = min(self.lanes, self.rows.num_shards)
         if self.sizes is None and most < self.lanes:
             return 1
         return max(n for n in range(1, most + 1) if self.lanes % n == 0)
 
     def row_ranges(self, group: int, epoch: int) -> list[_RowRange]:
-        """List the rows that a group reads in a pass, in order."""
+        """List the ranges of rows that a group reads in pass `epoch`, in reading order."""
         n = self.rows.num_shards
         order = permute(np.arange(n), n, self.seed, epoch).tolist()
         sizes = [1] * n if self.sizes is None else [max(1, size) for size in self.sizes]
@@ -102,32 +113,33 @@ class Shares:
 
 
 class GroupReader:
-    """Read the rows of a group of lanes once, for all of its lanes that a rank uses.
+    """Read the rows of a group of lanes once, for all lanes of the group that this rank uses.
 
-    Call `begin_at` for each of these lanes before the first `next`. While rows are read for one
-    lane, those of the other lanes are kept as Arrow tables.
+    Call `begin_at` for each of these lanes before the first `next`. If rows of other lanes are read
+    on the way to the next row of one lane, they are buffered as Arrow tables.
     """
 
-    def __init__(self, shares: Shares, group: int) -> None:
-        self.shares, self.group = shares, group
+    def __init__(self, assignment: LaneAssignment, group: int) -> None:
+        self.assignment, self.group = assignment, group
         # Number of lanes of the group.
-        self.turns = shares.lanes // shares.groups
+        self.turns = assignment.lanes // assignment.groups
         self._begins: dict[int, RowPlace] = {}
         self._waiting: dict[int, deque[tuple[list[RowPlace], pa.Table] | None]] = {}
         self._in_hand: dict[int, Iterator[tuple[RowPlace, dict[str, Any]]]] = {}
         self._reading: Iterator[None] | None = None
-        self._formatter = PythonFormatter(features=shares.rows.features)
+        self._formatter = PythonFormatter(features=assignment.rows.features)
 
     def begin_at(self, turn: int, place: RowPlace) -> None:
-        """Set the place at which the rows of a lane, the `turn`-th of the group, begin."""
+        """Set the first row of lane `turn` of the group to `place`, and discard all buffered rows."""
         self._begins[turn] = place
         self._waiting, self._in_hand, self._reading = {}, {}, None
 
     def next(self, turn: int) -> tuple[RowPlace, dict[str, Any]] | None:
-        """Read the next row of a lane.
+        """Read the next row of lane `turn` of the group.
 
         Returns:
-            Its place and its columns; None once at the end of each pass.
+            The place of the row and its columns by name. At the end of each pass, None is returned
+            once, and the next call starts the next pass.
         """
         if self._reading is None:
             self._waiting = {lane: deque() for lane in self._begins}
@@ -145,19 +157,20 @@ class GroupReader:
         return row
 
     def _read(self, start: RowPlace) -> Iterator[None]:
-        """Read rows from `start` on, pass after pass; yields after each table.
+        """Read the rows of the group from `start` on, pass after pass; yield after each table.
 
-        The rows of each lane are added to `_waiting`, and None at the end of a pass.
+        Each row is appended to the buffer (`_waiting`) of its lane. At the end of a pass, None is
+        appended to each buffer.
         """
         epoch, first, skipped, number = start
         while True:
-            ranges = self.shares.row_ranges(self.group, epoch)
+            ranges = self.assignment.row_ranges(self.group, epoch)
             for at, rows in enumerate(ranges[first:], first):
-                for row, table in _read_tables(self.shares.rows, rows.file, skipped):
+                for row, table in _read_tables(self.assignment.rows, rows.file, skipped):
                     numbers = np.arange(row, row + len(table), dtype=np.uint64)
                     points = numbers * _GOLDEN & np.uint64(_WHOLE - 1)
                     of_group = np.flatnonzero((points >= rows.begin) & (points < rows.end))
-                    self._deal(table, of_group, RowPlace(epoch, at, row, number))
+                    self._assign_rows(table, of_group, RowPlace(epoch, at, row, number))
                     number += len(of_group)
                     yield
                 skipped = 0
@@ -167,16 +180,16 @@ class GroupReader:
             epoch, first, number = epoch + 1, 0, 0
             yield
 
-    def _deal(self, table: pa.Table, of_group: np.ndarray, first: RowPlace) -> None:
-        """Assign the rows of a table that belong to the group to its lanes.
+    def _assign_rows(self, table: pa.Table, of_group: np.ndarray, first: RowPlace) -> None:
+        """Append the rows of a table that belong to the group to the buffers of their lanes.
 
         Args:
             table: consecutive rows of a file.
-            of_group: indices of the rows of the group.
+            of_group: indices of the table's rows that belong to the group.
             first: the place of the first row of the table.
         """
         numbers = first.number + np.arange(len(of_group))
-        begins = draw_below(numbers // self.turns, self.turns, self.shares.seed, first.epoch)
+        begins = draw_below(numbers // self.turns, self.turns, self.assignment.seed, first.epoch)
         turns = (numbers + begins) % self.turns
         for turn, waiting in self._waiting.items():
             numbers = np.flatnonzero(turns == turn)
@@ -193,7 +206,10 @@ class GroupReader:
 def _read_tables(
     rows: datasets.IterableDataset, file: int, skipped: int
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield the tables of a shard after the skipped rows, each with the number of its first row."""
+    """Yield (number of the first row, table) for shard `file`, after its first `skipped` rows.
+
+    A table holds up to `READ_ROWS` rows.
+    """
     shard = rows if rows.num_shards == 1 else rows.shard(rows.num_shards, file)
     shard = shard.skip(skipped) if skipped else shard
     for table in shard.with_format("arrow").iter(READ_ROWS):
@@ -202,17 +218,17 @@ def _read_tables(
 
 
 def reduce_lanes(rows: Sequence[datasets.IterableDataset], lanes: int, lane_rows: int) -> int:
-    """Reduce the number of lanes until each has enough rows of every stream.
+    """Choose the largest number of lanes for which every lane gets enough rows of every stream.
 
-    Reads up to `lanes` x `lane_rows` rows of each stream, as tables.
+    Reads up to `lanes` x `lane_rows` rows of each stream to count them.
 
     Args:
         rows: the streams.
         lanes: maximum number of lanes.
-        lane_rows: minimum number of rows of a stream in a lane.
+        lane_rows: minimum number of rows of each stream in a lane.
 
     Returns:
-        The greatest divisor of `lanes` that fits, at least 1.
+        A divisor of `lanes`; 1 if no larger divisor has enough rows.
     """
     for stream in rows:
         count = 0

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
-from toolkit.data.feed.shares import BEGINNING, GroupReader, RowPlace, Shares
+from toolkit.data.feed.shares import BEGINNING, GroupReader, LaneAssignment, RowPlace
 from toolkit.data.order.permutation import derived_seed, permute
 from toolkit.data.samples.columns import Column, stored_columns
 from toolkit.data.samples.packing import pack_best_fit
@@ -62,9 +62,9 @@ class StreamSource:
 
 @dataclass
 class StreamPlace:
-    """The place at which a window of a lane begins, and counts of the rows before it.
+    """The place at which a lane's window of rows begins, and counts of the lane's earlier rows.
 
-    Checkpoints store it. The names of the fields are part of their format.
+    Checkpoints store it. The names of the fields are part of the checkpoint format.
     """
 
     at: RowPlace = BEGINNING
@@ -93,8 +93,14 @@ class StreamPlace:
     cut_off: int = 0
     """Number of tokens that were cut off."""
 
-    def count(self, at: RowPlace, row: EncodedRow) -> bool:
-        """Count a row and move behind it; return True if the row is used."""
+    def count_row(self, at: RowPlace, row: EncodedRow) -> bool:
+        """Count the row at place `at` and move to the place after it.
+
+        A row without tokens counts as skipped.
+
+        Returns:
+            True if the row is used, False if it is skipped.
+        """
         if not isinstance(row, BadRow) and not len(row.input_ids):
             row = BadRow(f"row {at.row} of a shard (counted from 0)", "no token")
         self.at = at.after()
@@ -109,20 +115,20 @@ class StreamPlace:
         return True
 
     def next_pass(self) -> "StreamPlace":
-        """Return the place at the beginning of the next pass."""
-        place = StreamPlace(BEGINNING._replace(epoch=self.at.epoch + 1), **self.read())
+        """Return the place at the beginning of the next pass, with the counts over all passes."""
+        place = StreamPlace(BEGINNING._replace(epoch=self.at.epoch + 1), **self.row_counts())
         place.all_samples = self.all_samples
         place.empty_passes = 0 if self.samples else self.empty_passes + 1
         return place
 
-    def read(self) -> dict[str, Any]:
-        """Return the counts of rows over all passes, as JSON values."""
+    def row_counts(self) -> dict[str, Any]:
+        """Return the counts of read, skipped and truncated rows over all passes, as JSON values."""
         names = ("rows_read", "left_out", "reasons", "first", "truncated", "cut_off")
         return {name: value for name, value in asdict(self).items() if name in names}
 
 
 class StreamSample(NamedTuple):
-    """The pieces of a sample, before they become tensors."""
+    """The pieces of rows that form one sample, and their number of tokens."""
 
     pieces: list[Piece]
     length: int
@@ -130,7 +136,10 @@ class StreamSample(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """One of the lanes of a run."""
+    """The number of a lane, the number of lanes, and the size of the global batch.
+
+    The sample at position p of the run comes from lane p modulo the number of lanes.
+    """
 
     number: int = 0
     of: int = 1
@@ -143,20 +152,24 @@ ONE_LANE = Lane()
 
 
 class SourceStream:
-    """The samples of one lane of one source, in order. See [Note: streams].
+    """The samples of one source in one lane, in order. See [Note: streams].
+
+    A window is a group of consecutive rows of the lane that is shuffled and packed together.
 
     Args:
         source: the rows.
-        number: number of the source among those that are mixed.
+        number: index of the source among all sources of the run.
         shape: how rows become samples.
         seed: seed of the run.
         window: maximum size of a window, in samples.
-        lane: the lane.
-        readers: readers of the source by group, which the lanes of a rank share.
-        first: size of the first window of a pass, in samples.
+        lane: the lane that this stream belongs to.
+        readers: readers of the source by number of their group of lanes. The lanes of a rank share
+            this dict, and a missing reader is added. None: the lane has a separate reader.
+        first: size of the first window of a pass, in samples. Each later window is twice as large,
+            up to `window`.
 
     Raises:
-        DataError: `max_repeats` is not a whole number.
+        DataError: `max_repeats` is not a whole number of at least 1.
     """
 
     def __init__(
@@ -182,14 +195,22 @@ class SourceStream:
         # All lanes of the source share this seed.
         shared = derived_seed(seed, "stream", number)
         self.seed, self._lengths = derived_seed(shared, lane.number), derived_seed(shared, "length")
-        shares = Shares(source.rows, source.sizes, lane.of, derived_seed(shared, "shards"))
-        self._turn, group = divmod(lane.number, shares.groups)
+        assignment = LaneAssignment(
+            source.rows, source.sizes, lane.of, derived_seed(shared, "shards")
+        )
+        self._turn, group = divmod(lane.number, assignment.groups)
         readers = {} if readers is None else readers
-        self._reader = readers.setdefault(group, GroupReader(shares, group))
+        self._reader = readers.setdefault(group, GroupReader(assignment, group))
         self._start_at(StreamPlace(), 0, {})
 
     def _start_at(self, place: StreamPlace, used: int, read: dict[str, Any]) -> None:
-        """Start at a place, at which `used` samples of the window were used before."""
+        """Set the state of the stream to the window at `place`, which is built at the next sample.
+
+        Args:
+            place: the beginning of the window.
+            used: number of samples of the window that were already returned.
+            read: counts of rows to report until the window is built (`row_counts`).
+        """
         # The current window lies between `_place` and `_next`. It is not built yet; until then, the
         # counts of its rows are those of the checkpoint.
         self._place = self._next = place
@@ -200,32 +221,39 @@ class SourceStream:
         self._reader.begin_at(self._turn, place.at)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values, and counts of the rows up to the end of its window."""
+        """Return the state as JSON values for `load_state_dict`.
+
+        `place` is where the current window begins, `given` is the number of its samples that were
+        returned, and `read` counts the rows up to its end.
+        """
         place = {name: value for name, value in asdict(self._place).items() if value}
-        read = {name: value for name, value in self.read().items() if value}
+        read = {name: value for name, value in self.row_counts().items() if value}
         return {"place": place, "given": self._used, "read": read}
 
-    def read(self) -> dict[str, Any]:
-        """Return counts of the rows read so far, including those of the current window."""
-        return self._next.read() if self.items or not self._used else self._read_before
+    def row_counts(self) -> dict[str, Any]:
+        """Return the counts of all rows read so far, including those of the current window."""
+        return self._next.row_counts() if self.items or not self._used else self._read_before
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a place. The next sample costs the skip to it, and building its window."""
+        """Continue from a state that `state_dict` returned.
+
+        The following `next` skips to the place and builds its window again.
+        """
         place = state["place"] | {"at": RowPlace(*state["place"]["at"])}
         self._start_at(StreamPlace(**place), state["given"], state["read"])
 
     def next(self) -> StreamSample | None:
-        """Return the next sample; None if all passes are over.
+        """Return the next sample; None after the last pass that `max_repeats` allows.
 
         Raises:
-            DataError: passes gave no sample, a row is refused, or the rows are not those that the
-                checkpoint was saved with.
+            DataError: as many passes as there are lanes gave no sample, a row is refused, or the
+                rows have changed since the checkpoint was saved.
         """
         if self._used and not self.items:
             # Build the window again of which some samples were used before the resume.
             self._build_window()
             if len(self.items) < self._used:
-                raise self._changed_rows(
+                raise self._changed_rows_error(
                     f"{self._used} samples or more, not {len(self.items)}, in a window from"
                 )
         while self._used == len(self.items):
@@ -238,10 +266,14 @@ class SourceStream:
         return self.items[self._used - 1]
 
     def _build_window(self) -> None:
-        """Build the samples of the next window."""
+        """Read the next window, and set `items` to its samples in shuffled order.
+
+        Raises:
+            DataError: as many passes as there are lanes gave no sample.
+        """
         self._place = self._next
         pieces, after, ended = self._read_window(self._place)
-        self.items = self._build_samples(self._permuted(pieces, "rows"))
+        self.items = self._build_samples(self._permute_items(pieces, "rows"))
         after.samples += len(self.items)
         after.all_samples += len(self.items)
         if ended:
@@ -256,18 +288,19 @@ class SourceStream:
                 )
         self._next = after
 
-    def _permuted(self, items: list, purpose: str) -> list:
+    def _permute_items(self, items: list, purpose: str) -> list:
+        """Permute items in an order that depends on the lane, the window and `purpose`."""
         seed, n = derived_seed(self.seed, purpose, self._place.window), len(items)
         return [items[i] for i in permute(np.arange(n), max(1, n), seed, self._place.at.epoch)]
 
     def _read_window(self, start: StreamPlace) -> tuple[list[Piece], StreamPlace, bool]:
-        """Read the rows of a window.
+        """Read and encode rows from `start` on until a window is full or the pass ends.
 
-        If rows are joined and cut, a window fills complete samples: the row that does not fit is
-        cut, and its rest becomes part of the next window.
+        With packing `wrapped`, a window is filled exactly. The row that does not fit is split, and its
+        remaining tokens begin the next window.
 
         Returns:
-            The pieces of the rows, the place after the window, and whether the pass ended.
+            The pieces of the rows, the place after the window, and True if the pass ended.
         """
         at = StreamPlace(**asdict(start))
         pieces: list[Piece] = []
@@ -286,28 +319,35 @@ class SourceStream:
                     return pieces, at, True
                 place, row = next_row
                 example = self.source.encode(row, place.row)
-                if not at.count(place, example) or not isinstance(example, EncodedExample):
+                if not at.count_row(place, example) or not isinstance(example, EncodedExample):
                     continue
-                piece = _piece_of(example, self._columns)
+                piece = _build_piece(example, self._columns)
             length = len(piece.ids)
             if is_wrapped and length > room:
                 length = room
                 at.at, at.cut = place, used + length
                 piece, self._rest = piece.part(0, length), piece.part(length)
-            pieces += [piece] if is_wrapped else _cut(piece, self.shape.sequence_length)
+            pieces += [piece] if is_wrapped else _split_piece(piece, self.shape.sequence_length)
             room -= length
         at.window += 1
         return pieces, at, False
 
     def _read_rest_again(self, at: StreamPlace) -> Piece:
-        """Read the rest of the row at which a resumed run continues."""
+        """Read again the row that was split between two windows, and return its unused tokens.
+
+        This happens if a resumed run starts inside the row.
+
+        Raises:
+            DataError: the row has changed since the checkpoint was saved.
+        """
         next_row = self._reader.next(self._turn)
         example = next_row and self.source.encode(next_row[1], next_row[0].row)
         if not isinstance(example, EncodedExample) or len(example.input_ids) <= at.cut:
-            raise self._changed_rows(f"a row of more than {at.cut} tokens at")
-        return _piece_of(example, self._columns).part(at.cut)
+            raise self._changed_rows_error(f"a row of more than {at.cut} tokens at")
+        return _build_piece(example, self._columns).part(at.cut)
 
-    def _changed_rows(self, expected: str) -> DataError:
+    def _changed_rows_error(self, expected: str) -> DataError:
+        """Build the error for a stream whose rows do not match the checkpoint."""
         return DataError(
             f"the checkpoint's position expects {expected} row {self._place.at.row} of a shard of "
             f"{self.source.name}, but the rows of the stream have changed; use the same rows, or "
@@ -315,25 +355,28 @@ class SourceStream:
         )
 
     def _build_samples(self, pieces: list[Piece]) -> list[StreamSample]:
+        """Pack, join or pad the pieces of a window as the shape says, and shuffle the samples.
+
+        Padded samples (packing `none`) are then ordered by `_order_by_length`.
+        """
         groups = [[piece] for piece in pieces]
         if self.shape.packing == "bfd":
             lengths = np.array([len(piece.ids) for piece in pieces], np.int64)
             plan = pack_best_fit(lengths, self.shape.sequence_length)
             groups = [[pieces[i] for i in plan.bin(b)] for b in range(len(plan))]
         elif self.shape.packing == "wrapped" and pieces:
-            groups = [[p] for p in _cut(join_pieces(pieces), self.shape.sequence_length)]
+            groups = [[p] for p in _split_piece(join_pieces(pieces), self.shape.sequence_length)]
         samples = [
             StreamSample(group, sum(len(piece.ids) for piece in group))
-            for group in self._permuted(groups, "samples")
+            for group in self._permute_items(groups, "samples")
         ]
         return self._order_by_length(samples) if self.shape.packing == "none" else samples
 
     def _order_by_length(self, samples: list[StreamSample]) -> list[StreamSample]:
-        """Order samples so that those of a global batch have similar lengths in all lanes.
+        """Reorder samples so that all lanes give similar lengths to the same global batch.
 
-        Each lane takes its n-th sample at a quantile of the lengths in its window. The quantile
-        depends only on the global batch that the sample belongs to, so all lanes give samples of
-        similar lengths to the same batch.
+        The n-th sample is taken at a quantile of the lengths that are still unused in the window. The
+        quantile depends only on the global batch of the sample, so it is the same in all lanes.
         """
         by_length, order = sorted(samples, key=lambda sample: sample.length), []
         number, lanes, batch = self.lane
@@ -346,8 +389,8 @@ class SourceStream:
         return order
 
 
-def _piece_of(example: EncodedExample, columns: Mapping[str, Column]) -> Piece:
-    """Build the piece of a complete row, with its values of the stored `columns`."""
+def _build_piece(example: EncodedExample, columns: Mapping[str, Column]) -> Piece:
+    """Convert an encoded row to a piece, with its values of the stored `columns`."""
     ids = example.input_ids.astype(np.int32, copy=False)
     labels = labels_of(ids, [edge for span in example.spans for edge in span])
     per_token, per_row = dict[str, np.ndarray](), dict[str, np.ndarray]()
@@ -361,6 +404,6 @@ def _piece_of(example: EncodedExample, columns: Mapping[str, Column]) -> Piece:
     return Piece(ids, labels.astype(np.int32), example.second or 0, per_token, per_row)
 
 
-def _cut(piece: Piece, limit: int) -> list[Piece]:
-    """Cut a piece into pieces of `limit` tokens and a shorter last one; a pair always fits."""
+def _split_piece(piece: Piece, limit: int) -> list[Piece]:
+    """Split a piece into pieces of `limit` tokens; the last one may be shorter."""
     return [piece.part(begin, begin + limit) for begin in range(0, len(piece.ids), limit)]

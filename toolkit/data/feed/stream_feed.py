@@ -33,10 +33,11 @@ _BATCH = "batch"
 
 
 class StreamFeed(Feed):
-    """The micro-batches of streamed sources; see `Feed`.
+    """The micro-batches of sources that are read and encoded while training; see `Feed`.
 
-    A rank reads and encodes only the rows of its lanes; see [Note: streams] in `stream.py`. Sources
-    to evaluate on are not streamed, and nothing is split off a stream.
+    Rows are divided among lanes, and a rank encodes only the rows of its lanes; see [Note: streams]
+    in `stream.py`. Evaluation sources are encoded before training. No evaluation split is taken
+    from a stream.
 
     Args:
         sources: the streams, at least one.
@@ -44,14 +45,14 @@ class StreamFeed(Feed):
         seed: seed of the order of rows.
         global_batch: number of samples in a step, over all ranks.
         eval_sources: encoded sources to evaluate on.
-        max_eval_samples: maximum number of windows or rows of each of these.
+        max_eval_samples: maximum number of windows or rows of each source to evaluate on.
         lanes: maximum number of lanes.
         window: maximum number of samples whose rows are shuffled and packed together.
-        lane_rows: minimum number of rows in a lane. If a source has fewer, the number of lanes is
-            a divisor of `lanes`.
+        lane_rows: minimum number of rows of each source in a lane. If a source has too few rows,
+            the number of lanes is reduced to a divisor of `lanes`.
 
     Raises:
-        DataError: several sources have no weights, or `max_repeats` is not a whole number.
+        DataError: one of several sources has no weight, or `max_repeats` is not a whole number.
     """
 
     def __init__(
@@ -95,15 +96,15 @@ class StreamFeed(Feed):
             SourceStream(source, i, shape, seed)
 
     def lines(self) -> list[str]:
-        """Format the log lines that describe the data at the start of a run."""
+        """Format the log lines that describe the data when a run starts."""
         evals = sum(len(samples) for samples in self.eval_sets.values())
         return [
-            f"{self.names}: {self.shape}, read while training in {self.lanes} lanes; {evals:,} to "
+            f"{self.source_names}: {self.shape}, read while training in {self.lanes} lanes; {evals:,} to "
             "evaluate"
         ]
 
-    def uneven_lines(self, world_size: int) -> list[str]:
-        """Format a note for the log if the lanes do not divide over the ranks."""
+    def uneven_lane_lines(self, world_size: int) -> list[str]:
+        """Format a log note if the lanes do not divide evenly over the ranks; otherwise empty."""
         lanes_per_rank = self.lanes // math.gcd(world_size, self.lanes)
         if lanes_per_rank * world_size == self.lanes or self.lanes == 1:
             return []
@@ -113,19 +114,19 @@ class StreamFeed(Feed):
         ]
 
     def steps_for(self, epochs: float) -> int:
-        """Compute the number of steps in `epochs` passes."""
+        """Raise a `DataError`, because the length of a stream is not known in advance."""
         raise DataError(
             "expected a number of steps, since the length of a stream is not known before its end; "
             "set train.max_steps"
         )
 
     def check_enough(self, world_size: int) -> None:
-        """Refuse streams without supervised tokens in their first window."""
+        """Raise a `DataError` if the first samples of a stream have no supervised tokens."""
         # Any number of samples is enough, because a stream starts again at its end.
         for stream in self.first_windows:
             labels = [piece.labels[1:] for item in stream.items for piece in item.pieces]
             if all((part == IGNORED).all() for part in labels):
-                counts = stream.read()
+                counts = stream.row_counts()
                 raise DataError(
                     f"expected supervised tokens in the stream {stream.source.name}, but its first "
                     f"{counts['rows_read']} rows gave {len(stream.items)} samples without any "
@@ -135,7 +136,10 @@ class StreamFeed(Feed):
 
     @cached_property
     def first_windows(self) -> list[SourceStream]:
-        """Each source at its first window with a sample, as if there was a single lane."""
+        """One stream per source that has read its first window with samples, to inspect the data.
+
+        These streams have a single lane, and they do not change the position of the run.
+        """
         seed, window = self.position.seed, self.window
         streams = [
             SourceStream(source, i, self.shape, seed, window, first=window)
@@ -145,13 +149,13 @@ class StreamFeed(Feed):
             stream.next()
         return streams
 
-    def _means(self) -> list[tuple[float, float]]:
+    def _mean_tokens_and_weights(self) -> list[tuple[float, float]]:
         return [
             (sum(item.length for item in s.items) / len(s.items), s.source.weight or 1)
             for s in self.first_windows
         ]
 
-    def _read(
+    def _read_batches(
         self, run: DataRank, count: int, size: int, accumulation: int, workers: int
     ) -> Batches:
         batches = RankBatches(
@@ -175,7 +179,7 @@ class StreamFeed(Feed):
             yield batch[_BATCH]
 
     def reading_lines(self) -> list[str]:
-        """Format lines with counts of used and skipped rows of each source so far."""
+        """Format log lines that count read, skipped and truncated rows of each source so far."""
         lanes = self.position.stream or {}
         lines = []
         for source in self.sources if lanes else ():
@@ -203,12 +207,12 @@ class StreamFeed(Feed):
 
 
 class MixedLane:
-    """The samples of a lane, mixed from several sources.
+    """The samples of one lane, mixed from all sources by weight.
 
-    Mixes like [Note: mixing] in `order/mixture.py`, but the end of a source is not known before it
-    is reached. Lane l begins at turn l of the mixture, so that neighbouring lanes draw from
-    different sources, and every lane draws from all. At any point of the run, a source is therefore
-    at most as many samples away from its share as there are lanes.
+    The mixture is that of [Note: mixing] in `order/mixture.py`, except that the end of a source is
+    found only when it is reached. Lane l starts at turn l of the mixture, so neighbouring lanes
+    draw from different sources. At any point of the run, a source is at most as many samples away
+    from its share as there are lanes.
     """
 
     def __init__(self, streams: Sequence[SourceStream], lane: Lane) -> None:
@@ -217,19 +221,22 @@ class MixedLane:
         self.lane, self._turn, self._used_up = lane, lane.number, list[str]()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place as JSON values; the `read` counts of its sources may be ahead of it."""
+        """Return the state of the lane and of its sources as JSON values.
+
+        The row counts (`read`) of a source may include rows whose samples were not returned yet.
+        """
         sources = {name: stream.state_dict() for name, stream in self.streams.items()}
         used_up = {"used_up": list(self._used_up)} if self._used_up else {}
         return {"turn": self._turn, "sources": sources} | used_up
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a place that `state_dict` returned."""
+        """Continue from a state that `state_dict` returned."""
         self._turn, self._used_up = state["turn"], list(state.get("used_up", ()))
         for name, stream in self.streams.items():
             stream.load_state_dict(state["sources"][name])
 
     def next(self) -> StreamSample | None:
-        """Return the next sample; None if all sources are used up."""
+        """Return the next sample; None if `max_repeats` allows no more samples of any source."""
         names = list(self.streams)
         while active := [i for i, name in enumerate(names) if name not in self._used_up]:
             which, _ = source_at_turn(active, self.shares, np.array([self._turn]))
@@ -246,11 +253,12 @@ class MixedLane:
 
 @dataclass(eq=False)
 class RankBatches(IterableDataset):
-    """The micro-batches of one rank: rank r of W has the samples r, r + W, ... of a global batch.
+    """The micro-batches of one rank: rank r of W reads samples r, r + W, ... of each global batch.
 
-    Yields mappings with the `batch`. The last one of a step also has, under `places`, the places
-    after it of the lanes that its samples come from, as JSON. A DataError is yielded as `error`
-    with its message, because a worker process would add its own traceback.
+    Iterating yields dicts with a micro-batch under `batch`. The last dict of a step also has
+    `places`: the states of the lanes that the step moved, by lane number, as JSON text. After a
+    DataError, the last dict has only its message, under `error`; an exception from a worker process
+    would carry a traceback.
     """
 
     sources: Sequence[StreamSource]
@@ -286,9 +294,9 @@ class RankBatches(IterableDataset):
                 yield content
 
     def _lanes_of_rank(self) -> dict[int, MixedLane]:
-        """Create the lanes that this rank's samples come from, each at its place, by number.
+        """Create the lanes that this rank reads, by number, each at its place in the position.
 
-        If the ranks do not divide the lanes, several ranks read the same lanes completely.
+        If the ranks do not divide the lanes evenly, several ranks read the same lanes.
         """
         step, seed = math.gcd(self.world_size, self.lanes), self.position.seed
         readers: list[dict[int, GroupReader]] = [{} for _ in self.sources]
@@ -306,7 +314,11 @@ class RankBatches(IterableDataset):
         return lanes
 
     def _read_samples(self, lanes: dict[int, MixedLane], positions: range) -> list[StreamSample]:
-        """Read this rank's samples at the positions of a step.
+        """Read this rank's samples of one step, and skip those that other ranks use.
+
+        Args:
+            lanes: the lanes of this rank by number, which are advanced.
+            positions: positions in the run of all samples of the step.
 
         Raises:
             DataError: `max_repeats` ends the data.

@@ -46,7 +46,7 @@ _FAR = 1 << 36
 
 
 class DrawnSamples(NamedTuple):
-    """The samples at some positions, and where they come from; int64 arrays."""
+    """Numbers of samples at consecutive positions, their sources and passes; int64 arrays."""
 
     samples: np.ndarray
     sources: np.ndarray
@@ -56,7 +56,7 @@ class DrawnSamples(NamedTuple):
 
 
 class _Phase(NamedTuple):
-    """Positions at which the same sources are mixed."""
+    """A range of positions in which the same sources are mixed, until one of them is used up."""
 
     start: int
     """The first position."""
@@ -74,9 +74,10 @@ class Mixture:
 
     Args:
         sizes: number of samples of each source.
-        weights: number of samples that each source contributes, relative to the others; above 0.
+        weights: relative number of samples that each source contributes; above 0.
         seed: seed of the order within the sources.
-        max_repeats: maximum number of passes over each source, also fractions; None: no limit.
+        max_repeats: maximum number of passes over each source, which may be fractional. None means
+            no limit.
     """
 
     def __init__(
@@ -97,12 +98,12 @@ class Mixture:
         self._firsts = np.cumsum(self.sizes) - self.sizes
         self._phases: list[_Phase] = []
         # Number of positions; None if the sequence has no end.
-        self.total = self._plan()
+        self.total = self._compute_phases()
 
     def draws(self, start: int, count: int) -> DrawnSamples:
-        """Return the samples at `count` positions from `start` on, with their sources and passes.
+        """Return the samples at positions `start` to `start + count - 1`, with sources and passes.
 
-        The last position must be before `total`.
+        The last position must be below `total`, the number of positions.
         """
         stop = start + count
         assert self.total is None or stop <= self.total
@@ -122,30 +123,35 @@ class Mixture:
         return DrawnSamples(samples, sources, passes)
 
     def indices(self, start: int, count: int) -> np.ndarray:
-        """Return the samples at `count` positions from `start` on; int64."""
+        """Return the numbers of the samples at positions `start` to `start + count - 1`; int64."""
         return self.draws(start, count).samples
 
     def counts(self, position: int) -> list[int]:
-        """Count the samples of each source before a position."""
+        """Count how many samples of each source come before a position."""
         phase = next(p for p in reversed(self._phases) if p.start <= position)
         here = samples_per_source(phase.active, self.shares, position - phase.start)
         return [drawn + here.get(source, 0) for source, drawn in enumerate(phase.drawn)]
 
-    def _plan(self) -> int | None:
-        """Compute the phases; return the position at which the last one ends, or None."""
+    def _compute_phases(self) -> int | None:
+        """Fill `_phases`; return the position at which the data ends, or None if it never ends."""
         start, drawn = 0, [0] * len(self.sizes)
         active = tuple(range(len(self.sizes)))
         while active:
             self._phases.append(_Phase(start, tuple(drawn), active))
-            start = min((self._used_up(s) for s in active if s in self._limits), default=_FAR)
+            start = min(
+                (self._find_exhaustion(s) for s in active if s in self._limits), default=_FAR
+            )
             if start >= _FAR:
                 return None
             drawn = self.counts(start)
             active = tuple(s for s in active if drawn[s] != self._limits.get(s))
         return start
 
-    def _used_up(self, source: int) -> int:
-        """Find the first position before which `source` reaches its limit in the last phase."""
+    def _find_exhaustion(self, source: int) -> int:
+        """Find the first position by which `source` has used up the samples that it is allowed.
+
+        The search assumes that the last phase of `_phases` continues.
+        """
         begin, limit = self._phases[-1].start, self._limits[source]
         return bisect_left(range(_FAR), limit, lo=begin, key=lambda p: self.counts(p)[source])
 
@@ -159,13 +165,15 @@ class SampleOrder(Mixture):
 
 
 class ByLength:
-    """An order of samples, regrouped by length. See [Note: grouping by length].
+    """A sample order in which global batches hold samples of similar length.
+
+    See [Note: grouping by length].
 
     Args:
-        order: the order of samples.
+        order: the sample order to regroup.
         lengths: number of tokens of each sample.
         global_batch: number of samples in a step.
-        seed: seed of the order of batches within a window.
+        seed: seed of the order of batches within a window of `GROUPED_BATCHES` batches.
     """
 
     def __init__(self, order: Mixture, lengths: np.ndarray, global_batch: int, seed: int) -> None:
@@ -176,20 +184,23 @@ class ByLength:
         self._window = lru_cache(maxsize=1)(self._regroup_window)
 
     def indices(self, start: int, count: int) -> np.ndarray:
-        """Return the samples at `count` positions from `start` on; int64."""
+        """Return the numbers of the samples at positions `start` to `start + count - 1`; int64."""
         first, at = divmod(start, self.window_size)
         last = -(-(start + count) // self.window_size)
         windows = [self._window(number) for number in range(first, last)]
         return np.concatenate([np.zeros(0, np.int64), *windows])[at : at + count]
 
     def _regroup_window(self, number: int) -> np.ndarray:
-        """Order the samples of a window; samples that fill no complete batch stay at its end."""
+        """Return the samples of window `number` in their new order; int64.
+
+        Samples after the last complete batch keep their place at the end of the window.
+        """
         start, stop = number * self.window_size, (number + 1) * self.window_size
         stop = stop if self.order.total is None else min(stop, self.order.total)
         draws = self.order.draws(start, stop - start)
         lengths, size = self.lengths[draws.samples], self.global_batch
         places = np.arange(len(lengths))
-        for first, last in _runs(draws, size):
+        for first, last in _single_pass_ranges(draws, size):
             here = slice(first * size, last * size)
             by_length = places[here][np.argsort(lengths[here], kind="stable")]
             order = permute(np.arange(last - first), last - first, self.seed, start + first)
@@ -197,8 +208,12 @@ class ByLength:
         return draws.samples[places]
 
 
-def _runs(draws: DrawnSamples, global_batch: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of batches in which the samples of each source belong to one pass."""
+def _single_pass_ranges(draws: DrawnSamples, global_batch: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of batches in which each source stays within one pass.
+
+    Each range is a pair of batch numbers (begin, end), end excluded. A batch in which a source
+    changes its pass belongs to no range.
+    """
     began, passes = 0, dict[int, int]()
     batches = len(draws.samples) // global_batch
     for batch in range(batches):
@@ -215,7 +230,7 @@ def _runs(draws: DrawnSamples, global_batch: int) -> Iterator[tuple[int, int]]:
 
 
 def integer_shares(weights: Sequence[float]) -> list[int]:
-    """Convert weights to integers above 0 in (almost) the same proportion."""
+    """Convert weights to positive integers in the same proportion, up to rounding."""
     # If the weights are the sizes of the sources, a pass has each sample exactly once.
     if all(w == int(w) for w in weights) and sum(weights) <= _SHARES:
         return [int(w) for w in weights]
@@ -224,15 +239,15 @@ def integer_shares(weights: Sequence[float]) -> list[int]:
 
 
 def samples_per_source(active: Sequence[int], shares: Sequence[int], turns: Any) -> dict[int, Any]:
-    """Count the samples of each source among the first turns of a mixture.
+    """Count the samples of each source among the first `turns` samples of a mixture.
 
     Args:
-        active: the sources that are mixed.
+        active: indices of the sources that are mixed.
         shares: integer weights of all sources.
-        turns: number of turns, an integer or an array.
+        turns: number of samples, an integer or an array of them.
 
     Returns:
-        Source -> number of its samples, of the type of `turns`.
+        Index of each active source -> number of its samples, of the type of `turns`.
     """
     if len(active) == 1:
         return {active[0]: turns}
@@ -247,15 +262,16 @@ def samples_per_source(active: Sequence[int], shares: Sequence[int], turns: Any)
 def source_at_turn(
     active: Sequence[int], shares: Sequence[int], turns: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the source that is read at each turn of a mixture.
+    """Find the source of each given sample of a mixture.
 
     Args:
-        active: the sources that are mixed.
+        active: indices of the sources that are mixed.
         shares: integer weights of all sources.
-        turns: positions in the mixture; int64.
+        turns: positions of the samples in the mixture; int64.
 
     Returns:
-        The source at each turn, and the number of its samples before; int64.
+        The index of the source of each sample, and the number of earlier samples of that source;
+        two int64 arrays of the shape of `turns`.
     """
     before, after = (
         np.array(list(samples_per_source(active, shares, n).values())) for n in (turns, turns + 1)

@@ -9,12 +9,12 @@ _MIN_HALF_BITS = 3
 
 
 def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Apply a permutation of `range(n)` that depends on a seed and an epoch.
+    """Apply a pseudo-random permutation of `range(n)`, different for each seed and epoch.
 
-    A Feistel network over the smallest domain of 4^k numbers that contains `range(n)`, with keys
-    hashed from seed and epoch. Results outside of `range(n)` are permuted again until they are
-    inside (cycle walking; at most 3 more times on average for n above 16). Takes a fraction of a
-    microsecond per index of a large batch, and no memory that grows with n.
+    The permutation is a Feistel network over the smallest domain of 4^k numbers that contains
+    `range(n)`. Its keys are hashed from seed and epoch. A result outside of `range(n)` is permuted
+    again until it is inside (cycle walking; at most 3 more times on average for n above 16). It
+    takes a fraction of a microsecond per index of a large batch. Its memory does not grow with n.
 
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
 
@@ -22,10 +22,10 @@ def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarra
         index: integers from 0 to n - 1.
         n: size of the permutation.
         seed: seed of the order.
-        epoch: number of the pass; each has another permutation.
+        epoch: number of the pass over the samples.
 
     Returns:
-        The image of each index, int64, of the shape of `index`.
+        The permuted indices, int64, of the shape of `index`.
     """
     index = np.asarray(index)
     if n < 1 or (index.size and not (index.min() >= 0 and index.max() < n)):
@@ -59,7 +59,7 @@ def _feistel(x: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
 def _mix(x: np.ndarray) -> np.ndarray:
     """Mix the bits of 64-bit numbers so that each output bit depends on all input bits.
 
-    The finaliser of splitmix64.
+    This is the finaliser of splitmix64.
     """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -67,6 +67,6 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def derived_seed(seed: int, *parts: object) -> int:
-    """Derive another seed from `seed` and `parts`, for a second random order in the same run."""
+    """Hash `seed` and `parts` into a new seed, for another random order in the same run."""
     text = " ".join(map(str, (seed, *parts))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

@@ -20,15 +20,15 @@ def train_batches(
     rank: int,
     world_size: int,
 ) -> Iterator[list[int]]:
-    """Yield the samples of each micro-batch of one rank.
+    """Yield the numbers of the samples of each micro-batch of one rank, step after step.
 
-    The global batch of a step is the next B positions of the order, for any number W of ranks and
-    any accumulation. Rank r has `positions[r::W]`, cut into micro-batches. For example, with B = 4,
-    two ranks and micro-batches of 1, rank 0 reads [0] then [2], and rank 1 reads [1] then [3]. One
-    rank with micro-batches of 2 reads [0 1] then [2 3].
+    A step reads the next B positions of the order, where B is the global batch. Rank r of W reads
+    `positions[r::W]` of them, split into micro-batches. Example with B = 4: on two ranks with
+    micro-batches of 1, rank 0 reads [0] then [2], and rank 1 reads [1] then [3]. On one rank with
+    micro-batches of 2, it reads [0 1] then [2 3].
 
     Args:
-        order: the order of samples.
+        order: the sample order.
         start: position of the first sample.
         steps: number of steps.
         batch_size: number of samples in a micro-batch.
@@ -46,10 +46,10 @@ def train_batches(
 def eval_batches(
     samples: Sequence[int] | np.ndarray, batch_size: int, rank: int, world_size: int
 ) -> list[list[int]]:
-    """Divide samples into batches, and return those of one rank.
+    """Divide samples into batches for all ranks, and return the batches of one rank.
 
-    All ranks together read each sample once, in order. Every rank gets the same number of full
-    batches: the last ones are completed with `FILLER`, which the loss does not cover.
+    Each sample is in one batch of one rank. All ranks get the same number of full batches: the last
+    ones are completed with the index `FILLER`, a sample without supervised tokens.
     """
     rounds = -(-len(samples) // (batch_size * world_size))
     filled = np.full(rounds * world_size * batch_size, FILLER)
@@ -58,14 +58,14 @@ def eval_batches(
 
 
 class Position:
-    """How far a run has read its data; part of every checkpoint.
+    """The number of samples that a run has read, and the data that it counts; part of a checkpoint.
 
     Args:
-        n_samples: number of samples to train on; None for streams, which count their rows.
+        n_samples: number of training samples; None for streams, whose length is not known.
         seed: seed of the sample order.
         global_batch: number of samples in a step.
-        reading: what else the samples depend on, as JSON values by descriptions for messages. A
-            checkpoint with other values is refused.
+        reading: other properties that determine the samples: description -> JSON value. A
+            checkpoint with different values is refused, and the message has the description.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Position:
         self.after_step: dict[str, Any] | None = None
 
     def advance(self) -> None:
-        """Count the step that was read last as done.
+        """Move the position by one step, to the end of the step that was read last.
 
         Raises:
-            DataError: no step was read from a stream.
+            DataError: the data is a stream, and no step was read since the last call.
         """
         if self.n_samples is None:
             if self.after_step is None:
@@ -101,14 +101,14 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values, the same on every rank.
 
-        Collective for streams, because each rank knows only the places of the lanes that it reads.
+        Collective for streams, because each rank knows only the states of the lanes that it reads.
         """
         if self.n_samples is None and self.samples_seen:
             self.merge_places(ranks.gather(self.local_places))
-        return self._state()
+        return self._local_state()
 
-    def _state(self) -> dict[str, Any]:
-        """Return the position as this rank knows it."""
+    def _local_state(self) -> dict[str, Any]:
+        """Return the position as JSON values, with the lane states that this rank knows."""
         state: dict[str, Any] = {
             "samples_seen": self.samples_seen,
             "global_batch": self.global_batch,
@@ -119,7 +119,11 @@ class Position:
         return state | {"n_samples": self.n_samples, "reading": self.reading}
 
     def merge_places(self, of_ranks: Sequence[dict[str, Any]]) -> None:
-        """Update the places of all lanes with the local places of each rank."""
+        """Merge the lane states of all ranks into `stream`, and clear `local_places`.
+
+        Args:
+            of_ranks: `local_places` of each rank: lane number as text -> state of the lane.
+        """
         merged = self.stream or {}
         for places in of_ranks:
             merged = merged | places
@@ -127,13 +131,13 @@ class Position:
         self.local_places = {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the position and with the global batch of `state`.
+        """Continue from the position and the global batch of `state`.
 
         Raises:
-            DataError: the position belongs to other data or another order; the message names the
-                difference.
+            DataError: the position belongs to other data or another sample order; the message names
+                the difference.
         """
-        here = self._state()
+        here = self._local_state()
         if ("stream" in state) != ("stream" in here):
             kinds = ("data that were prepared before the run", "streams (data.streaming)")
             raise DataError(
@@ -161,7 +165,12 @@ class Position:
 
 
 def accumulation_for(global_batch: int, per_device_batch: int, world_size: int) -> int:
-    """Compute the number of micro-batches of a rank in a step.
+    """Compute the number of micro-batches of a rank in a step (gradient accumulation).
+
+    Args:
+        global_batch: number of samples in a step, over all ranks.
+        per_device_batch: number of samples in a micro-batch.
+        world_size: number of ranks that read different samples.
 
     Raises:
         DataError: the global batch does not divide; the message gives numbers that would fit.

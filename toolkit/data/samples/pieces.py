@@ -78,17 +78,17 @@ class EncodedRows:
         # A selection or shuffle is an index over the rows, but columns are read in file order.
         self.tokens = tokens.flatten_indices() if tokens._indices is not None else tokens
         self.columns = columns
-        self._ids = self._stored("input_ids")
-        self._spans = self._stored("spans")
-        seconds = self._stored("second")
+        self._ids = self._stored_column("input_ids")
+        self._spans = self._stored_column("spans")
+        seconds = self._stored_column("second")
         self._seconds = None if seconds is None else seconds.to_numpy()
         self._numbers = {
-            name: _fill_nulls(self._stored(name), column, len(self))
+            name: _fill_nulls(self._stored_column(name), column, len(self))
             for name, column in stored_columns(columns).items()
             if column.is_number
         }
         self._of_tokens = {
-            name: _flatten(self._stored(name))
+            name: _flatten(self._stored_column(name))
             for name, column in stored_columns(columns).items()
             if column.per == "token" and name in self.tokens.column_names
         }
@@ -101,7 +101,7 @@ class EncodedRows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def _stored(self, name: str) -> Any:
+    def _stored_column(self, name: str) -> Any:
         return self.tokens.data.column(name) if name in self.tokens.column_names else None
 
     @property
@@ -179,7 +179,7 @@ class EncodedRows:
             return values
         if column.is_number:
             return self._numbers[name][row : row + 1]
-        stored = self._stored(name)
+        stored = self._stored_column(name)
         if stored is None or not stored[row].is_valid:
             is_pair = column.per == "sequence" and self._seconds is not None
             return column.blank(2 if is_pair else 1)
@@ -254,7 +254,7 @@ def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces of encoded rows that samples consist of; see `windows` and `cut_rows`."""
+    """The pieces of encoded rows that samples consist of; see `cut_windows` and `cut_rows`."""
 
     rows: EncodedRows
     begins: range | np.ndarray
@@ -274,20 +274,20 @@ class Pieces:
         """Number of tokens of each piece."""
         return np.full(len(self), self.tokens) if isinstance(self.tokens, int) else self.tokens
 
-    def _place(self, number: int) -> tuple[int, int]:
+    def _token_range(self, number: int) -> tuple[int, int]:
         length = self.tokens if isinstance(self.tokens, int) else self.tokens[number]
         return int(self.begins[number]), int(length)
 
     def __getitem__(self, number: int) -> Piece:
         """Read a piece; its ids and labels are copies."""
-        return self.rows.piece(*self._place(number))
+        return self.rows.piece(*self._token_range(number))
 
     def rows_of(self, number: int) -> tuple[int, int]:
         """Find the first and the last row of which a piece holds a part."""
-        return self.rows.rows_of(*self._place(number))
+        return self.rows.rows_of(*self._token_range(number))
 
 
-def windows(rows: EncodedRows, length: int, chosen: Chosen = None) -> Pieces:
+def cut_windows(rows: EncodedRows, length: int, chosen: Chosen = None) -> Pieces:
     """Join all rows and cut them into pieces of `length` tokens; the remaining tokens are dropped.
 
     The pieces take no memory, since a corpus has some hundred million of them.

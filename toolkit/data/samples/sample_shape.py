@@ -94,7 +94,7 @@ class SampleShape:
         }
         if self.row_format.sequences_per_row == 2:
             pieces = [side for piece in pieces for side in piece.sides()]
-        return self._join(pieces, [n for n in names if columns[n].per == "token"]) | values
+        return self._join_pieces(pieces, [n for n in names if columns[n].per == "token"]) | values
 
     def for_sides(self) -> "SampleShape":
         """Return the shape of samples whose pieces are single sides of pairs, a sequence each."""
@@ -134,7 +134,7 @@ class SampleShape:
         values = [piece.per_row.get(name, blank) for piece in pieces]
         return torch.from_numpy(np.concatenate([column.blank(0), *values]))
 
-    def _join(self, pieces: Sequence[Piece], names: Sequence[str]) -> Sample:
+    def _join_pieces(self, pieces: Sequence[Piece], names: Sequence[str]) -> Sample:
         """Join pieces, one for each side of a pair, with their values per token; see `sample`."""
         used = sum(len(piece.ids) for piece in pieces)
         room = (max(1, used) if self.packing == "none" else self.sequence_length) - used
@@ -268,7 +268,7 @@ class SampleShape:
         shape, batches = self.for_sides(), list[Batch]()
         names = [name for name in shape.columns if name in samples[0]]
         for first in range(2):
-            parts = [_pieces_of(sample, names)[first::2] for sample in samples]
+            parts = [_split_pairs(sample, names)[first::2] for sample in samples]
             fullest = max(1, *(sum(len(piece.ids) for piece in pieces) for pieces in parts))
             width = min(-(-fullest // MULTIPLE) * MULTIPLE, self.sequence_length)
             shape = replace(shape, sequence_length=width)
@@ -301,7 +301,7 @@ def _pad_first(tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:
     return F.pad(tensor, (*before, 0, length - len(tensor)), value=fill)
 
 
-def _pieces_of(sample: Sample, names: Sequence[str]) -> list[Piece]:
+def _split_pairs(sample: Sample, names: Sequence[str]) -> list[Piece]:
     """Split a sample of pairs into both sides of its first pair, then of its second, ...
 
     `names` are columns of tokens, whose values the pieces get.
@@ -338,7 +338,7 @@ class Samples(Dataset):
     def __getitem__(self, index: int) -> Sample:
         if index != FILLER and not 0 <= index < len(self):
             raise IndexError(f"no sample {index} of {len(self)}")
-        numbers = [] if index == FILLER else self._numbers(index)
+        numbers = [] if index == FILLER else self._piece_numbers(index)
         pieces = [self.pieces[int(number)] for number in numbers]
         return self.shape.sample(pieces, self.pieces.rows.column_names)
 
@@ -353,17 +353,17 @@ class Samples(Dataset):
 
     def tokens(self, index: int) -> int:
         """Count the tokens of a sample, without padding."""
-        return int(self.pieces.lengths[self._numbers(index)].sum())
+        return int(self.pieces.lengths[self._piece_numbers(index)].sum())
 
-    def rows(self, index: int) -> str:
+    def describe_rows(self, index: int) -> str:
         """Describe the encoded rows of which a sample holds a part, counted from 0."""
-        spans = [self.pieces.rows_of(int(number)) for number in self._numbers(index)]
+        spans = [self.pieces.rows_of(int(number)) for number in self._piece_numbers(index)]
         first, last = spans[0]
         if self.plan is None and first != last:
             return f"rows {first} to {last}"
         rows = sorted({first for first, _ in spans})
         return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}"
 
-    def _numbers(self, index: int) -> Sequence[int] | np.ndarray:
+    def _piece_numbers(self, index: int) -> Sequence[int] | np.ndarray:
         """List the numbers of the pieces of a sample."""
         return [index] if self.plan is None else self.plan.bin(index)
