@@ -44,7 +44,7 @@ from toolkit.config import FinetuneConfig, model_settings
 from toolkit.config.settings import CheckpointConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.formats import local_tensor
-from toolkit.formats.layout import part_of
+from toolkit.formats.layout import slice_like
 from toolkit.mesh import init_mesh
 from toolkit.models.peft_model import model_tensors
 from toolkit.sharding import Sharded, apply_fsdp
@@ -299,7 +299,7 @@ def unlike_on_disk(state: checkpoint.TrainState, path: Path) -> list[str]:
     for name, tensor in tensors.items():
         stored = {name: torch.empty(tensor.shape, dtype=tensor.dtype)}
         dcp.load(stored, storage_reader=reader, no_dist=True)
-        if not torch.equal(part_of(stored[name], tensor), local_tensor(tensor).detach().cpu()):
+        if not torch.equal(slice_like(stored[name], tensor), local_tensor(tensor).detach().cpu()):
             unlike.append(name)
     return unlike
 

@@ -258,7 +258,7 @@ def torchs(world: int) -> dict[str, float]:
 def ours(world: int) -> dict[str, float]:
     """Return what the toolkit's save and resume cost rank 0."""
     from toolkit.checkpoint import shards
-    from toolkit.formats import chunk_table, read_metadata
+    from toolkit.formats import read_metadata, table_from_metadata
 
     known = {
         name: TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), [])
@@ -277,7 +277,7 @@ def ours(world: int) -> dict[str, float]:
         Path(folder, ".metadata").write_bytes(content)
         seconds["again"] = seconds.now()
         metadata = read_metadata(folder, blobs=False)
-        table = pickle.dumps(chunk_table(metadata))
+        table = pickle.dumps(table_from_metadata(metadata))
         seconds["read"] = seconds.now()
         del metadata
         items, _ = plan_of(world - 1, world)
@@ -285,7 +285,7 @@ def ours(world: int) -> dict[str, float]:
             i.index.fqn: (i.tensor_data.chunk.offsets, i.tensor_data.chunk.sizes) for i in items
         }  # type: ignore[union-attr]
         seconds.now()
-        pickle.loads(table).part(boxes)
+        pickle.loads(table).metadata_of_boxes(boxes)
         seconds["part"] = seconds.now()
     return {
         "received": sum(map(len, told)),

@@ -79,14 +79,14 @@ def tensor_sums(model: torch.nn.Module) -> dict[str, int]:
     """Return what a manifest says of every tensor of the model as it is now. Collective."""
     from torch.distributed.tensor import DTensor
 
-    from toolkit.formats.bit_sums import sums_of_rows
+    from toolkit.formats.bit_sums import byte_and_row_sums
     from toolkit.models.peft_model import model_tensors
 
     found = {}
     for name, tensor in model_tensors(model).items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         rows = whole.detach() if whole.ndim > 1 else whole.detach().reshape(-1, 1)
-        found[name] = int(sums_of_rows(rows, 0)[1])
+        found[name] = int(byte_and_row_sums(rows, 0)[1])
     return found
 
 

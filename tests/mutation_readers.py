@@ -38,7 +38,7 @@ from toolkit.data.report import render_report
 from toolkit.data.tokens.tokenizer import load_tokenizer, prepare_tokenizer, use_model_tokenizer
 from toolkit.errors import ConfigError, ExportError
 from toolkit.export import consolidate
-from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, keep_until
+from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, drop_lines_after
 from toolkit.hub.local import read_export
 from toolkit.mesh import View
 from toolkit.models.causal_lm import build_on_meta, model_on_meta
@@ -257,7 +257,7 @@ def _loaded() -> tuple[Any, Any]:
     models.check_usable(cfg.model, cfg.data.sequence_length, "cpu")
     model_cfg = use_model_tokenizer(model_settings(cfg))
     model = models.prepare(model_cfg)
-    loading.check_fits(model, cfg.model)
+    loading.check_weights_fit(model, cfg.model)
     loading.load_pretrained(model, Path("model"), "cpu")
     return model, model_cfg
 
@@ -419,4 +419,4 @@ def claim() -> None:
 def cut() -> None:
     """Drop what was logged after a step, as a resumed run does."""
     for name in (METRICS, STARTS, SAMPLES):
-        keep_until(Path("run", name), 2)
+        drop_lines_after(Path("run", name), 2)

@@ -43,7 +43,7 @@ from toolkit.errors import ToolkitError
 from toolkit.export import consolidate
 from toolkit.export.live import export_live
 from toolkit.loading import load_pretrained
-from toolkit.loading.pretrained import check_fits
+from toolkit.loading.pretrained import check_weights_fit
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.peft_model import base_of, trained_tensors
 from toolkit.verify import verify_export
@@ -79,7 +79,7 @@ def _train(source: Path, folder: Path, adapted: bool) -> dict[str, Any]:
     model_class = type(model)
     if adapted:
         model = add_adapters(model, LoraConfig(r=2))
-    check_fits(model, cfg)
+    check_weights_fit(model, cfg)
     apply_fsdp(model, init_mesh("cpu", WORLD, _FP32), _FP32)
     load_pretrained(model, source, "cpu")
     if adapted:  # else the first gradient of A is 0

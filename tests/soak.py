@@ -1026,7 +1026,7 @@ def break_unsynced_shards() -> None:
     """A rank does not fsync the shards that it wrote, and nobody does it for it."""
     from toolkit.checkpoint import shards
 
-    shards.sync = lambda path: None
+    shards.fsync_path = lambda path: None
 
 
 def break_unsynced_reference() -> None:
@@ -1035,7 +1035,7 @@ def break_unsynced_reference() -> None:
 
     def wrong(folder: local_folder.LocalFolder, source: Path) -> None:
         if source.name != REFERENCE:
-            local_folder.sync(source)
+            local_folder.fsync_path(source)
 
     local_folder.LocalFolder.put = wrong  # type: ignore[method-assign]
 
@@ -1051,11 +1051,11 @@ def break_commit_first() -> None:
         target = folder.parent / commit.step_name(step)
         local_folder.make_way(target, commit.is_intact)
         os.rename(folder, target)
-        local_folder.sync(target.parent)
+        local_folder.fsync_path(target.parent)
         for below, _, files in os.walk(target):
             for name in files:
-                local_folder.sync(Path(below, name))
-            local_folder.sync(Path(below))
+                local_folder.fsync_path(Path(below, name))
+            local_folder.fsync_path(Path(below))
         return target
 
     commit.commit = wrong

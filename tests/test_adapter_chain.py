@@ -143,18 +143,18 @@ def load_all(rank: int, world: int, root: str) -> dict[str, Any]:
         values = {n: full(t) for n, t in trained_tensors(model).items()}
         logits = model(input_ids=ids, use_cache=False).logits.detach()
         results[name] = {"values": values, "logits": logits}
-    real = adapter_loading.part_of
+    real = adapter_loading.slice_like
 
     def first_rows(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return whole[: len(real(whole, like))]  # every rank takes rank 0's rows
 
-    adapter_loading.part_of = first_rows
+    adapter_loading.slice_like = first_rows
     try:
         continued(config_of(Path(root, "patterns")), world)
     except ConfigError as error:
         results["refused"] = str(error)
     finally:
-        adapter_loading.part_of = real
+        adapter_loading.slice_like = real
     return results
 
 

@@ -224,7 +224,7 @@ def copy(trained: Any, tmp_path: Path) -> Callable[[str], Path]:
 def rewrite(export: Path) -> None:
     """Let the export's own manifest agree with what is in the folder now."""
     origin = json.loads((export / export_manifest.FILE).read_text())["manifest"]["origin"]
-    export_manifest.write(export, export_manifest.describe(export), origin)
+    export_manifest.write(export, export_manifest.describe_folder(export), origin)
 
 
 def change(export: Path, how: Callable[[dict[str, torch.Tensor]], Any]) -> str:
@@ -561,7 +561,7 @@ def test_settings_of_somebody_elses_adapter(copy: Callable[[str], Path], what: s
 )
 def test_a_manifest_of_somebody_else(copy: Callable[[str], Path], told: Any) -> None:
     folder = copy("rslora/adapter")
-    described = export_manifest.describe(folder)
+    described = export_manifest.describe_folder(folder)
     export_manifest.write(folder, described, {"adapter": told})
     report = verify_export(None, folder)
     assert [f[0] for f in report.findings] == [export_manifest.FILE]

@@ -233,7 +233,7 @@ def test_a_step_waits_for_nothing_where_values_are_not_at_hand(case, packing, mo
     """Tensors without values, with a GPU's kernel: each look at a value is an error. What
     transformers leaves out for such tensors, the test before this one counts.
     """
-    monkeypatch.setattr(attention, "_has_kernel", lambda query, dropout: True)
+    monkeypatch.setattr(attention, "_can_use_varlen_kernel", lambda query, dropout: True)
     batch = step_batch(packing)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = training_model(case, dtype=torch.bfloat16)
@@ -338,11 +338,11 @@ def test_what_it_does_not_know_is_refused_by_name():
     borders = dict(zip(BORDERS, (torch.tensor([0, 2, 6]).int(),) * 2 + (4, 4), strict=True))
     for unknown in ({"softcap": 30.0}, {"s_aux": q}, {"position_bias": q}):
         with pytest.raises(ModelError, match=f"takes {next(iter(unknown))}"):
-            attention._attention("sdpa", module, q, q, q, None, **borders, **unknown)
+            attention._attention_forward("sdpa", module, q, q, q, None, **borders, **unknown)
     for wrong in ({"is_causal": False}, {"attention_mask": q}):
         given = {"attention_mask": None} | wrong
         with pytest.raises(ModelError, match="its own mask"):
-            attention._attention("sdpa", module, q, q, q, **given, **borders)
+            attention._attention_forward("sdpa", module, q, q, q, **given, **borders)
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def start(monkeypatch, capfd, tmp_path, tiny_llama, text_file):
     for module, name in (
         (tokenizer, "train_tokenizer"),
         (prepare, "encode_source"),
-        (loading, "_stream"),
-        (materialisation, "_fill"),
+        (loading, "_read_slices"),
+        (materialisation, "_fill_model"),
         (checkpoint, "save"),
     ):
         plain = getattr(module, name)
@@ -197,7 +197,7 @@ def test_the_settings_of_these_tests_are_good(start, tmp_path) -> None:
     """The control: what the cases below spoil one by one runs as it is."""
     done = start()
     assert done.code == 0, done.err
-    assert done.did == ["encode_source", "_stream", "save"]
+    assert done.did == ["encode_source", "_read_slices", "save"]
     assert (tmp_path / "run/checkpoints/step-00000001/COMMIT").is_file()
 
 
@@ -478,7 +478,7 @@ def test_random_weights_need_no_weights(start, model, tmp_path) -> None:
     before = hashes(model)
     done = start("--model.name_or_path", str(model), "--model.init", "random")
     assert done.code == 0, done.err
-    assert done.did == ["encode_source", "_fill", "save"]
+    assert done.did == ["encode_source", "_fill_model", "save"]
     assert hashes(model) == before
 
 
@@ -508,17 +508,17 @@ def test_positions_of_a_model_without_rotary_embeddings(start, tmp_path) -> None
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", "gemma2"])
 def test_whether_weights_fit_is_known_from_headers(tmp_path, kind) -> None:
-    """`check_fits` says of good and of bad weights what the load would say, and touches nothing."""
+    """`check_weights_fit` says of good and of bad weights what the load would say, and touches nothing."""
     folder = save_tiny_model(tmp_path / kind, kind)
     meta = build_on_meta(ModelConfig(str(folder)))
-    loading.check_fits(meta, ModelConfig(str(folder)))
+    loading.check_weights_fit(meta, ModelConfig(str(folder)))
     assert all(p.is_meta for p in meta.parameters())
     tensors = load_file(folder / "model.safetensors")
     lost = next(n for n in sorted(tensors) if ".0." in n and "weight" in n)
     del tensors[lost]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(LoadingError) as early:
-        loading.check_fits(meta, ModelConfig(str(folder)))
+        loading.check_weights_fit(meta, ModelConfig(str(folder)))
     with pytest.raises(LoadingError) as late:
         loading.load_pretrained(meta, folder, "cpu")
     assert str(early.value).split(" (")[0] == str(late.value).split(" (")[0]

@@ -137,7 +137,7 @@ def test_compressed_blobs_are_refused(checkpoint: Path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ToolkitError, match="compressed"):
         formats.tensor_chunks(checkpoint, formats.read_metadata(checkpoint), "a")
-    table = formats.chunk_table(formats.read_metadata(checkpoint))
+    table = formats.table_from_metadata(formats.read_metadata(checkpoint))
     with pytest.raises(CheckpointError, match="compressed"):
         read_tensors(checkpoint, table, {"a": torch.zeros(8, 8)})
 
@@ -200,15 +200,15 @@ def test_configs_that_ask_for_much(tmp_path: Path, content: str) -> None:
         formats.read_config(tmp_path)
     assert "\n" not in str(caught.value)
     with pytest.raises(ModelError):
-        formats.check_config(tmp_path)
+        formats.check_parsed_files(tmp_path)
 
 
 def test_other_json_of_a_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 126}')
-    formats.check_config(tmp_path)
+    formats.check_parsed_files(tmp_path)
     (tmp_path / "generation_config.json").write_text("[" * 10**5)
     with pytest.raises(ModelError, match=r"generation_config\.json is nested too deeply"):
-        formats.check_config(tmp_path)
+        formats.check_parsed_files(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def export(tmp_path: Path) -> Path:
     folder.mkdir()
     save_file({"a": torch.ones(3)}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
-    export_manifest.write(folder, export_manifest.describe(folder), {})
+    export_manifest.write(folder, export_manifest.describe_folder(folder), {})
     return folder
 
 

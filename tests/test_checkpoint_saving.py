@@ -29,7 +29,7 @@ from toolkit.checkpoint import commit, disk_space, resuming, saving, shards
 from toolkit.checkpoint.summary import summarize
 from toolkit.config.settings import CheckpointConfig
 from toolkit.errors import CheckpointError, StorageError
-from toolkit.formats import chunk_table, read_metadata
+from toolkit.formats import read_metadata, table_from_metadata
 from toolkit.tables import size_text
 
 SYNC, ASYNC = CheckpointConfig(), CheckpointConfig(async_save=True)
@@ -181,7 +181,7 @@ def write_columns(rank: int, world: int, folder: str) -> dict[str, int]:
     wanted = {
         n: distribute_tensor(torch.zeros_like(v), mesh, [Shard(0)]) for n, v in values.items()
     }
-    found = shards.read_tensors(Path(folder), chunk_table(metadata), wanted)
+    found = shards.read_tensors(Path(folder), table_from_metadata(metadata), wanted)
     for name, value in values.items():
         assert torch.equal(wanted[name].full_tensor(), value), name
     own = sum(t.to_local().nbytes for t in wanted.values())

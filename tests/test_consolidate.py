@@ -134,7 +134,7 @@ def with_sums(run: Path, to: Path) -> Path:
     folder = next((to / "checkpoints").iterdir())
     source = find_source(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
-    sums = {key: stored_tensors.row_sum(source.stored(key)) for key in source.tensors}
+    sums = {key: stored_tensors.compute_row_sum(source.stored(key)) for key in source.tensors}
     manifest["row_sums"] = sums
     text = json.dumps(manifest).encode()
     (folder / "manifest.json").write_bytes(text)
@@ -743,7 +743,7 @@ def test_after_a_failed_fsync_nothing_is_kept(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     with monkeypatch.context() as broken:
-        broken.setattr(writer, "sync", fail)
+        broken.setattr(writer, "fsync_path", fail)
         with pytest.raises(ExportError, match="Input/output error; nothing was left"):
             consolidate(root / "llama/sharded", tmp_path / "hf", max_shard_size="4KB")
     assert not list(tmp_path.iterdir())

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from toolkit.checkpoint.shards import read_tensors
 from toolkit.errors import CheckpointError
 from toolkit.formats import (
-    chunk_table,
-    coverage_fault,
+    find_coverage_fault,
     read_metadata,
+    table_from_metadata,
     tensor_chunks,
 )
-from toolkit.formats.dcp_tensors import BlobView, payload, read_chunk
+from toolkit.formats.dcp_tensors import BlobView, find_payload, read_chunk
 
 TENSORS = {
     "scalar": torch.tensor(3.25),
@@ -65,7 +65,7 @@ def test_raw_bytes_are_the_tensor(folder: Path) -> None:
     metadata = read_metadata(folder)
     for name, tensor in TENSORS.items():
         chunks = tensor_chunks(folder, metadata, f"model.{name}")
-        assert coverage_fault(metadata, f"model.{name}") is None
+        assert find_coverage_fault(metadata, f"model.{name}") is None
         if tensor.numel() == 0:
             assert chunks == []
             continue
@@ -92,7 +92,7 @@ def test_unusual_blobs_are_left_to_torch(folder: Path) -> None:
 
 def test_a_resume_reads_the_tensors(folder: Path) -> None:
     found = {f"model.{k}": torch.zeros_like(v) for k, v in TENSORS.items()}
-    assert read_tensors(folder, chunk_table(read_metadata(folder)), found) > 0
+    assert read_tensors(folder, table_from_metadata(read_metadata(folder)), found) > 0
     assert all(torch.equal(found[f"model.{k}"], v) for k, v in TENSORS.items())
 
 
@@ -125,7 +125,7 @@ def test_code_in_a_byte_entry_never_runs(tmp_path: Path) -> None:
     dcp.save({"extra": Canary(canary)}, checkpoint_id=tmp_path / "dcp")
     metadata = read_metadata(tmp_path / "dcp")
     with pytest.raises(CheckpointError, match="extra is no tensor"):
-        read_tensors(tmp_path / "dcp", chunk_table(metadata), {"extra": torch.zeros(1)})
+        read_tensors(tmp_path / "dcp", table_from_metadata(metadata), {"extra": torch.zeros(1)})
     assert not canary.exists()
 
 
@@ -228,7 +228,7 @@ def test_a_directory_that_torch_finds_elsewhere_is_refused(tmp_path: Path, where
 def _payload_of(raw: bytearray, folder: Path) -> tuple[int, int]:
     (folder / "blob").write_bytes(raw)
     with open(folder / "blob", "rb") as file:
-        return payload(BlobView(file.fileno(), 0, len(raw)))
+        return find_payload(BlobView(file.fileno(), 0, len(raw)))
 
 
 def test_coverage_finds_gaps_and_overlaps(folder: Path) -> None:
@@ -237,7 +237,7 @@ def test_coverage_finds_gaps_and_overlaps(folder: Path) -> None:
 
     def fault(*chunks: tuple[tuple[int, int], tuple[int, int]]) -> str | None:
         entry.chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in chunks]
-        return coverage_fault(metadata, "model.half")
+        return find_coverage_fault(metadata, "model.half")
 
     assert fault(((0, 0), (5, 3))) is None
     assert fault(((0, 0), (2, 3)), ((2, 0), (3, 3)), ((5, 0), (0, 3)), ((5, 0), (0, 3))) is None

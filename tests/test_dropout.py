@@ -113,7 +113,7 @@ def test_a_model_that_cannot_be_tried_is_reported(monkeypatch, capsys) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("no copy today")
 
-    monkeypatch.setattr(dropout, "random_copy", fails)
+    monkeypatch.setattr(dropout, "build_noisy_copy", fails)
     disable_dropout(noisy_model("llama"))
     line = capsys.readouterr().out
     assert "could not be tried on a tiny copy: RuntimeError: no copy today" in line

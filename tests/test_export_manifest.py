@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def test_says_what_the_files_and_tensors_are(folder):
-    described = export_manifest.describe(folder)
+    described = export_manifest.describe_folder(folder)
     assert set(described["files"]) == {
         "config.json",
         "model-00001-of-00002.safetensors",
@@ -47,7 +47,7 @@ def test_says_what_the_files_and_tensors_are(folder):
 
 
 def test_what_was_written_is_read_back_and_no_flipped_bit_is(folder):
-    described = export_manifest.describe(folder)
+    described = export_manifest.describe_folder(folder)
     origin = {
         "step": 3,
         "dtype": "auto",
@@ -80,7 +80,7 @@ def test_what_was_written_is_read_back_and_no_flipped_bit_is(folder):
     "name", ["../x", "/etc/passwd", "sub/x", "", ".", "..", "a\0b", "a\\b", export_manifest.FILE]
 )
 def test_a_name_that_is_no_file_of_the_folder_is_refused(folder, name):
-    described = export_manifest.describe(folder)
+    described = export_manifest.describe_folder(folder)
     described["files"][name] = described["files"]["config.json"]
     export_manifest.write(folder, described, {})  # its own hash is right
     with pytest.raises(ExportError, match="no file of its folder"):
@@ -90,28 +90,28 @@ def test_a_name_that_is_no_file_of_the_folder_is_refused(folder, name):
 def test_links_folders_and_doubled_tensors_are_refused(folder):
     (folder / "sub").mkdir()
     with pytest.raises(ExportError, match="not a plain file"):
-        export_manifest.describe(folder)
+        export_manifest.describe_folder(folder)
     (folder / "sub").rmdir()
     (folder / "link.json").symlink_to("config.json")
     with pytest.raises(ExportError, match="not a plain file"):
-        export_manifest.describe(folder)
+        export_manifest.describe_folder(folder)
     (folder / "link.json").unlink()
     save_file({"a": torch.zeros(2)}, folder / "other.safetensors")
     with pytest.raises(ExportError, match="tensor a is in both"):
-        export_manifest.describe(folder)
+        export_manifest.describe_folder(folder)
 
 
 def test_another_version_says_so(folder):
-    export_manifest.write(folder, export_manifest.describe(folder), {})
+    export_manifest.write(folder, export_manifest.describe_folder(folder), {})
     file = folder / export_manifest.FILE
     manifest = json.loads(file.read_text())["manifest"] | {"version": export_manifest.VERSION + 1}
-    file.write_bytes(export_manifest._render(manifest))
+    file.write_bytes(export_manifest._encode(manifest))
     with pytest.raises(ExportError, match=r"has version 2; this toolkit \(.*\) reads version 1"):
         export_manifest.read(folder)
 
 
 def test_files_are_compared_by_xxh3_and_pushed_by_sha256(folder, monkeypatch):
-    described = export_manifest.describe(folder)
+    described = export_manifest.describe_folder(folder)
     raws = {name: (folder / name).read_bytes() for name in described["files"]}
     sha256 = {name: hashlib.sha256(raw).hexdigest() for name, raw in raws.items()}
     export_manifest.write(folder, described, {})

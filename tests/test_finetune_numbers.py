@@ -34,7 +34,7 @@ from toolkit.config.settings import (
     ShardingConfig,
 )
 from toolkit.errors import ModelError, TrainingError
-from toolkit.loading.pretrained import check_fits, load_pretrained, materialise
+from toolkit.loading.pretrained import check_weights_fit, load_pretrained, materialise
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.training import head_loss, loss
 from toolkit.training.early_stopping import KEY, EarlyStopping, build_early_stopping
@@ -578,7 +578,7 @@ def resized(rank: int, world: int, folders: dict[str, str]) -> dict[str, dict[st
     results = {}
     for name, multiple in (("wider", True), ("wider", 64), ("wider tied", True)):
         settings = {"resize_embeddings": multiple}
-        check_fits(
+        check_weights_fit(
             build_on_meta(ModelConfig(folders[name], **settings)), ModelConfig(str(folders[name]))
         )
         model = build(folders[name], world, **settings)

@@ -218,10 +218,10 @@ def no_hub(monkeypatch):
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    for function in (hub_access.why_unreachable, hub_access.say_unreachable):
+    for function in (hub_access.hub_unreachable_reason, hub_access.warn_if_hub_unreachable):
         function.cache_clear()
     yield
-    for function in (hub_access.why_unreachable, hub_access.say_unreachable):
+    for function in (hub_access.hub_unreachable_reason, hub_access.warn_if_hub_unreachable):
         function.cache_clear()
 
 

@@ -17,7 +17,7 @@ from toolkit.checkpoint import commit, saving, shards
 from toolkit.checkpoint.local_folder import LocalFolder
 from toolkit.config import CheckpointConfig
 from toolkit.errors import CheckpointError, StorageError
-from toolkit.formats.metrics_file import append, read_lines
+from toolkit.formats.metrics_file import append_lines, read_lines
 
 STEPS = 8
 # At its third step rank 0 fills the disk, and makes room again at a later one.
@@ -194,15 +194,15 @@ def test_lines_are_appended_whole_or_not_at_all(tmp_path):
     import resource
 
     file = tmp_path / "metrics.jsonl"
-    append(file, [{"step": 1}])
+    append_lines(file, [{"step": 1}])
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     before = file.stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (before + 5, hard))  # the kernel writes 5 bytes
     try:
         with pytest.raises(OSError, match="File too large"):
-            append(file, [{"step": 2}, {"step": 3}])
+            append_lines(file, [{"step": 2}, {"step": 3}])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert file.stat().st_size == before
-    append(file, [{"step": 2}, {"step": 3}])
+    append_lines(file, [{"step": 2}, {"step": 3}])
     assert [line["step"] for line in read_lines(file)] == [1, 2, 3]

@@ -119,7 +119,7 @@ def _fresh(hub):
 def write_manifest(folder: Path, facts: dict | None = None, **more: object) -> Path:
     (folder / export_manifest.FILE).unlink(missing_ok=True)
     origin = {"checkpoint": "ab" * 32, "step": 3, "dtype": "auto", "run": facts or FACTS, **more}
-    export_manifest.write(folder, export_manifest.describe(folder), origin)
+    export_manifest.write(folder, export_manifest.describe_folder(folder), origin)
     return folder
 
 

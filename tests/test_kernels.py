@@ -47,7 +47,7 @@ def stand_in(model: Any, asked: dict[str, bool]) -> None:
 
 @pytest.fixture
 def liger(monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "_known_types", lambda: {"llama": None})
+    monkeypatch.setattr(kernels, "_load_liger_functions", lambda: {"llama": None})
     monkeypatch.setattr(kernels, "transformers_private", lambda *_: stand_in)
 
 

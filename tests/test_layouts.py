@@ -34,12 +34,12 @@ from toolkit.export import consolidate
 from toolkit.export.plan import make_plan, model_of_assets
 from toolkit.formats import StoredTensor, assets_of, export_manifest
 from toolkit.loading import load_pretrained
-from toolkit.loading.pretrained import check_fits
+from toolkit.loading.pretrained import check_weights_fit
 from toolkit.models import tiny_copy
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.layers import (
     decoder_layers,
-    frozen_towers_line,
+    format_frozen_towers,
     modules_outside_text,
     tied_names,
 )
@@ -59,7 +59,7 @@ def saved_run(source: Path, run_dir: Path) -> Path:
     """Train nothing, and save: what is exported is what was loaded."""
     cfg = ModelConfig(str(source), dtype="float32")
     model = build_on_meta(cfg)
-    check_fits(model, cfg)
+    check_weights_fit(model, cfg)
     load_pretrained(model, source, "cpu")
     checkpoint.save(checkpoint.TrainState(model, step=1), run_dir, CheckpointConfig())
     return run_dir
@@ -117,9 +117,9 @@ def test_coverage_counts_what_text_runs_through_and_the_rest_is_said(tmp_path: P
     assert covered_share(rows) > 0.97  # 0.18 where the tower counts
     tower = sum(p.numel() for p in model.get_submodule("model.visual").parameters())
     said = f"frozen     model.visual: {tower / 1e6:,.1f} M parameters that text does not reach"
-    assert frozen_towers_line(adapted) == said
+    assert format_frozen_towers(adapted) == said
     text = layout("qwen3", tmp_path / "text")
-    assert frozen_towers_line(build_on_meta(ModelConfig(str(text)))) == ""
+    assert format_frozen_towers(build_on_meta(ModelConfig(str(text)))) == ""
 
 
 def _accumulated(rank: int, world: int, source: str, accumulation: str) -> list[float]:
@@ -152,7 +152,7 @@ def test_the_text_part_is_trained_where_the_class_has_no_forward_for_text(
     monkeypatch.setattr(Llama4ForConditionalGeneration, "forward", forward)
     model = build_on_meta(ModelConfig(str(layout("llama4", tmp_path))))
     assert type(model).__name__ == "Llama4ForCausalLM"
-    check_fits(model, ModelConfig(str(tmp_path)))
+    check_weights_fit(model, ModelConfig(str(tmp_path)))
     said = "text part  Llama4ForCausalLM is trained: Llama4ForConditionalGeneration has no forward"
     assert said in capsys.readouterr().out
     whole = assets_of(model).whole
@@ -285,7 +285,7 @@ def test_a_tensor_that_nothing_explains_is_refused(tmp_path: Path) -> None:
     save_file(tensors | {"model.layers.7.extra.weight": torch.ones(3)}, source / FILE)
     cfg = ModelConfig(str(source))
     with pytest.raises(LoadingError, match=r"not known to the model: model\.layers\.7"):
-        check_fits(build_on_meta(cfg), cfg)
+        check_weights_fit(build_on_meta(cfg), cfg)
 
 
 def test_a_tied_weight_that_the_source_has_twice_is_exported_twice(tmp_path: Path) -> None:
@@ -345,13 +345,13 @@ def test_verify_names_a_tensor_that_is_lost_renamed_altered_added_or_cast(
         name = draw.choice(carried if number % 2 else sorted(clean))
         expected = kind(tensors, name)
         save_file(tensors, export / FILE, {"format": "pt"})
-        export_manifest.write(export, export_manifest.describe(export), origin)
+        export_manifest.write(export, export_manifest.describe_folder(export), origin)
         report = verify_export(qwen / "run", export)
         said = "\n".join(report.lines())
         assert not report.ok, (kind.__name__, name)
         assert any(part in said for part in expected), (kind.__name__, name, said)
     save_file(clean, export / FILE, {"format": "pt"})  # the control
-    export_manifest.write(export, export_manifest.describe(export), origin)
+    export_manifest.write(export, export_manifest.describe_folder(export), origin)
     assert verify_export(qwen / "run", export).ok
 
 
@@ -416,7 +416,7 @@ def test_embeddings_of_any_kind_grow(tmp_path: Path, kind: str) -> None:
     save_byte_tokenizer(source)
     cfg = ModelConfig(str(source), dtype="float32", resize_embeddings=True)
     model = build_on_meta(cfg)
-    check_fits(model, cfg)
+    check_weights_fit(model, cfg)
     load_pretrained(model, source, "cpu")
     resized = assets_of(model).resized
     assert resized

@@ -95,7 +95,7 @@ def test_is_the_folder_of_the_offline_export(exported, tmp_path: Path, kind: str
         same = filecmp.cmpfiles(tmp_path / name, folder / name, names, shallow=False)
         assert same == (names, [], [])
     assert len(list((tmp_path / "cast").glob("*.safetensors"))) > 2
-    source = export_manifest.describe(folder / "source")["tensors"]
+    source = export_manifest.describe_folder(folder / "source")["tensors"]
     auto = export_manifest.read(folder / "auto")["tensors"]
     assert source.keys() == auto.keys()
     assert any(source[k]["xxh3"] != auto[k]["xxh3"] for k in auto)  # it was trained

@@ -43,7 +43,7 @@ from toolkit.config import (
 )
 from toolkit.errors import CheckpointError, ConfigError, LoadingError, ModelError
 from toolkit.formats import HFAssets, read_metadata, tensor_chunks
-from toolkit.loading.pretrained import check_fits, init_weights, load_pretrained, materialise
+from toolkit.loading.pretrained import check_weights_fit, init_weights, load_pretrained, materialise
 from toolkit.models import build_on_meta, decoder_layers
 from toolkit.models.peft_model import (
     adapted_modules,
@@ -745,10 +745,10 @@ def test_layers_and_fit_are_those_of_the_base(folders):
         layers = list(decoder_layers(plain))
         model = add_adapters(plain, LoraConfig(r=4))
         assert list(decoder_layers(model)) == [f"base_model.model.{n}" for n in layers]
-        check_fits(model, ModelConfig(str(folders[kind])))
+        check_weights_fit(model, ModelConfig(str(folders[kind])))
         assert model.hf_assets.config["model_type"] == kind
     with pytest.raises(LoadingError, match=r"does not fit|has shape"):
-        check_fits(model, ModelConfig(str(folders["llama"])))
+        check_weights_fit(model, ModelConfig(str(folders["llama"])))
 
 
 def test_a_name_is_whole_or_ends_at_a_dot(folders):

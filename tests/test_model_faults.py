@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from toolkit.adapters.lora import add_adapters
 from toolkit.config import LoraConfig, ModelConfig
 from toolkit.errors import LoadingError, ModelError
-from toolkit.loading import check_fits, load_pretrained, pretrained
+from toolkit.loading import check_weights_fit, load_pretrained, pretrained
 from toolkit.models import build_on_meta
-from toolkit.models.causal_lm import check_ranges, check_usable
+from toolkit.models.causal_lm import check_config_values, check_usable
 
 FILE = "model.safetensors"
 
@@ -61,7 +61,7 @@ def test_more_experts_are_chosen_than_there_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", tiny.TYPES)
 def test_the_configs_of_all_types_pass(kind: str) -> None:
-    check_ranges(tiny.tiny_config(kind).to_dict(), Path("config.json"))
+    check_config_values(tiny.tiny_config(kind).to_dict(), Path("config.json"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -115,7 +115,7 @@ def resized(kind: str, folder: Path) -> Any:
     save_byte_tokenizer(folder)
     cfg = ModelConfig(str(folder), resize_embeddings=True)
     model = build_on_meta(cfg)
-    check_fits(model, cfg)
+    check_weights_fit(model, cfg)
     load_pretrained(model, folder, "cpu")
     return model
 

@@ -61,7 +61,7 @@ def test_what_the_code_names_is_obtained_from_the_hub(
         return str(hub)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    formats.obtain_assets("org/name", "main")
+    formats.download_assets("org/name", "main")
     code = ("tokenization_foo.py", "deeper_foo.py", "helping_foo.py")
     files = dict.fromkeys(("config.json", "tokenizer_config.json", *code), "main")
     assert asked == files | {"foo.tiktoken": "abc", "more.bpe": "abc"}
@@ -75,7 +75,7 @@ def test_a_hub_that_fails_is_a_warning(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
-    formats.obtain_assets("org/name")
+    formats.download_assets("org/name")
     assert (
         "WARNING: files of org/name were not downloaded (OSError: no answer)"
         in capsys.readouterr().out

@@ -105,7 +105,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         key, value = (attention._repeat_heads(x, query) for x in others)
         return varlen(query, key, value, borders, window or 0)
 
-    monkeypatch.setattr(attention, "_has_kernel", lambda query, dropout: True)
+    monkeypatch.setattr(attention, "_can_use_varlen_kernel", lambda query, dropout: True)
     monkeypatch.setattr(attention, "_attend_varlen", attend)
     torch._dynamo.reset()
     counters.clear()
@@ -175,6 +175,6 @@ def test_a_model_that_is_compiled_as_one_is_compiled_once() -> None:
 @pytest.mark.slow
 def test_lengths_that_layers_compare_make_more_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    monkeypatch.setattr(attention, "with_fixed_lengths", lambda inputs: inputs)
+    monkeypatch.setattr(attention, "fix_length_arguments", lambda inputs: inputs)
     _, graphs = losses(model_of("mistral", "layer"), [batch_of(rows) for rows in PACKED], False)
     assert graphs[-1] > graphs[0]

@@ -89,13 +89,13 @@ def test_what_does_not_run_is_a_no_with_its_reason():
 )
 def test_the_attention_of_the_run_is_tried(kernel, tried, monkeypatch):
     seen = set()
-    compare = packing_probe._compare
+    compare = packing_probe._compare_logits
 
     def watched(model, *batches):
         seen.add(model.config._attn_implementation)
         return compare(model, *batches)
 
-    monkeypatch.setattr(packing_probe, "_compare", watched)
+    monkeypatch.setattr(packing_probe, "_compare_logits", watched)
     config = CONFIG_MAPPING["llama"](attn_implementation=kernel)
     assert probe_packing(config).ok
     assert seen == {tried}
@@ -155,7 +155,7 @@ def test_a_single_layer_of_another_kind_decides():
 def test_a_tiny_copy_has_every_kind_of_layer_and_little_else():
     config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=62, num_attention_heads=16)
     full = tiny_copy.build_meta_model(AutoModelForCausalLM._model_mapping[type(config)], config)
-    kinds = tiny_copy.layer_kinds(full)
+    kinds = tiny_copy.describe_layer_kinds(full)
     assert len(kinds) == 62
     assert len(set(kinds)) == 2
     small = next(tiny_copy.shrunk_configs(config, kinds, None))
@@ -169,13 +169,13 @@ def test_a_tiny_copy_has_every_kind_of_layer_and_little_else():
 @pytest.mark.parametrize(("length", "window"), [(1024, 1024), (1025, 4), (None, 4)])
 def test_windows_as_long_as_a_row_are_not_cut(length, window, monkeypatch):
     seen = []
-    compare = packing_probe._compare
+    compare = packing_probe._compare_logits
 
     def watched(model, *batches):
         seen.append(model.config.sliding_window)
         return compare(model, *batches)
 
-    monkeypatch.setattr(packing_probe, "_compare", watched)
+    monkeypatch.setattr(packing_probe, "_compare_logits", watched)
     assert probe_packing(CONFIG_MAPPING["mistral"](sliding_window=1024), sequence_length=length).ok
     assert seen == [window]
 

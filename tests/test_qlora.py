@@ -46,7 +46,7 @@ from toolkit.config.settings import (
 from toolkit.errors import CheckpointError, ConfigError, LoadingError, ModelError, ShardingError
 from toolkit.export import export_live
 from toolkit.formats import local_tensor, read_weights, weight_files
-from toolkit.loading import check_fits, load_pretrained
+from toolkit.loading import check_weights_fit, load_pretrained
 from toolkit.models import quantise
 from toolkit.models.causal_lm import build_on_meta
 from toolkit.models.packed_linear import (
@@ -558,7 +558,7 @@ def test_experts_and_routers_stay_as_they_are(tmp_path):
     assert "mlp.experts.gate_up_proj" in left
     assert re.search(r"mlp.shared_expert_gate[^()]* \(router\)", left)
     assert any(n.endswith("shared_expert.gate_proj.weight") for n in packed_weights(model))
-    check_fits(model, ModelConfig(str(folder)))
+    check_weights_fit(model, ModelConfig(str(folder)))
     load_pretrained(model, folder, "cpu")
     rows = tiny_models.rows(2)
     with torch.no_grad():
@@ -577,7 +577,7 @@ def test_linear_layers_of_a_models_own_count_where_they_answer_as_linear(tmp_pat
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    assert not quantise._only_multiplies(Scaled)
+    assert not quantise._is_plain_linear_class(Scaled)
 
 
 def test_weights_that_are_used_without_their_forward_stay_as_they_are(tmp_path):
@@ -592,9 +592,9 @@ def test_a_weight_of_another_shape_is_refused_before_it_is_read(folder, tmp_path
     other = save_tiny_model(tmp_path / "m", "llama", **SIZES | {"intermediate_size": 192})
     model = build_on_meta(ModelConfig(folder))
     quantise_on_meta(model, LORA, "float32")
-    check_fits(model, ModelConfig(str(folder)))
+    check_weights_fit(model, ModelConfig(str(folder)))
     with pytest.raises(LoadingError, match=r"expects \[64, 128\]"):
-        check_fits(model, ModelConfig(str(other)))
+        check_weights_fit(model, ModelConfig(str(other)))
 
 
 # ---- Refused before any work ---------------------------------------------------------------------

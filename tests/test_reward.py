@@ -38,11 +38,11 @@ from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import ConfigError, ModelError
 from toolkit.formats import assets_of, export_manifest
 from toolkit.hub import card
-from toolkit.loading import check_fits, load_pretrained
+from toolkit.loading import check_weights_fit, load_pretrained
 from toolkit.mesh import View
 from toolkit.models import build_on_meta, model_on_meta
 from toolkit.models.attention import attend_within_documents
-from toolkit.models.reward import set_pooling_token
+from toolkit.models.reward import set_pad_token_id
 from toolkit.planning.simulation import simulate
 from toolkit.rehearsal import rehearse
 from toolkit.training.loss import sequence_rewards
@@ -184,7 +184,7 @@ def test_a_causal_lm_becomes_a_reward_model(tmp_path: Path, capsys: Any) -> None
     for seed in (1, 1, 2):
         model = build_on_meta(cfg)
         assert type(model) is LlamaForSequenceClassification
-        check_fits(model, cfg)
+        check_weights_fit(model, cfg)
         load_pretrained(model, folder, "cpu", seed=seed)
         found.append(model)
     said = "head       score.weight of LlamaForSequenceClassification is new, drawn from the"
@@ -204,7 +204,7 @@ def test_a_reward_model_is_loaded_with_its_head(tmp_path: Path, capsys: Any) -> 
     saved, cfg = reward_model(), RewardModelConfig(str(tmp_path))
     saved.save_pretrained(tmp_path)
     model = build_on_meta(cfg)
-    check_fits(model, cfg)
+    check_weights_fit(model, cfg)
     load_pretrained(model, tmp_path, "cpu", seed=1)
     assert torch.equal(model.score.weight, saved.score.weight)
     assert "head " not in capsys.readouterr().out
@@ -220,7 +220,7 @@ def test_a_head_that_is_missing_is_an_error_of_a_reward_model(tmp_path: Path) ->
     file.write_text(json.dumps(json.loads(file.read_text()) | named))
     cfg = RewardModelConfig(str(tmp_path))
     with pytest.raises(Exception, match=r"missing in the checkpoint: score\.weight"):
-        check_fits(build_on_meta(cfg), cfg)
+        check_weights_fit(build_on_meta(cfg), cfg)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "gemma3"])
@@ -228,13 +228,13 @@ def test_a_checkpoint_for_more_than_text_becomes_one(tmp_path: Path, kind: str) 
     save_layout(kind, tmp_path)
     cfg = RewardModelConfig(str(tmp_path))
     model = build_on_meta(cfg)
-    check_fits(model, cfg)
+    check_weights_fit(model, cfg)
     load_pretrained(model, tmp_path, "cpu", seed=1)
     frozen = {n.split(".")[1] for n, p in model.named_parameters() if not p.requires_grad}
     assert {"visual", "vision_tower"} & frozen
     assert "language_model" not in frozen
     assert model.score.weight.requires_grad
-    set_pooling_token(model, assets_of(model), 3)
+    set_pad_token_id(model, assets_of(model), 3)
     assert assets_of(model).config["text_config"]["pad_token_id"] == 3
     rows = [[9, 10, 11, 12, 13], [9, 20, 21]]
     shape = SampleShape("none", 16, 3, row_format=PAIRS)

@@ -142,7 +142,7 @@ def seal_export(export: Path) -> None:
     origin = {"checkpoint": None, "step": 2, "dtype": "auto", "run": None}
     described = {"files": {}, "tensors": {}}
     with contextlib.suppress(ToolkitError):
-        described = export_manifest.describe(export)
+        described = export_manifest.describe_folder(export)
     export_manifest.write(export, described, origin)
 
 
@@ -443,7 +443,7 @@ def test_manifests_name_nothing_outside(root: Path, work: Path, vector: str) -> 
         assert any("no file of the checkpoint" in text for text in said), said
         with pytest.raises(ToolkitError, match="no file of the checkpoint"):
             consolidate(work / "run", work / "out")
-    described = export_manifest.describe(work / "export")
+    described = export_manifest.describe_folder(work / "export")
     described["files"][outside(vector, work / "secret")] = described["files"]["config.json"]
     export_manifest.write(work / "export", described, {})
     said = [w for _, _, w in verify_export(None, work / "export").findings]

@@ -20,7 +20,7 @@ from toolkit import checkpoint
 from toolkit.checkpoint import commit, resuming, saving, shards
 from toolkit.errors import CheckpointError
 from toolkit.formats import device_threads
-from toolkit.formats.bit_sums import bytes_sum, part_sums, wrapped
+from toolkit.formats.bit_sums import bytes_sum, part_sums, wrap_to_int64
 from toolkit.training.train_state import Saves
 
 TOOLKIT = Path(checkpoint.__file__).parent.parent
@@ -54,7 +54,7 @@ def test_sums_of_memory_are_those_of_the_bytes_and_of_any_parts(dtype, shape) ->
     content, parts = memoryview(raw(tensor)), 0
     for at in range(0, len(content), 8):
         parts += bytes_sum(content[at : at + 8])
-    assert wrapped(parts) == of_bytes
+    assert wrap_to_int64(parts) == of_bytes
     # As the ranks of any number hold them, empty ones too.
     for world in (2, 3, 16) if shape else ():
         total = 0
@@ -67,7 +67,7 @@ def test_sums_of_memory_are_those_of_the_bytes_and_of_any_parts(dtype, shape) ->
                 mock.patch("toolkit.formats.bit_sums.local_tensor", lambda t: t),
             ):
                 total += int(part_sums(rows)[1])
-        assert wrapped(total) == of_rows
+        assert wrap_to_int64(total) == of_rows
 
 
 def test_any_bit_and_any_rows_that_change_places_change_the_sums() -> None:
@@ -176,7 +176,7 @@ def test_copies_that_come_late_are_waited_for_and_a_thread_of_another_device_is_
     monkeypatch.undo()
     for name, same in (("right", True), ("silent", False)):
         found = {n: torch.zeros_like(t) for n, t in tensors.items()}
-        table = resuming.chunk_table(resuming.read_metadata(tmp_path / name))
+        table = resuming.table_from_metadata(resuming.read_metadata(tmp_path / name))
         shards.read_tensors(tmp_path / name, table, found)
         assert [torch.equal(found[n], t) for n, t in tensors.items()] == [same] * 4
 
@@ -204,7 +204,7 @@ def test_a_save_of_tensors_in_host_memory_never_waits_for_the_stream_that_trains
     monkeypatch.undo()
     found = {f"model.{n}": torch.zeros_like(p) for n, p in model.named_parameters()}
     folder = commit.committed_steps(tmp_path / "right")[3] / "dcp"
-    shards.read_tensors(folder, resuming.chunk_table(resuming.read_metadata(folder)), found)
+    shards.read_tensors(folder, resuming.table_from_metadata(resuming.read_metadata(folder)), found)
     assert all(torch.equal(found[f"model.{n}"], p) for n, p in model.named_parameters())
 
 

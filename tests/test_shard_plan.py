@@ -24,7 +24,7 @@ from toolkit.checkpoint import shards
 from toolkit.checkpoint.local_folder import LocalFolder
 from toolkit.checkpoint.shards import HashingWriter, read_tensors
 from toolkit.errors import CheckpointError
-from toolkit.formats import chunk_table, coverage_fault, read_metadata
+from toolkit.formats import find_coverage_fault, read_metadata, table_from_metadata
 from toolkit.training.train_state import Saves
 
 WORLD = 4
@@ -70,7 +70,7 @@ def loaded(folder: Path, like: dict[str, torch.Tensor], own: bool) -> bool:
     """Whether the folder gives back `like`: through the toolkit, or through torch."""
     found = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
     if own:
-        read_tensors(folder, chunk_table(read_metadata(folder)), found)
+        read_tensors(folder, table_from_metadata(read_metadata(folder)), found)
     else:
         dcp.load(found, checkpoint_id=folder)
     whole = [getattr(t, "full_tensor", lambda t=t: t)() for t in found.values()]
@@ -209,12 +209,12 @@ def test_arrays_say_of_chunks_what_objects_do(tmp_path) -> None:
             entry.properties, torch.Size(size), parts
         )
         metadata.storage_data = {MetadataIndex("a", part.offsets): info for part in parts}
-        table = chunk_table(metadata)
-        assert table.fault("a") == coverage_fault(metadata, "a")
-        faults[table.fault("a") is None] += 1
+        table = table_from_metadata(metadata)
+        assert table.find_fault("a") == find_coverage_fault(metadata, "a")
+        faults[table.find_fault("a") is None] += 1
         low = tuple(draw.randrange(n) for n in size)
         extent = tuple(draw.randrange(n - at + 1) for n, at in zip(size, low, strict=True))
-        part = table.part({"a": (low, extent)})
+        part = table.metadata_of_boxes({"a": (low, extent)})
         kept = [(c.offsets, c.sizes) for c in part.state_dict_metadata["a"].chunks]
         meets = [
             (c.offsets, c.sizes)

@@ -69,7 +69,7 @@ def rewrite(export: Path) -> None:
     origin = {"checkpoint": None, "step": 20, "dtype": "auto", "run": None}
     if (export / export_manifest.FILE).is_file():
         origin = json.loads((export / export_manifest.FILE).read_text())["manifest"]["origin"]
-    export_manifest.write(export, export_manifest.describe(export), origin)
+    export_manifest.write(export, export_manifest.describe_folder(export), origin)
 
 
 def change_tensors(export: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:

@@ -296,7 +296,7 @@ def build_model(start: Start) -> str:
     models.check_usable(cfg.model, cfg.data.sequence_length, start.device)
     start.model_cfg = start.add_tokenizer(model_settings(cfg))
     start.model = models.prepare(start.model_cfg)
-    loading.check_fits(start.model, cfg.model)
+    loading.check_weights_fit(start.model, cfg.model)
     count = sum(p.numel() for p in start.model.parameters())
     return f"{models.model_class_name(start.model)}, {count:,} parameters"
 

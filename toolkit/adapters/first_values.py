@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import LoadingError
-from toolkit.formats import like_dtensor, local_tensor, part_of
+from toolkit.formats import like_dtensor, local_tensor, slice_like
 from toolkit.models.peft_model import ADAPTER, base_of, layer_parameters, trained_copies
 
 
@@ -79,7 +79,7 @@ def _draw_part(
     digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     whole = draw(torch.empty(parameter.shape, dtype=torch.float32), generator=generator)
-    return part_of(whole, parameter)
+    return slice_like(whole, parameter)
 
 
 def _row_norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:
@@ -95,4 +95,4 @@ def _row_norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> tor
         weight = like_dtensor(weight, local_weight.to(device)).full_tensor()
     # B starts at zero, so the adapter adds nothing to the weight.
     norms = dora.get_weight_norm(weight.float(), weight.new_zeros((), dtype=torch.float32), 1.0)
-    return part_of(norms, parameter)
+    return slice_like(norms, parameter)

@@ -17,7 +17,7 @@ from toolkit.errors import ConfigError, ModelError, one_line
 from toolkit.formats import assets_of
 from toolkit.models.classes import model_class_name
 from toolkit.models.layers import modules_outside_text
-from toolkit.models.patterns import no_match, replace_numbers
+from toolkit.models.patterns import format_no_match, replace_numbers
 from toolkit.models.peft_model import ADAPTER, adapted_modules, adapted_parameters, copied_modules
 from toolkit.models.reward import HEAD, reward_head
 
@@ -219,7 +219,7 @@ def _compile_pattern(setting: str, pattern: str) -> re.Pattern[str]:
 def _no_match_error(setting: str, pattern: str, names: Iterable[str]) -> str:
     """Format the error for a pattern that matches nothing."""
     kind_of_name = "parameter" if setting == "lora.target_parameters" else "module"
-    return no_match(setting, pattern, kind_of_name, {*map(replace_numbers, names)})
+    return format_no_match(setting, pattern, kind_of_name, {*map(replace_numbers, names)})
 
 
 def _names_ending_with(pattern: str, names: Iterable[str]) -> set[str]:

@@ -35,8 +35,8 @@ from toolkit.formats import (
     read_header,
     source_dtypes,
 )
-from toolkit.formats.hub_access import why_unreachable
-from toolkit.formats.plain_files import hash_of_part
+from toolkit.formats.hub_access import hub_unreachable_reason
+from toolkit.formats.plain_files import hash_file_part
 
 _PICKLE = "adapter_model.bin"
 _MOST_STAGES = 50  # of a chain that an untrusted file describes
@@ -218,7 +218,10 @@ def _find_on_hub(name: str, revision: str | None) -> Path:
         raise ConfigError(
             f"lora.from {name}: there is no such folder (current folder: {Path.cwd()}){hint}"
         )
-    options: dict[str, Any] = {"revision": revision, "local_files_only": bool(why_unreachable())}
+    options: dict[str, Any] = {
+        "revision": revision,
+        "local_files_only": bool(hub_unreachable_reason()),
+    }
     try:
         config = cached_file(name, ADAPTER_FILE, **options)
         options["_raise_exceptions_for_missing_entries"] = False
@@ -227,7 +230,7 @@ def _find_on_hub(name: str, revision: str | None) -> Path:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"lora.from {name} is neither a folder here (current folder: {Path.cwd()}) nor an "
-            f"adapter that the Hub gives: {why_unreachable() or one_line(error)}"
+            f"adapter that the Hub gives: {hub_unreachable_reason() or one_line(error)}"
         ) from error
     return Path(str(config)).parent
 
@@ -273,7 +276,7 @@ def _read_checked_origin(folder: Path) -> dict[str, Any]:
         entry, size = manifest["files"].get(name), (folder / name).stat().st_size
         if entry is None or size != entry["size"]:
             raise ExportError(f"{folder / name} is not the file of {export_manifest.FILE}")
-        if hash_of_part(folder / name, 0, size) != entry["xxh3"]:
+        if hash_file_part(folder / name, 0, size) != entry["xxh3"]:
             raise ExportError(
                 f"{folder / name} is damaged: it has not the hash of {export_manifest.FILE}; "
                 "copy it again, or export again"

@@ -22,13 +22,13 @@ from toolkit.formats import (
     DTYPES,
     HFAssets,
     StoredTensor,
-    blocks,
+    group_source_keys,
     local_folder,
+    read_blocks,
+    read_tensor,
     read_weights,
-    source_keys,
     summarise_names,
     weight_files,
-    whole,
 )
 from toolkit.models.causal_lm import allows_remote_code
 from toolkit.models.stored import (
@@ -53,7 +53,7 @@ class CarriedTensor:
         """Yield blocks of rows, in order."""
         if self.stored is None:
             return iter([self.read()])
-        return (rows for _, rows in blocks(self.stored))
+        return (rows for _, rows in read_blocks(self.stored))
 
 
 def find_carried_tensors(
@@ -74,7 +74,7 @@ def find_carried_tensors(
     Raises:
         ExportError: there are such tensors, and the source is missing or has changed.
     """
-    names = source_keys(model, assets.source or ()).carried
+    names = group_source_keys(model, assets.source or ()).carried
     if not names:
         return {}
     try:
@@ -100,7 +100,7 @@ def find_carried_tensors(
             tensors[name] = CarriedTensor(dtype, dequantised_shape(*arguments), None, read)
         else:
             stored = entries[name]
-            read = partial(whole, stored)
+            read = partial(read_tensor, stored)
             tensors[name] = CarriedTensor(stored.dtype, stored.shape, stored, read)
     return tensors
 
@@ -124,7 +124,7 @@ class Carried:
     ) -> "Carried":
         """Find the carried tensors (`find_carried_tensors`); with `omit`, only their names."""
         if omit:
-            return cls({}, source_keys(model, assets.source or ()).carried, assets)
+            return cls({}, group_source_keys(model, assets.source or ()).carried, assets)
         return cls(find_carried_tensors(model, assets, folder), [], assets)
 
     def log(self) -> None:

@@ -13,7 +13,12 @@ from typing import Any, ClassVar
 
 from toolkit.checkpoint.names import COMMIT, MANIFEST, Attempt, step_name
 from toolkit.errors import CheckpointError, ConfigError, StorageError
-from toolkit.formats.synced_files import replace_synced, sync, sync_above, write_synced
+from toolkit.formats.synced_files import (
+    fsync_path,
+    fsync_with_parents,
+    replace_synced,
+    write_synced,
+)
 from toolkit.parsing import MAX_JSON_BYTES
 
 _PREPARED = "COMMIT.prepared"
@@ -65,7 +70,7 @@ class LocalFolder:
 
     def put(self, source: Path) -> None:
         """Fsync `source`, which is in its final place already."""
-        sync(source)
+        fsync_path(source)
 
     def check_usable(self, setting: str) -> None:
         """Raise a ConfigError if this folder cannot be created or written to."""
@@ -94,7 +99,7 @@ class LocalFolder:
     def new_attempt(self, step: int, number: int) -> Path:
         """Create an empty folder for an attempt to save `step`."""
         self.path.mkdir(parents=True, exist_ok=True)
-        sync_above(self.path)
+        fsync_with_parents(self.path)
         folder = new_attempt_name(self.path / step_name(step), "tmp")
         folder.mkdir()
         return folder
@@ -114,16 +119,16 @@ class LocalFolder:
         write_synced(folder / MANIFEST, manifest)
         write_synced(folder / _PREPARED, seal)
         for below, _, _ in os.walk(folder):
-            sync(Path(below))
+            fsync_path(Path(below))
         aside = make_way(target, verifies)
         try:
             os.rename(folder, target)
-            sync(target.parent)
+            fsync_path(target.parent)
             os.rename(target / _PREPARED, target / COMMIT)
         except OSError:
             _undo_renames(folder, target, aside)
             raise
-        sync(target)
+        fsync_path(target)
         return target
 
     def set_aside(self) -> Path:
@@ -131,7 +136,7 @@ class LocalFolder:
         bad = new_attempt_name(self.path, "bad")
         with raise_disk_errors(f"{self.path} cannot be quarantined"):
             os.rename(self.path, bad)
-            sync(bad.parent)
+            fsync_path(bad.parent)
         return bad
 
     def delete(self) -> None:
@@ -140,13 +145,13 @@ class LocalFolder:
         if not re.search(r"\.(tmp|trash)-", folder.name):
             folder = new_attempt_name(folder, "trash")
             os.rename(self.path, folder)
-            sync(folder.parent)
+            fsync_path(folder.parent)
         if folder.is_symlink() or not folder.is_dir():
             folder.unlink()
             return
         if os.path.lexists(folder / COMMIT):
             (folder / COMMIT).unlink()
-            sync(folder)
+            fsync_path(folder)
         shutil.rmtree(folder)
 
 
@@ -172,12 +177,12 @@ def make_way(target: Path, verifies: Callable[[Path], bool]) -> Path | None:
         for a in list(LocalFolder(target.parent).attempts()):
             if a.kind == "old" and a.folder.stem == target.name:  # superseded by this one
                 os.rename(a.folder, new_attempt_name(target, "trash"))
-                sync(target.parent)
+                fsync_path(target.parent)
         aside = new_attempt_name(target, "old")
         os.rename(target, aside)
     else:
         os.rename(target, new_attempt_name(target, "bad"))
-    sync(target.parent)
+    fsync_path(target.parent)
     return aside
 
 
@@ -187,10 +192,10 @@ def _undo_renames(folder: Path, target: Path, aside: Path | None) -> None:
     with contextlib.suppress(OSError):
         if not os.path.lexists(folder):
             os.rename(target, folder)
-            sync(target.parent)
+            fsync_path(target.parent)
         if aside is not None:
             os.rename(aside, target)
-            sync(target.parent)
+            fsync_path(target.parent)
 
 
 def _is_unfinished(path: Path) -> bool:

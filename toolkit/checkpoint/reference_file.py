@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from toolkit.checkpoint.local_folder import raise_disk_errors
 from toolkit.checkpoint.store import Folder, storage_of
 from toolkit.errors import CheckpointError, one_line
-from toolkit.formats.synced_files import sync_above
+from toolkit.formats.synced_files import fsync_with_parents
 
 FILE = "reference.safetensors"
 PARTS = "reference.parts"
@@ -98,7 +98,7 @@ def write_part(root: Folder, number: int, origin: Origin, values: Values) -> Non
     with raise_disk_errors(f"{file} of {len(content):,} bytes could not be written"):
         if isinstance(folder, Path) and not folder.is_dir():
             folder.mkdir(parents=True)
-            sync_above(folder)
+            fsync_with_parents(folder)
         storage_of(file).replace(content)
 
 

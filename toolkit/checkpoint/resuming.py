@@ -34,13 +34,13 @@ from toolkit.formats import (
     METADATA_FILE,
     Tensors,
     assets_of,
-    chunk_table,
     local_tensor,
     read_metadata,
+    table_from_metadata,
 )
-from toolkit.formats.bit_sums import part_sums, wrapped
-from toolkit.formats.layout import cut_by_rows
-from toolkit.formats.whole_sums import holders
+from toolkit.formats.bit_sums import part_sums, wrap_to_int64
+from toolkit.formats.layout import is_sharded_by_rows
+from toolkit.formats.whole_sums import count_holders
 from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background, seed_everything
@@ -237,7 +237,7 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
 
     # Parsing the metadata takes longest here: rank 0 does it, and sends arrays to the others.
     ranks.on_all(lambda: check_same_model(state.model, checkpoint))
-    table = ranks.on_main(lambda: chunk_table(_read_dcp_metadata(checkpoint)))
+    table = ranks.on_main(lambda: table_from_metadata(_read_dcp_metadata(checkpoint)))
 
     def check() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """Check that the checkpoint has all parts of `state`; allocate the optimizer state."""
@@ -285,7 +285,7 @@ def _check_bit_sums(checkpoint: Folder, tensors: Tensors) -> None:
         CheckpointError: names the tensors that differ.
     """
     saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(ROW_SUMS, {}))
-    names = sorted(n for n, tensor in tensors.items() if n in saved and cut_by_rows(tensor))
+    names = sorted(n for n, tensor in tensors.items() if n in saved and is_sharded_by_rows(tensor))
     if len(names) < len(tensors):
         ranks.log_once(
             f"NOTE: {len(tensors) - len(names)} of {len(tensors)} tensors, not cut by rows or "
@@ -316,7 +316,7 @@ def find_wrong_sums(tensors: Tensors, expected: dict[str, int]) -> list[str]:
     return [
         name
         for (name, tensor), total in zip(tensors.items(), sums, strict=True)
-        if total != wrapped(expected[name] * holders(tensor))
+        if total != wrap_to_int64(expected[name] * count_holders(tensor))
     ]
 
 

@@ -33,7 +33,7 @@ from toolkit.config.lora import ALL_LINEAR, STRUCTURE, comparable
 from toolkit.config.published import get_mapping
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError, LaunchError
-from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, keep_until
+from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, drop_lines_after
 from toolkit.parsing import read_yaml
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class RunFolder:
                 f"batch of a run stays, here {global_batch} samples"
             )
         ranks.on_main(lambda: save_config(cfg))
-        ranks.on_main(lambda: keep_until(self.samples, state.step))
+        ranks.on_main(lambda: drop_lines_after(self.samples, state.step))
         ranks.log_once(*ranks.on_main(lambda: self._rename_later_exports(state.step)))
 
     def _rename_later_exports(self, after: int) -> list[str]:

@@ -53,7 +53,7 @@ from toolkit.errors import CheckpointError, StorageError
 from toolkit.formats import Tensors, local_tensor
 from toolkit.formats.bit_sums import part_sums
 from toolkit.formats.container_memory import container_memory
-from toolkit.formats.layout import cut_by_rows
+from toolkit.formats.layout import is_sharded_by_rows
 from toolkit.models.peft_model import has_adapters, model_tensors
 from toolkit.tables import size_text
 from toolkit.training import background
@@ -338,7 +338,7 @@ class _Snapshot:
 
     def _names_with_sums(self) -> list[str]:
         """List the tensors that have a row sum: those that are sharded by rows, or not at all."""
-        return sorted(name for name, tensor in self.tensors.items() if cut_by_rows(tensor))
+        return sorted(name for name, tensor in self.tensors.items() if is_sharded_by_rows(tensor))
 
     def _commit(self, parts: list[tuple[Files, torch.Tensor]]) -> Folder:
         """Write the manifest from the entries and shares of all ranks, and commit. On rank 0."""

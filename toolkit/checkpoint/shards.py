@@ -38,9 +38,9 @@ from toolkit.formats import (
     local_slices,
     local_tensor,
 )
-from toolkit.formats.bit_sums import bytes_sum, wrapped
+from toolkit.formats.bit_sums import bytes_sum, wrap_to_int64
 from toolkit.formats.device_threads import device_pool
-from toolkit.formats.synced_files import sync, write_behind
+from toolkit.formats.synced_files import fsync_path, write_behind
 from toolkit.training.train_state import Saves
 
 _FILES = 4  # of a rank at most: a core checksums, hashes and writes some 0.5 GB/s
@@ -178,7 +178,7 @@ class _Files(FileSystem):
             yield stream
         if isinstance(stream, HashingStream):
             if self.on_disk:
-                sync(path)
+                fsync_path(path)
             self.hashed[path.name] = {"size": stream.size, "sha256": stream.sha256.hexdigest()}
             self.payloads[path.name] = stream.payloads
 
@@ -209,7 +209,7 @@ class HashingStream:
                 total += bytes_sum(block)
             self.file.write(block)
         if is_payload:
-            self.payloads[self.begun] = size, wrapped(total)
+            self.payloads[self.begun] = size, wrap_to_int64(total)
         self.size += size
         if self.files.on_disk:
             self.flushed = write_behind(self.fileno(), self.flushed, self.size)
@@ -235,12 +235,14 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
         for name in tensors:
             if name not in table.tensors:
                 raise CheckpointError(f"{name} is no tensor of {folder}")
-            if fault := table.fault(name):
+            if fault := table.find_fault(name):
                 raise CheckpointError(f"{folder}: {name} is not complete: {fault}")
 
     ranks.on_main(check_complete)
     local_tensors = {n: t for n, t in tensors.items() if local_tensor(t).numel()}
-    reader = ShardReader(folder, table.part({n: _local_box(t) for n, t in local_tensors.items()}))
+    reader = ShardReader(
+        folder, table.metadata_of_boxes({n: _local_box(t) for n, t in local_tensors.items()})
+    )
 
     def read() -> None:
         # Each rank knows its part, so the ranks need not plan together.
@@ -381,9 +383,9 @@ def build_metadata(tensors_metadata: TensorsMetadata, chunks_by_rank: list[bytes
     """
     table = build_chunk_table(tensors_metadata, chunks_by_rank)
     for name in table.tensors:
-        if fault := table.fault(name):
+        if fault := table.find_fault(name):
             raise CheckpointError(f"{name} is not complete: {fault}")
-    return pickle.dumps(table.metadata())
+    return pickle.dumps(table.to_metadata())
 
 
 def build_chunk_table(tensors_metadata: TensorsMetadata, chunks_by_rank: list[bytes]) -> ChunkTable:

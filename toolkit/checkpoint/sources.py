@@ -285,7 +285,7 @@ def _read_dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
         chunks = tuple(formats.tensor_chunks(folder, metadata, key))
         return formats.StoredTensor(*tensors[key], chunks)
 
-    fault = partial(formats.coverage_fault, metadata)
+    fault = partial(formats.find_coverage_fault, metadata)
     return Source(folder, hf, checkpoint, tensors, stored, fault)
 
 
@@ -293,7 +293,7 @@ def _read_sharded_safetensors(folder: Path, files: list[Path], hf: Path) -> Sour
     """Describe the weights in the sharded safetensors files of torch's storage writer."""
     parts: dict[str, dict[Any, formats.Chunk]] = {}
     for file in files:
-        formats.plain_file(folder, file.name, CheckpointError)
+        formats.resolve_plain_file(folder, file.name, CheckpointError)
         try:
             entries = formats.read_header(file)
             sharding_text = formats.header_metadata(file).get(_SHARDING)
@@ -328,7 +328,7 @@ def _read_sharded_safetensors(folder: Path, files: list[Path], hf: Path) -> Sour
 
     def fault(name: str) -> str | None:
         boxes = [(chunk.offsets, chunk.sizes) for chunk in stored_tensors[name].chunks]
-        return formats.boxes_fault(stored_tensors[name].shape, boxes)
+        return formats.find_boxes_fault(stored_tensors[name].shape, boxes)
 
     tensors = {name: (stored.dtype, stored.shape) for name, stored in stored_tensors.items()}
     return Source(folder, hf, None, tensors, stored_tensors.__getitem__, fault)

@@ -11,7 +11,7 @@ from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.tokens.tokenizer import choose_pad_id
 from toolkit.errors import ModelError
 from toolkit.formats import assets_of
-from toolkit.models.reward import set_pooling_token
+from toolkit.models.reward import set_pad_token_id
 from toolkit.parsing import parse_json
 
 _FILE = "generation_config.json"
@@ -70,7 +70,7 @@ def set_reward_position(model: PreTrainedModel, tokenizer: Tokenizer) -> str:
         A log line.
     """
     pad = choose_pad_id(tokenizer)
-    set_pooling_token(model, assets_of(model), pad)
+    set_pad_token_id(model, assets_of(model), pad)
     is_eos = pad == tokenizer.eos_token_id
     note = " (which also ends texts, so it is passed over)" if is_eos else ""
     return (

@@ -45,14 +45,14 @@ from toolkit.formats import (
     Tensors,
     assets_of,
     local_tensor,
-    part_of,
     read_header,
+    read_tensor,
     reshard,
     same_values,
-    whole,
+    slice_like,
 )
 from toolkit.formats.bit_sums import part_sums
-from toolkit.formats.layout import cut_by_rows
+from toolkit.formats.layout import is_sharded_by_rows
 from toolkit.models import model_on_meta
 from toolkit.models.peft_model import adapted_parameters, has_adapters, trained_tensors
 
@@ -161,7 +161,7 @@ def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
         stage, names = ranks.broadcast((stage, [*frozen]))
         _check_frozen_matrices(model, cfg, frozen, names)
         expected = ranks.broadcast(sums)
-        proven = {n: t for n, t in live.items() if cut_by_rows(t)}
+        proven = {n: t for n, t in live.items() if is_sharded_by_rows(t)}
         if wrong := find_wrong_sums(proven, expected):
             raise ranks.mark_collective(
                 ConfigError(
@@ -192,13 +192,13 @@ def _read_adapter(
         folder = Path(consolidate(source.folder, Path(scratch, "adapter")))
     keys, extra = adapter_file_keys(model), map_frozen_keys(model)
     entries = read_header(folder / ADAPTER_WEIGHTS)
-    frozen = {extra[key]: whole(entries[key]) for key in extra.keys() & entries.keys()}
+    frozen = {extra[key]: read_tensor(entries[key]) for key in extra.keys() & entries.keys()}
     with _drop_frozen(folder, {k: e for k, e in entries.items() if k in keys}, frozen) as readable:
         loaded, names = _load_by_peft(model, readable)
     values = {name: loaded[name].detach().to(live[name].dtype) for name in names}
     sums: dict[str, int] = {}
     for key, name in keys.items():
-        value = whole(entries[key]).to(live[name].dtype)
+        value = read_tensor(entries[key]).to(live[name].dtype)
         total = int(part_sums(value)[1])
         if sums.setdefault(name, total) != total:
             raise ConfigError(
@@ -220,7 +220,7 @@ def _drop_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> Iter
     with tempfile.TemporaryDirectory() as scratch:
         content = (folder / ADAPTER_FILE).read_bytes()
         Path(scratch, ADAPTER_FILE).write_bytes(content)
-        tensors = {key: whole(entry) for key, entry in entries.items()}
+        tensors = {key: read_tensor(entry) for key, entry in entries.items()}
         save_file(tensors, Path(scratch, ADAPTER_WEIGHTS), {"format": "pt"})
         yield Path(scratch)
 
@@ -264,7 +264,7 @@ def _copy_local_part(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
     if (group := ranks.object_group()) is not None:
         dist.broadcast(full, src=0, group=group)
     with torch.no_grad():
-        local_tensor(tensor).copy_(part_of(full, tensor))
+        local_tensor(tensor).copy_(slice_like(full, tensor))
 
 
 def _check_frozen_matrices(
@@ -281,7 +281,7 @@ def _check_frozen_matrices(
         if (group := ranks.object_group()) is not None:
             dist.broadcast(full, src=0, group=group)
         part = local_tensor(tensor).cpu()
-        differs.append(not bool(same_values(part_of(full, tensor), part).all()))
+        differs.append(not bool(same_values(slice_like(full, tensor), part).all()))
     if any(flags := ranks.any_over_ranks(differs)):
         name = names[flags.index(True)]
         raise ranks.mark_collective(
@@ -369,5 +369,5 @@ def _is_equal(name: str, tensor: torch.Tensor, loaded: dict[str, torch.Tensor]) 
         whole = loaded[name].contiguous()
     if (group := ranks.object_group()) is not None:
         dist.broadcast(whole, src=0, group=group)
-    expected, part = part_of(whole, tensor), local_tensor(tensor.detach()).cpu()
+    expected, part = slice_like(whole, tensor), local_tensor(tensor.detach()).cpu()
     return part.shape == expected.shape and bool(same_values(expected, part).all())

@@ -40,7 +40,7 @@ from toolkit.export.plan import (
 from toolkit.export.writer import resolve_output, write_export
 from toolkit.formats import ADAPTER_FILE, ExportGroup, Tensors, assets_of, local_tensor
 from toolkit.formats.bit_sums import part_sums
-from toolkit.formats.layout import cut_by_rows
+from toolkit.formats.layout import is_sharded_by_rows
 from toolkit.models.peft_model import has_adapters, model_tensors
 
 _SumRequest = dict[str, list[torch.dtype]]  # stored name -> dtypes of its exported copies
@@ -213,7 +213,7 @@ def _sum_tensors(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torc
     sharded by rows has no sum; rank 0 reports how many there are.
     """
     pairs = [(name, dtype) for name, dtypes in request.items() for dtype in dtypes]
-    pairs = [(name, dtype) for name, dtype in pairs if cut_by_rows(tensors[name])]
+    pairs = [(name, dtype) for name, dtype in pairs if is_sharded_by_rows(tensors[name])]
     chosen = names_to_write({name: tensors[name] for name, _ in pairs})  # of replicas one
 
     def sums() -> list[int]:

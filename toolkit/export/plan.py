@@ -35,11 +35,11 @@ from toolkit.formats import (
     StoredTensor,
     Tensors,
     assets_of,
+    contiguous_tensor,
     convert_back,
     export_groups,
-    in_one_piece,
-    loaded_as,
-    source_keys,
+    group_source_keys,
+    map_source_keys,
     use_source_names,
 )
 from toolkit.formats import read_config as read_base_config
@@ -233,7 +233,7 @@ def _under_source_names(model: PreTrainedModel, groups: list[ExportGroup]) -> li
     assets = assets_of(model)
     if assets.source is None:
         return groups
-    plain, first = source_keys(model, assets.source).plain, tied_names(model)
+    plain, first = group_source_keys(model, assets.source).plain, tied_names(model)
     keys: dict[str, list[str]] = {}
     for name, source_names in plain.items():
         keys.setdefault(first.get(name, name), []).extend(source_names)
@@ -277,7 +277,7 @@ def _converted_names(
 def _group_by_slot(model: PreTrainedModel, keys: Iterable[str]) -> dict[tuple[str, str], list[str]]:
     """Map (parameter, pattern of the converter) to the keys that load through it, in order."""
     slots: dict[tuple[str, str], list[str]] = {}
-    for key, target, pattern in loaded_as(model, keys):
+    for key, target, pattern in map_source_keys(model, keys):
         if pattern is not None:
             slots.setdefault((target, pattern), []).append(key)
     return {slot: sorted(members, key=_natural_sort_key) for slot, members in slots.items()}
@@ -471,7 +471,7 @@ def _lay_out_files(
         headers[file] = struct.pack("<Q", len(text)) + text
         for name in members:
             begin = len(headers[file]) + header[name]["data_offsets"][0]
-            tensors[name] = in_one_piece(Path(file), *shapes[name], begin)
+            tensors[name] = contiguous_tensor(Path(file), *shapes[name], begin)
     return tensors, headers
 
 

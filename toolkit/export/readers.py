@@ -36,14 +36,14 @@ from toolkit.formats import (
     ExportGroup,
     StoredTensor,
     assets_of,
-    block_sum,
-    blocks,
+    compute_block_sum,
     first_difference,
+    read_blocks,
+    read_tensor,
     read_weights,
     weight_files,
-    whole,
 )
-from toolkit.formats.bit_sums import wrapped
+from toolkit.formats.bit_sums import wrap_to_int64
 from toolkit.loading import build_base_reader, load_group, plan_load_groups
 from toolkit.models import loaded_dtype, tied_families, tied_names
 
@@ -125,8 +125,8 @@ class SavedTensors:
             CheckpointError: after the last block, if the rows differ from what was saved.
         """
         total = 0
-        for first, rows in blocks(stored):
-            total += block_sum(stored, first, rows)
+        for first, rows in read_blocks(stored):
+            total += compute_block_sum(stored, first, rows)
             yield rows
         self._compare(self.keys[name], total)
 
@@ -134,12 +134,12 @@ class SavedTensors:
         """Read a complete tensor into memory; compare it with its sum as `blocks` does."""
         key = self.keys[name]
         stored = self.source.stored(key)
-        tensor = whole(stored)
-        self._compare(key, block_sum(stored, 0, tensor))
+        tensor = read_tensor(stored)
+        self._compare(key, compute_block_sum(stored, 0, tensor))
         return tensor
 
     def _compare(self, key: str, total: int) -> None:
-        if self._sums.get(key) not in (None, wrapped(total)):
+        if self._sums.get(key) not in (None, wrap_to_int64(total)):
             files = sorted({str(chunk.file) for chunk in self.source.stored(key).chunks})
             raise CheckpointError(
                 f"{key} has other bytes in {' or '.join(files[:2])} than were saved; use another "
@@ -231,7 +231,7 @@ class AdapterMerge:
         parts = self.parts(group)
         if not any(parts.values()) and not self.parts_of.keys() & set(names.values()):
             files = {name: self.entries[exported] for name, exported in names.items()}
-            return {name: (rows for _, rows in blocks(file)) for name, file in files.items()}
+            return {name: (rows for _, rows in read_blocks(file)) for name, file in files.items()}
         # Weights are cast to the dtype in which a reader loads the base, to round where PEFT does.
         export_dtypes = {self.plan.tensors[exported].dtype for exported in names.values()}
         base = self._read_base(group, list(names.values())) if self.needs_base(group) else {}
@@ -253,7 +253,7 @@ class AdapterMerge:
     def _read_base(self, group: ExportGroup, names: list[str]) -> dict[str, torch.Tensor]:
         """Load the parameters of a group from the base's files, as transformers does."""
         if not group.converted and names[0] not in self.parts_of:
-            return {group.sources[0]: whole(self.entries[names[0]])}
+            return {group.sources[0]: read_tensor(self.entries[names[0]])}
         names = [key for name in names for key in self.parts_of.get(name, (name,))]
         parameters: dict[str, torch.Tensor] = {}
         for part in plan_load_groups(self.reader, names):

@@ -40,9 +40,16 @@ from transformers import PreTrainedModel
 from toolkit.checkpoint.names import CHECKPOINTS
 from toolkit.errors import ExportError, LoadingError
 from toolkit.export.plan import ExportPlan
-from toolkit.formats import BLOCK, ExportGroup, StoredTensor, block_sum, export_manifest, row_sum
-from toolkit.formats.bit_sums import sums_of_rows, wrapped
-from toolkit.formats.synced_files import sync, sync_above, write_behind
+from toolkit.formats import (
+    BLOCK,
+    ExportGroup,
+    StoredTensor,
+    compute_block_sum,
+    compute_row_sum,
+    export_manifest,
+)
+from toolkit.formats.bit_sums import byte_and_row_sums, wrap_to_int64
+from toolkit.formats.synced_files import fsync_path, fsync_with_parents, write_behind
 from toolkit.loading import load_group, plan_load_groups
 
 _MARK = ".toolkit-export"  # tells a folder that a killed export left from somebody's files
@@ -114,13 +121,13 @@ def write_export(
         _check_space(plan, folder)
         for name, content in plan.assets.items():
             (folder / name).write_bytes(content)
-        described = export_manifest.describe(folder, sorted(plan.assets))
+        described = export_manifest.describe_folder(folder, sorted(plan.assets))
         for part in _write_files(plan, folder, read_group, proof):
             described["files"].update(part["files"])
             described["tensors"].update(part["tensors"])
         proof.finish()
         for name in described["files"]:
-            sync(folder / name)
+            fsync_path(folder / name)
         entry = {"checkpoint": None, "step": None, "run": None, **origin}
         if twice := plan.stored_twice():
             entry["stored_twice"] = twice
@@ -206,7 +213,7 @@ def _staging_folder(target: Path) -> Iterator[Path]:
         try:
             (folder / _MARK).touch()
             # Synced before any other file: without the mark they would seem to be somebody else's.
-            sync(folder)
+            fsync_path(folder)
             for path in folder.iterdir():  # left by a killed export
                 if path.name != _MARK:
                     shutil.rmtree(
@@ -215,7 +222,7 @@ def _staging_folder(target: Path) -> Iterator[Path]:
             yield folder
             os.fsync(lock)
             os.rename(folder, target)
-            sync_above(target.parent)  # which this export may have made
+            fsync_with_parents(target.parent)  # which this export may have made
             # Only after the rename: a folder without the mark seems to be somebody else's.
             (target / _MARK).unlink()
             os.fsync(lock)
@@ -352,14 +359,14 @@ class ExportProof:
         names = [self.plan.names[name] for name in group.outputs]
         entries = {name: _place_in_folder(self.plan.tensors[name], folder) for name in names}
         if not self._has_source_sums(group):
-            sums = {name: row_sum(entry) for name, entry in entries.items()}
+            sums = {name: compute_row_sum(entry) for name, entry in entries.items()}
             self.wrong += [name for name in names if sums[name] != self._written.pop(name)]
         elif group.converted:
             self.wrong += names[:1] * (not self._loads_as_saved(group, entries))
         else:
             stored = self.plan.stored[group.sources[0]]
             for name, entry in entries.items():
-                if row_sum(entry) != self.source_sum(stored, entry.dtype):
+                if compute_row_sum(entry) != self.source_sum(stored, entry.dtype):
                     self.wrong.append(name)
 
     def finish(self) -> None:
@@ -406,10 +413,10 @@ class ExportProof:
         for part in [values] if isinstance(values, torch.Tensor) else values:
             rows = part if len(place.shape) > 1 else part.reshape(1, -1)
             for block in rows.split(max(1, BLOCK * len(rows) // max(1, rows.nbytes))):
-                total += block_sum(place, first, block.to(place.dtype))
+                total += compute_block_sum(place, first, block.to(place.dtype))
                 first += len(block)
             yield part
-        self._written[name] = wrapped(total)
+        self._written[name] = wrap_to_int64(total)
 
 
 def _place_in_folder(place: StoredTensor, folder: Path) -> StoredTensor:
@@ -419,4 +426,4 @@ def _place_in_folder(place: StoredTensor, folder: Path) -> StoredTensor:
 
 def _tensor_sum(tensor: torch.Tensor) -> int:
     """Compute the row sum of a tensor in memory; see [Note: bit sums]."""
-    return int(sums_of_rows(tensor if tensor.ndim > 1 else tensor.reshape(-1, 1), 0)[1])
+    return int(byte_and_row_sums(tensor if tensor.ndim > 1 else tensor.reshape(-1, 1), 0)[1])

@@ -10,12 +10,12 @@ from toolkit.lazy import import_when_used
 if TYPE_CHECKING:
     from toolkit.formats import export_manifest
     from toolkit.formats.dcp_metadata import METADATA_FILE, read_metadata
-    from toolkit.formats.dcp_table import ChunkTable, TensorsMetadata, chunk_table
+    from toolkit.formats.dcp_table import ChunkTable, TensorsMetadata, table_from_metadata
     from toolkit.formats.dcp_tensors import (
         Chunk,
-        boxes_fault,
         check_blob,
-        coverage_fault,
+        find_boxes_fault,
+        find_coverage_fault,
         tensor_chunks,
     )
     from toolkit.formats.hf_assets import HFAssets, assets_of
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
         NEXT_TOKEN_LAYERS,
         SINGLE_FILE,
         asset_files,
-        check_config,
+        check_parsed_files,
         is_adapter_folder,
         nested_items,
         read_config,
     )
-    from toolkit.formats.hub_access import local_folder, obtain_assets
+    from toolkit.formats.hub_access import download_assets, local_folder
     from toolkit.formats.layout import (
         Tensors,
         like_dtensor,
         local_slices,
         local_tensor,
-        part_of,
         reshard,
+        slice_like,
     )
     from toolkit.formats.plain_files import (
         BLOCK,
-        damaged_parts,
-        is_cached,
+        find_damaged_tensors,
+        is_hub_cache_link,
         is_inner_path,
         is_plain_name,
-        plain_file,
+        resolve_plain_file,
     )
     from toolkit.formats.private import torch_private, transformers_private
     from toolkit.formats.safetensors_files import (
@@ -68,21 +68,21 @@ if TYPE_CHECKING:
         conversion_mapping,
         convert_back,
         export_groups,
-        loaded_as,
-        source_keys,
+        group_source_keys,
+        map_source_keys,
         split_mapping,
         summarise_names,
         use_source_names,
     )
     from toolkit.formats.stored_tensors import (
         StoredTensor,
-        block_sum,
-        blocks,
+        compute_block_sum,
+        compute_row_sum,
+        contiguous_tensor,
         first_difference,
-        in_one_piece,
-        row_sum,
+        read_blocks,
+        read_tensor,
         same_values,
-        whole,
     )
 
 import_when_used(__name__)

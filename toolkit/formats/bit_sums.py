@@ -53,13 +53,13 @@ def part_sums(tensor: torch.Tensor) -> torch.Tensor:
     part = local_tensor(tensor).detach()
     first = local_slices(tensor)[0].start if isinstance(tensor, DTensor) and tensor.ndim else 0
     rows = part if part.ndim > 1 else part.reshape(-1, 1)
-    sums = sums_of_rows(rows, first)
+    sums = byte_and_row_sums(rows, first)
     if len(rows) and part.nbytes // len(rows) % 8:  # rows end inside an integer
-        sums[0] = _bytes_sum(part)
+        sums[0] = _bytes_sum_on_device(part)
     return sums
 
 
-def sums_of_rows(rows: torch.Tensor, first: int) -> torch.Tensor:
+def byte_and_row_sums(rows: torch.Tensor, first: int) -> torch.Tensor:
     """Compute the byte sum and the row sum of some rows of a tensor.
 
     Args:
@@ -77,7 +77,7 @@ def sums_of_rows(rows: torch.Tensor, first: int) -> torch.Tensor:
     return total
 
 
-def _bytes_sum(part: torch.Tensor) -> torch.Tensor:
+def _bytes_sum_on_device(part: torch.Tensor) -> torch.Tensor:
     """Compute the sum of a part's bytes as one sequence, padded with zeros to 8 bytes."""
     flat = part.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64).sum()
@@ -90,9 +90,9 @@ def bytes_sum(content: memoryview) -> int:
     """
     aligned = len(content) // 8 * 8
     total = int(numpy.frombuffer(content[:aligned], dtype="<i8").sum(dtype=numpy.int64))
-    return wrapped(total + int.from_bytes(content[aligned:], "little"))
+    return wrap_to_int64(total + int.from_bytes(content[aligned:], "little"))
 
 
-def wrapped(number: int) -> int:
+def wrap_to_int64(number: int) -> int:
     """Wrap a number around as a signed integer of 64 bits."""
     return (number + 2**63) % 2**64 - 2**63

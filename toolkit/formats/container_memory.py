@@ -50,14 +50,14 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory:
     Args:
         root: of the file system, for tests.
     """
-    groups = [_read(folder, files) for folder, files in _groups(root)]
+    groups = [_read_group(folder, files) for folder, files in _control_groups(root)]
     return ContainerMemory(
         min((group.limit for group in groups), default=math.inf),
         min((group.free for group in groups), default=math.inf),
     )
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _ControlFiles]]:
+def _control_groups(root: Path) -> Iterator[tuple[Path, _ControlFiles]]:
     """Yield the folders of the groups of this process, from its own up to the container's."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -74,7 +74,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _ControlFiles]]:
             yield root.joinpath(files.folder, *parts[:count]), files
 
 
-def _read(folder: Path, files: _ControlFiles) -> ContainerMemory:
+def _read_group(folder: Path, files: _ControlFiles) -> ContainerMemory:
     """Read limit and free bytes of one group."""
     try:
         limit = int((folder / files.limit).read_text())

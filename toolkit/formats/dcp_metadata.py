@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import CheckpointError, one_line
-from toolkit.formats.plain_files import is_plain_name, plain_file
+from toolkit.formats.plain_files import is_plain_name, resolve_plain_file
 from toolkit.parsing import read_bounded
 
 METADATA_FILE = ".metadata"
@@ -61,12 +61,14 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
         if not is_plain_name(name):
             raise CheckpointError(f"{file} names {name!r:.200}, which is no file of its folder")
     if blobs:
-        sizes = {n: plain_file(file.parent, n, CheckpointError).stat().st_size for n in names}
+        sizes = {
+            n: resolve_plain_file(file.parent, n, CheckpointError).stat().st_size for n in names
+        }
         _check_blobs(file.parent, metadata, sizes)
     return metadata
 
 
-class _Record:
+class _StandIn:
     """Stand-in for a class that `.metadata` names: keeps arguments and state, runs no code."""
 
     __slots__ = ("args", "state")
@@ -74,7 +76,7 @@ class _Record:
     state: Any
     kind = ""
 
-    def __new__(cls, *args: Any) -> "_Record":
+    def __new__(cls, *args: Any) -> "_StandIn":
         record = object.__new__(cls)
         record.args, record.state = args, None
         return record
@@ -95,8 +97,8 @@ _NAMES = {
         *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ],
 }
-_ALLOWED: dict[tuple[str, str], type[_Record]] = {
-    (module, name): type(name, (_Record,), {"__slots__": (), "kind": name})
+_ALLOWED: dict[tuple[str, str], type[_StandIn]] = {
+    (module, name): type(name, (_StandIn,), {"__slots__": (), "kind": name})
     for module, names in _NAMES.items()
     for name in names
 }
@@ -136,16 +138,16 @@ class _Unpickler(_InPython):
     def load_setitem(self) -> None:
         """Set one entry of a dictionary."""
         value, key = self.stack.pop(), self.stack.pop()
-        self._assign([key, value])
+        self._set_entries([key, value])
 
     def load_setitems(self) -> None:
         """Set several entries of a dictionary."""
-        self._assign(self.pop_mark())
+        self._set_entries(self.pop_mark())
 
-    def _assign(self, items: list[Any]) -> None:
+    def _set_entries(self, items: list[Any]) -> None:
         """Set entries of the dictionary on the stack; `items` alternates keys and values."""
         keys = items[::2]
-        if not all(isinstance(k, str | _Record) for k in keys) or type(self.stack[-1]) is not dict:
+        if not all(isinstance(k, str | _StandIn) for k in keys) or type(self.stack[-1]) is not dict:
             raise TypeError("the keys of a dictionary must be texts or records")
         self.stack[-1].update(zip(keys, items[1::2], strict=True))
 
@@ -162,32 +164,40 @@ def _build_metadata(root: Any, max_chunks: int) -> Metadata:
         root: the unpickled record.
         max_chunks: limit, because a small pickle may refer to one list of chunks many times.
     """
-    entries, stored = _fields(root, "Metadata", state_dict_metadata=dict, storage_data=dict)
-    paths, meta = _fields(root, "Metadata", planner_data=dict | None, storage_meta=_Record | None)
-    (version,) = _fields(root, "Metadata", version=str | None)
+    entries, stored = _get_fields(root, "Metadata", state_dict_metadata=dict, storage_data=dict)
+    paths, meta = _get_fields(
+        root, "Metadata", planner_data=dict | None, storage_meta=_StandIn | None
+    )
+    (version,) = _get_fields(root, "Metadata", version=str | None)
     tensors: dict[str, Any] = {}
     for fqn, entry in entries.items():
         if not isinstance(fqn, str):
             raise TypeError("a tensor's name is no text")
-        if isinstance(entry, _Record) and entry.kind == "BytesStorageMetadata":
+        if isinstance(entry, _StandIn) and entry.kind == "BytesStorageMetadata":
             tensors[fqn] = BytesStorageMetadata()
             continue
         tensors[fqn] = _tensor_metadata(fqn, entry, max_chunks)
         max_chunks -= len(tensors[fqn].chunks)
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for key, value in stored.items():
-        fqn, offset, number = _fields(key, "MetadataIndex", fqn=str, offset=object, index=_NUMBER)
+        fqn, offset, number = _get_fields(
+            key, "MetadataIndex", fqn=str, offset=object, index=_NUMBER
+        )
         place = {"relative_path": str, "offset": int, "length": int}
         place |= {"transform_descriptors": object}
-        file, begin, length, transforms = _fields(value, "_StorageInfo", **place)
-        index = MetadataIndex(fqn, None if offset is None else _size(offset), number)
-        info = _StorageInfo(file, begin, length, None if transforms is None else _path(transforms))
+        file, begin, length, transforms = _get_fields(value, "_StorageInfo", **place)
+        index = MetadataIndex(fqn, None if offset is None else _build_size(offset), number)
+        info = _StorageInfo(
+            file, begin, length, None if transforms is None else _parse_planner_path(transforms)
+        )
         if storage.setdefault(index, info) != info:
             raise ValueError(f"{index.fqn} at {index.offset} is stored twice")
-    (save_id,) = (None,) if meta is None else _fields(meta, "StorageMeta", save_id=str | None)
+    (save_id,) = (None,) if meta is None else _get_fields(meta, "StorageMeta", save_id=str | None)
     return Metadata(
         state_dict_metadata=tensors,
-        planner_data=None if paths is None else {k: _path(v) for k, v in paths.items()},
+        planner_data=None
+        if paths is None
+        else {k: _parse_planner_path(v) for k, v in paths.items()},
         storage_data=storage,
         storage_meta=StorageMeta(save_id=save_id),
         version=version,
@@ -196,21 +206,21 @@ def _build_metadata(root: Any, max_chunks: int) -> Metadata:
 
 def _tensor_metadata(fqn: str, record: Any, max_chunks: int) -> TensorStorageMetadata:
     """Build the metadata of one tensor, and check that its chunks lie inside it."""
-    kinds = {"properties": _Record, "size": object, "chunks": list}
-    properties, whole, parts = _fields(record, "TensorStorageMetadata", **kinds)
+    kinds = {"properties": _StandIn, "size": object, "chunks": list}
+    properties, whole, parts = _get_fields(record, "TensorStorageMetadata", **kinds)
     if properties.kind != "TensorProperties":
         raise TypeError(f"{fqn} has no tensor properties")
     dtype, layout, requires_grad = properties.state[:3]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{fqn}: dtype {dtype!r}")
-    if not isinstance(layout, _Record) or layout.args != ("torch.strided",):
+    if not isinstance(layout, _StandIn) or layout.args != ("torch.strided",):
         raise ValueError(f"{fqn} is not a dense tensor")
     if len(parts) > max_chunks:
         raise ValueError(f"{fqn} has more chunks than the file has room for")
-    size, chunks = _size(whole), []
+    size, chunks = _build_size(whole), []
     for part in parts:
-        at, extent = _fields(part, "ChunkStorageMetadata", offsets=object, sizes=object)
-        offsets, sizes = _size(at), _size(extent)
+        at, extent = _get_fields(part, "ChunkStorageMetadata", offsets=object, sizes=object)
+        offsets, sizes = _build_size(at), _build_size(extent)
         if not (len(offsets) == len(sizes) == len(size)) or any(
             o + n > total for o, n, total in zip(offsets, sizes, size, strict=True)
         ):
@@ -218,13 +228,13 @@ def _tensor_metadata(fqn: str, record: Any, max_chunks: int) -> TensorStorageMet
         chunks.append(ChunkStorageMetadata(offsets, sizes))
     plain: dict[str, Any] = {"dtype": dtype, "requires_grad": bool(requires_grad)}
     if len(properties.state) > 5 and "strides" in _PROPERTIES:  # torch 2.15
-        plain["strides"] = _numbers(properties.state[5])
+        plain["strides"] = _parse_sizes(properties.state[5])
     return TensorStorageMetadata(TensorProperties(**plain), size, chunks)
 
 
-def _fields(record: Any, kind: str, **types: Any) -> list[Any]:
+def _get_fields(record: Any, kind: str, **types: Any) -> list[Any]:
     """Get fields of a stand-in for `kind`, None if missing; raise TypeError for another type."""
-    if not isinstance(record, _Record) or record.kind != kind or type(record.state) is not dict:
+    if not isinstance(record, _StandIn) or record.kind != kind or type(record.state) is not dict:
         actual = getattr(record, "kind", type(record).__name__)
         raise TypeError(f"expected a {kind} with its fields, got {actual}")
     for name, expected in types.items():
@@ -233,14 +243,14 @@ def _fields(record: Any, kind: str, **types: Any) -> list[Any]:
     return [record.state.get(name) for name in types]
 
 
-def _size(record: Any) -> torch.Size:
+def _build_size(record: Any) -> torch.Size:
     """Build a torch.Size from its stand-in."""
-    if not isinstance(record, _Record) or record.kind != "Size" or len(record.args) != 1:
+    if not isinstance(record, _StandIn) or record.kind != "Size" or len(record.args) != 1:
         raise TypeError("expected torch.Size")
-    return torch.Size(_numbers(record.args[0]))
+    return torch.Size(_parse_sizes(record.args[0]))
 
 
-def _numbers(value: Any) -> tuple[int, ...]:
+def _parse_sizes(value: Any) -> tuple[int, ...]:
     """Check that `value` is a short tuple of non-negative integers."""
     is_short_tuple = isinstance(value, tuple) and len(value) <= _MAX_DIMS
     if not is_short_tuple or not all(type(n) is int and 0 <= n < 2**63 for n in value):
@@ -248,7 +258,7 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return value
 
 
-def _path(value: Any) -> Any:
+def _parse_planner_path(value: Any) -> Any:
     """Check a planner's path of names and indices. It has one level, so that no walk is endless."""
     is_short = isinstance(value, list | tuple) and len(value) <= 100
     if not is_short or not all(isinstance(part, str | int) for part in value):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from toolkit.formats.dcp_tensors import boxes_fault
+from toolkit.formats.dcp_tensors import find_boxes_fault
 
 TensorsMetadata = dict[str, TensorStorageMetadata]  # metadata of tensors by name
 Array = Any  # numpy, int64
@@ -37,20 +37,20 @@ class ChunkTable:
     places: dict[str, Array]  # [chunks, 3]: number of the file, offset and length of the blob there
     files: list[str]
 
-    def fault(self, name: str) -> str | None:
+    def find_fault(self, name: str) -> str | None:
         """Describe why the chunks of a tensor do not cover each element once; None if they do."""
         size = tuple(self.tensors[name].size)
         offsets = self.offsets[name]
         sizes = self.sizes[name]
-        if size and _are_rows(size, offsets, sizes):
+        if size and _are_full_rows(size, offsets, sizes):
             order = offsets[:, 0].argsort(kind="stable")
             begin, end = offsets[order, 0], offsets[order, 0] + sizes[order, 0]
             if begin[0] == 0 and end[-1] == size[0] and (begin[1:] == end[:-1]).all():
                 return None
         boxes = zip(map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True)
-        return boxes_fault(size, boxes)
+        return find_boxes_fault(size, boxes)
 
-    def part(self, boxes: dict[str, tuple[Iterable[int], Iterable[int]]]) -> Metadata:
+    def metadata_of_boxes(self, boxes: dict[str, tuple[Iterable[int], Iterable[int]]]) -> Metadata:
         """Build torch's metadata of the chunks that overlap a box of each tensor.
 
         Args:
@@ -62,13 +62,13 @@ class ChunkTable:
             begin, end = self.offsets[name], self.offsets[name] + self.sizes[name]
             meets = (begin < low + extent) & (end > low)
             rows[name] = meets.all(1).nonzero()[0] if extent.all() else numpy.arange(0)
-        return self._metadata(rows)
+        return self._build_metadata(rows)
 
-    def metadata(self) -> Metadata:
+    def to_metadata(self) -> Metadata:
         """Build torch's own metadata, with objects for each chunk: about 5 microseconds each."""
-        return self._metadata(dict.fromkeys(self.tensors))
+        return self._build_metadata(dict.fromkeys(self.tensors))
 
-    def _metadata(self, rows: dict[str, Array | None]) -> Metadata:
+    def _build_metadata(self, rows: dict[str, Array | None]) -> Metadata:
         """Build torch's metadata of tensors, from some rows of each; None takes all rows."""
         tensors: dict[str, Any] = {}
         storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -97,7 +97,7 @@ class ChunkTable:
         )
 
 
-def chunk_table(metadata: Metadata) -> ChunkTable:
+def table_from_metadata(metadata: Metadata) -> ChunkTable:
     """Build the table of the tensors in `metadata`.
 
     Chunks that are stored nowhere, or with transformed bytes, are omitted.
@@ -122,7 +122,7 @@ def chunk_table(metadata: Metadata) -> ChunkTable:
     return ChunkTable(tensors, offsets, sizes, places, list(files))
 
 
-def _are_rows(size: tuple[int, ...], offsets: Array, sizes: Array) -> bool:
+def _are_full_rows(size: tuple[int, ...], offsets: Array, sizes: Array) -> bool:
     """Return True if every chunk consists of complete rows of the tensor, and none is empty."""
     has_full_rows = (offsets[:, 1:] == 0).all() and (sizes[:, 1:] == numpy.array(size[1:])).all()
     return (

@@ -56,12 +56,12 @@ def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chun
     Raises:
         CheckpointError: there is no such tensor, or a chunk's blob is missing or has another size.
     """
-    entry = _tensor_metadata(metadata, fqn)
+    entry = _get_tensor_metadata(metadata, fqn)
     parts = [part for part in entry.chunks if math.prod(part.sizes) > 0]
     return [_find_chunk(Path(folder), metadata, fqn, part) for part in parts]
 
 
-def _tensor_metadata(metadata: Metadata, fqn: str) -> TensorStorageMetadata:
+def _get_tensor_metadata(metadata: Metadata, fqn: str) -> TensorStorageMetadata:
     entry = metadata.state_dict_metadata.get(fqn)
     if not isinstance(entry, TensorStorageMetadata):
         raise CheckpointError(f"{fqn} is {'no tensor' if entry else 'not in the checkpoint'}")
@@ -76,12 +76,12 @@ def _find_chunk(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMe
     if info.transform_descriptors:
         raise CheckpointError(f"{fqn} is stored by {info.transform_descriptors}; save it plainly")
     file, sizes = folder / info.relative_path, tuple(part.sizes)
-    dtype = _tensor_metadata(metadata, fqn).properties.dtype
+    dtype = _get_tensor_metadata(metadata, fqn).properties.dtype
     nbytes = math.prod(sizes) * dtype.itemsize
     try:
         with open(file, "rb", buffering=0) as f:
             blob = BlobView(f.fileno(), info.offset, info.length)
-            begin, length = payload(blob)
+            begin, length = find_payload(blob)
             tensor = blob.load("meta")
     except Exception as error:  # errors of a damaged blob have no common class
         raise CheckpointError(
@@ -105,14 +105,14 @@ def read_chunk(chunk: Chunk) -> torch.Tensor:
         return BlobView(f.fileno(), *chunk.blob).load("cpu").contiguous()
 
 
-def coverage_fault(metadata: Metadata, fqn: str) -> str | None:
+def find_coverage_fault(metadata: Metadata, fqn: str) -> str | None:
     """Describe why chunks do not cover each element of a tensor exactly once; None if they do."""
-    entry = _tensor_metadata(metadata, fqn)
+    entry = _get_tensor_metadata(metadata, fqn)
     boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks]
-    return boxes_fault(tuple(entry.size), boxes)
+    return find_boxes_fault(tuple(entry.size), boxes)
 
 
-def boxes_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
+def find_boxes_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
     """Describe why `boxes` do not cover each element of `shape` exactly once; None if they do."""
     boxes = [(offsets, sizes) for offsets, sizes in boxes if math.prod(sizes) > 0]
     if not shape and len(boxes) > 1:
@@ -137,12 +137,12 @@ def check_blob(file: Path, offset: int, length: int) -> None:
     """Raise CheckpointError for a blob that torch.save did not write, or that would decompress."""
     try:
         with open(file, "rb", buffering=0) as f:
-            payload(BlobView(f.fileno(), offset, length))
+            find_payload(BlobView(f.fileno(), offset, length))
     except Exception as error:  # errors of a damaged zip file have no common class
         raise CheckpointError(f"{file}: a blob cannot be read: {one_line(error)}") from error
 
 
-def payload(blob: "BlobView") -> tuple[int, int]:
+def find_payload(blob: "BlobView") -> tuple[int, int]:
     """Find the tensor's bytes in a blob, which are its record data/0.
 
     Compressed records are refused, because a small blob could become a large tensor. The CRCs of
@@ -160,9 +160,9 @@ def payload(blob: "BlobView") -> tuple[int, int]:
         _check_directory(blob, archive.start_dir)
         place = (0, 0)
         for record in archive.infolist():
-            _check_stored(record)
+            _check_uncompressed(record)
             if record.filename.endswith("/data/0"):
-                header = blob.at(record.header_offset, 30)
+                header = blob.read_at(record.header_offset, 30)
                 if header[:4] != b"PK\x03\x04" or place != (0, 0):
                     raise CheckpointError("its record of bytes has no header")
                 skipped = sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
@@ -187,7 +187,7 @@ def _check_directory(blob: "BlobView", begin: int) -> None:
 
     torch follows the offsets at its end, zipfile searches for the directory before it.
     """
-    end = blob.at(max(0, blob.length - 98), 98).rjust(98, b"\0")
+    end = blob.read_at(max(0, blob.length - 98), 98).rjust(98, b"\0")
     if end[56:60] == b"PK\6\7":  # a zip64 record of 56 bytes, its locator of 20, the end of 22
         offsets = [int.from_bytes(end[i : i + 8], "little") for i in (64, 48)]
         expected = [blob.length - 98, begin]
@@ -198,7 +198,7 @@ def _check_directory(blob: "BlobView", begin: int) -> None:
         raise CheckpointError("its end names another directory than the one before it")
 
 
-def _check_stored(record: zipfile.ZipInfo) -> None:
+def _check_uncompressed(record: zipfile.ZipInfo) -> None:
     """Raise CheckpointError if a record is compressed."""
     if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
         raise CheckpointError(f"{record.filename!a:.80} is compressed, which torch.save never does")
@@ -213,7 +213,7 @@ class BlobView(io.RawIOBase):
         self.max_read: int | None = None
         """Most bytes that one read may request; None: any number."""
 
-    def at(self, position: int, count: int) -> bytes:
+    def read_at(self, position: int, count: int) -> bytes:
         """Read `count` bytes at a position; fewer at the end."""
         count = max(0, min(count, self.length - position))
         if self.max_read is not None and count > self.max_read:
@@ -243,7 +243,7 @@ class BlobView(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer from the position on; return the number of bytes."""
-        data = self.at(self.position, len(buffer))
+        data = self.read_at(self.position, len(buffer))
         buffer[: len(data)] = data
         self.position += len(data)
         return len(data)

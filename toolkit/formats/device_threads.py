@@ -22,7 +22,7 @@ def device_pool(
         name: prefix of their names.
         begin: called first by each thread.
     """
-    choose = _same_device()
+    choose = _make_device_selector()
 
     def start() -> None:
         choose()
@@ -34,7 +34,7 @@ def device_pool(
 
 def device_thread(work: Callable[[], object], name: str) -> threading.Thread:
     """Start a daemon thread that computes on the device of the calling thread."""
-    choose = _same_device()
+    choose = _make_device_selector()
 
     def run() -> None:
         choose()
@@ -45,7 +45,7 @@ def device_thread(work: Callable[[], object], name: str) -> threading.Thread:
     return thread
 
 
-def _same_device() -> Callable[[], None]:
+def _make_device_selector() -> Callable[[], None]:
     """Make a function that selects this thread's device in the thread that calls it."""
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 

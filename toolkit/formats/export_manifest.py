@@ -17,7 +17,7 @@ from typing import Any
 
 from toolkit import __version__
 from toolkit.errors import ExportError, LoadingError
-from toolkit.formats.plain_files import hash_of_part, is_plain_name, plain_file
+from toolkit.formats.plain_files import hash_file_part, is_plain_name, resolve_plain_file
 from toolkit.formats.safetensors_files import DTYPE_NAMES, read_header
 from toolkit.formats.stored_tensors import StoredTensor
 from toolkit.formats.synced_files import write_synced
@@ -30,7 +30,7 @@ _TERMS = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)([-_]\w+)?(\.(md|txt
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
-def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
+def describe_folder(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
     """Hash the files and tensors of a Hugging Face folder.
 
     Args:
@@ -50,7 +50,7 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
         if file.is_symlink() or not file.is_file():
             raise ExportError(f"{file} is not a plain file; an export holds nothing else")
         size = file.stat().st_size
-        files[name] = {"size": size, "xxh3": hash_of_part(file, 0, size)}
+        files[name] = {"size": size, "xxh3": hash_file_part(file, 0, size)}
         try:
             entries = read_header(file) if file.suffix == ".safetensors" else {}
         except LoadingError as error:
@@ -60,7 +60,7 @@ def describe(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
                 raise ExportError(
                     f"{folder}: tensor {key} is in both {tensors[key]['file']} and {name}"
                 )
-            xxh3 = hash_of_part(file, entry.begin, entry.nbytes)
+            xxh3 = hash_file_part(file, entry.begin, entry.nbytes)
             tensors[key] = describe_tensor(entry, xxh3)
     return {"files": files, "tensors": tensors}
 
@@ -97,7 +97,7 @@ def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> No
         "files": described["files"],
         "tensors": described["tensors"],
     }
-    write_synced(folder / FILE, _render(manifest))
+    write_synced(folder / FILE, _encode(manifest))
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -112,15 +112,15 @@ def read(folder: Path) -> dict[str, Any]:
         raise ExportError(
             f"{folder} has no {FILE}: not written by `toolkit consolidate`, or copied incompletely"
         )
-    raw = read_bounded(plain_file(folder, FILE, ExportError), MAX_JSON_BYTES, ExportError)
+    raw = read_bounded(resolve_plain_file(folder, FILE, ExportError), MAX_JSON_BYTES, ExportError)
     content = parse_json(raw, f"{file} is damaged: it", ExportError)
     manifest: Any = content.get("manifest") if isinstance(content, dict) else None
     try:
-        if _render(manifest) != raw:
+        if _encode(manifest) != raw:
             raise ExportError(f"{file} is damaged: its content does not have its own sha256")
     except ValueError as error:
         raise ExportError(f"{file} is damaged: {error}") from error
-    _check(file, manifest)
+    _check_content(file, manifest)
     return manifest
 
 
@@ -135,14 +135,14 @@ def terms_files(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if _TERMS.fullmatch(name))
 
 
-def _render(manifest: dict[str, Any]) -> bytes:
+def _encode(manifest: dict[str, Any]) -> bytes:
     """Encode a manifest in its only valid form, so that any other byte is damage."""
     text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{{"sha256": "{digest}", "manifest": {text}}}\n'.encode()
 
 
-def _check(file: Path, manifest: Any) -> None:
+def _check_content(file: Path, manifest: Any) -> None:
     """Raise ExportError for content that `write` never writes.
 
     The manifest's own hash proves that the file is intact, not who wrote it.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ModelError
-from toolkit.formats.plain_files import is_plain_name, plain_file
+from toolkit.formats.plain_files import is_plain_name, resolve_plain_file
 from toolkit.parsing import parse_json, read_bounded, read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -103,7 +103,7 @@ def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
             yield from nested_items(inner)
 
 
-def check_config(folder: Path) -> None:
+def check_parsed_files(folder: Path) -> None:
     """Raise ModelError if a folder has files that transformers could not parse within bounds.
 
     Call it before transformers reads the folder. A tokenizer's folder may have no config.json.
@@ -130,7 +130,7 @@ def asset_files(folder: Path) -> dict[str, bytes]:
     names = [n for n in (*ASSET_FILES, *vocabulary_files(folder)) if (folder / n).is_file()]
     names += sorted(p.name for p in folder.glob("*.py") if p.is_file())
     names = [*dict.fromkeys(names)]
-    files = {n: plain_file(folder, n, ModelError).read_bytes() for n in names}
+    files = {n: resolve_plain_file(folder, n, ModelError).read_bytes() for n in names}
     return _with_named_templates(folder, files)
 
 
@@ -148,7 +148,7 @@ def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, by
         return files
     texts = {}
     for file in more:
-        content = plain_file(file.parent, file.name, ModelError).read_bytes()
+        content = resolve_plain_file(file.parent, file.name, ModelError).read_bytes()
         if len(content) > MAX_TEMPLATE_BYTES:
             raise ModelError(
                 f"the chat template {file} has {len(content):,} bytes, more than the "

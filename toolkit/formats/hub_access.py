@@ -25,7 +25,7 @@ _LONGEST_NAME = 255  # bytes, of file systems
 
 
 @functools.cache
-def why_unreachable() -> str:
+def hub_unreachable_reason() -> str:
     """Check once that the Hub can be reached, because its client would retry each file for 30 s.
 
     If it does not answer, this process uses only the cache from now on.
@@ -49,9 +49,9 @@ def why_unreachable() -> str:
 
 
 @functools.cache
-def say_unreachable() -> None:
+def warn_if_hub_unreachable() -> None:
     """Print a warning once if the Hub cannot be reached."""
-    if (reason := why_unreachable()) and os.environ.get("RANK", "0") == "0":
+    if (reason := hub_unreachable_reason()) and os.environ.get("RANK", "0") == "0":
         print(f"WARNING: {reason}: only what the cache holds is used", file=sys.stderr, flush=True)
 
 
@@ -75,18 +75,18 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
         return path
     check_folder(str(name_or_path))
     is_near = _has_local_parent(path)
-    local = is_near or not ask or bool(why_unreachable())
+    local = is_near or not ask or bool(hub_unreachable_reason())
     try:
         file = cached_file(name_or_path, "config.json", revision=revision, local_files_only=local)
     except OSError as error:
         if not local:  # the repository may exist and hold an adapter
-            refuse_adapter(_adapter_of_hub(name_or_path, revision), name_or_path)
+            refuse_adapter(_download_adapter_config(name_or_path, revision), name_or_path)
         if is_near and ask:
             raise ModelError(
                 f"there is a folder {path.parent} here ({Path.cwd()}), and no {path.name} in it. "
                 f"If a model of the Hub is meant: hf download {name_or_path}"
             ) from error
-        reason = why_unreachable() or str(error).strip().splitlines()[0]
+        reason = hub_unreachable_reason() or str(error).strip().splitlines()[0]
         if type(error.__cause__).__name__ == "GatedRepoError":
             raise ModelError(
                 f"{name_or_path} is gated on the Hub; ask for access on "
@@ -96,11 +96,11 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
             f"{name_or_path} is neither a folder here (current folder: {Path.cwd()}) nor a model "
             f"that the Hub gives: {reason}"
         ) from error
-    say_unreachable()
+    warn_if_hub_unreachable()
     return Path(str(file)).parent
 
 
-def _adapter_of_hub(name: str, revision: str | None) -> Path:
+def _download_adapter_config(name: str, revision: str | None) -> Path:
     """Download the adapter_config.json of a repository.
 
     Returns:
@@ -120,7 +120,7 @@ def _has_local_parent(path: Path) -> bool:
     return len(path.parts) == 2 and path.parent.is_dir()
 
 
-def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
+def download_assets(name_or_path: str, revision: str | None = None) -> None:
     """Download the files of a Hub id that an export needs in addition to the weights.
 
     Without this, the cache would have only the files that this process happens to read. If the Hub
@@ -132,7 +132,7 @@ def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
     if path.exists() or _has_local_parent(path):
         return
     # If the Hub cannot be reached, the cache answers at once from here on.
-    why_unreachable()
+    hub_unreachable_reason()
     patterns = ["config.json", *ASSET_FILES, f"{TEMPLATES}/*.jinja", "*.py"]
     try:
         folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
@@ -147,7 +147,7 @@ def obtain_assets(name_or_path: str, revision: str | None = None) -> None:
             )
 
 
-def obtain_file(folder: Path, name: str, remote: str | None, revision: str | None) -> bool:
+def ensure_file(folder: Path, name: str, remote: str | None, revision: str | None) -> bool:
     """Return True if a folder has a file, after downloading it from the Hub id `remote`."""
     if len(name.encode()) > _LONGEST_NAME:
         return False

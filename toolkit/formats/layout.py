@@ -16,7 +16,7 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def cut_by_rows(tensor: torch.Tensor) -> bool:
+def is_sharded_by_rows(tensor: torch.Tensor) -> bool:
     """Return True if each rank holds complete rows of `tensor`, or all of it."""
     # Not `is_shard`: a strided shard, of a dim that two axes cut, answers no (torch 2.13).
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
@@ -28,7 +28,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def slice_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Slice `whole` to the part that this rank holds of `like`; a view."""
     return whole[local_slices(like)] if isinstance(like, DTensor) else whole
 

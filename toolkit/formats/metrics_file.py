@@ -20,7 +20,7 @@ _MAX_NUMBER = 1e300
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "peft")
 
 
-def number(line: dict[str, Any], key: str) -> float | int | None:
+def get_finite_number(line: dict[str, Any], key: str) -> float | int | None:
     """Get a number from a line; None if it is missing, no number, or not finite."""
     value = line.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -39,7 +39,7 @@ def read_versions() -> dict[str, str]:
     return {"toolkit": __version__, "python": platform.python_version(), **installed}
 
 
-def append(file: Path, lines: Iterable[dict[str, Any]]) -> None:
+def append_lines(file: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Append all `lines`, or none of them if the disk refuses (OSError)."""
     content = memoryview("".join(json.dumps(line) + "\n" for line in lines).encode())
     with open(file, "ab", buffering=0) as f:
@@ -53,7 +53,7 @@ def append(file: Path, lines: Iterable[dict[str, Any]]) -> None:
             raise
 
 
-def keep_until(file: Path, step: int) -> None:
+def drop_lines_after(file: Path, step: int) -> None:
     """Drop the lines after `step`, which a resumed run writes again."""
     if not file.is_file():
         return

@@ -21,14 +21,14 @@ def is_inner_path(name: str) -> bool:
     return all(is_plain_name(part) for part in name.split("/"))
 
 
-def is_cached(path: Path) -> bool:
+def is_hub_cache_link(path: Path) -> bool:
     """Return True if `path` is a link of the Hub's cache, from a snapshot to a blob."""
     of_snapshot = path.is_symlink() and path.parent.parent.name == "snapshots"
     blobs = path.parent.parent.parent / "blobs"
     return of_snapshot and path.resolve().parent == blobs.resolve()
 
 
-def plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
+def resolve_plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
     """Check that a folder has a regular file of this name; return its path or raise `error`.
 
     A link may not leave the folder, except for a link of the Hub's cache to its blobs.
@@ -36,7 +36,7 @@ def plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
     path, home = folder / name, folder.resolve()
     if not is_plain_name(name):
         raise error(f"{name!r:.200} is no file of its folder, {folder}")
-    if path.is_symlink() and path.resolve().parent != home and not is_cached(home / name):
+    if path.is_symlink() and path.resolve().parent != home and not is_hub_cache_link(home / name):
         raise error(
             f"{path} is a link that leaves its folder, to {path.resolve()}; copy the file here, or "
             "give the folder that holds it"
@@ -46,7 +46,7 @@ def plain_file(folder: Path, name: str, error: type[ToolkitError]) -> Path:
     return path
 
 
-def hash_of_part(file: Path, begin: int, count: int) -> str:
+def hash_file_part(file: Path, begin: int, count: int) -> str:
     """Compute the XXH3-128 of `count` bytes of a file from offset `begin`, in hexadecimal.
 
     Runs at 10 GB/s, and guards against accidents only. Raises ToolkitError if the file ends before.
@@ -62,7 +62,7 @@ def hash_of_part(file: Path, begin: int, count: int) -> str:
     return hasher.hexdigest()
 
 
-def damaged_parts(file: Path, parts: Iterable[tuple[str, int, int, str]]) -> dict[str, str]:
+def find_damaged_tensors(file: Path, parts: Iterable[tuple[str, int, int, str]]) -> dict[str, str]:
     """Find tensors whose bytes in a file differ from their hashes.
 
     Args:
@@ -77,6 +77,6 @@ def damaged_parts(file: Path, parts: Iterable[tuple[str, int, int, str]]) -> dic
     for name, begin, count, expected in parts:
         if begin + count > size:
             problems[name] = f"is lost: {max(0, size - begin)} of its {count} bytes are there"
-        elif hash_of_part(file, begin, count) != expected:
+        elif hash_file_part(file, begin, count) != expected:
             problems[name] = "has other bytes than were written"
     return problems

@@ -9,15 +9,17 @@ from toolkit.errors import ModelError, ShardingError, ToolkitError
 
 def torch_private(module: str, name: str) -> Any:
     """Get `name` of torch's `module`; raise ShardingError if it does not exist."""
-    return _private("torch", module, name, ShardingError, "2.11 to 2.15")
+    return _resolve_private("torch", module, name, ShardingError, "2.11 to 2.15")
 
 
 def transformers_private(module: str, name: str) -> Any:
     """Get `name` of transformers' `module`; raise ModelError if it does not exist."""
-    return _private("transformers", module, name, ModelError, "5.23 to 5.24")
+    return _resolve_private("transformers", module, name, ModelError, "5.23 to 5.24")
 
 
-def _private(library: str, module: str, name: str, error: type[ToolkitError], releases: str) -> Any:
+def _resolve_private(
+    library: str, module: str, name: str, error: type[ToolkitError], releases: str
+) -> Any:
     try:
         return pkgutil.resolve_name(f"{library}.{module}:{name}")
     except (ImportError, AttributeError) as cause:

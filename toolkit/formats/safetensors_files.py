@@ -20,9 +20,9 @@ from toolkit.formats.hf_folder import (
     is_text_map,
     refuse_adapter,
 )
-from toolkit.formats.hub_access import obtain_file
-from toolkit.formats.plain_files import is_plain_name, plain_file
-from toolkit.formats.stored_tensors import StoredTensor, in_one_piece
+from toolkit.formats.hub_access import ensure_file
+from toolkit.formats.plain_files import is_plain_name, resolve_plain_file
+from toolkit.formats.stored_tensors import StoredTensor, contiguous_tensor
 from toolkit.parsing import MAX_JSON_BYTES, parse_json, read_json
 
 DTYPES: dict[str, torch.dtype] = {
@@ -51,10 +51,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         LoadingError: the header is damaged or too large, tensors overlap or leave gaps, or the file
             has another length.
     """
-    header, begin, size = _read(file)
+    header, begin, size = _read_raw_header(file)
     header.pop("__metadata__", None)
     try:
-        entries = {name: _entry(file, begin, name, info) for name, info in header.items()}
+        entries = {name: _parse_entry(file, begin, name, info) for name, info in header.items()}
         position = begin
         previous = "the header"
         for name, entry in sorted(entries.items(), key=lambda e: (e[1].begin, e[1].nbytes)):
@@ -65,7 +65,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             position = entry.begin + entry.nbytes
             previous = name
     except (ValueError, TypeError) as error:
-        raise _damaged(file, error) from error
+        raise _header_error(file, error) from error
     if position != size:
         raise LoadingError(
             f"{file} should be {position} bytes long by its header, and is {size}; {AGAIN}"
@@ -75,10 +75,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def header_metadata(file: Path) -> dict[str, str]:
     """Read the `__metadata__` texts in the header of a safetensors file. Raises LoadingError."""
-    return _read(file)[0].get("__metadata__", {})
+    return _read_raw_header(file)[0].get("__metadata__", {})
 
 
-def _read(file: Path) -> tuple[dict[str, Any], int, int]:
+def _read_raw_header(file: Path) -> tuple[dict[str, Any], int, int]:
     """Read a file's header, the offset of its first tensor, and the size of the file."""
     with open(file, "rb") as f:
         size = f.seek(0, 2)
@@ -90,15 +90,15 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
             raise LoadingError(f"{file} is not a safetensors file ({about}); {AGAIN}")
         raw = f.read(length)
     if not raw.startswith(b"{"):
-        raise _damaged(file, "it is no JSON object")
+        raise _header_error(file, "it is no JSON object")
     header = parse_json(raw, f"{file}: damaged safetensors header: it", LoadingError, strict=True)
     about = header.get("__metadata__", {})
     if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
-        raise _damaged(file, "__metadata__ must map names to texts")
+        raise _header_error(file, "__metadata__ must map names to texts")
     return header, 8 + length, size
 
 
-def _entry(file: Path, base: int, name: str, info: Any) -> StoredTensor:
+def _parse_entry(file: Path, base: int, name: str, info: Any) -> StoredTensor:
     """Check a header's entry of one tensor; raise TypeError or ValueError if it is malformed."""
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
         raise TypeError(f"{name} must have dtype, shape and data_offsets")
@@ -115,10 +115,10 @@ def _entry(file: Path, base: int, name: str, info: Any) -> StoredTensor:
         raise ValueError(f"{name}: bytes {begin} to {end} do not hold {kind} {tuple(shape)}")
     if math.prod(n or 1 for n in shape) * itemsize > _MAX_BYTES:
         raise ValueError(f"{name} has shape {str(shape)[:80]}, which no tensor can have")
-    return in_one_piece(file, DTYPES[kind], tuple(shape), base + begin)
+    return contiguous_tensor(file, DTYPES[kind], tuple(shape), base + begin)
 
 
-def _damaged(file: Path, problem: object) -> LoadingError:
+def _header_error(file: Path, problem: object) -> LoadingError:
     """Make the error of a damaged header."""
     text = one_line(str(problem), 200)
     return LoadingError(f"{file} has a damaged safetensors header: {text}; {AGAIN}")
@@ -139,11 +139,11 @@ def weight_files(
             is missing or outside the folder.
     """
     remote = name_or_path if name_or_path is not None and not Path(name_or_path).is_dir() else None
-    if obtain_file(folder, SINGLE_FILE, remote, revision):  # first, as transformers takes it
+    if ensure_file(folder, SINGLE_FILE, remote, revision):  # first, as transformers takes it
         names = [SINGLE_FILE]
-    elif obtain_file(folder, INDEX_FILE, remote, revision):
+    elif ensure_file(folder, INDEX_FILE, remote, revision):
         names = sorted(set(read_index(folder / INDEX_FILE).values()))
-        missing = [n for n in names if not obtain_file(folder, n, remote, revision)]
+        missing = [n for n in names if not ensure_file(folder, n, remote, revision)]
         if missing:
             raise LoadingError(
                 f"{folder / INDEX_FILE} names {len(missing)} file(s) that are not there: "
@@ -162,7 +162,7 @@ def weight_files(
             f"{folder} holds no {SINGLE_FILE} and no {INDEX_FILE}; complete the folder, or set "
             "model.init: random to start from random weights"
         )
-    return [plain_file(folder, name, LoadingError) for name in names]
+    return [resolve_plain_file(folder, name, LoadingError) for name in names]
 
 
 def read_weights(files: Iterable[Path]) -> dict[str, StoredTensor]:
@@ -226,13 +226,13 @@ class OpenFiles(contextlib.ExitStack):
         self._files: dict[Path, Any] = {}
         self._lock = threading.Lock()
 
-    def tensor(self, name: str, entry: StoredTensor) -> Any:
+    def get_slice(self, name: str, entry: StoredTensor) -> Any:
         """Get safetensors' slice of a tensor; reads nothing yet."""
         if entry.file not in self._files:
             self._files[entry.file] = self.enter_context(safe_open(entry.file, framework="pt"))
         return self._files[entry.file].get_slice(name)
 
-    def count(self, nbytes: int) -> None:
+    def count_request(self, nbytes: int) -> None:
         """Add to the number of requested bytes; callable from any thread."""
         with self._lock:
             self.requested += nbytes
@@ -259,7 +259,7 @@ class FileTensor:
         rows: int | None = None,
         copy: bool = True,
     ):
-        self._reader, self._inner, self._entry = reader, reader.tensor(name, entry), entry
+        self._reader, self._inner, self._entry = reader, reader.get_slice(name, entry), entry
         self._dtype = dtype if dtype and entry.dtype.is_floating_point else entry.dtype
         self._copy = copy
         self._shape = entry.shape if rows is None else (rows, *entry.shape[1:])
@@ -274,13 +274,15 @@ class FileTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read a part of the tensor, and nothing else."""
-        piece = self._inner[index] if self._shape == self._entry.shape else self._resized(index)
-        self._reader.count(piece.numel() * self._entry.dtype.itemsize)
+        piece = (
+            self._inner[index] if self._shape == self._entry.shape else self._read_resized(index)
+        )
+        self._reader.count_request(piece.numel() * self._entry.dtype.itemsize)
         if not self._copy:
             return piece
         return torch.empty(piece.shape, dtype=self._dtype).copy_(piece)
 
-    def _resized(self, index: Any) -> torch.Tensor:
+    def _read_resized(self, index: Any) -> torch.Tensor:
         """Read a part of an embedding with another number of rows than the file has."""
         index = index if isinstance(index, tuple) else (index,)
         rows = index[0] if isinstance(index[0], slice) else slice(None)

@@ -48,7 +48,7 @@ class SourceKeys:
     carried: list[str]  # keys that no parameter takes
 
 
-def loaded_as(
+def map_source_keys(
     model: "PreTrainedModel", keys: Iterable[str], conversions: list[Any] | None = None
 ) -> Iterator[tuple[str, str, str | None]]:
     """Replay how transformers maps a checkpoint's keys to parameters. Uses names only.
@@ -75,11 +75,11 @@ def loaded_as(
         yield key, target, pattern
 
 
-def source_keys(model: "PreTrainedModel", keys: Iterable[str]) -> SourceKeys:
+def group_source_keys(model: "PreTrainedModel", keys: Iterable[str]) -> SourceKeys:
     """Group a checkpoint's keys by how transformers loads them into `model`. Uses names only."""
     state = model.state_dict(keep_vars=True)
     groups = SourceKeys({}, [], [])
-    for key, target, pattern in loaded_as(model, keys):
+    for key, target, pattern in map_source_keys(model, keys):
         if target not in state:
             groups.carried.append(key)
         elif pattern is not None:

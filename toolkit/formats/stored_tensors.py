@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from toolkit.errors import CheckpointError
-from toolkit.formats.bit_sums import sums_of_rows, wrapped
+from toolkit.formats.bit_sums import byte_and_row_sums, wrap_to_int64
 from toolkit.formats.dcp_tensors import Chunk, read_chunk
 from toolkit.formats.plain_files import BLOCK
 
@@ -43,7 +43,7 @@ class StoredTensor:
         """Number of rows; a tensor with fewer than two dims is one row."""
         return self.shape[0] if len(self.shape) > 1 else 1
 
-    def block(self, first: int, last: int) -> torch.Tensor:
+    def read_rows(self, first: int, last: int) -> torch.Tensor:
         """Read rows `first` to `last`; raise CheckpointError if the file is too short.
 
         Returns:
@@ -58,23 +58,23 @@ class StoredTensor:
             if begin < end:
                 inner = [slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:], strict=True)]
                 place = rows[(slice(begin - first, end - first), *inner)]
-                _read(chunk, sizes, begin - offsets[0], end - offsets[0], place)
+                _read_chunk_rows(chunk, sizes, begin - offsets[0], end - offsets[0], place)
         return rows
 
 
-def in_one_piece(
+def contiguous_tensor(
     file: Path, dtype: torch.dtype, shape: tuple[int, ...], begin: int
 ) -> StoredTensor:
     """Describe a contiguous tensor at offset `begin` of a file."""
     return StoredTensor(dtype, shape, (Chunk(file, (0,) * len(shape), shape, dtype, begin),))
 
 
-def whole(tensor: StoredTensor) -> torch.Tensor:
+def read_tensor(tensor: StoredTensor) -> torch.Tensor:
     """Read a stored tensor into memory, in its shape."""
-    return tensor.block(0, tensor.rows).reshape(tensor.shape)
+    return tensor.read_rows(0, tensor.rows).reshape(tensor.shape)
 
 
-def blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+def read_blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
     """Read a tensor in blocks of BLOCK bytes, or of one row if that is larger.
 
     Args:
@@ -91,17 +91,19 @@ def blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch
     if any(chunk.raw is None for chunk in tensor.chunks):  # blobs that can only be read completely
         step = tensor.rows
     for first in range(0, tensor.rows, step):
-        yield first, tensor.block(first, min(first + step, tensor.rows))
+        yield first, tensor.read_rows(first, min(first + step, tensor.rows))
 
 
-def row_sum(tensor: StoredTensor) -> int:
+def compute_row_sum(tensor: StoredTensor) -> int:
     """Compute the row sum of a tensor, as a manifest has it; see [Note: bit sums]."""
-    return wrapped(sum(block_sum(tensor, first, rows) for first, rows in blocks(tensor)))
+    return wrap_to_int64(
+        sum(compute_block_sum(tensor, first, rows) for first, rows in read_blocks(tensor))
+    )
 
 
-def block_sum(tensor: StoredTensor, first: int, rows: torch.Tensor) -> int:
+def compute_block_sum(tensor: StoredTensor, first: int, rows: torch.Tensor) -> int:
     """Compute the part of a tensor's `row_sum` that some rows contribute, from index `first`."""
-    return int(sums_of_rows(rows if len(tensor.shape) > 1 else rows.reshape(-1, 1), first)[1])
+    return int(byte_and_row_sums(rows if len(tensor.shape) > 1 else rows.reshape(-1, 1), first)[1])
 
 
 def same_values(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -122,9 +124,9 @@ def first_difference(expected: StoredTensor, actual: StoredTensor) -> tuple[str 
     total = 0
     wrong = 0
     where = None
-    for first, rows in blocks(expected, actual.dtype.itemsize):
-        total += block_sum(expected, first, rows)
-        actual_rows = actual.block(first, first + rows.shape[0])
+    for first, rows in read_blocks(expected, actual.dtype.itemsize):
+        total += compute_block_sum(expected, first, rows)
+        actual_rows = actual.read_rows(first, first + rows.shape[0])
         same = same_values(rows.to(actual.dtype), actual_rows)
         if not bool(same.all()):
             wrong += int((~same).sum())
@@ -137,10 +139,12 @@ def first_difference(expected: StoredTensor, actual: StoredTensor) -> tuple[str 
                 )
     count = math.prod(expected.shape)
     difference = None if where is None else f"{wrong} of {count} values differ: {where}"
-    return difference, wrapped(total)
+    return difference, wrap_to_int64(total)
 
 
-def _read(chunk: Chunk, sizes: tuple[int, ...], first: int, last: int, place: torch.Tensor) -> None:
+def _read_chunk_rows(
+    chunk: Chunk, sizes: tuple[int, ...], first: int, last: int, place: torch.Tensor
+) -> None:
     """Read rows `first` to `last` of a chunk into `place`, a view of that shape."""
     if chunk.raw is None:
         place.copy_(read_chunk(chunk).reshape(sizes)[first:last])

@@ -12,7 +12,7 @@ _MIN_WRITE_BEHIND = 16 * 2**20  # bytes
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP}
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Fsync a file, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -44,7 +44,7 @@ def write_behind(descriptor: int, begin: int, end: int) -> int:
     return end
 
 
-def sync_above(folder: Path) -> None:
+def fsync_with_parents(folder: Path) -> None:
     """Fsync a folder and its parents, up to the root of its file system.
 
     Without a synced entry in its parent, a folder is lost with its content when the power fails.
@@ -53,7 +53,7 @@ def sync_above(folder: Path) -> None:
     for path in (folder.resolve(), *folder.resolve().parents):
         if os.stat(path).st_dev != device or not os.access(path, os.R_OK):
             return  # this process cannot have created it
-        sync(path)
+        fsync_path(path)
 
 
 def write_synced(file: Path, content: str | bytes) -> None:
@@ -73,11 +73,11 @@ def replace_synced(file: Path, content: str | bytes) -> None:
     temporary = file.with_name(f"{file.name}.tmp")
     write_synced(temporary, content)
     os.replace(temporary, file)
-    sync(file.parent)
+    fsync_path(file.parent)
 
 
 @contextlib.contextmanager
-def replacing(file: Path) -> Iterator[Path]:
+def replace_on_exit(file: Path) -> Iterator[Path]:
     """Yield a scratch file to write, which replaces `file` at the end; create its folder.
 
     For files that can be made again, by any number of processes: nothing is fsynced.

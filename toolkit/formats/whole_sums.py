@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
-from toolkit.formats.bit_sums import INTEGERS, part_sums, wrapped
-from toolkit.formats.layout import cut_by_rows, local_tensor
+from toolkit.formats.bit_sums import INTEGERS, part_sums, wrap_to_int64
+from toolkit.formats.layout import is_sharded_by_rows, local_tensor
 
 _BLOCK = 2**24  # elements to widen to 64 bits at a time
 
@@ -22,13 +22,13 @@ class WholeSum:
     copies: int  # over every copy
     holders: int  # ranks that hold a copy of the same part
 
-    def is_of(self, expected: int) -> bool:
+    def matches(self, expected: int) -> bool:
         """Return True if every copy has the `expected` checksum."""
-        return self.first == expected and self.is_alike()
+        return self.first == expected and self.copies_agree()
 
-    def is_alike(self) -> bool:
+    def copies_agree(self) -> bool:
         """Return True if all copies have the same checksum."""
-        return self.copies == wrapped(self.first * self.holders)
+        return self.copies == wrap_to_int64(self.first * self.holders)
 
 
 def whole_sums(
@@ -44,14 +44,16 @@ def whole_sums(
     Returns:
         None if the other ranks do not exist (`fake_world`). Costs one read of the parts.
     """
-    names = [name for name, tensor in tensors.items() if cut_by_rows(tensor)]
+    names = [name for name, tensor in tensors.items() if is_sharded_by_rows(tensor)]
     shares = ranks.on_all(lambda: [int(part(tensors[name])) for name in names])
-    firsts = [s * _is_first_copy(tensors[n]) for s, n in zip(shares, names, strict=True)]
+    firsts = [s * _holds_first_copy(tensors[n]) for s, n in zip(shares, names, strict=True)]
     totals = ranks.sum_over_ranks(firsts + shares)
     if totals is None:
         return None
     pairs = zip(totals[: len(names)], totals[len(names) :], strict=True)
-    return {n: WholeSum(*pair, holders(tensors[n])) for n, pair in zip(names, pairs, strict=True)}
+    return {
+        n: WholeSum(*pair, count_holders(tensors[n])) for n, pair in zip(names, pairs, strict=True)
+    }
 
 
 @torch.no_grad()
@@ -68,7 +70,7 @@ def element_sum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def holders(tensor: torch.Tensor) -> int:
+def count_holders(tensor: torch.Tensor) -> int:
     """Count the ranks that hold the same part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return ranks.world_size()
@@ -76,7 +78,7 @@ def holders(tensor: torch.Tensor) -> int:
     return math.prod(mesh.size(d) for d, p in enumerate(tensor.placements) if p.is_replicate())
 
 
-def _is_first_copy(tensor: torch.Tensor) -> bool:
+def _holds_first_copy(tensor: torch.Tensor) -> bool:
     """Return True if this rank holds the first copy of its part."""
     if not isinstance(tensor, DTensor):
         return ranks.rank() == 0

@@ -12,7 +12,7 @@ import xxhash
 from toolkit.checkpoint.names import CHECKPOINTS, COMMIT
 from toolkit.config.published import is_path
 from toolkit.errors import ExportError, holds_token, one_line
-from toolkit.formats import ADAPTER_FILE, BLOCK, export_manifest, plain_file
+from toolkit.formats import ADAPTER_FILE, BLOCK, export_manifest, resolve_plain_file
 from toolkit.formats import read_config as read_model_config
 from toolkit.hub import card as model_card
 from toolkit.parsing import read_json
@@ -90,7 +90,7 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     card = _read_card(folder) if has_own_card else _make_card(folder, manifest, repo_id, is_adapter)
     extra_files = {export_manifest.FILE: raw, CARD: card.encode()}
     for name in export_manifest.terms_files(folder):
-        extra_files[name] = plain_file(folder, name, ExportError).read_bytes()
+        extra_files[name] = resolve_plain_file(folder, name, ExportError).read_bytes()
     for name, text in extra_files.items():
         contents[name] = text
         entries[name] = _hash_content(text)
@@ -105,7 +105,7 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
 def _read_card(folder: Path) -> str:
     """Read the folder's own model card; raise ExportError if it is not UTF-8."""
     try:
-        return plain_file(folder, CARD, ExportError).read_text("utf-8")
+        return resolve_plain_file(folder, CARD, ExportError).read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ExportError(f"{folder / CARD} is not UTF-8 ({error}); save it as that") from None
 

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from toolkit.loading.materialisation import init_weights, materialise
     from toolkit.loading.pretrained import (
         LoadReport,
-        check_fits,
-        find_misfits,
+        check_weights_fit,
+        find_load_problems,
         load_or_init,
         load_pretrained,
     )

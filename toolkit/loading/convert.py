@@ -34,16 +34,16 @@ from toolkit.formats import (
     assets_of,
     conversion_mapping,
     like_dtensor,
-    loaded_as,
+    map_source_keys,
     nested_items,
-    part_of,
+    read_tensor,
+    slice_like,
     split_mapping,
     transformers_private,
-    whole,
 )
 from toolkit.loading.materialisation import place_parameter, set_tensor
 from toolkit.models.causal_lm import model_on_meta
-from toolkit.models.classes import build, original_class
+from toolkit.models.classes import build_from_config, original_class
 from toolkit.models.packed_linear import packed_weights
 
 _WRAP = "_dtensor_from_local_like"  # the loader creates DTensors with it
@@ -73,7 +73,7 @@ def plan_load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGr
     converters = split_mapping(assets_of(model).conversions)[1]
     by_pattern = {p: tuple(c.operations) for c in converters for p in c.source_patterns}
     groups: dict[tuple[str, str | None], LoadGroup] = {}
-    for key, target, pattern in loaded_as(model, keys):
+    for key, target, pattern in map_source_keys(model, keys):
         # Two plain tensors of one name are not loaded together: the second replaces the first.
         member = (target, key if pattern is None else None)
         earlier_keys = groups[member].keys if member in groups else ()
@@ -96,7 +96,7 @@ def load_group(
         LoadingError: the tensors cannot be converted.
     """
     if group.operations is None:
-        return {group.parameter: whole(entries[group.keys[0]])}
+        return {group.parameter: read_tensor(entries[group.keys[0]])}
     members = {key: entries[key] for key in group.keys}
     dtype = torch.float32  # for tensors stored in parts, which the caller rounds once
     if not {key for keys in assets_of(model).stored.values() for key in keys} & members.keys():
@@ -107,7 +107,7 @@ def load_group(
     with OpenFiles() as reader:
         sources = {key: FileTensor(reader, key, entry) for key, entry in members.items()}
         info = run_loader(model, sources, torch.device("cpu"))
-    parameters = _take_tensors(model)
+    parameters = _take_loaded_tensors(model)
     # Parameters of other groups are missing here.
     info.missing_keys = set()
     if problems := key_problems(info):
@@ -170,7 +170,7 @@ def run_loader(
     return info
 
 
-def resolve_keys(model: PreTrainedModel, info: Any) -> None:
+def tie_and_filter_keys(model: PreTrainedModel, info: Any) -> None:
     """Tie `model` by transformers' rules, and remove the keys that may be missing or unexpected."""
     adjust = "PreTrainedModel._adjust_missing_and_unexpected_keys"
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
@@ -191,20 +191,20 @@ def find_carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[
     names = list(unexpected)
     if not names:
         return set()
-    carried = {name for name in names if _is_next_layer(model, name)}
+    carried = {name for name in names if _is_of_multi_token_layer(model, name)}
     if assets.whole is not None:
         model_class, config = assets.whole
         with torch.device("meta"):
-            whole_model = build(model_class, config, torch.float32)
+            whole_model = build_from_config(model_class, config, torch.float32)
         state = whole_model.state_dict()
         mapping = conversion_mapping(whole_model)
         whole_model.hf_assets = assets
-        targets = loaded_as(whole_model, names, mapping)
+        targets = map_source_keys(whole_model, names, mapping)
         carried |= {key for key, target, _ in targets if target in state}
     return carried
 
 
-def _is_next_layer(model: PreTrainedModel, name: str) -> bool:
+def _is_of_multi_token_layer(model: PreTrainedModel, name: str) -> bool:
     """Return True if a tensor belongs to a layer behind the last that predicts more tokens.
 
     The config says how many such layers there are (DeepSeek-V3, GLM-4.5).
@@ -261,12 +261,12 @@ def groups_to_convert_first(model: PreTrainedModel, keys: Iterable[str]) -> list
             or (isinstance(op, Chunk | Concatenate) and op.dim >= 1)
             for op in group.operations
         )
-        return not commutes or _some_rank_is_empty(state[group.parameter])
+        return not commutes or _leaves_rank_without_rows(state[group.parameter])
 
     return [group for group in plan_load_groups(model, keys) if is_read_whole(group)]
 
 
-def _some_rank_is_empty(tensor: torch.Tensor) -> bool:
+def _leaves_rank_without_rows(tensor: torch.Tensor) -> bool:
     """Return True if dim 0 leaves the last rank without a row.
 
     An example: 3 ranks split 4 rows into 2, 2 and 0.
@@ -300,28 +300,32 @@ def convert_then_slice(
     live = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
     packed = packed_weights(model)
     with torch.device("meta"):
-        unsharded = build(original_class(model), model.config, next(model.parameters()).dtype)
+        unsharded = build_from_config(
+            original_class(model), model.config, next(model.parameters()).dtype
+        )
     unsharded.hf_assets = assets_of(model)
     # Some parameters stay fp32 among others in half precision.
     for name, parameter in unsharded.named_parameters():
         dtype = packed[name].source_dtype if name in packed else live[name].dtype
         parameter.data = torch.empty_like(parameter, dtype=dtype)
-    _take_tensors(unsharded)  # constructors may draw values on meta, which are not loaded ones
+    _take_loaded_tensors(
+        unsharded
+    )  # constructors may draw values on meta, which are not loaded ones
     for group in groups:
         group_info = run_loader(unsharded, {k: sources[k] for k in group.keys}, torch.device("cpu"))
         info.conversion_errors.update(group_info.conversion_errors)
         info.unexpected_keys |= group_info.unexpected_keys
         info.mismatched_keys |= group_info.mismatched_keys
-        for name, whole_tensor in _take_tensors(unsharded).items():
+        for name, whole_tensor in _take_loaded_tensors(unsharded).items():
             if name in packed:
                 whole_tensor = packed[name].pack(whole_tensor.to(device))
             place_parameter(
-                model, [name], part_of(whole_tensor, live[name]).to(home, copy=True), live[name]
+                model, [name], slice_like(whole_tensor, live[name]).to(home, copy=True), live[name]
             )
             info.missing_keys.discard(name)
 
 
-def _take_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _take_loaded_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Collect the tensors of `model` that have bytes, and replace them by empty ones on meta."""
     tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
     for name, tensor in tensors.items():

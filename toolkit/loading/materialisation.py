@@ -30,10 +30,10 @@ from toolkit.formats import (
     assets_of,
     like_dtensor,
     local_tensor,
-    part_of,
+    slice_like,
     transformers_private,
 )
-from toolkit.models.classes import build, original_class
+from toolkit.models.classes import build_from_config, original_class
 from toolkit.models.layers import tied_families
 from toolkit.models.modes import forked_rng
 from toolkit.models.peft_model import copied_modules, has_adapters, unwrapped_base
@@ -62,7 +62,7 @@ def init_weights(
     """
     target = torch.device(device)
     with unwrapped_base(model) as base:
-        _fill(base, target, home, seed)
+        _fill_model(base, target, home, seed)
     assets_of(model).drawn_from = seed
     init_adapters(model, target, home, seed)
 
@@ -76,20 +76,20 @@ def materialise(
             "a checkpoint of adapters does not hold the base: load it with load_pretrained or "
             "init_weights, then resume"
         )
-    _fill(model, torch.device(device), home, None)
+    _fill_model(model, torch.device(device), home, None)
 
 
 @ranks.collective
-def _fill(
+def _fill_model(
     model: PreTrainedModel, device: torch.device, home: torch.device | None, seed: int | None
 ) -> None:
     """Compute buffers, and draw parameters from `seed`; without a seed only allocate them."""
-    fill_missing(model, home or device, tied_families(model), dict(model.named_buffers()), seed)
+    fill_tensors(model, home or device, tied_families(model), dict(model.named_buffers()), seed)
     model.tie_weights()
     finish_placement(model, device)
 
 
-def fill_missing(
+def fill_tensors(
     model: PreTrainedModel,
     home: torch.device,
     parameters: Iterable[str],
@@ -111,7 +111,7 @@ def fill_missing(
         if whole is None:
             part = torch.empty_like(local_tensor(reference), device=home)
         else:
-            part = part_of(whole, reference).to(home, reference.dtype, copy=True)
+            part = slice_like(whole, reference).to(home, reference.dtype, copy=True)
         place_parameter(model, families[name], part, reference)
 
 
@@ -197,10 +197,10 @@ def build_with_buffers(
     """
     # Parameters on meta are marked as drawn, so that their constructors draw nothing.
     guard = transformers_private("initialization", "guard_torch_init_functions")
-    with forked_rng(), _parameters_on_meta(set(in_memory)), guard():
+    with forked_rng(), _construct_parameters_on_meta(set(in_memory)), guard():
         torch.default_generator.manual_seed(seed)
         try:
-            built = build(original_class(model), model.config, torch.float32)
+            built = build_from_config(original_class(model), model.config, torch.float32)
         except Exception as error:  # an architecture may do anything on its way
             name = original_class(model).__name__
             raise LoadingError(f"{name} cannot be built again ({one_line(error)})") from error
@@ -235,7 +235,7 @@ def draw_values(
         modules.setdefault(path, {})[leaf] = name
     unwritten = []
     for path, leaves in modules.items():
-        for leaf, value in _draw_module(built, path, leaves, seed).items():
+        for leaf, value in _draw_module_parameters(built, path, leaves, seed).items():
             # Integers cannot hold NaN. They are tables that the constructor computes.
             if not value.is_floating_point() or value.sum().isnan():
                 unwritten.append((path, leaf))
@@ -252,7 +252,9 @@ def draw_values(
             yield name, value
 
 
-def _draw_module(built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int) -> Tensors:
+def _draw_module_parameters(
+    built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int
+) -> Tensors:
     """Draw the first values of parameters of the module `path`; unwritten values are NaN."""
     from transformers.initialization import guard_torch_init_functions
 
@@ -297,7 +299,7 @@ def _no_value_error(model: nn.Module, name: str, why: str) -> LoadingError:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta(exceptions: set[tuple[type, str]]) -> Iterator[None]:
+def _construct_parameters_on_meta(exceptions: set[tuple[type, str]]) -> Iterator[None]:
     """Let modules that are built keep their parameters on meta, apart from `exceptions`."""
     register = nn.Module.register_parameter
     in_memory = set[nn.Parameter]()

@@ -19,7 +19,7 @@ from toolkit.config.settings import ModelConfig
 from toolkit.errors import LoadingError
 from toolkit.loading import convert
 from toolkit.loading.materialisation import (
-    fill_missing,
+    fill_tensors,
     finish_placement,
     init_adapters,
     init_weights,
@@ -123,11 +123,11 @@ def load_pretrained(
     folder = ranks.collective(formats.local_folder)(str(path))
     # Two separate exchanges: tying compares weights over all ranks, so every rank must reach it.
     with unwrapped_base(model) as base:
-        frozen = {n for n, p in _parameters(base).items() if not p.requires_grad}
+        frozen = {n for n, p in _named_parameters(base).items() if not p.requires_grad}
         # transformers would take the sharded class for custom code, and would not initialise its
         # modules without own tensors (falcon_h1's buffers, for example).
         with mock.patch.object(base, "is_custom_code", original_class(base).is_custom_code):
-            info, counts = _stream(base, folder, str(path), target, home or target)
+            info, counts = _read_slices(base, folder, str(path), target, home or target)
             _finish_load(base, target, home or target, folder, info, frozen, seed)
         seconds = time.perf_counter() - begun
         proof = ""
@@ -147,7 +147,7 @@ def load_pretrained(
 
 
 @ranks.collective
-def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
+def check_weights_fit(model: nn.Module, cfg: ModelConfig) -> None:
     """Check that the weights fit `model`, before their bytes are read. Collective.
 
     Runs the load from the headers on a copy of `model`, which is not sharded yet.
@@ -162,8 +162,8 @@ def check_fits(model: nn.Module, cfg: ModelConfig) -> None:
     with unwrapped_base(model) as base:
         entries = _read_entries(base, files)
         _check_shapes(base, entries)
-        _raise_problems(base, folder, find_misfits(base, entries))
-        _log_carried(base, folder, cfg, entries)
+        _raise_problems(base, folder, find_load_problems(base, entries))
+        _log_unloaded_parts(base, folder, cfg, entries)
 
 
 def _read_entries(model: PreTrainedModel, files: list[Path]) -> dict[str, formats.StoredTensor]:
@@ -176,7 +176,7 @@ def _read_entries(model: PreTrainedModel, files: list[Path]) -> dict[str, format
     return {key: e for key, e in formats.read_weights(files).items() if key not in skipped}
 
 
-def _log_carried(
+def _log_unloaded_parts(
     model: PreTrainedModel,
     folder: Path,
     cfg: ModelConfig,
@@ -204,7 +204,7 @@ def _log_carried(
             f"stored     {share} are in {getattr(method, 'value', method)}, read in full "
             "precision; exports hold them in full precision, without a quantization_config"
         )
-    carried = formats.source_keys(model, assets.source or ()).carried
+    carried = formats.group_source_keys(model, assets.source or ()).carried
     if not carried or ranks.rank() != 0:
         return
     digest = base_digest(folder, cfg.name_or_path, cfg.revision)
@@ -218,7 +218,7 @@ def _log_carried(
     )
 
 
-def find_misfits(
+def find_load_problems(
     model: PreTrainedModel, entries: dict[str, formats.StoredTensor]
 ) -> dict[str, list[str]]:
     """Find the reasons why transformers could not load `entries` into `model`.
@@ -244,12 +244,12 @@ def find_misfits(
     info = convert.run_loader(without_bytes, sources, meta)
     if info.conversion_errors:  # a conversion that needs values: only the load itself can check it
         return {}
-    convert.resolve_keys(without_bytes, info)
+    convert.tie_and_filter_keys(without_bytes, info)
     return convert.key_problems(info)
 
 
 @ranks.collective
-def _stream(
+def _read_slices(
     model: PreTrainedModel, folder: Path, path: str, device: torch.device, home: torch.device
 ) -> tuple[Any, tuple[int, int, int]]:
     """Read this rank's slices.
@@ -293,15 +293,15 @@ def _finish_load(
     seed: int,
 ) -> None:
     """Tie, compute buffers and missing parameters, and refuse an incomplete load."""
-    convert.resolve_keys(model, info)
-    for name, parameter in _parameters(model).items():
+    convert.tie_and_filter_keys(model, info)
+    for name, parameter in _named_parameters(model).items():
         # The loader creates new parameters, which all require a gradient.
         parameter.requires_grad_(name not in frozen)
     _raise_problems(model, folder, convert.key_problems(info))
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = [n for n, b in model.named_buffers() if b.is_meta or n not in persistent]
     parameters = [n for n, p in model.named_parameters() if formats.local_tensor(p).is_meta]
-    fill_missing(model, home, parameters, buffers, seed)
+    fill_tensors(model, home, parameters, buffers, seed)
     finish_placement(model, device)
 
 
@@ -338,13 +338,13 @@ def _resized_rows(model: PreTrainedModel, name: str, entry: formats.StoredTensor
     before = formats.assets_of(model).resized
     if not entry.shape or entry.shape[0] not in before.values():
         return None
-    ((_, target, _),) = formats.loaded_as(model, [name])
+    ((_, target, _),) = formats.map_source_keys(model, [name])
     if before.get(target) != entry.shape[0]:
         return None
-    shape = tuple(_parameters(model)[target].shape)
+    shape = tuple(_named_parameters(model)[target].shape)
     return shape[0] if shape[1:] == entry.shape[1:] else None
 
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Map every name, tied ones included, to its parameter."""
     return dict(model.named_parameters(remove_duplicate=False))

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from toolkit import formats, ranks
 from toolkit.errors import LoadingError
-from toolkit.formats.bit_sums import sums_of_rows, wrapped
+from toolkit.formats.bit_sums import byte_and_row_sums, wrap_to_int64
 from toolkit.formats.whole_sums import element_sum, whole_sums
 from toolkit.loading.convert import LoadGroup, plan_load_groups
 from toolkit.models.layers import tied_names
@@ -54,7 +54,7 @@ def compute_base_sums(model: PreTrainedModel) -> dict[str, int]:
         LoadingError: the ranks hold different copies of a tensor.
     """
     sums = whole_sums(untied_tensors(model)) or {}
-    if different := sorted(name for name, total in sums.items() if not total.is_alike()):
+    if different := sorted(name for name, total in sums.items() if not total.copies_agree()):
         raise ranks.mark_collective(
             LoadingError(_format_fault("the ranks hold different copies", different))
         )
@@ -92,7 +92,7 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
 
     def read() -> list[int]:
         return [
-            _file_sum(groups[name], entries, tensors[name].dtype, in_rows=name in plain)
+            _checksum_in_files(groups[name], entries, tensors[name].dtype, in_rows=name in plain)
             if name in mine
             else 0
             for name in groups
@@ -100,8 +100,8 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
 
     in_files = ranks.sum_over_ranks(ranks.on_all(read))
     pairs = zip(groups, in_files or (), strict=True)
-    wrong = [name for name, total in pairs if not sums[name].is_of(total)]
-    wrong = _without_cast_nan(wrong, groups, entries, tensors)
+    wrong = [name for name, total in pairs if not sums[name].matches(total)]
+    wrong = _drop_cast_nan(wrong, groups, entries, tensors)
     if wrong:
         folder = entries[groups[wrong[0]].keys[0]].file.parent
         raise ranks.mark_collective(
@@ -117,7 +117,7 @@ def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTenso
     )
 
 
-def _without_cast_nan(
+def _drop_cast_nan(
     wrong: list[str],
     groups: Mapping[str, LoadGroup],
     entries: Mapping[str, formats.StoredTensor],
@@ -159,19 +159,19 @@ def check_finite(model: nn.Module, path: str) -> None:
         raise ranks.mark_collective(
             LoadingError(
                 f"the checkpoint {path} already has non-finite values (NaN or infinity) in "
-                f"{_first_names(trained)}. Training would keep and spread them: use another copy "
+                f"{_format_first_names(trained)}. Training would keep and spread them: use another copy "
                 "or revision of the checkpoint, or replace these values"
             )
         )
     if bad:
         ranks.log_once(
             f"WARNING: the checkpoint {path} has non-finite values (NaN or infinity) in "
-            f"{_first_names(bad)}, which is frozen: a loss that depends on them is NaN, and "
+            f"{_format_first_names(bad)}, which is frozen: a loss that depends on them is NaN, and "
             "exports hold them"
         )
 
 
-def _first_names(names: list[str]) -> str:
+def _format_first_names(names: list[str]) -> str:
     """Format the first three names and the number of the others."""
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
@@ -179,7 +179,7 @@ def _first_names(names: list[str]) -> str:
 def _format_fault(problem: str, names: list[str]) -> str:
     """Format the error for tensors that differ after a load."""
     return (
-        f"{problem}: {len(names)} tensor(s) differ after the load: {_first_names(names)}. A "
+        f"{problem}: {len(names)} tensor(s) differ after the load: {_format_first_names(names)}. A "
         "device, its driver, the disk or the memory of a machine is at fault; start again, without "
         "that machine if it happens again"
     )
@@ -213,7 +213,7 @@ def _find_comparable(
         if makers[name] > 1:
             # A tied parameter is stored twice, and it is open which one is loaded.
             continue
-        if sum(_numel(entries[key]) for key in group.keys) != tensor.numel():
+        if sum(_count_elements(entries[key]) for key in group.keys) != tensor.numel():
             # The tensor was resized, or several parameters are built from these tensors.
             continue
         if not group.converted:
@@ -223,7 +223,7 @@ def _find_comparable(
     return plain, moved, len(tensors) - len(plain) - len(moved)
 
 
-def _numel(entry: formats.StoredTensor) -> int:
+def _count_elements(entry: formats.StoredTensor) -> int:
     """Count the elements of a stored tensor."""
     return entry.nbytes // entry.dtype.itemsize
 
@@ -233,7 +233,7 @@ def _group_bytes(group: LoadGroup, entries: Mapping[str, formats.StoredTensor]) 
     return sum(entries[key].nbytes for key in group.keys)
 
 
-def _file_sum(
+def _checksum_in_files(
     group: LoadGroup,
     entries: Mapping[str, formats.StoredTensor],
     dtype: torch.dtype,
@@ -243,15 +243,15 @@ def _file_sum(
     """Compute the checksum of a group's tensors as the files hold them, cast to `dtype`."""
     total = 0
     for key in group.keys:
-        for first, rows in _cast_blocks(entries[key], dtype):
-            total += int(sums_of_rows(rows, first)[1] if in_rows else element_sum(rows))
-    return wrapped(total)
+        for first, rows in _read_cast_blocks(entries[key], dtype):
+            total += int(byte_and_row_sums(rows, first)[1] if in_rows else element_sum(rows))
+    return wrap_to_int64(total)
 
 
-def _cast_blocks(
+def _read_cast_blocks(
     entry: formats.StoredTensor, dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (index of the first row, rows) of a stored tensor, cast as a load casts them."""
     kind = dtype if entry.dtype.is_floating_point else entry.dtype
-    for first, rows in formats.blocks(entry, kind.itemsize):
+    for first, rows in formats.read_blocks(entry, kind.itemsize):
         yield first, (rows if len(entry.shape) > 1 else rows.reshape(-1, 1)).to(kind)

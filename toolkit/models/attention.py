@@ -33,7 +33,9 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from toolkit.errors import ModelError, one_line
 
-_ONE_DOCUMENT_A_ROW = "one_document_a_row"  # argument of `_attention` that forwards pass down
+_ONE_DOCUMENT_A_ROW = (
+    "one_document_a_row"  # argument of `_attention_forward` that forwards pass down
+)
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments that describe a batch's documents; the names of `FlashAttentionKwargs`."""
 _Heads = Sequence[torch.Tensor]  # query, key and value: [tokens, heads, width]
@@ -92,8 +94,8 @@ def attend_within_documents(model: PreTrainedModel) -> None:
         raise ModelError(f"its attention is {' and '.join(sorted({kernel, *kernels}))}")
     # "flash" in a name makes transformers look for a kernel of that name.
     name = _PREFIX + kernel.replace("flash", "fa")
-    AttentionInterface.register(name, partial(_attention, kernel))
-    _set_kernel(configs, name)
+    AttentionInterface.register(name, partial(_attention_forward, kernel))
+    _set_attention_implementation(configs, name)
     forward = model.forward
 
     @functools.wraps(forward)
@@ -101,25 +103,25 @@ def attend_within_documents(model: PreTrainedModel) -> None:
         if kwargs.get(BORDERS[0]) is not None:
             if kwargs.get("attention_mask") is not None:  # transformers would drop it
                 raise ModelError("expected no attention_mask together with document borders")
-            return forward(*args, **with_fixed_lengths(kwargs))
-        _set_kernel(configs, kernel)  # now masks are built
+            return forward(*args, **fix_length_arguments(kwargs))
+        _set_attention_implementation(configs, kernel)  # now masks are built
         try:
             return forward(*args, **kwargs)
         finally:
             # A recomputed layer must find the same attention as in its forward, with a mask or
             # borders.
-            _set_kernel(configs, name)
+            _set_attention_implementation(configs, name)
 
     cast(Any, model).forward = with_or_without_mask
 
 
-def with_fixed_lengths(inputs: dict[str, Any]) -> dict[str, Any]:
+def fix_length_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
     """Fix the arguments of a forward with document borders, except the borders themselves.
 
     So layers get equal arguments in all micro-batches of a run. See [Note: one graph].
     """
     if not torch.compiler.is_compiling():
-        mark_borders_dynamic(inputs)
+        mark_document_count_dynamic(inputs)
     rows = inputs.get("input_ids")
     rows = inputs.get("inputs_embeds") if rows is None else rows
     if rows is None:
@@ -129,7 +131,7 @@ def with_fixed_lengths(inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs | lengths | {_ONE_DOCUMENT_A_ROW: not packed}
 
 
-def mark_borders_dynamic(inputs: dict[str, Any]) -> None:
+def mark_document_count_dynamic(inputs: dict[str, Any]) -> None:
     """Tell the compiler that the number of documents in `inputs` changes."""
     # Importing the compiler takes seconds, and only a compiled run needs it.
     compiler = sys.modules.get("torch._dynamo")
@@ -138,13 +140,13 @@ def mark_borders_dynamic(inputs: dict[str, Any]) -> None:
             compiler.maybe_mark_dynamic(borders, 0)
 
 
-def _set_kernel(configs: list[PreTrainedConfig], kernel: str) -> None:
+def _set_attention_implementation(configs: list[PreTrainedConfig], kernel: str) -> None:
     """Set the attention implementation of configs."""
     for config in configs:
         config._attn_implementation = kernel
 
 
-def _attention(
+def _attention_forward(
     kernel: str,
     module: nn.Module,
     query: torch.Tensor,
@@ -187,7 +189,7 @@ def _attention(
         return attend(module, query, key, value, None, **options)
     scaling = width**-0.5 if scaling is None else scaling
     qkv = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
-    if _has_kernel(qkv[0], dropout):
+    if _can_use_varlen_kernel(qkv[0], dropout):
         out = _attend_varlen(qkv, begins, longest, scaling, window)
     else:
         out = _attend_each_document(qkv, begins, scaling, window, dropout)
@@ -214,7 +216,7 @@ def check_varlen_kernel(device: torch.device) -> None:
         raise ModelError(f"varlen flash attention is off by {off:.1e} on this device")
 
 
-def _has_kernel(query: torch.Tensor, dropout: float) -> bool:
+def _can_use_varlen_kernel(query: torch.Tensor, dropout: float) -> bool:
     """Return True if torch's varlen flash attention takes a query [tokens, heads, width]."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     return query.device.type == "cuda" and half and query.shape[-1] <= 256 and not dropout

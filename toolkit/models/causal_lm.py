@@ -26,7 +26,7 @@ from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError, one_line
 from toolkit.formats import nested_items
 from toolkit.models.classes import (
-    build,
+    build_from_config,
     causal_lm_class,
     causal_lm_names,
     classifier_names,
@@ -37,7 +37,12 @@ from toolkit.models.kernels import check_kernels, use_kernels
 from toolkit.models.layers import parameters_outside_text, tied_names
 from toolkit.models.patterns import matching_parameters
 from toolkit.models.reward import reward_class, set_reward_assets
-from toolkit.models.stored import QUANTISED, dtypes_as_read, group_stored_parts, make_dequantiser
+from toolkit.models.stored import (
+    QUANTISED,
+    dtypes_after_dequantising,
+    group_stored_parts,
+    make_dequantiser,
+)
 from toolkit.models.tiny_copy import find_text_fault
 
 _process = {"trusts_code": False}
@@ -58,9 +63,9 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
         allow_remote_code()
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
-    model_class = _model_class(config, cfg, folder)
+    model_class = _find_model_class(config, cfg, folder)
     class_name = next(iter(config.architectures or ()), None)
-    multimodal = None if _is_reward(cfg) else multimodal_class(config, class_name)
+    multimodal = None if _is_reward_config(cfg) else multimodal_class(config, class_name)
     if "shared_kv_states" in inspect.signature(model_class.forward).parameters:
         raise ModelError(
             f"{cfg.name_or_path} is {model_class.__name__}, a drafter that works on the keys and "
@@ -76,12 +81,12 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     ):
         # The text part alone, without images and sound, as `AutoModelForCausalLM` builds it.
         config, composite = text, config
-    dtype = _storage_dtype(cfg, config, folder)
+    dtype = _choose_storage_dtype(cfg, config, folder)
     reader = make_dequantiser(composite)
     for section in (composite, config):
         # The model is built in full precision.
         vars(section).pop(QUANTISED, None)
-    model = _build(cfg, model_class, config, dtype)
+    model = _instantiate_on_meta(cfg, model_class, config, dtype)
     for section in (model.config, model.config.get_text_config()):
         # A cache is of no use in training. The export keeps the pristine config.
         section.use_cache = False
@@ -91,13 +96,13 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     if dtype != torch.float32:
         for tensor in find_fp32_tensors(model, buffers=True).values():
             tensor.data = torch.empty_like(tensor, dtype=torch.float32)
-    assets, tokenizer_folder = _assets(cfg, folder, reader, composite)
-    if _is_reward(cfg):
+    assets, tokenizer_folder = _read_assets(cfg, folder, reader, composite)
+    if _is_reward_config(cfg):
         set_reward_assets(model, config, assets)
     for name in parameters_outside_text(model):
         model.get_parameter(name).requires_grad_(False)
     if cfg.resize_embeddings:
-        assets.resized = _resize(model, assets.config, tokenizer_folder, cfg)
+        assets.resized = _resize_embeddings(model, assets.config, tokenizer_folder, cfg)
     model.tie_weights()
     for name in matching_parameters(model, cfg.frozen_parameters, "model.frozen_parameters"):
         model.get_parameter(name).requires_grad_(False)
@@ -114,7 +119,7 @@ def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def _build(
+def _instantiate_on_meta(
     cfg: ModelConfig,
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
@@ -134,7 +139,7 @@ def _build(
     try:
         with torch.device("meta"), undrawn():
             options = {} if kernel is None else {"attn_implementation": kernel}
-            return build(model_class, config, dtype, **options)
+            return build_from_config(model_class, config, dtype, **options)
     except ImportError as error:
         if kernel is None:
             raise ModelError(f"{cfg.name_or_path}: {one_line(error, 400)}") from error
@@ -150,7 +155,7 @@ def _build(
         ) from error
 
 
-def _assets(
+def _read_assets(
     cfg: ModelConfig, folder: Path, reader: Any, config: PreTrainedConfig
 ) -> tuple[formats.HFAssets, Path]:
     """Read the asset files of a model, and find the folder of its tokenizer."""
@@ -161,13 +166,13 @@ def _assets(
     if reader is not None:
         pristine.pop(QUANTISED, None)
         parts = group_stored_parts(source or (), reader)
-        source = source and dtypes_as_read(
+        source = source and dtypes_after_dequantising(
             source, parts, getattr(config, "dtype", None) or torch.bfloat16
         )
     tokenizer_folder = folder
     if cfg.tokenizer_name_or_path is not None:
         tokenizer_folder = _tokenizer_folder(cfg, cfg.tokenizer_name_or_path)
-        formats.check_config(tokenizer_folder)
+        formats.check_parsed_files(tokenizer_folder)
     # Keep the model's generation config, and take all other files from the tokenizer's folder.
     if tokenizer_folder != folder:
         model_files = {n: c for n, c in files.items() if n == _GENERATION or n.endswith(".py")}
@@ -220,14 +225,16 @@ def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | 
         LoadingError: its weights are missing or damaged.
         ConfigError: its kernels do not run on `device`.
     """
-    ranks.main_first(lambda: formats.obtain_assets(cfg.name_or_path, cfg.revision))
+    ranks.main_first(lambda: formats.download_assets(cfg.name_or_path, cfg.revision))
     if (tokenizer := cfg.tokenizer_name_or_path) not in (None, cfg.name_or_path):
-        ranks.main_first(lambda: formats.obtain_assets(str(tokenizer)))
-    _check_usable(cfg, sequence_length, device)
+        ranks.main_first(lambda: formats.download_assets(str(tokenizer)))
+    _check_usable_on_this_rank(cfg, sequence_length, device)
 
 
 @ranks.collective
-def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | str) -> None:
+def _check_usable_on_this_rank(
+    cfg: ModelConfig, sequence_length: int, device: torch.device | str
+) -> None:
     """Run the checks of `check_usable` on every rank, after the download."""
     if cfg.kernels == "liger":
         check_kernels(device)
@@ -238,7 +245,7 @@ def _check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device |
         )
     folder = formats.local_folder(cfg.name_or_path, cfg.revision)
     config = _load_config(cfg, folder)
-    _model_class(config, cfg, folder)
+    _find_model_class(config, cfg, folder)
     if cfg.init == "pretrained" and (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"{folder} holds an adapter (adapter_config.json) next to its weights: transformers "
@@ -298,7 +305,7 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
     """
     file = folder / "config.json"
     content = formats.read_config(folder)
-    formats.check_config(folder)
+    formats.check_parsed_files(folder)
     kind = content.get("model_type")
     has_code = "auto_map" in content
     if kind is not None and kind not in CONFIG_MAPPING and not (has_code and cfg.trust_remote_code):
@@ -313,7 +320,7 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # anybody may have written the file, so any error may occur
         raise ModelError(f"{file} cannot be used: {one_line(error, 400)}; correct it") from error
-    check_ranges(content, file)
+    check_config_values(content, file)
     quantisation = next((v for k, v in formats.nested_items(content) if k == QUANTISED and v), None)
     if quantisation and make_dequantiser(config) is None:
         kind = (
@@ -329,18 +336,18 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _is_reward(cfg: ModelConfig) -> bool:
+def _is_reward_config(cfg: ModelConfig) -> bool:
     """Return True if `cfg` describes a reward model."""
     return isinstance(cfg, RewardModelConfig)
 
 
-def _model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrainedModel]:
+def _find_model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrainedModel]:
     """Find the class for `config`: a causal LM, or a reward model if `cfg` describes one.
 
     Raises:
         ModelError: the checkpoint is an encoder, a classifier, or another kind of model.
     """
-    if _is_reward(cfg):
+    if _is_reward_config(cfg):
         return reward_class(config, cfg.name_or_path)
     custom = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if cfg.trust_remote_code and custom:
@@ -370,7 +377,7 @@ def _model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrained
     return mapped
 
 
-def _storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
+def _choose_storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
     """Choose the dtype that parameters are stored in.
 
     `auto` is the checkpoint's dtype, or bfloat16 if that is unknown.
@@ -456,7 +463,9 @@ def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:
     raise ModelError(f"model.tokenizer_name_or_path {name} is neither a folder nor on the Hub")
 
 
-def _resize(model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig) -> dict[str, int]:
+def _resize_embeddings(
+    model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
+) -> dict[str, int]:
     """Give embeddings and head one row per token of the tokenizer.
 
     Returns:
@@ -510,7 +519,7 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def check_ranges(content: dict[str, Any], file: Path) -> None:
+def check_config_values(content: dict[str, Any], file: Path) -> None:
     """Refuse a config.json with a number that no forward can use.
 
     Raises:

@@ -15,7 +15,7 @@ _CONDITIONAL = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM
 _CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
 
 
-def build(model_class: Any, config: Any, dtype: Any, **options: Any) -> Any:
+def build_from_config(model_class: Any, config: Any, dtype: Any, **options: Any) -> Any:
     """Build a new model of `model_class` without changing `config`."""
     return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
 
@@ -37,7 +37,7 @@ def causal_lm_names() -> set[str]:
 
 def causal_lm_class(config: PreTrainedConfig) -> Any:
     """Find transformers' causal LM class for this type of config; None if there is none."""
-    return _lookup("MODEL_FOR_CAUSAL_LM_MAPPING", config)
+    return _find_class("MODEL_FOR_CAUSAL_LM_MAPPING", config)
 
 
 def classifier_names() -> set[str]:
@@ -47,7 +47,7 @@ def classifier_names() -> set[str]:
 
 def classifier_class(config: PreTrainedConfig) -> Any:
     """Find transformers' sequence classification class for this type of config, or None."""
-    return _lookup(_CLASSIFIERS, config)
+    return _find_class(_CLASSIFIERS, config)
 
 
 def multimodal_class(
@@ -63,7 +63,7 @@ def multimodal_class(
         if class_name is not None and class_name in _class_names(table):
             candidate = getattr(transformers, class_name)
             return candidate if isinstance(config, candidate.config_class) else None
-        if class_name is None and (candidate := _lookup(table, config)) is not None:
+        if class_name is None and (candidate := _find_class(table, config)) is not None:
             return candidate
     return None
 
@@ -102,7 +102,7 @@ def _class_names(table: str) -> set[str]:
     return {name for value in values for name in ([value] if isinstance(value, str) else value)}
 
 
-def _lookup(table: str, config: PreTrainedConfig) -> Any:
+def _find_class(table: str, config: PreTrainedConfig) -> Any:
     """Look up the class for this type of config in one of transformers' tables."""
     classes: Any = getattr(modeling_auto, table).get(type(config), None)
     return classes[0] if isinstance(classes, tuple) else classes

@@ -25,8 +25,8 @@ from toolkit.models.tiny_copy import (
     SPECIAL,
     VOCABULARY,
     build_meta_model,
-    layer_kinds,
-    random_copy,
+    build_noisy_copy,
+    describe_layer_kinds,
     shrunk_configs,
 )
 
@@ -59,9 +59,9 @@ def disable_dropout(model: nn.Module) -> None:
     base = base_of(model)
     if not isinstance(base, PreTrainedModel):
         return
-    settings, problem = ranks.on_main(lambda: noise_settings(type(base), base.config))
+    settings, problem = ranks.on_main(lambda: find_noise_settings(type(base), base.config))
     for setting in settings:
-        for owner in _owners(base, setting):
+        for owner in _find_owners(base, setting):
             setattr(owner, setting.attribute, 0.0)
     names = ", ".join(f"{s.owner}.{s.attribute}" for s in settings)
     if settings:
@@ -73,7 +73,7 @@ def disable_dropout(model: nn.Module) -> None:
         )
 
 
-def noise_settings(
+def find_noise_settings(
     model_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> tuple[list[NoiseSetting], str]:
     """Find the settings, besides dropout modules, that add noise to training, on a tiny copy.
@@ -87,7 +87,7 @@ def noise_settings(
         ModelError: no setting switches the noise off.
     """
     try:
-        kinds = layer_kinds(build_meta_model(model_class, config))
+        kinds = describe_layer_kinds(build_meta_model(model_class, config))
     except Exception as error:  # the code of any model
         return [], one_line(error, 200)
     problem = f"{model_class.__name__} has no decoder layers to look at"
@@ -98,13 +98,13 @@ def noise_settings(
             if size > _MOST_PARAMETERS:
                 problem = f"it would have {size / 1e6:.0f} M parameters"
                 continue
-            copy = random_copy(model_class, small, torch.device("cpu"))
+            copy = build_noisy_copy(model_class, small, torch.device("cpu"))
             disable_dropout_modules(copy)
-            trial = _Trial(copy)
+            trial = _NoiseTrial(copy)
         except Exception as error:  # the code of any model
             problem = one_line(error, 200)
             continue
-        return trial.search(), ""
+        return trial.disable_noise(), ""
     return [], problem
 
 
@@ -128,15 +128,15 @@ def disable_dropout_modules(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _configs(model: nn.Module) -> list[PreTrainedConfig]:
+def _find_configs(model: nn.Module) -> list[PreTrainedConfig]:
     """List the configs that modules of a model read in their forwards, each once."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     return [config for config in configs.values() if isinstance(config, PreTrainedConfig)]
 
 
-def _owners(model: nn.Module, setting: NoiseSetting) -> list[Any]:
+def _find_owners(model: nn.Module, setting: NoiseSetting) -> list[Any]:
     """List the modules and configs of a model that have a setting."""
-    owners: list[Any] = [*model.modules(), *_configs(model)]
+    owners: list[Any] = [*model.modules(), *_find_configs(model)]
     return [
         owner
         for owner in owners
@@ -145,7 +145,7 @@ def _owners(model: nn.Module, setting: NoiseSetting) -> list[Any]:
 
 
 @dataclass
-class _Trial:
+class _NoiseTrial:
     """A tiny copy of a model, and its logits in eval mode."""
 
     model: PreTrainedModel
@@ -155,14 +155,16 @@ class _Trial:
     def __post_init__(self) -> None:
         drawn = torch.Generator().manual_seed(0)
         self.ids = torch.randint(SPECIAL, VOCABULARY, (2, 16), generator=drawn)
-        self.expected = self.logits(training=False)
+        self.expected = self.compute_logits(training=False)
         if not self.expected.isfinite().all():
             raise ModelError("its logits are not finite")
         # A copy that does not run fails here.
-        for mode in _modes():
-            self.logits(training=True, mode=mode)
+        for mode in _random_number_modes():
+            self.compute_logits(training=True, mode=mode)
 
-    def logits(self, *, training: bool, mode: Callable[[], Any] = contextlib.nullcontext) -> Any:
+    def compute_logits(
+        self, *, training: bool, mode: Callable[[], Any] = contextlib.nullcontext
+    ) -> Any:
         """Run one forward without gradients and return its float32 logits.
 
         Args:
@@ -178,41 +180,41 @@ class _Trial:
         ):
             return self.model(input_ids=self.ids, use_cache=False).logits.float()
 
-    def agrees(self, logits: torch.Tensor) -> bool:
+    def matches_eval_mode(self, logits: torch.Tensor) -> bool:
         """Return True if the logits equal those of eval mode up to rounding."""
         spread = float(self.expected.std()) or 1.0
         if logits.shape != self.expected.shape or not logits.isfinite().all():
             return False
         return float((logits - self.expected).abs().max()) <= _ROUNDING * spread
 
-    def differing_mode(self) -> Callable[[], Any] | None:
+    def find_differing_mode(self) -> Callable[[], Any] | None:
         """Find draws with which a training forward differs from eval mode, or None."""
-        for mode in _modes():
-            if not self.agrees(self.logits(training=True, mode=mode)):
+        for mode in _random_number_modes():
+            if not self.matches_eval_mode(self.compute_logits(training=True, mode=mode)):
                 return mode
         return None
 
-    def search(self) -> list[NoiseSetting]:
+    def disable_noise(self) -> list[NoiseSetting]:
         """Set every setting that adds noise to 0, and return those settings.
 
         Raises:
             ModelError: noise is left; the error names its module.
         """
-        chosen = [*self._zeroed(hinted=True)]
-        if self.differing_mode() is None:
+        chosen = [*self._zero_harmless_numbers(hinted=True)]
+        if self.find_differing_mode() is None:
             return chosen
-        unhinted = self._zeroed(hinted=False)
-        if (mode := self.differing_mode()) is not None:
-            self._refuse(mode)
+        unhinted = self._zero_harmless_numbers(hinted=False)
+        if (mode := self.find_differing_mode()) is not None:
+            self._raise_for_noise(mode)
         # Keep only the settings without which there is noise.
         for setting, values in unhinted.items():
-            self._restore(setting, values)
-            if self.differing_mode() is not None:
-                self._restore(setting, [0.0] * len(values))
+            self._set_values(setting, values)
+            if self.find_differing_mode() is not None:
+                self._set_values(setting, [0.0] * len(values))
                 chosen.append(setting)
         return chosen
 
-    def _zeroed(self, *, hinted: bool) -> dict[NoiseSetting, list[float]]:
+    def _zero_harmless_numbers(self, *, hinted: bool) -> dict[NoiseSetting, list[float]]:
         """Set to 0 the numbers between 0 and 1 that change nothing in eval mode.
 
         Args:
@@ -223,7 +225,7 @@ class _Trial:
         """
         settings = dict.fromkeys(
             NoiseSetting(module_class_name(owner), name)
-            for owner in (*self.model.modules(), *_configs(self.model))
+            for owner in (*self.model.modules(), *_find_configs(self.model))
             for name, value in vars(owner).items()
             if isinstance(value, float)
             and 0.0 < value <= 1.0
@@ -231,34 +233,34 @@ class _Trial:
         )
         zeroed: dict[NoiseSetting, list[float]] = {}
         for setting in settings:
-            owners = _owners(self.model, setting)
+            owners = _find_owners(self.model, setting)
             values = [getattr(owner, setting.attribute) for owner in owners]
-            self._restore(setting, [0.0] * len(values))
-            if self.agrees(self.logits(training=False)):
+            self._set_values(setting, [0.0] * len(values))
+            if self.matches_eval_mode(self.compute_logits(training=False)):
                 zeroed[setting] = values
             else:
                 # The setting has another meaning: eval mode changed.
-                self._restore(setting, values)
+                self._set_values(setting, values)
         return zeroed
 
-    def _restore(self, setting: NoiseSetting, values: list[float]) -> None:
+    def _set_values(self, setting: NoiseSetting, values: list[float]) -> None:
         """Set a setting of all its owners to `values`."""
-        for owner, value in zip(_owners(self.model, setting), values, strict=True):
+        for owner, value in zip(_find_owners(self.model, setting), values, strict=True):
             setattr(owner, setting.attribute, value)
 
-    def _refuse(self, mode: Callable[[], Any]) -> None:
+    def _raise_for_noise(self, mode: Callable[[], Any]) -> None:
         """Raise a ModelError that names the first module with other outputs for equal inputs."""
         calls = [
-            self._calls(training=False),
-            self._calls(training=True, mode=mode),
+            self._record_module_calls(training=False),
+            self._record_module_calls(training=True, mode=mode),
         ]
         name = next(
             (
                 name
                 for (name, *expected), (other, *actual) in zip(*calls, strict=False)
                 if name == other
-                and _same(expected[0], actual[0])
-                and not _same(expected[1], actual[1])
+                and _are_close(expected[0], actual[0])
+                and not _are_close(expected[1], actual[1])
             ),
             "",
         )
@@ -270,7 +272,9 @@ class _Trial:
             "use a model without it"
         )
 
-    def _calls(self, **options: Any) -> list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]:
+    def _record_module_calls(
+        self, **options: Any
+    ) -> list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]:
         """List the module calls of a forward in the order of their ends: name, inputs, outputs."""
         calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = []
         with contextlib.ExitStack() as stack:
@@ -278,30 +282,30 @@ class _Trial:
             for name, module in self.model.named_modules():
 
                 def note(_: Any, args: Any, kwargs: Any, name: str = name) -> None:
-                    before[name] = _tensors([args, kwargs])
+                    before[name] = _copy_float_tensors([args, kwargs])
 
                 def end(_: Any, __: Any, output: Any, name: str = name) -> None:
-                    calls.append((name, before[name], _tensors(output)))
+                    calls.append((name, before[name], _copy_float_tensors(output)))
 
                 handle = module.register_forward_pre_hook(note, with_kwargs=True)
                 stack.callback(handle.remove)
                 stack.callback(module.register_forward_hook(end).remove)
-            self.logits(**options)
+            self.compute_logits(**options)
         return calls
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _copy_float_tensors(value: Any) -> list[torch.Tensor]:
     """Copy the floating tensors in nested arguments."""
     if torch.is_tensor(value):
         return [value.detach().clone()] if value.is_floating_point() else []
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return [tensor for entry in value for tensor in _tensors(entry)]
+        return [tensor for entry in value for tensor in _copy_float_tensors(entry)]
     return []
 
 
-def _same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
+def _are_close(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
     """Return True if two lists of tensors are equal up to rounding."""
     return len(expected) == len(actual) and all(
         x.shape == y.shape and torch.allclose(x, y, rtol=_ROUNDING, atol=1e-6, equal_nan=True)
@@ -309,7 +313,7 @@ def _same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
     )
 
 
-def _modes() -> list[Callable[[], Any]]:
+def _random_number_modes() -> list[Callable[[], Any]]:
     """List contexts for a forward that force draws to an end of their range, or fix the seed."""
 
     def seeded(seed: int) -> Callable[[], Any]:
@@ -319,10 +323,10 @@ def _modes() -> list[Callable[[], Any]]:
 
         return mode
 
-    return [lambda: _Extreme(0.0), lambda: _Extreme(1.0), *map(seeded, _SEEDS)]
+    return [lambda: _ExtremeDraws(0.0), lambda: _ExtremeDraws(1.0), *map(seeded, _SEEDS)]
 
 
-class _Extreme(TorchDispatchMode):
+class _ExtremeDraws(TorchDispatchMode):
     """Force uniform draws to one end of their range, and Bernoulli draws to all or nothing."""
 
     def __init__(self, end: float) -> None:

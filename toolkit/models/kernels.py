@@ -34,7 +34,7 @@ def check_kernels(device: torch.device | str) -> None:
             f"{_SETTING} needs a device that Triton compiles for ({' or '.join(_DEVICES)}); this "
             f"run computes on {kind}. Remove model.kernels"
         )
-    _known_types()
+    _load_liger_functions()
 
 
 def use_kernels(model: PreTrainedModel) -> None:
@@ -47,7 +47,7 @@ def use_kernels(model: PreTrainedModel) -> None:
         ModelError: Liger does not know the model type, or fails on it.
     """
     kind = model.config.model_type
-    if kind not in (types := _known_types()):
+    if kind not in (types := _load_liger_functions()):
         raise ModelError(
             f"{_SETTING}: Liger has no kernels for model_type {kind!r}; it knows "
             f"{', '.join(sorted(types))}. Remove model.kernels"
@@ -66,7 +66,7 @@ def use_kernels(model: PreTrainedModel) -> None:
         ) from error
     finally:
         modeling.update(before)
-    _call_instead(model, {n: f for n, f in replaced.items() if inspect.isfunction(f)})
+    _replace_called_functions(model, {n: f for n, f in replaced.items() if inspect.isfunction(f)})
     # Modules whose forward was replaced, by class.
     replaced_classes = Counter(type(m).__name__ for m in model.modules() if "forward" in vars(m))
     if not replaced_classes:
@@ -78,12 +78,15 @@ def use_kernels(model: PreTrainedModel) -> None:
     ranks.log_once(f"kernels    Liger's in {listed}")
 
 
-def _call_instead(model: nn.Module, functions: dict[str, types.FunctionType]) -> None:
+def _replace_called_functions(model: nn.Module, functions: dict[str, types.FunctionType]) -> None:
     """Let the modules of `model` that call functions of these names call the given ones."""
     for module in model.modules():
         # transformers 5.24 accepts old argument names in a wrapper, which our calls do not need.
-        forward = inspect.unwrap(type(module).forward, stop=_is_own)
-        if functions.keys() & getattr(forward, "__code__", _call_instead.__code__).co_names:
+        forward = inspect.unwrap(type(module).forward, stop=_is_unwrapped_forward)
+        if (
+            functions.keys()
+            & getattr(forward, "__code__", _replace_called_functions.__code__).co_names
+        ):
             rebound = types.FunctionType(
                 forward.__code__,
                 forward.__globals__ | functions,
@@ -95,12 +98,12 @@ def _call_instead(model: nn.Module, functions: dict[str, types.FunctionType]) ->
             module.forward = types.MethodType(rebound, module)
 
 
-def _is_own(forward: Any) -> bool:
+def _is_unwrapped_forward(forward: Any) -> bool:
     """Return True if a forward is the model's own, and no wrapper for deprecated arguments."""
     return getattr(forward, "__globals__", {}).get("__name__") != "transformers.utils.deprecation"
 
 
-def _known_types() -> dict[str, Any]:
+def _load_liger_functions() -> dict[str, Any]:
     """Read Liger's functions by model_type.
 
     Raises:

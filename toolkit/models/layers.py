@@ -45,7 +45,9 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
         if not stages:
             candidates.add(name)
     outside_text = set(modules_outside_text(model))
-    candidates = {n for n in candidates if not outside_text.intersection([n, *enclosing_names(n)])}
+    candidates = {
+        n for n in candidates if not outside_text.intersection([n, *enclosing_module_names(n)])
+    }
     apart = _parameters_outside_layers(model, modules, candidates)
     parameter_ids = {
         n: [id(p) for p in modules[n].parameters()] for n in modules if n in candidates
@@ -53,10 +55,12 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     layers = {
         n: modules[n] for n, ids in parameter_ids.items() if ids and not apart.intersection(ids)
     }
-    return {n: m for n, m in layers.items() if not any(o in layers for o in enclosing_names(n))}
+    return {
+        n: m for n, m in layers.items() if not any(o in layers for o in enclosing_module_names(n))
+    }
 
 
-def enclosing_names(name: str) -> list[str]:
+def enclosing_module_names(name: str) -> list[str]:
     """List the names of the modules around a name, outermost first, without the root."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
@@ -70,7 +74,7 @@ def _stack_elements(model: nn.Module) -> set[str]:
     return {
         f"{name}.{i}"
         for name, stack in lists.items()
-        if not any(outer in lists for outer in enclosing_names(name))
+        if not any(outer in lists for outer in enclosing_module_names(name))
         and sum(p.numel() for p in stack.parameters()) * 50 >= total
         for i, child in enumerate(stack)
         if not isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Embedding)
@@ -90,7 +94,9 @@ def _parameters_outside_layers(
         for module in (base.get_input_embeddings(), base.get_output_embeddings()):
             apart.update(map(id, () if module is None else module.parameters()))
     for first, *aliases in tied_families(model).values():
-        inside = [any(o in layers for o in enclosing_names(name)) for name in (first, *aliases)]
+        inside = [
+            any(o in layers for o in enclosing_module_names(name)) for name in (first, *aliases)
+        ]
         if aliases and not all(inside):
             apart.add(id(model.get_parameter(first)))
     return apart
@@ -148,33 +154,37 @@ def modules_outside_text(model: nn.Module) -> list[str]:
     has none. See [Note: text path].
     """
     base = base_of(model)
-    text_parts = _text_modules(base)
+    text_parts = _find_text_modules(base)
     if not text_parts:
         return []
     names = {id(module): name for name, module in model.named_modules()}
     inside = {names[id(m)] for part in text_parts for m in part.modules() if id(m) in names}
-    around = {outer for name in inside for outer in ["", *enclosing_names(name)]}
+    around = {outer for name in inside for outer in ["", *enclosing_module_names(name)]}
     outside: list[str] = []
     for name in names.values():
-        if name in inside or name in around or any(n in inside for n in enclosing_names(name)):
+        if (
+            name in inside
+            or name in around
+            or any(n in inside for n in enclosing_module_names(name))
+        ):
             continue
-        if names[id(base)] not in ("", name, *enclosing_names(name)):
+        if names[id(base)] not in ("", name, *enclosing_module_names(name)):
             # Skip modules of the adapters.
             continue
-        if not any(outer in outside for outer in enclosing_names(name)):
+        if not any(outer in outside for outer in enclosing_module_names(name)):
             outside.append(name)
     return outside
 
 
 def parameters_outside_text(model: nn.Module) -> set[str]:
     """Collect every name of the parameters outside the text path; see [Note: text path]."""
-    text_parts = _text_modules(base_of(model))
+    text_parts = _find_text_modules(base_of(model))
     text_ids = {id(p) for module in text_parts for p in module.parameters()}
     parameters = model.named_parameters(remove_duplicate=False)
     return {name for name, p in parameters if id(p) not in text_ids} if text_parts else set()
 
 
-def frozen_towers_line(model: nn.Module) -> str:
+def format_frozen_towers(model: nn.Module) -> str:
     """Format the log line about parameters outside the text path; "" if there are none."""
     base = base_of(model)
     towers = {name: base.get_submodule(name) for name in modules_outside_text(base)}
@@ -186,7 +196,7 @@ def frozen_towers_line(model: nn.Module) -> str:
     )
 
 
-def _text_modules(base: nn.Module) -> list[nn.Module]:
+def _find_text_modules(base: nn.Module) -> list[nn.Module]:
     """Find decoder, embedding and head of a multimodal model; [] for a text model."""
     config = getattr(base, "config", None)
     if (
@@ -198,11 +208,11 @@ def _text_modules(base: nn.Module) -> list[nn.Module]:
     decoder = base.get_decoder()
     if decoder is None or decoder is base:
         return []
-    ends = (base.get_input_embeddings(), _output_embeddings(base), getattr(base, HEAD, None))
+    ends = (base.get_input_embeddings(), _find_output_head(base), getattr(base, HEAD, None))
     return [decoder, *(end for end in ends if end is not None)]
 
 
-def _output_embeddings(base: PreTrainedModel) -> nn.Module | None:
+def _find_output_head(base: PreTrainedModel) -> nn.Module | None:
     """Find the head that computes logits.
 
     A class without one may contain a language model with one (nemotron_h_omni:

@@ -64,7 +64,7 @@ class PackedLinear(nn.Module):
         shape = (self.nbytes // storage.itemsize, 1)
         empty = torch.empty(shape, dtype=storage, device=linear.weight.device)
         self.weight = nn.Parameter(empty, requires_grad=False)
-        self._describe_weight()
+        self._set_weight_attributes()
         self.compute_dtype = storage
         self._tables: Any = None
         self.bias = linear.bias
@@ -72,7 +72,7 @@ class PackedLinear(nn.Module):
             self.bias.requires_grad_(False)
         self.train(linear.training)
 
-    def _describe_weight(self) -> None:
+    def _set_weight_attributes(self) -> None:
         """Set the attributes of bitsandbytes' parameter that PEFT reads."""
         self.weight.quant_type = self.quant_type  # type: ignore[attr-defined]
         self.weight.compress_statistics = self.double_quant  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ class PackedLinear(nn.Module):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied._describe_weight()  # a copy of a parameter has no attributes
+        copied._set_weight_attributes()  # a copy of a parameter has no attributes
         return copied
 
     @property
@@ -98,11 +98,11 @@ class PackedLinear(nn.Module):
         """Quantise a full matrix [out_features, in_features] into its column, on its device."""
         state: Any
         source = weight.to(self.source_dtype).contiguous()
-        nibbles, state = _quantize(source, self.quant_type, self.double_quant)
+        nibbles, state = _quantise_matrix(source, self.quant_type, self.double_quant)
         values = [nibbles, state.absmax]
         if self.double_quant:
             values += [state.state2.absmax, state.offset]
-        self._tables = _shared_tables(self.quant_type, self.double_quant, weight.device)
+        self._tables = _get_code_tables(self.quant_type, self.double_quant, weight.device)
         column = torch.zeros(self.nbytes, dtype=torch.uint8, device=weight.device)
         for (place, dtype), value in zip(self.parts, values, strict=True):
             column[place] = value.to(dtype).contiguous().reshape(-1).view(torch.uint8)
@@ -113,7 +113,7 @@ class PackedLinear(nn.Module):
         flat = column.detach().reshape(-1).view(torch.uint8)
         values = [flat[place].view(dtype) for place, dtype in self.parts]
         if self._tables is None or self._tables.code.device != column.device:
-            self._tables = _shared_tables(self.quant_type, self.double_quant, column.device)
+            self._tables = _get_code_tables(self.quant_type, self.double_quant, column.device)
         nested: dict[str, Any] = {}
         if self.double_quant:
             second = self._tables.state2
@@ -179,20 +179,22 @@ def packed_linear_class() -> type[PackedLinear]:
     return type("Linear4bit", (PackedLinear, base), attributes)
 
 
-def _shared_tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
+def _get_code_tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
     """Return a bitsandbytes state whose tables of values all layers share."""
     # The tensors of a plan are fake and have no values, so a run must not use their tables.
-    return _tables_of(type(torch.empty(0)), quant_type, double_quant, device)
+    return _create_code_tables(type(torch.empty(0)), quant_type, double_quant, device)
 
 
 @functools.cache
-def _tables_of(kind: type, quant_type: str, double_quant: bool, device: torch.device) -> Any:
+def _create_code_tables(
+    kind: type, quant_type: str, double_quant: bool, device: torch.device
+) -> Any:
     """Quantise one block, for its tables."""
-    _, state = _quantize(torch.ones(BLOCK, device=device), quant_type, double_quant)
+    _, state = _quantise_matrix(torch.ones(BLOCK, device=device), quant_type, double_quant)
     return state
 
 
-def _quantize(weight: torch.Tensor, quant_type: str, double_quant: bool) -> tuple[Any, Any]:
+def _quantise_matrix(weight: torch.Tensor, quant_type: str, double_quant: bool) -> tuple[Any, Any]:
     """Quantise `weight` into nibbles and a bitsandbytes state."""
     functional = import_bitsandbytes().functional
     shared_tables = functional.name2qmap
@@ -216,7 +218,7 @@ def check_4bit_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype
     """
     library = f"lora.load_in_4bit: bitsandbytes {import_bitsandbytes().__version__}"
     try:
-        off = _worst_error(device, lora, dtype)
+        off = _largest_product_error(device, lora, dtype)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{library} does not compute in {QUANT_TYPE} on {device} ({one_line(error)}); train on "
@@ -230,7 +232,7 @@ def check_4bit_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype
         )
 
 
-def _worst_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> float:
+def _largest_product_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> float:
     """Compute the largest error of 4-bit products, as a share of its block's largest value."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 3 * BLOCK, generator=generator).to(dtype).to(device)

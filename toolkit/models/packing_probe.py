@@ -22,8 +22,8 @@ from toolkit.models.tiny_copy import (
     SPECIAL,
     VOCABULARY,
     build_meta_model,
-    layer_kinds,
-    random_copy,
+    build_noisy_copy,
+    describe_layer_kinds,
     shrunk_configs,
 )
 
@@ -76,7 +76,7 @@ def probe_packing(
     try:
         model_class = model_class or causal_lm_class(config)
         full = build_meta_model(model_class, config)
-        kinds = layer_kinds(full)
+        kinds = describe_layer_kinds(full)
     except Exception as error:  # an architecture may do anything on its way
         why = f"its layers cannot be looked at: {one_line(error, 400)}"
         return PackingVerdict(not packed, why, mask=why)
@@ -85,20 +85,20 @@ def probe_packing(
         try:
             bare = build_meta_model(model_class, small)
             size = sum(p.numel() for p in bare.parameters())
-            if missing := set(kinds) - set(layer_kinds(bare, full)):
+            if missing := set(kinds) - set(describe_layer_kinds(bare, full)):
                 why = f"{len(missing)} kind(s) of its layers are not in a tiny copy"
             elif size > _MOST_PARAMETERS:
                 why = f"its tiny copy would have {size / 1e6:.0f} M parameters, too many to try"
             else:
-                batches = list(_batches(rows)) if packed else [[_WHOLE] * rows]
-                make = partial(random_copy, model_class, small, torch.device(device))
-                return _try(make, batches, torch.device(device))
+                batches = list(_generate_packings(rows)) if packed else [[_WHOLE] * rows]
+                make = partial(build_noisy_copy, model_class, small, torch.device(device))
+                return _probe_tiny_copies(make, batches, torch.device(device))
         except Exception as error:  # an architecture may refuse in any way
             why = f"a tiny copy does not run packed: {one_line(error, 400)}"
     return PackingVerdict(not packed, why, mask=why)
 
 
-def _try(
+def _probe_tiny_copies(
     make: Callable[[], PreTrainedModel], batches: Batches, device: torch.device
 ) -> PackingVerdict:
     """Try tiny copies with document borders first, then with a mask."""
@@ -106,34 +106,34 @@ def _try(
     try:
         check_varlen_kernel(device)
         attend_within_documents(model)
-        verdict = _judge(model, batches, borders=True)
+        verdict = _probe_copy(model, batches, borders=True)
     except Exception as error:  # an architecture may refuse in any way
         verdict = PackingVerdict(False, one_line(error, 400))
     if verdict.ok:
         return verdict
     if all(len(lengths) == 1 for batch in batches for lengths in batch):
         return PackingVerdict(True, "each row is one document", verdict.why)
-    return replace(_judge(make(), batches, borders=False), mask=verdict.why)
+    return replace(_probe_copy(make(), batches, borders=False), mask=verdict.why)
 
 
-def _judge(model: PreTrainedModel, batches: Batches, *, borders: bool) -> PackingVerdict:
+def _probe_copy(model: PreTrainedModel, batches: Batches, *, borders: bool) -> PackingVerdict:
     """Judge `model` in its dtype, and in fp64 if the result is not clear."""
     is_half = next(model.parameters()).dtype == torch.bfloat16
     # Compiling flex attention would take longer than the trial.
     with forked_rng(model.device), torch.compiler.set_stance("force_eager"):
-        verdict = _compare(model, batches, borders)
+        verdict = _compare_logits(model, batches, borders)
         if is_half or not 0 < verdict.by < _SURE:
             return verdict
         # Compare again in fp64, which has no such rounding.
         try:
             model.set_experts_implementation("eager")  # the grouped product has no fp64
-            return _compare(model.double(), batches, borders)
+            return _compare_logits(model.double(), batches, borders)
         except (RuntimeError, TypeError, ValueError):  # its own casts, or a kernel without fp64
             return verdict
 
 
 @torch.no_grad()
-def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> PackingVerdict:
+def _compare_logits(model: PreTrainedModel, batches: Batches, borders: bool) -> PackingVerdict:
     """Compare the logits of packed rows with changed rows, and with each sample alone.
 
     Args:
@@ -154,7 +154,7 @@ def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> Packing
         inputs |= document_borders({"input_ids": ids} | inputs) if borders else {}
         ids = ids.to(device)
         inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in inputs.items()}
-        logits = _logits(model, ids, **inputs)
+        logits = _compute_logits(model, ids, **inputs)
         spread = float(logits.std()) or 1.0
         other = ids.clone()
         later = torch.zeros_like(ids, dtype=torch.bool)
@@ -162,7 +162,7 @@ def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> Packing
             first = ids[row, : lengths[0]]
             other[row, : lengths[0]] = SPECIAL + (first - SPECIAL + 17) % (VOCABULARY - SPECIAL)
             later[row, lengths[0] :] = True
-        moved = (_logits(model, other, **inputs) - logits).abs().amax(-1) / spread
+        moved = (_compute_logits(model, other, **inputs) - logits).abs().amax(-1) / spread
         if not moved.isfinite().all():
             return PackingVerdict(False, "the logits of a tiny copy are not finite", by=inf)
         if float(moved.max()) <= tolerance:
@@ -176,14 +176,14 @@ def _compare(model: PreTrainedModel, batches: Batches, borders: bool) -> Packing
         for row, lengths in enumerate(packed):
             parts = zip(ids[row].split(lengths), logits[row].split(lengths), strict=True)
             for sample, among in parts:
-                off = max(off, float((_logits(model, sample[None])[0] - among).abs().max()))
+                off = max(off, float((_compute_logits(model, sample[None])[0] - among).abs().max()))
         if (off := off / spread) > tolerance:
             why = "a packed sample does not come out as it does by itself: its logits differ"
             return PackingVerdict(False, f"{why} by {off:.1e} of their spread", by=off)
     return PackingVerdict(True, "packed samples stay apart, as tried on a tiny copy of the model")
 
 
-def _batches(rows: int) -> Iterator[Batch]:
+def _generate_packings(rows: int) -> Iterator[Batch]:
     """Yield packings of `rows` rows that differ from row to row."""
     for first in range(len(_PACKED) if rows == 1 else 2):
         packed = [_PACKED[(first + i) % len(_PACKED)] for i in range(rows)]
@@ -191,7 +191,7 @@ def _batches(rows: int) -> Iterator[Batch]:
             yield packed
 
 
-def _logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+def _compute_logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Compute the logits of each token; of a reward model the values of its head."""
     if (head := reward_head(model)) is None:
         return model(input_ids=ids, **inputs).logits

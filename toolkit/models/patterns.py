@@ -68,7 +68,7 @@ def _match_names(
     }
     if not matched:
         candidates = {*map(replace_numbers, classes), *filter(None, classes.values())}
-        raise ModelError(no_match(setting, pattern, kind_of_name, candidates))
+        raise ModelError(format_no_match(setting, pattern, kind_of_name, candidates))
     return matched
 
 
@@ -84,7 +84,7 @@ def replace_numbers(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def no_match(setting: str, pattern: str, kind_of_name: str, candidates: set[str]) -> str:
+def format_no_match(setting: str, pattern: str, kind_of_name: str, candidates: set[str]) -> str:
     """Format the error for a pattern that matches nothing, with the most similar names."""
     ends = {k.rpartition(".")[2]: k for k in sorted(candidates)} | {k: k for k in candidates}
     near = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=4, cutoff=0.5)

@@ -53,7 +53,7 @@ def unwrapped_base(model: nn.Module) -> Iterator["PreTrainedModel"]:
     replaced = []
     for parent in list(base.modules()) if has_adapters(model) else ():
         for name, child in parent._modules.items():
-            inner = _unwrapped(child)
+            inner = _unwrap_module(child)
             if inner is not child:
                 replaced.append((parent, name, child))
                 parent._modules[name] = inner
@@ -64,11 +64,11 @@ def unwrapped_base(model: nn.Module) -> Iterator["PreTrainedModel"]:
             parent._modules[name] = child
 
 
-def _unwrapped(module: nn.Module | None) -> nn.Module | None:
+def _unwrap_module(module: nn.Module | None) -> nn.Module | None:
     """Return the innermost module that an adapter wraps, or `module` if nothing wraps it."""
     for inner, added in _WRAPS:
         if hasattr(module, added) and (wrapped := getattr(module, inner, None)) is not None:
-            return _unwrapped(wrapped)
+            return _unwrap_module(wrapped)
     return module
 
 
@@ -121,13 +121,13 @@ def trained_copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Map the base's name of each adapted module to its outermost LoRA layer."""
-    wrapped = _outermost(base_of(model), "")
+    wrapped = _find_outermost_wrappers(base_of(model), "")
     return {name: module for name, module in wrapped if hasattr(module, "lora_A")}
 
 
 def copied_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
     """Map the base's name of each module trained in full to (module of the base, its copy)."""
-    wrapped: Any = _outermost(base_of(model), "")
+    wrapped: Any = _find_outermost_wrappers(base_of(model), "")
     pairs = ((n, m) for n, m in wrapped if hasattr(m, "modules_to_save"))
     return {n: (m.original_module, m.modules_to_save[ADAPTER]) for n, m in pairs}
 
@@ -196,13 +196,13 @@ def adapter_config(model: nn.Module) -> dict[str, Any]:
     return json.loads(json.dumps(dict(sorted(content.items())), default=sorted))
 
 
-def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _find_outermost_wrappers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name in the base, wrapper) of every wrapped module; only outermost wrappers."""
     for name, child in module._modules.items():
         if child is None:
             continue
         path = f"{prefix}{name}"
-        if _unwrapped(child) is not child:
+        if _unwrap_module(child) is not child:
             yield path, child
         else:
-            yield from _outermost(child, path + ".")
+            yield from _find_outermost_wrappers(child, path + ".")

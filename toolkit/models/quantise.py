@@ -26,7 +26,7 @@ from toolkit.formats import assets_of
 from toolkit.models import packed_linear
 from toolkit.models.causal_lm import find_fp32_tensors
 from toolkit.models.classes import model_class_name
-from toolkit.models.layers import decoder_layers, enclosing_names, expert_counts
+from toolkit.models.layers import decoder_layers, enclosing_module_names, expert_counts
 from toolkit.models.modes import forked_rng
 from toolkit.models.patterns import replace_numbers
 from toolkit.models.peft_model import unwrapped_base
@@ -116,14 +116,14 @@ def _choose_layers(
         kind: Any = type(modules[outer])
         # A router has one output per expert, and a gate has one output.
         one_each = linear.out_features in experts | {1} and linear.out_features < linear.in_features
-        around = [type(modules[outer]).__name__.lower() for outer in enclosing_names(name)]
+        around = [type(modules[outer]).__name__.lower() for outer in enclosing_module_names(name)]
         reasons = {
             "lora.modules_to_save": any(
                 _matches_module(name, pattern) for pattern in cfg.modules_to_save
             ),
             "kept in float32 by the model": f"{name}.weight" in fp32,
             "router": one_each or any("router" in n for n in around),
-            "its weight is used without its forward": leaf in _read_directly(kind),
+            "its weight is used without its forward": leaf in _children_read_directly(kind),
             f"in_features is no multiple of {packed_linear.BLOCK}": linear.in_features
             % packed_linear.BLOCK
             > 0,
@@ -139,7 +139,7 @@ def _choose_layers(
             if not matrices:
                 continue
             kind: Any = type(module)
-            if not (isinstance(module, nn.Linear) and _only_multiplies(kind)):
+            if not (isinstance(module, nn.Linear) and _is_plain_linear_class(kind)):
                 why = f"in {kind.__name__}, which is no nn.Linear"
                 unpacked.setdefault(why, []).extend(f"{name}.{leaf}" for leaf in matrices)
             elif why := reason_to_keep(name, module):
@@ -150,7 +150,7 @@ def _choose_layers(
 
 
 @functools.cache
-def _only_multiplies(kind: Any) -> bool:
+def _is_plain_linear_class(kind: Any) -> bool:
     """Try whether a class of linear layers computes what `nn.Linear` does (as Falcon's does)."""
     if kind is nn.Linear:
         return True
@@ -168,7 +168,7 @@ def _only_multiplies(kind: Any) -> bool:
 
 
 @functools.cache
-def _read_directly(kind: Any) -> frozenset[str]:
+def _children_read_directly(kind: Any) -> frozenset[str]:
     """List the children whose weight the module's source reads (Mamba's out_proj, by a kernel)."""
     names: set[str] = set()
     for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
@@ -181,7 +181,7 @@ def _read_directly(kind: Any) -> frozenset[str]:
 
 def _matches_module(name: str, pattern: str) -> bool:
     """Return True if `pattern` matches a module or one around it: in full, or after a dot."""
-    return any(f".{path}".endswith(f".{pattern}") for path in (*enclosing_names(name), name))
+    return any(f".{path}".endswith(f".{pattern}") for path in (*enclosing_module_names(name), name))
 
 
 def _format_reasons(unpacked: dict[str, list[str]]) -> str:

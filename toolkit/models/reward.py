@@ -14,8 +14,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import ModelError
-from toolkit.formats import HFAssets, conversion_mapping, loaded_as
-from toolkit.models.classes import build, causal_lm_class, classifier_class, multimodal_class
+from toolkit.formats import HFAssets, conversion_mapping, map_source_keys
+from toolkit.models.classes import (
+    build_from_config,
+    causal_lm_class,
+    classifier_class,
+    multimodal_class,
+)
 from toolkit.models.peft_model import base_of, trained_module
 
 HEAD = "score"  # transformers' name for the head behind a causal LM's body
@@ -47,7 +52,7 @@ def reward_class(config: PreTrainedConfig, name_or_path: str) -> type[PreTrained
         )
     class_name = next(iter(config.architectures or ()), None)
     expected_names = {
-        getattr(kind, "__name__", None) for kind in (classifier, _source_class(config))
+        getattr(kind, "__name__", None) for kind in (classifier, _find_causal_lm_class(config))
     }
     if class_name not in {None, *expected_names} and not str(class_name).endswith("Model"):
         raise ModelError(
@@ -94,33 +99,33 @@ def set_reward_assets(model: PreTrainedModel, config: PreTrainedConfig, assets: 
     assets.config |= {"architectures": [name], **_OF_ONE_LABEL}
     if assets.source is None:
         return
-    assets.head_left_out = _head_keys(config, assets)
+    assets.head_left_out = _causal_lm_head_keys(config, assets)
     assets.source = {k: v for k, v in assets.source.items() if k not in assets.head_left_out}
     assets.drawn = [f"{HEAD}.{leaf}" for leaf, _ in head.named_parameters()]
 
 
-def _source_class(config: PreTrainedConfig) -> Any:
+def _find_causal_lm_class(config: PreTrainedConfig) -> Any:
     """Find the class of causal LMs from which a reward model may be built."""
     class_name = next(iter(config.architectures or ()), None)
     return multimodal_class(config, class_name) or causal_lm_class(config)
 
 
-def _head_keys(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
+def _causal_lm_head_keys(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
     """List the tensors of a causal LM's checkpoint that belong to its head, tied or not."""
-    causal_class = _source_class(config)
+    causal_class = _find_causal_lm_class(config)
     if causal_class is None:
         return []
     with torch.device("meta"):
-        causal: Any = build(causal_class, config, torch.float32)
+        causal: Any = build_from_config(causal_class, config, torch.float32)
     causal.hf_assets = assets
     head = causal.get_output_embeddings()
     head_names = [n for n, module in causal.named_modules() if module is head and head is not None]
     names = {f"{n}.{leaf}" for n in head_names for leaf, _ in head.named_parameters()}
-    targets = loaded_as(causal, assets.source or (), conversion_mapping(causal))
+    targets = map_source_keys(causal, assets.source or (), conversion_mapping(causal))
     return [key for key, target, _ in targets if target in names]
 
 
-def set_pooling_token(model: PreTrainedModel, assets: HFAssets, pad: int) -> None:
+def set_pad_token_id(model: PreTrainedModel, assets: HFAssets, pad: int) -> None:
     """Let a reward model return the number of the last token that is not `pad`."""
     model.config.get_text_config().pad_token_id = pad
     text = assets.config.get("text_config")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
-from toolkit.formats import StoredTensor, whole
+from toolkit.formats import StoredTensor, read_tensor
 
 QUANTISED = "quantization_config"
 # The quantiser's own list lacks these names of scales, because it renames them while it loads.
@@ -38,12 +38,12 @@ def make_dequantiser(config: PreTrainedConfig) -> Any:
         return None
     reader.quantization_config.dequantize = True
     if hasattr(operation, "_dequantize_one"):
-        operation = _whole_blocks(operation)
+        operation = _with_padded_blocks(operation)
     reader.get_load_operations = lambda: {"dequantize": operation}
     return reader
 
 
-def _whole_blocks(operation: type) -> type:
+def _with_padded_blocks(operation: type) -> type:
     """Extend the operation to matrices that the blocks of their scales do not divide.
 
     An example is the 576 rows of DeepSeek-V3's `kv_a_proj_with_mqa`, which transformers refuses.
@@ -95,7 +95,7 @@ def group_stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str,
     }
 
 
-def dtypes_as_read(
+def dtypes_after_dequantising(
     source: dict[str, str], parts: dict[str, tuple[str, ...]], dtype: torch.dtype
 ) -> dict[str, str]:
     """Map each key that is read to its safetensors dtype; parts become one tensor of `dtype`."""
@@ -109,7 +109,7 @@ def dequantise_parts(
     reader: Any, keys: tuple[str, ...], entries: dict[str, StoredTensor], dtype: torch.dtype
 ) -> torch.Tensor:
     """Build the matrix of the parts `keys` on the CPU, for a tensor without a parameter."""
-    return _dequantise(reader, [whole(entries[key]) for key in keys], dtype)
+    return _dequantise(reader, [read_tensor(entries[key]) for key in keys], dtype)
 
 
 def dequantised_shape(

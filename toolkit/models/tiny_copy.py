@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.errors import one_line
-from toolkit.models.classes import build
+from toolkit.models.classes import build_from_config
 from toolkit.models.layers import decoder_layers
 from toolkit.models.modes import forked_rng
 from toolkit.models.patterns import replace_numbers
@@ -79,10 +79,10 @@ def build_meta_model(
 ) -> PreTrainedModel:
     """Build the model of a config on the meta device, in fp32."""
     with forked_rng(), torch.device("meta"):
-        return build(model_class, config, torch.float32)
+        return build_from_config(model_class, config, torch.float32)
 
 
-def random_copy(
+def build_noisy_copy(
     model_class: Any, config: PreTrainedConfig, device: torch.device
 ) -> PreTrainedModel:
     """Build a model of `config` with noise added to all its parameters.
@@ -94,7 +94,7 @@ def random_copy(
     dtype = torch.bfloat16 if is_flash else torch.float32
     with forked_rng(device):
         torch.manual_seed(0)
-        model = build(model_class, config, dtype).eval()
+        model = build_from_config(model_class, config, dtype).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.is_floating_point():
@@ -102,7 +102,7 @@ def random_copy(
     return model.to(device)
 
 
-def layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> list[str]:
+def describe_layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> list[str]:
     """Describe the kind of each decoder layer, as JSON.
 
     A kind is made of the layer's modules, their switches and the layer's settings. Numbers count
@@ -129,7 +129,7 @@ def layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> 
     for i, layer in enumerate(layers):
         entries = [entry for name in listed for entry in settings[name][i : i + 1]]
         # Zero often means "off".
-        values = [bool(e) if isinstance(e, int | float) else _kind_of_value(e) for e in entries]
+        values = [bool(e) if isinstance(e, int | float) else _reduce_value(e) for e in entries]
         kinds.append(json.dumps([_describe_modules(layer), values], sort_keys=True))
     return kinds
 
@@ -141,14 +141,14 @@ def _describe_modules(layer: nn.Module) -> list[str]:
         attributes = {
             k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"
         }
-        settings = {k: _kind_of_value(v) for k, v in attributes.items() if isinstance(v, _SETTING)}
+        settings = {k: _reduce_value(v) for k, v in attributes.items() if isinstance(v, _SETTING)}
         lines.add(
             json.dumps([replace_numbers(name), type(module).__name__, settings], sort_keys=True)
         )
     return sorted(lines)
 
 
-def _kind_of_value(value: Any) -> Any:
+def _reduce_value(value: Any) -> Any:
     """Reduce a value to what distinguishes kinds of layers."""
     if value is None or isinstance(value, bool | str):
         return value
@@ -169,16 +169,20 @@ def shrunk_configs(
     depth = max(kinds.index(kind) for kind in set(kinds)) + 1
     if real_text:
         depth = min(max(depth, 2), len(kinds))
-    narrower = (_one_group, _cut_width)
-    tries: list[tuple] = [(depth, _cut_width), (depth,), (len(kinds), _cut_width)]
+    narrower = (_set_one_state_group, _shrink_widths)
+    tries: list[tuple] = [(depth, _shrink_widths), (depth,), (len(kinds), _shrink_widths)]
     if real_text:
-        narrowest = ((_cut_hidden, _cut_heads), (_cut_hidden,), (_halve,))
+        narrowest = (
+            (_shrink_hidden_size, _shrink_head_sizes),
+            (_shrink_hidden_size,),
+            (_halve_widths_and_heads,),
+        )
         tries = [*((depth, *narrower, *more) for more in narrowest), *tries]
     for count, *narrow in dict.fromkeys(tries):
         small = copy.deepcopy(config)
         text = small.get_text_config()
-        for section in _sections(small):
-            _cut_section(section, length, real_text)
+        for section in _nested_configs(small):
+            _shrink_section(section, length, real_text)
             section.use_cache = False
             # Sections for images and sound: text does not use them.
             if section is not text and section is not small:
@@ -193,15 +197,15 @@ def shrunk_configs(
         yield small
 
 
-def _sections(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """Yield a config and all configs nested in it."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
-            yield from _sections(value)
+            yield from _nested_configs(value)
 
 
-def _cut_section(section: PreTrainedConfig, length: int | None, real_text: bool) -> None:
+def _shrink_section(section: PreTrainedConfig, length: int | None, real_text: bool) -> None:
     """Reduce the sizes in one section of a config."""
     vocabularies = [name for name in vars(section) if "vocab_size" in name]
     sizes = ((_EXPERTS, 4), (_CHOSEN, 2), (_GROUPS, 1), (_INNER, 64))
@@ -217,7 +221,7 @@ def _cut_section(section: PreTrainedConfig, length: int | None, real_text: bool)
         return n if length is not None and n >= length else min(n, _WINDOW)
 
     _change_integers(section, _WINDOWS, cut)
-    if _cut_longrope(section, cut):
+    if _shrink_longrope(section, cut):
         _change_integers(section, (_TRAINED_LENGTH,), cut)
     special = [n for n in vars(section) if n.endswith(("token_id", "token_index"))]
     for place, name in enumerate(special):
@@ -227,7 +231,7 @@ def _cut_section(section: PreTrainedConfig, length: int | None, real_text: bool)
             setattr(section, name, small if isinstance(value, int) else [small])
 
 
-def _cut_longrope(section: Any, cut: Callable[[int], int]) -> bool:
+def _shrink_longrope(section: Any, cut: Callable[[int], int]) -> bool:
     """Reduce the length at which `longrope` changes its factors.
 
     Returns:
@@ -258,7 +262,7 @@ def _change_integers(
             setattr(section, name, [cut(v) if v > 0 else v for v in value])
 
 
-def _cut_width(section: PreTrainedConfig) -> None:
+def _shrink_widths(section: PreTrainedConfig) -> None:
     """Divide heads and widths by the largest factor that leaves four heads and no fractions."""
     heads, widths, keys = (
         [n for name in names if isinstance(n := vars(section).get(name), int) and n > 0]
@@ -277,24 +281,24 @@ def _cut_width(section: PreTrainedConfig) -> None:
     _change_integers(section, _KEY_HEADS, lambda n: n // factor if n > 1 else n)
 
 
-def _one_group(section: PreTrainedConfig) -> None:
+def _set_one_state_group(section: PreTrainedConfig) -> None:
     """Set the number of state groups to 1."""
     _change_integers(section, _STATE_GROUPS, lambda _: 1)
 
 
-def _cut_hidden(section: PreTrainedConfig) -> None:
+def _shrink_hidden_size(section: PreTrainedConfig) -> None:
     """Set the hidden width to 64, if there is one width."""
     widths = [n for name in _WIDTHS if isinstance(n := vars(section).get(name), int) and n > 0]
     if len({*widths}) == 1 and widths[0] > _NARROW:
         _change_integers(section, _WIDTHS, lambda _: _NARROW)
 
 
-def _cut_heads(section: PreTrainedConfig) -> None:
+def _shrink_head_sizes(section: PreTrainedConfig) -> None:
     """Halve the sizes of heads down to 16."""
     _change_integers(section, _HEAD_SIZES, lambda n: n // 2 ** max(0, (n // 16).bit_length() - 1))
 
 
-def _halve(section: PreTrainedConfig) -> None:
+def _halve_widths_and_heads(section: PreTrainedConfig) -> None:
     """Halve widths and the sizes of heads together, down to a width of 64 and heads of 8."""
     while True:
         widths, heads = (
@@ -324,15 +328,15 @@ def find_text_fault(model_class: type[PreTrainedModel], config: PreTrainedConfig
     """
     key = (model_class, config.to_json_string(use_diff=False))
     if key not in _faults:
-        _faults[key] = _try_copies(model_class, config)
+        _faults[key] = _find_fault_in_copies(model_class, config)
     return _faults[key]
 
 
-def _try_copies(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+def _find_fault_in_copies(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
     """Try tiny copies until one of them runs; see `find_text_fault`."""
     fault = ""
     try:
-        kinds = layer_kinds(build_meta_model(model_class, config))
+        kinds = describe_layer_kinds(build_meta_model(model_class, config))
     except Exception as error:  # the code of any model
         return one_line(error, 200)
     for small in shrunk_configs(config, kinds, None):
@@ -344,14 +348,16 @@ def _try_copies(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
         if size > _MOST_PARAMETERS:
             continue
         try:
-            return _find_fault(random_copy(model_class, small, torch.device("cpu")).train())
+            return _find_fault_in_copy(
+                build_noisy_copy(model_class, small, torch.device("cpu")).train()
+            )
         except Exception as error:  # the code of any model
             fault = one_line(error, 200)
     return fault
 
 
 @torch.no_grad()
-def _find_fault(model: PreTrainedModel) -> str:
+def _find_fault_in_copy(model: PreTrainedModel) -> str:
     """Check the shape of the logits, and that no token sees later ones."""
     with forked_rng(), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)

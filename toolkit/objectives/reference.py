@@ -49,8 +49,8 @@ from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import CheckpointError
 from toolkit.formats import assets_of
-from toolkit.formats.bit_sums import part_sums, wrapped
-from toolkit.formats.layout import cut_by_rows
+from toolkit.formats.bit_sums import part_sums, wrap_to_int64
+from toolkit.formats.layout import is_sharded_by_rows
 from toolkit.models.peft_model import base_of
 from toolkit.models.quantise import quantisation_settings
 from toolkit.objectives.reference_pass import (
@@ -328,7 +328,7 @@ def model_digest(model: nn.Module) -> str:
 
     def sums() -> list[int]:
         return [
-            int(part_sums(tensors[n])[1]) if n in here and cut_by_rows(tensors[n]) else 0
+            int(part_sums(tensors[n])[1]) if n in here and is_sharded_by_rows(tensors[n]) else 0
             for n in names
         ]
 
@@ -336,7 +336,9 @@ def model_digest(model: nn.Module) -> str:
     content = xxhash.xxh3_128()
     for name, total in zip(names, totals, strict=True):
         tensor = tensors[name]
-        content.update(f"{name} {tensor.dtype} {list(tensor.shape)} {wrapped(total)}\n".encode())
+        content.update(
+            f"{name} {tensor.dtype} {list(tensor.shape)} {wrap_to_int64(total)}\n".encode()
+        )
     config = base_of(model).config.to_dict()
     computed = {key: value for key, value in config.items() if key not in NOT_ARCHITECTURE}
     content.update(json.dumps(computed, sort_keys=True, default=str).encode())

@@ -14,7 +14,7 @@ import yaml
 
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError
-from toolkit.formats.synced_files import replacing
+from toolkit.formats.synced_files import replace_on_exit
 from toolkit.mesh import data_ranks
 from toolkit.parsing import read_yaml
 from toolkit.planning.devices import KERNEL, LINKS, MEMORY, PRODUCTS, Device
@@ -115,7 +115,7 @@ def save_calibration(device: Device, model: str, dtype: str, calibration: Calibr
     entries = _read_calibrations() | {
         _calibration_key(device, model, dtype): asdict(calibration),
     }
-    with replacing(calibration_file()) as scratch:
+    with replace_on_exit(calibration_file()) as scratch:
         scratch.write_text(yaml.safe_dump(entries, width=200), "utf-8")
 
 

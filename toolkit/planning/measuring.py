@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError
-from toolkit.formats.metrics_file import STARTS, number, read_lines, read_metrics
+from toolkit.formats.metrics_file import STARTS, get_finite_number, read_lines, read_metrics
 from toolkit.models.peft_model import base_of
 from toolkit.objectives import build
 from toolkit.planning.devices import Device, device_here, device_of, find_device_name
@@ -182,7 +182,10 @@ def calibrate_by_run(run: Path, cfg: RunConfig, device_name: str | None = None) 
         PlanningError: the metrics do not match the plan.
     """
     starts = read_lines(run / STARTS)
-    numbers = [(number(m, "memory_peak_bytes"), number(m, "step_time")) for m in read_metrics(run)]
+    numbers = [
+        (get_finite_number(m, "memory_peak_bytes"), get_finite_number(m, "step_time"))
+        for m in read_metrics(run)
+    ]
     measured = [(peak, seconds) for peak, seconds in numbers if peak and seconds]
     if not starts or len(measured) < 3:
         raise ConfigError(f"--calibrate {run}: expected a run with metrics of at least 3 steps")

@@ -40,7 +40,7 @@ from toolkit.models.layers import decoder_layers, tied_families
 from toolkit.models.packed_linear import count_values
 from toolkit.models.peft_model import base_of
 from toolkit.models.reward import reward_head
-from toolkit.models.tiny_copy import build_meta_model, layer_kinds, shrunk_configs
+from toolkit.models.tiny_copy import build_meta_model, describe_layer_kinds, shrunk_configs
 from toolkit.objectives import Objective, build
 from toolkit.planning.fake_ranks import TRACED, planned_packing, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
@@ -236,7 +236,7 @@ def _find_loss(base: Any, model: nn.Module) -> list[str]:
     """
     if reward_head(model) is not None:
         return []
-    kinds = layer_kinds(base)
+    kinds = describe_layer_kinds(base)
     reason = "it has no decoder layers"
     for config in shrunk_configs(base.config, kinds, None) if kinds else ():
         output = io.StringIO()

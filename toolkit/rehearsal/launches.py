@@ -36,7 +36,7 @@ _STAGE_OF_CALL = {
     r"prepare_data|check_prompts": "data",
     r"init_mesh|apply_fsdp": "sharding",
     r"check_before_loading": "disk",
-    r"check_fits|loading\.": "load",
+    r"check_weights_fit|loading\.": "load",
     r"checkpoint\.(find|restore)": "resume",
     r"evaluate|answer_prompts": "evaluate",
     r"update|data\.steps|build_(optimizer|scheduler)|start_metrics": "train",

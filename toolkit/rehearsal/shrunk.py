@@ -27,10 +27,10 @@ from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError, one_line
 from toolkit.formats import ADAPTER_FILE, ADAPTER_WEIGHTS, DTYPES, assets_of, local_folder
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.models.classes import build, model_class_name, original_class
+from toolkit.models.classes import build_from_config, model_class_name, original_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.peft_model import adapter_config, trained_tensors
-from toolkit.models.tiny_copy import layer_kinds, shrunk_configs
+from toolkit.models.tiny_copy import describe_layer_kinds, shrunk_configs
 
 _MAX_PARAMETERS = 2**28
 _TARGET_SETTINGS = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
@@ -68,7 +68,7 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
     """
     cfg = replace(cfg, resize_embeddings=False, frozen_parameters=[])
     real = build_on_meta(cfg)
-    kinds = layer_kinds(real)
+    kinds = describe_layer_kinds(real)
     reason = "it has no decoder layers"
     small_configs = shrunk_configs(real.config, kinds, None, real_text=True) if kinds else ()
     # A model that is small already is used as it is.
@@ -84,7 +84,7 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
             reason = one_line(error)
         else:
             count = sum(p.numel() for p in small.parameters())
-            layers = (len(layer_kinds(small)), len(kinds))
+            layers = (len(describe_layer_kinds(small)), len(kinds))
             return Shrunk(folder, count, layers, len({*kinds}), dtype)
     raise ModelError(f"{model_class_name(real)} cannot be scaled down for a rehearsal: {reason}")
 
@@ -93,13 +93,14 @@ def _build_small(real: PreTrainedModel, config: Any) -> PreTrainedModel:
     """Build a model of the class of `real` with random weights, unless it is too large."""
     with torch.device("meta"), forked_rng():
         size = sum(
-            p.numel() for p in build(original_class(real), config, torch.float32).parameters()
+            p.numel()
+            for p in build_from_config(original_class(real), config, torch.float32).parameters()
         )
     if size > _MAX_PARAMETERS:
         raise ModelError(f"scaled down it still has {size:,} parameters")
     with forked_rng():
         torch.manual_seed(0)
-        return build(original_class(real), config, torch.float32)
+        return build_from_config(original_class(real), config, torch.float32)
 
 
 def _can_step(model: Any, dtype: torch.dtype) -> bool:

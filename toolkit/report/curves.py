@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from toolkit.report.runs import RunRecord, evaluation_key, number
+from toolkit.report.runs import RunRecord, evaluation_key, get_finite_number
 
 # Of the runs, in their order. A single run's evaluations take the colours after the first.
 COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#0891b2", "#db2777")
@@ -113,7 +113,7 @@ def _groups(runs: list[RunRecord]) -> dict[str, list[str]]:
         for key in line
         if key not in _NO_PANEL
         and not key.startswith(("eval_", "router_"))
-        and number(line, key) is not None
+        and get_finite_number(line, key) is not None
     )
     by_stem: dict[str, list[str]] = {}
     for key in keys:
@@ -166,7 +166,7 @@ def _curves(index: int, run: RunRecord, key: str, runs: int) -> Iterable[Curve]:
     yield Curve(f"{prefix}{key}", "logged", steps, values, colour)
     if key != "loss":
         return
-    means = [number(line, "mean_loss") for line in run.lines if key in line]
+    means = [get_finite_number(line, "mean_loss") for line in run.lines if key in line]
     filled = [value if mean is None else mean for value, mean in zip(values, means, strict=True)]
     yield Curve(f"{prefix}{key}, smoothed", "smoothed", steps, smoothed(filled), colour)
     yield from _evaluations(index, run, key, runs)
@@ -184,4 +184,4 @@ def _evaluations(index: int, run: RunRecord, measure: str, runs: int) -> Iterabl
 def _logged(run: RunRecord, key: str) -> tuple[list[int], list[float | int | None]]:
     """List the steps at which a key was logged, and its values there."""
     lines = [line for line in run.lines if key in line]
-    return [line["step"] for line in lines], [number(line, key) for line in lines]
+    return [line["step"] for line in lines], [get_finite_number(line, key) for line in lines]

@@ -7,7 +7,14 @@ from typing import Any
 from toolkit.checkpoint.commit import committed_steps
 from toolkit.checkpoint.run_folder import CONFIG, find_checkpoint_root, read_raw_config
 from toolkit.errors import CheckpointError, ReportError
-from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, number, read_lines, read_metrics
+from toolkit.formats.metrics_file import (
+    METRICS,
+    SAMPLES,
+    STARTS,
+    get_finite_number,
+    read_lines,
+    read_metrics,
+)
 
 Line = dict[str, Any]
 # Types of the values of a line of `starts.jsonl`, as a run writes them.
@@ -125,7 +132,9 @@ def _note_bad_lines(path: Path, lines: list[Line]) -> list[str]:
         notes.append(f"the last line of {METRICS} is cut off and was skipped")
     keys = dict.fromkeys(key for line in lines for key in line)
     for key in keys:
-        bad = [line["step"] for line in lines if key in line and number(line, key) is None]
+        bad = [
+            line["step"] for line in lines if key in line and get_finite_number(line, key) is None
+        ]
         if bad:
             many = f"{len(bad)} values are" if len(bad) > 1 else "1 value is"
             notes.append(f"{key}: {many} not a finite number, first at step {bad[0]}: gaps there")

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.config import KINDS, find_shipped_kind, flatten_settings, saved_kind_name
 from toolkit.config.kinds import is_special, section_names
 from toolkit.config.preference import PreferenceConfig
-from toolkit.report.runs import RunRecord, evaluation_key, number
+from toolkit.report.runs import RunRecord, evaluation_key, get_finite_number
 from toolkit.tables import size_text
 
 
@@ -31,8 +31,15 @@ def overview(runs: list[RunRecord]) -> Table:
         head.insert(1, "objective")
     rows = []
     for run, loss_name in zip(runs, objectives, strict=True):
-        last = {k: v for line in run.lines for k, v in line.items() if number(line, k) is not None}
-        eval_losses = [v for line in run.lines if (v := number(line, "eval_loss")) is not None]
+        last = {
+            k: v
+            for line in run.lines
+            for k, v in line.items()
+            if get_finite_number(line, k) is not None
+        }
+        eval_losses = [
+            v for line in run.lines if (v := get_finite_number(line, "eval_loss")) is not None
+        ]
         max_steps = run.starts[-1].get("max_steps") if run.starts else None
         goal = f" of {max_steps:,}" if isinstance(max_steps, int) and max_steps > 0 else ""
         memory = last.get("memory_peak_bytes")
@@ -89,9 +96,10 @@ def evaluations(runs: list[RunRecord]) -> Table:
             lines = [line for line in run.lines if any(key in line for key in keys)]
             loss = evaluation_key(source, "loss")
             best = min(
-                ((v, x["step"]) for x in lines if (v := number(x, loss)) is not None), default=None
+                ((v, x["step"]) for x in lines if (v := get_finite_number(x, loss)) is not None),
+                default=None,
             )
-            last = [_value(number(lines[-1], key), ".4g") for key in keys]
+            last = [_value(get_finite_number(lines[-1], key), ".4g") for key in keys]
             lowest = ["-", "-"] if best is None else [f"{best[0]:.4f}", f"{best[1]:,}"]
             rows.append([run.name, source or "all", f"{lines[-1]['step']:,}", *last, *lowest])
     return Table(head, rows)
@@ -194,7 +202,9 @@ def _trained_for(run: RunRecord) -> str:
     previous_step = 0
     seconds = 0.0
     for line in run.lines:
-        seconds += (number(line, "step_time") or 0.0) * max(0, line["step"] - previous_step)
+        seconds += (get_finite_number(line, "step_time") or 0.0) * max(
+            0, line["step"] - previous_step
+        )
         previous_step = line["step"]
     return str(timedelta(seconds=round(seconds))) if 0 < seconds < 2**34 else "-"
 

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from toolkit.errors import ReportError
-from toolkit.formats.synced_files import replace_synced, replacing
+from toolkit.formats.synced_files import replace_on_exit, replace_synced
 from toolkit.report import page, picture, tables
 from toolkit.report.runs import RunRecord, read_runs
 
@@ -59,7 +59,7 @@ def _write(
     """Write page and picture; return their paths."""
     folder = runs[0].path if output is None else Path(output).expanduser()
     replace_synced(folder / HTML, page.render(runs, reload_seconds))
-    with replacing(folder / PNG) as scratch:
+    with replace_on_exit(folder / PNG) as scratch:
         picture.draw(runs, scratch)
     return folder / HTML, folder / PNG
 

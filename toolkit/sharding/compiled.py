@@ -9,7 +9,7 @@ from torch import nn
 from toolkit.config.settings import ShardingConfig
 from toolkit.errors import ShardingError
 from toolkit.formats import torch_private
-from toolkit.models.attention import mark_borders_dynamic
+from toolkit.models.attention import mark_document_count_dynamic
 from toolkit.sharding.units import UnitPlan, is_inside
 
 
@@ -27,7 +27,7 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
 
     @functools.wraps(compiled)
     def without_cudnn(*args: Any, **kwargs: Any) -> Any:
-        mark_borders_dynamic(kwargs)
+        mark_document_count_dynamic(kwargs)
         before = torch.backends.cuda.cudnn_sdp_enabled()
         if not before or dynamo._stance.stance == "force_eager":
             return compiled(*args, **kwargs)

@@ -32,7 +32,7 @@ from toolkit.errors import ShardingError
 from toolkit.formats import torch_private
 from toolkit.mesh import Mesh
 from toolkit.models.causal_lm import find_fp32_tensors
-from toolkit.models.classes import build, original_class
+from toolkit.models.classes import build_from_config, original_class
 from toolkit.models.modes import forked_rng
 from toolkit.models.packed_linear import packed_weights
 from toolkit.models.peft_model import base_of
@@ -261,7 +261,7 @@ def _cast_buffers(model: Any, dtype: torch.dtype) -> None:
     if not hasattr(model, "hf_assets") or dtype == model.dtype:
         return
     with torch.device("meta"), forked_rng():
-        like = build(original_class(model), model.config, dtype)
+        like = build_from_config(original_class(model), model.config, dtype)
     expected = dict(like.named_buffers())
     fp32_buffers = find_fp32_tensors(like, buffers=True)
     saved = model.state_dict().keys() | fp32_buffers.keys()

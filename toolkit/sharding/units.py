@@ -30,7 +30,7 @@ from toolkit.models.causal_lm import find_fp32_tensors
 from toolkit.models.classes import model_class_name
 from toolkit.models.layers import (
     decoder_layers,
-    enclosing_names,
+    enclosing_module_names,
     modules_outside_text,
     parameters_outside_text,
     tied_families,
@@ -207,7 +207,8 @@ def _dtype_overrides(
     groups: dict[tuple[Member, torch.dtype], list[str]] = {}
     for member in members:
         unit_dtypes = {
-            _dtype_for([*enclosing_names(name), name], named_dtypes, default) for name in member
+            _dtype_for([*enclosing_module_names(name), name], named_dtypes, default)
+            for name in member
         }
         if len(unit_dtypes) > 1:
             names = " and ".join(sorted(map(str, unit_dtypes)))
@@ -222,7 +223,7 @@ def _dtype_overrides(
         if (
             name in units
             or not holds
-            or dtype == _dtype_for(enclosing_names(name), named_dtypes, default)
+            or dtype == _dtype_for(enclosing_module_names(name), named_dtypes, default)
         ):
             continue
         if name == head:
@@ -275,7 +276,7 @@ def _join_tied_units(
 def _shared_top(model: nn.Module, name: str, shared: dict[int, list[str]]) -> str | None:
     """Find the outermost module around a parameter that holds only shared parameters."""
     top = None
-    for outer in reversed(enclosing_names(name)):
+    for outer in reversed(enclosing_module_names(name)):
         if any(id(p) not in shared for p in model.get_submodule(outer).parameters()):
             break
         if not isinstance(model.get_submodule(outer), nn.ModuleList | nn.ModuleDict):
@@ -306,7 +307,7 @@ def _assign_parameters(
 def _innermost_unit(name: str, members: list[Member]) -> Member:
     """Find the innermost unit around a parameter's name."""
     by_module = {module: member for member in members for module in member}
-    inside = [outer for outer in enclosing_names(name) if outer in by_module]
+    inside = [outer for outer in enclosing_module_names(name) if outer in by_module]
     return by_module[inside[-1]] if inside else (ROOT,)
 
 

@@ -20,7 +20,7 @@ from toolkit import ranks
 from toolkit.config.settings import FinetuneTrainConfig
 from toolkit.errors import TrainingError, one_line
 from toolkit.formats import reshard
-from toolkit.formats.metrics_file import append
+from toolkit.formats.metrics_file import append_lines
 from toolkit.models.modes import isolated_forward, replaced_forward
 from toolkit.models.peft_model import base_of
 from toolkit.training.guards import preemption
@@ -95,7 +95,7 @@ def answer_prompts(
             ranks.print_line(f"step {step}  {prompt!r}\n    {answer!r}")
             lines.append({"step": step, "prompt": prompt, "answer": answer})
         try:
-            append(file, lines)
+            append_lines(file, lines)
         except OSError as error:
             ranks.print_line(f"WARNING: {file} lacks the answers of step {step}: {error.strerror}")
 

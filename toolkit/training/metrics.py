@@ -16,7 +16,7 @@ from toolkit import ranks
 from toolkit.config.measures import PERPLEXITY, TOKEN_METRICS, shown_metrics
 from toolkit.errors import TrainingError
 from toolkit.formats.container_memory import peak_host_memory
-from toolkit.formats.metrics_file import METRICS, append, keep_until
+from toolkit.formats.metrics_file import METRICS, append_lines, drop_lines_after
 from toolkit.sharding.fsdp import Sharded
 from toolkit.tables import size_text
 from toolkit.training.flops import find_peak_flops
@@ -88,7 +88,7 @@ class Metrics:
         # Lines that the disk refused.
         self._unwritten: list[dict[str, Any]] = []
         if self._is_main:
-            keep_until(self._file, self.first_step)
+            drop_lines_after(self._file, self.first_step)
         self._bar = tqdm(
             total=self.max_steps,
             initial=self.first_step,
@@ -177,7 +177,7 @@ class Metrics:
         """Append the lines that are not in the file yet; if the disk refuses, keep them."""
         count = len(self._unwritten)
         try:
-            append(self._file, self._unwritten)
+            append_lines(self._file, self._unwritten)
         except OSError as error:
             if count == 1:
                 ranks.print_line(

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from toolkit.config.settings import RunConfig, TrainConfig
 from toolkit.data.samples.batch import Batch
 from toolkit.errors import ConfigError, ModelError, TrainingError
-from toolkit.formats import local_tensor, nested_items, part_of, reshard
+from toolkit.formats import local_tensor, nested_items, reshard, slice_like
 from toolkit.models.causal_lm import requests_router_loss
 from toolkit.models.layers import active_expert_shares, expert_counts, experts_per_token
 from toolkit.models.patterns import module_class_name
@@ -425,7 +425,7 @@ class Router:
             change = self._rate * (loads[name].mean() - loads[name]).sign()
             change = change.where(is_applied, 0.0).view(bias.shape).to(bias.dtype)
             local_bias = local_tensor(bias)
-            local_bias += part_of(change, bias).to(local_bias.device)
+            local_bias += slice_like(change, bias).to(local_bias.device)
         ratios = (load.max() / load.mean().clamp(min=1e-9) for load in loads.values())
         return Balance(aux, torch.stack([*ratios]))
 

@@ -16,10 +16,16 @@ from toolkit.config.published import select_publishable_settings
 from toolkit.config.settings import RunConfig
 from toolkit.data.prepare import TrainingData
 from toolkit.errors import TrainingError
-from toolkit.formats.metrics_file import STARTS, append, keep_until, read_metrics, read_versions
+from toolkit.formats.metrics_file import (
+    STARTS,
+    append_lines,
+    drop_lines_after,
+    read_metrics,
+    read_versions,
+)
 from toolkit.models import causal_lm as models
 from toolkit.models import quantise
-from toolkit.models.layers import frozen_towers_line
+from toolkit.models.layers import format_frozen_towers
 from toolkit.models.packed_linear import count_values, packed_weights
 from toolkit.models.peft_model import base_of, has_adapters
 from toolkit.sharding.fsdp import Sharded
@@ -67,7 +73,7 @@ def start_metrics(
     opening = [
         f"model      {models.model_class_name(base_of(model))}, {total / 1e6:,.1f} M parameters"
         + share,
-        frozen_towers_line(model),
+        format_frozen_towers(model),
         *(coverage_lines(model) if has_adapters(model) else []),
         quantise.describe_quantisation(model, 1 if is_base_replicated else sharded.mesh.shards),
         *format_unit_table(sharded, cfg.sharding).splitlines(),
@@ -147,8 +153,8 @@ def _record_start(
     def write() -> None:
         line["run"] = select_publishable_settings(settings, folder)
         try:
-            keep_until(folder / STARTS, step)
-            append(folder / STARTS, [line])
+            drop_lines_after(folder / STARTS, step)
+            append_lines(folder / STARTS, [line])
         except OSError as error:
             raise TrainingError(f"{folder / STARTS} cannot be written: {error.strerror}") from error
 

@@ -18,7 +18,7 @@ from toolkit import ranks
 from toolkit.data.feed.feed import Feed
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.formats import local_slices, local_tensor
-from toolkit.formats.layout import cut_by_rows
+from toolkit.formats.layout import is_sharded_by_rows
 from toolkit.models.peft_model import base_of, has_adapters
 
 _MAX_EXAMPLES = 64  # that are searched for special tokens, for each source
@@ -113,7 +113,9 @@ def _frozen_ends(model: nn.Module) -> dict[str, Any]:
             continue
         if any(p.requires_grad for p in module.parameters()) or not weight.is_floating_point():
             continue
-        if cut_by_rows(weight) and not any(weight is other.weight for other in ends.values()):
+        if is_sharded_by_rows(weight) and not any(
+            weight is other.weight for other in ends.values()
+        ):
             ends[names.get(id(module), type(module).__name__)] = module
     return ends
 

@@ -32,7 +32,7 @@ from toolkit.formats import (
     ADAPTER_WEIGHTS,
     export_manifest,
     local_folder,
-    whole,
+    read_tensor,
 )
 from toolkit.loading import LoadGroup
 from toolkit.models import model_on_meta
@@ -157,7 +157,7 @@ def _load_into_empty_base(export: AdapterExport, layout: PeftLayout) -> None:
         return
     for key, name in layout.keys.items():
         tensor, entry = loaded[name], export.entries[key]
-        if tensor.is_meta or not torch.equal(whole(entry).to(tensor.dtype), tensor):
+        if tensor.is_meta or not torch.equal(read_tensor(entry).to(tensor.dtype), tensor):
             export.add(ADAPTER_WEIGHTS, key, f"does not arrive in {name} when PEFT loads it")
 
 

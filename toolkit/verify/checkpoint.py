@@ -159,7 +159,7 @@ def _tensor_fault(subject: CheckpointSubject, key: str) -> str | None:
     try:
         chunks = tuple(formats.tensor_chunks(subject.folder / "dcp", metadata, key))
         stored = formats.StoredTensor(entry.properties.dtype, tuple(entry.size), chunks)
-        is_same = subject.row_sums.get(key) in (None, formats.row_sum(stored))
+        is_same = subject.row_sums.get(key) in (None, formats.compute_row_sum(stored))
     except (CheckpointError, OSError) as error:
         return f"cannot be read: {error}"
     return None if is_same else "does not hold what was in memory at saving"
@@ -177,7 +177,7 @@ def _check_tensors(subject: CheckpointSubject) -> None:
     }
     subject.findings.report.tensors += len(sizes)
     for key in sizes.keys() - subject.damaged_tensors:
-        if fault := formats.coverage_fault(metadata, key):
+        if fault := formats.find_coverage_fault(metadata, key):
             subject.add(_METADATA, key, f"is incomplete: {fault}")
             subject.damaged_tensors.add(key)
     for key in subject.row_sums.keys() - sizes.keys():

@@ -133,7 +133,7 @@ def check_file_names(export: Export) -> None:
     for name in sorted(os.listdir(export.folder)):
         file = export.folder / name
         is_weights = name.endswith((*_OTHER_WEIGHTS, ".safetensors", ".index.json"))
-        if file.is_symlink() and not formats.is_cached(file):
+        if file.is_symlink() and not formats.is_hub_cache_link(file):
             export.add(name, None, f"is a link to {os.readlink(file)}")
         elif name not in names_of_exports and not is_weights:
             continue  # a hidden file, or the user's own
@@ -179,7 +179,7 @@ def _add_by_tensor(export: Export, name: str, problem: str) -> bool:
         for key, entry in tensors.items():
             nbytes = math.prod(entry["shape"]) * formats.DTYPES[entry["dtype"]].itemsize
             parts.append((key, entry["begin"], nbytes, entry["xxh3"]))
-        damage = formats.damaged_parts(file, parts)
+        damage = formats.find_damaged_tensors(file, parts)
         if not damage:
             problem += "; the bytes of its tensors are intact, its header is not"
     for key, fault in damage.items() or [(None, problem)]:
@@ -199,7 +199,7 @@ def read_tensors(export: Export) -> None:
         if is_full_model:
             files = formats.weight_files(export.folder)
         else:
-            files = [formats.plain_file(export.folder, single, LoadingError)]
+            files = [formats.resolve_plain_file(export.folder, single, LoadingError)]
         names = {file.name for file in files}
         for name in sorted(os.listdir(export.folder)):
             if name.endswith(".safetensors") and name not in names:

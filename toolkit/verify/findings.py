@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from toolkit.checkpoint import commit
 from toolkit.errors import CheckpointError
-from toolkit.formats import is_cached
+from toolkit.formats import is_hub_cache_link
 
 Finding = tuple[str, str | None, str]  # file inside the verified folder, tensor, problem
 
@@ -142,4 +142,4 @@ def file_fault(file: Path, expected: dict[str, Any], *, in_cache: bool = False) 
 
 def is_regular(file: Path, *, in_cache: bool = False) -> bool:
     """Return True if `file` is a regular file; with `in_cache` also a link of the Hub's cache."""
-    return file.is_file() and (not file.is_symlink() or (in_cache and is_cached(file)))
+    return file.is_file() and (not file.is_symlink() or (in_cache and is_hub_cache_link(file)))

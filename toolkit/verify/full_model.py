@@ -13,7 +13,7 @@ from toolkit import formats
 from toolkit.checkpoint.carried import CarriedTensor, find_carried_tensors
 from toolkit.checkpoint.sources import Source
 from toolkit.errors import ExportError, ModelError, ToolkitError
-from toolkit.loading import find_misfits, plan_load_groups
+from toolkit.loading import find_load_problems, plan_load_groups
 from toolkit.models import model_on_meta, tied_names
 from toolkit.verify.export import FILE_CHECKS, Checks, Export, check_dtypes, compare_files
 from toolkit.verify.logits import (
@@ -69,14 +69,14 @@ def check_parameters(export: Export) -> None:
         for name, entry in export.entries.items()
         if name in state and tuple(state[name].shape) != entry.shape
     }
-    for kind, names in find_misfits(model, export.entries).items():
+    for kind, names in find_load_problems(model, export.entries).items():
         for name in names:
             faults.setdefault(name.partition(" (")[0], f"is {kind}: {name}")
     file_of = {name: entry.file.name for name, entry in export.entries.items()}
     where = min(file_of.values()) if len({*file_of.values()}) == 1 else formats.INDEX_FILE
     for name, fault in faults.items():
         export.add(file_of.get(name, where), name, fault)
-    carried = set(formats.source_keys(model, export.entries).carried)
+    carried = set(formats.group_source_keys(model, export.entries).carried)
     groups = plan_load_groups(model, export.entries)
     export.groups = [group for group in groups if not carried.intersection(group.keys)]
     export.carried = {name: export.entries[name] for name in carried}
@@ -202,7 +202,7 @@ def _compare_carried(export: Export, name: str, original: CarriedTensor) -> None
         problem = f"is {entry.dtype} {list(entry.shape)}, in the source {original.dtype}"
         export.add(file, name, f"{problem} {list(original.shape)}")
     elif original.stored is None:  # in several parts
-        wrong = different(original.read(), formats.whole(entry), {entry.dtype})
+        wrong = different(original.read(), formats.read_tensor(entry), {entry.dtype})
         if bool(wrong.any()):
             export.add(file, name, "is not what the source holds in parts")
     else:

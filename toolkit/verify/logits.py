@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from toolkit.adapters.peft_folder import attach_adapters, read_adapter_config
 from toolkit.checkpoint.sources import Source
 from toolkit.errors import CheckpointError
-from toolkit.formats import whole
+from toolkit.formats import read_tensor
 from toolkit.loading import materialise
 from toolkit.models import allows_remote_code, model_on_meta, tied_names, vocabulary_size
 from toolkit.models.classes import causal_lm_class
@@ -75,7 +75,7 @@ def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
     for name, tensor in model.state_dict().items():
         if (first := first_name.get(name, name)) not in stored:
             raise CheckpointError(f"{source.folder} lacks {name}")
-        tensor.copy_(whole(stored[first]))
+        tensor.copy_(read_tensor(stored[first]))
     return model
 
 
@@ -143,6 +143,6 @@ def load_adapted(
     tensors = dict(model.state_dict())
     with torch.no_grad():
         for name, expected in expected_of(source).items():
-            tensors[name].copy_(whole(expected.stored).to(dtype))
+            tensors[name].copy_(read_tensor(expected.stored).to(dtype))
     share_head(model)
     return model

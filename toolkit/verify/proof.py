@@ -33,12 +33,12 @@ from toolkit.errors import ExportError, LoadingError
 from toolkit.formats import (
     StoredTensor,
     Tensors,
+    compute_row_sum,
     first_difference,
+    read_tensor,
     read_weights,
-    row_sum,
     same_values,
     weight_files,
-    whole,
 )
 from toolkit.loading import LoadGroup, build_base_reader, load_group, plan_load_groups
 from toolkit.models import loaded_dtype, model_on_meta, tied_names
@@ -66,7 +66,7 @@ class Expected:
         if fault := misfit(self.stored, tuple(actual.shape), dtypes, self.description):
             return fault
         if isinstance(actual, torch.Tensor):
-            count = int(different(whole(self.stored), actual, dtypes).sum())
+            count = int(different(read_tensor(self.stored), actual, dtypes).sum())
             values = f"{count} of {actual.numel()} values"
             differs = f"differs from {self.description} in {values}" if count else None
             return self.damage() or differs
@@ -78,11 +78,11 @@ class Expected:
         """Describe damage of the stored tensor itself; None if its sum is right or unknown.
 
         Args:
-            stored_sum: its `row_sum`, if it was computed already.
+            stored_sum: its `compute_row_sum`, if it was computed already.
         """
         if self.sum is None:
             return None
-        if self.sum == (row_sum(self.stored) if stored_sum is None else stored_sum):
+        if self.sum == (compute_row_sum(self.stored) if stored_sum is None else stored_sum):
             return None
         return f"cannot be compared: {self.description} differs from its sum in the manifest"
 
@@ -229,11 +229,13 @@ class MergeProof(Proof):
         if fault := misfit(weight, tuple(actual.shape), dtypes, "in the base"):
             return fault
         if isinstance(actual, StoredTensor):
-            actual = whole(actual)
+            actual = read_tensor(actual)
         wrong = different(weight, actual, dtypes)
         if layer is not None:
             wrong = torch.ones(actual.shape, dtype=torch.bool)
-            factors = {r: whole(self.trained[n].stored).float() for r, n in layer.tensors.items()}
+            factors = {
+                r: read_tensor(self.trained[n].stored).float() for r, n in layer.tensors.items()
+            }
             for dtype in dtypes:
                 wide = weight.to(loaded_dtype(self.model, parameter, weight.dtype, dtype))
                 value = merge_layer(self.layout, layer, wide.clone(), factors)

@@ -28,7 +28,7 @@ from toolkit.config.data import SourceConfig
 from toolkit.data.sources.files import Kind, is_saved_data_set
 from toolkit.data.sources.row_values import BadRow
 from toolkit.errors import DataError, one_line
-from toolkit.formats.synced_files import replacing
+from toolkit.formats.synced_files import replace_on_exit
 from toolkit.tables import size_text
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def load_or_build(
     file = cache_folder() / f"{name}.arrow"
     if not (datasets.is_caching_enabled() and file.is_file()):
         with (
-            replacing(file) as scratch,
+            replace_on_exit(file) as scratch,
             pa.ipc.new_stream(str(scratch), schema) as out,
             tqdm(desc=title, unit=" rows", total=total) as bar,
         ):

@@ -49,7 +49,7 @@ from toolkit.data.tokens.partners import (
 from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, tokenizer_content
 from toolkit.data.tokens.tokenizer import check_vocabulary
 from toolkit.errors import DataError
-from toolkit.formats.synced_files import replacing
+from toolkit.formats.synced_files import replace_on_exit
 
 # Maximum number of rows that are encoded at a time.
 _CHAT_ROWS = 512
@@ -437,7 +437,7 @@ def _encode_tables(
             empty = EncodedExample(_NO_TOKENS, [])
             encoded = [empty if isinstance(row, BadRow) else row for row in encoded]
         yield _table_of(list(enumerate(encoded, first)), schema, columns)
-    with replacing(counts_file) as scratch:
+    with replace_on_exit(counts_file) as scratch:
         scratch.write_text(json.dumps(asdict(counts)), "utf-8")
 
 

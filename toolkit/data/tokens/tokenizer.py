@@ -21,7 +21,7 @@ from toolkit.data.sources.row_values import BadRow, catch_bad_row
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.sources.tables import to_data_error
 from toolkit.errors import ConfigError, DataError, ModelError, one_line
-from toolkit.formats import check_config, local_folder
+from toolkit.formats import check_parsed_files, local_folder
 
 END_OF_TEXT = "<|endoftext|>"
 """The only special token of a trained tokenizer; its id is 0."""
@@ -151,7 +151,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
                 f"expected a tokenizer in {name}, found none of {', '.join(_FILES)}; set "
                 "model.tokenizer_name_or_path to a folder with a tokenizer or to a Hub id"
             )
-        check_config(path)
+        check_parsed_files(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path) if path.exists() else name,
