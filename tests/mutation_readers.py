@@ -31,7 +31,7 @@ from sharded import sharded_of
 from toolkit import adapters, cli, config, loading, models
 from toolkit.adapters.peft_folder import load_with_peft
 from toolkit.checkpoint import TrainState, find_resumable, restore
-from toolkit.checkpoint.run_folder import claim_folders as claim_folder
+from toolkit.checkpoint.run_folder import validate_run_folders as claim_folder
 from toolkit.config import FinetuneConfig, PretrainConfig, accelerate_yaml, model_settings
 from toolkit.data.prepare import inspect_data, prepare_data
 from toolkit.data.report import render_report

@@ -1047,9 +1047,11 @@ def break_commit_first() -> None:
     def wrong(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
         text = json.dumps(manifest, indent=1, sort_keys=True)
         local_folder.write_synced(folder / commit.MANIFEST, text)
-        local_folder.write_synced(folder / commit.COMMIT, commit.commit_text(text.encode()))
+        local_folder.write_synced(
+            folder / commit.COMMIT, commit.compute_commit_content(text.encode())
+        )
         target = folder.parent / commit.step_name(step)
-        local_folder.make_way(target, commit.is_intact)
+        local_folder.move_existing_checkpoint(target, commit.is_intact)
         os.rename(folder, target)
         local_folder.fsync_path(target.parent)
         for below, _, files in os.walk(target):
@@ -1093,7 +1095,7 @@ def break_in_place() -> None:
         if target.exists():
             shutil.rmtree(target)
 
-    local_folder.make_way = wrong
+    local_folder.move_existing_checkpoint = wrong
 
 
 def break_prune_first() -> None:

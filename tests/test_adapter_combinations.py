@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from toolkit import checkpoint, config
 from toolkit.adapters.lora import add_adapters, prepare_adapters
 from toolkit.checkpoint.adapter_source import apply_adapter_settings
-from toolkit.checkpoint.run_folder import claim_folders, save_config
+from toolkit.checkpoint.run_folder import save_config, validate_run_folders
 from toolkit.config import FinetuneConfig, PreferConfig
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import (
@@ -177,16 +177,16 @@ def test_the_same_command_resumes_with_targets_in_any_spelling(
     run.mkdir()
     (run / "metrics.jsonl").touch()
     save_config(first)
-    claim_folders(parsed(targets))
+    validate_run_folders(parsed(targets))
     again = apply_adapter_settings(parsed(targets))
     assert again.lora == first.lora
     base = build_on_meta(again.model)
     assert "that of the run's checkpoint" in check_continued_adapter(again, base, resumes=True)
     with pytest.raises(ConfigError, match=r"lora\.target_modules was"):
-        claim_folders(parsed("[k_proj]"))
+        validate_run_folders(parsed("[k_proj]"))
     if source == "adapter":  # which modules `all-linear` means is known once there is a model
         wider = parsed("all-linear")
-        claim_folders(wider)
+        validate_run_folders(wider)
         with pytest.raises(ConfigError, match="adapts other modules"):
             check_continued_adapter(
                 apply_adapter_settings(apply_adapter_settings(wider)), base, resumes=True

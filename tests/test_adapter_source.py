@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from toolkit import checkpoint, config
 from toolkit.adapters.lora import add_adapters
-from toolkit.checkpoint.adapter_source import apply_adapter_settings, read_structure
+from toolkit.checkpoint.adapter_source import apply_adapter_settings, parse_adapter_settings
 from toolkit.checkpoint.run_folder import save_config
 from toolkit.config import FinetuneConfig, PreferConfig
 from toolkit.config.lora import LoraConfig
@@ -149,7 +149,7 @@ def test_layers_and_patterns_of_other_tools_come_over(made: Path) -> None:
             transformers.AutoModelForCausalLM.from_pretrained(made / "base"),
             peft.LoraConfig(task_type="CAUSAL_LM", **own),
         )
-        lora = replace(LoraConfig(from_="x"), **read_structure(own, "x"))
+        lora = replace(LoraConfig(from_="x"), **parse_adapter_settings(own, "x"))
         ours = add_adapters(build_on_meta(ModelConfig(str(made / "base"))), lora)
         assert adapted_modules(ours).keys() == adapted_modules(theirs).keys()
         assert adapted_modules(ours)

@@ -454,7 +454,9 @@ def test_strange_json_is_one_error_that_names_the_file(tmp_path, name, text):
         (path / "state.json").write_text(json.dumps(state))
     else:
         (path / name).write_text(text)
-    (path / "COMMIT").write_text(commit.commit_text((path / "manifest.json").read_bytes()))
+    (path / "COMMIT").write_text(
+        commit.compute_commit_content((path / "manifest.json").read_bytes())
+    )
 
     def inspect() -> None:
         commit.read_manifest(path)

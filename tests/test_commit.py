@@ -53,10 +53,10 @@ def test_commit_is_compared_to_the_byte(tmp_path):
     for changed in changes:
         (checkpoint / "COMMIT").write_bytes(changed)
         assert not commit.is_committed(checkpoint), changed
-        assert list(commit.broken_steps(tmp_path)) == [3]
+        assert list(commit.find_broken_checkpoints(tmp_path)) == [3]
     (checkpoint / "COMMIT").write_bytes(good)
     assert commit.is_committed(checkpoint)
-    assert not commit.broken_steps(tmp_path)
+    assert not commit.find_broken_checkpoints(tmp_path)
     for name in ("COMMIT", "manifest.json"):  # a link may point to anywhere
         os.rename(checkpoint / name, tmp_path / name)
         os.symlink(tmp_path / name, checkpoint / name)
@@ -72,7 +72,7 @@ def test_a_changed_manifest_and_a_lost_commit_are_named(tmp_path):
     (flipped / "manifest.json").write_bytes(content)
     (lost / "COMMIT").unlink()
     assert list(commit.committed_steps(tmp_path)) == [3]
-    broken = commit.broken_steps(tmp_path)
+    broken = commit.find_broken_checkpoints(tmp_path)
     assert broken[4][1] == "COMMIT is not that of manifest.json: one of them was changed"
     assert broken[5][1] == "COMMIT missing"
     prune_checkpoints(tmp_path, CheckpointConfig())
@@ -90,7 +90,7 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path, name):
     manifest["files"][name] = {"size": 1, "sha256": "0" * 64}
     text = json.dumps(manifest)
     (checkpoint / "manifest.json").write_text(text)
-    (checkpoint / "COMMIT").write_text(commit.commit_text(text.encode()))
+    (checkpoint / "COMMIT").write_text(commit.compute_commit_content(text.encode()))
     assert commit.is_committed(checkpoint)
     with pytest.raises(CheckpointError, match="no file of the checkpoint"):
         commit.find_damaged_files(checkpoint)
@@ -263,12 +263,12 @@ def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
     for text in ("first", "second"):
         save(tmp_path, 3, text)
         target = tmp_path / "checkpoints" / "step-00000003"
-        local_folder.make_way(target, commit.is_intact)  # and no more: the kill
+        local_folder.move_existing_checkpoint(target, commit.is_intact)  # and no more: the kill
         assert text_of(tmp_path) == text
         shutil.copytree(commit.find_checkpoint(tmp_path), target)
         (target / "COMMIT").rename(target / "COMMIT.prepared")  # the next kill, later
         assert text_of(tmp_path) == text
-        assert not commit.broken_steps(tmp_path)
+        assert not commit.find_broken_checkpoints(tmp_path)
         prune_checkpoints(tmp_path, CheckpointConfig())
         assert text_of(tmp_path) == text
         assert kinds(tmp_path) == ["old"]
@@ -281,9 +281,9 @@ def test_of_two_saves_under_one_step_the_later_counts(tmp_path):
 def test_a_damaged_old_one_does_not_come_back(tmp_path):
     save(tmp_path, 3, "first")
     target = tmp_path / "checkpoints" / "step-00000003"
-    local_folder.make_way(target, commit.is_intact)
+    local_folder.move_existing_checkpoint(target, commit.is_intact)
     old = commit.find_checkpoint(tmp_path)
-    bad = local_folder.LocalFolder(old).set_aside()
+    bad = local_folder.LocalFolder(old).quarantine()
     assert bad.name.startswith("step-00000003.bad-")
     assert not commit.committed_steps(tmp_path)  # it did, as step-N.old-x.bad-y
 
@@ -291,14 +291,14 @@ def test_a_damaged_old_one_does_not_come_back(tmp_path):
 def test_an_old_one_stays_while_its_successor_does_not_verify(tmp_path):
     save(tmp_path, 3, "first")
     target = tmp_path / "checkpoints" / "step-00000003"
-    local_folder.make_way(target, commit.is_intact)
+    local_folder.move_existing_checkpoint(target, commit.is_intact)
     folder = commit.begin_attempt(tmp_path, 3)
     (folder / "data").write_text("second")
     files = commit.store_files(folder, ["data"])
     commit.commit(folder, 3, {"step": 3, "files": files, "tensors": {}})
     (target / "data").write_text("secone")
     prune_checkpoints(tmp_path, CheckpointConfig())
-    local_folder.LocalFolder(target).set_aside()
+    local_folder.LocalFolder(target).quarantine()
     assert text_of(tmp_path) == "first"
 
 

@@ -200,7 +200,7 @@ def test_experts_come_back_one_by_one(root: Path, tmp_path: Path) -> None:
     keys = weights(consolidate(root / "mixtral/sharded", tmp_path / "out")).keys()
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in keys
     # Each is a part of the fused tensor, written as it lies there: no second copy is held.
-    model = export_plan.model_of_assets(root / "mixtral/source")
+    model = export_plan.build_model_from_assets(root / "mixtral/source")
     state = trained(root / "mixtral/source").state_dict()
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in state.items()}
     plan = export_plan.make_plan(model, shapes, None, 10**9, where="a test")
@@ -230,7 +230,7 @@ def test_a_random_start_asks_for_its_names_once(
         return mapping(*args, **options)
 
     monkeypatch.setattr(conversion_mapping, mapping.__name__, counted)
-    model = export_plan.model_of_assets(tmp_path)  # no weights there: no source
+    model = export_plan.build_model_from_assets(tmp_path)  # no weights there: no source
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in model.state_dict().items()}
     plan = export_plan.make_plan(model, shapes, None, 10**9, where="a test")
     assert len(plan.groups) > 10
@@ -727,7 +727,7 @@ def test_what_is_written_wrong_is_an_error_or_found_by_verify(
                 consolidate(run, tmp_path / "out", dtype=dtype)
             assert {p.name for p in tmp_path.iterdir()} == {"run"}
             return
-        patched.setattr(ExportProof, "check", lambda *_: None)  # the control
+        patched.setattr(ExportProof, "compare", lambda *_: None)  # the control
         out = consolidate(root / "llama/sharded", tmp_path / "out", dtype=dtype)
     report = verify_export(root / "llama/sharded", out)
     assert {file for file, _, _ in report.findings} >= {"model.safetensors"}

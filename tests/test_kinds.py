@@ -9,7 +9,7 @@ import yaml
 from conftest import save_tiny_model
 
 from toolkit import cli, config
-from toolkit.checkpoint.run_folder import claim_folders, save_config
+from toolkit.checkpoint.run_folder import save_config, validate_run_folders
 from toolkit.config import FinetuneConfig, PreferConfig, PretrainConfig, kind_of
 from toolkit.config.settings import FinetuneModelConfig, ModelConfig
 from toolkit.errors import ConfigError
@@ -93,10 +93,10 @@ def test_a_run_of_a_recipe_of_ones_own_is_recognised_when_it_starts_again(tmp_pa
     cfg = DistillConfig(FinetuneModelConfig("model"), output_dir=str(tmp_path))
     save_config(cfg)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
-    assert claim_folders(cfg) == cfg
+    assert validate_run_folders(cfg) == cfg
     other = FinetuneConfig(FinetuneModelConfig("model"), output_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="holds a run of distill; this is fine-tuning"):
-        claim_folders(other)
+        validate_run_folders(other)
 
 
 def test_a_config_of_another_kind_is_refused_by_its_kind(folder: Path) -> None:

@@ -31,7 +31,7 @@ from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError, LoadingError, ModelError
 from toolkit.export import consolidate
-from toolkit.export.plan import make_plan, model_of_assets
+from toolkit.export.plan import build_model_from_assets, make_plan
 from toolkit.formats import StoredTensor, assets_of, export_manifest
 from toolkit.loading import load_pretrained
 from toolkit.loading.pretrained import check_weights_fit
@@ -185,7 +185,7 @@ def exported_names(source: Path, hf: Path) -> set[str]:
     assets.origin = {"name_or_path": str(source), "revision": None, "digest": base_digest(source)}
     hf.mkdir()
     assets.save(hf)
-    model = model_of_assets(hf)
+    model = build_model_from_assets(hf)
     aliases = tied_names(model)
     state = {n: t for n, t in model.state_dict().items() if n not in aliases}
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in state.items()}

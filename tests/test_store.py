@@ -254,21 +254,21 @@ def test_both_kinds_of_storage_answer_alike(url, tmp_path):
         storage.check_usable("checkpoint.root")
         storage_file = store.storage_of(place / "config.yaml")
         storage_file.replace("a: 1")
-        assert storage_file.read_plain() == b"a: 1"
-        with storage_file.local() as file:
+        assert storage_file.read_small_file() == b"a: 1"
+        with storage_file.local_file() as file:
             assert (file.name, file.read_text()) == ("config.yaml", "a: 1")
         kinds = []
         for step, ends in ((1, True), (2, True), (3, False)):
             attempt = commit.begin_attempt(place, step)
-            scratch = store.storage_of(attempt).scratch()
+            scratch = store.storage_of(attempt).scratch_folder()
             (scratch / "dcp").mkdir()
             (scratch / "dcp/data").write_bytes(b"abc")
             files = commit.store_files(scratch, ["dcp/data"], attempt)
             if ends:
                 done = commit.commit(attempt, step, {"step": step, "files": files, "tensors": {}})
-                assert done == store.storage_of(attempt).committed_as(step)
+                assert done == store.storage_of(attempt).committed_path(step)
         kinds.append([(a.step, a.kind) for a in commit.list_attempts(place)])
-        store.storage_of(commit.committed_steps(place)[2]).set_aside()
+        store.storage_of(commit.committed_steps(place)[2]).quarantine()
         kinds.append([(a.step, a.kind) for a in commit.list_attempts(place)])
         commit.delete_attempts(a.folder for a in commit.list_attempts(place) if a.kind != "bad")
         kinds.append([(a.step, a.kind) for a in commit.list_attempts(place)])
@@ -310,7 +310,7 @@ def _faults(url: str) -> list[str]:
                 found.append(f"step {step} holds what nobody saved")
         except CheckpointError as error:
             found.append(f"step {step}: {error}")
-    if commit.broken_steps(run):
+    if commit.find_broken_checkpoints(run):
         found.append("something looks damaged")
     saved(url, 9, 9)
     whole = {p.name for p in commit.committed_steps(run).values()}
@@ -361,7 +361,7 @@ def test_a_kill_at_each_put_and_delete_loses_nothing(tmp_path, capsys):
 
 def _commit_first(attempt, step, manifest):
     text = json.dumps(manifest)
-    (attempt / "COMMIT").write_bytes(commit.commit_text(text.encode()).encode())
+    (attempt / "COMMIT").write_bytes(commit.compute_commit_content(text.encode()).encode())
     (attempt / "manifest.json").write_bytes(text.encode())
     return attempt
 
@@ -527,13 +527,13 @@ def test_a_path_is_no_url(tmp_path):
 @pytest.mark.parametrize("failing", ["probe", "bucket"])
 def test_a_store_that_refuses_is_found_out_at_once(url, tmp_path, failing):
     cfg = _config(tmp_path, url)
-    run_folder.claim_folders(cfg)
+    run_folder.validate_run_folders(cfg)
     assert not store.parse_location(url).files()
     Store.fail = failing
     if failing == "bucket":  # refuses everything
         Store.fail = str(tmp_path)
     with pytest.raises(CheckpointError, match=r"checkpoints cannot go to bucket://.*went away"):
-        run_folder.claim_folders(cfg)
+        run_folder.validate_run_folders(cfg)
 
 
 def _config(tmp_path: Path, root: str | None, seed: int = 42) -> PretrainConfig:
@@ -561,29 +561,29 @@ def test_secrets_and_contradictions_are_refused(flags, said):
 @pytest.mark.slow
 def test_a_root_belongs_to_one_run(tmp_path, url):
     cfg = _config(tmp_path, url)
-    run_folder.claim_folders(cfg)
+    run_folder.validate_run_folders(cfg)
     folder = Path(cfg.output_dir)
     run_folder.save_config(cfg)
     saved(url, 3, 3)
-    run_folder.claim_folders(cfg)
+    run_folder.validate_run_folders(cfg)
     # On another machine, whose disk is empty: the same run goes on, another one does not.
     shutil.rmtree(folder)
-    run_folder.claim_folders(cfg)
+    run_folder.validate_run_folders(cfg)
     with pytest.raises(ConfigError, match=r"checkpoint.root bucket://.*seed was 42, is 7"):
-        run_folder.claim_folders(_config(tmp_path, url, seed=7))
+        run_folder.validate_run_folders(_config(tmp_path, url, seed=7))
     # Nor does a run that has left its checkpoints elsewhere begin anew.
     run_folder.save_config(cfg)
     (folder / "metrics.jsonl").write_text("{}\n")
     for root in (None, str(tmp_path / "local"), f"{url}-2"):
         with pytest.raises(ConfigError, match=r"it would start from scratch\. Copy checkpoints"):
-            run_folder.claim_folders(_config(tmp_path, root))
+            run_folder.validate_run_folders(_config(tmp_path, root))
     shutil.copytree(tmp_path / "run", tmp_path / "run-2")
-    run_folder.claim_folders(_config(tmp_path, f"{url}-2"))
+    run_folder.validate_run_folders(_config(tmp_path, f"{url}-2"))
 
 
 def test_a_root_on_a_disk(tmp_path):
     cfg = _config(tmp_path, str(tmp_path / "other"))
-    run_folder.claim_folders(cfg)
+    run_folder.validate_run_folders(cfg)
     folder = Path(cfg.output_dir)
     run_folder.save_config(cfg)
     root = run_folder.checkpoint_root(cfg)

@@ -28,7 +28,7 @@ from toolkit.adapters import add_adapters, check_target_names
 from toolkit.checkpoint import disk_space
 from toolkit.checkpoint.adapter_source import apply_adapter_settings, check_same_base, open_adapter
 from toolkit.checkpoint.commit import committed_steps
-from toolkit.checkpoint.run_folder import checkpoint_root, claim_folders
+from toolkit.checkpoint.run_folder import checkpoint_root, validate_run_folders
 from toolkit.checkpoint.store import is_url, parse_location
 from toolkit.config.lora import ALL_LINEAR, LoraConfig
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, model_settings
@@ -234,7 +234,7 @@ def _find_missing_imports(file: Path) -> Iterable[str]:
 
 def check_output(start: Start) -> str:
     """Refuse an output_dir or a checkpoint.root that holds something other than this run."""
-    claim_folders(start.cfg)
+    validate_run_folders(start.cfg)
     return ""
 
 

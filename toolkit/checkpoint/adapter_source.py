@@ -44,7 +44,7 @@ _MOST_STAGES = 50  # of a chain that an untrusted file describes
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """An adapter that a run continues."""
+    """Location, settings and base model of the adapter that a run continues, without its values."""
 
     name: str  # as the user gave it
     folder: Path  # a PEFT folder, or a checkpoint of this toolkit
@@ -56,18 +56,18 @@ class AdapterSource:
     checkpoint: Source | None = None  # None: a PEFT folder
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Read the place of each tensor from the weights file of a PEFT folder."""
+        """Read the header of a PEFT folder's weights file: key -> dtype, shape and byte range."""
         return read_header(self.folder / ADAPTER_WEIGHTS)
 
 
 def apply_adapter_settings(cfg: Any) -> Any:
-    """Add rank, targets and similar settings of the adapter in `lora.from` to `cfg`. Collective.
+    """Copy rank, targets and other settings of the adapter in `lora.from` to `cfg`. Collective.
 
-    Rank 0 reads small files, or queries the Hub. A resumed run has recorded the settings, so the
-    adapter need not exist any more.
+    Rank 0 reads small files, or downloads the adapter from the Hub. If an earlier start of the run
+    has recorded the settings, they are used, and the adapter is not read.
 
     Returns:
-        The new config; `cfg` itself if it continues no adapter.
+        A new config; `cfg` itself if it sets no `lora.from`.
 
     Raises:
         ConfigError: there is no such adapter, it cannot be continued, or a setting contradicts it.
@@ -78,17 +78,22 @@ def apply_adapter_settings(cfg: Any) -> Any:
 
 
 def _apply_settings(cfg: FinetuneConfig) -> FinetuneConfig:
+    """Return `cfg` with the LoRA settings that an earlier start recorded, or else the adapter's."""
     recorded = read_recorded_config(cfg)
     if recorded is not None and recorded.lora.from_ == cfg.lora.from_:
         return apply_recorded_adapter(cfg, recorded)
     with open_adapter(cfg.lora) as source:
         _check_task(source, cfg)
-        return replace(cfg, lora=_with_structure(cfg.lora, source))
+        return replace(cfg, lora=_merge_adapter_settings(cfg.lora, source))
 
 
-def _with_structure(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
-    """Add the adapter's settings to `lora`; refuse requested settings that contradict them."""
-    theirs = read_structure(source.config, source.name)
+def _merge_adapter_settings(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
+    """Return `lora` with the adapter's settings.
+
+    Raises:
+        ConfigError: the user has set one of them to another value.
+    """
+    theirs = parse_adapter_settings(source.config, source.name)
     for name, value in lora.requested().items():
         if name == "target_modules" and comparable(value) == ALL_LINEAR:
             continue  # the model decides which modules those are
@@ -100,8 +105,19 @@ def _with_structure(lora: LoraConfig, source: AdapterSource) -> LoraConfig:
     return lora.with_structure(theirs)
 
 
-def read_structure(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Read the settings `STRUCTURE` of an adapter_config.json; refuse values of a wrong type."""
+def parse_adapter_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Parse the settings of an adapter_config.json that define its tensors (rank, targets, ...).
+
+    Args:
+        config: the content of the file.
+        name: name of the adapter, for errors.
+
+    Returns:
+        Setting -> value, for each name in `config.lora.STRUCTURE`; absent lists are empty.
+
+    Raises:
+        ConfigError: a value has a type that PEFT does not write.
+    """
     lists = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
     patterns, switches = ("rank_pattern", "alpha_pattern"), ("use_rslora", "use_dora")
     structure: dict[str, Any] = {"r": config["r"], "lora_alpha": config.get("lora_alpha")}
@@ -132,11 +148,12 @@ def read_structure(config: dict[str, Any], name: str) -> dict[str, Any]:
     for n in lists:
         structure[n] = sorted(structure[n]) if isinstance(structure[n], list) else structure[n]
     if config.get("layers_to_transform") not in (None, []):
-        structure["target_modules"] = _layer_pattern(config, structure["target_modules"])
+        structure["target_modules"] = _build_layer_pattern(config, structure["target_modules"])
     return structure
 
 
 def _is_number(value: Any) -> bool:
+    """Return True for a finite positive int or float, but not for a bool."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and math.isfinite(value) and value > 0
 
@@ -145,11 +162,12 @@ def _is_string_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _layer_pattern(config: dict[str, Any], targets: Any) -> Any:
+def _build_layer_pattern(config: dict[str, Any], targets: Any) -> Any:
     """Build a regular expression that matches `target_modules` in `layers_to_transform` only.
 
-    For PEFT, a module's layer is the last number in its name that follows one of `layers_pattern`.
-    Without patterns, the number may follow any name.
+    PEFT takes the last number in a module's name that follows one of `layers_pattern` as its layer.
+    Without `layers_pattern`, the number may follow any name. A string of `targets` is returned as
+    it is, because PEFT then ignores `layers_to_transform`.
     """
     if isinstance(targets, str):  # PEFT ignores the layers of a pattern
         return targets
@@ -162,7 +180,7 @@ def _layer_pattern(config: dict[str, Any], targets: Any) -> Any:
 
 
 def _check_task(source: AdapterSource, cfg: FinetuneConfig) -> None:
-    """Refuse the adapter of a reward model for a causal LM, and the reverse."""
+    """Raise a ConfigError if only one of adapter and run is of a reward model."""
     is_reward = source.config.get("task_type") == "SEQ_CLS"
     preference = getattr(cfg, "preference", None)
     wants_reward = preference is not None and preference.loss_type == "reward"
@@ -180,9 +198,10 @@ def _check_task(source: AdapterSource, cfg: FinetuneConfig) -> None:
 
 @contextlib.contextmanager
 def open_adapter(lora: LoraConfig) -> Iterator[AdapterSource]:
-    """Provide the adapter that `lora.from` names, inside the context.
+    """Yield the adapter that `lora.from` names; use it as a context manager.
 
-    A checkpoint on a store is copied to a temporary folder.
+    A checkpoint on an object store is copied to a temporary folder, which is deleted at the end. An
+    adapter on the Hub is downloaded to the cache.
 
     Raises:
         ConfigError: there is no adapter, its kind cannot be continued, or it is damaged.
@@ -209,7 +228,11 @@ def open_adapter(lora: LoraConfig) -> Iterator[AdapterSource]:
 
 
 def _find_on_hub(name: str, revision: str | None) -> Path:
-    """Find the folder of the cache that holds an adapter of the Hub; download it if necessary."""
+    """Download the adapter of a Hub repository if necessary; return its folder in the HF cache.
+
+    Raises:
+        ConfigError: the name is a path that does not exist, or the Hub has no such adapter.
+    """
     path = Path(name).expanduser()
     if path.exists():
         raise ConfigError(f"lora.from {name} is a file; give the folder that holds it")
@@ -236,7 +259,13 @@ def _find_on_hub(name: str, revision: str | None) -> Path:
 
 
 def _read_peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterSource:
-    """Describe the adapter in a PEFT folder; check the files of an export by its manifest."""
+    """Describe the adapter in a PEFT folder; `hub` says that the folder is in the cache of the Hub.
+
+    If this toolkit exported the folder, its files are compared with the export's manifest.
+
+    Raises:
+        ConfigError: the weights are missing or a pickle, or the adapter cannot be continued.
+    """
     if not (folder / ADAPTER_WEIGHTS).is_file():
         if (folder / _PICKLE).is_file():
             raise ConfigError(
@@ -256,21 +285,25 @@ def _read_peft_folder(name: str, folder: Path, *, hub: bool = False) -> AdapterS
     origin: dict[str, Any] = {}
     if (folder / export_manifest.FILE).is_file():
         origin = _read_checked_origin(folder)
-    adapter = _mapping(origin, "adapter")
-    base["digest"] = _mapping(adapter, "base").get("digest")
+    adapter = _get_dict(origin, "adapter")
+    base["digest"] = _get_dict(adapter, "base").get("digest")
     stage = {
         "name": name if hub else folder.resolve().name,
         "hub_id": name if hub else None,
         "revision": folder.name if hub else None,  # the commit
         "sha256": commit.hash_file(folder / ADAPTER_WEIGHTS),
         "step": origin.get("step"),
-        "continued": _earlier_stage(adapter.get("continued")),
+        "continued": _copy_stage_entry(adapter.get("continued")),
     }
     return AdapterSource(name, folder, config, base, _drop_none(stage))
 
 
 def _read_checked_origin(folder: Path) -> dict[str, Any]:
-    """Read the origin from an export's manifest; refuse files that do not match the manifest."""
+    """Return the entry of an export's manifest that says where its weights come from.
+
+    Raises:
+        ExportError: weights or config differ from the manifest in size or hash.
+    """
     manifest = export_manifest.read(folder)
     for name in (ADAPTER_WEIGHTS, ADAPTER_FILE):
         entry, size = manifest["files"].get(name), (folder / name).stat().st_size
@@ -285,7 +318,11 @@ def _read_checked_origin(folder: Path) -> dict[str, Any]:
 
 
 def _read_toolkit_checkpoint(name: str, path: Path) -> AdapterSource:
-    """Describe the adapter in a checkpoint of this toolkit, or in the newest one of a run."""
+    """Describe the adapter in a checkpoint of this toolkit, or in the newest checkpoint of a run.
+
+    Raises:
+        ConfigError: the checkpoint is of another tool, or of a model without adapters.
+    """
     source = find_source(path)
     if source.checkpoint is None:
         raise ConfigError(f"lora.from {name} is a checkpoint of another tool; give a PEFT folder")
@@ -305,13 +342,13 @@ def _read_toolkit_checkpoint(name: str, path: Path) -> AdapterSource:
         "name": (checkpoint.parent.parent if is_run_of else checkpoint).resolve().name,
         "sha256": commit.hash_file(checkpoint / commit.MANIFEST),
         "step": source.manifest.get("step"),
-        "continued": _earlier_stage(entry.get("continued")),
+        "continued": _copy_stage_entry(entry.get("continued")),
     }
     return AdapterSource(name, checkpoint, config, entry, _drop_none(stage), source)
 
 
 def _check_folder_kind(name: str, path: Path) -> None:
-    """Refuse a folder with neither an adapter nor a run; the error says what the folder is."""
+    """Raise a ConfigError that says which one it is for a model or an incomplete PEFT folder."""
     if (path / _PICKLE).is_file() or (path / ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"lora.from {name} has no {ADAPTER_FILE}; complete the PEFT folder")
     is_model = (path / "config.json").is_file() and source_dtypes(path) is not None
@@ -327,21 +364,27 @@ def _check_folder_kind(name: str, path: Path) -> None:
         raise ConfigError(f"lora.from {name} has no {ADAPTER_FILE}; did you mean {near}?")
 
 
-def _mapping(content: Any, name: str) -> dict[str, Any]:
+def _get_dict(content: Any, name: str) -> dict[str, Any]:
+    """Return `content[name]` if it is a dict, otherwise an empty dict."""
     value = content.get(name) if isinstance(content, dict) else None
     return value if isinstance(value, dict) else {}
 
 
-def _earlier_stage(entry: Any, depth: int = 0) -> dict[str, Any] | None:
-    """Copy the valid parts of the entry of an earlier stage, whose content is not trusted."""
+def _copy_stage_entry(entry: Any, depth: int = 0) -> dict[str, Any] | None:
+    """Copy the valid fields of an untrusted entry on an adapter that was trained before this one.
+
+    Its `continued` field holds the entry of the adapter before that one, and is copied recursively,
+    up to `_MOST_STAGES`. Returns None if `entry` is not a dict.
+    """
     if not isinstance(entry, dict) or depth == _MOST_STAGES:
         return None
     kinds = {"name": str, "hub_id": str, "revision": str, "sha256": str, "step": int}
     entries = {n: entry[n] for n, kind in kinds.items() if isinstance(entry.get(n), kind)}
-    return _drop_none(entries | {"continued": _earlier_stage(entry.get("continued"), depth + 1)})
+    return _drop_none(entries | {"continued": _copy_stage_entry(entry.get("continued"), depth + 1)})
 
 
 def _drop_none(entry: dict[str, Any]) -> dict[str, Any]:
+    """Copy `entry` without the keys whose value is None."""
     return {name: value for name, value in entry.items() if value is not None}
 
 
@@ -349,22 +392,23 @@ def _drop_none(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_same_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
-    """Raise a ConfigError if the adapter is of another base model than `cfg` names.
+    """Raise a ConfigError if the adapter belongs to another base model than `cfg` names.
 
-    Reads 16 kB per tensor of a base model that is on this machine.
+    Digests of the weights are compared. If one is unknown, the Hub ids are compared; a local path
+    proves nothing. Reads 16 kB per tensor of a base model that is on this machine.
 
     Returns:
-        A log line that says what was compared.
+        The end of a log line that says how the base was compared, or that it is not known.
 
     Raises:
-        ConfigError: the digest of the weights differs or, if it is unknown, the name.
+        ConfigError: the digests or, if one is unknown, the Hub ids differ.
     """
     expected, base_name = source.base.get("digest"), str(source.base.get("name_or_path") or "")
     advice = f"set model.name_or_path: {base_name or 'its base'}, or give another lora.from"
-    digest = _digest_of_run(cfg)
+    digest = _compute_run_base_digest(cfg)
     by = "digest"
     if expected is None and digest is not None:
-        expected, by = _digest_by_name(source), "weights on this machine"
+        expected, by = _compute_adapter_base_digest(source), "weights on this machine"
     if expected is not None and digest is not None:
         if expected != digest:
             raise ConfigError(
@@ -389,20 +433,21 @@ def check_same_base(cfg: FinetuneConfig, source: AdapterSource) -> str:
     )
 
 
-def _digest_of_run(cfg: FinetuneConfig) -> str | None:
-    """Compute the digest of a run's base; None if its weights are not on this machine."""
+def _compute_run_base_digest(cfg: FinetuneConfig) -> str | None:
+    """Compute the weight digest of the run's base; None if its weights are not on this machine."""
     if cfg.model.init == "random":
         return f"random, seed {cfg.seed}"
-    return _digest_on_disk(cfg.model.name_or_path, cfg.model.revision)
+    return _compute_local_digest(cfg.model.name_or_path, cfg.model.revision)
 
 
-def _digest_by_name(source: AdapterSource) -> str | None:
-    """Compute the digest of an adapter's base; None if its weights are not on this machine."""
+def _compute_adapter_base_digest(source: AdapterSource) -> str | None:
+    """Compute the weight digest of the adapter's base; None if it is not on this machine."""
     base_name, revision = source.base.get("name_or_path"), source.base.get("revision")
-    return None if not base_name else _digest_on_disk(str(base_name), revision)
+    return None if not base_name else _compute_local_digest(str(base_name), revision)
 
 
-def _digest_on_disk(name: str, revision: str | None) -> str | None:
+def _compute_local_digest(name: str, revision: str | None) -> str | None:
+    """Compute the weight digest of a folder or cached Hub model; None if it is incomplete."""
     try:
         return base_digest(local_folder(name, revision, ask=False))
     except ToolkitError:  # missing or incomplete, so the digest is unknown
@@ -410,7 +455,7 @@ def _digest_on_disk(name: str, revision: str | None) -> str | None:
 
 
 def format_chain(stage: dict[str, Any]) -> str:
-    """Format the chain of adapters that a run continues, newest first."""
+    """Format an adapter and those that it continued: "b (step 9), which continued a (step 5)"."""
     parts = []
     entry: Any = stage
     while isinstance(entry, dict):
@@ -421,7 +466,7 @@ def format_chain(stage: dict[str, Any]) -> str:
 
 
 def format_settings(lora: LoraConfig) -> str:
-    """Return rank, alpha and targets for a log line."""
+    """Format rank, alpha and targets for a log line."""
     targets = lora.target_modules
     target_text = targets if isinstance(targets, str) else ", ".join(targets)
     more = f" and {', '.join(lora.target_parameters)}" if lora.target_parameters else ""

@@ -41,7 +41,7 @@ from toolkit.models.stored import (
 
 @dataclass(frozen=True)
 class CarriedTensor:
-    """A tensor of the source model that no parameter holds."""
+    """A tensor of the source model that belongs to no parameter of the trained model."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class CarriedTensor:
     read: Callable[[], torch.Tensor]
 
     def rows(self) -> Iterator[torch.Tensor]:
-        """Yield blocks of rows, in order."""
+        """Iterate over the tensor in order, in blocks of rows; one block if dequantised."""
         if self.stored is None:
             return iter([self.read()])
         return (rows for _, rows in read_blocks(self.stored))
@@ -59,17 +59,18 @@ class CarriedTensor:
 def find_carried_tensors(
     model: PreTrainedModel, assets: HFAssets, folder: Path | None = None
 ) -> dict[str, CarriedTensor]:
-    """Find the tensors of the source model that no parameter of `model` holds.
+    """Find the tensors of the source model that belong to no parameter of `model`.
 
-    Reads 16 kB per tensor of the source, to compare its digest.
+    Reads no values. If there are such tensors and `folder` is None, it reads 16 kB per tensor of
+    the source, to check that the source has not changed.
 
     Args:
         model: the exported model, on meta.
-        assets: the assets of the checkpoint; they name the source and its keys.
-        folder: the folder of the source, if it is known already.
+        assets: the assets of the checkpoint; they name the source model and its keys.
+        folder: the folder of the source model, if it is known already. It is not checked.
 
     Returns:
-        Key in the source -> tensor.
+        Key in the source -> tensor; its values are read later.
 
     Raises:
         ExportError: there are such tensors, and the source is missing or has changed.
@@ -107,7 +108,7 @@ def find_carried_tensors(
 
 @dataclass(frozen=True)
 class Carried:
-    """The carried tensors of one export: those that it copies, or the names that it omits."""
+    """The carried tensors of one export: either the tensors to copy, or the keys to omit."""
 
     tensors: dict[str, CarriedTensor]
     omitted: list[str]
@@ -122,13 +123,13 @@ class Carried:
         *,
         omit: bool = False,
     ) -> "Carried":
-        """Find the carried tensors (`find_carried_tensors`); with `omit`, only their names."""
+        """Find the carried tensors with `find_carried_tensors`; if `omit`, only their keys."""
         if omit:
             return cls({}, group_source_keys(model, assets.source or ()).carried, assets)
         return cls(find_carried_tensors(model, assets, folder), [], assets)
 
     def log(self) -> None:
-        """Print which tensors are copied from the source, or omitted."""
+        """Print one line on the omitted tensors and one on the copied ones, if there are any."""
         keys = self.assets.source or ()
         if self.omitted:
             ranks.print_line(f"omitted    {summarise_names(self.omitted, keys)}, of the source")
@@ -138,7 +139,7 @@ class Carried:
             ranks.print_line(f"carried    {summarise_names(self.tensors, keys)}{source}")
 
     def manifest_entry(self) -> dict[str, Any]:
-        """Describe the carried tensors for the export's manifest; empty if there are none."""
+        """Build the export manifest's entries on carried and omitted tensors; may be empty."""
         entry: dict[str, Any] = {}
         origin = self.assets.origin
         if self.omitted:
@@ -156,7 +157,14 @@ class Carried:
 
 
 def _find_source_folder(assets: HFAssets) -> Path:
-    """Find the folder of the source model, and check that it has not changed."""
+    """Find the folder of the source model.
+
+    A checkpoint of another tool does not record its source, so the folder of its config is used.
+
+    Raises:
+        ModelError: the source model cannot be found.
+        ExportError: its weights have another digest than those that the run started from.
+    """
     # A checkpoint of another tool has no origin, only the folder given with its config.
     if assets.origin is None:
         return Path(str(assets.folder))

@@ -90,34 +90,39 @@ _MARKS = (
 
 
 def committed_steps(run: str | store.Folder) -> dict[int, Any]:
-    """Map the steps of a run's committed checkpoints to their folders, oldest first."""
+    """Map the steps of a run's committed checkpoints to their folders, in ascending order."""
     return {step: a.folder for step, a in latest_attempts(list_attempts(run)).items()}
 
 
-def broken_steps(run: str | store.Folder) -> dict[int, tuple[Any, str]]:
-    """Map steps to (folder, fault) for checkpoints whose COMMIT or manifest was changed or lost.
+def find_broken_checkpoints(run: str | store.Folder) -> dict[int, tuple[Any, str]]:
+    """Map steps to (folder, fault) for checkpoints whose COMMIT or manifest is missing or changed.
 
-    A killed save never causes this. Raises as `is_committed`.
+    A save that was killed is not listed, because its folder has another name or a prepared COMMIT.
+
+    Raises:
+        CheckpointError: the disk cannot be read at the moment.
     """
-    saved = [(a, _read_committed(a.folder)[1]) for a in list_attempts(run) if a.kind == "saved"]
+    saved = [
+        (a, _read_committed_manifest(a.folder)[1]) for a in list_attempts(run) if a.kind == "saved"
+    ]
     return {a.step: (a.folder, fault) for a, fault in saved if fault is not None}
 
 
 def is_committed(checkpoint: store.Folder) -> bool:
-    """Return True if COMMIT exists and is exactly the hash of the manifest.
+    """Return True if COMMIT exists and holds exactly the hash of the manifest.
 
     Raises:
-        CheckpointError: the disk cannot be read at the moment, so that this is unknown.
+        CheckpointError: the disk cannot be read at the moment, so the answer is unknown.
     """
-    return _read_committed(checkpoint)[1] is None
+    return _read_committed_manifest(checkpoint)[1] is None
 
 
 def find_checkpoint(path: str | store.Folder, *also: Callable[[Path], bool]) -> Any:
-    """Find the checkpoint that `path` names: itself, or the newest committed one of a run.
+    """Return `path` if it is a committed checkpoint, or the newest committed one if it is a run.
 
     Args:
         path: a checkpoint or a run.
-        also: predicates for other folders that the error may suggest.
+        also: predicates; a nearby folder for which one is true may be suggested in the error.
 
     Raises:
         CheckpointError: there is none; the error suggests paths nearby.
@@ -132,7 +137,7 @@ def find_checkpoint(path: str | store.Folder, *also: Callable[[Path], bool]) -> 
 
 
 def _explain_missing(path: Any, *also: Callable[[Path], bool]) -> str:
-    """Explain why `path` names no checkpoint, and suggest paths nearby."""
+    """Format an error message that says why `path` is no checkpoint and suggests paths nearby."""
     none = f"{path} holds no committed checkpoint ({path / CHECKPOINTS}/step-*/{COMMIT})"
     if not storage_of(path).is_disk:
         return none
@@ -150,11 +155,16 @@ def _explain_missing(path: Any, *also: Callable[[Path], bool]) -> str:
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
+    """Return True if a file in `path` has a name that only checkpoints and runs contain."""
     return any(any(path.glob(mark)) for mark in _MARKS)
 
 
 def suggest_paths(path: Path, *kinds: Callable[[Path], bool]) -> str:
-    """Format a suggestion for an error: folders near `path` that match one of the predicates."""
+    """Format "; did you mean ...?" with up to three folders near `path` that match a predicate.
+
+    Parents of `path` are tried first, then folders one and two levels below it. The folders with
+    the most similar names come first. Returns "" if nothing matches.
+    """
     here = next(p for p in (path, *path.absolute().parents) if p.is_dir())
     below = (sorted(itertools.islice(here.glob(depth), 1000)) for depth in ("*", "*/*"))
     for group in (list(path.parents)[:3], *below):
@@ -165,20 +175,28 @@ def suggest_paths(path: Path, *kinds: Callable[[Path], bool]) -> str:
 
 
 def _name_distance(folder: Path, path: Path) -> float:
-    """Compute the distance between the names of two folders, from 0 (equal) to 1."""
+    """Compute how different the names of two folders are, from 0 (equal) to 1."""
     return 1 - difflib.SequenceMatcher(None, folder.name, path.name).ratio()
 
 
 def read_manifest(checkpoint: store.Folder) -> dict[str, Any]:
-    """Read the manifest of a committed checkpoint; raise a CheckpointError if it is damaged."""
-    content, fault = _read_committed(checkpoint)
+    """Read and parse the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is not committed, or the manifest is damaged.
+    """
+    content, fault = _read_committed_manifest(checkpoint)
     if fault is not None:
         raise CheckpointError(f"{checkpoint} is not committed: {fault}")
     return parse_manifest(content, checkpoint / MANIFEST)
 
 
 def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
-    """Parse and check a manifest; `source` names the file in errors."""
+    """Parse the JSON of a manifest and validate it; `source` names the file in errors.
+
+    Raises:
+        CheckpointError: an entry has an unexpected form, or a file name leaves the folder.
+    """
     manifest = parse_json(content, source, CheckpointError)
     try:
         listed = manifest["files"].items()
@@ -208,15 +226,17 @@ def find_damaged_files(
 
     Args:
         folder: the checkpoint.
-        only: check only these files; by default all, including files that are not in the manifest.
-        hashed: read and hash only these files, and compare the sizes of the others; by default all.
+        only: names of the files to check. None checks all, and also reports files that are not in
+            the manifest.
+        hashed: names of the files to read and hash; of all others, only the size is compared. None
+            hashes every file.
         files: the manifest's entries, if they are known already.
 
     Returns:
-        (file, fault) of each file.
+        (file, fault) pairs; a fault completes a sentence, such as "is missing".
 
     Raises:
-        CheckpointError: as `find_damage`.
+        CheckpointError: the manifest is not valid, or a file cannot be read at the moment.
     """
     files = read_manifest(folder)["files"] if files is None else files
     only = None if only is None else list(only)
@@ -227,7 +247,7 @@ def find_damaged_files(
         if name not in files:
             return "is not in the manifest"
         is_read = hashed is None or name in hashed
-        return find_damage(folder / name, sizes.get(name, -1), files[name], hashed=is_read)
+        return describe_damage(folder / name, sizes.get(name, -1), files[name], hashed=is_read)
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return [(n, f) for n, f in zip(names, pool.map(fault, names), strict=True) if f is not None]
@@ -236,7 +256,8 @@ def find_damaged_files(
 def is_intact(checkpoint: store.Folder) -> bool:
     """Return True if a checkpoint is committed and its files match the manifest.
 
-    Compares the sizes of all files, and the hashes of all files except shards.
+    Of shards, only the size is compared; all other files are hashed. A checkpoint that cannot be
+    read at the moment is not intact.
     """
     try:
         files = read_manifest(checkpoint)["files"]
@@ -247,16 +268,16 @@ def is_intact(checkpoint: store.Folder) -> bool:
         return False
 
 
-def find_damage(
+def describe_damage(
     file: store.Folder, size: int, expected: dict[str, Any], *, hashed: bool
 ) -> str | None:
-    """Describe what is wrong with a file; return None if it matches its manifest entry.
+    """Describe how a file differs from its manifest entry; return None if it matches.
 
     Args:
         file: the file.
-        size: its size in bytes; -1 if it is no regular file.
-        expected: its manifest entry.
-        hashed: compare the hash too.
+        size: its size in bytes; -1 if it is missing or no regular file.
+        expected: its manifest entry: `size`, and `sha256` or `xxh3`.
+        hashed: True also reads the file and compares its hash.
 
     Raises:
         CheckpointError: the file cannot be read at the moment (too many open files, a stale handle,
@@ -277,34 +298,45 @@ def find_damage(
 
 
 def hash_file(file: Any, kind: str = "sha256") -> str:
-    """Hash a file or an object by `kind` (sha256 or xxh3); return hexadecimal digits."""
+    """Hash a file or an object with `kind` (`sha256` or `xxh3`); return hexadecimal digits."""
     with file.open("rb") as f:
         return hashlib.file_digest(f, xxhash.xxh3_128 if kind == "xxh3" else kind).hexdigest()
 
 
-def commit_text(manifest: bytes) -> str:
-    """Return the content of COMMIT for a manifest: its sha256."""
+def compute_commit_content(manifest: bytes) -> str:
+    """Compute the content of COMMIT for a manifest: its sha256 in hexadecimal, and a newline."""
     return hashlib.sha256(manifest).hexdigest() + "\n"
 
 
-def _read_committed(checkpoint: store.Folder) -> tuple[bytes, str | None]:
-    """Read the manifest; return its bytes, and why it is not committed (None if it is)."""
+def _read_committed_manifest(checkpoint: store.Folder) -> tuple[bytes, str | None]:
+    """Read the manifest if it is committed.
+
+    Returns:
+        (bytes of the manifest, None), or (b"", the reason why the checkpoint is not committed).
+
+    Raises:
+        CheckpointError: the disk cannot be read at the moment.
+    """
     contents = []
     for name in (COMMIT, MANIFEST):
         try:
-            contents.append(storage_of(checkpoint / name).read_plain())
+            contents.append(storage_of(checkpoint / name).read_small_file())
         except FileNotFoundError:
             return b"", f"{name} missing"
         except OSError as error:
             return b"", f"{name} {_describe_read_error(checkpoint / name, error)}"
     commit_content, manifest = contents
-    if commit_content != commit_text(manifest).encode():
+    if commit_content != compute_commit_content(manifest).encode():
         return b"", f"{COMMIT} is not that of {MANIFEST}: one of them was changed"
     return manifest, None
 
 
 def _describe_read_error(file: store.Folder, error: OSError) -> str:
-    """Describe a file that cannot be read; raise if the disk, not the file, is the cause."""
+    """Describe why a file cannot be read, if the path is at fault.
+
+    Raises:
+        CheckpointError: the disk is at fault, so that nothing is known about the file.
+    """
     if error.errno in _NO_FILE:
         return f"cannot be read: {error.strerror}"
     raise disk_error(f"{file} cannot be read", error) from error
@@ -314,10 +346,10 @@ def _describe_read_error(file: store.Folder, error: OSError) -> str:
 
 
 def begin_attempt(run: str | store.Folder, step: int) -> Any:
-    """Create the empty folder or place in which the checkpoint of `step` is written.
+    """Create the folder, or name the prefix on a store, for a new checkpoint; return it.
 
     Leftovers of killed saves and deletions are removed first, because they may fill the disk. So
-    call it only while no other save of the run is in progress.
+    no other save of the run may be in progress.
     """
     root = store.parse_location(run) / CHECKPOINTS
     with raise_disk_errors(f"{root} cannot be used, a folder is expected"):
@@ -330,12 +362,16 @@ def begin_attempt(run: str | store.Folder, step: int) -> Any:
 
 
 def store_files(folder: Path, names: Iterable[str], to: store.Folder | None = None) -> Files:
-    """Store files of an attempt's `scratch` folder durably; return their manifest entries.
+    """Fsync or upload files of a checkpoint that is being saved; return their manifest entries.
 
     Args:
-        folder: the scratch folder.
-        names: files in it.
-        to: the attempt; by default it is the scratch folder, then the files are only fsynced.
+        folder: the local folder that holds the files.
+        names: names of the files in it.
+        to: the folder or prefix of the checkpoint. If it is None or `folder`, the files are only
+            fsynced, otherwise they are uploaded.
+
+    Returns:
+        Name -> size in bytes and sha256.
     """
 
     def store_file(name: str) -> dict[str, Any]:
@@ -349,16 +385,16 @@ def store_files(folder: Path, names: Iterable[str], to: store.Folder | None = No
 
 
 def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
-    """Commit the checkpoint that `begin_attempt` started; return its location.
+    """Commit the checkpoint that `begin_attempt` started; return its final location.
 
-    After the return, a power loss cannot undo the commit. Every rank must have fsynced its files
-    (`store_files` does), and only folders are synced here: one process that synced the files of a
+    After the return, a power loss cannot undo the commit. Only folders are synced here, so every
+    rank must have fsynced its files (`store_files` does). One process that synced the files of a
     thousand ranks would wait for as many round trips of a network disk. See [Note: order of
     operations].
 
     Raises:
-        CheckpointError: the folder does not match `manifest`, or the disk or store refused.
-            Checkpoints that were committed before are unchanged, and `folder` remains.
+        CheckpointError: the folder does not match `manifest`, or a disk or store failed. Earlier
+            committed checkpoints are unchanged, and `folder` remains.
     """
     text = json.dumps(manifest, indent=1, sort_keys=True)
     if len(text) > MAX_JSON_BYTES:
@@ -369,11 +405,13 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
     with raise_disk_errors(f"checkpoint of step {step} could not be committed"):
         for name, fault in find_damaged_files(folder, hashed=(), files=manifest["files"]):
             raise CheckpointError(f"{folder / name} {fault}: not committed")
-        return storage_of(folder).commit(step, text, commit_text(text.encode()), is_intact)
+        return storage_of(folder).commit(
+            step, text, compute_commit_content(text.encode()), is_intact
+        )
 
 
 def delete_attempts(folders: Iterable[Any]) -> None:
-    """Delete attempts, so that a half-deleted one is never taken for a checkpoint.
+    """Delete checkpoints, committed or not, so that a half-deleted one is never valid.
 
     If one cannot be deleted (on NFS, a process may have a file open), the others are deleted before
     its error is raised.
@@ -392,7 +430,10 @@ def delete_attempts(folders: Iterable[Any]) -> None:
 
 
 def list_attempts(run: str | store.Folder) -> list[Attempt]:
-    """List the attempts of a run, sorted by step and by precedence: the last one of a step wins."""
+    """List all folders of a run that hold a save of a step, committed or not.
+
+    They are sorted by step. If several saves of one step are committed, the last one is valid.
+    """
     unsorted = storage_of(store.parse_location(run) / CHECKPOINTS).attempts()
     # `step-000000007` would be a second folder of step 7.
     attempts = [a for a in unsorted if step_name(a.step) == a.folder.name.partition(".")[0]]
@@ -400,14 +441,19 @@ def list_attempts(run: str | store.Folder) -> list[Attempt]:
 
 
 def latest_attempts(attempts: list[Attempt]) -> dict[int, Attempt]:
-    """Map each step to its valid committed attempt.
+    """Map each step to its valid checkpoint: the last committed one among `attempts`.
+
+    Args:
+        attempts: sorted as `list_attempts` returns them.
 
     Raises:
-        CheckpointError: a folder has the name of another step than it was saved at.
+        CheckpointError: the manifest of a folder records another step than the folder's name.
     """
     latest = {}
     for a in attempts:
-        content, fault = _read_committed(a.folder) if a.kind in ("saved", "old") else (b"", "")
+        content, fault = (
+            _read_committed_manifest(a.folder) if a.kind in ("saved", "old") else (b"", "")
+        )
         if fault is None:
             saved_step = _STEP.search(content)
             if saved_step and int(saved_step[1]) != a.step:

@@ -29,7 +29,7 @@ _ADAMW = OptimConfig()
 
 @dataclass(frozen=True)
 class DiskEstimate:
-    """The disk space of a run when it needs most; sizes in bytes."""
+    """The largest disk space that a run will need at any time, and what is free; sizes in bytes."""
 
     checkpoint: int
     checkpoints: int
@@ -45,7 +45,7 @@ class DiskEstimate:
 
     @property
     def total(self) -> int:
-        """All bytes that the disk must hold, those that are there already included."""
+        """All bytes that the disk must hold at one time, including those that are on it already."""
         return (0 if self.store else self.checkpoint * self.checkpoints) + self.export
 
     def __str__(self) -> str:
@@ -67,16 +67,16 @@ def estimate_disk_use(
     *,
     file_bytes: int = 0,
 ) -> DiskEstimate:
-    """Estimate the disk space that a run still needs, and measure what is free. Reads no tensor.
+    """Estimate the disk space that a run still needs, and measure the free space. Reads no tensor.
 
-    Checkpoints and exports of earlier steps that were moved away are not counted again.
+    Old exports and damaged checkpoints that were renamed are not counted.
 
     Args:
         model: the model of the run, possibly on meta.
         output_dir: the run directory.
         cfg: says how many checkpoints are kept, and where.
-        max_steps: steps of the entire run; None if unknown, then permanent checkpoints and exports
-            are not counted.
+        max_steps: steps of the entire run. None if unknown: then the number of checkpoints is the
+            limit that `cfg` sets, and exports during the run are not counted.
         world_size: number of ranks.
         optim: says how large the optimizer state is.
         file_bytes: size of other files in each checkpoint.
@@ -110,7 +110,7 @@ def estimate_disk_use(
 
 
 def check_disk_space(estimate: DiskEstimate, cfg: CheckpointConfig) -> None:
-    """Raise a CheckpointError if a run does not fit on the disk; it says what helps."""
+    """Raise a CheckpointError that says what to change if the run does not fit on the disk."""
     missing_bytes = estimate.total - min(estimate.there, estimate.total) - estimate.free
     if missing_bytes > 0:
         limit = cfg.save_total_limit
@@ -141,10 +141,15 @@ def estimate_checkpoint_bytes(
 def count_checkpoints_on_disk(
     cfg: CheckpointConfig, max_steps: int | None, steps: Sequence[int] = ()
 ) -> int:
-    """Compute the largest number of checkpoints on the disk at one time.
+    """Compute the largest number of checkpoints that are on the disk at one time.
 
-    That is one more than the limit, because the new checkpoint is complete before an old one is
-    deleted, and one for the best. `steps` are the checkpoints that exist already.
+    This is `save_total_limit` plus one, because the new checkpoint is complete before an old one is
+    deleted, and plus one more with `keep_best`. A run with fewer saves has fewer checkpoints.
+
+    Args:
+        cfg: the limit and the interval of saves.
+        max_steps: steps of the entire run; None if unknown.
+        steps: steps of the checkpoints that exist already.
     """
     last_step, saved = max(steps, default=0), len(steps)  # present or still to come
     if max_steps is not None and last_step < max_steps:
@@ -156,9 +161,9 @@ def count_checkpoints_on_disk(
 
 
 def estimate_export_bytes(model: nn.Module) -> int:
-    """Estimate the bytes of an export, in the most common dtype of the source.
+    """Estimate the bytes of an export, if all tensors have the source's most common dtype.
 
-    For a model with adapters, the export holds the adapters only.
+    An export of a model with adapters holds the adapters only, in their own dtypes.
     """
     tensors = model_tensors(model).values()
     if has_adapters(model):
@@ -169,6 +174,6 @@ def estimate_export_bytes(model: nn.Module) -> int:
 
 
 def _bytes_in_use(root: Path, aside: str) -> int:
-    """Count the bytes below `root`, except quarantined folders, which are never deleted."""
+    """Sum the bytes of the folders in `root` whose names do not contain `aside`."""
     folders = root.iterdir() if root.is_dir() else ()
     return sum(folder_bytes(folder) for folder in folders if aside not in folder.name)

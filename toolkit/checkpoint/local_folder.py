@@ -29,13 +29,16 @@ _DISK_FAILS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EREM
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A `Storage` on a disk; the name of a folder tells the state of its attempt."""
+    """A `Storage` on a disk, on which the suffix of a checkpoint folder's name tells its state."""
 
     path: Path
     is_disk: ClassVar[bool] = True
 
     def files(self, only: Collection[str] | None = None) -> dict[str, int]:
-        """Map the relative names of files to their sizes; -1 if it is no regular file."""
+        """Map the relative names of files to their sizes in bytes; -1 for no regular file.
+
+        With `only`, look only for these names; missing files are skipped.
+        """
         folder = self.path
         if only is None:
             entries = {str(p.relative_to(folder)): p.lstat() for p in folder.rglob("*")}
@@ -50,8 +53,8 @@ class LocalFolder:
             if not stat.S_ISDIR(entry.st_mode)
         }
 
-    def read_plain(self) -> bytes:
-        """Read this small file; raise an OSError if it is no regular file or too large."""
+    def read_small_file(self) -> bytes:
+        """Read this file; raise an OSError if it is no regular file or exceeds `MAX_JSON_BYTES`."""
         entry = os.lstat(self.path)
         if not stat.S_ISREG(entry.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(self.path))
@@ -60,8 +63,8 @@ class LocalFolder:
         return self.path.read_bytes()
 
     @contextlib.contextmanager
-    def local(self) -> Iterator[Path]:
-        """Provide this path itself, which is local already."""
+    def local_file(self) -> Iterator[Path]:
+        """Yield the path of this file, which is local already, as a context manager."""
         yield self.path
 
     def replace(self, content: str | bytes) -> None:
@@ -69,7 +72,7 @@ class LocalFolder:
         replace_synced(self.path, content)
 
     def put(self, source: Path) -> None:
-        """Fsync `source`, which is in its final place already."""
+        """Fsync `source`, which is this file: on a disk, files are written in place."""
         fsync_path(source)
 
     def check_usable(self, setting: str) -> None:
@@ -86,41 +89,45 @@ class LocalFolder:
             )
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the disk."""
+        """Return the free bytes of the file system that will hold this folder."""
         return shutil.disk_usage(nearest_existing_folder(self.path)).free
 
     def attempts(self) -> Iterator[Attempt]:
-        """Yield the attempts in this folder, with their kind."""
+        """Yield each checkpoint folder in this one, with its step and kind from the name."""
         for path in self.path.iterdir() if self.path.is_dir() else ():
             if match := _ATTEMPT.fullmatch(path.name):
                 kind = match[2] or ("tmp" if _is_unfinished(path) else "saved")
                 yield Attempt(path, int(match[1]), kind, 0 if kind == "old" else 1)
 
     def new_attempt(self, step: int, number: int) -> Path:
-        """Create an empty folder for an attempt to save `step`."""
+        """Create an empty folder `step-N.tmp-*` in this one; `number` has no effect."""
         self.path.mkdir(parents=True, exist_ok=True)
         fsync_with_parents(self.path)
         folder = new_attempt_name(self.path / step_name(step), "tmp")
         folder.mkdir()
         return folder
 
-    def scratch(self) -> Path:
-        """Return this folder, because files are written in place."""
+    def scratch_folder(self) -> Path:
+        """Return this folder, because on a disk files are written in place."""
         return self.path
 
-    def committed_as(self, step: int) -> Path:
-        """Return the path of this attempt after its commit."""
+    def committed_path(self, step: int) -> Path:
+        """Return the path of this checkpoint after its commit: `step-N` in the same folder."""
         return self.path.with_name(step_name(step))
 
     def commit(self, step: int, manifest: str, seal: str, verifies: Callable[[Path], bool]) -> Path:
-        """Write the manifest, rename the folder to its final name, then rename COMMIT."""
-        folder, target = self.path, self.committed_as(step)
+        """Write the manifest, rename the folder to `step-N`, and create COMMIT.
+
+        Each change is fsynced. If a rename fails, the renames are undone and the OSError is raised.
+        For the arguments see `Storage.commit`.
+        """
+        folder, target = self.path, self.committed_path(step)
         (folder / COMMIT).unlink(missing_ok=True)  # in a copy of a committed folder
         write_synced(folder / MANIFEST, manifest)
         write_synced(folder / _PREPARED, seal)
         for below, _, _ in os.walk(folder):
             fsync_path(Path(below))
-        aside = make_way(target, verifies)
+        aside = move_existing_checkpoint(target, verifies)
         try:
             os.rename(folder, target)
             fsync_path(target.parent)
@@ -131,8 +138,8 @@ class LocalFolder:
         fsync_path(target)
         return target
 
-    def set_aside(self) -> Path:
-        """Quarantine this checkpoint: rename it to `.bad-*`."""
+    def quarantine(self) -> Path:
+        """Rename this damaged checkpoint to `step-N.bad-*`, which is never read; return it."""
         bad = new_attempt_name(self.path, "bad")
         with raise_disk_errors(f"{self.path} cannot be quarantined"):
             os.rename(self.path, bad)
@@ -140,7 +147,7 @@ class LocalFolder:
         return bad
 
     def delete(self) -> None:
-        """Rename this folder to `.trash-*`, delete COMMIT, then everything else."""
+        """Rename this folder to `step-N.trash-*`, delete COMMIT, then everything else."""
         folder = self.path
         if not re.search(r"\.(tmp|trash)-", folder.name):
             folder = new_attempt_name(folder, "trash")
@@ -162,12 +169,26 @@ def nearest_existing_folder(folder: Path) -> Path:
 
 
 def new_attempt_name(folder: Path, kind: str) -> Path:
-    """Build a new name for an attempt of `kind`; a kind in the old name is replaced."""
+    """Return the path `step-N.KIND-*` for a checkpoint folder, with random digits at the end.
+
+    A kind that the name of `folder` already has is replaced.
+    """
     return folder.with_name(f"{folder.name.partition('.')[0]}.{kind}-{os.urandom(4).hex()}")
 
 
-def make_way(target: Path, verifies: Callable[[Path], bool]) -> Path | None:
-    """Free the name `target`; return the new path if an intact checkpoint had this name."""
+def move_existing_checkpoint(target: Path, verifies: Callable[[Path], bool]) -> Path | None:
+    """Rename a folder `target` that exists, so that a new checkpoint can take its name.
+
+    The new suffix is `.old-*` for an intact checkpoint, `.bad-*` for a damaged one and `.trash-*`
+    for an unfinished save. An earlier `.old-*` folder of the step becomes `.trash-*`.
+
+    Args:
+        target: the final path of the new checkpoint.
+        verifies: returns True if a checkpoint is intact.
+
+    Returns:
+        The new path of an intact checkpoint; None if there was none.
+    """
     if not os.path.lexists(target):
         return None
     aside = None
@@ -187,7 +208,13 @@ def make_way(target: Path, verifies: Callable[[Path], bool]) -> Path | None:
 
 
 def _undo_renames(folder: Path, target: Path, aside: Path | None) -> None:
-    """Undo the renames of a failed `commit`, as far as the disk permits."""
+    """Undo the renames of a failed `commit`; ignore errors of the disk.
+
+    Args:
+        folder: the folder that was to be committed.
+        target: its final path.
+        aside: the new path of the checkpoint that had this name; None if there was none.
+    """
     # If that fails, nothing is lost: `target` has no COMMIT, so `aside` is the valid checkpoint.
     with contextlib.suppress(OSError):
         if not os.path.lexists(folder):
@@ -199,7 +226,7 @@ def _undo_renames(folder: Path, target: Path, aside: Path | None) -> None:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Return True if a save was killed between the rename to `step-N` and COMMIT."""
+    """Return True if a save was killed after the rename to `step-N` and before COMMIT existed."""
     return os.path.lexists(path / _PREPARED) and not os.path.lexists(path / COMMIT)
 
 
@@ -207,12 +234,12 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def is_disk_failure(error: BaseException | None) -> bool:
-    """Return True if a full or broken disk raised `error`."""
+    """Return True if `error` is an OSError of a full, read-only or failing disk."""
     return isinstance(error, OSError) and error.errno in _DISK_FULL | _DISK_FAILS
 
 
 def disk_error(failure: str, error: BaseException) -> CheckpointError:
-    """Build an error that reports `failure` and its cause on the disk.
+    """Build a CheckpointError with the message `failure`, the cause on the disk, and advice.
 
     It is a `StorageError` if the disk is full or broken.
     """
@@ -235,7 +262,7 @@ def disk_error(failure: str, error: BaseException) -> CheckpointError:
 
 @contextlib.contextmanager
 def raise_disk_errors(failure: str) -> Iterator[None]:
-    """Raise an OSError as a CheckpointError, which `ranks` also raises on the other ranks."""
+    """Convert an OSError in the context to a CheckpointError that begins with `failure`."""
     try:
         yield
     except OSError as error:

@@ -36,6 +36,8 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class _HeldLock:
+    """A lock that this process holds on a folder, and the token that its note contains."""
+
     file: Any  # a path, or an object
     descriptor: int  # open, and thus locked, until the process ends; -1 on a store
     token: str
@@ -46,9 +48,10 @@ _held_locks: dict[Folder, _HeldLock] = {}
 
 
 def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
-    """Lock the folder for this process until it ends or calls `release`.
+    """Lock a run's folder, so that no other process writes there until this one ends.
 
-    Takes 75 s if the last owner was on another host, and two requests on a store.
+    The lock is a file with a note on its owner: host, process id and job. `release` unlocks it.
+    Takes 75 s if the note is from another host, and two requests on a store.
 
     Args:
         folder: the folder, which is created if necessary.
@@ -56,7 +59,7 @@ def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
         setting: the setting that names the folder, for errors.
 
     Returns:
-        A line for the log if an owner left a stale note, or if the file system has no locks.
+        A log line if a process that has ended left its note, or if the file system has no locks.
         Otherwise an empty string.
 
     Raises:
@@ -76,15 +79,15 @@ def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _in_use(setting, folder, _read_note(file)) from None
+            raise _in_use_error(setting, folder, _read_note(file)) from None
         except OSError as error:
             exact, line = False, f"note: {folder} has no locks ({error.strerror}): {_ALONE}"
         if not (file.exists() and os.path.samestat(os.fstat(descriptor), file.stat())):
-            raise _in_use(setting, folder, {})  # its owner has just removed it
+            raise _in_use_error(setting, folder, {})  # its owner has just removed it
         before = _read_note(file)
         here = exact and before.get("kernel") == _kernel_id()
         if before and not here and _is_owner_alive(file, before):
-            raise _in_use(setting, folder, before)
+            raise _in_use_error(setting, folder, before)
         lock = _HeldLock(file, descriptor, os.urandom(8).hex(), threading.Event())
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _format_note(job, lock), 0)
@@ -100,7 +103,10 @@ def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
 
 
 def _acquire_on_store(place: Any, job: str) -> str:
-    """Write a note to a store; return a line for the log if it replaces another one."""
+    """Write this process's note to a store; return a log line if it replaces another note.
+
+    A store has no locks, so another owner that still runs is only refused at its next save.
+    """
     lock = _HeldLock(place / LOCK, -1, os.urandom(8).hex(), threading.Event())
     before = _read_note(lock.file)
     lock.file.write_bytes(_format_note(job, lock))
@@ -112,9 +118,10 @@ def _acquire_on_store(place: Any, job: str) -> str:
 
 
 def release(folder: Folder) -> None:
-    """Unlock the folder if this process has locked it.
+    """Unlock the folder, if this process has locked it.
 
-    During a save it stays locked until the process ends, and the next owner finds a stale note.
+    While a save is in progress this does nothing, so the lock ends with the process. An empty
+    folder is removed.
     """
     if background.is_running() or (lock := _held_locks.pop(folder.resolve(), None)) is None:
         return
@@ -134,7 +141,7 @@ def release(folder: Folder) -> None:
 
 
 def check_held() -> None:
-    """Raise a CheckpointError if another process has taken over a folder of this process."""
+    """Raise a CheckpointError if another process has taken over a folder that this one locked."""
     for lock in _held_locks.values():
         with raise_disk_errors(f"{lock.file} cannot be read"):
             note = _read_note(lock.file)
@@ -145,7 +152,8 @@ def check_held() -> None:
             )
 
 
-def _in_use(setting: str, folder: Path, owner: dict[str, Any]) -> ConfigError:
+def _in_use_error(setting: str, folder: Path, owner: dict[str, Any]) -> ConfigError:
+    """Build the error that says which process uses `folder`."""
     return ConfigError(
         f"{setting} {folder} is in use by {_describe_owner(owner)}; wait for it, end it, or give "
         f"another {setting}"
@@ -153,14 +161,14 @@ def _in_use(setting: str, folder: Path, owner: dict[str, Any]) -> ConfigError:
 
 
 def _format_note(job: str, lock: _HeldLock) -> bytes:
-    """Format the note of this process."""
+    """Format the content of the lock file: a JSON object on this process, with the lock's token."""
     owner = {"host": platform.node(), "pid": os.getpid(), "job": job, "kernel": _kernel_id()}
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return (json.dumps({**owner, "since": since, "token": lock.token}) + "\n").encode()
 
 
 def _describe_owner(owner: dict[str, Any]) -> str:
-    """Format an owner for messages."""
+    """Format the note of a lock's owner (host, process id, start, job) for messages."""
     if not owner:
         return "another process, which is just starting or ending"
     job = f", job {owner['job']}" if owner.get("job") else ""
@@ -168,7 +176,7 @@ def _describe_owner(owner: dict[str, Any]) -> str:
 
 
 def _read_note(file: Folder) -> dict[str, Any]:
-    """Read the note of the owner; {} if there is none or it was cut off."""
+    """Read the note in a lock file; return {} if the file is missing or its JSON is incomplete."""
     # The file is opened again each time, because an NFS client then queries the server.
     try:
         return _parse_note(file.read_bytes())
@@ -177,6 +185,7 @@ def _read_note(file: Folder) -> dict[str, Any]:
 
 
 def _parse_note(content: bytes) -> dict[str, Any]:
+    """Parse the note of a lock's owner; return {} if it is not a complete JSON object."""
     try:
         note = json.loads(content[:4096])
     except ValueError:
@@ -185,26 +194,30 @@ def _parse_note(content: bytes) -> dict[str, Any]:
 
 
 def _is_owner_alive(file: Path, owner: dict[str, Any]) -> bool:
-    """Watch the lock file; return True if the owner touches it and does not release the folder."""
+    """Watch the lock file for up to 75 s; return True if its owner touches it and keeps the lock.
+
+    Prints a line before it waits.
+    """
     print(
         f"watching   for {_WATCH:.0f} s whether {_describe_owner(owner)} still uses {file.parent}",
         flush=True,
     )
-    touched, end = _modified_ns(file), time.monotonic() + _WATCH
+    touched, end = _modification_ns(file), time.monotonic() + _WATCH
     while time.monotonic() < end:
         time.sleep(_BEAT / 10)
-        if _modified_ns(file) != touched:
+        if _modification_ns(file) != touched:
             return bool(_read_note(file))
     return False
 
 
-def _modified_ns(file: Path) -> int:
+def _modification_ns(file: Path) -> int:
+    """Return the modification time of a file in nanoseconds, queried from the file server."""
     with open(file, "rb") as f:
         return os.fstat(f.fileno()).st_mtime_ns
 
 
 def _touch_until_released(lock: _HeldLock, file: Path) -> None:
-    """Touch the lock file until it is released or another process has taken it."""
+    """Touch the lock file every 10 s until it is released or another process takes it."""
     while not lock.ended.wait(_BEAT):
         # A disk that fails is reported by the run's other writes.
         with contextlib.suppress(OSError), open(file, "rb") as f:
@@ -214,12 +227,15 @@ def _touch_until_released(lock: _HeldLock, file: Path) -> None:
 
 
 def _kernel_id() -> str:
-    """Return an identifier of the running kernel, different for each host and boot."""
+    """Return an identifier that differs for each host and each boot."""
     return _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
 
 
 def _close_after_fork() -> None:
-    """Leave the lock to the parent: a worker that outlives it for some seconds must not keep it."""
+    """Drop the locks in a forked child, so that only the parent holds them.
+
+    Otherwise a worker that outlives the parent for some seconds would keep the folder locked.
+    """
     while _held_locks:
         if (lock := _held_locks.popitem()[1]).descriptor >= 0:
             os.close(lock.descriptor)

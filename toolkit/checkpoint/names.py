@@ -23,7 +23,7 @@ ROW_SUMS = "row_sums"
 
 @dataclass(frozen=True)
 class Attempt:
-    """A folder whose name follows the commit protocol: one attempt to save a step."""
+    """A folder that holds one save of a step: committed, unfinished, damaged or being deleted."""
 
     folder: Any
     step: int
@@ -35,5 +35,5 @@ class Attempt:
 
 
 def step_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint, such as `step-00000100`."""
     return f"step-{step:08d}"

@@ -24,7 +24,10 @@ _DELETED_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class RemotePath:
-    """An object, or a prefix of objects, with the methods of a `Path` and of a `Storage`."""
+    """A path on an object store, with methods of `pathlib.Path` and of `Storage`.
+
+    It is the key of an object, or a prefix that acts as a folder.
+    """
 
     url: str
     path: str  # as the driver names it
@@ -46,7 +49,7 @@ class RemotePath:
 
     @property
     def parent(self) -> "RemotePath":
-        """The prefix above this one."""
+        """The path without its last part."""
         return RemotePath(self.url.rpartition("/")[0], self.path.rpartition("/")[0], self.fs)
 
     def resolve(self) -> "RemotePath":
@@ -69,7 +72,10 @@ class RemotePath:
 
     @contextlib.contextmanager
     def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
-        """Open the object as a stream; a written one appears when the context succeeds."""
+        """Open the object as a stream, as a context manager; `mode` is `rb` or `wb`.
+
+        A written object appears when the context ends without an error; otherwise it is discarded.
+        """
         reads = mode == "rb"
         failure = f"{self} cannot be {'read' if reads else 'written'}"
         with _driver_errors(failure, passed=FileNotFoundError if reads else ToolkitError):
@@ -94,7 +100,10 @@ class RemotePath:
     # ---- As a `Storage`
 
     def files(self, only: Collection[str] | None = None) -> dict[str, int]:
-        """Map the relative names of the objects below this prefix to their sizes."""
+        """Map the relative names of the objects below this prefix to their sizes in bytes.
+
+        With `only`, keep only these names; missing objects are skipped.
+        """
         inside = self.path.rstrip("/") + "/"
         with _driver_errors(f"{self} cannot be listed"):
             self.fs.invalidate_cache()
@@ -102,18 +111,18 @@ class RemotePath:
         sizes = {p.removeprefix(inside): e["size"] for p, e in entries if p.startswith(inside)}
         return sizes if only is None else {n: sizes[n] for n in only if n in sizes}
 
-    read_plain = read_bytes
+    read_small_file = read_bytes
 
     @contextlib.contextmanager
-    def local(self) -> Iterator[Path]:
-        """Copy this small object to a temporary folder for the length of the context."""
+    def local_file(self) -> Iterator[Path]:
+        """Yield the path of a temporary local copy of this small object."""
         with tempfile.TemporaryDirectory(prefix="toolkit-") as scratch:
             copy = Path(scratch, self.name)
             copy.write_bytes(self.read_bytes())
             yield copy
 
     def replace(self, content: str | bytes) -> None:
-        """Create or replace the object."""
+        """Create or replace the object; a `str` is encoded as UTF-8."""
         self.write_bytes(content.encode() if isinstance(content, str) else content)
 
     def put(self, source: Path) -> None:
@@ -122,7 +131,10 @@ class RemotePath:
             shutil.copyfileobj(content, target, _BLOCK)
 
     def check_usable(self, setting: str) -> None:
-        """Write, read, list and delete a small object; raise a CheckpointError if that fails."""
+        """Write, read, list and delete a small object; raise a CheckpointError if that fails.
+
+        `setting` names the setting that gave the URL, for the error.
+        """
         # Each rank of a large run does this next to the checkpoints, so each uses a unique prefix.
         folder = self / f"probe-{os.urandom(8).hex()}"
         try:
@@ -141,7 +153,7 @@ class RemotePath:
         """Return None, because a store does not report its free space."""
 
     def attempts(self) -> Iterator[Attempt]:
-        """Yield the attempts below this prefix, with their kind."""
+        """Yield each prefix below this one that holds a save of a step, with its kind."""
         names: dict[str, set[str]] = {}
         for path in self.files():
             folder, _, name = path.partition("/")
@@ -154,30 +166,36 @@ class RemotePath:
                     yield Attempt(self / folder, int(match[1]), kind, number)
 
     def new_attempt(self, step: int, number: int) -> "RemotePath":
-        """Name a new attempt to save `step`."""
+        """Return a new unique prefix for the `number`-th save of `step`. Sends no request."""
         return self / f"{step_name(step)}.try-{number:04d}-{os.urandom(4).hex()}"
 
-    def scratch(self) -> Path:
-        """Create a local temporary folder for files that are uploaded later."""
+    def scratch_folder(self) -> Path:
+        """Create a local temporary folder for files to upload; the caller deletes it."""
         return Path(tempfile.mkdtemp(prefix="checkpoint-"))
 
-    def committed_as(self, step: int) -> "RemotePath":
-        """Return this path, because a commit renames nothing."""
+    def committed_path(self, step: int) -> "RemotePath":
+        """Return this path, because a commit on a store renames nothing."""
         return self
 
     def commit(self, step: int, manifest: str, seal: str, verifies: Callable[[Any], bool]) -> Any:
-        """Write the manifest and then COMMIT, which makes the attempt valid."""
+        """Write the manifest and then COMMIT, which makes the checkpoint valid; return this path.
+
+        `step` and `verifies` have no effect here.
+        """
         (self / MANIFEST).write_bytes(manifest.encode())
         (self / COMMIT).write_bytes(seal.encode())
         return self
 
-    def set_aside(self) -> "RemotePath":
-        """Mark the checkpoint as bad, so that it is never read; return the mark."""
+    def quarantine(self) -> "RemotePath":
+        """Write the object `BAD` into this damaged checkpoint; return the path of the object.
+
+        A checkpoint with this object is never read.
+        """
         (self / BAD).write_bytes(b"failed verification; kept for a look, never read\n")
         return self / BAD
 
     def delete(self) -> None:
-        """Delete all objects of this attempt, COMMIT first."""
+        """Delete all objects of this checkpoint, COMMIT first."""
         (self / COMMIT).unlink()
         names = list(self.files())
         if _deletes_lists(self.fs, [f"{self.path}/{name}" for name in names]):
@@ -191,7 +209,12 @@ class RemotePath:
             list(pool.map(lambda name: (self / name).unlink(), names))
 
     def download(self, folder: Path) -> None:
-        """Copy all objects of a checkpoint into a local `folder`; report it on stderr."""
+        """Copy all objects of a checkpoint into the local `folder`, and print that to stderr.
+
+        Raises:
+            CheckpointError: the temporary disk has too little space, or a name leaves the folder.
+            StorageError: the store failed.
+        """
         files = self.files()
         if odd := [n for n in files if not is_inner_path(n)]:
             raise CheckpointError(f"{self} holds {odd[0]!r}, which is no name of a file")
@@ -251,7 +274,10 @@ def _deletes_lists(fs: Any, paths: list[str]) -> bool:
 
 @contextlib.contextmanager
 def _driver_errors(failure: str, passed: type[Exception] = ToolkitError) -> Iterator[None]:
-    """Raise the errors of a driver as a StorageError, except for `passed`."""
+    """Convert an error of the store's driver to a StorageError whose message begins with `failure`.
+
+    Errors of the class `passed` and of this toolkit are raised unchanged.
+    """
     try:
         yield
     except (ToolkitError, passed):

@@ -39,7 +39,7 @@ Values = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def encode(origin: Origin, values: Values) -> bytes:
-    """Encode origin and values as the content of a file."""
+    """Encode the reference values of preference tuning and their origin as a safetensors file."""
     tensors = {}
     for name, (answers, logps) in values.items():
         tensors[name + _ANSWERS] = np.ascontiguousarray(answers, np.int64)
@@ -48,12 +48,12 @@ def encode(origin: Origin, values: Values) -> bytes:
 
 
 def decode(content: bytes, file: object) -> tuple[Origin, Values]:
-    """Decode origin and values from the content of a file, the inverse of `encode`.
+    """Decode the content of a reference file into (origin, values); the inverse of `encode`.
 
     `file` names the file in errors.
 
     Raises:
-        CheckpointError: the content is no such file.
+        CheckpointError: the content is no file of reference values.
     """
     try:
         tensors = safetensors.numpy.load(content)
@@ -65,7 +65,7 @@ def decode(content: bytes, file: object) -> tuple[Origin, Values]:
         raise CheckpointError(
             f"{file} is no file of reference values: {one_line(error)}"
         ) from error
-    faults = [name for name, pair in values.items() if not _is_table(*pair)]
+    faults = [name for name, pair in values.items() if not _is_valid_table(*pair)]
     if len(tensors) != 2 * len(values):
         faults = sorted(tensors)
     if not isinstance(origin, dict) or faults:
@@ -76,21 +76,30 @@ def decode(content: bytes, file: object) -> tuple[Origin, Values]:
     return origin, values
 
 
-def _is_table(answers: np.ndarray, logps: np.ndarray) -> bool:
+def _is_valid_table(answers: np.ndarray, logps: np.ndarray) -> bool:
+    """Return True if both arrays have the expected dtypes, equal lengths and finite values."""
     kinds = answers.dtype == np.int64 and logps.dtype == np.float32
     shapes = answers.ndim == 1 and answers.shape == logps.shape
     return bool(kinds and shapes and (answers >= 0).all() and np.isfinite(logps).all())
 
 
-# ---- Parts of a pass
+# ---- Parts of an unfinished pass
 
 
 def write_part(root: Folder, number: int, origin: Origin, values: Values) -> None:
-    """Write a part of the pass, durably, next to the checkpoints in `root`.
+    """Write a part of the reference values to `reference.parts` in `root`, durably.
+
+    A pass that computes the values writes them in parts, so that a restart can continue it.
+
+    Args:
+        root: the folder that holds the checkpoints of the run.
+        number: number of the part, from 1.
+        origin: everything that the values depend on.
+        values: the values of this part.
 
     Raises:
-        StorageError: the disk refuses; names file and size.
-        CheckpointError: the store refuses.
+        CheckpointError: the file cannot be written. It is a StorageError if the disk is full or
+            broken, or if the store failed.
     """
     content, folder = encode(origin, values), root / PARTS
     digest = xxhash.xxh3_128(content).hexdigest()
@@ -103,17 +112,21 @@ def write_part(root: Folder, number: int, origin: Origin, values: Values) -> Non
 
 
 @dataclass
-class Parts:
-    """The content of `reference.parts`."""
+class ReferenceParts:
+    """The files in `reference.parts`: results of an unfinished pass for reference values."""
 
-    whole: dict[str, tuple[Origin, Values]]  # by the name of the file, in their order
+    intact: dict[str, tuple[Origin, Values]]  # by the name of the file, in their order
     damaged: list[str]  # names of files whose content is not what was written
     highest: int  # number of a part
 
 
-def read_parts(root: Folder) -> Parts:
-    """Read the parts of a pass in `root`."""
-    folder, parts = root / PARTS, Parts({}, [], 0)
+def read_parts(root: Folder) -> ReferenceParts:
+    """Read the files of `reference.parts` in `root`; files with a wrong hash count as damaged.
+
+    Raises:
+        CheckpointError: the disk or store failed, or a file of intact bytes cannot be decoded.
+    """
+    folder, parts = root / PARTS, ReferenceParts({}, [], 0)
     with raise_disk_errors(f"{folder} cannot be read"):
         for name in sorted(storage_of(folder).files()):
             match = _PART.fullmatch(name)
@@ -122,21 +135,21 @@ def read_parts(root: Folder) -> Parts:
             parts.highest = max(parts.highest, int(match[1]))
             content = (folder / name).read_bytes()
             if xxhash.xxh3_128(content).hexdigest() == match[2]:
-                parts.whole[name] = decode(content, folder / name)
+                parts.intact[name] = decode(content, folder / name)
             else:
                 parts.damaged.append(name)
     return parts
 
 
 def delete_part(root: Folder, name: str) -> None:
-    """Delete one part."""
+    """Delete the file `name` of `reference.parts`."""
     file = root / PARTS / name
     with raise_disk_errors(f"{file} cannot be deleted"):
         file.unlink()
 
 
 def delete_parts(root: Folder) -> None:
-    """Delete the parts in `root`, if there are any."""
+    """Delete `reference.parts` with all its files, if it exists."""
     folder = root / PARTS
     if isinstance(folder, Path):
         if folder.is_dir():

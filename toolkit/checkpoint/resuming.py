@@ -55,8 +55,8 @@ NOT_ARCHITECTURE = {
 def resume(state: TrainState, run_dir: str | Folder, cfg: CheckpointConfig) -> int | None:
     """Restore `state` from the newest checkpoint that verifies; return its step. Collective.
 
-    The model must be materialised; the number of ranks may differ from that of the save. The
-    learning rate and weight decay of the current optimizer stay; the schedule is moved to the step.
+    The model must be materialised, and the number of ranks may differ from that of the save.
+    Learning rate and weight decay stay those of this run; the schedule moves to the step.
 
     Returns:
         The step; None if the run has no checkpoint.
@@ -77,10 +77,10 @@ def find_resumable(
     """Find the checkpoint to resume from, and check that it is of this model. Collective.
 
     Args:
-        run_dir: the run directory, or the place that holds its checkpoints.
+        run_dir: the run directory, or the location that holds its checkpoints.
         model: the model of the run; weights are not needed.
-        position: data position, which is moved to where the checkpoint was saved. The number of
-            steps and the global batch depend on it, so this comes before `restore`.
+        position: the data position, which is set to the one in the checkpoint. The number of steps
+            and the global batch depend on it, so they are known before `restore`.
         cfg: says how to verify checkpoints.
 
     Returns:
@@ -109,25 +109,26 @@ def find_resumable(
 def find_newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
     """Find the newest checkpoint of a run that verifies. Collective.
 
-    Checkpoints that fail are reported and quarantined; nothing is deleted.
+    Damaged checkpoints are renamed and reported in a warning; nothing is deleted. Waits for a save
+    in the background.
 
     Args:
-        run_dir: the run directory, or the place that holds its checkpoints.
+        run_dir: the run directory, or the location that holds its checkpoints.
         verify: `bytes`: hash every file, divided among the ranks by size. `sizes`: compare only the
             sizes of shards, and hash all other files.
 
     Returns:
-        None if there is no checkpoint.
+        The folder of the checkpoint; None if there is none.
 
     Raises:
         CheckpointError: a folder has the name of another step, or cannot be read at the moment.
-            That does not prove damage, so nothing is quarantined.
+            That does not prove damage, so nothing is renamed.
     """
     background.wait()
     run = ranks.on_all(lambda: parse_location(run_dir))
 
     broken = ranks.on_main(
-        lambda: [(str(p), fault) for p, fault in commit.broken_steps(run).values()]
+        lambda: [(str(p), fault) for p, fault in commit.find_broken_checkpoints(run).values()]
     )
     for name, fault in broken:
         quarantine(name, fault)
@@ -141,7 +142,7 @@ def find_newest(run_dir: str | Folder, verify: str = "bytes") -> Folder | None:
 
 
 def check_fresh_start(run_dir: str | Folder) -> None:
-    """Refuse to start from scratch if all checkpoints of the run have been quarantined."""
+    """Raise a CheckpointError if the run has checkpoints and all of them were quarantined."""
     attempts = commit.list_attempts(run_dir)
     quarantined = [a.folder.name for a in attempts if a.kind == "bad"]
     if quarantined and not commit.latest_attempts(attempts):
@@ -153,12 +154,12 @@ def check_fresh_start(run_dir: str | Folder) -> None:
 
 
 def quarantine(checkpoint: str | Folder, fault: str) -> None:
-    """Rename a damaged checkpoint so that no resume uses it, and log a warning. Collective.
+    """Rename a damaged checkpoint so that it is never read, and log a warning. Collective.
 
-    Nothing is deleted. `fault` says what is wrong with it.
+    Nothing is deleted. `fault` says what is wrong with the checkpoint.
     """
     checkpoint = parse_location(checkpoint)
-    new_name = ranks.on_main(lambda: str(storage_of(checkpoint).set_aside()))
+    new_name = ranks.on_main(lambda: str(storage_of(checkpoint).quarantine()))
     name = checkpoint.name
     ranks.log_once(
         f"WARNING: checkpoint {name} is damaged and not used ({fault}); it is kept: {new_name}"
@@ -166,7 +167,10 @@ def quarantine(checkpoint: str | Folder, fault: str) -> None:
 
 
 def _find_damage(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
-    """List the damaged files of a checkpoint, with their faults, on every rank. Collective."""
+    """List (file, fault) of the damaged files of a checkpoint on every rank. Collective.
+
+    The ranks divide the files to hash by size. Rank 0 logs bytes and seconds.
+    """
     start_time = time.perf_counter()
 
     def list_files() -> tuple[commit.Files, list[tuple[str, str]]]:
@@ -196,13 +200,13 @@ def _find_damage(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
 
 
 def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
-    """Refuse a checkpoint of another architecture, before a tensor is read.
+    """Raise a CheckpointError if a checkpoint is of another architecture; reads no tensor.
 
     Compares config.json, because two models may agree in every shape and still compute different
     values (heads, rotary base, activation). For adapters, their settings and base are compared too.
 
     Raises:
-        CheckpointError: names the settings that changed, or the base.
+        CheckpointError: a setting or the base differs (the error names it).
     """
     check_same_adapters(model, read_state(checkpoint), checkpoint)
     assets, file = getattr(model, "hf_assets", None), checkpoint / HF / "config.json"
@@ -224,7 +228,8 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
 
     Args:
         state: the state of the run, with a materialised model.
-        saved: what `find_resumable` returned; if it is None, `state` stays as it is.
+        saved: the checkpoint that `find_resumable` returned. If it is None, `state` is unchanged
+            and None is returned.
     """
     # Creating this group needs the launcher's store. If the launcher died during training, the
     # last save could not create it.
@@ -277,12 +282,13 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
 
 
 def _check_bit_sums(checkpoint: Folder, tensors: Tensors) -> None:
-    """Compare the row sums of loaded `tensors` with those taken when they were saved.
+    """Compare checksums of the loaded `tensors` with those taken when they were saved. Collective.
 
-    See [Note: proof of a save]. Collective, 8 bytes a tensor.
+    See [Note: proof of a save]. Exchanges 8 bytes per tensor. Rank 0 logs how many tensors have no
+    checksum or are not sharded by rows, and so were not compared.
 
     Raises:
-        CheckpointError: names the tensors that differ.
+        CheckpointError: tensors differ (the error names some).
     """
     saved = ranks.on_main(lambda: commit.read_manifest(checkpoint).get(ROW_SUMS, {}))
     names = sorted(n for n, tensor in tensors.items() if n in saved and is_sharded_by_rows(tensor))
@@ -304,9 +310,13 @@ def _check_bit_sums(checkpoint: Folder, tensors: Tensors) -> None:
 
 
 def find_wrong_sums(tensors: Tensors, expected: dict[str, int]) -> list[str]:
-    """List the sharded `tensors` whose row sums in memory differ from the `expected` ones.
+    """List the names of tensors whose checksum in memory differs from `expected`. Collective.
 
-    See [Note: bit sums]. Collective, 8 bytes a tensor.
+    See [Note: bit sums]. Exchanges 8 bytes per tensor.
+
+    Args:
+        tensors: tensors that are sharded by rows, or not at all.
+        expected: name -> checksum of the full tensor.
     """
     shares = ranks.on_all(lambda: [int(part_sums(tensor)[1]) for tensor in tensors.values()])
     sums = ranks.sum_over_ranks(shares)
@@ -321,15 +331,19 @@ def find_wrong_sums(tensors: Tensors, expected: dict[str, int]) -> list[str]:
 
 
 def _read_dcp_metadata(checkpoint: Folder) -> Metadata:
-    """Read the metadata of the shards of a checkpoint."""
+    """Read and parse the `.metadata` file of a checkpoint's shards."""
     file = storage_of(checkpoint / DCP / METADATA_FILE)
-    with file.local() as local:
+    with file.local_file() as local:
         # The shards on a store are not next to the local copy; their sizes were compared before.
         return read_metadata(local.parent, blobs=file.is_disk)
 
 
 def _restore_rng(checkpoint: Folder, content: dict[str, Any]) -> None:
-    """Restore this rank's random state; derive a new one for other ranks or another device."""
+    """Restore this rank's random state.
+
+    If the number of ranks or the device type changed, a new state is derived from the seed instead,
+    and rank 0 logs that.
+    """
     before = (content["world_size"], content.get("device", "cpu"))
     now = (ranks.world_size(), rng_device())
     if before == now:

@@ -57,20 +57,17 @@ _PATIENCE = 5.0
 
 
 class RunFolder:
-    """The output_dir of a run, locked until the run ends; `root` holds its checkpoints.
-
-    All methods are collective.
-    """
+    """The output_dir of a run, locked until the run ends. Every rank calls the methods."""
 
     def __init__(self, cfg: RunConfig, run: "Run") -> None:
         """Check that the folders are free or hold this run, and lock them.
 
         Raises:
-            ConfigError: another run uses the folder (the error names it); see `claim_folders`.
+            ConfigError: another run uses a folder; see `validate_run_folders`.
             LaunchError: hosts do not share the folder; see `check_shared_folder`.
         """
         self._cfg = cfg
-        self.before = ranks.on_all(lambda: claim_folders(cfg))
+        self.before = ranks.on_all(lambda: validate_run_folders(cfg))
         self.path = Path(cfg.output_dir)
         self.root = checkpoint_root(cfg)
         # Lock before anything is written or tokenized, which a second start would do as well.
@@ -85,22 +82,22 @@ class RunFolder:
         self.samples = self.path / SAMPLES  # answers to `train.eval_prompts`
         self.holds_work = self.before is not None  # metrics or checkpoints of an earlier start
 
-    def use(self, cfg: RunConfig) -> None:
-        """Replace the settings to record by `cfg`, in which `auto` is resolved."""
+    def set_config(self, cfg: RunConfig) -> None:
+        """Replace the config that `save_config` will write, after `auto` was resolved."""
         self._cfg = cfg
 
     def save_config(
         self, state: "TrainState", data: "TrainingData", *, has_ended: bool = False
     ) -> None:
-        """Write config.yaml, log the settings that changed since the last start, and clean up.
+        """Write config.yaml, log changed settings, and rename outdated exports. Collective.
 
-        Answers and exports of steps after `state.step` are dropped or renamed, because this start
-        trains those steps again. Nothing is written if the run has no step left.
+        Samples of steps after `state.step` are dropped, and exports of these steps are renamed,
+        because this start trains the steps again. If the run has no step left, nothing is written.
 
         Args:
             state: the state that training starts from.
-            data: says the global batch and the accumulation in use.
-            has_ended: the run has ended early, so that there is no step left.
+            data: holds the global batch and the accumulation in use.
+            has_ended: True if an earlier start ended the run early, so that no step is left.
         """
         if state.step:
             ranks.log_once(f"resuming   {self.path} after step {state.step}")
@@ -136,13 +133,18 @@ class RunFolder:
         ranks.log_once(*ranks.on_main(lambda: self._rename_later_exports(state.step)))
 
     def _rename_later_exports(self, after: int) -> list[str]:
-        """Rename the exports of later steps, which this start trains again; return log lines."""
+        """Rename the exports of steps after `after` to `step-N.old-*`; return log lines."""
         folders = sorted((self.path / EXPORTS).glob("step-" + "[0-9]" * 8))
         with raise_disk_errors(f"exports of {self.path} cannot be renamed"):
             return [rename_old_export(f) for f in folders if f.name > commit.step_name(after)]
 
     def next_lines(self, step: int, *, adapted: bool = False) -> list[str]:
-        """Format the last log lines of a run: its folders, and the command that exports it."""
+        """Format the last log lines of a run: its folders and the command that exports it.
+
+        Args:
+            step: step of the newest checkpoint.
+            adapted: True if the model has adapters; the command then mentions `--merge`.
+        """
         export = f"toolkit consolidate {self.path} --output {default_export_path(self.path)}"
         lora = getattr(self._cfg, "lora", None)
         base = self._cfg.model.name_or_path
@@ -156,14 +158,14 @@ class RunFolder:
 
 
 def rename_old_export(export: Path) -> str:
-    """Rename an export that is outdated to `step-N.old-*`; return the log line."""
+    """Rename an outdated export from `step-N` to `step-N.old-*`; return the log line."""
     old = new_attempt_name(export, "old")
     os.rename(export, old)
     return f"NOTE: {export} was there already; it is now {old}"
 
 
 def checkpoint_root(cfg: Any) -> Any:
-    """Return the location of the checkpoints of a run: `checkpoint.root`, or its output_dir."""
+    """Return the folder or URL that holds the checkpoints: `checkpoint.root` or output_dir."""
     return parse_location(cfg.output_dir if cfg.checkpoint.root is None else cfg.checkpoint.root)
 
 
@@ -173,7 +175,10 @@ def default_export_path(folder: Path) -> Path:
 
 
 def read_raw_config(run: Path) -> dict[str, Any]:
-    """Read config.yaml as a plain dict, of any recipe and version; {} if it cannot be read."""
+    """Read a run's config.yaml as an unvalidated dict; return {} if it cannot be read.
+
+    This works for configs of every recipe and version.
+    """
     try:
         config = read_yaml(run / CONFIG, ConfigError)
     except ConfigError:
@@ -182,9 +187,9 @@ def read_raw_config(run: Path) -> dict[str, Any]:
 
 
 def find_checkpoint_root(run: Path) -> Folder:
-    """Find the location of a run's checkpoints by the `checkpoint.root` that it recorded.
+    """Find the folder or URL that holds a run's checkpoints, by its recorded `checkpoint.root`.
 
-    A folder that is not a run, or holds its checkpoints itself, is returned as it is.
+    A folder that is not a run, or that holds checkpoints without metrics, is returned unchanged.
     """
     recorded = read_raw_config(run)
     root = get_mapping(recorded, "checkpoint").get("root")
@@ -200,10 +205,18 @@ def find_checkpoint_root(run: Path) -> Folder:
 
 
 def resolve_recorded_path(place: Path, written: Any, other: str) -> Path:
-    """Resolve the path `other` of a recorded config.
+    """Resolve the relative path `other` in a recorded config to a path that exists today.
 
-    Recorded paths are relative to the folder that the run was started in, which may differ from
-    the current one. It is found by another path of the config: `written` there is `place` here.
+    Recorded paths are relative to the folder that the run was started in, which is not recorded.
+    It follows from another path of the config whose location is known.
+
+    Args:
+        place: the current location of the path `written`.
+        written: that path as the config has it.
+        other: the path to resolve.
+
+    Returns:
+        The resolved path; `other` itself, relative to the current folder, if nothing exists there.
     """
     parts = Path(written).parts if isinstance(written, str) else ()
     whole = place.absolute().parts
@@ -216,12 +229,12 @@ def resolve_recorded_path(place: Path, written: Any, other: str) -> Path:
 
 @contextlib.contextmanager
 def local_copy(path: str | Path) -> Iterator[Path]:
-    """Provide the local folder of a run or checkpoint, inside the context.
+    """Yield a local folder with a run or checkpoint; use it as a context manager.
 
     `path` may be a folder, a URL, or a run whose `checkpoint.root` is elsewhere. A folder on a disk
     is used as it is. From a store, the checkpoint (for a run: the newest committed one) is copied
     to a temporary folder below TMPDIR, with the config and metrics of the run. The copy is deleted
-    afterwards, and a line on stderr reports it.
+    at the end, and a line on stderr reports it.
 
     Raises:
         CheckpointError: there is no committed checkpoint, the store cannot be read, or the copy
@@ -249,11 +262,13 @@ def local_copy(path: str | Path) -> Iterator[Path]:
         yield folder
 
 
-def claim_folders(cfg: Any) -> Any:
-    """Check that output_dir and `checkpoint.root` are free, or hold this run. Writes nothing.
+def validate_run_folders(cfg: Any) -> Any:
+    """Check that output_dir and `checkpoint.root` are empty or belong to this run; write no file.
+
+    A `checkpoint.root` on a store is tested with a small object, which is deleted again.
 
     Returns:
-        The settings that an earlier start recorded; None if no start left any work.
+        The config that an earlier start recorded; None if no start left metrics or checkpoints.
 
     Raises:
         ConfigError: a folder holds another run, or files that do not belong to a run.
@@ -273,7 +288,7 @@ def claim_folders(cfg: Any) -> Any:
         )
     before = None
     if CONFIG in present and _has_progress(folder):
-        before = _read(folder / CONFIG, type(cfg))
+        before = _load_config(folder / CONFIG, type(cfg))
         _check_same_run(before, apply_recorded_adapter(cfg, before), "output_dir", folder)
         is_moved = before.checkpoint.root != cfg.checkpoint.root
         old = checkpoint_root(before)
@@ -284,7 +299,7 @@ def claim_folders(cfg: Any) -> Any:
                 f"{CHECKPOINTS} and {CONFIG} from there to {root}, or leave checkpoint.root as it "
                 "was"
             )
-    elif CONFIG in present and not _is_ours(folder / CONFIG, type(cfg)):
+    elif CONFIG in present and not _is_saved_config(folder / CONFIG, type(cfg)):
         raise ConfigError(
             f"output_dir {folder} holds a {CONFIG} that no run has written, and this run would "
             "overwrite it; give an empty or new folder"
@@ -292,40 +307,40 @@ def claim_folders(cfg: Any) -> Any:
     if cfg.checkpoint.root is not None:
         storage_of(root).check_usable("checkpoint.root")
         if committed_steps(root):
-            other = _read(root / CONFIG, type(cfg))
+            other = _load_config(root / CONFIG, type(cfg))
             _check_same_run(other, apply_recorded_adapter(cfg, other), "checkpoint.root", root)
     return before
 
 
 def read_recorded_config(cfg: Any) -> Any:
-    """Read the settings that an earlier start of this run recorded.
+    """Read the config that an earlier start of this run recorded.
 
-    They are in output_dir or next to the checkpoints.
+    It is in output_dir or next to the checkpoints.
 
     Returns:
-        None if no start left any work.
+        A config of the class of `cfg`; None if no start left metrics or checkpoints.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file is damaged, or holds a run of another kind.
     """
     folder, root = Path(cfg.output_dir), checkpoint_root(cfg)
     if (folder / CONFIG).is_file() and _has_progress(folder):
-        return _read(folder / CONFIG, type(cfg))
+        return _load_config(folder / CONFIG, type(cfg))
     if cfg.checkpoint.root is not None and committed_steps(root):
-        return _read(root / CONFIG, type(cfg))
+        return _load_config(root / CONFIG, type(cfg))
     return None
 
 
 def _has_progress(folder: Path) -> bool:
-    """Return True if a start has left metrics or a checkpoint in its output_dir."""
+    """Return True if output_dir holds metrics or a committed checkpoint of an earlier start."""
     return (folder / METRICS).is_file() or bool(committed_steps(folder))
 
 
 def apply_recorded_adapter(cfg: Any, recorded: Any) -> Any:
-    """Copy the adapter settings that an earlier start recorded into `cfg`.
+    """Return `cfg` with the settings that an earlier start took from the adapter in `lora.from`.
 
-    They come from the adapter that the run continues (`lora.from`). A resume reads the recorded
-    settings, so that it does not need that adapter any more.
+    With them, a resume does not need that adapter. Settings that the user gave with another value
+    are kept, so that the difference can be reported. Without `lora.from`, `cfg` is returned.
     """
     lora = getattr(cfg, "lora", None)
     if lora is None or lora.from_ is None or recorded.lora.from_ != lora.from_:
@@ -340,12 +355,13 @@ def apply_recorded_adapter(cfg: Any, recorded: Any) -> Any:
 
 
 def check_shared_folder(folder: Path) -> None:
-    """Check that all hosts see the files that rank 0 writes to `folder`, or to its parent.
+    """Raise a LaunchError unless all hosts see what rank 0 writes to `folder`. Collective.
 
-    Collective: one small file, a broadcast and a gather.
+    Rank 0 writes a small file to the folder or its nearest parent, and deletes it. This takes up to
+    5 s, a broadcast and a gather. With one rank, nothing is done.
 
     Raises:
-        LaunchError: names the hosts that do not see them.
+        LaunchError: some hosts do not see the file (the error names them).
     """
     if ranks.world_size() == 1:
         return
@@ -357,7 +373,7 @@ def check_shared_folder(folder: Path) -> None:
         return token
 
     token = ranks.on_main(write)
-    visibility = ranks.gather((platform.node(), _appears(token)))
+    visibility = ranks.gather((platform.node(), _wait_for_file(token)))
     ranks.on_main(lambda: token.unlink(missing_ok=True))
     ranks_without: dict[str, list[str]] = {}
     for rank, (host, is_visible) in enumerate(visibility):
@@ -375,8 +391,8 @@ def check_shared_folder(folder: Path) -> None:
         )
 
 
-def _appears(file: Path) -> bool:
-    """Wait some seconds for a file, as network disks show it late; return True if it appears."""
+def _wait_for_file(file: Path) -> bool:
+    """Wait up to 5 s for a file, because network disks show it late; return True if it exists."""
     end = time.monotonic() + _PATIENCE
     while not file.exists():
         if time.monotonic() > end:
@@ -386,7 +402,7 @@ def _appears(file: Path) -> bool:
 
 
 def save_config(cfg: Any) -> None:
-    """Write the resolved config to output_dir, and to `checkpoint.root` if that is elsewhere."""
+    """Write the resolved config to output_dir, and also to `checkpoint.root` if that differs."""
     folder = Path(cfg.output_dir)
     root = checkpoint_root(cfg)
     text = config.dump(cfg)
@@ -396,10 +412,14 @@ def save_config(cfg: Any) -> None:
             storage_of(root / CONFIG).replace(text)
 
 
-def _read(file: Folder, cls: type[RunConfig]) -> Any:
-    """Read a config of the same kind of run that `save_config` wrote."""
+def _load_config(file: Folder, cls: type[RunConfig]) -> Any:
+    """Load a config that `save_config` wrote.
+
+    Raises:
+        ConfigError: the file is damaged, or is a config of another class than `cls`.
+    """
     try:
-        with storage_of(file).local() as local:
+        with storage_of(file).local_file() as local:
             content = read_raw_config(local.parent)
             name = config.saved_kind_name(content)
             if not content or name == cls.kind_name():
@@ -414,7 +434,14 @@ def _read(file: Folder, cls: type[RunConfig]) -> Any:
 
 
 def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None:
-    """Refuse a folder whose recorded settings `before` define another run than `cfg`."""
+    """Raise a ConfigError if the recorded config `before` defines another run than `cfg`.
+
+    Args:
+        before: the config recorded in `folder`.
+        cfg: the config of this start.
+        setting: the setting that names the folder, for the error.
+        folder: the folder, for the error.
+    """
     differences = config.find_differences(before, cfg)
     # Rank, targets and similar settings follow from the adapter.
     if "lora.from" in differences:
@@ -431,8 +458,8 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
         )
 
 
-def _is_ours(file: Path, cls: type) -> bool:
-    """Return True if `save_config` wrote the file: dumping its settings gives the same text."""
+def _is_saved_config(file: Path, cls: type) -> bool:
+    """Return True if `save_config` wrote the file: loading and dumping it gives the same text."""
     try:
         return file.read_text("utf-8") == config.dump(config.load(cls, file))
     except (ConfigError, OSError, UnicodeDecodeError):

@@ -70,14 +70,14 @@ def save(
 ) -> str:
     """Save and commit a checkpoint of `state`, and delete old ones; return its path. Collective.
 
-    Each rank writes its shards. A failure or a kill at any moment leaves the checkpoints that were
-    committed before as they are. Without `cfg.async_save`, the checkpoint is committed when the
-    call returns. With it, the call returns as soon as the state is copied to host memory, and the
-    copies are written in the background. See [Note: saving behind the loop].
+    Each rank writes its shards. A failure or a kill at any moment leaves earlier checkpoints as is.
+    With `cfg.async_save`, the call returns as soon as the state is copied to host memory, and a
+    thread writes and commits the copies. Without it, the checkpoint is committed when the call
+    returns. See [Note: saving behind the loop].
 
     Args:
-        state: what to save.
-        run_dir: the run directory, or the URL of a place on an object store.
+        state: the state to save.
+        run_dir: the run directory, or the URL of a folder on an object store.
         cfg: which checkpoints to keep, and how to save.
         may_fail: if a disk is full or broken, log a warning instead of raising,
             `cfg.max_failed_saves` times in a row. See [Note: a save that fails by the disk].
@@ -87,7 +87,7 @@ def save(
         the background that fails later adds its path to `state.saves.failed`.
 
     Raises:
-        StorageError: on every rank, if a disk or a store refused. With `cfg.async_save`, the next
+        StorageError: on every rank, if a disk or a store failed. With `cfg.async_save`, the next
             `save`, `wait` or the end of the run raises it.
         CheckpointError: likewise, if any rank could not write for another reason.
     """
@@ -107,7 +107,7 @@ def save(
         if not behind:
             return snapshot.write()
         blocked = time.perf_counter() - start_time
-        path = str(storage_of(snapshot.target).committed_as(state.step))
+        path = str(storage_of(snapshot.target).committed_path(state.step))
 
         def write_behind() -> None:
             with (
@@ -127,15 +127,19 @@ def save(
 
 
 def saved_line(path: str) -> str:
-    """Format the log line for the path that `save` returned; empty if the save failed."""
+    """Format the log line "saved PATH", or "saving PATH" while a background save is in progress.
+
+    `path` is the one that `save` returned. Returns "" if it is empty because the save failed.
+    """
     return path and f"{'saving' if background.is_pending() else 'saved'} {path}"
 
 
 def _resolve_async_save(state: TrainState, tensors: Tensors, cfg: CheckpointConfig) -> bool:
-    """Decide whether to save in the background; resolve `auto` at the first save of a run.
+    """Decide whether this save runs in the background; rank 0 logs how `auto` was resolved.
 
-    `auto` becomes true if the copies fit into half of the free host memory on every rank. It is
-    resolved in a collective, and rank 0 logs the decision.
+    `auto` is resolved at the first save of a run, which is then collective. It becomes true if the
+    model is on an accelerator and has no adapters, and the copies fit into half of the free host
+    memory on every rank.
     """
     if cfg.async_save != "auto":
         return cfg.async_save
@@ -167,15 +171,15 @@ def _tolerate_disk_failure(
     failed: list[str],
     path: str = "",
 ) -> Iterator[None]:
-    """Turn the error of a full or broken disk into a warning, as long as saves may fail.
+    """Log a StorageError as a warning, if this save may fail; otherwise raise it. Collective.
 
-    Otherwise the error is raised again, with the missing space added. Collective.
+    The message says how much space is missing.
 
     Args:
         needed_bytes: size of the checkpoint.
         run: the run directory.
         cfg: says how many saves in a row may fail.
-        may_fail: whether this save may fail.
+        may_fail: True if this save may fail.
         failed: paths of the saves that failed in a row; this save's `path` is added.
         path: path of the checkpoint, if it is known.
     """
@@ -201,7 +205,7 @@ def _tolerate_disk_failure(
 
 
 def _describe_missing_space(needed_bytes: int, run: Folder) -> str:
-    """Describe the space that a checkpoint of `needed_bytes` needs, after a failed save."""
+    """Format the needed, free and missing space for the message on a failed save; "" if unknown."""
     try:
         free = storage_of(run).free_bytes()
     except OSError:
@@ -215,7 +219,10 @@ def _describe_missing_space(needed_bytes: int, run: Folder) -> str:
 
 
 class _Snapshot:
-    """The data of one save, which no longer changes while training continues."""
+    """The captured state of one save, and the methods that write and commit it.
+
+    Training may continue after the constructor, which captures or copies everything that changes.
+    """
 
     def __init__(
         self,
@@ -258,16 +265,16 @@ class _Snapshot:
                 self.tensors = ranks.on_all(lambda: _copy_to_host(self.tensors, self.saves.room))
             self.rng = snapshot_rng()
         except BaseException:
-            self.remove()
+            self.remove_local_files()
             raise
 
     def _make_scratch(self) -> Path:
-        """Create the local folder that files are written to first."""
+        """Create the local folder to which the files of this rank are first written."""
         with raise_disk_errors(self.failed):
-            return storage_of(self.target).scratch()
+            return storage_of(self.target).scratch_folder()
 
     def write(self) -> str:
-        """Write all files, commit them, and delete old checkpoints; return the path. Collective."""
+        """Write and commit the checkpoint, and delete old ones; return its path. Collective."""
         expected = {n: (nbytes, of_bytes) for n, (nbytes, of_bytes, _) in self.sums.items()}
         writer = HashingWriter(
             self.folder / DCP,
@@ -279,28 +286,34 @@ class _Snapshot:
         try:
             write_shards(self.tensors, writer, self.failed, self.saves)
             parts = ranks.gather_results_to_main(
-                lambda: (self._write_rest(writer.files), self._row_sums())
+                lambda: (self._write_small_files(writer.files), self._local_row_sums())
             )
-            path = ranks.on_main(lambda: str(self._commit(parts)))
+            path = ranks.on_main(lambda: str(self._commit_on_main(parts)))
         finally:
             # After a commit, the folder has another name. If it still exists, the save failed.
-            self.remove()
+            self.remove_local_files()
         self.saves.failed.clear()
         ranks.on_main(self._prune)
         return path
 
     def _prune(self) -> None:
-        """Delete checkpoints and reference parts that are no longer needed."""
+        """Delete old checkpoints, and reference values that this one holds. On rank 0."""
         prune_checkpoints(self.run, self.cfg)
         # The committed checkpoint holds them.
         if FILE in self.files:
             delete_reference_parts(self.run)
 
-    def _write_rest(self, shards: Files) -> Files:
-        """Write all files other than shards.
+    def _write_small_files(self, shards: Files) -> Files:
+        """Write this rank's files other than shards: random state and, on rank 0, all others.
+
+        Args:
+            shards: name -> size and sha256 of the shards that this rank has written.
 
         Returns:
-            Size and sha256 of every file of this rank, its `shards` included.
+            Name -> size in bytes and sha256 of every file of this rank, including its shards.
+
+        Raises:
+            CheckpointError: a disk failed, or a written file differs from its content at the start.
         """
         folder = self.folder
         with raise_disk_errors(self.failed):
@@ -326,47 +339,51 @@ class _Snapshot:
         return {f"{DCP}/{name}": entry for name, entry in shards.items()} | small
 
     def _write_file(self, name: str) -> str:
-        """Write one of the files of the state; return its name."""
+        """Write one of `state.files` to the local folder; return its name."""
         content = self.files[name].content
         with raise_disk_errors(f"{self.failed}: {name} of {len(content):,} bytes"):
             (self.folder / name).write_bytes(content)
         return name
 
-    def _row_sums(self) -> torch.Tensor:
-        """Return this rank's share of each tensor's row sum, int64 [tensors], in order of names."""
-        return torch.tensor([self.sums.get(n, (0, 0, 0))[2] for n in self._names_with_sums()])
+    def _local_row_sums(self) -> torch.Tensor:
+        """Return this rank's share of each tensor's checksum, int64 [tensors], sorted by name."""
+        return torch.tensor([self.sums.get(n, (0, 0, 0))[2] for n in self._names_with_row_sums()])
 
-    def _names_with_sums(self) -> list[str]:
-        """List the tensors that have a row sum: those that are sharded by rows, or not at all."""
+    def _names_with_row_sums(self) -> list[str]:
+        """List the sorted names of tensors with a checksum: sharded by rows, or not at all."""
         return sorted(name for name, tensor in self.tensors.items() if is_sharded_by_rows(tensor))
 
-    def _commit(self, parts: list[tuple[Files, torch.Tensor]]) -> Folder:
-        """Write the manifest from the entries and shares of all ranks, and commit. On rank 0."""
+    def _commit_on_main(self, parts: list[tuple[Files, torch.Tensor]]) -> Folder:
+        """Write the manifest and commit, on rank 0; return the location of the checkpoint.
+
+        Args:
+            parts: for each rank, its manifest entries and its shares of the checksums.
+        """
         sums = torch.stack([share for _, share in parts]).sum(0)  # int64 wraps
         manifest = {
             "version": MANIFEST_VERSION,
             "step": self.step,
             "files": {name: entry for files, _ in parts for name, entry in files.items()},
-            ROW_SUMS: dict(zip(self._names_with_sums(), sums.tolist(), strict=True)),
+            ROW_SUMS: dict(zip(self._names_with_row_sums(), sums.tolist(), strict=True)),
             **({} if self.adapter is None else {"adapter": self.adapter}),
         }
         with raise_disk_errors(self.failed):
             return commit.commit(self.target, self.step, manifest)
 
-    def remove(self) -> None:
-        """Remove the local files of a failed save.
+    def remove_local_files(self) -> None:
+        """Delete the local files of this save, unless a commit has renamed their folder.
 
-        Files that were already uploaded to a store stay until the next save removes them.
+        Files that were already uploaded to a store stay until the next save deletes them.
         """
         if self.folder != self.target or ranks.rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _sum_local_parts(tensors: Tensors) -> dict[str, tuple[int, int, int]]:
-    """Sum the bits of each tensor that this rank writes, on its device.
+    """Compute checksums of the tensor parts that this rank writes, on the tensors' device.
 
     Returns:
-        Name -> (bytes of this rank's part, sum of the bytes, this rank's share of the row sum).
+        Name -> (bytes of the part, checksum of its bytes, its share of the full tensor's row sum).
     """
     parts = {name: tensors[name] for name in names_to_write(tensors)}
     return {n: (local_tensor(t).nbytes, *part_sums(t).tolist()) for n, t in parts.items()}
@@ -374,12 +391,15 @@ def _sum_local_parts(tensors: Tensors) -> dict[str, tuple[int, int, int]]:
 
 @torch.no_grad()
 def _copy_to_host(tensors: Tensors, buffers: dict[Any, torch.Tensor]) -> Tensors:
-    """Copy this rank's parts of `tensors` to host memory, with the same layout.
+    """Copy this rank's parts of `tensors` to host memory; DTensors stay DTensors.
+
+    Returns after the copies are complete.
 
     Args:
-        tensors: what to copy.
-        buffers: name -> host buffer of the last save. They are reused if they fit, and replaced by
-            the buffers of this save. Buffers for tensors of a device are pinned.
+        tensors: name -> tensor to copy.
+        buffers: name -> host buffer of the last save. A buffer of the same shape and dtype is
+            reused. The dict is updated to the buffers of this save; those for tensors of an
+            accelerator are pinned.
     """
     old_buffers = dict(buffers)
     buffers.clear()
@@ -403,12 +423,12 @@ def _copy_to_host(tensors: Tensors, buffers: dict[Any, torch.Tensor]) -> Tensors
 
 
 def steps_to_delete(verified: Mapping[int, Mapping[str, float]], cfg: CheckpointConfig) -> set[int]:
-    """Choose the steps whose checkpoints may be deleted.
+    """Choose the steps whose checkpoints exceed `save_total_limit` and are not the best one.
 
     Args:
         verified: step -> metrics, for each intact checkpoint. Other checkpoints are neither deleted
             nor counted.
-        cfg: how many to keep, and the metric of the best.
+        cfg: the limit (None deletes nothing; at least two stay), and the metric of the best.
     """
     if cfg.save_total_limit is None:
         return set()
@@ -425,11 +445,10 @@ def steps_to_delete(verified: Mapping[int, Mapping[str, float]], cfg: Checkpoint
 
 
 def prune_checkpoints(run: str | Folder, cfg: CheckpointConfig) -> None:
-    """Delete the checkpoints that `cfg` does not keep, and unfinished or superseded folders.
+    """Delete the checkpoints that `cfg` does not keep, and leftovers of killed or repeated saves.
 
-    Call it after the newest checkpoint is committed. Only intact checkpoints count as kept
-    (`is_intact`). Damaged ones are not deleted, nor are links, which users have made. Anything that
-    cannot be deleted is reported in a warning.
+    Call it after the newest checkpoint is committed. Only intact checkpoints (`is_intact`) count
+    towards the limit. Damaged ones and links are not deleted. Print a warning if a deletion fails.
     """
     run = parse_location(run)
     with _warn_on_disk_error(f"old checkpoints in {run / CHECKPOINTS} could not be deleted"):
@@ -454,9 +473,9 @@ def prune_checkpoints(run: str | Folder, cfg: CheckpointConfig) -> None:
 
 
 def delete_reference_parts(run: Folder) -> None:
-    """Delete the parts of the reference pass, which a committed checkpoint holds by now.
+    """Delete `reference.parts` after a committed checkpoint holds all reference values.
 
-    Parts that cannot be deleted are reported in a warning.
+    Print a warning if that fails.
     """
     with _warn_on_disk_error(f"{run / PARTS} could not be deleted"):
         delete_parts(run)
@@ -464,9 +483,9 @@ def delete_reference_parts(run: Folder) -> None:
 
 @contextlib.contextmanager
 def _warn_on_disk_error(failed: str) -> Iterator[None]:
-    """Print disk errors as warnings: a run that has saved must not end over an old checkpoint.
+    """Print a disk error in the context as a warning that begins with `failed`.
 
-    `failed` is the beginning of the message.
+    A run that has saved must not end because an old checkpoint cannot be deleted.
     """
     try:
         with raise_disk_errors(failed):

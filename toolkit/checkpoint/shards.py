@@ -53,23 +53,22 @@ _RECORD = b"/data/0"  # the bytes of a tensor, as `torch.save` names them in a b
 
 
 class HashingWriter(FileSystemWriter):
-    """`FileSystemWriter` that hashes and fsyncs the files of this rank.
+    """`FileSystemWriter` that hashes and fsyncs the files that this rank writes.
 
     The attribute `files` maps each written file to its size and sha256. A rank with enough cores
-    and much to write writes several files at a time.
+    and data writes up to four files in parallel.
 
     Args:
         folder: the folder of `.metadata`, and of the tensors if `shards` is None.
-        shards: the folder of the tensors.
+        shards: the folder of the tensors, possibly on a store.
         ranks_here: number of ranks that share the machine.
-        expected: tensor -> bytes of this rank's part, and their sum in its memory (`part_sums`).
-            Written bytes are compared with it; None compares nothing.
-        in_host_memory: every tensor is in host memory already, so the writer waits for no copy from
-            a device. torch would otherwise wait for the training stream after every 10 MB, even for
-            host tensors.
+        expected: tensor -> (bytes of this rank's part, checksum of these bytes in memory, from
+            `part_sums`). Written bytes are compared with it; None compares nothing.
+        in_host_memory: True if every tensor is in host memory, so that the writer need not wait for
+            copies from a device. torch would otherwise wait for the training stream every 10 MB.
 
     Raises:
-        CheckpointError: other bytes were written than expected.
+        CheckpointError: written bytes differ from `expected`.
     """
 
     def __init__(
@@ -81,16 +80,20 @@ class HashingWriter(FileSystemWriter):
         expected: Mapping[str, tuple[int, int]] | None = None,
         in_host_memory: bool = False,
     ) -> None:
-        # torch would fsync before Python's buffer is written, so `_Files` does it instead.
+        # torch would fsync before Python's buffer is written, so `create_stream` does it.
         super().__init__(folder, sync_files=False)
         if in_host_memory:
             self.per_thread_copy_ahead = 0  # then torch takes the tensors as they are
         self.ranks_here, self.expected = ranks_here, expected
-        self.fs = self._files = _Files(folder, shards or folder)
+        self.fs = self._files = _ShardFileSystem(folder, shards or folder)
         self.files = self._files.hashed
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> "Future[Any]":
-        """Write this rank's items; called by `dcp.save`."""
+        """Write the tensor parts in `plan`, in several files; called by `dcp.save`.
+
+        Raises:
+            CheckpointError: written bytes differ from `expected`.
+        """
         most = min(_FILES, len(ranks.available_cores()) // self.ranks_here)
         count = max(1, min(most, sum(map(_item_bytes, plan.items)) // _WORTH_A_FILE))
         write, prefix = super().write_data, plan.storage_data.prefix
@@ -105,11 +108,11 @@ class HashingWriter(FileSystemWriter):
                 part = dataclasses.replace(plan, items=items, storage_data=names)
                 jobs.append(pool.submit(write, part, planner))
             results = [result for job in jobs for result in job.result().wait()]
-        self._prove(results)
+        self._compare_with_memory(results)
         return _completed_future(results)
 
-    def _prove(self, results: list[WriteResult]) -> None:
-        """Compare the written bytes with the sums over this rank's memory."""
+    def _compare_with_memory(self, results: list[WriteResult]) -> None:
+        """Raise a CheckpointError if written bytes have other checksums than in memory."""
         if self.expected is None:
             return
         wrong = []
@@ -127,20 +130,23 @@ class HashingWriter(FileSystemWriter):
 
 
 class ShardReader(FileSystemReader):
-    """`FileSystemReader` with metadata that was read before; it reads several blobs at a time."""
+    """`FileSystemReader` that takes its metadata as an argument and reads with several threads.
+
+    After a load, the attribute `requested` holds the bytes that were read.
+    """
 
     def __init__(self, folder: Folder, metadata: Metadata) -> None:
         base = Path(str(folder))  # on a store torch joins names only
         super().__init__(base)
-        self.fs = self._files = _Files(base, folder)
+        self.fs = self._files = _ShardFileSystem(base, folder)
         self.metadata, self.requested = metadata, 0
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata; torch's own way would run its pickle."""
+        """Return the given metadata; torch's method would unpickle a file."""
         return self.metadata
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> "Future[None]":
-        """Read this rank's items; called by `dcp.load`."""
+        """Read the tensor parts in `plan`; called by `dcp.load`."""
         items = sorted(plan.items, key=lambda i: self.storage_data[i.storage_index].offset)
         blobs = {i.storage_index: self.storage_data[i.storage_index] for i in items}
         self.requested = sum(self.storage_data[i.storage_index].length for i in items)
@@ -154,10 +160,10 @@ class ShardReader(FileSystemReader):
         return _completed_future(None)
 
 
-class _Files(FileSystem):
-    """File system for torch that hashes shards while they are written.
+class _ShardFileSystem(FileSystem):
+    """File system for torch that hashes shard files while they are written.
 
-    torch names files in `base`; the shards among them are stored in `shards`.
+    torch passes paths below `base`. Shard files are stored in `shards`, possibly on a store.
     """
 
     def __init__(self, base: Path, shards: Folder) -> None:
@@ -169,7 +175,7 @@ class _Files(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file; after a shard is written, `hashed` has its size and hash."""
+        """Open a file as a context manager; after writing a shard, set its entry in `hashed`."""
         path = Path(path)
         is_shard = path.suffix == SHARD
         target = self.shards / path.relative_to(self.base) if is_shard else path
@@ -184,9 +190,12 @@ class _Files(FileSystem):
 
 
 class HashingStream:
-    """A file under a hash, as `torch.save` writes to it."""
+    """A writable file that hashes its content, and sums the bytes of each tensor in it.
 
-    def __init__(self, name: str, file: Any, files: _Files) -> None:
+    It relies on the order in which `torch.save` writes.
+    """
+
+    def __init__(self, name: str, file: Any, files: _ShardFileSystem) -> None:
         self.name, self.file, self.files = name, file, files
         self.sha256, self.size, self.flushed = hashlib.sha256(), 0, 0
         self.begun = 0
@@ -195,7 +204,7 @@ class HashingStream:
         self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
 
     def write(self, content: Any) -> int:
-        """Write and hash `content`; record length and sum if it is the payload of a tensor."""
+        """Write and hash `content`; if it is a tensor's bytes, record their length and checksum."""
         view, size = memoryview(content), len(content)
         # torch.save writes the name of a record, its padding, then its bytes, each in one call.
         is_payload, total = self._until_payload == 1, 0
@@ -216,19 +225,28 @@ class HashingStream:
         return size
 
     def tell(self) -> int:
-        """Return the position, which torch queries before and after each blob."""
+        """Return the position in bytes. torch calls this at the start of each tensor."""
         self.begun = self.size
         return self.size
 
 
 def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Tensor]) -> int:
-    """Fill this rank's parts of `tensors` in place from a DCP folder; return the bytes read.
+    """Load this rank's parts of `tensors` in place from a DCP folder. Collective.
 
-    Collective. Each name must be in `table` with the tensor's shape and dtype. torch reads every
-    chunk that a rank needs completely: up to twice the bytes of its part on twice the ranks.
+    torch reads every stored chunk that a rank needs completely. On twice the ranks, this is up to
+    twice the bytes of the rank's part.
+
+    Args:
+        folder: the DCP folder, possibly on a store.
+        table: the chunks in the folder; it has each tensor with the same shape and dtype.
+        tensors: name -> tensor to fill.
+
+    Returns:
+        The bytes that this rank read.
 
     Raises:
-        CheckpointError: on every rank: chunks do not cover a tensor exactly once, or are damaged.
+        CheckpointError: on every rank: a chunk is damaged, or the chunks of a tensor leave gaps or
+            overlap.
     """
 
     def check_complete() -> None:
@@ -241,7 +259,7 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
     ranks.on_main(check_complete)
     local_tensors = {n: t for n, t in tensors.items() if local_tensor(t).numel()}
     reader = ShardReader(
-        folder, table.metadata_of_boxes({n: _local_box(t) for n, t in local_tensors.items()})
+        folder, table.metadata_of_boxes({n: _local_offsets_and_sizes(t) for n, t in local_tensors.items()})
     )
 
     def read() -> None:
@@ -259,8 +277,8 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
     return reader.requested
 
 
-def _local_box(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the offsets and sizes of the part of `tensor` that this rank holds."""
+def _local_offsets_and_sizes(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return offsets and sizes, per dimension, of this rank's part in the full tensor."""
     if not isinstance(tensor, DTensor):
         return [0] * tensor.ndim, list(tensor.shape)
     slices = local_slices(tensor)
@@ -268,6 +286,7 @@ def _local_box(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
 
 
 def _disable_crc32() -> None:
+    """Make `torch.save` write no CRC32 checksums in this thread."""
     torch.serialization.set_crc32_options(False)
 
 
@@ -278,13 +297,14 @@ def _completed_future(value: Any) -> "Future[Any]":
 
 
 def _item_bytes(item: dcp.WriteItem) -> int:
+    """Return the bytes of the tensor that `item` writes; 0 if it is no tensor."""
     return (item.tensor_storage_size() or 0) if item.tensor_data is not None else 0
 
 
 def split_by_size(items: list[Any], size: Callable[[Any], int], count: int) -> list[list[Any]]:
-    """Divide items into `count` parts of about equal size.
+    """Divide items into `count` lists of about equal total size.
 
-    Each item, largest first, is added to the part that is smallest so far.
+    Each item, largest first, is added to the list that is smallest so far.
     """
     parts: list[list[Any]] = [[] for _ in range(count)]
     part_sizes = [0] * count
@@ -297,7 +317,7 @@ def split_by_size(items: list[Any], size: Callable[[Any], int], count: int) -> l
 
 @dataclass
 class _WrittenChunks:
-    """The tensors and chunks that the ranks wrote last."""
+    """The chunks that one save wrote, kept so that the next save sends only changes."""
 
     local_chunks: bytes = b""
     chunks_by_rank: list[bytes] = field(default_factory=list)  # on rank 0, as the next two are
@@ -312,11 +332,12 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str, saves: Sa
         tensors: name -> tensor, with the same names on every rank.
         writer: writes to the checkpoint.
         failed: beginning of the error message.
-        saves: keeps the description of the written chunks. The next save only sends changes.
+        saves: its field `written` holds the chunks of the last save, and is updated. If a rank's
+            chunks have not changed, it sends nothing.
 
     Raises:
-        CheckpointError: on every rank: a rank could not write, or together the ranks hold a part of
-            a tensor not at all or twice.
+        CheckpointError: on every rank: a rank could not write, or a part of a tensor is held by no
+            rank or was written twice.
     """
     last = saves.written or _WrittenChunks()
     if not ranks.all_equal(sorted(tensors)):
@@ -345,10 +366,10 @@ def write_shards(tensors: Tensors, writer: HashingWriter, failed: str, saves: Sa
 
 
 def names_to_write(tensors: Tensors) -> set[str]:
-    """Choose the tensors whose parts this rank writes.
+    """Choose the tensors whose local parts this rank writes.
 
-    If several ranks hold the same part, one of them writes it, so that all write about the same
-    number of bytes. Every rank computes the same choice without an exchange.
+    If several ranks hold the same part, only one of them writes it. The choice balances the bytes,
+    and every rank computes it without communication.
     """
     chosen = set()
     loads: dict[Any, list[int]] = {}  # of the ranks that hold the same parts
@@ -377,9 +398,12 @@ def names_to_write(tensors: Tensors) -> set[str]:
 
 
 def build_metadata(tensors_metadata: TensorsMetadata, chunks_by_rank: list[bytes]) -> bytes:
-    """Build the content of `.metadata` from the chunks that each rank wrote.
+    """Build the content of DCP's `.metadata`, a pickle, from the chunks that each rank wrote.
 
-    Takes 30 microseconds per chunk. CheckpointError: a tensor is incomplete, or written twice.
+    Takes 30 microseconds per chunk.
+
+    Raises:
+        CheckpointError: a tensor is incomplete, or a part of it was written twice.
     """
     table = build_chunk_table(tensors_metadata, chunks_by_rank)
     for name in table.tensors:
@@ -389,7 +413,12 @@ def build_metadata(tensors_metadata: TensorsMetadata, chunks_by_rank: list[bytes
 
 
 def build_chunk_table(tensors_metadata: TensorsMetadata, chunks_by_rank: list[bytes]) -> ChunkTable:
-    """Decode the chunks of all ranks (`encode_written_chunks`) into one table."""
+    """Build one table of the chunks that all ranks wrote.
+
+    Args:
+        tensors_metadata: the tensors; the chunks refer to them by their position.
+        chunks_by_rank: for each rank, its output of `encode_written_chunks`.
+    """
     dims = max((len(entry.size) for entry in tensors_metadata.values()), default=0)
     files: list[str] = []
     parts = []
@@ -424,7 +453,11 @@ def _raise_as_checkpoint_error(failed: str) -> Iterator[None]:
 
 
 def _write_local_parts(tensors: Tensors, writer: HashingWriter) -> tuple[TensorsMetadata, bytes]:
-    """Write this rank's parts; return the metadata of each tensor, and the encoded chunks."""
+    """Write this rank's tensor parts through `writer`.
+
+    Returns:
+        Name -> metadata of all tensors, and the encoded chunks of this rank.
+    """
     rank, planner = ranks.rank(), DefaultSavePlanner()
     # As in torch for ranks that do not plan together: each rank names its own files.
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
@@ -442,10 +475,10 @@ def _write_local_parts(tensors: Tensors, writer: HashingWriter) -> tuple[Tensors
 def encode_written_chunks(
     tensors_metadata: TensorsMetadata, items: list[WriteItem], results: list[WriteResult]
 ) -> bytes:
-    """Encode the chunks that a rank wrote, in about 10 bytes each.
+    """Encode the chunks that a rank wrote as compressed bytes, about 10 per chunk.
 
-    The content is the names of the files, and a row of integers for each chunk: numbers of tensor
-    and file, offset and length in the file, offsets and sizes in the tensor.
+    They hold the names of the rank's files and an int64 array with one row per chunk: number of the
+    tensor, number of the file, offset and length in the file, offsets and sizes in the tensor.
     """
     dims = max((len(entry.size) for entry in tensors_metadata.values()), default=0)
     chunks: dict[str, Any] = {i.index.fqn: i.tensor_data.chunk for i in items}  # type: ignore[union-attr]

@@ -42,7 +42,7 @@ _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_
 
 @dataclass(frozen=True)
 class Source:
-    """The weights of one checkpoint: their location, names, dtypes and shapes."""
+    """The location, names, dtypes and shapes of the weights in one checkpoint, of any tool."""
 
     folder: Path
     """Holds the shards."""
@@ -66,12 +66,12 @@ class Source:
 
     @property
     def row_sums(self) -> dict[str, int]:
-        """Key -> sum of the tensor's rows in memory when it was saved, as far as known."""
+        """Key -> checksum of the tensor in memory when it was saved; {} if unknown."""
         return self.manifest.get(ROW_SUMS, {})
 
 
 def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> Source:
-    """Find the weights of a checkpoint and describe them. Reads metadata only.
+    """Find and describe the weights of a checkpoint of this or another tool. Reads only metadata.
 
     For a checkpoint of this toolkit, the sizes of the shards and the hashes of the metadata and of
     the model's config are compared with the manifest.
@@ -79,8 +79,8 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
     Args:
         checkpoint: a run (its newest committed checkpoint is used), a checkpoint, or a checkpoint
             of another tool.
-        hf_assets: folder or Hub id with the config and tokenizer, if the checkpoint has none. A
-            checkpoint of adapters always has them.
+        hf_assets: folder or Hub id with the config and tokenizer, if the checkpoint has none. For a
+            checkpoint of adapters it has no effect.
 
     Raises:
         CheckpointError: there is no checkpoint (the error suggests paths), or it is damaged.
@@ -116,7 +116,11 @@ def find_source(checkpoint: str | Path, hf_assets: str | Path | None = None) -> 
 
 
 def read_base_entry(source: Source) -> dict[str, Any]:
-    """Return the manifest entry that describes the base model of an adapter checkpoint."""
+    """Return the manifest entry that describes the base model of an adapter checkpoint.
+
+    Raises:
+        CheckpointError: the manifest names no base model.
+    """
     entry = source.manifest.get(ENTRY)
     if not isinstance(entry, dict) or not isinstance(entry.get("name_or_path"), str):
         raise CheckpointError(
@@ -127,11 +131,11 @@ def read_base_entry(source: Source) -> dict[str, Any]:
 
 
 def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
-    """Find the folder of the base model that the adapter of a checkpoint was trained on.
+    """Find the folder of the base model on which the adapter of a checkpoint was trained.
 
     Args:
         source: an adapter checkpoint.
-        elsewhere: folder or Hub id of the base; None: the path that the run used.
+        elsewhere: folder or Hub id of the base; None uses the path or id that the run used.
 
     Raises:
         ExportError: the base is not found, or its weights are not those of the run.
@@ -155,15 +159,14 @@ def find_base(source: Source, elsewhere: str | Path | None = None) -> Path:
 
 
 def describe_base(source: Source, elsewhere: str | Path | None = None) -> dict[str, Any]:
-    """Describe the base model for the export of an adapter: its name, revision and digest.
+    """Build the entry on the base model for the export of an adapter: name, revision and digest.
 
-    If the weights of the base are on this machine, they are read and compared with the digest of
-    the run. For a Hub id whose weights are not on this machine, only the config is compared,
-    because a comparison does not justify a download. `toolkit verify --logits` reads the weights.
+    If `elsewhere` is given, it is compared with the base of the run. The digests are compared if
+    the weights are on this machine, otherwise only the configs. Nothing large is downloaded.
 
     Args:
         source: an adapter checkpoint.
-        elsewhere: folder or Hub id that the export names as its base; None: the run's.
+        elsewhere: folder or Hub id that the export names as its base; None uses the run's.
 
     Raises:
         ExportError: `elsewhere` is not found, or is another model.
@@ -191,7 +194,11 @@ def describe_base(source: Source, elsewhere: str | Path | None = None) -> dict[s
 
 
 def _find_base_folder(name: str, revision: str | None = None) -> Path:
-    """Find the folder of a base model; raise an ExportError that names --hf_assets."""
+    """Return the local folder of a base model; download a Hub id if necessary.
+
+    Raises:
+        ExportError: it is not found; the error mentions --hf_assets.
+    """
     try:
         return formats.local_folder(name, revision)
     except ModelError as error:
@@ -202,15 +209,15 @@ def _find_base_folder(name: str, revision: str | None = None) -> Path:
 
 
 def is_adapter_asset(name: str) -> bool:
-    """Return True if an asset of the base model is exported with adapters, as a tokenizer is."""
+    """Return True if a file of the base model, such as a tokenizer, is exported with adapters."""
     return name != "generation_config.json" and not name.endswith(".py")
 
 
 def map_parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict[str, str]]:
     """Map the parameter names of a model to the keys of a checkpoint.
 
-    Parts of keys that wrappers add (`_orig_mod.` of torch.compile) are dropped. If keys have no
-    prefix, only those below the model's own modules are mapped.
+    A key consists of a prefix and a parameter name, into which wrappers such as torch.compile may
+    have put parts (`_orig_mod.`). If the prefix is empty, keys of other modules are skipped.
 
     Args:
         source: the checkpoint.
@@ -238,7 +245,7 @@ def map_parameter_names(source: Source, names: Iterable[str]) -> tuple[str, dict
 
 
 def check_complete(source: Source, keys: Iterable[str]) -> None:
-    """Raise an ExportError unless chunks cover each element of the tensors exactly once."""
+    """Raise an ExportError if the stored chunks of a tensor in `keys` leave gaps or overlap."""
     for key in keys:
         if fault := source.fault(key):
             shape = source.tensors[key][1]
@@ -246,7 +253,7 @@ def check_complete(source: Source, keys: Iterable[str]) -> None:
 
 
 def _read_toolkit_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
-    """Describe a checkpoint of this toolkit, after a check of its files."""
+    """Describe the weights in a checkpoint of this toolkit, and compare it with its manifest."""
     metadata = f"{DCP}/{formats.METADATA_FILE}"
     manifest = commit.read_manifest(checkpoint)
     files = manifest["files"]
@@ -265,12 +272,21 @@ def _read_toolkit_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> 
 
 
 def damaged_file_error(file: Path, fault: str) -> CheckpointError:
-    """Build the error for a file that differs from its entry in the manifest."""
+    """Build the error for a file that differs from its manifest entry; `fault` says how."""
     return CheckpointError(f"{file} {fault}; use another checkpoint of the run")
 
 
 def _read_dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
-    """Describe the weights in a folder of torch's DCP format."""
+    """Describe the weights in a folder of torch's DCP format.
+
+    Args:
+        folder: the folder.
+        hf: the folder with the model's config.
+        checkpoint: the checkpoint of this toolkit that holds `folder`, if there is one.
+
+    Raises:
+        CheckpointError: the folder holds an optimizer's state.
+    """
     metadata = formats.read_metadata(folder)
     tensors = {
         key: (entry.properties.dtype, tuple(entry.size))
@@ -290,7 +306,16 @@ def _read_dcp(folder: Path, hf: Path, checkpoint: Path | None = None) -> Source:
 
 
 def _read_sharded_safetensors(folder: Path, files: list[Path], hf: Path) -> Source:
-    """Describe the weights in the sharded safetensors files of torch's storage writer."""
+    """Describe the weights in sharded safetensors files, which torch's storage writer writes.
+
+    Args:
+        folder: the folder of the files.
+        files: the files.
+        hf: the folder with the model's config.
+
+    Raises:
+        CheckpointError: a header is damaged, or does not give the offsets of its tensor parts.
+    """
     parts: dict[str, dict[Any, formats.Chunk]] = {}
     for file in files:
         formats.resolve_plain_file(folder, file.name, CheckpointError)
@@ -335,7 +360,11 @@ def _read_sharded_safetensors(folder: Path, files: list[Path], hf: Path) -> Sour
 
 
 def _find_assets(hf_assets: str | Path | None, saved_assets: Path) -> Path:
-    """Find the folder with the model's config: `hf_assets`, or else the checkpoint's."""
+    """Return the folder with the model's config: that of `hf_assets` if given, or `saved_assets`.
+
+    Raises:
+        ExportError: the folder has no config.json, or `hf_assets` is not found.
+    """
     if hf_assets is None:
         if not _has_config(saved_assets):
             raise ExportError(
@@ -365,7 +394,19 @@ def _has_config(folder: Path) -> bool:
 
 
 def _find_prefix(clean: dict[str, str], parameters: set[str], source: Source) -> str:
-    """Find the prefix of the model's parameter names in a checkpoint of another tool."""
+    """Find the prefix of the model's parameter names in a checkpoint of another tool.
+
+    Args:
+        clean: key without wrapper parts -> key.
+        parameters: parameter names of the model.
+        source: the checkpoint, for the error.
+
+    Returns:
+        The prefix that matches most parameters; `model.` if none matches.
+
+    Raises:
+        ExportError: several prefixes match equally well.
+    """
     sample = sorted(parameters, key=len)[-1]
     prefixes = {key.removesuffix(sample) for key in clean if key.endswith(sample)}
     matches = {p: len({p + n for n in parameters} & clean.keys()) for p in prefixes}

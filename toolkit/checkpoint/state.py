@@ -30,7 +30,7 @@ _KINDS: dict[str, type] = {
 
 
 def optimizer_tensors(state: TrainState) -> Tensors:
-    """Map `optimizer.<parameter>.<name>` to the tensors of the optimizer; scalars are skipped."""
+    """Map `optimizer.<parameter>.<name>` to the optimizer's state tensors, without scalars."""
     return {
         f"optimizer.{name}.{key}": value
         for name, values in _state_by_name(state).items()
@@ -40,7 +40,10 @@ def optimizer_tensors(state: TrainState) -> Tensors:
 
 
 def format_state(state: TrainState, position: dict[str, Any] | None) -> str:
-    """Format the content of state.json; `position` is the state dict of `state.data`."""
+    """Format the content of state.json: everything except tensors and random state.
+
+    `position` is the state dict of `state.data`.
+    """
     content = {
         "step": state.step,
         "tokens": state.tokens,
@@ -61,6 +64,7 @@ def format_state(state: TrainState, position: dict[str, Any] | None) -> str:
 
 
 def _state_by_name(state: TrainState) -> dict[str, dict[str, Any]]:
+    """Map parameter names to the optimizer's state of the parameter, if it has one."""
     optimizer_state = {} if state.optimizer is None else state.optimizer.state
     return {
         name: optimizer_state[p]
@@ -70,6 +74,11 @@ def _state_by_name(state: TrainState) -> dict[str, dict[str, Any]]:
 
 
 def _describe_optimizer(state: TrainState) -> dict[str, Any] | None:
+    """Build the optimizer's entry of state.json; None without an optimizer.
+
+    It holds the class, the names of state tensors by the parameter's number of dimensions, the
+    values of scalars by name and parameter, and the trained parameters without state.
+    """
     if state.optimizer is None:
         return None
     tensors: dict[str, set[str]] = {}  # by the number of dimensions, a text in JSON
@@ -90,7 +99,11 @@ def _describe_optimizer(state: TrainState) -> dict[str, Any] | None:
 
 
 def read_state(checkpoint: Folder) -> dict[str, Any]:
-    """Read state.json of a checkpoint: step, tokens, world size, data position and the like."""
+    """Read state.json of a checkpoint as a dict (step, tokens, world size, data position, ...).
+
+    Raises:
+        CheckpointError: the file is missing, or a required entry is absent or of another type.
+    """
     file = checkpoint / STATE
     saved = read_json_object(file)
     if saved is None:
@@ -102,7 +115,7 @@ def read_state(checkpoint: Folder) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def raise_bad_state(checkpoint: Folder) -> Iterator[None]:
-    """Raise errors that an unexpected state.json causes as one error that names the file."""
+    """Convert errors that an unexpected state.json causes in the context to a CheckpointError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -112,7 +125,16 @@ def raise_bad_state(checkpoint: Folder) -> Iterator[None]:
 
 
 def required_part(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[str, Any]:
-    """Return a part of state.json that this run needs; raise a CheckpointError if it is absent."""
+    """Return the entry `name` of state.json, which this run needs to resume.
+
+    Args:
+        saved: the content of state.json.
+        name: such as `optimizer`, `scheduler` or `data`.
+        checkpoint: the checkpoint, for the error.
+
+    Raises:
+        CheckpointError: the entry is absent or null.
+    """
     if saved.get(name) is None:
         raise CheckpointError(f"{checkpoint} holds no {name} state, which this run needs to resume")
     return saved[name]
@@ -121,7 +143,13 @@ def required_part(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[
 def check_model_tensors(
     tensors: Tensors, saved_tensors: TensorsMetadata, checkpoint: Folder
 ) -> None:
-    """Refuse a checkpoint whose model tensors have other names, shapes or dtypes."""
+    """Raise a CheckpointError if saved model tensors have other names, shapes or dtypes.
+
+    Args:
+        tensors: the tensors of the run's model.
+        saved_tensors: metadata of all tensors in the checkpoint.
+        checkpoint: the checkpoint, for the error.
+    """
     faults = []
     if lacking := sorted(tensors.keys() - saved_tensors.keys()):
         faults.append(f"it lacks {len(lacking)} tensor(s) of the model: {', '.join(lacking[:3])}")
@@ -141,10 +169,16 @@ def check_model_tensors(
 def allocate_optimizer_state(
     state: TrainState, saved_tensors: TensorsMetadata, saved: dict[str, Any], checkpoint: Folder
 ) -> dict[str, Tensors]:
-    """Allocate tensors to load the optimizer state into, sharded like the parameters.
+    """Allocate tensors for loading a saved optimizer state, sharded like the parameters.
+
+    Args:
+        state: the state of the run; its optimizer is not changed.
+        saved_tensors: metadata of all tensors in the checkpoint.
+        saved: the content of state.json.
+        checkpoint: the checkpoint, for errors.
 
     Returns:
-        Trained parameter -> name of the state -> tensor.
+        Parameter name -> name of the state (such as `exp_avg`) -> tensor; {} without an optimizer.
 
     Raises:
         CheckpointError: the checkpoint is of another optimizer, or lacks a part of its state.
@@ -202,7 +236,15 @@ def allocate_optimizer_state(
 def load_optimizer_state(
     state: TrainState, moments: dict[str, Tensors], saved: dict[str, Any]
 ) -> None:
-    """Put the loaded `moments` and the scalars of state.json into the optimizer."""
+    """Set the state of the optimizer to loaded tensors and the scalars of state.json.
+
+    Settings of the parameter groups, such as the learning rate, stay as they are.
+
+    Args:
+        state: the state of the run.
+        moments: parameter name -> name of the state -> loaded tensor.
+        saved: the content of state.json.
+    """
     optimizer = state.optimizer
     if optimizer is None:
         return
@@ -226,7 +268,14 @@ def load_optimizer_state(
 
 
 def restore_schedule(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
-    """Move a learning rate schedule to the step at which it was saved."""
+    """Move a learning rate schedule to its saved step, and set the learning rates of that step.
+
+    A `LambdaLR` computes the rates by this run's settings; other schedules restore the saved rates.
+
+    Args:
+        scheduler: the schedule.
+        saved: its saved state dict.
+    """
     if not isinstance(scheduler, LambdaLR):
         scheduler.load_state_dict(saved)
         rates = saved["_last_lr"]
@@ -250,7 +299,7 @@ _RNG_PIECES = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss
 
 
 def rng_device() -> str:
-    """Return the type of the accelerator that this process uses, or `cpu`."""
+    """Return the type of the accelerator whose random state this process has used, or `cpu`."""
     # A device that the process has not used has no state, and looking would start it.
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
@@ -260,7 +309,7 @@ def rng_device() -> str:
 
 
 def snapshot_rng() -> dict[str, torch.Tensor]:
-    """Copy the random state of this process and of its current device."""
+    """Copy the random state of Python, numpy, torch and the current device into named tensors."""
     _version, words, gauss = random.getstate()
     # The legacy form is a tuple; numpy's stubs allow the other one too.
     _, keys, position, has_gauss, cached = cast(tuple, numpy.random.get_state(legacy=True))
@@ -279,7 +328,7 @@ def snapshot_rng() -> dict[str, torch.Tensor]:
 
 
 def write_rng(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> str:
-    """Write a snapshot of `snapshot_rng` for one rank; return the file's name."""
+    """Write the tensors of `snapshot_rng` for `rank` to a file in `folder`; return its name."""
     folder.mkdir(exist_ok=True)
     # `save_file` would hide the cause of a failed write, and only the owner could read its file.
     (folder / _rng_file_name(rank)).write_bytes(save(tensors))
@@ -287,10 +336,14 @@ def write_rng(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def restore_rng(folder: Folder, rank: int) -> None:
-    """Restore the random state of `rank`; raise a CheckpointError if the file lacks a part."""
+    """Set the random state of this process to the one that `rank` saved in `folder`.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or lacks a part of the state.
+    """
     file = folder / _rng_file_name(rank)
     try:
-        saved = load(storage_of(file).read_plain())
+        saved = load(storage_of(file).read_small_file())
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing: the random state of rank {rank}") from error
     except (SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError) as error:

@@ -19,72 +19,89 @@ Folder = Path | RemotePath  # where checkpoints are
 
 
 class Storage(Protocol):
-    """A folder or file, with the operations that checkpoints need on its kind of storage.
+    """The operations on a folder or file that checkpoints need, on a disk or on an object store.
 
-    Unless stated otherwise, they raise OSError (on a disk) or StorageError (on a store).
+    Unless stated otherwise, they raise an OSError (disk) or a StorageError (store).
     """
 
     is_disk: ClassVar[bool]  # files have descriptors and locks, and hosts may share them
 
     def files(self, only: Collection[str] | None = None) -> dict[str, int]:
-        """Map the relative names of all files in this folder to their sizes.
+        """Map the relative names of all files below this folder to their sizes in bytes.
 
         Args:
-            only: look only for these files.
+            only: look only for these names; missing files are skipped. None lists all files.
 
         Returns:
-            The size is -1 for an entry that is no regular file, such as a link.
+            Name -> size; the size is -1 for an entry that is no regular file, such as a link.
         """
 
-    def read_plain(self) -> bytes:
-        """Read this small file; raise an OSError if it is missing or a link."""
+    def read_small_file(self) -> bytes:
+        """Read this file completely; on a disk, raise an OSError if it is a link or too large."""
 
-    def local(self) -> AbstractContextManager[Path]:
-        """Provide this small file on a local disk: in place, or a copy in a temporary folder."""
+    def local_file(self) -> AbstractContextManager[Path]:
+        """Yield the path of this small file on a local disk; from a store, of a temporary copy."""
 
     def replace(self, content: str | bytes) -> None:
-        """Write this file atomically, replacing an existing one; create its folder."""
+        """Write this file over an existing one, atomically if possible; create its folder."""
 
     def put(self, source: Path) -> None:
-        """Store `source`, a file in the `scratch` folder, durably as this file."""
+        """Store the local file `source` durably as this file.
+
+        On a disk, `source` is this file already, and is only fsynced.
+        """
 
     def check_usable(self, setting: str) -> None:
-        """Raise a ConfigError or CheckpointError if checkpoints cannot be written here."""
+        """Raise a ConfigError or CheckpointError if checkpoints cannot be written to this folder.
+
+        `setting` names the setting that gave the folder, for the error.
+        """
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of this storage; None for a store, where this is unknown."""
 
     def attempts(self) -> Iterable[Attempt]:
-        """Yield all folders in this one whose names follow the commit protocol."""
+        """Yield each folder in this one that holds a save of a step, committed or not."""
 
     def new_attempt(self, step: int, number: int) -> Any:
-        """Create an empty place in this folder for the `number`-th attempt to save `step`."""
+        """Create or name an empty location in this folder for a save of `step`; return it.
 
-    def scratch(self) -> Path:
-        """Return the local folder in which small files of this attempt are written first."""
+        `number` counts the saves of this step, from 1.
+        """
 
-    def committed_as(self, step: int) -> Any:
-        """Return the location of this attempt after its commit."""
+    def scratch_folder(self) -> Path:
+        """Return a local folder in which the files of this checkpoint are first written.
+
+        On a disk it is this folder. For a store, each call creates a temporary folder.
+        """
+
+    def committed_path(self, step: int) -> Any:
+        """Return the location that this checkpoint has after its commit."""
 
     def commit(self, step: int, manifest: str, seal: str, verifies: Callable[[Any], bool]) -> Any:
-        """Commit this attempt, whose files are complete; return its location.
+        """Commit this checkpoint, whose files are complete; return its final location.
 
         Args:
             step: the step.
             manifest: content of the manifest.
             seal: content of COMMIT, which is written last.
-            verifies: returns True if a checkpoint that has the step's name already is intact.
+            verifies: returns True if a checkpoint is intact. On a disk, it is called on an earlier
+                checkpoint of the same step.
         """
 
-    def set_aside(self) -> Any:
-        """Quarantine a checkpoint that failed verification; return its new location."""
+    def quarantine(self) -> Any:
+        """Rename or mark a damaged checkpoint, so that it is never read.
+
+        Returns:
+            The new path on a disk, or the object that marks it on a store.
+        """
 
     def delete(self) -> None:
-        """Delete this attempt; while it is half deleted, it is no valid checkpoint."""
+        """Delete this checkpoint, committed or not; while it is half deleted, it is not valid."""
 
 
 def storage_of(folder: Folder) -> Storage:
-    """Return a folder or file as a `Storage`, with the operations of its kind."""
+    """Return the `Storage` operations of a folder or file, on a disk or on an object store."""
     return folder if isinstance(folder, RemotePath) else LocalFolder(folder)
 
 
@@ -94,10 +111,10 @@ def is_url(path: object) -> bool:
 
 
 def parse_location(path: str | Folder) -> Folder:
-    """Parse a path or URL into a local folder or a place on a store. Sends no request.
+    """Parse a path or URL into a local path or a path on an object store. Sends no request.
 
     Raises:
-        CheckpointError: as `from_url`.
+        CheckpointError: the URL contains credentials, or its fsspec driver is not installed.
     """
     if not isinstance(path, str):
         return path
@@ -110,9 +127,13 @@ def folder_bytes(folder: Folder) -> int:
 
 
 def read_json_object(file: Folder) -> dict[str, Any] | None:
-    """Read a file that holds a JSON object; return None if there is no file."""
+    """Read a file that holds a JSON object; return None if the file does not exist.
+
+    Raises:
+        CheckpointError: the file cannot be read or holds something else.
+    """
     try:
-        content = parse_json(storage_of(file).read_plain(), file, CheckpointError)
+        content = parse_json(storage_of(file).read_small_file(), file, CheckpointError)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -21,7 +21,7 @@ from toolkit.tables import fold, size_text, table
 def summarize(path: str | Path) -> dict[str, Any]:
     """Describe a run, a checkpoint or a plain DCP folder as JSON values.
 
-    Takes one read of `.metadata` and one stat per file.
+    Reads `.metadata` and small JSON files, and the size of every file.
 
     Args:
         path: the run, checkpoint or folder. Of a run, the newest committed checkpoint is described.
@@ -43,7 +43,7 @@ def summarize(path: str | Path) -> dict[str, Any]:
         - `tensors`: name, section, shape, dtype, bytes and chunks of each tensor.
 
     Raises:
-        CheckpointError: `path` is none of these, or its metadata is damaged.
+        CheckpointError: `path` holds no checkpoint, or its metadata is damaged.
     """
     path = Path(path).expanduser()
     if (path / METADATA_FILE).is_file():
@@ -130,6 +130,7 @@ def format_summary(summary: dict[str, Any]) -> str:
 
 
 def _list_checkpoints(run: Path) -> list[dict[str, Any]]:
+    """Describe each checkpoint folder of a run: name, step, bytes, and True if it is valid."""
     attempts = list_attempts(run)
     valid = latest_attempts(attempts).values()
     return [
@@ -144,6 +145,7 @@ def _list_checkpoints(run: Path) -> list[dict[str, Any]]:
 
 
 def _describe_tensor(name: str, entry: Any) -> dict[str, Any]:
+    """Build the `tensors` entry of `summarize` for one tensor; `entry` is its DCP metadata."""
     shape, dtype = list(entry.size), entry.properties.dtype
     return {
         "name": name,
@@ -156,6 +158,7 @@ def _describe_tensor(name: str, entry: Any) -> dict[str, Any]:
 
 
 def _tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
+    """Format table rows for tensors; those whose names differ only in numbers share a row."""
     facts = [(str(t["shape"]), t["dtype"], str(t["chunks"])) for t in tensors]
     rows = []
     for name, indices in fold([t["name"] for t in tensors], facts):
@@ -166,7 +169,7 @@ def _tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def _adapter_facts(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Describe the adapters of a checkpoint and their base model, as pairs for a table."""
+    """Format (label, text) pairs on the adapters and their base model, given in state.json."""
     if not isinstance(entry, dict):
         return []
     config = get_mapping(entry, "config")
@@ -181,14 +184,15 @@ def _adapter_facts(entry: dict[str, Any] | None) -> list[tuple[str, str]]:
 def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str, Any]:
     """Collect the facts of a run for model cards and exports, as plain JSON values.
 
-    Secrets are removed, and only the last part of paths is kept.
+    Secrets are removed, and only the last part of a path is kept.
 
     Args:
         run_dir: the run directory, or its `checkpoint.root`.
-        step: ignore what the run did after this step.
+        step: ignore what the run did after this step; None uses the entire run.
 
     Returns:
-        The publishable settings of the start that trained `step`, and these keys:
+        {} if the folder has no config and no metrics. Otherwise the publishable settings of the
+        start that trained `step`, and these keys:
 
         - `changes`: setting -> [[value, last step], ...] for values of earlier starts.
         - `metrics`: the last value of each metric; `logged_at`: metric -> step of that value.
@@ -232,7 +236,14 @@ def collect_run_facts(run_dir: str | Path, step: int | None = None) -> dict[str,
 
 
 def _setting_changes(starts: list[dict[str, Any]]) -> dict[str, list[list[Any]]]:
-    """List earlier values of settings that a later start changed, each with its last step."""
+    """List the values that later starts of a run changed.
+
+    Args:
+        starts: the lines that each start recorded, with its settings and first step.
+
+    Returns:
+        Setting -> [[earlier value, last step with it], ...].
+    """
     # If several starts began after the same step, the last one trained.
     parts: dict[int, dict[str, Any]] = {}
     for start in starts:
@@ -246,7 +257,7 @@ def _setting_changes(starts: list[dict[str, Any]]) -> dict[str, list[list[Any]]]
 
 
 def _find_output_dir(run: Path, config: dict[str, Any]) -> Path:
-    """Find the output_dir of a run whose checkpoints (`checkpoint.root`) are in `run`."""
+    """Return the output_dir of a run if `run` is its `checkpoint.root`, otherwise `run`."""
     home = config.get("output_dir")
     if (run / METRICS).is_file() or not isinstance(home, str):
         return run
@@ -257,7 +268,7 @@ def _find_output_dir(run: Path, config: dict[str, Any]) -> Path:
 
 
 def _read_last_state(run: Path, step: int | None) -> dict[str, Any]:
-    """Read state.json of the last checkpoint up to `step`."""
+    """Read state.json of the last checkpoint up to `step` (None: of all); {} if there is none."""
     files = sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8 + "/state.json"))
     before = [f for f in files if step is None or f.parent.name <= step_name(step)]
     return (read_json_object(before[-1]) if before else None) or {}

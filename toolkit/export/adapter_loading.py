@@ -60,17 +60,20 @@ _MODEL = "model."  # before names of parameters in a checkpoint
 
 
 def check_adapter(adapted: nn.Module, cfg: FinetuneConfig) -> str:
-    """Check that a model can continue the adapter of `lora.from`; return the log line.
+    """Raise a ConfigError unless a model can continue the adapter of `lora.from`.
 
-    Compares the base with the one that `cfg` names, and keys and shapes with those of `adapted`.
-    One process; reads headers only, before the base is read.
+    The base model, the tensor names and the shapes are compared. Called by one process, before the
+    base is loaded. Reads headers, and 16 kB per tensor of a base on this machine.
 
     Args:
         adapted: the model with new adapters, possibly on meta.
         cfg: the settings of the run.
 
+    Returns:
+        A log line on the adapter.
+
     Raises:
-        ConfigError: names what does not match.
+        ConfigError: the adapter does not fit (the error says why).
     """
     with open_adapter(cfg.lora) as source:
         line = check_same_base(cfg, source)
@@ -80,7 +83,7 @@ def check_adapter(adapted: nn.Module, cfg: FinetuneConfig) -> str:
 
 
 def _check_tensors(source: AdapterSource, adapted: nn.Module) -> None:
-    """Refuse an adapter whose keys or shapes are not those of `adapted`. Reads headers."""
+    """Read names and shapes of an adapter, and raise a ConfigError if `adapted` has others."""
     shapes = {name: tuple(tensor.shape) for name, tensor in trained_tensors(adapted).items()}
     if source.checkpoint is not None:
         saved = SavedTensors(source.checkpoint).shapes()
@@ -100,7 +103,13 @@ def _check_names_and_shapes(
     expected: dict[str, tuple[int, ...]],
     stored_shapes: dict[str, tuple[int, ...]],
 ) -> None:
-    """Refuse an adapter with other tensors than the run trains."""
+    """Raise a ConfigError if an adapter lacks tensors, has others, or has other shapes.
+
+    Args:
+        source: the adapter, for the error.
+        expected: name -> shape of the tensors that the run trains.
+        stored_shapes: name -> shape of the tensors in the adapter.
+    """
     place = f"lora.from {source.name}"
     missing, unknown = (
         sorted(expected.keys() - stored_shapes.keys()),
@@ -127,9 +136,9 @@ def _check_names_and_shapes(
 
 
 def map_frozen_keys(adapted: nn.Module) -> dict[str, str]:
-    """Map keys of an adapter file to the frozen parameters that PEFT may have saved too.
+    """Map additional keys that an adapter file may have to names of frozen parameters of `adapted`.
 
-    PEFT saves the matrix of an embedding if it is adapted or its vocabulary was resized.
+    PEFT also saves the matrix of an embedding if it is adapted or its vocabulary was resized.
     """
     trained = adapter_file_keys(adapted)
     every = adapter_file_keys(adapted, embeddings=True)
@@ -137,10 +146,14 @@ def map_frozen_keys(adapted: nn.Module) -> dict[str, str]:
 
 
 def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
-    """Load the adapter of `lora.from` into a sharded model and prove its values; return log lines.
+    """Load the adapter of `lora.from` into a sharded model and prove its values. Collective.
 
-    Collective; see [Note: two readers]. The base and the initial values of the adapters must be
-    loaded already. Rank 0 holds the adapter twice.
+    See [Note: two readers]. The base and the initial values of the adapters must be loaded already.
+    Rank 0 holds the adapter twice in memory. The name of the adapter is recorded in the model's
+    assets, for later checkpoints and exports.
+
+    Returns:
+        Log lines.
 
     Raises:
         ConfigError: on every rank: the adapter cannot be read, or the values in memory differ (the
@@ -177,11 +190,19 @@ def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
 def _read_adapter(
     model: nn.Module, source: AdapterSource, stack: contextlib.ExitStack
 ) -> tuple[Tensors, dict[str, int], Tensors, dict[str, Any]]:
-    """Read an adapter through PEFT. One process.
+    """Read an adapter into memory with PEFT, and compute its checksums without PEFT. One process.
+
+    Args:
+        model: the model that continues the adapter.
+        source: the adapter.
+        stack: deletes temporary folders when it is closed.
 
     Returns:
-        Name -> value and name -> expected row sum of the trained tensors, name -> value of frozen
-        matrices that the file holds as well, and the manifest entry of the adapter's stage.
+        Four dicts: name -> value of each trained tensor; name -> its expected checksum;
+        name -> value of each frozen matrix that the file also holds; the adapter's manifest entry.
+
+    Raises:
+        ConfigError: the adapter does not fit the model.
     """
     # A resume may read the adapter without `check_adapter`.
     _check_tensors(source, model)
@@ -213,7 +234,15 @@ def _read_adapter(
 
 @contextlib.contextmanager
 def _drop_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> Iterator[Path]:
-    """Provide a copy of a PEFT folder without frozen matrices, which a base on meta cannot hold."""
+    """Yield a temporary copy of a PEFT folder without frozen matrices; a context manager.
+
+    PEFT could not load these matrices into a base on meta. Without any, `folder` itself is used.
+
+    Args:
+        folder: the PEFT folder.
+        entries: key -> place in the file, of the tensors to copy.
+        frozen: name -> value of the frozen matrices.
+    """
     if not frozen:
         yield folder
         return
@@ -226,10 +255,10 @@ def _drop_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> Iter
 
 
 def _load_by_peft(model: nn.Module, folder: Path) -> tuple[Tensors, list[str]]:
-    """Load an adapter with `PeftModel.from_pretrained`.
+    """Load an adapter with `PeftModel.from_pretrained` into a base without values.
 
     Returns:
-        The state dict, and the names of the trained tensors of `model`.
+        The state dict of the PEFT model, and the names of the trained tensors of `model`.
 
     Raises:
         ConfigError: PEFT skips a tensor, or scales a layer differently than `model` does.
@@ -259,7 +288,10 @@ def _load_by_peft(model: nn.Module, folder: Path) -> tuple[Tensors, list[str]]:
 
 
 def _copy_local_part(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Copy this rank's part of rank 0's `value` into a live tensor. Collective."""
+    """Copy this rank's part of a full tensor on rank 0 into `tensor`. Collective.
+
+    `value` is the full tensor on rank 0, and None on all other ranks.
+    """
     full = torch.empty(tensor.shape, dtype=tensor.dtype) if value is None else value.contiguous()
     if (group := ranks.object_group()) is not None:
         dist.broadcast(full, src=0, group=group)
@@ -270,7 +302,14 @@ def _copy_local_part(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
 def _check_frozen_matrices(
     model: nn.Module, cfg: FinetuneConfig, frozen: Tensors, names: list[str]
 ) -> None:
-    """Refuse an adapter file whose frozen matrices differ from the base. Collective."""
+    """Raise a ConfigError if frozen matrices in an adapter file differ from the base. Collective.
+
+    Args:
+        model: the sharded model, with its base loaded.
+        cfg: the settings of the run, for the error.
+        frozen: name -> value of the matrices in the file, on rank 0.
+        names: names of the matrices, on every rank.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     differs = []
     for name in names:
@@ -296,14 +335,14 @@ _ADVICE = "do not go on from it, or publish it: a reader would get another model
 
 
 def prove_adapter(state: TrainState, checkpoint: str) -> str:
-    """Prove that the adapter of a checkpoint can be reloaded unchanged; return the log line.
+    """Prove that the adapter of a new checkpoint can be reloaded unchanged. Collective.
 
-    The adapter is exported, loaded by PEFT and compared with `state`, of which the checkpoint was
-    just saved. If it differs, the checkpoint is quarantined. Collective. Waits for a save in the
-    background. Rank 0 reads and writes the adapter once, and holds it twice.
+    The adapter is exported, loaded by PEFT and compared with `state`, from which the checkpoint was
+    just saved. If it differs, the checkpoint is quarantined. Waits for a save in the background.
+    Rank 0 reads and writes the adapter once, and holds it twice.
 
     Returns:
-        "" for a model without adapters.
+        The log line; "" for a model without adapters, or if the save failed.
 
     Raises:
         CheckpointError: on every rank: the adapter differs (the error names rank and tensor).
@@ -323,7 +362,14 @@ def prove_adapter(state: TrainState, checkpoint: str) -> str:
 
 
 def compare_with_reloaded(model: nn.Module, checkpoint: str | Path) -> str:
-    """Compare the adapter in `model` with the one that PEFT loads; see `prove_adapter`."""
+    """Compare the adapter in `model` with the one that PEFT loads from a checkpoint. Collective.
+
+    Returns:
+        The log line.
+
+    Raises:
+        CheckpointError: a tensor differs on some rank, or PEFT does not load it.
+    """
     start_time = time.perf_counter()
     wait()
     reshard(model)
@@ -345,7 +391,14 @@ def compare_with_reloaded(model: nn.Module, checkpoint: str | Path) -> str:
 def _reload_by_peft(
     checkpoint: str | Path, trained: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Export an adapter and load it by PEFT; return full tensors in the dtypes of `trained`."""
+    """Export the adapter of a checkpoint to a temporary folder, and load it with PEFT.
+
+    Returns:
+        Name -> full tensor, for the names and in the dtypes of `trained`.
+
+    Raises:
+        CheckpointError: PEFT does not load all of the adapter.
+    """
     with local_copy(checkpoint) as folder, tempfile.TemporaryDirectory() as scratch:
         exported = Path(consolidate(folder, Path(scratch, "adapter")))
         base = fill_without_memory(model_on_meta(Path(folder, "hf")))
@@ -363,7 +416,7 @@ def _reload_by_peft(
 
 
 def _is_equal(name: str, tensor: torch.Tensor, loaded: dict[str, torch.Tensor]) -> bool:
-    """Return True if this rank's part of a tensor equals the one that rank 0 loaded. Collective."""
+    """Return True if this rank's part of `tensor` equals rank 0's `loaded[name]`. Collective."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     if ranks.rank() == 0:
         whole = loaded[name].contiguous()

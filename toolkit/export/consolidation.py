@@ -31,10 +31,10 @@ from toolkit.config.published import is_path
 from toolkit.errors import ExportError
 from toolkit.export.plan import (
     ExportPlan,
+    build_model_from_assets,
     describe_adapter_origin,
     make_adapter_plan,
     make_plan,
-    model_of_assets,
     parse_options,
 )
 from toolkit.export.readers import AdapterMerge, SavedTensors
@@ -55,11 +55,13 @@ def consolidate(
 ) -> str:
     """Export the weights of a sharded checkpoint as a Hugging Face folder; return its path.
 
-    The keys are those of the source model, and tied weights are written once. The folder also holds
-    the config, the generation config, the tokenizer, and a manifest of all files. It appears under
-    its name only when it is complete. Costs one read of the checkpoint, one write of the weights
-    and one read of what was written (see [Note: proof of an export]). Memory: blocks of 1 MB; for
-    tensors that transformers converts (fused experts), the largest group of them.
+    Keys are named as in the source model, and tied weights are stored as often as there. The folder
+    also holds the config, the generation config, the tokenizer, and a manifest of all files. It
+    appears under its name only when it is complete.
+
+    Costs one read of the checkpoint, one write of the weights and one read of the written files
+    (see [Note: proof of an export]). Memory: blocks of 1 MB; for tensors that transformers converts
+    together (fused experts), the largest group of them.
 
     Args:
         checkpoint: a run (its newest committed checkpoint is used), a checkpoint, or a checkpoint
@@ -75,9 +77,9 @@ def consolidate(
         merge: for a checkpoint of adapters: write the base model with the adapter merged in. This
             needs the base (memory: see `export.readers`). Without it, adapters are exported as a
             PEFT folder, for which `auto` is the trained dtype and `max_shard_size` has no effect.
-        without_carried: omit the tensors of the source model that no parameter holds, and do not
-            declare them in config.json. By default they are copied from the source model, which
-            must still exist.
+        without_carried: omit the tensors of the source model that belong to no parameter of the
+            trained model, and do not declare them in config.json. By default they are copied from
+            the source model, which must still exist.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -97,14 +99,14 @@ def consolidate(
     else:
         parts = _prepare_adapter(source, hf_assets, override, origin)
     plan, tensors, read_group, source_sum = parts
-    tensors.check()
+    tensors.check_before_reading()
     for family in tied_families(plan.model).values():
-        tensors.check_same([name for name in family if name in tensors.keys])
+        tensors.check_tied_values([name for name in family if name in tensors.keys])
     write_export(plan, target, read_group=read_group, origin=origin, source_sum=source_sum)
     return str(Path(output).expanduser())
 
 
-_Parts = tuple[ExportPlan, SavedTensors, ReadGroup, SourceSum]
+_ExportInputs = tuple[ExportPlan, SavedTensors, ReadGroup, SourceSum]
 """The plan of an export, the tensors of the checkpoint, and how values and checksums are read."""
 
 
@@ -115,9 +117,14 @@ def _prepare_model(
     limit: int,
     without_carried: bool,
     origin: dict[str, Any],
-) -> _Parts:
-    """Plan the export of a model, and add its carried tensors to `origin`."""
-    model = model_of_assets(source.hf)
+) -> _ExportInputs:
+    """Plan the export of a full model, and add its carried tensors to `origin`.
+
+    For the arguments see `consolidate`; `override` is the dtype of all floating tensors, and None
+    keeps that of the source. `limit` is the largest size of a file in bytes. Prints the names of
+    carried tensors.
+    """
+    model = build_model_from_assets(source.hf)
     tensors = SavedTensors(source, model.state_dict())
     assets = _load_assets(model, source, hf_assets)
     carried = Carried.find(model, assets, omit=without_carried)
@@ -142,8 +149,11 @@ def _prepare_merge(
     limit: int,
     without_carried: bool,
     origin: dict[str, Any],
-) -> _Parts:
-    """Plan the export of a base model with the adapter merged in, and add both to `origin`."""
+) -> _ExportInputs:
+    """Plan the export of a base model with the adapter merged in, and add both to `origin`.
+
+    For the arguments see `_prepare_model`.
+    """
     tensors = SavedTensors(source)
     base = find_base(source, hf_assets)
     merged = AdapterMerge(tensors, base, override, limit, without_carried=without_carried)
@@ -162,8 +172,11 @@ def _prepare_adapter(
     hf_assets: str | Path | None,
     override: torch.dtype | None,
     origin: dict[str, Any],
-) -> _Parts:
-    """Plan the export of an adapter as a PEFT folder, and add its base model to `origin`."""
+) -> _ExportInputs:
+    """Plan the export of an adapter as a PEFT folder, and add its base model to `origin`.
+
+    For the arguments see `_prepare_model`.
+    """
     base_entry = describe_base(source, hf_assets)
     tensors = SavedTensors(source)
     where = str(source.folder)
@@ -174,7 +187,7 @@ def _prepare_adapter(
 
 
 def _load_assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:
-    """Return the assets of a checkpoint; if `hf_assets` is given, they name it as the source."""
+    """Return the assets of `model`, with `hf_assets` (if given) as the name of the source model."""
     assets = assets_of(model)
     if hf_assets is not None and source.checkpoint is not None:
         saved_origin = HFAssets.load(source.checkpoint / HF).origin
@@ -184,12 +197,12 @@ def _load_assets(model: PreTrainedModel, source: Source, hf_assets: str | Path |
 
 
 def _describe_origin(source: Source, dtype: str, base: str | Path | None) -> dict[str, Any]:
-    """Build the entry of the export's manifest that says where the weights come from.
+    """Build the export manifest's entry on the source of the weights: checkpoint, step and run.
 
     Args:
         source: the weights.
         dtype: the option of `consolidate`.
-        base: Hub id or folder of an adapter's base model; None: the one that the run used.
+        base: Hub id or folder of an adapter's base model; None keeps the one that the run used.
     """
     origin: dict[str, Any] = {"dtype": dtype}
     if source.checkpoint is not None:

@@ -31,10 +31,10 @@ from toolkit.config import MAX_SHARD_SIZE
 from toolkit.errors import ExportError
 from toolkit.export.plan import (
     ExportPlan,
+    build_model_from_assets,
     describe_adapter_origin,
     make_adapter_plan,
     make_plan,
-    model_of_assets,
     parse_options,
 )
 from toolkit.export.writer import resolve_output, write_export
@@ -59,8 +59,8 @@ def export_live(
     """Export the weights of a sharded model as a Hugging Face folder; return its path. Collective.
 
     The folder equals that of `consolidate` on a checkpoint of the same weights, byte for byte,
-    except for the origin in its manifest. A model with adapters gives a PEFT folder. The files are
-    proven to hold the values of the ranks' memory; see [Note: proof of an export].
+    except for the origin in its manifest. A model with adapters is exported as a PEFT folder. The
+    files are proven to hold the values in the ranks' memory; see [Note: proof of an export].
 
     Costs one pass over each rank's parts and one all-gather of the model, in which a rank holds one
     tensor or converted group at a time. Rank 0 writes and reads the files while other ranks wait.
@@ -70,7 +70,8 @@ def export_live(
         output: a folder that does not exist or is empty, on a disk of rank 0.
         dtype: as for `consolidate`.
         max_shard_size: as for `consolidate`.
-        origin: for the export's manifest: `checkpoint` (sha256 of its manifest), `step`, `run`.
+        origin: entries for the export's manifest: `checkpoint` (sha256 of its manifest), `step`,
+            `run`.
         may_fail: if the disk is full or broken, print a warning and return "".
 
     Raises:
@@ -116,8 +117,8 @@ def export_live(
 def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: bool = False) -> str:
     """Export the model of `step` to `exports/step-N` of the run; return the log line. Collective.
 
-    An export of this step that exists already may hold other weights, since a resumed run trains
-    steps again. It is renamed to `step-N.old-*`, and rank 0 reports that.
+    An existing export of this step is renamed to `step-N.old-*`, because a resumed run trains steps
+    again and may get other weights. Rank 0 prints that.
 
     Args:
         model: as for `export_live`.
@@ -154,7 +155,17 @@ def has_export(run_dir: str | Path, step: int) -> bool:
 def _plan_live(
     model: nn.Module, tensors: Tensors, override: torch.dtype | None, limit: int
 ) -> tuple[ExportPlan, dict[str, Any]]:
-    """Plan the export of a live model, and build the manifest entries of its adapter."""
+    """Plan the export of a live model or its adapter. Prints the names of carried tensors. Rank 0.
+
+    Args:
+        model: the live model.
+        tensors: parameter name -> sharded tensor.
+        override: dtype of all floating tensors; None keeps that of the source.
+        limit: largest size of a weight file in bytes.
+
+    Returns:
+        The plan, and the entries on carried tensors or on the adapter for the export's manifest.
+    """
     shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     where = "the running model"
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +173,7 @@ def _plan_live(
         hf = Path(folder)
         assets_of(model).save(hf)
         if not has_adapters(model):
-            exported_model = model_of_assets(hf)
+            exported_model = build_model_from_assets(hf)
             carried = Carried.find(exported_model, assets_of(exported_model))
             plan = make_plan(exported_model, shapes, override, limit, where=where, carried=carried)
             carried.log()
@@ -174,7 +185,11 @@ def _plan_live(
 
 
 def _gather_group(plan: ExportPlan, tensors: Tensors, group: ExportGroup) -> Tensors:
-    """Gather and convert the tensors of a group; return its outputs in host memory. Rank 0."""
+    """Gather and convert the tensors of a group, on rank 0; the others run `_serve_gathers`.
+
+    Returns:
+        Output name -> full tensor in host memory.
+    """
     stored = [plan.stored[name] for name in group.sources]
     ranks.broadcast(stored)
     gathered = [_full_tensor(tensors[name]).cpu() for name in stored]
@@ -182,7 +197,7 @@ def _gather_group(plan: ExportPlan, tensors: Tensors, group: ExportGroup) -> Ten
 
 
 def _serve_gathers(tensors: Tensors) -> None:
-    """Take part in the sums and gathers that rank 0 requests, until it ends or fails."""
+    """Take part in the collectives that rank 0 requests, until it ends or fails. Not on rank 0."""
     request: _SumRequest | list[str] | None
     while (request := ranks.broadcast(None)) is not None:
         if isinstance(request, dict):
@@ -195,7 +210,7 @@ def _serve_gathers(tensors: Tensors) -> None:
 
 
 def _dtypes_by_tensor(plan: ExportPlan) -> _SumRequest:
-    """Map each stored name to the dtypes in which the plan exports it."""
+    """Map each stored tensor name to the dtypes in which the plan exports the tensor."""
     dtypes: _SumRequest = {}
     for group in plan.groups:
         dtypes_of_group = {plan.tensors[plan.names[name]].dtype for name in group.outputs}
@@ -207,10 +222,13 @@ def _dtypes_by_tensor(plan: ExportPlan) -> _SumRequest:
 
 @torch.no_grad()
 def _sum_tensors(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torch.dtype], int]:
-    """Sum the bits of complete tensors, cast to the requested dtypes, over all ranks. Collective.
+    """Compute checksums of full tensors, cast to the requested dtypes. Collective.
 
     See [Note: proof of an export]. Each rank reads its parts once per dtype. A tensor that is not
-    sharded by rows has no sum; rank 0 reports how many there are.
+    sharded by rows has no checksum; rank 0 prints how many there are.
+
+    Returns:
+        (name, dtype) -> checksum.
     """
     pairs = [(name, dtype) for name, dtypes in request.items() for dtype in dtypes]
     pairs = [(name, dtype) for name, dtype in pairs if is_sharded_by_rows(tensors[name])]
@@ -245,4 +263,5 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a DTensor on all ranks (a collective); return other tensors as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

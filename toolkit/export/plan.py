@@ -62,7 +62,11 @@ TensorShapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """A complete exported folder, except for the bytes of its weights."""
+    """Names, dtypes, files and headers of an exported folder: everything except its weights.
+
+    A group is a parameter, or several that are converted together, or a tensor of the source model
+    that belongs to no parameter.
+    """
 
     model: PreTrainedModel  # on meta
     stored: dict[str, str]  # parameter -> stored name: another one of its family where tied
@@ -76,16 +80,23 @@ class ExportPlan:
     assets: dict[str, bytes]  # every other file of the folder: name -> content
 
     def stored_twice(self) -> list[str]:
-        """List the names under which tied parameters are stored again, as in the source."""
+        """List the further names under which the source, and so the export, stores tied weights."""
         alike = [[*g.outputs] for g in self.groups if g.sources and not g.converted]
         return sorted(self.names[name] for names in alike for name in names[1:])
 
-    def copied(self, group: ExportGroup) -> dict[str, Iterator[torch.Tensor]]:
-        """Read the outputs of a group without parameters: name -> iterator over blocks of rows."""
+    def read_carried(self, group: ExportGroup) -> dict[str, Iterator[torch.Tensor]]:
+        """Map the outputs of a group that is copied from the source to iterators over row blocks.
+
+        Such a group has no parameters.
+        """
         return {name: self.carried[name].rows() for name in group.outputs}
 
     def convert(self, group: ExportGroup, parameters: Tensors) -> Tensors:
-        """Convert parameters to the outputs of `group`, in its order; may return strided views."""
+        """Convert the parameters of `group` to its outputs, which may be strided views.
+
+        Raises:
+            ExportError: the conversion gives other names or shapes than planned.
+        """
         if not group.converted:
             (value,) = parameters.values()
             return dict.fromkeys(group.outputs, value)
@@ -98,7 +109,7 @@ class ExportPlan:
 
 
 class CopiesAreViews(TorchDispatchMode):
-    """Let `clone` and `contiguous` return views; refuse operations that write into a tensor.
+    """Mode in which `clone` and `contiguous` return views, and in-place operations raise an error.
 
     transformers' conversions mostly slice and transpose a tensor, and then copy the slices. With
     views instead of copies, fused experts are in memory once instead of twice.
@@ -141,8 +152,8 @@ def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | 
     return (None if dtype == "auto" else getattr(torch, dtype)), limit
 
 
-def model_of_assets(hf: Path) -> PreTrainedModel:
-    """Build the model of a folder of assets on meta, with the key names of its source model."""
+def build_model_from_assets(hf: Path) -> PreTrainedModel:
+    """Build a model on meta from a folder of assets, with the recorded key names of its source."""
     model = model_on_meta(hf)
     assets, saved = assets_of(model), HFAssets.load(hf)
     assets.source, assets.origin = saved.source, saved.origin
@@ -160,17 +171,17 @@ def make_plan(
     prefix: str = "",
     carried: Carried | None = None,
 ) -> ExportPlan:
-    """Decide names, dtypes and files of an exported `model` (of `model_of_assets`).
+    """Decide names, dtypes and files of an exported `model` (of `build_model_from_assets`).
 
     Args:
         model: the model on meta.
-        stored: dtypes and shapes of the stored weights.
+        stored: parameter name -> dtype and shape of the stored weights.
         override: dtype of all floating tensors; None keeps the dtypes of the source.
         limit: largest size of a weight file in bytes.
         where: location of the weights, for error messages.
         prefix: prefix of the stored names there, for error messages.
-        carried: tensors of the source that are no parameters. config.json does not declare those
-            that are omitted.
+        carried: tensors of the source that are no parameters; config.json does not declare those
+            that are omitted. None: there are none.
 
     Raises:
         ExportError: `stored` and the model do not fit together (the error names the tensor), or a
@@ -179,10 +190,10 @@ def make_plan(
     assets, origin = assets_of(model), _match_parameters(model, stored, where, prefix)
     order = {name: i for i, name in enumerate(origin)}
     groups = sorted(export_groups(model, origin), key=lambda g: min(order[n] for n in g.sources))
-    groups = _under_source_names(model, groups)
-    default = _config_dtype(assets)
-    names = {name: _source_spelling(name, model) for group in groups for name in group.outputs}
-    names |= _converted_names(model, groups, names)
+    groups = _rename_to_source_keys(model, groups)
+    default = _choose_default_dtype(assets)
+    names = {name: _spell_like_source(name, model) for group in groups for name in group.outputs}
+    names |= _match_converted_outputs(model, groups, names)
     extra_tensors = {} if carried is None else carried.tensors
     extra_tensors = {
         name: tensor for name, tensor in extra_tensors.items() if name not in names.values()
@@ -225,10 +236,10 @@ def make_plan(
     return ExportPlan(model, origin, groups, names, tensors, extra_tensors, headers, files)
 
 
-def _under_source_names(model: PreTrainedModel, groups: list[ExportGroup]) -> list[ExportGroup]:
-    """Rename the outputs of groups that are not converted to the names in the source.
+def _rename_to_source_keys(model: PreTrainedModel, groups: list[ExportGroup]) -> list[ExportGroup]:
+    """Rename the outputs of groups without a conversion to the keys in the source model.
 
-    If the source stores a tied parameter under several names, its group gets all of them.
+    If the source stores a tied parameter under several keys, its group gets all of them.
     """
     assets = assets_of(model)
     if assets.source is None:
@@ -249,14 +260,19 @@ def _under_source_names(model: PreTrainedModel, groups: list[ExportGroup]) -> li
     return [rename_group(group) for group in groups]
 
 
-def _converted_names(
+def _match_converted_outputs(
     model: PreTrainedModel, groups: list[ExportGroup], names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Map outputs of converted groups whose `names` are not in the source to keys of the source.
+    """Map outputs of converted groups that are not keys of the source to keys of the source.
 
-    transformers may load several spellings of a key (`layers` and `blocks` in kimi_k25) and writes
+    transformers may load several spellings of a key (`layers` and `blocks` in kimi_k25), and writes
     one. Outputs and source keys that load into one parameter by one pattern are paired in natural
     order, in which the loader merges them.
+
+    Args:
+        model: the model.
+        groups: the groups of the export.
+        names: output -> its name so far, for all groups.
     """
     source = assets_of(model).source
     if source is None:
@@ -266,7 +282,10 @@ def _converted_names(
     if not unknown:
         return {}
     outputs = [name for group in unknown for name in group.outputs]
-    output_slots, source_slots = _group_by_slot(model, outputs), _group_by_slot(model, source)
+    output_slots, source_slots = (
+        _group_keys_by_converter(model, outputs),
+        _group_keys_by_converter(model, source),
+    )
     pairs: dict[str, str] = {}
     for slot, members in output_slots.items():
         if len(members) == len(source_slots.get(slot, ())):
@@ -274,8 +293,13 @@ def _converted_names(
     return pairs
 
 
-def _group_by_slot(model: PreTrainedModel, keys: Iterable[str]) -> dict[tuple[str, str], list[str]]:
-    """Map (parameter, pattern of the converter) to the keys that load through it, in order."""
+def _group_keys_by_converter(
+    model: PreTrainedModel, keys: Iterable[str]
+) -> dict[tuple[str, str], list[str]]:
+    """Map (parameter, converter pattern) to the keys that load through them, in natural order.
+
+    Keys that no converter matches are skipped.
+    """
     slots: dict[tuple[str, str], list[str]] = {}
     for key, target, pattern in map_source_keys(model, keys):
         if pattern is not None:
@@ -292,19 +316,26 @@ def _natural_sort_key(key: str) -> list[tuple[str, int]]:
 def _match_parameters(
     model: PreTrainedModel, stored: TensorShapes, where: str, prefix: str
 ) -> dict[str, str]:
-    """Map each exported parameter to its stored name, in the model's order; refuse a mismatch."""
+    """Map each exported parameter name to the name under which it is stored, in the model's order.
+
+    A tied parameter is exported once, under the name that transformers keeps, and may be stored
+    under any of its names. `where` and `prefix` are for error messages.
+
+    Raises:
+        ExportError: a name is missing or unknown, or a shape differs.
+    """
     state, families, aliases = model.state_dict(), tied_families(model), tied_names(model)
     described = f"{type(model).__name__} of {assets_of(model).folder}/config.json"
     doubt = "is it the config of this checkpoint?"
     if unknown := sorted(stored.keys() - state.keys()):
         raise ExportError(
-            f"{where} holds {prefix}{unknown[0]}{_count_others(unknown)}, which {described} does "
+            f"{where} holds {prefix}{unknown[0]}{_and_n_more(unknown)}, which {described} does "
             f"not have; {doubt}"
         )
     owned = {name: families.get(name, [name]) for name in state if name not in aliases}
     if missing := [name for name, family in owned.items() if not stored.keys() & set(family)]:
         raise ExportError(
-            f"{where} lacks {prefix}{missing[0]}{_count_others(missing)}, which "
+            f"{where} lacks {prefix}{missing[0]}{_and_n_more(missing)}, which "
             f"{type(model).__name__} needs: the checkpoint is incomplete or of another model"
         )
     origin, dropped = {}, model.all_tied_weights_keys or {}
@@ -319,18 +350,21 @@ def _match_parameters(
     return origin
 
 
-def _source_spelling(name: str, model: PreTrainedModel) -> str:
-    """Spell `name` as the source does, which may omit the base model's prefix (`wte.weight`).
+def _spell_like_source(name: str, model: PreTrainedModel) -> str:
+    """Add or remove the base model's prefix (`transformer.wte`, `wte`), if the source does so.
 
-    transformers accepts both when it loads and always writes the prefix.
+    transformers accepts both spellings when it loads, and always writes the prefix.
     """
     prefix, source = f"{model.base_model_prefix}.", assets_of(model).source or {}
     spellings = (name, name.removeprefix(prefix), prefix + name)
     return next((spelling for spelling in spellings if spelling in source), name)
 
 
-def _config_dtype(assets: HFAssets) -> torch.dtype:
-    """Choose the dtype of tensors not in the source: the config's, or the source's most common."""
+def _choose_default_dtype(assets: HFAssets) -> torch.dtype:
+    """Choose the dtype for tensors not in the source: the config's, or the source's most common.
+
+    If neither is known, it is bfloat16.
+    """
     name = assets.config.get("dtype", assets.config.get("torch_dtype"))
     dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
     if dtype in CASTABLE:
@@ -347,20 +381,20 @@ def make_adapter_plan(
     where: str,
     base: dict[str, Any],
 ) -> ExportPlan:
-    """Decide names, dtypes and files of an exported PEFT adapter.
+    """Decide names, dtypes and content of an exported PEFT adapter, which has one weight file.
 
     Args:
         hf: the folder with the assets of the base and adapter_config.json.
-        stored: dtypes and shapes of the stored adapter tensors.
+        stored: parameter name -> dtype and shape of the stored adapter tensors.
         override: dtype of all floating tensors; None keeps the stored dtypes.
         where: location of the tensors, for error messages.
-        base: `name_or_path` and `revision` of the base.
+        base: `name_or_path` and `revision` of the base, for adapter_config.json.
 
     Raises:
         ExportError: the tensors are not those of the adapter (the error names one).
     """
     config = read_adapter_config(hf)
-    layout = peft_layout(model_of_assets(hf), config)
+    layout = peft_layout(build_model_from_assets(hf), config)
     shapes = {name: tuple(t.shape) for name, t in layout.model.state_dict().items()}
     expected = set(layout.keys.values())
     for kind, names in (
@@ -369,7 +403,7 @@ def make_adapter_plan(
     ):
         if names:
             raise ExportError(
-                f"{where} {kind} {min(names)}{_count_others(names)}: the adapter is not the "
+                f"{where} {kind} {min(names)}{_and_n_more(names)}: the adapter is not the "
                 f"one of its {ADAPTER_FILE}"
             )
     placed = {}
@@ -404,16 +438,16 @@ def describe_adapter_origin(
     plan: ExportPlan,
     run: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Build the entry on the adapter and its base for an export's manifest.
+    """Build the export manifest's entry on the adapter: its settings, its base model and its class.
 
-    The class that the adapter was trained on may be only the text model of the base. Of a path,
-    only the last part is recorded.
+    The class is the one that the adapter was trained on, which may be only the text model of the
+    base. If the base was a path, only its last part is recorded.
 
     Args:
         hf: the folder with adapter_config.json and the config of the base.
         entry: the adapter entry of state.json.
         plan: the plan of the export.
-        run: facts of the run, which recorded if the base was a path.
+        run: facts of the run (`collect_run_facts`); their `base_model` is used if there is one.
     """
     config = read_adapter_config(hf)
     return {
@@ -432,7 +466,7 @@ def describe_adapter_origin(
 def _lay_out_files(
     shapes: TensorShapes, limit: float, single: str = SINGLE_FILE
 ) -> tuple[dict[str, StoredTensor], dict[str, bytes]]:
-    """Distribute tensors over weight files, in the given order.
+    """Distribute tensors over weight files in the given order, and build the files' headers.
 
     Args:
         shapes: exported name -> dtype and shape.
@@ -440,7 +474,10 @@ def _lay_out_files(
         single: name of the file if one is enough.
 
     Returns:
-        Exported name -> place, and file name -> header.
+        Exported name -> file, offset, dtype and shape; and file name -> header bytes.
+
+    Raises:
+        ExportError: safetensors has no such dtype.
     """
     shards: list[list[str]] = [[]]
     sizes: dict[str, int] = {}
@@ -478,11 +515,14 @@ def _lay_out_files(
 def _format_config(
     model: PreTrainedModel, config_dtype: torch.dtype | None, has_omitted: bool = False
 ) -> bytes:
-    """Format config.json: the source's bytes, unless those would change the loaded values.
+    """Format the config.json of an export; return the source's bytes if nothing must change.
 
-    `from_pretrained` casts to the config's dtype, so a dtype other than `config_dtype` is replaced.
-    If the export omits tensors (`has_omitted`), their layers are not declared. Names of training
-    wrappers in `architectures` are replaced by the model's class.
+    In `architectures`, class names of training wrappers are replaced by the model's class.
+
+    Args:
+        model: the exported model.
+        config_dtype: the dtype to declare, because `from_pretrained` casts to it; None keeps it.
+        has_omitted: True if tensors are omitted, so that their layers must not be declared.
     """
     assets = assets_of(model)
     config = copy.deepcopy(assets.config)
@@ -510,6 +550,6 @@ def _format_config(
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _count_others(names: Collection[str]) -> str:
-    """Return " (and N more)" for the names after the first one, or an empty string."""
+def _and_n_more(names: Collection[str]) -> str:
+    """Return " (and N more)", with N the number of names after the first, or "" for one name."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -29,7 +29,13 @@ from toolkit.checkpoint.sources import (
     map_parameter_names,
 )
 from toolkit.errors import CheckpointError, ExportError
-from toolkit.export.plan import CASTABLE, ExportPlan, TensorShapes, make_plan, model_of_assets
+from toolkit.export.plan import (
+    CASTABLE,
+    ExportPlan,
+    TensorShapes,
+    build_model_from_assets,
+    make_plan,
+)
 from toolkit.export.writer import TensorValues
 from toolkit.formats import (
     ADAPTER_FILE,
@@ -49,11 +55,11 @@ from toolkit.models import loaded_dtype, tied_families, tied_names
 
 
 class SavedTensors:
-    """The weights of one checkpoint, by the names of the model's parameters.
+    """The weights of one checkpoint, accessed by parameter names of the model.
 
     Args:
         source: the checkpoint.
-        names: names of the model's parameters, if the prefix of the stored keys is unknown.
+        names: names of the model's parameters; needed only for a checkpoint of another tool.
     """
 
     def __init__(self, source: Source, names: Iterable[str] = ()):
@@ -62,22 +68,23 @@ class SavedTensors:
         self._sums = source.row_sums
 
     def source_sum(self, name: str, dtype: torch.dtype) -> int | None:
-        """Return the sum that was saved with a tensor, if it is exported in its own dtype."""
+        """Return the checksum that was saved with a tensor; None if unknown or cast to `dtype`."""
         key = self.keys[name]
         return self._sums.get(key) if self.source.tensors[key][0] == dtype else None
 
     def shapes(self) -> TensorShapes:
-        """Return parameter name -> dtype and shape."""
+        """Map parameter names to their stored dtypes and shapes."""
         return {name: self.source.tensors[key] for name, key in self.keys.items()}
 
-    def check(self) -> None:
-        """Check that no tensor is incomplete or damaged, as far as it is known before reading.
+    def check_before_reading(self) -> None:
+        """Raise an error if a tensor is incomplete, or a file without another check is damaged.
 
-        Tensors with a checksum are compared with it when they are read. For all others, the hashes
-        of their files are verified here.
+        Tensors with a checksum are compared with it while they are read. For the others, the files
+        that hold them are hashed now. A checkpoint of another tool has no hashes.
 
         Raises:
-            CheckpointError: a tensor is incomplete, or a file is damaged.
+            ExportError: a tensor is incomplete.
+            CheckpointError: a file is damaged.
         """
         check_complete(self.source, self.keys.values())
         checkpoint = self.source.checkpoint
@@ -91,8 +98,8 @@ class SavedTensors:
         ):
             raise damaged_file_error(checkpoint / name, fault)
 
-    def check_same(self, names: list[str]) -> None:
-        """Check that tied names, of which only one is exported, have equal values.
+    def check_tied_values(self, names: list[str]) -> None:
+        """Read the tensors `names` of one tied parameter, and raise an error if they are not equal.
 
         Raises:
             ExportError: two of them differ in dtype, shape or values.
@@ -110,35 +117,47 @@ class SavedTensors:
                 )
 
     def read_group(self, plan: ExportPlan, group: ExportGroup) -> Mapping[str, TensorValues]:
-        """Read the outputs of a group; compare them with their sums as `blocks` does."""
+        """Read the outputs of a group: output name -> values.
+
+        Raises:
+            CheckpointError: as `read_blocks`.
+        """
         if group.converted:
-            parameters = {name: self.whole(plan.stored[name]) for name in group.sources}
+            parameters = {name: self.read_tensor(plan.stored[name]) for name in group.sources}
             return plan.convert(group, parameters)
         (name,) = group.sources
         stored = self.source.stored(self.keys[plan.stored[name]])
-        return {output: self.blocks(plan.stored[name], stored) for output in group.outputs}
+        return {output: self.read_blocks(plan.stored[name], stored) for output in group.outputs}
 
-    def blocks(self, name: str, stored: StoredTensor) -> Iterator[torch.Tensor]:
-        """Yield the rows of a tensor in order, in blocks.
+    def read_blocks(self, name: str, stored: StoredTensor) -> Iterator[torch.Tensor]:
+        """Yield the tensor `name` in blocks of rows, in order, and compare its checksum at the end.
 
         Raises:
-            CheckpointError: after the last block, if the rows differ from what was saved.
+            CheckpointError: after the last block, if the rows differ from the saved ones.
         """
         total = 0
         for first, rows in read_blocks(stored):
             total += compute_block_sum(stored, first, rows)
             yield rows
-        self._compare(self.keys[name], total)
+        self._check_row_sum(self.keys[name], total)
 
-    def whole(self, name: str) -> torch.Tensor:
-        """Read a complete tensor into memory; compare it with its sum as `blocks` does."""
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Read a complete tensor into memory.
+
+        Raises:
+            CheckpointError: it differs from its saved checksum.
+        """
         key = self.keys[name]
         stored = self.source.stored(key)
         tensor = read_tensor(stored)
-        self._compare(key, compute_block_sum(stored, 0, tensor))
+        self._check_row_sum(key, compute_block_sum(stored, 0, tensor))
         return tensor
 
-    def _compare(self, key: str, total: int) -> None:
+    def _check_row_sum(self, key: str, total: int) -> None:
+        """Raise a CheckpointError if `total` differs from the checksum saved with `key`.
+
+        If none was saved, do nothing.
+        """
         if self._sums.get(key) not in (None, wrap_to_int64(total)):
             files = sorted({str(chunk.file) for chunk in self.source.stored(key).chunks})
             raise CheckpointError(
@@ -148,13 +167,15 @@ class SavedTensors:
 
 
 class AdapterMerge:
-    """Merge an adapter into the base's files, group by group as in `plan`.
+    """Plan and read a merged model: a base model whose weights have an adapter merged in.
+
+    The attribute `plan` is the plan of its export, and `read_group` reads the values for it.
 
     Args:
         tensors: the tensors of the adapter.
         folder: the folder of the base model.
-        override: as for `make_plan`.
-        limit: as for `make_plan`.
+        override: dtype of all floating tensors; None keeps the dtypes of the source.
+        limit: largest size of a weight file in bytes.
         without_carried: as for `consolidate`.
 
     Raises:
@@ -174,7 +195,7 @@ class AdapterMerge:
         self.tensors, self.entries = tensors, read_weights(weight_files(folder))
         hf = tensors.source.hf
         # Separate models: PEFT takes `adapted` apart, and reading changes the one of the reader.
-        model, adapted = (model_of_assets(hf) for _ in range(2))
+        model, adapted = (build_model_from_assets(hf) for _ in range(2))
         self.reader = build_base_reader(folder, model)
         self.parts_of = assets_of(self.reader).stored
         self.layout = peft_layout(adapted, read_adapter_config(hf))
@@ -183,7 +204,7 @@ class AdapterMerge:
                 f"{odd[0]} is not in both {tensors.source.folder} and what {hf / ADAPTER_FILE} "
                 "describes: the checkpoint is of another adapter"
             )
-        _check_parts(self.layout, tied_families(model))
+        _check_tied_layers(self.layout, tied_families(model))
         self.model, self.aliases, state = model, tied_names(model), model.state_dict()
         stored = {n: (t.dtype, tuple(t.shape)) for n, t in state.items() if n not in self.aliases}
         self.carried = Carried.find(model, assets_of(model), folder, omit=without_carried)
@@ -193,17 +214,23 @@ class AdapterMerge:
         for group in filter(self.needs_base, self.plan.groups):
             self._check_base(group, folder)
 
-    def parts(self, group: ExportGroup) -> dict[str, AdapterLayer | None]:
-        """Map each parameter of the group to the layer that adapts it, or None."""
+    def layers_of_group(self, group: ExportGroup) -> dict[str, AdapterLayer | None]:
+        """Map each parameter of the group to the adapter layer on it; None if there is none."""
         layers = {n: self.layout.parts.get(self.aliases.get(n, n)) for n in group.sources}
         return {name: parts[0] if parts else None for name, parts in layers.items()}
 
     def needs_base(self, group: ExportGroup) -> bool:
-        """Return True unless all parameters of the group were trained in full."""
-        return any(part is None or part.kind != "saved" for part in self.parts(group).values())
+        """Return True unless `modules_to_save` replaces all parameters of the group."""
+        return any(
+            part is None or part.kind != "saved" for part in self.layers_of_group(group).values()
+        )
 
     def _check_base(self, group: ExportGroup, folder: Path) -> None:
-        """Raise an ExportError if a tensor of `group` is missing in the base or does not fit."""
+        """Raise an ExportError if the base lacks a tensor of `group` or it does not fit.
+
+        The shape must be as planned, and the dtype that of the export or castable to it. `folder`
+        is for the error.
+        """
         for name, shape in group.outputs.items():
             exported, entry = self.plan.names[name], self.entries.get(self.plan.names[name])
             if exported in self.parts_of:
@@ -226,9 +253,16 @@ class AdapterMerge:
                 )
 
     def read_group(self, group: ExportGroup) -> Mapping[str, TensorValues]:
-        """Read the outputs of a group: the base's bytes, or the base with the adapter merged in."""
+        """Read the outputs of a group, with the adapter merged in: output name -> values.
+
+        A group without an adapter is copied from the base's files.
+
+        Raises:
+            ExportError: the base cannot be converted as planned.
+            CheckpointError: an adapter tensor differs from its saved checksum.
+        """
         names = {name: self.plan.names[name] for name in group.outputs}
-        parts = self.parts(group)
+        parts = self.layers_of_group(group)
         if not any(parts.values()) and not self.parts_of.keys() & set(names.values()):
             files = {name: self.entries[exported] for name, exported in names.items()}
             return {name: (rows for _, rows in read_blocks(file)) for name, file in files.items()}
@@ -240,18 +274,21 @@ class AdapterMerge:
             if part is None:
                 parameters[name] = base.pop(name)
             elif part.kind == "saved":
-                parameters[name] = self.tensors.whole(part.tensors["saved"])
+                parameters[name] = self.tensors.read_tensor(part.tensors["saved"])
             else:
                 weight = base.pop(name)
                 parameter = self.aliases.get(name, name)
                 for dtype in export_dtypes:
                     weight = weight.to(loaded_dtype(self.model, parameter, weight.dtype, dtype))
-                factors = {r: self.tensors.whole(n).float() for r, n in part.tensors.items()}
+                factors = {r: self.tensors.read_tensor(n).float() for r, n in part.tensors.items()}
                 parameters[name] = merge_layer(self.layout, part, weight, factors)
         return self.plan.convert(group, parameters)
 
     def _read_base(self, group: ExportGroup, names: list[str]) -> dict[str, torch.Tensor]:
-        """Load the parameters of a group from the base's files, as transformers does."""
+        """Load the parameters of a group from the base's files, with transformers' conversions.
+
+        `names` are the keys of the group in the base. Returns parameter name -> tensor.
+        """
         if not group.converted and names[0] not in self.parts_of:
             return {group.sources[0]: read_tensor(self.entries[names[0]])}
         names = [key for name in names for key in self.parts_of.get(name, (name,))]
@@ -266,8 +303,12 @@ class AdapterMerge:
         return parameters
 
 
-def _check_parts(layout: PeftLayout, families: dict[str, list[str]]) -> None:
-    """Refuse adapters that change one tied matrix in two ways: a merged model cannot hold both."""
+def _check_tied_layers(layout: PeftLayout, families: dict[str, list[str]]) -> None:
+    """Raise an ExportError if an adapter changes only some uses of a tied matrix, or differently.
+
+    A merged model cannot hold two versions of one matrix. `families` maps the exported name of a
+    tied parameter to all its names.
+    """
     for parameter, parts in layout.parts.items():
         ways = {tuple(sorted(part.tensors.items())) for part in parts}
         names = families.get(parameter, [parameter])

@@ -69,10 +69,10 @@ SourceSum = Callable[[str, torch.dtype], int | None]
 
 
 def resolve_output(output: str | Path) -> Path:
-    """Resolve the path of an export to create.
+    """Return the absolute path of a new export, which must not exist or must be an empty folder.
 
     Raises:
-        ExportError: the folder is not empty, or lies inside an export or among checkpoints.
+        ExportError: it exists and is not empty, or lies inside an export or among checkpoints.
     """
     target = Path(output).expanduser().resolve()
     if target.is_file():
@@ -81,7 +81,7 @@ def resolve_output(output: str | Path) -> Path:
         raise ExportError(
             f"output {output} exists and is not empty; give another folder or remove it first"
         )
-    if around := next(filter(_holds_output, target.parents), None):
+    if around := next(filter(_is_export_or_run, target.parents), None):
         raise ExportError(
             f"output {output} lies inside {around}, which is no place for another export; give one "
             "elsewhere"
@@ -89,7 +89,7 @@ def resolve_output(output: str | Path) -> Path:
     return target
 
 
-def _holds_output(folder: Path) -> bool:
+def _is_export_or_run(folder: Path) -> bool:
     """Return True if a folder is an export, or holds the checkpoints of a run."""
     of_run = folder.name == CHECKPOINTS and any(folder.glob("step-*"))
     return of_run or (folder / export_manifest.FILE).is_file()
@@ -107,10 +107,10 @@ def write_export(
 
     Args:
         plan: names, dtypes and files of the export.
-        target: the folder (`resolve_output`).
-        read_group: called for each group, in the order of the files.
-        origin: the manifest's entry on where the weights come from.
-        source_sum: the sums that written tensors must have; see [Note: proof of an export].
+        target: the folder, from `resolve_output`.
+        read_group: returns the values of a group; called in the order of the files.
+        origin: the manifest's entry on the source of the weights.
+        source_sum: the checksums that written tensors must have; see [Note: proof of an export].
 
     Raises:
         ExportError: there is no space, other files are in the way, or the written bytes differ
@@ -137,7 +137,10 @@ def write_export(
 def _write_files(
     plan: ExportPlan, folder: Path, read_group: ReadGroup, proof: "ExportProof"
 ) -> Iterator[dict[str, Any]]:
-    """Write the weight files and check each; yield the manifest's entries of each file."""
+    """Write the weight files one by one; yield each file's entries for the manifest.
+
+    After each file, `proof` reads back the groups that are complete. Shows a progress bar.
+    """
     files: dict[str, dict[str, StoredTensor]] = {}
     for name, place in plan.tensors.items():
         files.setdefault(place.file.name, {})[name] = place
@@ -146,27 +149,31 @@ def _write_files(
         _read_values(plan, order, read_group, proof),
         {n: i for i, n in enumerate(order)},
     )
-    unchecked = sorted(plan.groups, key=lambda g: _last_position(plan, g, position), reverse=True)
+    unchecked = sorted(
+        plan.groups, key=lambda g: _last_write_position(plan, g, position), reverse=True
+    )
     written = 0
     with _progress(_weight_bytes(plan)) as bar:
         for file, places in files.items():
             yield write_file(folder / file, plan.headers[file], places, values, bar.update)
             written += len(places)
-            while unchecked and _last_position(plan, unchecked[-1], position) < written:
-                proof.check(folder, unchecked.pop())
+            while unchecked and _last_write_position(plan, unchecked[-1], position) < written:
+                proof.compare(folder, unchecked.pop())
 
 
-def _last_position(plan: ExportPlan, group: ExportGroup, position: dict[str, int]) -> int:
-    """Return the position, in the order of writing, of the last output of a group."""
+def _last_write_position(plan: ExportPlan, group: ExportGroup, position: dict[str, int]) -> int:
+    """Return the index of the group's last output among all tensors in the order of writing."""
     return max(position[plan.names[name]] for name in group.outputs)
 
 
 def _weight_bytes(plan: ExportPlan) -> int:
+    """Return the size of all weight files in bytes, including their headers."""
     weights = sum(place.nbytes for place in plan.tensors.values())
     return weights + sum(map(len, plan.headers.values()))
 
 
 def _progress(total: int) -> tqdm:
+    """Create a progress bar over `total` bytes; without a terminal it prints every 30 s."""
     wait = 0.1 if sys.stderr.isatty() else _QUIET
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": wait, "delay": wait}
     return tqdm(total=total, desc="export", leave=False, **options)
@@ -186,7 +193,7 @@ def _read_values(
         if name not in values_by_name:
             values_by_name.clear()
             group = group_of[name]
-            values = read_group(group) if group.sources else plan.copied(group)
+            values = read_group(group) if group.sources else plan.read_carried(group)
             values_by_name = {plan.names[n]: value for n, value in values.items()}
             del values  # each tensor goes when it is written
         yield proof.record(group_of[name], name, values_by_name.pop(name))
@@ -194,7 +201,12 @@ def _read_values(
 
 @contextlib.contextmanager
 def _staging_folder(target: Path) -> Iterator[Path]:
-    """Provide an empty folder that is renamed to `target` on success, and removed on failure."""
+    """Yield an empty folder that is renamed to `target` on success and deleted on an error.
+
+    Raises:
+        ExportError: another process writes this export, other files are in the way, or the disk
+            failed.
+    """
     folder = target.with_name(f"{target.name}.tmp-export")
     with contextlib.ExitStack() as stack:
         try:
@@ -263,15 +275,18 @@ def write_file(
 ) -> dict[str, Any]:
     """Write a safetensors file; return its entries for the export's manifest.
 
-    The bytes are written once and hashed twice, over the file and over each tensor, at 10 GB/s per
+    The bytes are written once and hashed twice, for the file and for each tensor, at 10 GB/s per
     hash. In addition to the values, blocks of 1 MB are in memory.
 
     Args:
         path: the new file.
         header: its first bytes.
-        places: its tensors, in order.
+        places: name -> dtype, shape and offset of its tensors, in order.
         values: the values of each tensor, in the same order.
         advance: called with the number of bytes after each write.
+
+    Returns:
+        `files`: file name -> size in bytes and hash; `tensors`: name -> entry with the hash.
 
     Raises:
         ExportError: values do not have the planned size, or the dtype cannot represent them.
@@ -307,13 +322,18 @@ def write_file(
 
 
 def _write_all(descriptor: int, content: memoryview, position: int) -> None:
+    """Write all of `content` at byte `position` of a file, in several calls if necessary."""
     while content:
         count = os.pwrite(descriptor, content, position)
         content, position = content[count:], position + count
 
 
 def _cast_blocks(values: TensorValues, dtype: torch.dtype, name: str) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in `dtype`, in row-major order, a block at a time."""
+    """Yield the bytes of a tensor, cast to `dtype`, in row-major blocks of at most 1 MB.
+
+    Raises:
+        ExportError: a finite value is too large for float16.
+    """
     for part in [values] if isinstance(values, torch.Tensor) else values:
         for block in _row_major_blocks(part, BLOCK // max(part.dtype.itemsize, dtype.itemsize)):
             cast = block.to(dtype)
@@ -325,7 +345,7 @@ def _cast_blocks(values: TensorValues, dtype: torch.dtype, name: str) -> Iterato
 
 
 def _row_major_blocks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Yield a tensor's elements in row-major order, `most` at a time, whatever its strides."""
+    """Yield the elements of a tensor with any strides in row-major order, `most` at a time."""
     if tensor.is_contiguous():
         yield from tensor.reshape(-1).split(most) if tensor.numel() else ()
     elif math.prod(tensor.shape[1:]) > most:
@@ -341,7 +361,10 @@ def _row_major_blocks(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]
 
 @dataclass
 class ExportProof:
-    """The comparison of the written files of `plan` with the sums of their source."""
+    """Compares the checksums of written tensors with those of their source.
+
+    Call `record` on all values, `compare` on each complete group, and `finish` at the end.
+    """
 
     plan: ExportPlan
     source_sum: SourceSum
@@ -349,15 +372,21 @@ class ExportProof:
     _written: dict[str, int] = field(default_factory=dict)  # exported name -> sum of its values
 
     def record(self, group: ExportGroup, name: str, values: TensorValues) -> TensorValues:
-        """Pass on the values of an exported tensor; sum them if the source has no sum."""
+        """Return the values of an exported tensor, and sum them if the source has no checksum.
+
+        The sum is recorded while the returned values are iterated.
+        """
         if self._has_source_sums(group):
             return values
         return self._sum_rows(name, values)
 
-    def check(self, folder: Path, group: ExportGroup) -> None:
-        """Compare the written tensors of `group` in `folder`; add those that differ to `wrong`."""
+    def compare(self, folder: Path, group: ExportGroup) -> None:
+        """Read the written tensors of `group` in `folder` back and compare their checksums.
+
+        The names of tensors that differ are appended to `wrong`.
+        """
         names = [self.plan.names[name] for name in group.outputs]
-        entries = {name: _place_in_folder(self.plan.tensors[name], folder) for name in names}
+        entries = {name: _locate_in_folder(self.plan.tensors[name], folder) for name in names}
         if not self._has_source_sums(group):
             sums = {name: compute_row_sum(entry) for name, entry in entries.items()}
             self.wrong += [name for name in names if sums[name] != self._written.pop(name)]
@@ -370,7 +399,7 @@ class ExportProof:
                     self.wrong.append(name)
 
     def finish(self) -> None:
-        """Raise an ExportError if a written tensor differs from the source."""
+        """Raise an ExportError if `compare` found a tensor that differs from the source."""
         if self.wrong:
             first_names = ", ".join(self.wrong[:3]) + ", ..." * (len(self.wrong) > 3)
             raise ExportError(
@@ -381,7 +410,7 @@ class ExportProof:
             )
 
     def _has_source_sums(self, group: ExportGroup) -> bool:
-        """Return True if the source has a sum for each parameter of `group` as exported."""
+        """Return True if the source has checksums of all parameters of `group` as exported."""
         dtypes = {self.plan.tensors[self.plan.names[name]].dtype for name in group.outputs}
         if not group.sources or (group.converted and len(dtypes) > 1):
             return False
@@ -389,7 +418,10 @@ class ExportProof:
         return all(self.source_sum(name, dtype) is not None for name in stored for dtype in dtypes)
 
     def _loads_as_saved(self, group: ExportGroup, entries: dict[str, StoredTensor]) -> bool:
-        """Return True if transformers loads the source's parameters from a converted group."""
+        """Load a converted group as transformers does; return True if it equals the source.
+
+        `entries` maps the exported names to the written tensors. Checksums are compared.
+        """
         (dtype,) = {entry.dtype for entry in entries.values()}
         parameters: dict[str, torch.Tensor] = {}
         try:
@@ -399,16 +431,17 @@ class ExportProof:
             return False
         for name in group.sources:
             expected = self.source_sum(self.plan.stored[name], dtype)
-            if name not in parameters or _tensor_sum(parameters[name].to(dtype)) != expected:
+            if name not in parameters or _sum_tensor_in_memory(parameters[name].to(dtype)) != expected:
                 return False
         return True
 
     @cached_property
     def _reader(self) -> PreTrainedModel:
+        """A copy of the planned model for loading, because loading changes a model's dtypes."""
         return copy.deepcopy(self.plan.model)  # reading changes a model's dtypes
 
     def _sum_rows(self, name: str, values: TensorValues) -> Iterator[torch.Tensor]:
-        """Yield the rows of a tensor, and record the sum of the rows cast to the exported dtype."""
+        """Yield the values of a tensor unchanged; at the end, record their checksum when cast."""
         place, first, total = self.plan.tensors[name], 0, 0
         for part in [values] if isinstance(values, torch.Tensor) else values:
             rows = part if len(place.shape) > 1 else part.reshape(1, -1)
@@ -419,11 +452,12 @@ class ExportProof:
         self._written[name] = wrap_to_int64(total)
 
 
-def _place_in_folder(place: StoredTensor, folder: Path) -> StoredTensor:
+def _locate_in_folder(place: StoredTensor, folder: Path) -> StoredTensor:
+    """Return `place` with its file name joined to `folder`."""
     (chunk,) = place.chunks
     return replace(place, chunks=(replace(chunk, file=folder / chunk.file),))
 
 
-def _tensor_sum(tensor: torch.Tensor) -> int:
-    """Compute the row sum of a tensor in memory; see [Note: bit sums]."""
+def _sum_tensor_in_memory(tensor: torch.Tensor) -> int:
+    """Compute the checksum of a tensor in memory; see [Note: bit sums]."""
     return int(byte_and_row_sums(tensor if tensor.ndim > 1 else tensor.reshape(-1, 1), 0)[1])

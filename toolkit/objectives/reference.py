@@ -265,7 +265,7 @@ class Reference:
         parts, folder = read_parts(self.root), self.root / PARTS
         self._next_part = parts.highest + 1
         usable, unusable = [], []
-        for name, (origin, values) in parts.whole.items():
+        for name, (origin, values) in parts.intact.items():
             rows = origin.get("rows", {})
             same_rows = {n: v for n, v in values.items() if rows.get(n) == self._row_digest(n)}
             same_model = {**origin, "rows": None} == {**self._origin, "rows": None}

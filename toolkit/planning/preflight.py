@@ -122,7 +122,7 @@ def resolve_auto(cfg: RunConfig, model: nn.Module, run: Run, folder: RunFolder) 
         run.log(f"auto       {automatic.format_decision(cfg, decided)}")
     # The mesh belongs to the machines of this start, so the run does not record it.
     mesh = {name: getattr(cfg.sharding, name) for name in ("dp_replicate", "dp_shard")}
-    folder.use(replace(decided, sharding=replace(decided.sharding, **mesh)))
+    folder.set_config(replace(decided, sharding=replace(decided.sharding, **mesh)))
     run.at_end.enter_context(_advise_if_out_of_memory(decided, run, device, memory))
     return decided
 

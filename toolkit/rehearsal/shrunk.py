@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from toolkit.adapters.lora import add_adapters
 from toolkit.adapters.peft_folder import adapter_file_keys
 from toolkit.adapters.targets import check_target_names
-from toolkit.checkpoint.adapter_source import read_structure
+from toolkit.checkpoint.adapter_source import parse_adapter_settings
 from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import ModelConfig
 from toolkit.errors import ModelError, one_line
@@ -171,7 +171,7 @@ def write_small_adapter(lora: LoraConfig, model: PreTrainedModel, folder: Path) 
     folder.mkdir(parents=True)
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     (folder / ADAPTER_FILE).write_text(json.dumps(adapter_config(adapted), indent=2), "utf-8")
-    return replace(lora, **read_structure(adapter_config(adapted), str(folder)))
+    return replace(lora, **parse_adapter_settings(adapter_config(adapted), str(folder)))
 
 
 def drop_unmatched_targets(lora: LoraConfig, model: PreTrainedModel) -> LoraConfig:

@@ -67,7 +67,7 @@ def _read_manifest(subject: CheckpointSubject) -> None:
     contents: dict[str, bytes] = {}
     for name in (MANIFEST, COMMIT):
         try:
-            contents[name] = storage_of(subject.folder / name).read_plain()
+            contents[name] = storage_of(subject.folder / name).read_small_file()
         except OSError as error:
             subject.add(name, None, f"{error.strerror}: not a committed checkpoint")
     if MANIFEST not in contents:
@@ -87,7 +87,10 @@ def _read_manifest(subject: CheckpointSubject) -> None:
         fault = str(error)
     if fault is not None:
         subject.add(MANIFEST, None, fault)
-    if COMMIT in contents and contents[COMMIT] != commit.commit_text(contents[MANIFEST]).encode():
+    if (
+        COMMIT in contents
+        and contents[COMMIT] != commit.compute_commit_content(contents[MANIFEST]).encode()
+    ):
         subject.add(COMMIT, None, f"is not the sha256 of {MANIFEST}: one of them was changed")
         if fault is None:
             subject.add(MANIFEST, None, f"does not have the sha256 that {COMMIT} says")

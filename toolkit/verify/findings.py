@@ -134,7 +134,7 @@ def file_fault(file: Path, expected: dict[str, Any], *, in_cache: bool = False) 
     try:
         if not is_regular(file, in_cache=in_cache):
             return "is no regular file" if os.path.lexists(file) else "is missing"
-        return commit.find_damage(file, file.stat().st_size, expected, hashed=True)
+        return commit.describe_damage(file, file.stat().st_size, expected, hashed=True)
     except (OSError, CheckpointError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         return f"cannot be read: {getattr(cause, 'strerror', None) or error}"

@@ -129,7 +129,7 @@ def _find_checkpoints(path: Path) -> tuple[list[Path], list[str]]:
             raise CheckpointError(f"{path} is a Hugging Face folder, not a checkpoint")
         return [commit.find_checkpoint(path, is_export)], []
     folders = [*commit.committed_steps(path).values()]
-    folders += [folder for folder, _ in commit.broken_steps(path).values()]
+    folders += [folder for folder, _ in commit.find_broken_checkpoints(path).values()]
     other_names = sorted(p.name for p in root.iterdir() if p not in folders)
     if not folders:
         hint = f"; it holds {', '.join(other_names[:3])}" if other_names else ""
