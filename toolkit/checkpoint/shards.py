@@ -259,7 +259,8 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
     ranks.on_main(check_complete)
     local_tensors = {n: t for n, t in tensors.items() if local_tensor(t).numel()}
     reader = ShardReader(
-        folder, table.metadata_of_boxes({n: _local_offsets_and_sizes(t) for n, t in local_tensors.items()})
+        folder,
+        table.metadata_of_boxes({n: _local_offsets_and_sizes(t) for n, t in local_tensors.items()}),
     )
 
     def read() -> None:

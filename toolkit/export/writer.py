@@ -431,7 +431,10 @@ class ExportProof:
             return False
         for name in group.sources:
             expected = self.source_sum(self.plan.stored[name], dtype)
-            if name not in parameters or _sum_tensor_in_memory(parameters[name].to(dtype)) != expected:
+            if (
+                name not in parameters
+                or _sum_tensor_in_memory(parameters[name].to(dtype)) != expected
+            ):
                 return False
         return True
 
