@@ -576,7 +576,7 @@ class Tally:
         by_agent = kind in LAUNCHERS[:2]
         code, right = codes[0], 1 if by_agent else EXIT_CODE_PREEMPTED
         if kind not in LAUNCHERS:  # as `toolkit train` would end
-            code = recipes._exit_code(dict(enumerate(codes)))
+            code = recipes._choose_exit_code(dict(enumerate(codes)))
         done, kept = noted.count("step out"), committed_steps(scene / "run")
         saved = max(kept, default=0)
         self._count(plan, phase_of(noted), code, done - saved, took)

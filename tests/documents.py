@@ -171,7 +171,9 @@ def _toolkit(words: list[str]) -> None:
             mock.patch("toolkit.recipes._check_paths"),  # which look for the files
             mock.patch("toolkit.recipes._check_before_launch"),
         ):
-            recipes.start(recipe, [CONFIGS[recipe] if w == "CONFIG" else w for w in words[2:]])
+            recipes.start_recipe(
+                recipe, [CONFIGS[recipe] if w == "CONFIG" else w for w in words[2:]]
+            )
     else:
         own, more = cli.split_settings(words[1:])
         cli.make_parser().parse_args(own)

@@ -223,7 +223,7 @@ def launch() -> None:
         os.environ.clear()
         os.environ.update(before)
     for env in environments:
-        asked, _ = accelerate_yaml.translate(env)
+        asked, _ = accelerate_yaml.translate_environment(env)
         config.parse(PretrainConfig, ["--config", "pretrain.yaml"], defaults=asked)
 
 

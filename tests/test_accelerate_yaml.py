@@ -80,7 +80,7 @@ def translated(environment):
     """Return a function (fsdp_config, flags, top level keys) -> (settings, notes)."""
 
     def make(fsdp: dict | None, *flags: str, **top) -> tuple[dict, list[str]]:
-        return accelerate_yaml.translate(environment(fsdp, *flags, **top))
+        return accelerate_yaml.translate_environment(environment(fsdp, *flags, **top))
 
     return make
 
@@ -204,7 +204,7 @@ def test_mixed_precision_of_a_sharding_yaml(translated, precision, dtype) -> Non
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_nothing_is_asked_of_a_yaml_that_does_not_shard(translated, precision) -> None:
     assert translated(None, mixed_precision=precision) == ({}, [])
-    assert accelerate_yaml.translate({}) == ({}, [])
+    assert accelerate_yaml.translate_environment({}) == ({}, [])
 
 
 def test_precisions_that_are_not_to_be_had(environment, translated) -> None:
@@ -215,7 +215,7 @@ def test_precisions_that_are_not_to_be_had(environment, translated) -> None:
     assert "mixed_precision fp16" in notes[0]
     # Accelerate itself stops fp8 where no library for it is installed.
     env = environment({"fsdp_version": 2}) | {"ACCELERATE_MIXED_PRECISION": "fp8"}
-    settings, notes = accelerate_yaml.translate(env)
+    settings, notes = accelerate_yaml.translate_environment(env)
     assert settings == {"sharding.param_dtype": "bfloat16"}
     assert "float8 training is not supported" in notes[0]
 
@@ -291,7 +291,7 @@ def test_flags_of_the_launcher_count_as_keys(translated) -> None:
 
 def test_gradient_accumulation_set_by_hand(environment) -> None:
     steps = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
-    settings, notes = accelerate_yaml.translate(environment(None) | steps)
+    settings, notes = accelerate_yaml.translate_environment(environment(None) | steps)
     assert (settings, notes) == ({"train.gradient_accumulation_steps": 4}, [])
     config.parse(PretrainConfig, MODEL, defaults=settings)
 
@@ -313,7 +313,7 @@ def test_a_value_that_accelerate_does_not_know_either(translated, fsdp, said) ->
 
 def test_a_key_of_a_newer_accelerate_is_named(environment) -> None:
     env = environment({"fsdp_version": 2}) | {"FSDP_TELEPORT": "true"}
-    assert accelerate_yaml.translate(env)[1] == [
+    assert accelerate_yaml.translate_environment(env)[1] == [
         "fsdp_teleport is unknown to the toolkit and has no effect"
     ]
 
@@ -352,7 +352,7 @@ def test_the_documentation_has_every_key() -> None:
 def test_the_example_translates_without_a_note(environment, monkeypatch) -> None:
     example = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text("utf-8"))
     fsdp = example.pop("fsdp_config")
-    settings, notes = accelerate_yaml.translate(environment(fsdp, **example))
+    settings, notes = accelerate_yaml.translate_environment(environment(fsdp, **example))
     assert notes == []
     assert settings["sharding.param_dtype"] == "bfloat16"
     assert example["num_processes"] == 8

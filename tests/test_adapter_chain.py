@@ -349,7 +349,7 @@ def test_sft_dpo_sft_on_two_and_three_ranks_is_peft_alone(tmp_path: Path) -> Non
         names.append((entry["name"], entry.get("step")))
         entry = entry.get("continued")
     assert names == [("second-hf", 4), ("first", 4), ("adapter", None)]
-    card = model_card.render(manifest, "org/name", "0" * 64)
+    card = model_card.render_card(manifest, "org/name", "0" * 64)
     assert "It continues the adapter `second-hf`, step 4 (sha256 `" in card
     assert "That one continued `first`, step 4" in card
     assert str(tmp_path) not in card

@@ -620,7 +620,7 @@ def test_an_adapter_with_new_tokens(trained, tmp_path: Path, capsys) -> None:
         assert report.ok, report.findings
         assert report.logits_difference is not None
     manifest = export_manifest.read(tmp_path / "adapter")
-    card = model_card.render(manifest, "org/name", "ab" * 32)
+    card = model_card.render_card(manifest, "org/name", "ab" * 32)
     assert f"base.resize_token_embeddings({rows})" in card
     assert card.index("resize_token") < card.index("PeftModel.from_pretrained(")
     told = ["consolidate", str(tmp_path / "run"), "--output", str(tmp_path / "told")]
@@ -774,7 +774,7 @@ def test_the_card_names_a_base_on_the_hub(trained) -> None:
         (True, "finetune", "transformers"),
     ):
         manifest["origin"]["merged"] = merged
-        card = model_card.render(manifest, "org/name", hashlib.sha256(b"").hexdigest())
+        card = model_card.render_card(manifest, "org/name", hashlib.sha256(b"").hexdigest())
         front = front_matter(card)
         assert front["base_model"] == "org/base"
         assert (front["base_model_relation"], front["library_name"]) == (relation, library)

@@ -20,7 +20,7 @@ from transformers import BitsAndBytesConfig
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, PreferConfig, load
 from toolkit.config.other_tools import OTHER_NAMES, settings_named
-from toolkit.convert.converter import Conversion, convert, convert_config
+from toolkit.convert.converter import Conversion, convert_settings, convert_config
 from toolkit.convert.tables_of_tools import NOT_CONVERTED
 from toolkit.errors import ConfigError
 
@@ -73,7 +73,7 @@ def other(value: Any) -> Any:
 @pytest.mark.parametrize("file", YAMLS, ids=name_of)
 def test_every_key_is_carried_or_named(file) -> None:
     given = yaml.safe_load(file.read_text())
-    before = convert(given)
+    before = convert_settings(given)
     silent = []
     for path in leaves(given):
         changed = copy.deepcopy(given)
@@ -82,7 +82,7 @@ def test_every_key_is_carried_or_named(file) -> None:
             inner = inner[part]
         inner[path[-1]] = other(inner[path[-1]])
         try:
-            after = convert(changed, before.tool)
+            after = convert_settings(changed, before.tool)
         except ConfigError:  # refused by name
             continue
         same = (after.settings, after.notes) == (before.settings, before.notes)
@@ -95,14 +95,14 @@ def test_a_made_up_key_is_named_and_its_secret_is_not() -> None:
     """The control of the test above."""
     for file in YAMLS:
         given = yaml.safe_load(file.read_text()) | {"made_up": 7, "hub_token": "hf_" + "x" * 34}
-        notes = convert(given).notes
+        notes = convert_settings(given).notes
         assert "made_up 7: not known to the toolkit" in notes
         assert any(note.startswith("hub_token: a config contains no token") for note in notes)
         assert "xxx" not in str(notes)
 
 
 def test_keys_without_a_value_are_one_note() -> None:
-    notes = convert({"base_model": "m", "wandb_entity": None, "deepspeed": ""}).notes
+    notes = convert_settings({"base_model": "m", "wandb_entity": None, "deepspeed": ""}).notes
     assert notes[0] == "wandb_entity, deepspeed: empty there, so omitted"
 
 
@@ -209,7 +209,7 @@ def test_values_mean_what_they_meant() -> None:
             {"optim.lr_scheduler_kwargs": {"num_decay_steps": 10}},
         ),
     ):
-        settings = convert({"model_name_or_path": "m", **given}, tool).settings
+        settings = convert_settings({"model_name_or_path": "m", **given}, tool).settings
         assert {name: settings.get(name) for name in expected} == expected, given
 
 
@@ -234,14 +234,14 @@ def test_values_mean_what_they_meant() -> None:
     ],
 )
 def test_what_means_something_else_is_named(given, named) -> None:
-    out = convert({"model_name_or_path": "m", **given}, "trainer")
+    out = convert_settings({"model_name_or_path": "m", **given}, "trainer")
     assert any(named in note for note in out.notes), out.notes
 
 
 @pytest.mark.parametrize("named", [{}, {"chat_template": "jinja"}, {"chat_template": None}])
 def test_a_template_of_its_own_is_carried(named) -> None:
     given = {"base_model": "m", "chat_template_jinja": "{{ messages }}", **named}
-    assert convert(given).settings["data.chat_template"] == "{{ messages }}"
+    assert convert_settings(given).settings["data.chat_template"] == "{{ messages }}"
 
 
 def test_a_script_is_read_and_never_run(tmp_path) -> None:
@@ -286,7 +286,7 @@ def test_a_script_calls_peft_and_bitsandbytes_with_their_own_defaults(tmp_path) 
     assert out.settings["output_dir"] == "out"
     assert "argument 2 of SFTConfig 7: not known to the toolkit" in out.notes
     # TRL's command line has others.
-    yaml_too = convert({"model_name_or_path": "m", "use_peft": True}, "trl").settings
+    yaml_too = convert_settings({"model_name_or_path": "m", "use_peft": True}, "trl").settings
     assert (yaml_too["lora.lora_alpha"], yaml_too["lora.lora_dropout"]) == (32, 0.05)
     (tmp_path / "a.yaml").write_text("{model_name_or_path: m, use_peft: true}")
     assert convert_config(tmp_path / "a.yaml", "trl").settings == yaml_too

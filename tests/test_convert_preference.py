@@ -7,7 +7,7 @@ from conftest import ROOT
 from toolkit.cli import main
 from toolkit.config import PreferConfig, load
 from toolkit.config.other_tools import settings_named
-from toolkit.convert.converter import convert, convert_config
+from toolkit.convert.converter import convert_settings, convert_config
 from toolkit.errors import ConfigError
 
 FOREIGN = ROOT / "tests/foreign_configs"
@@ -20,7 +20,7 @@ HAS_REWARD = pytest.mark.skipif(
 
 
 def preference(given: dict, tool: str | None = None) -> dict:
-    settings = convert(given, tool).settings
+    settings = convert_settings(given, tool).settings
     named = {k.partition(".")[2]: v for k, v in settings.items() if k.startswith("preference.")}
     return {name: value for name, value in named.items() if name != "loss_type"} | {
         "loss": named.get("loss_type")
@@ -142,7 +142,7 @@ def test_another_objective_is_refused_by_name(given, named, tmp_path, capsys) ->
 
 def test_values_that_change_nothing_are_not_refused() -> None:
     given = {"beta": 0.1, "sync_ref_model": False, "f_divergence_type": "reverse_kl"}
-    out = convert(MODEL | given | {"ld_alpha": 1.0, "reference_free": False})
+    out = convert_settings(MODEL | given | {"ld_alpha": 1.0, "reference_free": False})
     assert out.settings["preference.beta"] == 0.1
 
 
@@ -178,17 +178,17 @@ def test_values_that_change_nothing_are_not_refused() -> None:
 )
 def test_what_means_something_else_is_named(given, named) -> None:
     tool = "axolotl" if "rl" in given else "trl"
-    notes = convert(MODEL | given, tool).notes
+    notes = convert_settings(MODEL | given, tool).notes
     assert any(named in note for note in notes), notes
-    without = convert(MODEL | {"loss_type": "ipo", "max_length": 9}, "trl-dpo").notes
+    without = convert_settings(MODEL | {"loss_type": "ipo", "max_length": 9}, "trl-dpo").notes
     assert not any(named in note for note in without if "max_length" not in note)  # the control
 
 
 def test_a_limit_that_is_none_is_not_replaced() -> None:
-    out = convert(MODEL | {"loss_type": "ipo", "max_length": None})
+    out = convert_settings(MODEL | {"loss_type": "ipo", "max_length": None})
     assert "data.sequence_length" not in out.settings
     assert any(note.startswith("max_length: no limit there") for note in out.notes)
-    assert convert(MODEL | {"loss_type": "ipo"}).settings["data.sequence_length"] == 2048
+    assert convert_settings(MODEL | {"loss_type": "ipo"}).settings["data.sequence_length"] == 2048
 
 
 def test_an_objective_that_is_named_is_not_doubted() -> None:
@@ -198,7 +198,9 @@ def test_an_objective_that_is_named_is_not_doubted() -> None:
     assert [
         n for n in convert_config(FOREIGN / "trl_zephyr_orpo.yaml").notes if "DPO is assumed" in n
     ]
-    assert not [n for n in convert(MODEL | {"beta": 1.0}, "trl-dpo").notes if "DPO is assumed" in n]
+    assert not [
+        n for n in convert_settings(MODEL | {"beta": 1.0}, "trl-dpo").notes if "DPO is assumed" in n
+    ]
 
 
 @pytest.mark.parametrize(
@@ -225,15 +227,15 @@ def test_an_objective_that_is_named_is_not_doubted() -> None:
 )
 def test_types_of_axolotl_name_columns(rl, kind, columns, named) -> None:
     given = AXOLOTL | {"rl": rl, "datasets": [{"path": "a.jsonl", "type": kind}]}
-    out = convert(given)
+    out = convert_settings(given)
     assert out.settings.get("data.columns") == columns
     of_type = [note for note in out.notes if note.startswith("datasets[0].type")]
     assert [named in note for note in of_type] == ([True] if named else [])
 
 
 def test_learning_rates_that_are_not_given_are_those_of_the_tool() -> None:
-    assert convert(MODEL | {"loss_type": "ipo"}).settings["optim.learning_rate"] == 1e-6
-    assert convert(MODEL, "trl").settings["optim.learning_rate"] == 2e-5
+    assert convert_settings(MODEL | {"loss_type": "ipo"}).settings["optim.learning_rate"] == 1e-6
+    assert convert_settings(MODEL, "trl").settings["optim.learning_rate"] == 2e-5
 
 
 def script(tmp_path, text: str):

@@ -14,7 +14,7 @@ from conftest import ROOT
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, PreferConfig, load
 from toolkit.config.other_tools import recognise_tool
-from toolkit.convert.converter import Conversion, convert, convert_config
+from toolkit.convert.converter import Conversion, convert_settings, convert_config
 from toolkit.errors import ConfigError
 
 FOREIGN = ROOT / "tests/foreign_configs"
@@ -253,8 +253,8 @@ def test_what_would_become_another_training_is_refused(
 def test_harmless_values_are_not_refused(tmp_path) -> None:
     """The control of the test above."""
     given = LF | {"stage": "dpo", "pref_bco_weight": 0.0, "ref_model": None, "use_dft_loss": False}
-    assert convert(given).settings["preference.loss_type"] == "sigmoid"
-    assert convert(LF | {"learning_rate": 1, "peft": None}).recipe == "finetune"
+    assert convert_settings(given).settings["preference.loss_type"] == "sigmoid"
+    assert convert_settings(LF | {"learning_rate": 1, "peft": None}).recipe == "finetune"
     file = tmp_path / "a.py"
     file.write_text(
         SCRIPT + "c = LoraConfig(r=4) if x else None\nSFTTrainer(model, peft_config=c)\n"
@@ -295,7 +295,7 @@ def test_harmless_values_are_not_refused(tmp_path) -> None:
     ],
 )
 def test_settings_of_tools(given, expected) -> None:
-    settings = convert(given).settings
+    settings = convert_settings(given).settings
     assert {name: settings.get(name) for name in expected} == expected
 
 
@@ -309,7 +309,7 @@ def test_settings_of_tools(given, expected) -> None:
     ],
 )
 def test_a_trained_adapter_is_continued(tmp_path, given) -> None:
-    out = convert(given)
+    out = convert_settings(given)
     assert out.settings["lora.from"] == "old"
     # Rank and alpha are the adapter's own.
     assert not {"lora.r", "lora.lora_alpha", "lora.target_modules"} & {*out.settings}
@@ -325,7 +325,7 @@ def test_a_trained_adapter_is_continued(tmp_path, given) -> None:
     is_noted = any(note.startswith("lora.from old: the reference") for note in out.notes)
     assert is_noted == (converted.recipe == "prefer")
     with pytest.raises(ConfigError, match="adapter_name_or_path a,b"):
-        convert(LF | {"stage": "dpo", "adapter_name_or_path": "a,b"})
+        convert_settings(LF | {"stage": "dpo", "adapter_name_or_path": "a,b"})
 
 
 def test_values_of_other_types_are_refused(tmp_path) -> None:
@@ -409,5 +409,5 @@ def test_a_shell_script_is_read_and_never_run(tmp_path) -> None:
 
 def test_the_subset_of_a_dataset_is_named() -> None:
     given = {"tuner_type": "lora", "model": "m", "dataset": ["org/a:sub#500", "org/b"]}
-    notes = convert(given).notes
+    notes = convert_settings(given).notes
     assert any("org/a:sub" in line and "dataset_config_name" in line for line in notes), notes

@@ -96,11 +96,11 @@ def test_a_cached_hub_id_offline_goes_on(tmp_path, monkeypatch) -> None:
 def test_the_launcher_takes_its_own_options(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        recipes.start("pretrain", [CONFIG, "--num_processes", "two"])
+        recipes.start_recipe("pretrain", [CONFIG, "--num_processes", "two"])
     assert end.value.code == 2
     assert "--num_processes: invalid int value" in capfd.readouterr().err
     with pytest.raises(SystemExit) as end:  # the settings, once, whatever number of processes
-        recipes.start("pretrain", [CONFIG, "--num_processes", "2", "--print_config"])
+        recipes.start_recipe("pretrain", [CONFIG, "--num_processes", "2", "--print_config"])
     assert end.value.code == 0
     assert capfd.readouterr().out.count("per_device_train_batch_size: 8") == 1
 

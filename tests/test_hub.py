@@ -714,7 +714,7 @@ def test_facts_of_a_run_hold_no_secret_and_no_path(tmp_path):
     assert collect_run_facts(tmp_path / "no") == {}
 
     manifest = {"toolkit": "0", "origin": {"run": facts}, "tensors": {}, "files": {}}
-    card = model_card.render(manifest, NAME, "ab" * 32)
+    card = model_card.render_card(manifest, NAME, "ab" * 32)
     front = yaml.safe_load(card.split("---")[1])
     assert front["license"] == "apache-2.0"
     assert "base_model" not in front, "the Hub refuses one that is not its own"
@@ -722,12 +722,12 @@ def test_facts_of_a_run_hold_no_secret_and_no_path(tmp_path):
     assert not model_card.is_unedited(card.replace("Load it", "Read it"))
     assert not model_card.is_unedited("# Mine\n")
     facts["base_model"] |= {"hub_id": "org/base", "name": "org/base"}
-    front = yaml.safe_load(model_card.render(manifest, NAME, "ab" * 32).split("---")[1])
+    front = yaml.safe_load(model_card.render_card(manifest, NAME, "ab" * 32).split("---")[1])
     assert front["base_model"] == "org/base"
-    bare = model_card.render(manifest | {"origin": {}}, NAME, "ab" * 32)
+    bare = model_card.render_card(manifest | {"origin": {}}, NAME, "ab" * 32)
     assert "## Training" not in bare
     facts["metrics"] |= {"data_time_max": 0.125, "data_time": 0.25, "eval_accuracy": 0.375}
-    timed = model_card.render(manifest, NAME, "ab" * 32)  # times are no results
+    timed = model_card.render_card(manifest, NAME, "ab" * 32)  # times are no results
     assert "0.375" in timed
     assert not [name for name in ("data_time", "0.125", "0.25") if name in timed]
     assert "toolkit verify tiny" in bare
@@ -759,7 +759,7 @@ def test_facts_of_a_fine_tuning(tmp_path):
     assert found["hyperparameters"]["train.max_steps"] == 3
     assert found["hyperparameters"]["preference.loss_type"] == "ipo"
     manifest = {"toolkit": "0", "origin": {"run": found}, "tensors": {}, "files": {}}
-    card = model_card.render(manifest, NAME, "ab" * 32)
+    card = model_card.render_card(manifest, NAME, "ab" * 32)
     line = "Data: `a.jsonl`, `b.jsonl` (weight 0.7); `c.jsonl`; `org/chats`, `train` (weight 0.3)."
     assert line in card
     assert yaml.safe_load(card.split("---")[1])["datasets"] == ["org/chats"]
@@ -781,7 +781,7 @@ def test_the_card_has_the_batch_and_the_evaluation(tmp_path):
     for step, devices in ((20, "2 devices"), (25, "2 devices"), (None, "3 devices")):
         facts = collect_run_facts(tmp_path, step)
         manifest = {"toolkit": "0", "origin": {"run": facts}, "tensors": {}, "files": {}}
-        card = model_card.render(manifest, NAME, "ab" * 32)
+        card = model_card.render_card(manifest, NAME, "ab" * 32)
         assert f"Batch: 16 samples a step on {devices}." in card
     (entry,) = yaml.safe_load(card.split("---")[1])["model-index"]
     (result,) = entry["results"]
@@ -803,7 +803,7 @@ def test_the_card_says_which_accuracy_a_run_of_preferences_has(loss_type, tags):
     settings = {"preference.loss_type": loss_type} if loss_type else {}
     run = {"hyperparameters": settings, "metrics": {"eval_accuracy": 1.0, "eval_loss": 0.5}}
     manifest = {"toolkit": "0", "origin": {"run": run}, "tensors": {}, "files": {}}
-    front = yaml.safe_load(model_card.render(manifest, NAME, "ab" * 32).split("---")[1])
+    front = yaml.safe_load(model_card.render_card(manifest, NAME, "ab" * 32).split("---")[1])
     assert {*front["tags"]} - {"fsdp2", "fsdp2-toolkit"} == tags
     (entry,) = front["model-index"]
     (result,) = entry["results"]
@@ -820,12 +820,12 @@ def test_the_card_loads_the_class_that_config_json_names():
     merged = {"adapter": adapter, "merged": True}
     manifest = {"toolkit": "0", "tensors": {}, "files": {}}
     for origin, config in (({}, named), (merged, named), ({"adapter": adapter}, None)):
-        card = model_card.render(manifest | {"origin": origin}, NAME, "ab" * 32, config)
+        card = model_card.render_card(manifest | {"origin": origin}, NAME, "ab" * 32, config)
         assert "AutoModelForImageTextToText.from_pretrained(" in card
         assert "AutoModelForCausalLM" not in card
         assert "\npipeline_tag: image-text-to-text\n" in card
         assert ("| exclude_modules | model.visual |" in card) == bool(origin)
-    card = model_card.render(manifest | {"origin": {}}, NAME, "ab" * 32)  # the control
+    card = model_card.render_card(manifest | {"origin": {}}, NAME, "ab" * 32)  # the control
     assert "AutoModelForCausalLM.from_pretrained(" in card
     assert "\npipeline_tag: text-generation\n" in card
 
@@ -868,7 +868,7 @@ def test_the_card_says_what_was_true_where_the_run_trained(tmp_path, monkeypatch
 
     facts = collect_run_facts(run, 9)
     manifest = {"toolkit": "0", "origin": {"run": facts}, "tensors": {}, "files": {}}
-    card = model_card.render(manifest, NAME, "ab" * 32)
+    card = model_card.render_card(manifest, NAME, "ab" * 32)
     front = yaml.safe_load(card.split("---")[1])
     assert not {"base_model", "datasets"} & front.keys()
     assert "huggingface.co/models/base" not in card

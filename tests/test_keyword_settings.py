@@ -8,7 +8,7 @@ from toolkit import config
 from toolkit.config import FinetuneConfig
 from toolkit.config.fields import to_fields, to_settings
 from toolkit.errors import ConfigError
-from toolkit.hub.card import render
+from toolkit.hub.card import render_card
 
 FLAGS = ["--model.name_or_path", "here"]
 
@@ -80,10 +80,10 @@ def manifest(base: dict, merged: bool) -> dict:
 @pytest.mark.parametrize("merged", [False, True])
 def test_the_card_says_what_is_not_known_of_a_local_base(merged: bool) -> None:
     local = {"name": "my-base", "hub_id": None, "init": "pretrained", "license": None}
-    card = render(manifest(local, merged), "org/name", "0" * 64)
+    card = render_card(manifest(local, merged), "org/name", "0" * 64)
     assert "was given as a local folder (`my-base`): base_model and license are not known" in card
     assert ("- lora\n" in card) is not merged  # a merged model has no adapter
-    licensed = render(manifest(local | {"license": "mit"}, merged), "org/name", "0" * 64)
+    licensed = render_card(manifest(local | {"license": "mit"}, merged), "org/name", "0" * 64)
     assert "base_model is not known" in licensed
     hub = {"name": "org/base", "hub_id": "org/base", "init": "pretrained"}
-    assert "not known" not in render(manifest(hub, merged), "org/name", "0" * 64)
+    assert "not known" not in render_card(manifest(hub, merged), "org/name", "0" * 64)

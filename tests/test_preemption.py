@@ -319,9 +319,9 @@ def test_a_signal_to_the_launcher(
 
 def test_a_wrong_setting_is_above_the_signal_that_follows_it() -> None:
     """Ranks tell the launcher to end, which signals all: 75 would be started again for good."""
-    assert recipes._exit_code({1: EXIT_CODE, 0: 2}) == 2
-    assert recipes._exit_code({1: 1, 0: EXIT_CODE}) == EXIT_CODE  # failed for its absence
-    assert recipes._exit_code({1: 0, 0: 0}) == 0
+    assert recipes._choose_exit_code({1: EXIT_CODE, 0: 2}) == 2
+    assert recipes._choose_exit_code({1: 1, 0: EXIT_CODE}) == EXIT_CODE  # failed for its absence
+    assert recipes._choose_exit_code({1: 0, 0: 0}) == 0
 
 
 @pytest.mark.faults

@@ -127,21 +127,21 @@ def test_no_bar_in_a_terminal_where_none_is_wanted(tmp_path, monkeypatch) -> Non
 
 def test_tables_are_as_wide_as_the_terminal(monkeypatch, capsys) -> None:
     rows = [["unit", "parameters", "computed", "freed"], ["layers", "1", "bfloat16", "yes"]]
-    whole = tables.table(rows, right={1})
+    whole = tables.format_table(rows, right={1})
     assert whole == ["unit    parameters  computed  freed", "layers           1  bfloat16  yes"]
     with terminal(monkeypatch, 28):
-        narrow = tables.table(rows, right={1})
+        narrow = tables.format_table(rows, right={1})
     assert narrow == [
         *("unit    parameters  computed", "layers           1  bfloat16"),
         *("unit    freed", "layers  yes"),
     ]
     with terminal(monkeypatch, 36):
-        assert tables.table(rows, right={1}) == whole
-        assert tables.table(rows, right={1}, margin=10) != whole
-    assert tables.table([], right=set()) == []
+        assert tables.format_table(rows, right={1}) == whole
+        assert tables.format_table(rows, right={1}, margin=10) != whole
+    assert tables.format_table([], right=set()) == []
     rows = [["matrix", "count", "trained"], ["model.layers.{0..2}.mlp.up_proj.weight", "3", "92"]]
     with terminal(monkeypatch, 40):
-        assert tables.table(rows, right={1, 2}) == [
+        assert tables.format_table(rows, right={1, 2}) == [
             "matrix                count  trained",
             "….mlp.up_proj.weight      3       92",
         ]

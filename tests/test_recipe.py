@@ -167,8 +167,12 @@ def test_the_run_itself_exports(runs, tmp_path):
     assert left["origin"]["run"] == right["origin"]["run"]
     assert [p.name for p in live.parent.iterdir()] == ["step-00000020"]
     assert not (runs[1] / "exports").exists()
-    assert publishing.export_of(find_checkpoint(runs[2]), runs[2]) == live  # no second export
-    assert publishing.export_of(find_checkpoint(runs[1]), runs[1]) == Path(f"{runs[1]}-hf")
+    assert (
+        publishing.choose_export_folder(find_checkpoint(runs[2]), runs[2]) == live
+    )  # no second export
+    assert publishing.choose_export_folder(find_checkpoint(runs[1]), runs[1]) == Path(
+        f"{runs[1]}-hf"
+    )
 
 
 def test_any_number_of_processes_trains_as_a_plain_loop(runs, tiny_llama, text_file):

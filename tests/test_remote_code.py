@@ -141,5 +141,5 @@ def test_buffers_that_transformers_leaves_as_they_come_do_not_count(tmp_path, mo
     report = verify_export(tmp_path / "run", tmp_path / "hf", logits=True)
     assert report.ok, report.lines()
     assert any("which is in no file, other values" in note for note in report.notes)
-    monkeypatch.setattr(full_model, "set_buffers", lambda *_: [])  # the control
+    monkeypatch.setattr(full_model, "copy_unsaved_buffers", lambda *_: [])  # the control
     assert not verify_export(tmp_path / "run", tmp_path / "hf", logits=True).ok

@@ -25,8 +25,8 @@ from toolkit import cli
 from toolkit.errors import CheckpointError, ReportError
 from toolkit.formats.metrics_file import METRICS, SAMPLES, STARTS, read_lines, read_metrics
 from toolkit.report import writing
-from toolkit.report.curves import smoothed
-from toolkit.report.page import render
+from toolkit.report.curves import moving_average
+from toolkit.report.page import render_page
 from toolkit.report.runs import read_runs
 
 HARM = '</script><script>throw new Error("harm")</script>'
@@ -88,7 +88,7 @@ def trace(figure: dict[str, Any], name: str) -> tuple[list, list]:
 
 def page_of(*runs: Path) -> str:
     """Return the page alone: drawing the picture takes a second."""
-    return render(read_runs([str(run) for run in runs]))
+    return render_page(read_runs([str(run) for run in runs]))
 
 
 def test_curves_are_the_metrics_to_the_bit(run: Path) -> None:
@@ -364,13 +364,15 @@ def test_follow_ends_when_the_run_is_done(run: Path) -> None:
 
 
 def test_smoothing_does_not_lag_and_skips_gaps() -> None:
-    assert smoothed([2.0] * 9) == pytest.approx([2.0] * 9)
-    assert smoothed([1.0, None, 1.0]) == pytest.approx([1.0, None, 1.0])
+    assert moving_average([2.0] * 9) == pytest.approx([2.0] * 9)
+    assert moving_average([1.0, None, 1.0]) == pytest.approx([1.0, None, 1.0])
     falling = [4.0 - 0.01 * step for step in range(300)]
-    assert smoothed(falling) == pytest.approx(falling)  # an average of the past would be above
+    assert moving_average(falling) == pytest.approx(
+        falling
+    )  # an average of the past would be above
     noisy = [value + (-1) ** i for i, value in enumerate(falling)]
     inner = slice(20, -20)
-    assert smoothed(noisy)[inner] == pytest.approx(falling[inner], abs=0.2)
+    assert moving_average(noisy)[inner] == pytest.approx(falling[inner], abs=0.2)
 
 
 def test_the_page_says_what_its_axes_are_and_how_long_a_run_took(tmp_path: Path) -> None:

@@ -105,10 +105,10 @@ def test_only_the_launcher_is_told(killed, monkeypatch) -> None:
     ],
 )
 def test_the_exit_code_of_the_ranks(codes, code) -> None:
-    assert recipes._exit_code(dict(enumerate(codes))) == code
+    assert recipes._choose_exit_code(dict(enumerate(codes))) == code
 
 
 def test_restarts_are_counted_from_0() -> None:
     config = Path(__file__).parent.parent / "recipes/configs/pretrain_tiny.yaml"
     with pytest.raises(ConfigError, match="expected 0 or more"):
-        recipes.start("pretrain", [str(config), "--max_restarts", "-1"])
+        recipes.start_recipe("pretrain", [str(config), "--max_restarts", "-1"])

@@ -399,7 +399,7 @@ def test_a_run_is_exported_and_read_by_transformers(
         with torch.no_grad():
             found = sequence_rewards(model, batch)
         assert found.tolist() == pytest.approx(expected, abs=1e-5)
-    text = card.render(export_manifest.read(folder), "me/reward", "ab" * 32, config)
+    text = card.render_card(export_manifest.read(folder), "me/reward", "ab" * 32, config)
     assert yaml.safe_load(text.split("---")[1])["pipeline_tag"] == "text-classification"
     assert "A reward model, 0.0 M parameters" in text
     # The other way round: what a causal LM's reader is told.
@@ -442,7 +442,7 @@ def test_an_adapter_and_its_head_are_exported(here: Path, tmp_path: Path, capsys
     whole = AutoModelForSequenceClassification.from_pretrained(merged)
     for one, other in zip(rewards_of(adapted, adapter), rewards_of(whole, merged), strict=True):
         assert one == pytest.approx(other, abs=1e-5)
-    text = card.render(export_manifest.read(adapter), "me/adapter", "ab" * 32)
+    text = card.render_card(export_manifest.read(adapter), "me/adapter", "ab" * 32)
     assert 'dtype="auto", num_labels=1)' in text
     assert "\nbase.config.get_text_config().pad_token_id = 0\n" in text
 

@@ -484,7 +484,7 @@ def test_comparing_sizes_alone_would_miss_flips(
     def size_only(file: Path, expected: dict[str, Any], *_: Any, **__: Any) -> str | None:
         return None if file.stat().st_size == expected["size"] else "has another size"
 
-    monkeypatch.setattr(verify_findings, "file_fault", size_only)
+    monkeypatch.setattr(verify_findings, "describe_file_damage", size_only)
     for target in targets.values():
         missed, chance = damage.Outcome(), random.Random(0)
         for _ in range(15):

@@ -11,19 +11,18 @@ from toolkit.data.row_formats import find_row_format
 from toolkit.data.tokens.tokenizer import prepare_tokenizer, use_model_tokenizer
 from toolkit.objectives import Objective
 from toolkit.sharding.fsdp import Sharded
-from toolkit.start_checks import Start, run_checks
+from toolkit.start_checks import RunStart, run_checks
 from toolkit.training.launch import Run
 
 
 def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel, ModelConfig]:
-    """Build the model of a run on meta, after the checks that need no data; see `start_checks`.
+    """Check the settings of a run, and build its model on meta without adapters. Collective.
 
-    Trains the tokenizer if the settings ask for it, and creates the repository on the Hub that the
-    run will be published in. Collective; takes seconds.
+    Trains the tokenizer if the settings request it, and creates the Hub repository that the run
+    will be published in. Takes seconds.
 
     Returns:
-        The model on meta (shapes, no bytes), without adapters, and its settings with the tokenizer
-        of the run.
+        The model on meta (shapes, no bytes), and its settings with the tokenizer of the run.
 
     Raises:
         ToolkitError: the run would fail. The subclass is that of the failing check.
@@ -34,7 +33,7 @@ def build(cfg: RunConfig, run: Run, folder: RunFolder) -> tuple[PreTrainedModel,
             return prepare_tokenizer(model, cfg.data, folder.tokenizer, keep=folder.holds_work)
         return use_model_tokenizer(model)
 
-    start = Start(cfg, run.world_size, run.device, cfg, add_tokenizer, log=run.log)
+    start = RunStart(cfg, run.world_size, run.device, cfg, add_tokenizer, log=run.log)
     run_checks(start, "build")
     return start.model, start.model_cfg
 
@@ -56,7 +55,7 @@ def check_before_loading(
     Raises:
         ToolkitError: the run would fail.
     """
-    start = Start(
+    start = RunStart(
         cfg,
         ranks.world_size(),
         log=ranks.log_once,
@@ -69,15 +68,16 @@ def check_before_loading(
 
 
 def load_weights(sharded: Sharded, cfg: RunConfig, run: Run, *, empty: bool) -> None:
-    """Load the weights that a run starts from into a sharded model, in place. Collective.
+    """Load the initial weights of a run into a sharded model, in place. Collective.
 
-    They are the base, or random weights, and the adapter of `lora.from`.
+    The weights are those of the base model, or random ones; the adapter of `lora.from` is loaded
+    too.
 
     Args:
         sharded: the model, on meta.
         cfg: the settings of the run.
         run: the processes of the run.
-        empty: allocate memory only, because the values come from a checkpoint.
+        empty: only allocate memory, because a checkpoint will supply the values.
 
     Raises:
         ToolkitError: see `loading.load_or_init` and `export.load_adapter`.

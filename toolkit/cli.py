@@ -103,16 +103,16 @@ def make_parser() -> argparse.ArgumentParser:
     for kind in KINDS:
         help_text = f"{kind.title}: check a config, then launch recipes/{kind.name}.py on it"
         sub = commands.add_parser(kind.command, allow_abbrev=False, help=help_text)
-        sub.set_defaults(run=partial(_start, kind.name))
+        sub.set_defaults(run=partial(_start_recipe, kind.name))
     add = command(
-        _recipes,
+        _run_recipes,
         "list the recipes, or copy one into this folder to edit it",
         "List the recipes and the Accelerate YAMLs, or copy a recipe, the configs and the YAMLs "
         "into the current folder, where you can edit them.",
     )
     add("--copy", metavar="NAME", help=" or ".join(recipes.NAMES))
     add = command(
-        _convert_config,
+        _run_convert_config,
         "turn a config of another tool into one of this toolkit",
         "Turn a config of axolotl, LLaMA-Factory, ms-swift, open-instruct, OpenRLHF, torchtune, "
         "TRL or Trainer into a YAML of `toolkit finetune` or `toolkit prefer`. Python scripts "
@@ -130,7 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspect(command)
     _add_report(command)
     add = command(
-        _push,
+        _run_push,
         "publish an export on the Hugging Face Hub",
         "Verify an export and publish it on the Hugging Face Hub as one commit, in a private "
         "repository unless --public. The same command continues an interrupted push. The token "
@@ -152,7 +152,7 @@ def _add_export_commands(command: Callable) -> None:
         "base model"
     )
     add = command(
-        _consolidate,
+        _run_consolidate,
         "write a checkpoint as a Hugging Face folder",
         "Write a sharded checkpoint as a Hugging Face folder. One process, no GPU; the memory "
         "needed does not grow with the model.",
@@ -175,7 +175,7 @@ def _add_export_commands(command: Callable) -> None:
     add("--trust_remote_code", action="store_true", help=_TRUST_HELP)
 
     add = command(
-        _verify,
+        _run_verify,
         "prove that a checkpoint is intact, and that an export holds its weights",
         "Prove that a checkpoint, every checkpoint of a run, or an export is intact. Given both, "
         "prove that the export holds exactly the weights of the checkpoint. Reads everything and "
@@ -195,7 +195,7 @@ def _add_export_commands(command: Callable) -> None:
 def _add_inspect(command: Callable) -> None:
     """Add `inspect`."""
     add = command(
-        _inspect,
+        _run_inspect,
         "show what a run or a checkpoint holds, its sharding, or what its data supervises",
         "Show what a run or a checkpoint holds (steps, bytes, dtypes, sharding). For a run that "
         "has not started: its FSDP2 units and dtypes (--plan), or the tokens that fine-tuning or "
@@ -223,7 +223,7 @@ def _add_inspect(command: Callable) -> None:
 def _add_report(command: Callable) -> None:
     """Add `report`."""
     add = command(
-        _report,
+        _run_report,
         "draw the logs of runs: one page for a browser and one picture",
         "Write report.html, one file that needs no network, and report.png for one or several "
         "runs: loss, learning rate, gradient norm, throughput, memory, settings, answers.",
@@ -232,22 +232,22 @@ def _add_report(command: Callable) -> None:
     add("--output", metavar="DIR", help="folder to write into (default: the first RUN)")
     add("--follow", action="store_true", help="write repeatedly until the runs have ended")
     seconds = "with --follow: SECONDS between two reports (default: %(default)s)"
-    add("--every", type=_seconds, default=15.0, metavar="SECONDS", help=seconds)
+    add("--every", type=_parse_seconds, default=15.0, metavar="SECONDS", help=seconds)
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     """Parse a number of seconds between 0.1 and a day; ValueError otherwise."""
     if not 0.1 <= (value := float(text)) <= 86400:
         raise ValueError(text)
     return value
 
 
-def _start(recipe: str, args: argparse.Namespace) -> int:
+def _start_recipe(recipe: str, args: argparse.Namespace) -> int:
     """Run `toolkit train` and the other recipes."""
-    return recipes.start(recipe, args.arguments)
+    return recipes.start_recipe(recipe, args.arguments)
 
 
-def _recipes(args: argparse.Namespace) -> int:
+def _run_recipes(args: argparse.Namespace) -> int:
     """Run `toolkit recipes`."""
     lines = recipes.describe_recipes()
     if args.copy is not None:
@@ -257,7 +257,7 @@ def _recipes(args: argparse.Namespace) -> int:
     return 0
 
 
-def _convert_config(args: argparse.Namespace) -> int:
+def _run_convert_config(args: argparse.Namespace) -> int:
     """Run `toolkit convert-config`."""
     from toolkit.convert import convert_config
 
@@ -282,7 +282,7 @@ def _convert_config(args: argparse.Namespace) -> int:
 def _add_plan(command: Callable) -> None:
     """Add `plan`."""
     add = command(
-        _plan,
+        _run_plan,
         "estimate what a run will need, and whether it fits, before it starts",
         "Estimate what a run of this config needs: memory of each device, traffic, time, disk. "
         "Needs config.json only. With --device_memory: check that it fits (exit 0 or 1) and, if "
@@ -315,7 +315,7 @@ def _add_plan(command: Callable) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _run_plan(args: argparse.Namespace) -> int:
     """Run `toolkit plan`."""
     if (args.config is None) == (args.file is None):
         return _fail("give one config: CONFIG or --config FILE", code=2)
@@ -328,7 +328,7 @@ def _plan(args: argparse.Namespace) -> int:
     from toolkit.planning import calibrate_by_run, calibrate_here, device_of, plan_run
     from toolkit.planning.fake_ranks import planned_ranks
 
-    _quiet()
+    _silence_transformers()
     if args.calibrate == "":
         world = planned_ranks(cfg.sharding, args.world_size)
         device = calibrate_here(cfg, world, args.device)
@@ -349,7 +349,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _add_rehearse(command: Callable) -> None:
     """Add `rehearse`."""
     add = command(
-        _rehearse,
+        _run_rehearse,
         "run every stage of a run on this machine's CPU with a small model, before the real run",
         "Run the recipe of a config on CPU processes, with a small model of the same kind, the "
         "real tokenizer and the first rows of the real data: load, train, save, kill, resume, "
@@ -372,7 +372,7 @@ def _add_rehearse(command: Callable) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
-def _rehearse(args: argparse.Namespace) -> int:
+def _run_rehearse(args: argparse.Namespace) -> int:
     """Run `toolkit rehearse`."""
     if (args.config is None) == (args.file is None):
         return _fail("give one config: CONFIG or --config FILE", code=2)
@@ -419,13 +419,13 @@ def _print_note(note: str | None) -> None:
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 
-def _consolidate(args: argparse.Namespace) -> int:
+def _run_consolidate(args: argparse.Namespace) -> int:
     """Run `toolkit consolidate`."""
     from toolkit.checkpoint import local_copy
     from toolkit.export import consolidate
 
-    _quiet()
-    _trust(args)
+    _silence_transformers()
+    _allow_remote_code(args)
     names = ("dtype", "max_shard_size", "hf_assets", "merge", "without_carried")
     with local_copy(args.checkpoint) as source:
         folder = consolidate(source, args.output, **{name: getattr(args, name) for name in names})
@@ -433,12 +433,12 @@ def _consolidate(args: argparse.Namespace) -> int:
     weights = sum(name.endswith(".safetensors") for name in sizes)
     print(f"{folder}: {len(sizes)} files ({weights} with weights), {sum(sizes.values()):,} bytes")
     print("load it with:")
-    for line in _how_to_load(Path(folder)):
+    for line in _loading_code(Path(folder)):
         print(f"    {line}")
     return 0
 
 
-def _how_to_load(folder: Path) -> Iterator[str]:
+def _loading_code(folder: Path) -> Iterator[str]:
     """Yield the Python lines that load an export."""
     from toolkit.formats import export_manifest, read_config
     from toolkit.models.classes import auto_class_name, reward_loading_code
@@ -464,15 +464,15 @@ def _how_to_load(folder: Path) -> Iterator[str]:
     yield f"peft.PeftModel.from_pretrained(base, {str(folder)!r})"
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _run_verify(args: argparse.Namespace) -> int:
     """Run `toolkit verify`."""
     from toolkit.checkpoint import local_copy
     from toolkit.verify import is_export, verify_checkpoint, verify_export
 
-    _trust(args)
+    _allow_remote_code(args)
     with local_copy(args.path) as path:
         if args.export is not None or is_export(path):
-            _quiet(progress=False)
+            _silence_transformers(progress=False)
         if args.export is not None:
             report = verify_export(path, args.export, logits=args.logits, hf_assets=args.hf_assets)
         elif is_export(path):
@@ -492,7 +492,7 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def _run_inspect(args: argparse.Namespace) -> int:
     """Run `toolkit inspect`."""
     if [args.path, args.plan, args.data].count(None) != 2:
         return _fail("give one of RUN_OR_CHECKPOINT, --plan CONFIG and --data CONFIG", code=2)
@@ -514,7 +514,7 @@ def _inspect(args: argparse.Namespace) -> int:
         from toolkit.data.prepare import inspect_data
         from toolkit.data.report import render_report as render
 
-        _quiet()
+        _silence_transformers()
         kind, cfg, _ = recipes.load_config(args.data, args.settings, remote=True)
         if not issubclass(kind.config, config.FinetuneConfig):  # read rows as fine-tuning would
             kind = recipes.find_kind("finetune")
@@ -540,7 +540,7 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _report(args: argparse.Namespace) -> int:
+def _run_report(args: argparse.Namespace) -> int:
     """Run `toolkit report`."""
     from toolkit.report import follow, write_report
 
@@ -553,12 +553,12 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _push(args: argparse.Namespace) -> int:
+def _run_push(args: argparse.Namespace) -> int:
     """Run `toolkit push`."""
     from toolkit.hub import preview, push
 
-    _quiet()
-    _trust(args)
+    _silence_transformers()
+    _allow_remote_code(args)
     options: dict[str, Any] = {"revision": args.revision, "private": not args.public}
     if not args.dry_run:
         print(push(args.folder, args.repo_id, **options))
@@ -575,7 +575,7 @@ def _push(args: argparse.Namespace) -> int:
     return 0
 
 
-def _trust(args: argparse.Namespace) -> None:
+def _allow_remote_code(args: argparse.Namespace) -> None:
     """Allow code that comes with a model if the user has."""
     if args.trust_remote_code:
         from toolkit.models import allow_remote_code
@@ -583,7 +583,7 @@ def _trust(args: argparse.Namespace) -> None:
         allow_remote_code()
 
 
-def _quiet(progress: bool = True) -> None:
+def _silence_transformers(progress: bool = True) -> None:
     """Silence warnings of transformers, and its progress bars too if `progress` is False."""
     from transformers.utils import logging
 

@@ -64,7 +64,7 @@ def holds_token(text: str) -> bool:
 
 
 def scrub(text: str, secrets: Iterable[str | None] = ()) -> str:
-    """Replace everything that looks like a secret, and every one of `secrets`, by `[removed]`."""
+    """Replace tokens, keys, URL credentials and each text in `secrets` by `[removed]`."""
     for secret in filter(None, secrets):
         text = text.replace(secret, REMOVED)
     text = _TOKEN.sub(REMOVED, text)
@@ -142,4 +142,4 @@ class HubError(ToolkitError):
 
 
 class ReportError(ToolkitError):
-    """A report cannot be written: the folder is no run's, or a package is missing."""
+    """A report cannot be written: a folder is not that of a run, or a package is missing."""

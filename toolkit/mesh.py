@@ -24,20 +24,20 @@ EP = "ep"
 
 @dataclass(frozen=True)
 class View:
-    """A group of ranks, with this process's place in it."""
+    """A group of ranks, seen from this process: its rank in the group, and the group's size."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over the ranks in place, and return it. Collective, one all-reduce."""
+        """All-reduce `tensor` with a sum over the group, in place; return it. Collective."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite `tensor` with the first rank's values, and return it. Collective."""
+        """Overwrite `tensor` with the values of the group's first rank; return it. Collective."""
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
@@ -45,7 +45,7 @@ class View:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a run with their sizes, and the groups of its ranks."""
+    """The device mesh of a run, the sizes of its axes, and the groups of ranks that loops use."""
 
     fsdp: DeviceMesh
     """The mesh that parameters are sharded over: (dp_shard,), or (dp_replicate, dp_shard)."""
@@ -65,23 +65,23 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """World size: the number of processes of the run."""
+        """Number of processes of the run (world size)."""
         return self.fsdp.size()
 
     @property
     def shards(self) -> int:
-        """Number of ranks that share one copy of the parameters."""
+        """Number of ranks that one copy of the parameters is sharded over."""
         return self.axes[DP_SHARD]
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that read different samples; see the function `data_ranks`."""
+        """Number of ranks that read different samples."""
         return self.data.size
 
 
 @ranks.collective
 def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
-    """Create the mesh of all processes with the shape that `mesh_shape` computes. Collective."""
+    """Create the device mesh of all processes; its shape is that of `mesh_shape`. Collective."""
     replicas, shards = mesh_shape(world_size, cfg)
     all_ranks = View(ranks.rank(), world_size, ranks.world_group())
     shape: tuple[int, ...] = (replicas, shards)
@@ -97,14 +97,14 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
 
 
 def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
-    """Compute the number of replicas, and of ranks that share one of them.
+    """Compute how many replicas of the parameters there are, and how many ranks share each.
 
     Returns:
         (replicas, ranks per replica); their product is `world_size`.
 
     Raises:
-        ShardingError: `dp_replicate` x `dp_shard` is another number than `world_size`, or a value
-            of `reshard_after_forward` does not divide the ranks that share a replica.
+        ShardingError: `dp_replicate` x `dp_shard` is not `world_size`, or a value of
+            `reshard_after_forward` does not divide the ranks per replica.
     """
     replicas = cfg.dp_replicate
     shards = cfg.dp_shard
@@ -132,10 +132,10 @@ def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
 
 
 def data_ranks(world_size: int, cfg: ShardingConfig) -> int:
-    """Compute the number of ranks that read different samples.
+    """Compute the number of ranks that read different samples; use it for batch sizes.
 
-    Today that is every rank. A future axis whose ranks share their samples, such as context
-    parallelism, divides it. Use this number for batch sizes, and `world_size` for processes.
+    Today that is every rank. An axis whose ranks share their samples, such as context
+    parallelism, would divide it.
     """
     replicas, shards = mesh_shape(world_size, cfg)
     return replicas * shards

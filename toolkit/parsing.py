@@ -117,7 +117,7 @@ def parse_yaml(content: bytes | str, source: object, error: type[ToolkitError]) 
 
 
 def read_bounded(file: Path, limit: int, error: type[ToolkitError]) -> bytes:
-    """Read the bytes of a file; raise `error` if it cannot be read or has more than `limit`."""
+    """Read the bytes of a file; raise `error` if it is unreadable or larger than `limit` bytes."""
     try:
         with open(file, "rb") as opened:
             content = opened.read(limit + 1)
@@ -129,7 +129,7 @@ def read_bounded(file: Path, limit: int, error: type[ToolkitError]) -> bytes:
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of (name, value) pairs; raise ValueError if a name occurs twice."""
+    """Build a dict from (name, value) pairs; raise ValueError if a name occurs twice."""
     values = dict(pairs)
     if len(values) != len(pairs):
         duplicate = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -138,6 +138,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(constant: str) -> Any:
+    """Raise ValueError for `NaN`, `Infinity` or `-Infinity` in a JSON text."""
     raise ValueError(f"{constant} is no number of JSON")
 
 
@@ -153,10 +154,10 @@ def _is_deep(value: Any) -> bool:
 
 
 class _PlainLoader(yaml.CSafeLoader):
-    """Load YAML's plain values: a date stays a text, and a key may occur only once in a mapping."""
+    """YAML loader for plain values: dates stay texts, and a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """Make a mapping; raise YAMLError if a key occurs twice."""
+        """Build a dict from a mapping node; raise YAMLError if a key occurs twice."""
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -171,7 +172,7 @@ class _PlainLoader(yaml.CSafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Make a number; raise YAMLError if it has more than `MAX_DIGITS` characters."""
+        """Build a number; raise YAMLError if its text is longer than `MAX_DIGITS` characters."""
         if len(node.value) > MAX_DIGITS:
             raise yaml.YAMLError(f"a number of {len(node.value):,} characters")
         is_int = node.tag.endswith(":int")

@@ -102,7 +102,7 @@ def node_indices() -> list[int]:
     Machines are numbered from 0 in the order of their first rank. The first call is collective and
     must come from the main thread; `launch.start` makes it. Later calls are local.
     """
-    if world_size() == 1 or _is_fake():
+    if world_size() == 1 or _is_fake_world():
         return [0] * world_size()
     world = dist.group.WORLD
     if world not in _node_indices:
@@ -116,7 +116,10 @@ def node_indices() -> list[int]:
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this machine. Collective at its first use (`node_indices`)."""
+    """Return the number of ranks on this machine.
+
+    The first call is collective, as that of `node_indices`.
+    """
     nodes = node_indices()
     return nodes.count(nodes[rank()])
 
@@ -219,7 +222,7 @@ def has_notice(name: str) -> bool:
 
 def broadcast(value: T) -> T:
     """Return rank 0's `value` on every rank. Collective; pickles a small object."""
-    if world_size() == 1 or _is_fake():
+    if world_size() == 1 or _is_fake_world():
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0, group=_current_group())
@@ -253,21 +256,22 @@ def all_equal(value: object) -> bool:
 def gather(value: T) -> list[T]:
     """Return the `value` of every rank, in rank order, on every rank. Collective.
 
-    Rank 0 sends W pickled objects to each of W ranks. If they are enough, `gather_to_main`,
-    `min_over_ranks` or `any_over_ranks` are much cheaper.
+    Values are pickled. Rank 0 receives all of them and sends the list to each rank, so the cost
+    grows with the square of the world size. If they suffice, `gather_to_main`, `min_over_ranks` and
+    `any_over_ranks` are much cheaper.
     """
     return broadcast(gather_to_main(value))
 
 
 def gather_to_main(value: T) -> list[T]:
-    """Return the `value` of every rank, in rank order, on rank 0. Collective; pickles.
+    """Return the `value` of every rank, in rank order, on rank 0. Collective.
 
-    Rank 0 needs memory for W times the largest value.
+    Values are pickled. Rank 0 needs memory for the largest value times the world size.
 
     Returns:
-        An empty list on the other ranks.
+        The list on rank 0, an empty list on the other ranks.
     """
-    if world_size() == 1 or _is_fake():
+    if world_size() == 1 or _is_fake_world():
         return [value] * world_size()
     content = pickle.dumps(value)
     return _gather_pickled(content, -int(_min_of_each([-len(content)])[0]))
@@ -279,7 +283,7 @@ def gather_integers(values: list[int]) -> list[list[int]]:
     Every rank must pass the same number of 64-bit integers. One all-gather of 8 bytes a value,
     which does not go through rank 0.
     """
-    if world_size() == 1 or _is_fake():
+    if world_size() == 1 or _is_fake_world():
         return [list(values)] * world_size()
     local = torch.tensor(values, dtype=torch.int64)
     gathered = [torch.empty_like(local) for _ in range(world_size())]
@@ -293,11 +297,11 @@ def sum_over_ranks(values: list[int]) -> list[int] | None:
     Every rank must pass the same number of values; costs 8 bytes a value.
 
     Returns:
-        None if the other ranks do not exist (`fake_world`).
+        The sums, on every rank; None in a `fake_world`, where the other ranks do not exist.
     """
     if world_size() == 1:
         return list(values)
-    if _is_fake():
+    if _is_fake_world():
         return None
     sums = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(sums, group=_current_group())
@@ -352,10 +356,10 @@ def gather_results_to_main(fn: Callable[[], T]) -> list[T]:
     Raises as `on_all` does. Collective; for the cost see `gather_to_main`.
 
     Returns:
-        An empty list on the other ranks.
+        The list on rank 0, an empty list on the other ranks.
     """
     result, failure = _call_catching(fn)
-    if world_size() == 1 or _is_fake():
+    if world_size() == 1 or _is_fake_world():
         _raise_if_any_failed(failure)
         return [result] * world_size()  # type: ignore[list-item]
     content, pickle_failure = _call_catching(lambda: pickle.dumps(result))
@@ -371,7 +375,7 @@ def on_main(fn: Callable[[], T]) -> T:
     Collective, one broadcast.
     """
     # In a fake world there is no other rank 0 that could run it.
-    runs_here = rank() == 0 or _is_fake()
+    runs_here = rank() == 0 or _is_fake_world()
     result, failure = _call_catching(fn) if runs_here else (None, None)
     failure_of_main, result = broadcast((_describe_failure(failure), result))
     if failure_of_main is not None:
@@ -416,7 +420,7 @@ def object_group(channel: str = "main") -> dist.ProcessGroup | None:
     Returns:
         None without a process group, and if the other ranks do not exist (`fake_world`).
     """
-    if not dist.is_initialized() or _is_fake():
+    if not dist.is_initialized() or _is_fake_world():
         return None
     world = dist.group.WORLD
     if world not in _groups:
@@ -465,9 +469,10 @@ def _timeout_access() -> tuple[Any, list[dist.ProcessGroup]]:
 
 @contextmanager
 def use_channel(channel: str) -> Iterator[None]:
-    """Let this thread exchange over the group of `channel` (`object_group`) inside the context.
+    """Make this thread's object collectives use the group of `channel` inside the context.
 
-    Two threads that exchanged over one group would receive each other's messages.
+    Give each thread a different channel (see `object_group`): two threads that share one would
+    receive each other's messages.
     """
     _channel.name = channel
     try:
@@ -477,7 +482,7 @@ def use_channel(channel: str) -> Iterator[None]:
 
 
 def _current_group() -> dist.ProcessGroup | None:
-    """Return the object group of this thread's channel."""
+    """Return the object group that `use_channel` chose for this thread."""
     return object_group(getattr(_channel, "name", "main"))
 
 
@@ -492,8 +497,8 @@ def _call_store(call: Callable[[dist.Store], T]) -> T | None:
     return None
 
 
-def _is_fake() -> bool:
-    """Return True if the other ranks do not exist (`fake_world`); they count as agreeing."""
+def _is_fake_world() -> bool:
+    """Return True if the process group is fake (`fake_world`) and there are no other ranks."""
     return dist.get_backend() == "fake"
 
 
@@ -506,14 +511,21 @@ def _call_catching(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]
 
 
 def _describe_failure(failure: BaseException | None) -> _Failure | None:
-    """Return class and message of a failure, as the other ranks raise it."""
+    """Convert an exception to (class, message) for the other ranks; None stays None.
+
+    An exception that is not a `ToolkitError` is described as one.
+    """
     if isinstance(failure, ToolkitError):
         return type(failure), str(failure)
     return None if failure is None else (ToolkitError, f"{type(failure).__name__}: {failure}")
 
 
 def _raise_if_any_failed(failure: BaseException | None, number: float = 0) -> int:
-    """Raise on every rank if a rank passes a `failure`. Otherwise return the smallest `number`."""
+    """Raise on every rank if any rank passes a `failure`. Collective.
+
+    Returns:
+        The smallest `number` of all ranks.
+    """
     world = world_size()
     first_failed, lowest = _min_of_each([world if failure is None else rank(), number])
     if first_failed < world:
@@ -524,7 +536,7 @@ def _raise_if_any_failed(failure: BaseException | None, number: float = 0) -> in
 
 
 def _raise_on_all(first_failed: int, first_failure: _Failure, failure: Any) -> None:
-    """Raise this rank's `failure`, or if it has none, the failure of the rank `first_failed`."""
+    """Raise this rank's own `failure`; if it has none, raise that of rank `first_failed`."""
     error = failure
     if error is None:
         error_class, message = first_failure
@@ -537,8 +549,8 @@ def _raise_on_all(first_failed: int, first_failure: _Failure, failure: Any) -> N
 
 
 def _min_of_each(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Compute the minimum over ranks of each of `numbers`. See [Note: exchanges]."""
-    if world_size() == 1 or _is_fake():
+    """Compute the minimum over ranks of each of `numbers`. Collective; see [Note: exchanges]."""
+    if world_size() == 1 or _is_fake_world():
         return list(numbers)
     group = group or _current_group()
     minimum = torch.tensor(numbers, dtype=torch.float64)
@@ -551,7 +563,7 @@ def _min_of_each(numbers: Sequence[float], group: dist.ProcessGroup | None = Non
 
 
 def _gather_pickled(content: bytes, max_length: int) -> list[Any]:
-    """Gather every rank's pickled `content` to rank 0 and unpickle it there.
+    """Gather every rank's pickled `content` to rank 0 and unpickle it there. Collective.
 
     `max_length` is the length in bytes of the longest content; shorter ones are padded to it.
     """

@@ -74,12 +74,12 @@ def recipes_root() -> Path:
     raise ToolkitError(f"{package} was installed without its recipes; install the wheel, or clone")
 
 
-def start(recipe: str, arguments: Sequence[str]) -> int:
-    """Run `accelerate launch` on a recipe, after all checks that need no process.
+def start_recipe(recipe: str, arguments: Sequence[str]) -> int:
+    """Check a run, then start `accelerate launch` on its recipe and wait for it.
 
-    The settings are parsed as in the recipe, without torch. Then `start_checks` refuses a run that
-    the files on this machine show to be impossible. A copy of the recipe in the current folder
-    (`recipes/NAME.py`) is started instead of the one that comes with the toolkit.
+    The settings are parsed as in the recipe, without torch. Then `start_checks` raises if the files
+    on this machine show that the run would fail. If the current folder has a copy of the recipe
+    (`recipes/NAME.py`), that copy is started instead of the toolkit's.
 
     Args:
         recipe: name of a kind of run.
@@ -91,9 +91,9 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a setting is wrong, or there is neither a config nor a model.
         LaunchError: the launch configuration cannot be used here.
-        ToolkitError: another check refuses the run.
+        ToolkitError: another check failed.
     """
-    parser = _parser(recipe)
+    parser = _build_parser(recipe)
     options, words = parser.parse_known_args(arguments)
     if {"-h", "--help"} & {*words}:
         print(parser.format_help())
@@ -119,12 +119,12 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
     launcher_flags["--max_restarts"] = options.max_restarts or None
     launcher = ["launch"]
     if options.accelerate_config is not None:
-        launcher += ["--config_file", str(_launch_file(options.accelerate_config))]
+        launcher += ["--config_file", str(_find_launch_file(options.accelerate_config))]
     _check_paths(cfg)
-    yaml = _launch_settings(launcher)
+    yaml = _read_launch_yaml(launcher)
     _check_before_launch(cfg, yaml | {n[2:]: v for n, v in launcher_flags.items() if v is not None})
     if _needs_port(yaml, launcher_flags):
-        launcher_flags["--main_process_port"] = _free_port()
+        launcher_flags["--main_process_port"] = _find_free_port()
     for name, value in launcher_flags.items():
         launcher += [] if value is None else [name, str(value)]
     launcher += [str(find_script(recipe)), *settings]
@@ -132,11 +132,14 @@ def start(recipe: str, arguments: Sequence[str]) -> int:
     return _launch(launcher, cfg.checkpoint, options.max_restarts, yaml.get("use_cpu") is True)
 
 
-def _launch_settings(arguments: Sequence[str]) -> dict[str, Any]:
-    """Read the Accelerate YAML that `accelerate launch` will read.
+def _read_launch_yaml(arguments: Sequence[str]) -> dict[str, Any]:
+    """Read the Accelerate YAML that `accelerate launch` with these arguments will use.
+
+    Returns:
+        Its content; {} if there is no such file.
 
     Raises:
-        LaunchError: it is for another engine than FSDP.
+        LaunchError: the YAML is for DeepSpeed, Megatron-LM or XLA.
     """
     from accelerate.commands.config import default_config_file
 
@@ -150,7 +153,7 @@ def _launch_settings(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_paths(cfg: Any) -> None:
-    """Refuse a model folder that does not exist, and files that match nothing; imports no torch."""
+    """Raise if the model folder does not exist or data files match nothing; imports no torch."""
     check_folder(cfg.model.name_or_path)
     for purpose in ("train", "eval"):
         for setting, source in list_sources(cfg.data, purpose):  # type: ignore[arg-type]
@@ -160,7 +163,7 @@ def _check_paths(cfg: Any) -> None:
 
 
 def _check_cache(name: str, revision: str | None) -> None:
-    """Refuse a Hub model that is not in the cache while HF_HUB_OFFLINE is set."""
+    """Raise ToolkitError if HF_HUB_OFFLINE is set and the Hub model is not in the cache."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if Path(name).is_dir() or name.count("/") > 1 or not constants.is_offline_mode():
@@ -174,14 +177,14 @@ def _check_cache(name: str, revision: str | None) -> None:
 
 
 def _check_before_launch(cfg: Any, launched: dict[str, Any]) -> None:
-    """Check the devices of this machine and the run, before a process starts.
+    """Check the run against the devices and files of this machine; print which rows were checked.
 
     Args:
         cfg: settings of the run.
-        launched: the launch configuration: of the Accelerate YAML and of the flags.
+        launched: launch configuration: keys of the Accelerate YAML, updated by the flags.
 
     Raises:
-        ToolkitError: of any kind.
+        ToolkitError: the run would fail.
     """
     import torch
 
@@ -206,7 +209,7 @@ def _check_before_launch(cfg: Any, launched: dict[str, Any]) -> None:
 
 
 def _check_cores(processes: int) -> None:
-    """Refuse far more processes than the CPU has cores: they would make next to no progress."""
+    """Raise ConfigError if far more processes are requested than the CPU has cores."""
     cores = os.cpu_count() or 1
     limit = max(_MIN_PROCESS_LIMIT, 2 * cores)
     if processes > limit:
@@ -217,7 +220,7 @@ def _check_cores(processes: int) -> None:
 
 
 def _needs_port(yaml: dict[str, Any], launcher_flags: dict[str, Any]) -> bool:
-    """Return True if the default port of Accelerate is in use, and no port is set."""
+    """Return True if Accelerate's default port is in use and the user set no other one."""
     port = launcher_flags["--main_process_port"] or yaml.get("main_process_port")
     machines = launcher_flags["--num_machines"] or yaml.get("num_machines") or 1
     if port is not None or machines != 1:
@@ -226,8 +229,8 @@ def _needs_port(yaml: dict[str, Any], launcher_flags: dict[str, Any]) -> bool:
         return probe.connect_ex(("localhost", _DEFAULT_PORT)) == 0
 
 
-def _free_port() -> int:
-    """Find a port that is not in use."""
+def _find_free_port() -> int:
+    """Return a TCP port that is not in use now."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
@@ -244,7 +247,7 @@ def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int, cpu: boo
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in cfg.preemption_signals:
-        signal.signal(getattr(signal, name), _Stop(cfg.grace_seconds))
+        signal.signal(getattr(signal, name), _SignalForwarder(cfg.grace_seconds))
     signals = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     for_agent = [name for name in signals if name not in cfg.preemption_signals]
     os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(for_agent)
@@ -259,10 +262,10 @@ def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int, cpu: boo
         except ChildFailedError as error:
             # One of several processes failed; torch's agent has restarted them already.
             failed = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-            return _exit_code({rank: failure.exitcode for rank, failure in failed})
+            return _choose_exit_code({rank: failure.exitcode for rank, failure in failed})
         except subprocess.CalledProcessError as error:
             # A single process failed. It has no agent, so it is restarted here.
-            code = _exit_code({0: error.returncode})
+            code = _choose_exit_code({0: error.returncode})
             if code in (_REFUSED, EXIT_CODE_PREEMPTED) or not remaining:
                 return code
             print(f"restart    {restarts - remaining + 1} of {restarts}", flush=True)
@@ -279,14 +282,14 @@ def _launch(arguments: list[str], cfg: CheckpointConfig, restarts: int, cpu: boo
     raise AssertionError
 
 
-class _Stop:
-    """A handler that passes signals on to the ranks, waits for them, and ends this process."""
+class _SignalForwarder:
+    """Signal handler that forwards a signal to the ranks, waits for them, and exits."""
 
     def __init__(self, grace: float) -> None:
         self._patience, self._waiting = grace + 30, False
 
     def __call__(self, number: int, frame: object) -> None:
-        """Forward the signal to the ranks, wait, kill late ones, and exit with their code."""
+        """Forward the signal to the ranks, wait, kill late ones, and exit with a rank's code."""
         ranks = psutil.Process().children()
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
@@ -304,17 +307,18 @@ class _Stop:
         codes = {ranks.index(rank): rank.returncode for rank in ended}
         # A rank without a handler yet had done nothing that could be lost.
         early = {rank: EXIT_CODE_PREEMPTED for rank, code in codes.items() if code == -number}
-        sys.exit(_exit_code(codes | early) if not alive else 128 + signal.SIGKILL)
+        sys.exit(_choose_exit_code(codes | early) if not alive else 128 + signal.SIGKILL)
 
 
-def _exit_code(ended: dict[int, int]) -> int:
-    """Return the exit code of the first rank that failed; 0 if none did.
+def _choose_exit_code(ended: dict[int, int]) -> int:
+    """Choose the exit code of a run from those of its ranks; 0 if all ranks succeeded.
 
-    If a rank refused a setting, its code wins, because that would happen again at each start. The
-    code of a preempted rank comes next, because other ranks may have failed as a consequence.
+    The code of a rank that refused a setting wins, because it would refuse again at each start.
+    The code for preemption comes next, because other ranks may have failed as a consequence. If
+    there is neither, the first failed rank decides; a signal N becomes 128 + N and is printed.
 
     Args:
-        ended: rank -> its exit code, in the order in which they ended.
+        ended: rank -> its exit code, in the order in which the ranks ended.
     """
     for code in (_REFUSED, EXIT_CODE_PREEMPTED):
         if code in ended.values():
@@ -326,13 +330,13 @@ def _exit_code(ended: dict[int, int]) -> int:
 
 
 def find_kind(name: str) -> Kind:
-    """Find the kind of run of this name.
+    """Find the kind of run called `name`.
 
-    The current folder may have a recipe of this name (`recipes/NAME.py`): an edited copy, or a
-    user's own. It is imported to find the class of its settings.
+    If the current folder has a recipe `recipes/NAME.py` that differs from the toolkit's, the kind
+    is that of the settings class in it. The recipe may be imported for that.
 
     Raises:
-        ConfigError: there is no such kind, or the recipe does not name its class of settings.
+        ConfigError: there is no such kind, or the recipe does not name its settings class.
     """
     script, shipped = Path("recipes", f"{name}.py"), find_shipped_kind(name)
     if not script.is_file():
@@ -344,7 +348,7 @@ def find_kind(name: str) -> Kind:
         return shipped
     if shipped is not None and script.read_bytes() == (recipes_root() / script).read_bytes():
         return shipped
-    settings = _settings_class(script)
+    settings = _find_settings_class(script)
     if settings is None and shipped is not None:
         return shipped
     if settings is None:
@@ -355,8 +359,8 @@ def find_kind(name: str) -> Kind:
     return kind_of(settings)
 
 
-def _settings_class(script: Path) -> type[RunConfig] | None:
-    """Find the class of settings that a recipe passes to `training.main`; None if there is none.
+def _find_settings_class(script: Path) -> type[RunConfig] | None:
+    """Find the settings class that a recipe passes to `training.main`, or None.
 
     A script that passes a class of `toolkit.config` is only parsed. Any other script is imported.
     """
@@ -374,7 +378,7 @@ def _settings_class(script: Path) -> type[RunConfig] | None:
 
 
 def _import_script(script: Path) -> ModuleType:
-    """Import a recipe, which also registers its objective."""
+    """Import a recipe file as a module, which also registers its objective."""
     spec = importlib.util.spec_from_file_location(f"recipe_{script.stem}", script)
     assert spec is not None
     assert spec.loader is not None
@@ -398,24 +402,24 @@ def _import_script(script: Path) -> ModuleType:
 def load_config(
     file: str | Path, settings: Sequence[str] = (), name: str | None = None, *, remote: bool = False
 ) -> tuple[Kind, Any, str | None]:
-    """Read the config of a run of any kind.
+    """Read the config of a run whose kind may not be known.
 
-    The kind is the one named, else the one that the file names (`kind`), else the only one that has
-    the file's settings. If several have them, the rows of the training data decide; without rows it
-    is pretraining.
+    The kind is `name`, or else the `kind` in the file, or else the only kind that accepts the
+    file's settings. If several kinds accept them, the format of the training rows decides; without
+    rows the first of those kinds is chosen.
 
     Args:
         file: a YAML file.
-        settings: `--section.field VALUE`, which win over the file.
-        name: of the kind.
-        remote: read rows from the Hub, too.
+        settings: `--section.field VALUE` arguments, which override the file.
+        name: name of the kind; None: find it.
+        remote: also read rows from the Hub to find the kind.
 
     Returns:
-        The kind, its settings, and a line that says how the kind was chosen where neither the file
-        nor `name` says it.
+        The kind, the config, and a note that says how the kind was chosen. The note is None if the
+        kind was given or only one kind accepts the settings.
 
     Raises:
-        ConfigError: no kind has the file's settings, or the kind is unknown.
+        ConfigError: no kind accepts the file's settings, or the kind is unknown.
     """
     content = read_yaml(Path(file), ConfigError) if Path(file).is_file() else None
     content = content if isinstance(content, dict) else {}
@@ -435,7 +439,7 @@ def load_config(
         raise errors[saved_kind_name(content)]
     if len(configs) == 1:
         return kinds[name := next(iter(configs))], configs[name], None
-    name = _kind_of_rows(configs, remote)
+    name = _find_kind_of_rows(configs, remote)
     reason = ", since its rows are of that kind" if name in configs else ""
     name = name if name in configs else next(iter(configs))
     title = kinds[name].title
@@ -443,12 +447,12 @@ def load_config(
     return kinds[name], configs[name], note
 
 
-def _kind_of_rows(configs: Mapping[str, Any], remote: bool) -> str:
-    """Find the kind of run that the training rows are for; empty if there are no rows to look at.
+def _find_kind_of_rows(configs: Mapping[str, Any], remote: bool) -> str:
+    """Find the kind of run whose row format fits the training rows; "" if none can be read.
 
     Args:
-        configs: name of a kind -> its config.
-        remote: read rows from the Hub, too.
+        configs: name of a kind -> the config, read as that kind.
+        remote: also read rows from the Hub.
     """
     from toolkit.data.row_formats import find_row_format
     from toolkit.data.sources.rows import load_sources
@@ -477,7 +481,8 @@ def find_script(recipe: str) -> Path:
     return script if script.is_file() else recipes_root() / script
 
 
-def _parser(recipe: str) -> argparse.ArgumentParser:
+def _build_parser(recipe: str) -> argparse.ArgumentParser:
+    """Build the parser for the launcher's options of a recipe's command."""
     command = find_kind(recipe).command
     parser = argparse.ArgumentParser(
         prog=f"toolkit {command}",
@@ -486,7 +491,7 @@ def _parser(recipe: str) -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    files = ", ".join(launch_files())
+    files = ", ".join(list_launch_files())
     file_help = f"Accelerate YAML, or one of {files}; without it Accelerate's own default is used"
     parser.add_argument("--accelerate_config", metavar="FILE", help=file_help)
     for name, kind in _LAUNCHER_OPTIONS.items():
@@ -496,51 +501,56 @@ def _parser(recipe: str) -> argparse.ArgumentParser:
     return parser
 
 
-def launch_files() -> dict[str, Path]:
-    """List the Accelerate YAMLs that come with the toolkit: name -> file."""
+def list_launch_files() -> dict[str, Path]:
+    """Map the name of each Accelerate YAML that comes with the toolkit to its path."""
     return {file.stem: file for file in sorted((recipes_root() / _LAUNCHERS).glob("*.yaml"))}
 
 
-def _launch_file(name: str) -> Path:
-    """Find an Accelerate YAML: a file, or the name of one that comes with the toolkit."""
-    file = Path(name) if Path(name).is_file() else launch_files().get(name)
+def _find_launch_file(name: str) -> Path:
+    """Find an Accelerate YAML by its path, or by its name in the toolkit.
+
+    Raises:
+        ConfigError: there is no such file or name.
+    """
+    file = Path(name) if Path(name).is_file() else list_launch_files().get(name)
     if file is None:
-        near = difflib.get_close_matches(name, launch_files(), n=1)
-        names = ", ".join(launch_files()) + (f"; did you mean {near[0]}?" if near else "")
+        near = difflib.get_close_matches(name, list_launch_files(), n=1)
+        names = ", ".join(list_launch_files()) + (f"; did you mean {near[0]}?" if near else "")
         raise ConfigError(f"--accelerate_config {name} is no file, and none of {names}")
     return file
 
 
 def describe_recipes() -> list[str]:
-    """Describe each recipe, each Accelerate YAML and each ready config; a line each."""
+    """Format one line for each recipe, Accelerate YAML and ready config of the toolkit."""
     lines = []
     for name in NAMES:
         text = (recipes_root() / "recipes" / f"{name}.py").read_text("utf-8")
         doc = ast.get_docstring(ast.parse(text)) or ""
         lines.append(f"{name:<12}{doc.splitlines()[0]}")
-    for name, file in launch_files().items():
-        lines.append(f"{name:<12}{_LAUNCHERS}/{file.name}: {_title(file)}")
+    for name, file in list_launch_files().items():
+        lines.append(f"{name:<12}{_LAUNCHERS}/{file.name}: {_read_title(file)}")
     lines += ["", "Ready configs, which --copy puts into recipes/configs:"]
     for file in sorted((recipes_root() / "recipes/configs").glob("*.yaml")):
-        lines.append(f"  {file.stem:<27}{_title(file)}")
+        lines.append(f"  {file.stem:<27}{_read_title(file)}")
     return lines
 
 
-def _title(file: Path) -> str:
-    """Read the first sentence of the comment at the top of a YAML, which is in its first line."""
+def _read_title(file: Path) -> str:
+    """Return the first sentence of the comment in the first line of a YAML file."""
     first = file.read_text("utf-8").splitlines()[0].lstrip("# ")
     return re.split(r"[.:]$|\. ", first)[0]
 
 
 def copy_recipe(name: str, target: Path) -> list[Path]:
-    """Copy a recipe, the configs and the Accelerate YAMLs into a folder.
+    """Copy a recipe, all ready configs and the Accelerate YAMLs into the folder `target`.
 
-    They get the paths that the commands in the documentation use.
+    The copies keep their relative paths, which the commands in the documentation use.
 
     Returns:
-        The new files.
+        The paths of the copies.
 
     Raises:
+        ConfigError: there is no such recipe.
         ToolkitError: a file exists already and differs. Then nothing is written.
     """
     if name not in NAMES:

@@ -66,8 +66,8 @@ _ROW_SECONDS = 10.0  # for reading rows before processes start
 
 
 @dataclass
-class Start:
-    """A start of a run as the checks see it: its settings, and what earlier checks have built."""
+class RunStart:
+    """State that the checks of one run start share: its settings, and what earlier checks built."""
 
     cfg: RunConfig
     world_size: int | None
@@ -97,21 +97,27 @@ class Start:
 
 @dataclass(frozen=True)
 class Check:
-    """A check of a start, the stage of a rehearsal that it belongs to, and when it runs."""
+    """A function that checks a `RunStart`, with its stage in a rehearsal and when it runs."""
 
     name: str
     moments: tuple[Moment, ...]
-    run: Callable[[Start], str]
+    run: Callable[[RunStart], str]
     """Raises a ToolkitError if the run would fail; describes what it found, which may be empty."""
 
 
-def run_checks(start: Start, moment: Moment, name: str | None = None) -> dict[str, str]:
-    """Run the checks of a moment in order, or only those with this `name`.
+def run_checks(start: RunStart, moment: Moment, name: str | None = None) -> dict[str, str]:
+    """Run the checks that belong to `moment`, in the order of `CHECKS`.
 
-    Collective at `build` and `load`.
+    Collective if `moment` is `build` or `load`.
+
+    Args:
+        start: the state of the start. Some checks fill in its fields.
+        moment: when the checks run; see `Moment`.
+        name: run only the checks with this name; None: all.
 
     Returns:
-        Name of a check -> what it found; several checks of one name are joined.
+        Name of a check -> its summary for the log. Checks without a summary are omitted; the
+        summaries of checks with the same name are joined.
 
     Raises:
         ToolkitError: the run would fail. The subclass is that of the failing check.
@@ -124,7 +130,7 @@ def run_checks(start: Start, moment: Moment, name: str | None = None) -> dict[st
 
 
 def check_start(cfg: RunConfig, world_size: int | None, device: str) -> str:
-    """Refuse a run before its processes start, as far as the files of this machine allow.
+    """Check a run before its processes start, with the files of this machine only.
 
     Takes seconds, most of them for imports. Reads no weights and starts no device. The weights of
     a Hub id are not requested.
@@ -140,18 +146,18 @@ def check_start(cfg: RunConfig, world_size: int | None, device: str) -> str:
     Raises:
         ToolkitError: the run would fail.
     """
-    with _silence():
+    with _silence_output():
         cfg = apply_adapter_settings(cfg)
         is_local = Path(cfg.model.name_or_path).expanduser().is_dir()
         build_cfg = cfg if is_local else replace(cfg, model=replace(cfg.model, init="random"))
         add_tokenizer = partial(_add_local_tokenizer, cfg)
-        start = Start(cfg, world_size, device, build_cfg, add_tokenizer)
+        start = RunStart(cfg, world_size, device, build_cfg, add_tokenizer)
         return run_checks(start, "train").get("data", "")
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Suppress what the checks print: the run prints it again."""
+def _silence_output() -> Iterator[None]:
+    """Suppress stdout, stderr and log messages inside the context; the run prints them later."""
     disabled_level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -162,7 +168,11 @@ def _silence() -> Iterator[None]:
 
 
 def _add_local_tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
-    """Add the tokenizer of the run if it exists already, and drop kernels of the device."""
+    """Fill in the tokenizer of the model's settings, and turn off device kernels.
+
+    A tokenizer that would have to be trained, or that depends on rows from the Hub, is left to the
+    run.
+    """
     model = replace(use_model_tokenizer(model), kernels="none")
     if not find_row_format(cfg.rows).is_documents or model.train_tokenizer or _has_remote_rows(cfg):
         return model
@@ -170,7 +180,7 @@ def _add_local_tokenizer(cfg: RunConfig, model: ModelConfig) -> ModelConfig:
 
 
 def _has_remote_rows(cfg: RunConfig) -> bool:
-    """Return True if a source is a data set that is not a folder of this machine."""
+    """Return True if a training source is a data set that is not a folder of this machine."""
     names = [source.dataset_name for _, source in list_sources(cfg.data)]
     return any(name and not Path(name).expanduser().is_dir() for name in names)
 
@@ -178,8 +188,11 @@ def _has_remote_rows(cfg: RunConfig) -> bool:
 # ---- Packages, output folder, repository ---------------------------------------------------------
 
 
-def check_packages(start: Start) -> str:
-    """Refuse missing packages that the settings, the recipe or the model's own code import."""
+def check_packages(start: RunStart) -> str:
+    """Raise ConfigError if a package that settings, recipe or model code import is missing.
+
+    Returns a summary.
+    """
     cfg = start.cfg
     cfg.metrics.trackers()
     kernel = cfg.model.attn_implementation or ""
@@ -232,14 +245,17 @@ def _find_missing_imports(file: Path) -> Iterable[str]:
                 yield package
 
 
-def check_output(start: Start) -> str:
-    """Refuse an output_dir or a checkpoint.root that holds something other than this run."""
-    validate_run_folders(start.cfg)
+def check_output(start: RunStart) -> str:
+    """Claim the output folders; raise if they hold something other than this run. Returns ""."""
+    claim_folders(start.cfg)
     return ""
 
 
-def check_writable(start: Start) -> str:
-    """Refuse an output_dir or a checkpoint.root that no file can be written to, by writing one."""
+def check_writable(start: RunStart) -> str:
+    """Raise ConfigError if output_dir or checkpoint.root is not writable; return a summary.
+
+    Writes a temporary file into the nearest existing folder and deletes it.
+    """
     cfg = start.cfg
     folders = {"output_dir": Path(cfg.output_dir)}
     root = checkpoint_root(cfg)
@@ -264,8 +280,15 @@ def check_writable(start: Start) -> str:
     return f"{' and '.join(map(str, folders.values()))} can be written"
 
 
-def check_hub(start: Start, *, create: bool) -> str:
-    """Refuse a run whose export could not be published at its end; may create the repository."""
+def check_hub(start: RunStart, *, create: bool) -> str:
+    """Raise HubError if the run could not be published at its end; return a summary.
+
+    Collective.
+
+    Args:
+        start: the state of the start.
+        create: create the repository on the Hub if it is missing.
+    """
     cfg = start.cfg
     base = cfg.model.name_or_path if cfg.adapters else None
     hub.check(cfg.hub, start.log, adapted=base, create=create)
@@ -275,18 +298,24 @@ def check_hub(start: Start, *, create: bool) -> str:
 # ---- Model and adapter ---------------------------------------------------------------------------
 
 
-def check_quantisation(start: Start) -> str:
-    """Refuse 4-bit settings that cannot work, by a small trial on the device. Collective."""
+def check_quantisation(start: RunStart) -> str:
+    """Raise if the 4-bit settings do not work in a small trial on the device. Collective.
+
+    Returns "".
+    """
     cfg = start.build_cfg
     models.check_quantisation(cfg.adapters, cfg.sharding, cfg.model, start.device)
     return ""
 
 
-def build_model(start: Start) -> str:
-    """Build the model on meta, without adapters, and complete its settings by the tokenizer.
+def build_model(start: RunStart) -> str:
+    """Build the model on meta without adapters, and store it in `start.model`. Collective.
 
-    Refuses what settings, config and the headers of the weights show to be wrong. Collective; takes
-    seconds.
+    Also sets `start.model_cfg`: the model's settings, completed by the tokenizer. Checks the
+    optimizer, the settings and the headers of the weights first. Takes seconds.
+
+    Returns:
+        A summary: the model's class and number of parameters.
 
     Raises:
         ToolkitError: a ConfigError, ModelError, LoadingError or DataError.
@@ -301,10 +330,10 @@ def build_model(start: Start) -> str:
     return f"{models.model_class_name(start.model)}, {count:,} parameters"
 
 
-def check_adapter_files(start: Start) -> str:
-    """Refuse adapters that name no module of the model, or that continue one of another base.
+def check_adapter_files(start: RunStart) -> str:
+    """Raise if adapter targets are not in the model, or `lora.from` has another base. Returns "".
 
-    Reads small files only. PEFT would start a device, so it is left to the run.
+    Reads small files only. PEFT would start a device, so `check_adapter` calls it in the run.
     """
     cfg = start.cfg
     if cfg.adapters:
@@ -318,8 +347,11 @@ def check_adapter_files(start: Start) -> str:
     return ""
 
 
-def check_adapter(start: Start) -> str:
-    """Refuse an adapter (`lora.from`) that the run cannot continue. Collective."""
+def check_adapter(start: RunStart) -> str:
+    """Raise on all ranks if the run cannot continue the adapter in `lora.from`. Collective.
+
+    Logs which adapter is continued. Returns "".
+    """
 
     def check() -> str:
         resumes = bool(committed_steps(checkpoint_root(start.cfg)))
@@ -330,17 +362,20 @@ def check_adapter(start: Start) -> str:
 
 
 def check_continued_adapter(cfg: RunConfig, base: PreTrainedModel, *, resumes: bool) -> str:
-    """Refuse an adapter (`lora.from`) that a new run cannot continue; format the log line.
+    """Check that a new run can continue the adapter in `lora.from`, and describe it.
 
-    A resumed run does not read that adapter. One process.
+    A resumed run does not read that adapter. Not collective.
 
     Args:
         cfg: the settings of the run.
-        base: on meta, without adapters; it is not changed.
-        resumes: the run has a checkpoint.
+        base: the base model on meta, without adapters; it is not changed.
+        resumes: True if the run has a checkpoint.
+
+    Returns:
+        A log line about the adapter; empty if the run continues none.
 
     Raises:
-        ConfigError: names what does not fit.
+        ConfigError: the adapter does not fit; the message says why.
     """
     if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
         return ""
@@ -352,7 +387,7 @@ def check_continued_adapter(cfg: RunConfig, base: PreTrainedModel, *, resumes: b
 
 
 def _refuse_other_targets(lora: LoraConfig, base: PreTrainedModel) -> None:
-    """Refuse an adapter (`lora.from`) of other modules if the user asks for `all-linear`."""
+    """Raise ConfigError if the user set `all-linear` and the adapter has other modules."""
     all_linear = replace(lora, from_=None, target_modules=ALL_LINEAR, exclude_modules=[])
     expected, present = (
         adapted_modules(add_adapters(copy.deepcopy(base), settings)).keys()
@@ -366,8 +401,11 @@ def _refuse_other_targets(lora: LoraConfig, base: PreTrainedModel) -> None:
         )
 
 
-def check_tokenizer(start: Start) -> str:
-    """Refuse a tokenizer whose ids go beyond the embedding."""
+def check_tokenizer(start: RunStart) -> str:
+    """Load the tokenizer into `start.tokenizer`; raise if its ids exceed the embedding.
+
+    Returns a summary of both sizes.
+    """
     start.tokenizer = load_tokenizer(start.model_cfg)
     vocabulary = models.vocabulary_size(start.model)
     Encoder(start.tokenizer, start.cfg.data, vocabulary)
@@ -375,15 +413,15 @@ def check_tokenizer(start: Start) -> str:
     return f"{tokens}, {vocabulary:,} rows of the embedding"
 
 
-def check_prompts(start: Start) -> str:
-    """Refuse `train.eval_prompts` that the model cannot answer. Collective."""
+def check_prompts(start: RunStart) -> str:
+    """Raise if the model cannot answer `train.eval_prompts`. Collective. Returns ""."""
     if isinstance(start.cfg, FinetuneConfig):
         training.check_prompts(start.model, start.tokenizer, start.cfg.train)
     return ""
 
 
-def check_router(start: Start) -> str:
-    """Refuse settings by which the experts of the model cannot be balanced. Collective."""
+def check_router(start: RunStart) -> str:
+    """Raise if the settings cannot balance the experts of the model. Collective. Returns ""."""
     plan_router(start.model, start.cfg)
     return ""
 
@@ -391,15 +429,15 @@ def check_router(start: Start) -> str:
 # ---- Data, sharding, disk ------------------------------------------------------------------------
 
 
-def check_mesh(start: Start) -> str:
-    """Refuse a mesh that the processes of the run cannot form."""
+def check_mesh(start: RunStart) -> str:
+    """Raise ShardingError if the processes of the run cannot form the mesh. Returns ""."""
     if start.world_size is not None:
         mesh_shape(start.world_size, start.cfg.sharding)
     return ""
 
 
-def check_batch(start: Start) -> str:
-    """Refuse a global batch that the ranks and their micro-batches do not divide."""
+def check_batch(start: RunStart) -> str:
+    """Raise if ranks and micro-batches do not divide the global batch. Returns ""."""
     global_batch = start.cfg.train.global_batch_size
     micro_batch = start.cfg.train.per_device_train_batch_size
     if start.world_size is not None and global_batch is not None:
@@ -413,11 +451,13 @@ def check_batch(start: Start) -> str:
     return ""
 
 
-def check_rows(start: Start) -> str:
-    """Refuse rows that the run would refuse, and sources of which it could use no row.
+def check_rows(start: RunStart) -> str:
+    """Read some rows of each source for a few seconds; raise if the run would refuse one.
+
+    Also raises if a source has no usable row.
 
     Returns:
-        A log line that says how many rows were checked; empty if none could be.
+        A log line with the number of checked rows; empty if none could be read here.
     """
     cfg, model_cfg = start.cfg, start.model_cfg
     has_no_tokenizer = model_cfg.tokenizer_name_or_path is None and model_cfg.train_tokenizer
@@ -436,11 +476,11 @@ def check_rows(start: Start) -> str:
         looks.append(check_some_rows(source, encoder, max(1.0, seconds)))
         if not row_format.is_documents:
             looks[-1].check(source, cfg.data.sequence_length)
-    return f"checked    {sum(look.counts.rows for look in looks):,} rows{_row_limits(looks)}"
+    return f"checked    {sum(look.counts.rows for look in looks):,} rows{_describe_unchecked_rows(looks)}"
 
 
-def _row_limits(looks: list[RowCheck]) -> str:
-    """Format the part of the log line that says which rows were not checked."""
+def _describe_unchecked_rows(looks: list[RowCheck]) -> str:
+    """Format the end of the log line of `check_rows`, which says which rows were not checked."""
     if all(look.is_complete for look in looks):
         return ", which are all rows"
     return (
@@ -450,8 +490,12 @@ def _row_limits(looks: list[RowCheck]) -> str:
     )
 
 
-def shard_on_meta(start: Start) -> str:
-    """Shard the model on meta as a rank of the run would, and keep it as `start.model`."""
+def shard_on_meta(start: RunStart) -> str:
+    """Shard the model on meta as a rank would, and replace `start.model` by the result.
+
+    Returns:
+        A summary: the number of FSDP units, the mesh, and the parameter bytes of a rank.
+    """
     cfg = start.build_cfg
     world_size = start.world_size
     assert world_size is not None
@@ -468,10 +512,10 @@ def shard_on_meta(start: Start) -> str:
         return f"{len(rows)} units on {replicas} x {shards} ranks, {rank_bytes} of parameters each"
 
 
-def check_disk(start: Start) -> str:
-    """Refuse a disk that is too small for what the run writes, and log that. Collective.
+def check_disk(start: RunStart) -> str:
+    """Raise if the disk is too small for the run's files; log and return the estimate. Collective.
 
-    Skipped if the number of ranks is not known, or if the adapters are not on the model yet.
+    Returns "" if the number of ranks is unknown, or if the adapters are not on the model yet.
     """
     cfg, model, world_size = start.cfg, start.model, start.world_size
     if world_size is None or (cfg.adapters and not has_adapters(model)):

@@ -11,17 +11,17 @@ from collections.abc import Hashable, Sequence
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def table(rows: list[list[str]], right: set[int], margin: int = 0) -> list[str]:
+def format_table(rows: list[list[str]], right: set[int], margin: int = 0) -> list[str]:
     """Format rows as lines of aligned columns.
 
-    If stdout is a terminal that is too narrow, the columns that do not fit follow in further
-    tables, each of which repeats the first column. If the first column takes more than half of the
-    width, its cells are cut at their beginning.
+    If stdout is a terminal that is too narrow, the columns that do not fit are printed below, in
+    further tables that repeat the first column. If the first column takes more than half of the
+    width, its cells lose their beginning.
 
     Args:
-        rows: cells, as many in each row.
+        rows: cells; every row has the same number of them.
         right: indices of the columns that are right-aligned.
-        margin: characters of the terminal's width that the table may not use.
+        margin: number of characters of the terminal's width to leave free.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     room: float = math.inf
@@ -46,7 +46,7 @@ def table(rows: list[list[str]], right: set[int], margin: int = 0) -> list[str]:
 
 
 def _cut_beginning(text: str, width: int) -> str:
-    """Cut a text to `width` characters, and keep its end."""
+    """Shorten a text to `width` characters by removing its beginning."""
     return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
@@ -66,18 +66,21 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
-def fold(names: list[str], facts: Sequence[Hashable] = ()) -> list[tuple[str, list[int]]]:
+def group_numbered_names(
+    names: list[str], facts: Sequence[Hashable] = ()
+) -> list[tuple[str, list[int]]]:
     """Group names that differ only in their numbers, such as those of equal layers.
 
     `model.layers.0.mlp` to `model.layers.31.mlp` become `model.layers.{0..31}.mlp`; every second
-    one becomes `{0..30:2}`. If the numbers make no full grid, each name keeps its own line.
+    layer becomes `{0..30:2}`. If the numbers do not form a complete grid, each name stays alone.
 
     Args:
         names: dotted names.
-        facts: one value for each name; names with different values are not grouped.
+        facts: one value for each name; names with different values are not grouped. Empty: group
+            by name only.
 
     Returns:
-        (folded name, indices of its names in `names`), in the order of their first name.
+        (group's name, indices of its members in `names`), in the order of the first member.
     """
     groups: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
     for index, name in enumerate(names):

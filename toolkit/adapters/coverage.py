@@ -12,7 +12,7 @@ from toolkit.models import peft_model
 from toolkit.models.layers import expert_counts, parameters_outside_text
 from toolkit.models.patterns import replace_numbers
 from toolkit.models.reward import reward_head
-from toolkit.tables import fold, table
+from toolkit.tables import group_numbered_names, format_table
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -100,7 +100,7 @@ def coverage_lines(model: nn.Module) -> list[str]:
         experts_text = f"{names} ({share:.0%} of the base's matrices)"
         lines.append(f"WARNING    the routed experts are not adapted: {experts_text}. {remedy}")
     if routers := [row for row in rows if row.part == "router" and row.trained]:
-        name = fold([row.name for row in routers])[0][0]
+        name = group_numbered_names([row.name for row in routers])[0][0]
         lines.append(
             f"WARNING    the router is adapted too ({name}): which expert a token goes to will "
             "change. lora.target_modules with a list of names leaves it alone"
@@ -163,7 +163,7 @@ def _classify_matrix(name: str, owner: nn.Module, shape: tuple[int, ...], expert
 def _format_table(rows: list[CoverageRow]) -> list[str]:
     """Format the rows as a table."""
     lines = [["  matrix", "count", "shape", "trained as", "trained"]]
-    for name, indices in fold(
+    for name, indices in group_numbered_names(
         [row.name for row in rows], [(row.shape, row.method) for row in rows]
     ):
         first = rows[indices[0]]
@@ -171,4 +171,4 @@ def _format_table(rows: list[CoverageRow]) -> list[str]:
         shape = " x ".join(map(str, first.shape))
         trained = f"{first.trained * count:,}" if first.trained else ""
         lines.append([f"  {name}", str(count), shape, first.method, trained])
-    return table(lines, right={1, 4})
+    return format_table(lines, right={1, 4})

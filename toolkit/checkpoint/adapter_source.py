@@ -22,7 +22,7 @@ from toolkit.checkpoint import commit
 from toolkit.checkpoint.run_folder import apply_recorded_adapter, local_copy, read_recorded_config
 from toolkit.checkpoint.sources import Source, find_source, read_base_entry
 from toolkit.checkpoint.store import is_url
-from toolkit.config.lora import ALL_LINEAR, LoraConfig, comparable
+from toolkit.config.lora import ALL_LINEAR, LoraConfig, normalise_value
 from toolkit.config.published import is_path
 from toolkit.config.settings import FinetuneConfig
 from toolkit.errors import ConfigError, ExportError, ToolkitError, one_line
@@ -95,9 +95,9 @@ def _merge_adapter_settings(lora: LoraConfig, source: AdapterSource) -> LoraConf
     """
     theirs = parse_adapter_settings(source.config, source.name)
     for name, value in lora.requested().items():
-        if name == "target_modules" and comparable(value) == ALL_LINEAR:
+        if name == "target_modules" and normalise_value(value) == ALL_LINEAR:
             continue  # the model decides which modules those are
-        if comparable(value) != comparable(theirs[name]):
+        if normalise_value(value) != normalise_value(theirs[name]):
             raise ConfigError(
                 f"lora.{name} is {value!r}, and the adapter that lora.from names "
                 f"({source.name}) has {theirs[name]!r}; leave lora.{name} out"

@@ -28,8 +28,8 @@ from toolkit.checkpoint.local_folder import (
 from toolkit.checkpoint.names import CHECKPOINTS, EXPORTS
 from toolkit.checkpoint.reference_file import PARTS
 from toolkit.checkpoint.store import Folder, is_url, parse_location, storage_of
-from toolkit.config.kinds import defines_run
-from toolkit.config.lora import ALL_LINEAR, STRUCTURE, comparable
+from toolkit.config.kinds import is_fixed_on_resume
+from toolkit.config.lora import ALL_LINEAR, STRUCTURE, normalise_value
 from toolkit.config.published import get_mapping
 from toolkit.config.settings import RunConfig
 from toolkit.errors import ConfigError, LaunchError
@@ -349,7 +349,7 @@ def apply_recorded_adapter(cfg: Any, recorded: Any) -> Any:
     contradictions = {
         name: value
         for name, value in lora.requested().items()
-        if comparable(value) not in (comparable(structure[name]), ALL_LINEAR)
+        if normalise_value(value) not in (normalise_value(structure[name]), ALL_LINEAR)
     }
     return dataclasses.replace(cfg, lora=lora.with_structure(structure | contradictions))
 
@@ -449,7 +449,7 @@ def _check_same_run(before: Any, cfg: Any, setting: str, folder: Folder) -> None
     changed = [
         f"{name} was {old!r}, is {new!r}"
         for name, (old, new) in differences.items()
-        if defines_run(name)
+        if is_fixed_on_resume(name)
     ]
     if changed:
         raise ConfigError(

@@ -15,7 +15,7 @@ from toolkit.checkpoint.store import folder_bytes, read_json_object
 from toolkit.config.published import get_mapping, select_publishable_settings, to_publishable
 from toolkit.formats import METADATA_FILE, read_metadata
 from toolkit.formats.metrics_file import METRICS, STARTS, read_lines, read_metrics, read_versions
-from toolkit.tables import fold, size_text, table
+from toolkit.tables import group_numbered_names, size_text, format_table
 
 
 def summarize(path: str | Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def format_summary(summary: dict[str, Any]) -> str:
             [f"  {name}", size_text(size), status[committed]]
             for name, size, committed in checkpoints
         ]
-        lines += table(rows, right={1})
+        lines += format_table(rows, right={1})
     lines.append(f"checkpoint  {summary['checkpoint']}")
     facts = [
         ("architecture", summary["model"]),
@@ -124,9 +124,11 @@ def format_summary(summary: dict[str, Any]) -> str:
         kinds = ", ".join(f"{dtype} {count:,}" for dtype, count in sorted(elements.items()))
         rows.append([f"  {section}", f"{size_text(summary['bytes'][section])} ({kinds})"])
     rows.append(["  all files", size_text(summary["bytes"]["files"])])
-    lines += [*table(rows, right=set()), ""]
+    lines += [*format_table(rows, right=set()), ""]
     head = ["tensor", "tensors", "shape", "dtype", "bytes", "chunks"]
-    return "\n".join([*lines, *table([head, *_tensor_rows(summary["tensors"])], right={1, 4})])
+    return "\n".join(
+        [*lines, *format_table([head, *_tensor_rows(summary["tensors"])], right={1, 4})]
+    )
 
 
 def _list_checkpoints(run: Path) -> list[dict[str, Any]]:
@@ -161,7 +163,7 @@ def _tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
     """Format table rows for tensors; those whose names differ only in numbers share a row."""
     facts = [(str(t["shape"]), t["dtype"], str(t["chunks"])) for t in tensors]
     rows = []
-    for name, indices in fold([t["name"] for t in tensors], facts):
+    for name, indices in group_numbered_names([t["name"] for t in tensors], facts):
         shape, dtype, chunks = facts[indices[0]]
         size = size_text(sum(tensors[i]["bytes"] for i in indices))
         rows.append([name, str(len(indices)), shape, dtype, size, chunks])

@@ -48,11 +48,11 @@ _TRANSLATED = {
 _AXES = {"tp": "tensor", "cp": "context", "sp": "sequence"}
 
 
-def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
-    """Translate the environment that `accelerate launch` gives to its processes.
+def translate_environment(env: Env) -> tuple[dict[str, Any], list[str]]:
+    """Translate the environment variables that `accelerate launch` sets for its processes.
 
     Returns:
-        Dotted setting -> value, and a note for each key that has no effect.
+        Dotted setting -> value for the toolkit's config, and a note for each key without effect.
 
     Raises:
         LaunchError: the YAML requests FSDP1, training in float16, or tensor, context or sequence
@@ -61,7 +61,7 @@ def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
     settings: dict[str, Any] = {}
     notes: list[str] = []
     if is_fsdp(env):
-        if (version := _text(env, "FSDP_VERSION") or "1") != "2":
+        if (version := _read_text(env, "FSDP_VERSION") or "1") != "2":
             raise LaunchError(
                 f"fsdp_version {version} of the launch configuration (1 is Accelerate's default): "
                 "the toolkit shards with FSDP2. Convert the YAML with `accelerate to-fsdp2 "
@@ -69,29 +69,29 @@ def translate(env: Env) -> tuple[dict[str, Any], list[str]]:
             )
         _set_precision(env, settings, notes)
         _set_mesh(env, settings)
-        _set_units(env, settings, notes)
+        _set_fsdp_options(env, settings, notes)
         unknown = sorted(n for n in env if n.startswith("FSDP_") and n not in _TRANSLATED)
         notes += [f"{n.lower()} is unknown to the toolkit and has no effect" for n in unknown]
-    elif (precision := _text(env, "ACCELERATE_MIXED_PRECISION").lower()) in ("fp16", "fp8"):
+    elif (precision := _read_text(env, "ACCELERATE_MIXED_PRECISION").lower()) in ("fp16", "fp8"):
         notes.append(
             f"mixed_precision {precision}: training in it is not supported; sharding.param_dtype "
             "sets the dtype of the computation"
         )
     _set_compilation(env, settings, notes)
     # Users set this variable by hand, because no key of the YAML does.
-    steps = _number(env, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    steps = _read_count(env, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     if steps > 1:
         settings["train.gradient_accumulation_steps"] = steps
     return settings, notes
 
 
 def is_fsdp(env: Env) -> bool:
-    """Return True if Accelerate is to shard: `distributed_type: FSDP`, or `--use_fsdp`."""
-    return _truth(env, "ACCELERATE_USE_FSDP")
+    """Return True if the launch configuration selects FSDP (`distributed_type: FSDP`)."""
+    return _read_bool(env, "ACCELERATE_USE_FSDP")
 
 
 def is_translated(name: str) -> bool:
-    """Return True if `translate` handles an environment variable, so that nothing else may."""
+    """Return True if `translate_environment` handles the environment variable `name`."""
     return name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DYNAMO_")) or name in (
         "ACCELERATE_USE_FSDP",
         "ACCELERATE_USE_PARALLELISM_CONFIG",
@@ -100,11 +100,12 @@ def is_translated(name: str) -> bool:
 
 
 def _set_precision(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
-    """Set the compute dtype; `no` is float32.
+    """Set `sharding.param_dtype` in `settings` from `mixed_precision`; `no` becomes float32.
 
-    The reduction stays in float32, although Accelerate would reduce in bfloat16 too.
+    Appends a note for fp8, and raises LaunchError for fp16. The reduction stays in float32,
+    although Accelerate would reduce in bfloat16 too.
     """
-    precision = (_text(env, "ACCELERATE_MIXED_PRECISION") or "no").lower()
+    precision = (_read_text(env, "ACCELERATE_MIXED_PRECISION") or "no").lower()
     _check_choice("mixed_precision", precision, ("no", "bf16", "fp16", "fp8"))
     if precision == "fp16":
         raise LaunchError(
@@ -120,11 +121,15 @@ def _set_precision(env: Env, settings: dict[str, Any], notes: list[str]) -> None
 
 
 def _set_mesh(env: Env, settings: dict[str, Any]) -> None:
-    """Set the number of shards and replicas; refuse other kinds of parallelism."""
-    if not _truth(env, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+    """Set `dp_shard` and `dp_replicate` in `settings`; leave them unset if all sizes are 1.
+
+    Raises:
+        LaunchError: tensor, context or sequence parallelism is requested.
+    """
+    if not _read_bool(env, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         return
     size = {
-        name: _number(env, f"PARALLELISM_CONFIG_{name.upper()}_SIZE")
+        name: _read_count(env, f"PARALLELISM_CONFIG_{name.upper()}_SIZE")
         for name in ("dp_replicate", "dp_shard", *_AXES)
     }
     for name, axis in _AXES.items():
@@ -141,29 +146,38 @@ def _set_mesh(env: Env, settings: dict[str, Any]) -> None:
         settings["sharding.dp_shard"] = size["dp_shard"]
 
 
-def _set_units(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
-    """Set which modules are units, and when FSDP2 gathers, frees and offloads them."""
+def _set_fsdp_options(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
+    """Set the `sharding.*` settings that correspond to the `FSDP_*` variables.
+
+    They decide which modules FSDP2 shards as units, and when it gathers, frees and offloads
+    parameters. A variable that FSDP2 does not support is appended to `notes`.
+
+    Raises:
+        LaunchError: a variable has a value that Accelerate does not define.
+    """
     # Accelerate's true equals the toolkit's default `auto`: the root stays gathered.
-    if not _truth(env, "FSDP_RESHARD_AFTER_FORWARD", unset="true"):
+    if not _read_bool(env, "FSDP_RESHARD_AFTER_FORWARD", unset="true"):
         settings["sharding.reshard_after_forward"] = False
-    if (strategy := _text(env, "FSDP_SHARDING_STRATEGY")) not in ("", "1", "FULL_SHARD"):
+    if (strategy := _read_text(env, "FSDP_SHARDING_STRATEGY")) not in ("", "1", "FULL_SHARD"):
         notes.append(
             f"fsdp_sharding_strategy {strategy} belongs to fsdp_version 1 and has no effect with "
             "2; set fsdp_reshard_after_forward, sharding.dp_shard and sharding.dp_replicate"
         )
     for name, (setting, value) in _SWITCHES.items():
-        if _truth(env, name):
+        if _read_bool(env, name):
             settings[setting] = value
     for name, (values, note) in _CHOICES.items():
-        chosen = (_text(env, name) or values[0]).upper()
+        chosen = (_read_text(env, name) or values[0]).upper()
         _check_choice(name.lower(), chosen, values)
         if chosen != values[0]:
             notes.append(f"{name.lower()} {chosen}: {note}")
         elif name == "FSDP_AUTO_WRAP_POLICY":
-            classes = [c.strip() for c in _text(env, "FSDP_TRANSFORMER_CLS_TO_WRAP").split(",")]
+            classes = [
+                c.strip() for c in _read_text(env, "FSDP_TRANSFORMER_CLS_TO_WRAP").split(",")
+            ]
             if any(classes):
                 settings["sharding.layer_classes"] = [c for c in classes if c]
-    ignored = _text(env, "FSDP_IGNORED_MODULES")
+    ignored = _read_text(env, "FSDP_IGNORED_MODULES")
     names = ignored.split("|") if ignored else []
     if not all(re.fullmatch(r"(\.\*|\\\.|[\w.-])+", name) for name in names):
         notes.append(
@@ -177,59 +191,67 @@ def _set_units(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
 
 
 def _set_compilation(env: Env, settings: dict[str, Any], notes: list[str]) -> None:
-    """Set what torch.compile compiles, and with which backend and mode."""
-    backend = (_text(env, "ACCELERATE_DYNAMO_BACKEND") or "NO").lower()
+    """Set the `sharding.torch_compile*` settings from the `ACCELERATE_DYNAMO_*` variables.
+
+    Appends a note for options that have no effect. Does nothing if the backend is `no`.
+    """
+    backend = (_read_text(env, "ACCELERATE_DYNAMO_BACKEND") or "NO").lower()
     if backend == "no":
         return
-    by_layer = _truth(env, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
+    by_layer = _read_bool(env, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
     settings["sharding.torch_compile"] = "layer" if by_layer else "model"
     settings["sharding.torch_compile_backend"] = backend
-    if (mode := _text(env, "ACCELERATE_DYNAMO_MODE") or "default") != "default":
+    if (mode := _read_text(env, "ACCELERATE_DYNAMO_MODE") or "default") != "default":
         settings["sharding.torch_compile_mode"] = mode
-    if _truth(env, "ACCELERATE_DYNAMO_USE_FULLGRAPH"):
+    if _read_bool(env, "ACCELERATE_DYNAMO_USE_FULLGRAPH"):
         notes.append("dynamo_use_fullgraph true: the toolkit allows graph breaks")
-    if _truth(env, "ACCELERATE_DYNAMO_USE_DYNAMIC"):
+    if _read_bool(env, "ACCELERATE_DYNAMO_USE_DYNAMIC"):
         notes.append(
             "dynamo_use_dynamic true: torch.compile decides, and makes a size dynamic once it has "
             "changed"
         )
 
 
-def _text(env: Env, name: str) -> str:
-    """Read a variable; it is empty if it is not set or `None`, which a YAML null becomes."""
+def _read_text(env: Env, name: str) -> str:
+    """Read a variable as text; return "" if it is unset or `None` (a null of the YAML)."""
     value = env.get(name, "").strip()
     return "" if value.lower() == "none" else value
 
 
-def _truth(env: Env, name: str, unset: str = "false") -> bool:
-    """Read a variable as a boolean; `unset` is its value if it is not set."""
-    value = (_text(env, name) or unset).lower()
+def _read_bool(env: Env, name: str, unset: str = "false") -> bool:
+    """Read a variable as a boolean; `unset` is the text to parse if the variable is not set.
+
+    Raises:
+        LaunchError: the value is not a boolean.
+    """
+    value = (_read_text(env, name) or unset).lower()
     if value in ("1", "true", "yes", "on", "y", "t"):
         return True
     if value in ("0", "false", "no", "off", "n", "f"):
         return False
-    raise _wrong_value(name, "true or false", value)
+    raise _build_wrong_value_error(name, "true or false", value)
 
 
-def _number(env: Env, name: str) -> int:
-    """Read a variable as a positive integer; it is 1 if it is not set."""
-    value = _text(env, name) or "1"
+def _read_count(env: Env, name: str) -> int:
+    """Read a variable as a positive integer, or 1 if it is not set.
+
+    Raises:
+        LaunchError: the value is not a positive integer.
+    """
+    value = _read_text(env, name) or "1"
     if not re.fullmatch(r"0*[1-9][0-9]{0,8}", value):
-        raise _wrong_value(name, "an integer of at least 1", value)
+        raise _build_wrong_value_error(name, "an integer of at least 1", value)
     return int(value)
 
 
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    """Check that a value is one of the choices.
-
-    Raises:
-        LaunchError: it is not.
-    """
+    """Raise LaunchError if `value` is not one of `choices`; `key` is named in the message."""
     if value not in choices:
-        raise _wrong_value(key, f"one of {', '.join(choices)}", value)
+        raise _build_wrong_value_error(key, f"one of {', '.join(choices)}", value)
 
 
-def _wrong_value(name: str, expected: str, value: str) -> LaunchError:
+def _build_wrong_value_error(name: str, expected: str, value: str) -> LaunchError:
+    """Build the error for a variable whose value is not the `expected` one."""
     key = name.lower().removeprefix("accelerate_")
     return LaunchError(
         f"{key} of the launch configuration must be {expected}, got {value}; correct the "

@@ -10,7 +10,7 @@ from toolkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One of several sources of training data that are mixed."""
+    """One source of training or evaluation data, and its weight in a mixture."""
 
     files: str | list[str] = field(default_factory=list)
     """Files or globs, as in data.train_files."""
@@ -35,7 +35,7 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Sources of the text and how it becomes samples."""
+    """Settings of the training and evaluation data, and of how rows become samples."""
 
     train_files: str | list[str] = field(default_factory=list)
     """Files or globs (.txt .md .py and other text, .jsonl .ndjson .json .csv .tsv .parquet .arrow),
@@ -109,7 +109,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class FinetuneDataConfig(DataConfig):
-    """Sources of the examples, their supervised tokens, and how they become samples."""
+    """Settings of the data for fine-tuning, including which tokens are supervised."""
 
     packing: Literal["auto", "wrapped", "bfd", "none"] = "auto"
     supervise: Literal["auto", "completion", "assistant", "last_assistant", "all"] = "auto"
@@ -147,8 +147,8 @@ def check_template_kwargs(kwargs: dict[str, Any]) -> None:
     """Check the names and values of `data.chat_template_kwargs`.
 
     Raises:
-        ConfigError: the toolkit sets an argument itself, a name is no identifier, or a value has no
-            form in JSON.
+        ConfigError: a name is not a Python identifier or is reserved for the toolkit, or a value
+            cannot be written as JSON.
     """
     for name, value in kwargs.items():
         if not isinstance(name, str) or not name.isidentifier():

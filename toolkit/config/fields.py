@@ -26,35 +26,41 @@ def field_name(setting: str) -> str:
 
 
 def setting_path(path: str) -> str:
-    """Convert a dotted path of dataclass fields to the setting that users see."""
+    """Convert a dotted path of fields to user-facing names: `lora.from_` to `lora.from`."""
     return ".".join(map(setting_name, path.split(".")))
 
 
 def field_path(path: str) -> str:
-    """Convert a dotted setting to the path of its dataclass fields."""
+    """Convert a dotted user-facing setting to dataclass fields: `lora.from` to `lora.from_`."""
     return ".".join(map(field_name, path.split(".")))
 
 
 def setting_types(cls: type) -> dict[str, Any]:
-    """Map the settings of a dataclass to their types."""
+    """Map the user-facing name of each setting of the dataclass `cls` to its type."""
     return {setting_name(name): kind for name, kind in typing.get_type_hints(cls).items()}
 
 
-def _field_types(cls: type) -> dict[str, Any]:
+def _map_field_types(cls: type) -> dict[str, Any]:
+    """Map the name of each field of the dataclass `cls` to its type."""
     return typing.get_type_hints(cls)
 
 
 def to_fields(cls: type, content: Any) -> Any:
-    """Rename the keys of a mapping of settings to the field names of `cls`, including sections.
+    """Rename the keys of `content` from user-facing names to field names of `cls`, recursively.
 
-    Keys within the value of a setting, such as `data.columns: {from: role}`, stay as they are.
+    Sections are renamed too. Keys inside the value of a setting, such as
+    `data.columns: {from: role}`, stay as they are. `content` is returned unchanged if it is not
+    a dict.
     """
     return _rename_keys(cls, content, setting_types, field_name)
 
 
 def to_settings(cls: type, content: Any) -> Any:
-    """Rename the keys of a mapping of fields of `cls` to the names that users see."""
-    return _rename_keys(cls, content, _field_types, setting_name)
+    """Rename the keys of `content` from field names of `cls` to user-facing names, recursively.
+
+    This is the reverse of `to_fields`.
+    """
+    return _rename_keys(cls, content, _map_field_types, setting_name)
 
 
 def _rename_keys(
@@ -63,6 +69,7 @@ def _rename_keys(
     types_of: Callable[[type], dict[str, Any]],
     rename: Callable[[str], str],
 ) -> Any:
+    """Apply `rename` to the keys of `content` that `types_of(cls)` knows, and to its sections."""
     if not isinstance(content, dict):
         return content
     types = types_of(cls)

@@ -18,7 +18,7 @@ from toolkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of run, such as preference tuning."""
+    """A kind of run, such as preference tuning: its names, its command and its settings class."""
 
     name: str
     """Name of the recipe's file, and `kind` in the saved config.yaml."""
@@ -68,7 +68,10 @@ _PRIVATE = frozenset({"checkpoint", "metrics", "hub", "output_dir", "kind"})
 
 
 def kind_of(config: type[RunConfig]) -> Kind:
-    """Find the kind of run that a class of settings configures."""
+    """Find the kind of run that the settings class `config` belongs to.
+
+    A class that no shipped kind uses gets a new `Kind` without a command.
+    """
     name = config.kind_name()
     shipped = find_shipped_kind(name)
     if shipped is None:
@@ -78,7 +81,7 @@ def kind_of(config: type[RunConfig]) -> Kind:
 
 
 def find_shipped_kind(name: str) -> Kind | None:
-    """Find one of the toolkit's own kinds by its name; None if there is none."""
+    """Find the kind called `name` among those that come with the toolkit, or None."""
     return next((kind for kind in KINDS if kind.name == name), None)
 
 
@@ -89,7 +92,7 @@ def saved_kind_name(content: Mapping[str, Any]) -> str:
         content: the parsed file.
 
     Returns:
-        The file's `kind`, or without one the kind whose sections it has.
+        The file's `kind`. If it has none, the kind is inferred from the sections of the file.
     """
     name = content.get("kind")
     if isinstance(name, str) and name:
@@ -102,15 +105,15 @@ def saved_kind_name(content: Mapping[str, Any]) -> str:
 
 
 def check_kind(config: type[RunConfig], content: Mapping[str, Any], source: str) -> None:
-    """Check that a config file is of the same kind as the settings class `config`.
+    """Raise ConfigError if a config file belongs to another kind of run than `config`.
+
+    A file without `kind` is accepted. The message names both kinds, and the command that starts
+    a run of the file's kind.
 
     Args:
         config: settings class of the recipe that was started.
         content: the parsed file.
         source: path of the file, for the message.
-
-    Raises:
-        ConfigError: names both kinds and the command that starts a run of the file's kind.
     """
     name = content.get("kind")
     expected = kind_of(config)
@@ -133,19 +136,19 @@ def section_names(config: type[RunConfig]) -> set[str]:
     return {field.name for field in dataclasses.fields(config)}
 
 
-def is_special(section: str) -> bool:
-    """Return True if neither pretraining nor fine-tuning has this section.
+def is_extra_section(section: str) -> bool:
+    """Return True if neither pretraining nor fine-tuning has a section with this name.
 
-    It is then what is special about the kind, such as `preference`, or a section that a user's
-    recipe adds.
+    Examples are `preference`, and a section that a user's recipe adds.
     """
     return section not in section_names(PretrainConfig) | section_names(FinetuneConfig)
 
 
-def defines_run(setting: str) -> bool:
-    """Return True if another value of a dotted setting makes another run.
+def is_fixed_on_resume(setting: str) -> bool:
+    """Return True if a dotted setting must not change when a run is resumed.
 
-    Such a setting must not change between two starts on the same output_dir.
+    Most settings of the model and the data are fixed. Those of sharding, optimizer, logging and
+    similar sections may change.
     """
     section = setting.partition(".")[0]
     return section not in _CHANGEABLE and setting not in _CHANGEABLE_SETTINGS

@@ -16,8 +16,8 @@ ALL_LINEAR = "all-linear"
 _SOURCE_FIELDS = ("from_", "revision")  # the adapter to continue
 
 
-def comparable(value: Any) -> Any:
-    """Normalise the value of a setting, so that lists compare equal in any order."""
+def normalise_value(value: Any) -> Any:
+    """Normalise the value of a setting for comparison: sort lists, lower-case `all-linear`."""
     if isinstance(value, str) and value.lower() == ALL_LINEAR:
         return ALL_LINEAR
     return sorted(value) if isinstance(value, list) else value
@@ -25,7 +25,7 @@ def comparable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters (LoRA and its variants, through PEFT) instead of full-parameter fine-tuning."""
+    """Settings of LoRA adapters and their variants (PEFT), trained instead of all parameters."""
 
     from_: str | None = None
     """Continue training this adapter: a PEFT folder, a Hub id, the output_dir of a run, one of its
@@ -85,25 +85,29 @@ class LoraConfig:
         return self.r > 0 or self.from_ is not None
 
     def changed(self) -> dict[str, Any]:
-        """Map the fields that are not at their defaults to their values."""
+        """Map each field that differs from its default to its value; skip empty containers."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         return {n: v for n, v in values.items() if v != defaults[n] and v not in ([], {})}
 
     def requested(self) -> dict[str, Any]:
-        """Map the settings of `STRUCTURE` that the user set to their values."""
+        """Map each setting in `STRUCTURE` (rank, targets, ...) that the user set to its value."""
         # A rank of 0 means that the user set none.
         explicit = self.explicit - {"r"} if self.r == 0 else self.explicit
         names = [n for n in STRUCTURE if n in explicit or n in self.changed()]
         return {name: getattr(self, name) for name in names}
 
     def with_structure(self, structure: dict[str, Any]) -> "LoraConfig":
-        """Copy these settings with the structure of an adapter.
+        """Return a copy with the rank, targets and similar settings of an existing adapter.
 
-        The copy's `explicit` contains `all-linear` if the user requested it, because only the model
-        can tell which modules that means.
+        Args:
+            structure: setting of `STRUCTURE` -> its value in that adapter.
+
+        Returns:
+            The copy. Its `explicit` contains `all-linear` if the user requested it, because a later
+            check needs the model to compare that with the adapter's modules.
         """
-        wants_all = comparable(self.requested().get("target_modules")) == ALL_LINEAR
+        wants_all = normalise_value(self.requested().get("target_modules")) == ALL_LINEAR
         wants_all |= ALL_LINEAR in self.explicit  # set by an earlier call
         adopted = dataclasses.replace(self, **structure)
         object.__setattr__(adopted, "explicit", frozenset({ALL_LINEAR} if wants_all else ()))

@@ -14,7 +14,7 @@ from toolkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class Metric:
-    """A value that an evaluation computes."""
+    """Description of an evaluation metric: its name, its better direction, and its format."""
 
     name: str
     """Its name, without the prefix `eval_`."""
@@ -48,11 +48,11 @@ def preference_metrics(loss_type: str) -> tuple[Metric, ...]:
 _declared = {metric.name: metric for metric in (*TOKEN_METRICS, *preference_metrics("kto"))}
 
 
-def declare(metrics: Iterable[Metric]) -> None:
-    """Register the metrics of an objective for everything that compares or shows metrics.
+def register_metrics(metrics: Iterable[Metric]) -> None:
+    """Register the metrics of an objective, so that the direction and format of each are known.
 
     Raises:
-        ConfigError: a metric of this name is registered with the other direction.
+        ConfigError: a metric of the same name is registered with the other direction.
     """
     for metric in metrics:
         registered = _declared.setdefault(metric.name, metric)
@@ -65,15 +65,15 @@ def declare(metrics: Iterable[Metric]) -> None:
 
 
 def shown_metrics() -> list[Metric]:
-    """List the declared metrics that the progress bar and the summary show, in their order."""
+    """List the registered metrics that the progress bar and the summary show."""
     return [metric for metric in _declared.values() if metric.format_spec]
 
 
 def is_greater_better(name: str) -> bool:
-    """Return True if a larger value of a metric is better.
+    """Return True if a larger value of the metric `name` is better.
 
-    The end of the name decides, as in `eval_FILE_NAME`. For a metric that is not declared, larger
-    is better unless its name ends in `loss` or `perplexity`.
+    The registered metric that `name` ends with decides, so `eval_FILE_loss` counts as `loss`. For
+    an unregistered metric, larger is better unless its name ends in `loss` or `perplexity`.
     """
     matches = [metric for metric in _declared if f"_{name}".endswith(f"_{metric}")]
     if matches:

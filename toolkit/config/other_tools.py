@@ -131,7 +131,7 @@ def refuse_foreign_config(settings: Mapping[str, Any], file: object) -> None:
 
 
 def _recognise_unconvertible(settings: Mapping[str, Any], keys: set[str]) -> str | None:
-    """Name the tool of a config whose layout `toolkit convert-config` does not support."""
+    """Recognise a tool whose configs cannot be converted; return its name or None."""
     sections = {key for key in keys if isinstance(settings.get(key), Mapping)}
     if "actor_rollout_ref" in keys or {"trainer", "data", "model"} <= sections:
         return "verl"
@@ -266,21 +266,21 @@ _SETTINGS_BY_OTHER_NAME = {
 
 
 def suggest_setting(cls: type, section: type, prefix: str, path: str) -> str | None:
-    """Find the setting that a user may have meant by an unknown one.
+    """Suggest the setting that a user may have meant by an unknown one.
 
-    The last part of the name is searched in all sections of `cls`, then in the other kinds of runs
-    and among the names of other tools. After that, a similar name in `section` is searched, and
-    finally one in all sections.
+    The last part of the name is looked up in all sections of `cls`, then in the other kinds of
+    runs, then among the setting names of other tools. If that fails, the most similar name is
+    searched, first in `section` and then in all sections.
 
     Args:
-        cls: class of the complete settings.
-        section: class of the section that the name is in.
-        prefix: dotted name of the section, ending in a dot.
-        path: the unknown setting.
+        cls: settings class of the run, or of an entry of a list of sections.
+        section: class of the section that contains the name.
+        prefix: dotted name of that section, ending in a dot.
+        path: the unknown dotted setting.
 
     Returns:
-        The setting, or several joined by "or", with the kind of run if it is another one; None if
-        no name is similar.
+        The suggestion as text for a message, or None if no name is similar. It may list several
+        settings joined by "or", or name another kind of run.
     """
     leaf = path.split(".")[-1]
     local_names = [*setting_types(section)]
@@ -291,13 +291,13 @@ def suggest_setting(cls: type, section: type, prefix: str, path: str) -> str | N
         return next(iter(similar_here), None)
     if same_leaf := settings_named(cls, leaf):
         return " or ".join(same_leaf)
-    settings_here = _settings(cls)  # type: ignore[arg-type]
+    settings_here = _list_settings(cls)  # type: ignore[arg-type]
     translated = _SETTINGS_BY_OTHER_NAME.get(leaf, path)
     translated_name = translated.partition(":")[0]
     # Search the kinds that extend `cls` or differ from it. Each offers what earlier ones lack.
     earlier = {*settings_here, *section_names(cls)}
     for kind in KINDS:
-        settings = _settings(kind.config)  # type: ignore[arg-type]
+        settings = _list_settings(kind.config)  # type: ignore[arg-type]
         sections = section_names(kind.config)
         names = [name for name in settings if name not in earlier and name.endswith(f".{leaf}")]
         if path in sections - earlier:
@@ -327,11 +327,11 @@ _VALUES = {
 
 
 def suggest_value(setting: str, kind: Any, value: str) -> str | None:
-    """Find the value that a user may have meant by a wrong one; None if no choice is similar.
+    """Suggest the value that a user may have meant by a wrong one, or None.
 
     Args:
         setting: dotted name of the setting.
-        kind: its type. Only choices (`Literal`) have similar values.
+        kind: type of the setting. Similar values are searched only among `Literal` choices.
         value: the wrong value.
     """
     inner = [kind, *typing.get_args(kind)]
@@ -343,46 +343,47 @@ def suggest_value(setting: str, kind: Any, value: str) -> str | None:
 
 
 def nearest_settings(cls: type, section: type, prefix: str, name: str) -> list[str]:
-    """List the three settings with the most similar names, in the same section or in all.
+    """List up to three settings with the most similar names, the most similar one first.
 
     Args:
-        cls: class of the complete settings.
-        section: class of the section that the name is in.
-        prefix: dotted name of the section, ending in a dot; empty: all sections are searched.
+        cls: settings class of the run.
+        section: class of the section that contains the name.
+        prefix: dotted name of that section, ending in a dot. If it is empty, all sections of a
+            run are searched.
         name: the unknown name within the section.
     """
     names = [prefix + name for name in setting_types(section)]
     if not prefix and issubclass(cls, RunConfig):
-        names = _settings(cls)  # type: ignore[arg-type]
+        names = _list_settings(cls)  # type: ignore[arg-type]
     by_leaf = {n.split(".")[-1]: n for n in reversed(names)}
     return [by_leaf[n] for n in difflib.get_close_matches(name, by_leaf, n=3, cutoff=0.0)]
 
 
 def find_setting(name: str) -> str:
-    """Find the setting that takes the same values as another tool's `name`.
+    """Translate another tool's setting name to the dotted setting that takes the same values.
 
     Returns:
-        The dotted setting, or `name` itself if there is none.
+        The dotted setting, or `name` itself if there is no unique one.
     """
     setting = _SETTINGS_BY_OTHER_NAME.get(name)
-    if setting in _settings(FinetuneConfig):
+    if setting in _list_settings(FinetuneConfig):
         return setting
     same_leaf = settings_named(FinetuneConfig, name)
     return same_leaf[0] if len(same_leaf) == 1 else name
 
 
 def settings_named(cls: type, leaf: str) -> list[str]:
-    """List the dotted settings of a config whose last part is `leaf`."""
-    return [name for name in _settings(cls) if name.split(".")[-1] == leaf]
+    """List the dotted settings of the config class `cls` whose last part is `leaf`."""
+    return [name for name in _list_settings(cls) if name.split(".")[-1] == leaf]
 
 
 @functools.cache
-def _settings(cls: type, prefix: str = "") -> list[str]:
-    """List the dotted names of all settings of a config."""
+def _list_settings(cls: type, prefix: str = "") -> list[str]:
+    """List the dotted names of all settings of a config class, each preceded by `prefix`."""
     settings: list[str] = []
     for name, kind in setting_types(cls).items():
         if dataclasses.is_dataclass(kind):
-            settings += _settings(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+            settings += _list_settings(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
         else:
             settings.append(prefix + name)
     return settings

@@ -19,7 +19,7 @@ Tracker = Literal[
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written and which ones are kept."""
+    """Settings of checkpoints: when they are written and which ones are kept."""
 
     save_steps: AtLeast1 = 500
     """Write a checkpoint every so many steps, and at the end."""
@@ -83,7 +83,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Trackers that receive the metrics of a run; metrics.jsonl is always written."""
+    """Settings of experiment trackers. The file metrics.jsonl is always written."""
 
     report_to: Literal["none"] | Tracker | list[Tracker] = "none"
     """Experiment tracker, or a list of them. Each needs its package. A tracker has its own settings
@@ -94,7 +94,7 @@ class MetricsConfig:
     """Name of the run in trackers. Empty: the name of output_dir."""
 
     def trackers(self) -> list[str]:
-        """List the trackers of `report_to`.
+        """List the trackers that `report_to` selects, without duplicates.
 
         Raises:
             ConfigError: the package of a tracker is not installed.
@@ -112,7 +112,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class HubConfig:
-    """Publishing of the run at its end. The token comes from `hf auth login` or HF_TOKEN."""
+    """Settings for pushing the run to the Hub. The token comes from `hf auth login` or HF_TOKEN."""
 
     push_to_hub: bool = False
     """Export the last checkpoint and push it when the run is done. Permission is checked before

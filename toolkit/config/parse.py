@@ -76,17 +76,17 @@ def parse(
     args = list(sys.argv[1:] if args is None else args)
     defaults = dict(defaults or {})
     for name in defaults:
-        _check_path(cls, name, "launch configuration")
+        _find_setting_type(cls, name, "launch configuration")
     # A parser keeps its defaults, so the shared one must not get any.
-    parser = _parser.__wrapped__(cls) if defaults else _parser(cls)
+    parser = _build_parser.__wrapped__(cls) if defaults else _build_parser(cls)
     if defaults:
         parser.set_defaults(defaults)
     parser.prog = os.path.basename(sys.argv[0])
     if default_file is not None and not any(a.split("=")[0] == "--config" for a in args):
         args = ["--config", str(default_file), *args]
     unknown = _UnknownSettings(cls)
-    for file in _config_files(args):
-        content = _read(file)
+    for file in _find_config_files(args):
+        content = _read_settings_file(file)
         if issubclass(cls, RunConfig):
             check_kind(cls, content, str(file))
             refuse_foreign_config(content, file)
@@ -94,9 +94,9 @@ def parse(
     _check_flags(cls, args, unknown)
     unknown.refuse()
     try:
-        parsed = parser.parse_args(_as_fields(args))
+        parsed = parser.parse_args(_rename_flags(args))
         sections = parser.instantiate(parsed)
-        cfg = cls(**{f.name: _plain(sections[f.name]) for f in dataclasses.fields(cls)})
+        cfg = cls(**{f.name: _convert_numbers(sections[f.name]) for f in dataclasses.fields(cls)})
     except ArgumentError as error:
         raise ConfigError(_reword_error(cls, " ".join(str(error).split()))) from None
     except ConfigError as error:
@@ -107,10 +107,12 @@ def parse(
             raise
         raise ConfigError(f"{error} ({mentioned} came from the launch configuration)") from None
     if (lora := getattr(cfg, "lora", None)) is not None:
-        names = {n.partition(".")[2] for n in _explicit(cls, args) if n.startswith("lora.")}
+        names = {
+            n.partition(".")[2] for n in _find_set_settings(cls, args) if n.startswith("lora.")
+        }
         object.__setattr__(lora, "explicit", frozenset(names))
     for name, value in flatten_settings(cfg).items():
-        kind = _check_path(cls, name, "")
+        kind = _find_setting_type(cls, name, "")
         # jsonargparse accepts null for every type.
         if value is None and type(None) not in typing.get_args(kind):
             raise ConfigError(f"{name} must be {describe_type(kind)}, got nothing (null)")
@@ -130,7 +132,10 @@ def dump(cfg: Any) -> str:
 
 
 def find_differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """Compare two configs and map each setting that differs to its old and new value."""
+    """Compare two configs; return dotted setting -> (old value, new value) of those that differ.
+
+    A text equals a list that contains only that text.
+    """
     before = flatten_settings(old)
     after = flatten_settings(new)
     changes = {}
@@ -144,7 +149,8 @@ def find_differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 
 
 @functools.cache
-def _parser(cls: type) -> ArgumentParser:
+def _build_parser(cls: type) -> ArgumentParser:
+    """Build the jsonargparse parser for the settings class `cls`; cached for each class."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
     # jsonargparse keeps a text that is no YAML, such as `*.txt`, as it is.
@@ -162,7 +168,7 @@ def _parser(cls: type) -> ArgumentParser:
         exit_on_error=False,
         allow_abbrev=False,
         # A fixed width makes the help look the same under every launcher.
-        formatter_class=functools.partial(_Help, cls, width=110, max_help_position=44),  # type: ignore[arg-type]
+        formatter_class=functools.partial(_HelpFormatter, cls, width=110, max_help_position=44),  # type: ignore[arg-type]
         usage="%(prog)s [--config FILE] [--section.field VALUE ...] [--print_config]",
         parser_mode=mode,
     )
@@ -171,10 +177,10 @@ def _parser(cls: type) -> ArgumentParser:
     return parser
 
 
-class _Help(DefaultHelpFormatter):
-    """Help text that lists settings but not their sections.
+class _HelpFormatter(DefaultHelpFormatter):
+    """Format the help of all settings, without the sections themselves.
 
-    jsonargparse would offer each section as a flag that takes a separate file.
+    jsonargparse would otherwise list each section as a flag that takes a separate file.
     """
 
     def __init__(self, cls: type, **options: Any) -> None:
@@ -183,7 +189,7 @@ class _Help(DefaultHelpFormatter):
         self._sections = {name for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
 
     def add_argument(self, action: argparse.Action) -> None:
-        """Add a setting to the help under the name that users see."""
+        """Add a setting under its user-facing name; skip sections."""
         if action.dest not in self._sections:
             if (setting := setting_path(action.dest)) != action.dest:
                 action = copy.copy(action)
@@ -192,8 +198,8 @@ class _Help(DefaultHelpFormatter):
             super().add_argument(action)
 
 
-def _as_fields(args: Sequence[str]) -> list[str]:
-    """Rename the flags of a command line to dataclass fields, as jsonargparse expects them."""
+def _rename_flags(args: Sequence[str]) -> list[str]:
+    """Rename command-line flags from user-facing names to dataclass fields, for jsonargparse."""
     pairs = [arg.partition("=") if arg.startswith("--") else (arg, "", "") for arg in args]
     return [
         f"--{field_path(flag[2:])}{equals}{value}" if flag.startswith("--") else flag
@@ -201,8 +207,8 @@ def _as_fields(args: Sequence[str]) -> list[str]:
     ]
 
 
-def _explicit(cls: type, args: Sequence[str]) -> set[str]:
-    """List the dotted settings that files and flags set."""
+def _find_set_settings(cls: type, args: Sequence[str]) -> set[str]:
+    """Find the dotted settings that the flags and the config files in `args` set."""
 
     def names(kind: type, content: dict, prefix: str = "") -> Iterator[str]:
         for key, value in content.items():
@@ -213,44 +219,49 @@ def _explicit(cls: type, args: Sequence[str]) -> set[str]:
                 yield f"{prefix}{key}"
 
     flags = {a.partition("=")[0][2:].removesuffix("+") for a in args if a.startswith("--")}
-    return flags.union(*(names(cls, _read(file)) for file in _config_files(args)))
+    return flags.union(
+        *(names(cls, _read_settings_file(file)) for file in _find_config_files(args))
+    )
 
 
-def _plain(value: Any) -> Any:
-    """Convert numbers of jsonargparse's restricted types to plain numbers, also in containers."""
+def _convert_numbers(value: Any) -> Any:
+    """Convert jsonargparse's restricted numbers to plain bool, int and float, recursively."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {
+            f.name: _convert_numbers(getattr(value, f.name)) for f in dataclasses.fields(value)
+        }
         return dataclasses.replace(value, **fields)
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_convert_numbers(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _convert_numbers(item) for key, item in value.items()}
     number = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
     return value if number is None else number(value)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write YAML that quotes texts such as `1e3`, which jsonargparse would read as numbers."""
+    """YAML dumper that quotes texts such as `1e3`, which jsonargparse would read as numbers."""
 
 
-def _text_node(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    """Represent a text as a YAML scalar, in quotes if it looks like a number."""
     style = "'" if re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value, re.IGNORECASE) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-_Dumper.add_representer(str, _text_node)
+_Dumper.add_representer(str, _represent_text)
 
 
 # ---- Checks before jsonargparse reads the values
 
 
 class UnknownSettingError(ConfigError):
-    """The name of a setting does not exist.
+    """An error for a setting name that does not exist.
 
     Args:
-        path: the dotted name.
-        place: file, or `command line`.
-        suggestion: a clause that tells the setting to use instead, with its punctuation.
+        path: the unknown dotted name.
+        place: where it was given: a file, or `command line`.
+        suggestion: rest of the message, such as ", did you mean train.max_steps?".
     """
 
     def __init__(self, path: str, place: str, suggestion: str) -> None:
@@ -261,17 +272,18 @@ class UnknownSettingError(ConfigError):
 
 
 class _UnknownSettings:
-    """Collect the unknown settings of files and flags, to refuse them in one error."""
+    """Collector of unknown settings in files and flags, so that one error lists all of them."""
 
     def __init__(self, cls: type) -> None:
         self._cls = cls
         self._errors: list[UnknownSettingError] = []
 
     def add(self, error: UnknownSettingError) -> None:
+        """Remember an unknown setting for `refuse`."""
         self._errors.append(error)
 
     def refuse(self) -> None:
-        """Raise a ConfigError that lists the unknown settings, if there are any."""
+        """Raise one ConfigError that lists the collected settings; do nothing if there are none."""
         if not self._errors:
             return
         names = [repr(error.path) for error in self._errors]
@@ -294,7 +306,12 @@ class _UnknownSettings:
         raise ConfigError(f"{count} ({places}): {listing}{page}")
 
 
-def _config_files(args: Sequence[str]) -> list[Path]:
+def _find_config_files(args: Sequence[str]) -> list[Path]:
+    """List the paths that follow `--config` in the arguments.
+
+    Raises:
+        ConfigError: a file does not exist, or is not a regular file.
+    """
     files = [a.split("=", 1)[1] for a in args if a.startswith("--config=")]
     files += [b for a, b in itertools.pairwise(args) if a == "--config"]
     for file in files:
@@ -311,7 +328,12 @@ def _config_files(args: Sequence[str]) -> list[Path]:
     return [Path(f) for f in files]
 
 
-def _read(file: Path) -> dict:
+def _read_settings_file(file: Path) -> dict:
+    """Read a YAML file that must contain a mapping of settings.
+
+    Raises:
+        ConfigError: the file cannot be read, is empty, or contains something else.
+    """
     content = read_yaml(file, ConfigError)
     if content is None:
         raise ConfigError(f"{file} is empty; expected a YAML file with settings (see --help)")
@@ -321,19 +343,29 @@ def _read(file: Path) -> dict:
 
 
 def _check_flags(cls: type, args: Sequence[str], unknown: _UnknownSettings) -> None:
-    """Check the flags of a command line: their names, and that a value follows each of them."""
+    """Check the names and values of command-line flags before jsonargparse reads them.
+
+    Args:
+        cls: settings class of the run.
+        args: arguments of the command line.
+        unknown: receives the flags whose setting does not exist.
+
+    Raises:
+        ConfigError: a flag names a section, lacks its value, or has a value that looks like a
+            secret or does not parse.
+    """
     kind = None
     setting = ""
     for arg, following in zip(args, [*args, "--"][1:], strict=True):
         flag, equals, value = arg.partition("=")
         _refuse_secret(arg, flag if equals else "the command line")
         if not flag.startswith("--"):
-            _check_text(setting, kind, arg)
+            _check_text_value(setting, kind, arg)
         elif flag not in ("--config", "--help", "--print_config"):
             setting = flag.removeprefix("--").removesuffix("+")
             kind = None
             try:
-                kind = _check_path(cls, setting, "command line")
+                kind = _find_setting_type(cls, setting, "command line")
             except UnknownSettingError as error:
                 unknown.add(error)
                 continue
@@ -343,7 +375,7 @@ def _check_flags(cls: type, args: Sequence[str], unknown: _UnknownSettings) -> N
                     f"--{setting}.{next(iter(setting_types(typing.cast(type, kind))))} VALUE"
                 )
             if equals:
-                _check_text(setting, kind, value)
+                _check_text_value(setting, kind, value)
             elif following.startswith("--"):
                 example = f": {flag} true" if bool in (kind, *typing.get_args(kind)) else ""
                 raise ConfigError(
@@ -352,6 +384,7 @@ def _check_flags(cls: type, args: Sequence[str], unknown: _UnknownSettings) -> N
 
 
 def _refuse_secret(text: str, where: str) -> None:
+    """Raise ConfigError if `text` looks like a token or password; `where` begins the message."""
     if looks_secret(text):
         raise ConfigError(
             f"{where} contains what looks like a token or a password, and config.yaml would store "
@@ -359,19 +392,27 @@ def _refuse_secret(text: str, where: str) -> None:
         )
 
 
-def _check_text(setting: str, kind: Any, text: str) -> None:
-    """Check that a text parses as a value of type `kind`, before PyYAML reads it without limits."""
+def _check_text_value(setting: str, kind: Any, text: str) -> None:
+    """Check that a text parses as YAML within the toolkit's limits, unless `kind` accepts text.
+
+    Raises:
+        ConfigError: the text does not parse, or is a list of sections with a wrong entry.
+    """
     if kind is None or str in (kind, *typing.get_args(kind)):
         return
     try:
         value = parse_yaml(text, setting, ConfigError)
     except ConfigError:
         raise ConfigError(f"{setting} must be {describe_type(kind)}, got {text[:200]}") from None
-    _check_items(value, kind, setting)
+    _check_section_list(value, kind, setting)
 
 
-def _check_items(value: Any, kind: Any, where: str) -> None:
-    """Check the keys and values of the entries of a list of sections, such as `data.sources`."""
+def _check_section_list(value: Any, kind: Any, where: str) -> None:
+    """Check each entry of a list of sections, such as `data.sources`; accept any other value.
+
+    Raises:
+        ConfigError: an entry has an unknown key or a wrong value.
+    """
     (item,) = typing.get_args(kind) if typing.get_origin(kind) is list else (None,)
     if dataclasses.is_dataclass(item) and isinstance(value, list):
         for i, entry in enumerate(value):
@@ -380,7 +421,7 @@ def _check_items(value: Any, kind: Any, where: str) -> None:
                 _check_keys(item, entry, f"{where}[{i}]", unknown)  # type: ignore[arg-type]
                 unknown.refuse()
                 try:
-                    _parser(item).parse_object(entry)  # type: ignore[arg-type]
+                    _build_parser(item).parse_object(entry)  # type: ignore[arg-type]
                 except ArgumentError as error:
                     message = _reword_error(item, " ".join(str(error).split()))  # type: ignore[arg-type]
                     raise ConfigError(f"{where}[{i}].{message}") from None
@@ -389,10 +430,21 @@ def _check_items(value: Any, kind: Any, where: str) -> None:
 def _check_keys(
     cls: type, content: dict, where: str, unknown: _UnknownSettings, prefix: str = ""
 ) -> None:
-    """Check the keys of a YAML mapping, and collect those that `cls` does not have in `unknown`."""
+    """Check the keys and text values of a YAML mapping, recursively.
+
+    Args:
+        cls: settings class of the run.
+        content: the mapping.
+        where: name of the file, for messages.
+        unknown: receives the keys that `cls` does not have.
+        prefix: dotted name of the section that `content` is, ending in a dot; "" for the top.
+
+    Raises:
+        ConfigError: a section is not a mapping, a value does not parse, or a key names a secret.
+    """
     for key, value in content.items():
         try:
-            kind = _check_path(cls, f"{prefix}{key}", where)
+            kind = _find_setting_type(cls, f"{prefix}{key}", where)
         except UnknownSettingError as error:
             unknown.add(error)
             continue
@@ -401,15 +453,15 @@ def _check_keys(
         if dataclasses.is_dataclass(kind):
             _check_keys(cls, value, where, unknown, f"{prefix}{key}.")
         if isinstance(value, str):
-            _check_text(f"{prefix}{key}", kind, value)
-        _check_items(value, kind, f"{where}, {prefix}{key}")
+            _check_text_value(f"{prefix}{key}", kind, value)
+        _check_section_list(value, kind, f"{where}, {prefix}{key}")
 
 
-def _check_path(cls: type, path: str, where: str) -> Any:
-    """Look up the type of a dotted setting.
+def _find_setting_type(cls: type, path: str, where: str) -> Any:
+    """Find the type of the dotted setting `path`; for a section, its dataclass.
 
     Raises:
-        UnknownSettingError: it does not exist.
+        UnknownSettingError: the setting does not exist.
         ConfigError: its name is that of a secret, which no config may contain.
     """
     section = cls
@@ -440,7 +492,7 @@ _VALUE = re.compile(r"(?:Got|Given) value: |base 10: |to float: |Not of type \w+
 
 
 def _reword_error(cls: type, message: str) -> str:
-    """Reword a message of jsonargparse about a value or an argument in the words of a user."""
+    """Reword an error message of jsonargparse for users; return it unchanged if it is unknown."""
     if match := re.fullmatch(r'Parser key "([\w.]+)": (.*)', message):
         setting = setting_path(match[1])
         value = _VALUE.split(match[2])[-1]
@@ -448,13 +500,13 @@ def _reword_error(cls: type, message: str) -> str:
         hint = ""
         if value == "float16":
             hint = " (it needs loss scaling, which this toolkit does not implement)"
-        expected = describe_type(_check_path(cls, setting, ""))
+        expected = describe_type(_find_setting_type(cls, setting, ""))
         if expected == "a list" and not value.startswith(("{", "[")):
             hint = f"; write [{value[:200]}]"
         elif re.search(r"[\[,] *\*", value):
             # YAML reads a leading * as an alias.
             hint = "; put an entry that begins with * in quotes: \"['*']\""
-        elif guess := suggest_value(setting, _check_path(cls, setting, ""), value):
+        elif guess := suggest_value(setting, _find_setting_type(cls, setting, ""), value):
             hint += f"; did you mean {guess}?"
         return f"{setting} must be {expected}, got {value[:200]}{hint}"
     if match := re.fullmatch(r"the following arguments are required: (.*)", message):
@@ -492,7 +544,7 @@ def describe_type(kind: Any) -> str:
 
 
 def flatten_settings(cfg: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a config to dotted setting -> value; a dict is one value."""
+    """Flatten a config to dotted setting -> value; a dict that is a setting's value is kept."""
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(cfg):
         name = prefix + setting_name(field.name)

@@ -11,9 +11,9 @@ from toolkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class RewardModelConfig(FinetuneModelConfig):
-    """A reward model, whose head returns one number per sequence instead of logits.
+    """The model of a run that trains a reward model: its head returns one number per sequence.
 
-    It adds no settings. See `toolkit.models.reward`.
+    The class has no additional settings. See `toolkit.models.reward`.
     """
 
 
@@ -32,7 +32,7 @@ _USERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    """The objective of preference tuning and its settings."""
+    """Settings of the preference objective, such as DPO or KTO."""
 
     loss_type: Literal[
         "sigmoid",
@@ -70,17 +70,17 @@ class PreferenceConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss compares the model with the one that training began with."""
+        """True if the loss compares the model with a frozen copy of its start (the reference)."""
         return self.loss_type not in ("simpo", "orpo", "reward")
 
     @property
     def paired(self) -> bool:
-        """True if rows are pairs of answers, False if they are single answers with a label."""
+        """True if a row has a chosen and a rejected answer; False if it has one labelled answer."""
         return self.loss_type != "kto"
 
     @property
     def learns_prompts(self) -> bool:
-        """True if the cross entropy covers the prompts too."""
+        """True if the cross-entropy term of the loss also covers prompt tokens, as in ORPO."""
         return self.loss_type == "orpo"
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True)
 class PreferConfig(FinetuneConfig):
-    """A preference tuning run of all parameters or of adapters (lora.r or lora.from)."""
+    """Settings of a preference tuning run, of all parameters or of adapters."""
 
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
@@ -109,12 +109,12 @@ class PreferConfig(FinetuneConfig):
 
     @property
     def rows(self) -> str:
-        """Name of the row format: pairs of answers, or single answers with a label."""
+        """Name of the row format: `pairs`, or `answers` (single answers with a label)."""
         return "pairs" if self.preference.paired else "answers"
 
     @property
     def learns_prompts(self) -> bool:
-        """True if the loss also covers the prompts of chosen answers."""
+        """True if the loss also covers the prompt tokens of chosen answers, as in ORPO."""
         return self.preference.learns_prompts
 
     def __post_init__(self) -> None:
@@ -154,7 +154,10 @@ class PreferConfig(FinetuneConfig):
             self._check_streaming()
 
     def _check_streaming(self) -> None:
-        """Refuse a stream if the loss needs something about its rows before the first step."""
+        """Raise ConfigError if the loss needs the rows of a stream before the first step.
+
+        That is the case for KTO, and if the reference must be computed for every row in advance.
+        """
         loss_type = self.preference.loss_type
         if not self.preference.paired:
             raise ConfigError(
@@ -179,10 +182,10 @@ class PreferConfig(FinetuneConfig):
             )
 
     def _set_up_reward_model(self) -> None:
-        """Use the settings class of a reward model, and refuse settings that it does not support.
+        """Replace `model` by a `RewardModelConfig`.
 
         Raises:
-            ConfigError: the run reads a stream, or is to answer prompts.
+            ConfigError: `data.streaming` or `train.eval_prompts` is set.
         """
         object.__setattr__(self, "model", RewardModelConfig(**vars(self.model)))
         if self.data.streaming:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.kinds import is_published, is_special
+from toolkit.config.kinds import is_published, is_extra_section
 from toolkit.errors import ConfigError, is_secret_name, scrub
 from toolkit.parsing import parse_yaml
 
@@ -22,15 +22,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def select_publishable_settings(config: dict[str, Any], run: Path) -> dict[str, Any]:
-    """Select the settings for a model card, as plain JSON values with the last part of paths only.
+    """Select the settings of a run that a model card may show, without secrets or full paths.
 
     Args:
-        config: sections of a run's config, which anybody may have written.
+        config: the parsed config.yaml of the run, which is not trusted.
         run: folder of the run.
 
     Returns:
-        `base_model` {name, hub_id, revision, init, license}, `data` {name: ...} and
-        `hyperparameters` {dotted setting: value}.
+        Plain JSON: `base_model` (see `describe_base_model`), `data` (names of files and data
+        sets) and `hyperparameters` (dotted setting -> value).
     """
     return to_publishable(
         {
@@ -42,16 +42,19 @@ def select_publishable_settings(config: dict[str, Any], run: Path) -> dict[str, 
 
 
 def describe_base_model(model: dict[str, Any], run: Path = Path()) -> dict[str, Any]:
-    """Describe a base model for a model card, without the path of a local folder.
+    """Describe a base model for a model card; of a local path only the last part is kept.
 
     Args:
         model: the section `model` of a config.
-        run: folder of the run. The base model may be in one of its parents.
+        run: folder of the run. A relative path is also searched in the parents of this folder.
+
+    Returns:
+        `name`, `hub_id` (None if the model is local), `revision`, `init` and `license`.
     """
     name_or_path = str(model.get("name_or_path") or "")
     local = is_path(name_or_path, run)
     return {
-        "name": _last_part(name_or_path) if local else name_or_path,
+        "name": _last_path_part(name_or_path) if local else name_or_path,
         "hub_id": None if local else name_or_path,
         "revision": model.get("revision"),
         "init": model.get("init", "pretrained"),
@@ -77,7 +80,7 @@ def get_mapping(content: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def to_publishable(value: Any) -> Any:
-    """Convert a value to plain JSON (NaN becomes null) and remove secrets."""
+    """Convert a value to plain JSON: NaN becomes null, keys of secrets and tokens are removed."""
     if isinstance(value, dict):
         entries = {str(key): inner for key, inner in value.items()}
         return {scrub(k): to_publishable(v) for k, v in entries.items() if not is_secret_name(k)}
@@ -101,26 +104,32 @@ def _read_license(card: Path) -> str | None:
 
 
 def _describe_data(data: dict[str, Any], run: Path, *, finetuned: bool) -> dict[str, Any]:
-    """Describe the sources of a run by the names of their files and data sets."""
+    """Describe the training and evaluation data of a run by names of files and data sets.
+
+    Args:
+        data: the section `data` of a config.
+        run: folder of the run.
+        finetuned: selects the text for built-in data: instructions if True, source code if False.
+    """
     description = {
-        "train_files": _file_names(data.get("train_files")),
+        "train_files": _list_file_names(data.get("train_files")),
         **_describe_dataset(data, run),
-        "eval_files": _file_names(data.get("eval_files")),
+        "eval_files": _list_file_names(data.get("eval_files")),
         "sequence_length": data.get("sequence_length"),
     }
     if eval_sources := data.get("eval_sources"):
         description["eval_sources"] = [
-            {"files": _file_names(source.get("files")), **_describe_dataset(source, run)}
-            for source in _mappings(eval_sources)
+            {"files": _list_file_names(source.get("files")), **_describe_dataset(source, run)}
+            for source in _filter_mappings(eval_sources)
         ]
     if sources := data.get("sources"):
         description["sources"] = [
             {
-                "files": _file_names(source.get("files")),
+                "files": _list_file_names(source.get("files")),
                 **_describe_dataset(source, run),
                 "weight": source.get("weight"),
             }
-            for source in _mappings(sources)
+            for source in _filter_mappings(sources)
         ]
     elif not description["train_files"] and "dataset_name" not in description:
         description["built_in"] = (
@@ -131,24 +140,26 @@ def _describe_data(data: dict[str, Any], run: Path, *, finetuned: bool) -> dict[
     return description
 
 
-def _mappings(value: Any) -> list[dict[str, Any]]:
+def _filter_mappings(value: Any) -> list[dict[str, Any]]:
+    """Return the entries of a list that are dicts; [] if `value` is not a list."""
     return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
 
 
-def _file_names(files: Any) -> list[str]:
+def _list_file_names(files: Any) -> list[str]:
+    """List the file names of one path or a list of paths, without their folders."""
     if not files:
         return []
-    return [_last_part(str(file)) for file in (files if isinstance(files, list) else [files])]
+    return [_last_path_part(str(file)) for file in (files if isinstance(files, list) else [files])]
 
 
 def _describe_dataset(data: dict[str, Any], run: Path) -> dict[str, Any]:
-    """Describe the data set of a source; {} if it has none."""
+    """Describe the data set that a source names (`dataset_*` keys); {} if it names none."""
     name = str(data.get("dataset_name") or "")
     if not name:
         return {}
     hub = not is_path(name, run)
     return {
-        "dataset_name": name if hub else _last_part(name),
+        "dataset_name": name if hub else _last_path_part(name),
         "dataset_is_on_the_hub": hub,
         "dataset_config_name": data.get("dataset_config_name"),
         "dataset_split": data.get("dataset_split"),
@@ -167,18 +178,22 @@ def _select_hyperparameters(config: dict[str, Any], run: Path) -> dict[str, Any]
             continue
         settings = content.items() if isinstance(content, dict) else [("", content)]
         for name, value in settings:
-            if name not in _PATHS and not (is_special(section) and _may_be_path(value)):
+            if name not in _PATHS and not (is_extra_section(section) and _may_be_path(value)):
                 selected[f"{section}.{name}".strip(".")] = value
-        if is_special(section) and isinstance(content, dict) and "name_or_path" in content:
+        if is_extra_section(section) and isinstance(content, dict) and "name_or_path" in content:
             selected[f"{section}.name"] = describe_base_model(content, run)["name"]
     return selected
 
 
 def _may_be_path(value: Any) -> bool:
-    """Return True if a setting of a user's recipe may hold a path, or text of the user's own."""
+    """Return True if a value, or an item of a list, contains a slash, a space or `~`.
+
+    It may then be a path or a private text in a user's recipe.
+    """
     texts = value if isinstance(value, list) else [value]
     return any(isinstance(text, str) and re.search(r"[\\/\s~]", text) for text in texts)
 
 
-def _last_part(path: str) -> str:
+def _last_path_part(path: str) -> str:
+    """Return the last part of a path or URL, without a query."""
     return re.split(r"[\\/]", path.split("?")[0].rstrip("/\\"))[-1]

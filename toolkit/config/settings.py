@@ -36,7 +36,7 @@ Schedule = Literal[
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model and the storage dtype of its parameters."""
+    """Settings of the model: where it comes from, and the dtype of its stored parameters."""
 
     name_or_path: str
     """Folder of a Hugging Face causal LM checkpoint, or its id on the Hub."""
@@ -71,7 +71,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class FinetuneModelConfig(ModelConfig):
-    """The model and the storage dtype of its parameters."""
+    """Settings of the model of a fine-tuning run."""
 
     dtype: Dtype | Literal["auto"] | None = None
     """Storage dtype of the parameters. `auto` uses the dtype of the checkpoint. Empty: float32 for
@@ -210,7 +210,7 @@ class ShardingConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Optimizer and learning-rate schedule."""
+    """Settings of the optimizer and the learning-rate schedule."""
 
     optim: Literal["adamw_torch_fused", "adamw_8bit", "adafactor", "muon"] = "adamw_torch_fused"
     """`adamw_torch_fused`: AdamW, with 8 bytes of fp32 state per value. `adamw_8bit`: AdamW with
@@ -243,7 +243,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Length of the run and its batches."""
+    """Settings of the training loop: its length, batches, evaluations and logging."""
 
     max_steps: AllOrCount = -1
     """Number of optimizer steps. -1: the number that num_train_epochs needs."""
@@ -320,10 +320,10 @@ class TrainConfig:
 
     @property
     def micro_batch(self) -> int:
-        """Samples of one micro-batch on one process.
+        """Number of samples in one micro-batch of one process.
 
         Raises:
-            ConfigError: `per_device_train_batch_size` is `auto`, which is not decided yet.
+            ConfigError: `per_device_train_batch_size` is still `auto`.
         """
         if not isinstance(self.per_device_train_batch_size, int):
             raise ConfigError(
@@ -335,7 +335,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class FinetuneTrainConfig(TrainConfig):
-    """Length of the run, its batches, and the prompts that each evaluation answers."""
+    """Settings of the training loop of a fine-tuning run, including prompts to answer."""
 
     neftune_noise_alpha: Positive | None = None
     """Add uniform noise in +-alpha / sqrt(tokens x width) to the embeddings while training
@@ -360,7 +360,7 @@ class FinetuneTrainConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Settings of a run of any kind."""
+    """Settings that every kind of run has; each kind extends this class."""
 
     model: ModelConfig
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -381,19 +381,20 @@ class RunConfig:
 
     @classmethod
     def kind_name(cls) -> str:
-        """Derive the name of the kind of run from the class: `distill` for `DistillConfig`."""
+        """Derive the kind's name from the class name: `distill` for `DistillConfig`."""
         return cls.__name__.removesuffix("Config").lower()
 
     @property
     def adapters(self) -> LoraConfig | None:
-        """Settings of the adapters that are trained, None if the model itself is trained."""
+        """Settings of the adapters that are trained, or None if the model itself is trained."""
         return None
 
     @property
     def rows(self) -> str:
-        """Name of the row format that the run trains on (`toolkit.data.row_formats`).
+        """Name of the format of the training rows; see `toolkit.data.row_formats`.
 
-        `documents`, `examples`, `pairs`, `answers` (with a label), or one that you registered.
+        It is `documents`, `examples`, `pairs`, `answers` (with a label), or a format that a user's
+        recipe registered.
         """
         return "documents"
 
@@ -413,7 +414,7 @@ class RunConfig:
 
     @property
     def learns_prompts(self) -> bool:
-        """True if the loss also covers the prompts of chosen answers."""
+        """True if the loss also covers the prompt tokens of chosen answers, as in ORPO."""
         return False
 
     def __post_init__(self) -> None:
@@ -453,7 +454,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class PretrainConfig(RunConfig):
-    """A pretraining run."""
+    """Settings of a pretraining run."""
 
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(
@@ -469,7 +470,7 @@ class PretrainConfig(RunConfig):
 
 @dataclass(frozen=True)
 class FinetuneConfig(RunConfig):
-    """A fine-tuning run of all parameters or of adapters (lora.r or lora.from)."""
+    """Settings of a fine-tuning run, of all parameters or of adapters."""
 
     model: FinetuneModelConfig
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
@@ -479,12 +480,12 @@ class FinetuneConfig(RunConfig):
 
     @property
     def adapters(self) -> LoraConfig | None:
-        """Settings of the adapters that are trained, None if the model itself is trained."""
+        """Settings of the adapters that are trained, or None if the model itself is trained."""
         return self.lora if self.lora.is_used else None
 
     @property
     def rows(self) -> str:
-        """Name of the row format: examples, of which some tokens are supervised."""
+        """Name of the row format, `examples`: rows in which some tokens are supervised."""
         return "examples"
 
     def __post_init__(self) -> None:
@@ -514,16 +515,16 @@ class FinetuneConfig(RunConfig):
 
 
 def model_settings(cfg: RunConfig) -> ModelConfig:
-    """Fill in the dtype of the model's settings.
+    """Return the model's settings with an empty `dtype` replaced by its default.
 
-    Empty, it is float32, or with adapters the dtype of the checkpoint.
+    The default is float32, or `auto` (the checkpoint's dtype) if adapters are trained.
     """
     dtype = cfg.model.dtype or ("auto" if cfg.adapters else "float32")
     return dataclasses.replace(cfg.model, dtype=dtype)
 
 
 def check_folder(name_or_path: str) -> None:
-    """Check that a model's path is a folder; a name that may be a Hub id passes.
+    """Check that a model's local path is a folder; accept any name that may be a Hub id.
 
     Raises:
         ModelError: the path is a file, or does not exist.

@@ -42,7 +42,7 @@ def read_command_line(file: Path) -> tuple[str, str, dict[str, Any], dict[str, s
     for line in lines:
         for pattern, tool in _COMMANDS:
             if match := re.search(pattern, line):
-                flags, computed = _flags(line[match.end() :], _variables(lines), file)
+                flags, computed = _parse_flags(line[match.end() :], _find_variables(lines), file)
                 return tool, match[1], flags, computed
     raise ConfigError(
         f"{file} holds no known training command; expected `openrlhf.cli.train_...`, `swift ...`, "
@@ -50,7 +50,7 @@ def read_command_line(file: Path) -> tuple[str, str, dict[str, Any], dict[str, s
     )
 
 
-def _variables(lines: list[str]) -> dict[str, str]:
+def _find_variables(lines: list[str]) -> dict[str, str]:
     """Find the variables that a script sets exactly once, to a literal."""
     values: dict[str, list[str]] = {}
     for line in lines:
@@ -61,7 +61,7 @@ def _variables(lines: list[str]) -> dict[str, str]:
     return {name: texts[0] for name, texts in values.items() if len(texts) == 1}
 
 
-def _flags(
+def _parse_flags(
     line: str, variables: dict[str, str], file: Path
 ) -> tuple[dict[str, Any], dict[str, str]]:
     line = re.sub(r"\$\([^()]*(\([^()]*\))?[^()]*\)|`[^`]*`", _COMPUTED, line)
@@ -97,17 +97,17 @@ def _flags(
         for name, values in flags.items()
         if any(_COMPUTED in value for value in values)
     }
-    return {n: _value(v) for n, v in flags.items() if n not in computed}, computed
+    return {n: _parse_values(v) for n, v in flags.items() if n not in computed}, computed
 
 
-def _value(words: list[str]) -> Any:
+def _parse_values(words: list[str]) -> Any:
     if not words:
         return True
-    values = [_scalar(word) for word in words]
+    values = [_parse_scalar(word) for word in words]
     return values[0] if len(values) == 1 else values
 
 
-def _scalar(word: str) -> Any:
+def _parse_scalar(word: str) -> Any:
     if re.fullmatch(r"[-+]?\d+", word):
         return int(word)
     if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", word):

@@ -92,9 +92,9 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
     if tool is None:
         tool = _recognise(file, content)
     if tool == TOOLKIT:
-        return _keep(file, content)
+        return _keep_toolkit_config(file, content)
     try:
-        out = convert(content, tool, computed)
+        out = convert_settings(content, tool, computed)
     except (TypeError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{file} cannot be converted: a setting has a value of another type than {tool} "
@@ -102,11 +102,11 @@ def convert_config(file: Path, tool: str | None = None) -> Conversion:
         ) from error
     out.tool = "unsloth" if unsloth else out.tool
     out.text = _render(file, out)
-    _check(file, out)
+    _check_parsing(file, out)
     return out
 
 
-def convert(
+def convert_settings(
     settings: dict[str, Any], tool: str | None = None, computed: Mapping[str, str] | None = None
 ) -> Conversion:
     """Convert the keys of a config, without rendering and checking the result.
@@ -151,7 +151,7 @@ def _recognise(file: Path, content: dict[str, Any]) -> str:
     return tool
 
 
-def _keep(file: Path, content: dict[str, Any]) -> Conversion:
+def _keep_toolkit_config(file: Path, content: dict[str, Any]) -> Conversion:
     """Return a config of this toolkit unchanged, if a recipe can parse it."""
     recipe = "prefer" if "preference" in content else "finetune"
     errors = []
@@ -177,7 +177,7 @@ def _render(file: Path, out: Conversion) -> str:
     return f"# From {file.name} ({out.tool}), for recipes/{out.recipe}.py.\n{body}"
 
 
-def _check(file: Path, out: Conversion) -> None:
+def _check_parsing(file: Path, out: Conversion) -> None:
     """Raise a `ConfigError` if the recipe cannot parse the YAML."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "converted.yaml")

@@ -96,7 +96,7 @@ def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> T
             "expected lora or full" + hint * (method == "freeze"),
         )
     refuse_settings(keys, _TOOL, _REFUSED)
-    objective, loss = _STAGES[stage], _loss(keys, stage)
+    objective, loss = _STAGES[stage], _translate_loss(keys, stage)
     objective = "cpo" if loss.get("loss_type") == "simpo" else objective
     out: dict[str, Any] = {
         "learning_rate": 5e-5,
@@ -106,12 +106,12 @@ def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> T
         "val_set_size": 0.0,
         "packing": False,
     }
-    out |= loss | _precision(keys) | _adapters(keys, method)
+    out |= loss | _translate_precision(keys) | _translate_adapters(keys, method)
     out["gradient_checkpointing"] = not keys.take("disable_gradient_checkpointing")[1]
-    _packing(keys, out, stage)
-    _supervision(keys, out)
-    _attention(keys, out)
-    _data(keys, out)
+    _translate_packing(keys, out, stage)
+    _translate_supervision(keys, out)
+    _translate_attention(keys, out)
+    _translate_data(keys, out)
     out |= rename_keys(keys, _RENAMED)
     keys.note_settings(_NOTED, harmless=("concat",))
     if keys.take("use_muon")[1]:
@@ -128,7 +128,7 @@ def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> T
     return keys.finish(out, objective, _WITHOUT_EFFECT)
 
 
-def _loss(keys: Keys, stage: str) -> dict[str, Any]:
+def _translate_loss(keys: Keys, stage: str) -> dict[str, Any]:
     """Translate the settings of the preference loss to those of TRL."""
     kind, beta = keys.take("pref_loss")[1] or "sigmoid", keys.take("pref_beta")[1]
     weight, gamma = keys.take("pref_ftx")[1] or 0.0, keys.take("simpo_gamma")[1]
@@ -155,7 +155,7 @@ def _loss(keys: Keys, stage: str) -> dict[str, Any]:
     return {}
 
 
-def _precision(keys: Keys) -> dict[str, Any]:
+def _translate_precision(keys: Keys) -> dict[str, Any]:
     """Translate the precision. Trained weights are float32 unless `pure_bf16` is set."""
     pure = keys.take("pure_bf16")[1]
     precisions = {key: keys.take(key)[1] for key in ("bf16", "fp16")}
@@ -166,7 +166,7 @@ def _precision(keys: Keys) -> dict[str, Any]:
     return out | ({"torch_dtype": "bfloat16"} if pure else {})
 
 
-def _adapters(keys: Keys, method: str) -> dict[str, Any]:
+def _translate_adapters(keys: Keys, method: str) -> dict[str, Any]:
     """Translate the settings of adapters and of a quantised base to those of PEFT."""
     names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
     options = keys.take_all([*names, "use_rslora", "use_dora"])
@@ -221,7 +221,7 @@ def _adapters(keys: Keys, method: str) -> dict[str, Any]:
     return out | ({"lora_model_dir": folder} if folder else {})
 
 
-def _packing(keys: Keys, out: dict[str, Any], stage: str) -> None:
+def _translate_packing(keys: Keys, out: dict[str, Any], stage: str) -> None:
     packed, apart = keys.take("packing")[1], keys.take("neat_packing")[1]
     if stage == "pt":
         keys.note("stage", "every token of the texts is trained on, in samples that are full", "pt")
@@ -238,14 +238,14 @@ def _packing(keys: Keys, out: dict[str, Any], stage: str) -> None:
             )
 
 
-def _supervision(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_supervision(keys: Keys, out: dict[str, Any]) -> None:
     if keys.take("train_on_prompt")[1]:
         out["train_on_inputs"] = True
     if keys.take("mask_history")[1]:
         out["mask_history"] = True
 
 
-def _attention(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_attention(keys: Keys, out: dict[str, Any]) -> None:
     names = {"fa2": "flash_attention_2", "fa3": "flash_attention_3"} | {
         "sdpa": "sdpa",
         "disabled": "eager",
@@ -254,7 +254,7 @@ def _attention(keys: Keys, out: dict[str, Any]) -> None:
         out["attn_implementation"] = names.get(str(kind), kind)
 
 
-def _data(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
     """Take out the data sets and the template, whose names only LLaMA-Factory can resolve."""
     names = keys.take("dataset")[1]
     if names:

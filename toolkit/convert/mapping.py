@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.config.accelerate_yaml import translate
+from toolkit.config.accelerate_yaml import translate_environment
 from toolkit.config.lora import STRUCTURE
 from toolkit.config.other_tools import ADAPTER_HINT, OBJECTIVE_HINT, find_setting
 from toolkit.config.outputs import Tracker
@@ -281,12 +281,13 @@ class Converter(Keys):
             env[variables[key]] = ",".join(value) if isinstance(value, list) else str(value)
         env["FSDP_VERSION"] = "2"
         try:
-            settings, notes = translate(env)
+            settings, notes = translate_environment(env)
             unused = [
                 key
                 for key, variable in variables.items()
                 if variable != "FSDP_VERSION"
-                and translate({n: v for n, v in env.items() if n != variable}) == (settings, notes)
+                and translate_environment({n: v for n, v in env.items() if n != variable})
+                == (settings, notes)
             ]
         except LaunchError as error:
             raise ConfigError(f"fsdp_config: {error}") from error

@@ -93,7 +93,11 @@ def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Transl
     if "gradient_accumulation_steps" not in keys.unconverted:
         out["global_batch_size"] = 16
         keys.note("gradient_accumulation_steps", "not set, for which 16 samples are a step there")
-    out |= _loss(keys, kind) | _adapters(keys, method) | rename_keys(keys, _RENAMED)
+    out |= (
+        _translate_loss(keys, kind)
+        | _translate_adapters(keys, method)
+        | rename_keys(keys, _RENAMED)
+    )
     if command == "pt" or keys.unconverted.get("use_chat_template") is False:
         keys.take("use_chat_template")
         keys.note("pt", "every token of the texts is trained on", None)
@@ -101,7 +105,7 @@ def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Transl
         out["fp16"] = True
         del out["bf16"]
     keys.take("torch_dtype")  # weights that are trained are float32 there, too
-    _data(keys, out)
+    _translate_data(keys, out)
     strategy = keys.take("truncation_strategy")[1]
     out["excess_length_strategy"] = "truncate" if strategy == "right" else "drop"
     if strategy not in (None, "right", "delete"):
@@ -110,7 +114,7 @@ def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Transl
     return keys.finish(out, _OBJECTIVES.get(kind, ""), _WITHOUT_EFFECT)
 
 
-def _loss(keys: Keys, kind: str) -> dict[str, Any]:
+def _translate_loss(keys: Keys, kind: str) -> dict[str, Any]:
     """Convert ms-swift's settings of the objective to TRL's names and defaults."""
     if not kind:
         return {}
@@ -129,7 +133,7 @@ def _loss(keys: Keys, kind: str) -> dict[str, Any]:
     return out
 
 
-def _adapters(keys: Keys, method: str) -> dict[str, Any]:
+def _translate_adapters(keys: Keys, method: str) -> dict[str, Any]:
     """Translate the settings of adapters and of a quantised base to those of PEFT."""
     names = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
     options = keys.take_all([*names, "use_rslora", "use_dora", "lora_bias"])
@@ -176,7 +180,7 @@ def _adapters(keys: Keys, method: str) -> dict[str, Any]:
     return out
 
 
-def _data(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
     """Convert the datasets, written as `ID:SUBSET#ROWS`, and `packing` into `out`.
 
     Subsets and numbers of rows are not converted; a note names them.

@@ -84,14 +84,14 @@ def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> T
     out["max_grad_norm"] = clip if clip and clip > 0 else 0.0  # by default not clipped
     objective = ""
     if preferred:
-        loss, objective = _loss(keys)
+        loss, objective = _translate_loss(keys)
         out |= loss
     else:
         reason = "no setting of DPO, so taken as supervised; else `--from open-instruct-dpo`"
         keys.note("loss_type", reason)
-    out |= _adapters(keys) | rename_keys(keys, _RENAMED)
-    _checkpoints(keys, out)
-    _data(keys, out)
+    out |= _translate_adapters(keys) | rename_keys(keys, _RENAMED)
+    _translate_checkpoints(keys, out)
+    _translate_data(keys, out)
     if keys.take("with_tracking")[1]:
         out.setdefault("report_to", keys.take("report_to")[1] or "wandb")
     keys.take("report_to")
@@ -106,7 +106,7 @@ def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> T
     return keys.finish(out, objective, _WITHOUT_EFFECT)
 
 
-def _loss(keys: Keys) -> tuple[dict[str, Any], str]:
+def _translate_loss(keys: Keys) -> tuple[dict[str, Any], str]:
     """Translate the settings of the loss to those of TRL, and find the objective."""
     kind = str(keys.take("loss_type", "dpo_loss_type")[1] or "dpo_norm")
     if kind not in _LOSSES:
@@ -128,7 +128,7 @@ def _loss(keys: Keys) -> tuple[dict[str, Any], str]:
     return out | {"simpo_gamma": ratio * float(beta), "rpo_alpha": 0.0}, "cpo"
 
 
-def _adapters(keys: Keys) -> dict[str, Any]:
+def _translate_adapters(keys: Keys) -> dict[str, Any]:
     """Translate the settings of adapters to those of PEFT."""
     lora, four = keys.take("use_lora")[1], keys.take("use_qlora")[1]
     rank = keys.take("lora_rank")[1]
@@ -152,7 +152,7 @@ def _adapters(keys: Keys) -> dict[str, Any]:
     } | ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True} if four else {})
 
 
-def _checkpoints(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_checkpoints(keys: Keys, out: dict[str, Any]) -> None:
     key, every = keys.take("checkpointing_steps")
     if str(every).isdecimal():
         out["save_steps"] = int(every)
@@ -163,7 +163,7 @@ def _checkpoints(keys: Keys, out: dict[str, Any]) -> None:
         out["save_total_limit"] = None if keep in (None, -1) else keep
 
 
-def _data(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
     """Translate the mixture: `[NAME, SHARE, NAME, SHARE]` becomes a mapping."""
     mixed = keys.take("dataset_mixer_list")[1]
     if isinstance(mixed, str):

@@ -123,21 +123,21 @@ def translate_openrlhf(settings: Mapping[str, Any], command: str = "") -> Transl
         "val_set_size": 0.0,
         "eval_strategy": "no",
     }
-    out |= _loss(keys, command) | rename_keys(keys, _RENAMED)
+    out |= _translate_loss(keys, command) | rename_keys(keys, _RENAMED)
     if out["lr_scheduler_type"] != "cosine_with_min_lr":
         del out["cosine_min_lr_ratio"]
-    _optimizer(keys, out)
-    out |= _adapters(keys)
+    _translate_optimizer(keys, out)
+    out |= _translate_adapters(keys)
     key = keys.take("model.gradient_checkpointing_enable", "gradient_checkpointing")[1]
     out["gradient_checkpointing"] = bool(key)
-    _steps(keys, out)
-    _engine(keys, out)
-    _data(keys, out, command)
+    _translate_intervals(keys, out)
+    _translate_deepspeed(keys, out)
+    _translate_data(keys, out, command)
     keys.note_settings(_NOTED)
     return keys.finish(out, _OBJECTIVES[command], _WITHOUT_EFFECT)
 
 
-def _loss(keys: Keys, command: str) -> dict[str, Any]:
+def _translate_loss(keys: Keys, command: str) -> dict[str, Any]:
     """Translate the settings of the objective to those of TRL."""
     beta = keys.take("model.beta", "beta")[1]
     smoothing = keys.take("model.label_smoothing", "label_smoothing")[1]
@@ -160,7 +160,7 @@ def _loss(keys: Keys, command: str) -> dict[str, Any]:
     return out | ({"label_smoothing": smoothing} if smoothing else {})
 
 
-def _optimizer(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_optimizer(keys: Keys, out: dict[str, Any]) -> None:
     kind = keys.take("optim")[1] or "adam"
     out["optim"] = "adamw_torch_fused" if kind == "adam" else kind
     betas = keys.take("adam.betas", "adam_betas")[1]
@@ -171,7 +171,7 @@ def _optimizer(keys: Keys, out: dict[str, Any]) -> None:
         keys.note("adam_offload", "sharding.cpu_offload keeps parameters on the host, too")
 
 
-def _adapters(keys: Keys) -> dict[str, Any]:
+def _translate_adapters(keys: Keys) -> dict[str, Any]:
     """Translate the settings of adapters to those of PEFT."""
     rank = keys.take("ds.lora.rank", "lora_rank")[1]
     alpha = keys.take("ds.lora.alpha", "lora_alpha")[1]
@@ -194,7 +194,7 @@ def _adapters(keys: Keys) -> dict[str, Any]:
     } | ({"load_in_4bit": True} if four else {})
 
 
-def _steps(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_intervals(keys: Keys, out: dict[str, Any]) -> None:
     """Translate the intervals of saves and evaluations; -1 means only at the end of the run."""
     save = keys.take("ckpt.save_steps", "save_steps")[1]
     if isinstance(save, int) and save > 0:
@@ -206,7 +206,7 @@ def _steps(keys: Keys, out: dict[str, Any]) -> None:
         out |= {"eval_strategy": "steps", "eval_steps": evaluate}
 
 
-def _engine(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_deepspeed(keys: Keys, out: dict[str, Any]) -> None:
     """Translate the settings of DeepSpeed."""
     dtype = keys.take("ds.param_dtype", "param_dtype")[1]
     if dtype == "fp16":
@@ -228,7 +228,7 @@ def _engine(keys: Keys, out: dict[str, Any]) -> None:
         keys.note("packing_samples", reason)
 
 
-def _data(keys: Keys, out: dict[str, Any], command: str) -> None:
+def _translate_data(keys: Keys, out: dict[str, Any], command: str) -> None:
     """Translate the data sets and the names of their columns."""
     names = split_names(keys.take("data.dataset", "dataset")[1])
     shares = split_names(keys.take("data.dataset_probs", "dataset_probs")[1])

@@ -91,7 +91,7 @@ def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
     dpo_marks = OBJECTIVE_MARKS["dpo"] - {"beta", "max_prompt_length"} | {"loss_type"}
     is_guess = objective == "dpo" and not is_named and not dpo_marks & {*keys.unconverted}
     _refuse_other_objectives(keys, objective)
-    loss = _take_loss(keys, objective)
+    loss = _convert_loss(keys, objective)
     keys.settings["preference.loss_type"] = loss
     key, beta = keys.take("beta", "rl_beta", "dpo_beta", "orpo_alpha")
     section, inner = keys.take("trl")
@@ -107,7 +107,7 @@ def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
     if is_guess:
         reason = "a key of DPO, ORPO and KTO; DPO is assumed, else `--from trl-orpo` or `trl-kto`"
         keys.note(key or "max_prompt_length", reason)
-    _take_smoothing(keys, loss)
+    _convert_smoothing(keys, loss)
     for setting, names, objectives in (
         ("rpo_alpha", ("rpo_alpha", "cpo_alpha"), ("dpo", "cpo")),
         ("simpo_gamma", ("simpo_gamma",), ("cpo",)),
@@ -122,8 +122,8 @@ def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
             keys.note(key, f"has no effect with preference.loss_type {loss}", value)
     if loss == "simpo":
         keys.settings.setdefault("preference.rpo_alpha", 1.0)
-    _take_length(keys, objective)
-    _take_regularisation(keys)
+    _convert_length(keys, objective)
+    _drop_regularisation(keys)
     for key, usual in (("lora_task_type", "SEQ_CLS"), ("task_type", "SEQ_CLS"), ("num_labels", 1)):
         if objective == "reward" and keys.unconverted.get(key) == usual:
             keys.take(key)
@@ -139,7 +139,7 @@ def _refuse_other_objectives(keys: Keys, objective: str) -> None:
         raise ConfigError(f"alpha {alpha}: AlphaPO is not supported")
 
 
-def _take_loss(keys: Keys, objective: str) -> str:
+def _convert_loss(keys: Keys, objective: str) -> str:
     """Convert the loss to a value of `preference.loss_type`.
 
     DPO together with the cross entropy of chosen answers also sets `preference.rpo_alpha`.
@@ -170,7 +170,7 @@ def _take_loss(keys: Keys, objective: str) -> str:
     return str(parts[0][0])
 
 
-def _take_smoothing(keys: Keys, loss: str) -> None:
+def _convert_smoothing(keys: Keys, loss: str) -> None:
     """Convert label smoothing, which not every loss has."""
     key, value = keys.take("label_smoothing", "dpo_label_smoothing")
     if value and loss not in SMOOTHED_LOSSES:
@@ -181,7 +181,7 @@ def _take_smoothing(keys: Keys, loss: str) -> None:
             keys.note(key, f"smooths {loss} here; in TRL 1.16 it has no effect on {loss}", value)
 
 
-def _take_length(keys: Keys, objective: str) -> None:
+def _convert_length(keys: Keys, objective: str) -> None:
     """Convert the length limit of one side to that of a complete sample."""
     for key in [key for key in keys.unconverted if find_setting(key) == "data.sequence_length"]:
         value = keys.unconverted.pop(key)
@@ -193,7 +193,7 @@ def _take_length(keys: Keys, objective: str) -> None:
         keys.settings.setdefault("data.too_long", "drop")
 
 
-def _take_regularisation(keys: Keys) -> None:
+def _drop_regularisation(keys: Keys) -> None:
     """Drop settings with which model and reference would not be the same function."""
     same_function = "off here: model and reference must be the same function"
     for setting, reason in {

@@ -99,12 +99,12 @@ def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str], set[str], b
     for call in calls:
         name = _last_name(call.func)
         trainers |= {_OF_TRL[name]} if name in _OF_TRL else set()
-        if name == "LoraConfig" or (name == "get_peft_model" and _is_unsloth(call.func)):
+        if name == "LoraConfig" or (name == "get_peft_model" and _is_unsloth_method(call.func)):
             settings["use_peft"] = True
-        for key, node in _arguments(call, name, assignments):
+        for key, node in _find_arguments(call, name, assignments):
             _read_argument(call, key, node, assignments, settings, notes)
     _refuse_unreadable(file, tree, calls, assignments)
-    unsloth = _unsloth_defaults(calls, settings, notes)
+    unsloth = _add_unsloth_defaults(calls, settings, notes)
     notes |= _note_row_changes(tree)
     return settings, notes, trainers, unsloth
 
@@ -118,12 +118,14 @@ def _read_argument(
     notes: dict[str, str],
 ) -> None:
     """Add an argument of a call to `settings`, or a reason why it is not added to `notes`."""
-    name, value = _last_name(call.func), _value(node, assignments)
+    name, value = _last_name(call.func), _evaluate_literal(node, assignments)
     if key in _OBJECTS and not (key == "model" and isinstance(value, str)):
         return
     if key == "ref_model" and value is None:
         return
-    if _is_unsloth(call.func) and (key in _WITHOUT_EFFECT or (key == "dtype" and value is None)):
+    if _is_unsloth_method(call.func) and (
+        key in _WITHOUT_EFFECT or (key == "dtype" and value is None)
+    ):
         return
     key = {"model": "model_name_or_path", "model_name": "model_name_or_path"}.get(key, key)
     where = f"{key} ({name}, line {call.lineno})"
@@ -157,11 +159,12 @@ def _refuse_unreadable(
         )
     parser = next((all_calls[name] for name in _PARSERS if name in all_calls), None)
     has_lora_config = "LoraConfig" in names or any(
-        _is_unsloth(call.func) and _last_name(call.func) == "get_peft_model" for call in calls
+        _is_unsloth_method(call.func) and _last_name(call.func) == "get_peft_model"
+        for call in calls
     )
     for call in calls:
         for keyword in call.keywords:
-            value = _value(keyword.value, assignments)
+            value = _evaluate_literal(keyword.value, assignments)
             if keyword.arg == "peft_config" and value is not None and not has_lora_config:
                 raise ConfigError(
                     f"{file}, line {call.lineno}: peft_config={ast.unparse(keyword.value)[:60]} "
@@ -175,7 +178,7 @@ def _refuse_unreadable(
             f"{file}, line {line}: get_peft_model trains adapters that the script does not "
             "describe with a LoraConfig; write r, lora_alpha and target_modules into it"
         )
-    if "PeftModel" in {_last_name(c.func.value) for c in _loads(tree)}:
+    if "PeftModel" in {_last_name(c.func.value) for c in _find_model_loads(tree)}:
         raise ConfigError(
             f"{file} loads an adapter with PeftModel.from_pretrained; set lora.from to continue "
             "it, or merge it, and leave the call out of the script"
@@ -188,7 +191,7 @@ def _refuse_unreadable(
         )
 
 
-def _loads(tree: ast.AST) -> Iterator[Any]:
+def _find_model_loads(tree: ast.AST) -> Iterator[Any]:
     """Find the calls of `OWNER.from_pretrained` in a script."""
     for node in ast.walk(tree):
         func = node.func if isinstance(node, ast.Call) else None
@@ -196,7 +199,7 @@ def _loads(tree: ast.AST) -> Iterator[Any]:
             yield node
 
 
-def _unsloth_defaults(
+def _add_unsloth_defaults(
     calls: list[ast.Call], settings: dict[str, Any], notes: dict[str, str]
 ) -> bool:
     """Add the defaults of Unsloth to `settings`, if the script uses it.
@@ -204,7 +207,7 @@ def _unsloth_defaults(
     Returns:
         True if the script uses Unsloth.
     """
-    names = {_last_name(call.func) for call in calls if _is_unsloth(call.func)}
+    names = {_last_name(call.func) for call in calls if _is_unsloth_method(call.func)}
     if "from_pretrained" in names and not settings.pop("full_finetuning", False):
         for key, value in _UNSLOTH_MODEL.items():
             if key not in notes:
@@ -254,12 +257,12 @@ def _find_calls(tree: ast.AST) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = _last_name(node.func)
-            has_settings = name in _CONFIGS or name == "load_dataset" or _is_model(node.func)
-            if has_settings or (name == "get_peft_model" and _is_unsloth(node.func)):
+            has_settings = name in _CONFIGS or name == "load_dataset" or _is_model_load(node.func)
+            if has_settings or (name == "get_peft_model" and _is_unsloth_method(node.func)):
                 yield node
 
 
-def _is_model(func: ast.expr) -> bool:
+def _is_model_load(func: ast.expr) -> bool:
     """Return True for a model's `from_pretrained`; a tokenizer's is not needed."""
     if not isinstance(func, ast.Attribute) or func.attr != "from_pretrained":
         return False
@@ -267,12 +270,12 @@ def _is_model(func: ast.expr) -> bool:
     return owner.startswith("AutoModel") or "For" in owner or owner in _UNSLOTH
 
 
-def _is_unsloth(func: ast.expr) -> bool:
+def _is_unsloth_method(func: ast.expr) -> bool:
     """Return True for a method of Unsloth's model classes."""
     return isinstance(func, ast.Attribute) and _last_name(func.value) in _UNSLOTH
 
 
-def _arguments(
+def _find_arguments(
     call: ast.Call, name: str, assignments: dict[str, ast.expr]
 ) -> Iterator[tuple[str, ast.expr]]:
     positional: list[str | None] = [_FIRST_ARGUMENTS.get(name)]
@@ -323,9 +326,9 @@ def _find_assignments(tree: ast.AST) -> dict[str, ast.expr]:
     return {n: v[0] for n, v in values.items() if len(v) == 1 and v[0] is not None}
 
 
-def _value(node: ast.expr, assignments: dict[str, ast.expr], depth: int = 0) -> Any:
+def _evaluate_literal(node: ast.expr, assignments: dict[str, ast.expr], depth: int = 0) -> Any:
     if isinstance(node, ast.Name) and node.id in assignments and depth < 5:
-        return _value(assignments[node.id], assignments, depth + 1)
+        return _evaluate_literal(assignments[node.id], assignments, depth + 1)
     if isinstance(node, ast.Attribute) and _last_name(node.value) in ("torch", "TaskType"):
         return node.attr
     try:

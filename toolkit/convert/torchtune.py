@@ -63,17 +63,17 @@ def translate_torchtune(settings: Mapping[str, Any], command: str = "") -> Trans
         "eval_strategy": "no",
         "router_aux_loss_coef": 0,
     }
-    objective = _objective(keys, out)
-    adapters = _model(keys, out)
-    _precision(keys, out, adapters)
-    _optimizer(keys, out)
-    _data(keys, out)
-    _memory(keys, out)
-    _run(keys, out)
+    objective = _translate_objective(keys, out)
+    adapters = _translate_model(keys, out)
+    _translate_precision(keys, out, adapters)
+    _translate_optimizer(keys, out)
+    _translate_data(keys, out)
+    _translate_memory(keys, out)
+    _translate_run(keys, out)
     return keys.finish(out, objective, _WITHOUT_EFFECT)
 
 
-def _component(section: Any) -> tuple[str, dict[str, Any]]:
+def _split_component(section: Any) -> tuple[str, dict[str, Any]]:
     """Split a section into the last name of its `_component_` and its other settings."""
     if not isinstance(section, Mapping):
         return "", {}
@@ -81,9 +81,9 @@ def _component(section: Any) -> tuple[str, dict[str, Any]]:
     return str(section.get("_component_", "")).rpartition(".")[2], more
 
 
-def _objective(keys: Keys, out: dict[str, Any]) -> str:
+def _translate_objective(keys: Keys, out: dict[str, Any]) -> str:
     """Translate the loss, and return the objective that it trains."""
-    name, more = _component(keys.take("loss")[1])
+    name, more = _split_component(keys.take("loss")[1])
     keys.take_all(("loss_fn",))
     if name == "DPOLoss":
         out |= {"loss_type": "sigmoid", "beta": more.pop("beta", 0.1)}
@@ -96,11 +96,11 @@ def _objective(keys: Keys, out: dict[str, Any]) -> str:
     return ""
 
 
-def _model(keys: Keys, out: dict[str, Any]) -> bool:
+def _translate_model(keys: Keys, out: dict[str, Any]) -> bool:
     """Translate the model and its adapters; return True if there are adapters."""
-    name, more = _component(keys.take("model")[1])
-    reader, checkpointer = _component(keys.take("checkpointer")[1])
-    builder, tokenizer = _component(keys.take("tokenizer")[1])
+    name, more = _split_component(keys.take("model")[1])
+    reader, checkpointer = _split_component(keys.take("checkpointer")[1])
+    builder, tokenizer = _split_component(keys.take("tokenizer")[1])
     reason = "model and tokenizer are those of the folder's config.json and tokenizer.json"
     keys.note(f"_component_ {name}, {builder}, {reader}", reason)
     folder = checkpointer.get("checkpoint_dir")
@@ -152,7 +152,7 @@ def _model(keys: Keys, out: dict[str, Any]) -> bool:
     return True
 
 
-def _precision(keys: Keys, out: dict[str, Any], adapters: bool) -> None:
+def _translate_precision(keys: Keys, out: dict[str, Any], adapters: bool) -> None:
     """Translate the dtype, in which torchtune also stores the trained weights."""
     dtype = str(keys.take("dtype")[1] or "bf16")
     if dtype == "fp32":
@@ -165,8 +165,8 @@ def _precision(keys: Keys, out: dict[str, Any], adapters: bool) -> None:
         keys.note("dtype", "bfloat16 or float32; bfloat16 is set", dtype)
 
 
-def _optimizer(keys: Keys, out: dict[str, Any]) -> None:
-    name, more = _component(keys.take("optimizer")[1])
+def _translate_optimizer(keys: Keys, out: dict[str, Any]) -> None:
+    name, more = _split_component(keys.take("optimizer")[1])
     if more.pop("fused", True) is False:
         keys.note("optimizer.fused", "the fused AdamW is used", False)
     out["optim"] = _OPTIMIZERS.get(name, name)
@@ -175,7 +175,7 @@ def _optimizer(keys: Keys, out: dict[str, Any]) -> None:
             out[new] = more.pop(key)
     out.setdefault("weight_decay", 0.01)  # that of torch.optim.AdamW
     keys.note_all("optimizer", more, "set it in the section optim")
-    schedule, details = _component(keys.take("lr_scheduler")[1])
+    schedule, details = _split_component(keys.take("lr_scheduler")[1])
     if schedule and schedule != "get_cosine_schedule_with_warmup":
         keys.note("lr_scheduler", "set optim.lr_scheduler_type; cosine is set", schedule)
     out["lr_scheduler_type"] = "cosine" if schedule else "constant"
@@ -186,12 +186,12 @@ def _optimizer(keys: Keys, out: dict[str, Any]) -> None:
     out["max_grad_norm"] = clip or 0.0
 
 
-def _data(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
     """Translate the data set, which its builder may name."""
     section = keys.take("dataset")[1]
     if isinstance(section, list):
         raise refusal(_TOOL, "list of datasets", "give one of them")
-    name, more = _component(section)
+    name, more = _split_component(section)
     hub_id, prompts = _DATASETS.get(name, (None, False))
     if hub_id is None:
         keys.note("dataset", "rows are recognised by their columns (docs/finetuning.md)", name)
@@ -222,7 +222,7 @@ def _data(keys: Keys, out: dict[str, Any]) -> None:
         keys.note("dataset", "rendered by the chat template, not in Alpaca's own words", name)
 
 
-def _memory(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_memory(keys: Keys, out: dict[str, Any]) -> None:
     out["gradient_checkpointing"] = bool(keys.take("enable_activation_checkpointing")[1])
     if keys.take("enable_activation_offloading")[1]:
         out["activation_offloading"] = True
@@ -243,7 +243,7 @@ def _memory(keys: Keys, out: dict[str, Any]) -> None:
             out[new] = size
 
 
-def _run(keys: Keys, out: dict[str, Any]) -> None:
+def _translate_run(keys: Keys, out: dict[str, Any]) -> None:
     """Translate the length of the run, the seed and the loggers."""
     key, most = keys.take("max_steps_per_epoch")
     if most and out["num_train_epochs"] == 1:
@@ -252,7 +252,7 @@ def _run(keys: Keys, out: dict[str, Any]) -> None:
         keys.note(key, "set train.max_steps: the steps of all epochs", most)
     keys.take_all([key for key in ("seed",) if keys.unconverted.get(key) is None])
     keys.take("run_val_every_n_steps")
-    logger = _component(keys.take("metric_logger")[1])[0]
+    logger = _split_component(keys.take("metric_logger")[1])[0]
     if logger == "WandBLogger":
         out["report_to"] = "wandb"
     elif logger == "TensorBoardLogger":

@@ -15,7 +15,7 @@ from toolkit.data.samples.pieces import EncodedRows
 from toolkit.data.sources.row_values import escape_text
 from toolkit.data.tokens.encoded import LABELS, WARNINGS, EncodedSource
 from toolkit.errors import DataError
-from toolkit.tables import table
+from toolkit.tables import format_table
 
 # Longer parts of a sample are printed without their middle.
 _MAX_CHARACTERS = 600
@@ -117,7 +117,7 @@ def render_report(report: dict[str, Any], *, colour: bool | None = None) -> str:
         [_source_title(s), *(f"{s[name]:,}" for name in _NUMBERS), f"{s['supervised_share']:.1%}"]
         for s in trained + several + report["sources"][len(trained) :]
     ]
-    lines = table([head, *rows], right=set(range(1, len(head))))
+    lines = format_table([head, *rows], right=set(range(1, len(head))))
     for source in report["sources"]:
         lines += ["", escape_text(f"{_source_title(source)}: {source['format']}")]
         lines += [f"  {line}" for line in _source_lines(source, report["sequence_length"])]
@@ -321,7 +321,7 @@ def _draw_histogram(histogram: Sequence[Sequence[int]]) -> list[str]:
     for begin, end, count in histogram:
         bar = "#" * max(round(_BAR_WIDTH * count / highest), 1 if count else 0)
         rows.append([f"{begin:,}" if begin == end else f"{begin:,} to {end:,}", f"{count:,}", bar])
-    return [f"          {line}" for line in table(rows, right={0, 1}, margin=10)]
+    return [f"          {line}" for line in format_table(rows, right={0, 1}, margin=10)]
 
 
 def _mark_parts(parts: Sequence[Mapping[str, Any]], colour: bool) -> str:

@@ -40,7 +40,7 @@ _NO_RESULTS = (
 )
 
 
-def render(manifest: Facts, repo_id: str, digest: str, config: Facts | None = None) -> str:
+def render_card(manifest: Facts, repo_id: str, digest: str, config: Facts | None = None) -> str:
     """Render the model card (README.md) of an export.
 
     Args:
@@ -67,26 +67,28 @@ def render(manifest: Facts, repo_id: str, digest: str, config: Facts | None = No
     settings = facts.get("hyperparameters") or {}
     set_values = {n: v for n, v in settings.items() if v not in (None, [], {})}
     versions = facts.get("versions") or {"toolkit": manifest["toolkit"]}
-    front = _front_matter(base, data, metrics, name, relation, _TASKS[auto], settings).to_yaml()
+    front = _make_front_matter(
+        base, data, metrics, name, relation, _TASKS[auto], settings
+    ).to_yaml()
     body = _TEMPLATE.render(
         {"name": name, "repo_id": repo_id, "digest": digest, "origin": origin, "facts": facts},
         base=base,
         unknown=_missing_base_entries(base),
         adapter=adapter,
-        stages=_stages(adapter.get("continued")),
+        stages=_list_continued_adapters(adapter.get("continued")),
         unmerged=relation == "adapter",
         auto=auto,
         as_reward_model=reward_loading_code(auto, model_config),
         kind="reward" if _TASKS[auto] == "text-classification" else "causal language",
         parameters=sum(math.prod(tensor["shape"]) for tensor in manifest["tensors"].values()),
         dtypes=sorted({tensor["dtype"] for tensor in manifest["tensors"].values()}),
-        data_line=_data_line(data) if settings or data else "",
+        data_line=_describe_data(data) if settings or data else "",
         main_settings={n: set_values.pop(n) for n in _MAIN_SETTINGS if n in set_values},
         settings=set_values,
         results={
             n + step_text.get(n, ""): v for n, v in metrics.items() if not n.startswith(_NO_RESULTS)
         },
-        changes=_changes(facts),
+        changes=_describe_changes(facts),
         versions=[f"{package} {version}" for package, version in versions.items()],
     )
     text = scrub(f"---\n{front}\n---\n\n{body}\n")
@@ -101,7 +103,7 @@ def is_unedited(card: str) -> bool:
     return mark is not None and mark[1] == hashlib.sha256(above.encode()).hexdigest()
 
 
-def _front_matter(
+def _make_front_matter(
     base: Facts,
     data: Facts,
     metrics: Facts,
@@ -173,7 +175,7 @@ def _missing_base_entries(base: Facts) -> list[str]:
     return ["base_model", *([] if base.get("license") else ["license"])]
 
 
-def _stages(entry: Any) -> list[Facts]:
+def _list_continued_adapters(entry: Any) -> list[Facts]:
     """List the adapters that this one continues, newest first.
 
     The entry may have been written by anybody, so its length is bounded.
@@ -193,18 +195,18 @@ def _objective_tags(loss_type: str | None) -> list[str]:
     return ["preference-tuning", tags.get(loss_type, "dpo")]
 
 
-def _changes(facts: Facts) -> list[str]:
+def _describe_changes(facts: Facts) -> list[str]:
     """Describe the earlier values of settings that changed during the run, a line each."""
     return [
-        f"`{_cell(name)}` was {', '.join(f'{_cell(v)} up to step {s:,}' for v, s in before)}"
+        f"`{_escape_cell(name)}` was {', '.join(f'{_escape_cell(v)} up to step {s:,}' for v, s in before)}"
         for name, before in (facts.get("changes") or {}).items()
     ]
 
 
-def _data_line(data: Facts) -> str:
+def _describe_data(data: Facts) -> str:
     """Describe the training data on one line: data sets or files, with their weights."""
     if sources := data.get("sources"):
-        weighted = [(_data_line(s), s.get("weight")) for s in sources]
+        weighted = [(_describe_data(s), s.get("weight")) for s in sources]
         return "; ".join(f"{text} (weight {w})" if w is not None else text for text, w in weighted)
     if name := data.get("dataset_name"):
         selection = [data.get("dataset_config_name"), data.get("dataset_split")]
@@ -213,10 +215,10 @@ def _data_line(data: Facts) -> str:
         return str(data["built_in"])
     files = data.get("train_files") or data.get("files") or []
     more = f" and {len(files) - 10} more" if len(files) > 10 else ""
-    return (", ".join(f"`{_cell(f)}`" for f in files[:10]) + more) or "not known"
+    return (", ".join(f"`{_escape_cell(f)}`" for f in files[:10]) + more) or "not known"
 
 
-def _cell(value: Any) -> str:
+def _escape_cell(value: Any) -> str:
     """Format a value as text that cannot end its table cell, code span or line."""
     if isinstance(value, list):
         value = ", ".join(map(str, value))
@@ -227,5 +229,5 @@ def _cell(value: Any) -> str:
 
 
 _ENVIRONMENT = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-_ENVIRONMENT.filters["cell"] = _cell
+_ENVIRONMENT.filters["cell"] = _escape_cell
 _TEMPLATE = _ENVIRONMENT.from_string(Path(__file__).with_name("card.md.jinja").read_text("utf-8"))

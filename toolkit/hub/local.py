@@ -115,7 +115,7 @@ def _make_card(folder: Path, manifest: dict[str, Any], repo_id: str, is_adapter:
     config = None if is_adapter else read_model_config(folder)
     digest = hashlib.sha256((folder / export_manifest.FILE).read_bytes()).hexdigest()
     try:
-        return model_card.render(manifest, repo_id, digest, config)
+        return model_card.render_card(manifest, repo_id, digest, config)
     except Exception as error:  # the facts of a run may be malformed
         raise ExportError(
             f"{folder} is not published: the facts of its run in {export_manifest.FILE} make no "

@@ -69,7 +69,7 @@ def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
     """Export and push on this rank; return the commit's URL."""
     with local_copy(run_dir) as source:  # checkpoint.root may be elsewhere
         checkpoint = find_checkpoint(source)
-        output = export_of(checkpoint, run_dir)
+        output = choose_export_folder(checkpoint, run_dir)
         if not output.exists():
             say(f"exporting {checkpoint} to {output}")
             consolidate(checkpoint, output)
@@ -85,7 +85,7 @@ def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
     return url
 
 
-def export_of(checkpoint: Path, run_dir: Path) -> Path:
+def choose_export_folder(checkpoint: Path, run_dir: Path) -> Path:
     """Choose the folder of a checkpoint's export: one that already holds it, or a free name."""
     live = run_dir / EXPORTS / checkpoint.name
     output = default_export_path(run_dir)

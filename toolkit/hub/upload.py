@@ -94,7 +94,7 @@ def push(
             repository is unchanged, or complete if the error says so.
         ExportError: the folder is no intact export, or holds a file that must not be published.
     """
-    with _repository(repo_id, private, revision, say) as repo:
+    with _open_repository(repo_id, private, revision, say) as repo:
         export = read_export(Path(folder), repo_id, str(repo.api.token))
         return _retry(f"publishing on {repo_id}", lambda: repo.publish(export), say)
 
@@ -106,7 +106,7 @@ def preview(
     token = get_token()
     notes = []
     state = None
-    with _repository(repo_id, private, revision, token=token or False) as repo:
+    with _open_repository(repo_id, private, revision, token=token or False) as repo:
         export = read_export(Path(folder), repo_id, token)
         try:
             if token is None:
@@ -144,7 +144,7 @@ def check_access(
         create: create the repository if it is missing. If False, only check, in one try, that the
             owner of the token may create it.
     """
-    with _repository(repo_id, private, None, say) as repo:
+    with _open_repository(repo_id, private, None, say) as repo:
         if create:
             _retry(f"checking access to {repo_id}", lambda: repo.check_access(create), say)
         else:
@@ -369,7 +369,7 @@ class _Repository:
 
 
 @contextlib.contextmanager
-def _repository(
+def _open_repository(
     repo_id: str,
     private: bool,
     revision: str | None,

@@ -218,5 +218,5 @@ def objective_class(config: type[RunConfig]) -> type[Objective]:
 def build(cfg: RunConfig, mesh: Mesh | None = None, device_type: str | None = None) -> Objective:
     """Build the objective of a run from its settings; for the arguments see `Objective`."""
     objective = objective_class(type(cfg))(cfg, mesh, device_type)
-    measures.declare(objective.metrics)
+    measures.register_metrics(objective.metrics)
     return objective

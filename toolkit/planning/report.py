@@ -26,7 +26,7 @@ from toolkit.sharding.unit_table import (
     format_unit_table,
     unit_rows,
 )
-from toolkit.tables import count_text, size_text, table
+from toolkit.tables import count_text, size_text, format_table
 
 _WIDTH = 80  # of the text, in characters
 _CHANGE_WIDTH = 40  # of the name of a change in a table
@@ -195,7 +195,7 @@ class PlanReport:
         for name, nbytes in first.items():
             title = "optimizer state" if name == "optimizer" else name
             rows.append([title, f"{nbytes:,}", f"{last[name]:,}"])
-        return table(rows, right={1, 2})
+        return format_table(rows, right={1, 2})
 
     def _peak_table(self) -> list[str]:
         peaks = self.plan.sim.peaks
@@ -212,7 +212,7 @@ class PlanReport:
         rows.append(["all on the device", *(_gigabytes(p.nbytes) for p in peaks.values())])
         for name, nbytes in list_reserves(self.device, self.plan.sim.mesh).items():
             rows.append([f"{name} *", *[_gigabytes(nbytes)] * len(peaks)])
-        return table(rows, right={1, 2, 3})
+        return format_table(rows, right={1, 2, 3})
 
     def _estimate_table(self) -> list[str]:
         sim = self.plan.sim
@@ -250,7 +250,7 @@ class PlanReport:
             tokens = count_text(run["tokens"])
             duration = _format_duration(run["seconds"])
             rows.append(["run", f"{run['max_steps']:,} steps, {tokens} tokens, {duration}"])
-        return table(rows, right=set())
+        return format_table(rows, right=set())
 
     def _change_table(self, plans: list[Plan]) -> list[str]:
         rows = [["", "needs", "step", "cost", "fits"]]
@@ -270,7 +270,7 @@ class PlanReport:
         legend = ["cost: device-seconds of a token, relative to the run as it is"]
         if not all(plan.same_training for plan in plans):
             legend.append("*: another training, not only another layout")
-        return [*table(rows, right={1, 2, 3}), *legend]
+        return [*format_table(rows, right={1, 2, 3}), *legend]
 
 
 def plan_run(

@@ -33,7 +33,7 @@ from toolkit.rehearsal.settings import (
 )
 from toolkit.rehearsal.shrunk import Shrunk, shrink, write_small_adapter
 from toolkit.rehearsal.stages import STAGES, Recorder, SkippedError
-from toolkit.start_checks import Start, run_checks
+from toolkit.start_checks import RunStart, run_checks
 
 
 def count_processes(cfg: ShardingConfig, world_size: int) -> int:
@@ -99,7 +99,7 @@ class Rehearsal:
         kind, self.cfg, note = recipes.load_config(self.file, self.flags, self.recipe, remote=True)
         self.cfg = apply_adapter_settings(self.cfg)
         script = recipes.find_script(kind.name)
-        self.start = Start(
+        self.start = RunStart(
             self.cfg,
             count_processes(self.cfg.sharding, self.world_size),
             build_cfg=settings_for_cpu(self.cfg),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError, one_line
-from toolkit.tables import table
+from toolkit.tables import format_table
 
 STAGES = {
     "settings": "change the config; `toolkit train CONFIG --help` lists the settings",
@@ -125,7 +125,7 @@ class Result:
             for name, values in asdict(self)["changed"].items():
                 rows.append([name, *map(_shorten_value, values)])
             lines += ["", "rehearsed with other settings:"]
-            lines += [f"    {line}" for line in table(rows, set(), margin=4)]
+            lines += [f"    {line}" for line in format_table(rows, set(), margin=4)]
         verdict = f"{'passed' if self.ok else 'FAILED'} in {self.seconds:.0f} s"
         place = f"; the files are in {self.folder}" if self.folder else ""
         return "\n".join([*lines, "", verdict + place])

@@ -84,15 +84,21 @@ def make_panels(runs: list[RunRecord]) -> list[Panel]:
     """
     panels = []
     for key, title, tick_format, unit in _PANELS:
-        curves = [curve for i, run in enumerate(runs) for curve in _curves(i, run, key, len(runs))]
+        curves = [
+            curve for i, run in enumerate(runs) for curve in _make_curves(i, run, key, len(runs))
+        ]
         if curves:
             panels.append(Panel(key, title, tick_format, unit, curves))
-    groups = _groups(runs)
+    groups = _group_step_metrics(runs)
     step_panels = [_group_panel(runs, name, keys) for name, keys in groups.items()]
     grouped = {key for keys in groups.values() for key in keys}
     measures = dict.fromkeys(m for run in runs for ms in run.evaluations().values() for m in ms)
     for measure in [m for m in measures if m not in ("loss", "perplexity", *grouped)]:
-        curves = [c for i, run in enumerate(runs) for c in _evaluations(i, run, measure, len(runs))]
+        curves = [
+            c
+            for i, run in enumerate(runs)
+            for c in _make_evaluation_curves(i, run, measure, len(runs))
+        ]
         tick_format = ".1%" if measure == "accuracy" else ".4~g"
         title = f"Evaluation: {measure}"
         panels.append(Panel(evaluation_key("", measure), title, tick_format, "", curves))
@@ -100,7 +106,7 @@ def make_panels(runs: list[RunRecord]) -> list[Panel]:
     return [*panels[:first], *step_panels, *panels[first:]]
 
 
-def _groups(runs: list[RunRecord]) -> dict[str, list[str]]:
+def _group_step_metrics(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Group the metrics that an objective or recipe adds to each step: keys by panel name.
 
     Keys that differ only in their last word, such as reward_chosen and reward_rejected, form one
@@ -133,15 +139,15 @@ def _group_panel(runs: list[RunRecord], name: str, keys: list[str]) -> Panel:
             colour = COLOURS[(place if is_single else index) % len(COLOURS)]
             if any(key in line for line in run.lines):
                 label = f"{run.label(len(runs))}{key}"
-                curves.append(Curve(label, "logged", *_logged(run, key), colour))
-            evaluated = _evaluations(index, run, key, len(runs))
+                curves.append(Curve(label, "logged", *_logged_values(run, key), colour))
+            evaluated = _make_evaluation_curves(index, run, key, len(runs))
             is_pair = is_single and len(keys) > 1  # each side has one colour
             curves += [replace(c, colour=colour) if is_pair else c for c in evaluated]
     tick_format = ".1%" if name.rpartition("_")[2] == "accuracy" else ".4~g"
     return Panel(name, _TITLES.get(name, name), tick_format, "", curves)
 
 
-def smoothed(values: list[float | int | None]) -> list[float | int | None]:
+def moving_average(values: list[float | int | None]) -> list[float | int | None]:
     """Compute the moving average of `values` over a centred window.
 
     The window is symmetric, so the curve does not lag; it narrows towards both ends. Gaps (None)
@@ -156,11 +162,11 @@ def smoothed(values: list[float | int | None]) -> list[float | int | None]:
     return means
 
 
-def _curves(index: int, run: RunRecord, key: str, runs: int) -> Iterable[Curve]:
+def _make_curves(index: int, run: RunRecord, key: str, runs: int) -> Iterable[Curve]:
     """Yield the curves of one quantity of a run; the loss also smoothed and from evaluations."""
     colour = COLOURS[index % len(COLOURS)]
     prefix = run.label(runs)
-    steps, values = _logged(run, key)
+    steps, values = _logged_values(run, key)
     if not steps:
         return
     yield Curve(f"{prefix}{key}", "logged", steps, values, colour)
@@ -168,20 +174,20 @@ def _curves(index: int, run: RunRecord, key: str, runs: int) -> Iterable[Curve]:
         return
     means = [get_finite_number(line, "mean_loss") for line in run.lines if key in line]
     filled = [value if mean is None else mean for value, mean in zip(values, means, strict=True)]
-    yield Curve(f"{prefix}{key}, smoothed", "smoothed", steps, smoothed(filled), colour)
-    yield from _evaluations(index, run, key, runs)
+    yield Curve(f"{prefix}{key}, smoothed", "smoothed", steps, moving_average(filled), colour)
+    yield from _make_evaluation_curves(index, run, key, runs)
 
 
-def _evaluations(index: int, run: RunRecord, measure: str, runs: int) -> Iterable[Curve]:
+def _make_evaluation_curves(index: int, run: RunRecord, measure: str, runs: int) -> Iterable[Curve]:
     """Yield a curve of one measure of the evaluations for each source."""
     names = [name for name, measures in run.evaluations().items() if measure in measures]
     for i, name in enumerate(names):
         key = evaluation_key(name, measure)
         colour = COLOURS[(index if runs > 1 else i + 1) % len(COLOURS)]
-        yield Curve(f"{run.label(runs)}{key}", "evaluation", *_logged(run, key), colour)
+        yield Curve(f"{run.label(runs)}{key}", "evaluation", *_logged_values(run, key), colour)
 
 
-def _logged(run: RunRecord, key: str) -> tuple[list[int], list[float | int | None]]:
+def _logged_values(run: RunRecord, key: str) -> tuple[list[int], list[float | int | None]]:
     """List the steps at which a key was logged, and its values there."""
     lines = [line for line in run.lines if key in line]
     return [line["step"] for line in lines], [get_finite_number(line, key) for line in lines]

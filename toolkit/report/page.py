@@ -18,7 +18,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def render(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
+def render_page(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
     """Make the HTML page of `runs`, which needs no network.
 
     Args:
@@ -29,21 +29,21 @@ def render(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
     from plotly.offline import get_plotlyjs
 
     panels = make_panels(runs)
-    figures = [{"id": panel.key, **_figure(panel, runs)} for panel in panels]
+    figures = [{"id": panel.key, **_make_figure(panel, runs)} for panel in panels]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.loader = PackageLoader("toolkit.report", ".")
     return environment.get_template("page.html.jinja").render(
         title=", ".join(run.name for run in runs),
         several=len(runs) > 1,
-        notes=tables.notes(runs),
-        overview=tables.overview(runs),
-        evaluations=tables.evaluations(runs),
+        notes=tables.list_notes(runs),
+        overview=tables.make_overview(runs),
+        evaluations=tables.make_evaluation_table(runs),
         panels=panels,
-        settings=tables.settings(runs),
-        starts=tables.starts(runs),
-        openings=[(run.name, tables.openings(run)) for run in runs],
-        answers=tables.answers(runs),
-        figures=_inside_script(figures),
+        settings=tables.make_settings_table(runs),
+        starts=tables.make_start_table(runs),
+        openings=[(run.name, tables.collect_start_texts(run)) for run in runs],
+        answers=tables.make_answer_tables(runs),
+        figures=_encode_for_script(figures),
         plotly=get_plotlyjs() if figures else "",
         reload_seconds=reload_seconds,
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -51,13 +51,13 @@ def render(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
     )
 
 
-def _figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
+def _make_figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
     """Make the traces and the layout of a panel for plotly.js, checked by plotly's own classes."""
     from plotly.graph_objects import Figure
 
     axis = {"gridcolor": _GRID, "zeroline": False, "linecolor": _GRID}
     figure = Figure(
-        data=[_trace(panel, curve) for curve in panel.curves] + _marks(runs),
+        data=[_make_trace(panel, curve) for curve in panel.curves] + _make_event_traces(runs),
         layout={
             "template": "none",
             "paper_bgcolor": "rgba(0, 0, 0, 0)",
@@ -88,7 +88,7 @@ def _figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
     return json.loads(figure.to_json())
 
 
-def _trace(panel: Panel, curve: Curve) -> dict[str, Any]:
+def _make_trace(panel: Panel, curve: Curve) -> dict[str, Any]:
     """Make the plotly trace of a curve."""
     style = _STYLES[curve.kind]
     has_no_line = sum(value is not None for value in curve.values) < 3  # a line needs two points
@@ -109,7 +109,7 @@ def _trace(panel: Panel, curve: Curve) -> dict[str, Any]:
     }
 
 
-def _marks(runs: list[RunRecord]) -> list[dict[str, Any]]:
+def _make_event_traces(runs: list[RunRecord]) -> list[dict[str, Any]]:
     """Make traces of checkpoints (triangles at the foot) and restarts (dashed vertical lines)."""
     traces: list[dict[str, Any]] = []
     for i, run in enumerate(runs):
@@ -130,6 +130,6 @@ def _marks(runs: list[RunRecord]) -> list[dict[str, Any]]:
     return traces
 
 
-def _inside_script(value: Any) -> str:
+def _encode_for_script(value: Any) -> str:
     """Encode a value as JSON that cannot end the script element around it."""
     return json.dumps(value).replace("<", "\\u003c")

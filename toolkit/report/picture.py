@@ -12,7 +12,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(runs: list[RunRecord], file: Any) -> None:
+def draw_picture(runs: list[RunRecord], file: Any) -> None:
     """Draw the panels of `runs` as a PNG that is 1400 pixels wide.
 
     Args:
@@ -36,11 +36,11 @@ def draw(runs: list[RunRecord], file: Any) -> None:
         axes = first if place < 0 else figure.add_subplot(grid[1 + place // 2, place % 2])
         _draw_panel(axes, panel, runs)
     if panels and panels[0].key == "loss":
-        _legend(first, fontsize=8, ncols=2)
+        _draw_legend(first, fontsize=8, ncols=2)
     figure.savefig(file, format="png")
 
 
-def _legend(axes: Any, **style: Any) -> None:
+def _draw_legend(axes: Any, **style: Any) -> None:
     for text in axes.legend(**style).get_texts():
         text.set_parse_math(False)  # the name of a folder may contain a dollar sign
 
@@ -72,7 +72,7 @@ def _draw_panel(axes: Any, panel: Panel, runs: list[RunRecord]) -> None:
     if panel.is_share:
         axes.set_ylim(*panel.share_range())
     if panel.has_legend and panel.key != "loss":
-        _legend(axes, fontsize=7)
+        _draw_legend(axes, fontsize=7)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel("step", fontsize=9)
     axes.grid(alpha=0.25)

@@ -83,7 +83,7 @@ def read_runs(folders: list[str]) -> list[RunRecord]:
     names = [path.resolve().name for path in paths]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
-    return [_read(path, name) for path, name in zip(paths, names, strict=True)]
+    return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
 def evaluation_key(source: str, measure: str) -> str:
@@ -91,7 +91,7 @@ def evaluation_key(source: str, measure: str) -> str:
     return "_".join(filter(None, ("eval", source, measure)))
 
 
-def _read(path: Path, name: str) -> RunRecord:
+def _read_run(path: Path, name: str) -> RunRecord:
     """Read one run; raise as `read_runs`."""
     if not any((path / file).is_file() for file in (CONFIG, METRICS)):
         raise ReportError(
@@ -112,7 +112,7 @@ def _read(path: Path, name: str) -> RunRecord:
         lines=lines,
         starts=[_drop_wrong_types(line) for line in starts],
         samples=read_lines(path / SAMPLES),
-        checkpoints=_checkpoints(path, notes),
+        checkpoints=_list_checkpoint_steps(path, notes),
         notes=notes,
     )
 
@@ -141,7 +141,7 @@ def _note_bad_lines(path: Path, lines: list[Line]) -> list[str]:
     return notes
 
 
-def _checkpoints(path: Path, notes: list[str]) -> list[int]:
+def _list_checkpoint_steps(path: Path, notes: list[str]) -> list[int]:
     """List the steps of committed checkpoints; add a note if their store cannot be read."""
     try:
         return sorted(committed_steps(find_checkpoint_root(path)))

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from toolkit.config import KINDS, find_shipped_kind, flatten_settings, saved_kind_name
-from toolkit.config.kinds import is_special, section_names
+from toolkit.config.kinds import is_extra_section, section_names
 from toolkit.config.preference import PreferenceConfig
 from toolkit.report.runs import RunRecord, evaluation_key, get_finite_number
 from toolkit.tables import size_text
@@ -22,11 +22,11 @@ class Table:
     marked: frozenset[int] = frozenset()
 
 
-def overview(runs: list[RunRecord]) -> Table:
+def make_overview(runs: list[RunRecord]) -> Table:
     """Make the table of the runs: progress, last and best values, speed and memory."""
     head = ["run", "step", "loss", "best eval_loss", "tokens", "tokens/s", "memory", "trained for"]
     head.append("last line")
-    objectives = [objective(run) for run in runs]
+    objectives = [describe_objective(run) for run in runs]
     if any(objectives):
         head.insert(1, "objective")
     rows = []
@@ -49,19 +49,19 @@ def overview(runs: list[RunRecord]) -> Table:
                 run.name,
                 *([loss_name or "cross entropy"] if any(objectives) else []),
                 f"{run.last_step:,}{goal}",
-                _value(last.get("loss"), ".4f"),
-                _value(min(eval_losses, default=None), ".4f"),
-                _value(tokens, ",d" if isinstance(tokens, int) else ",.0f"),
-                _value(last.get("tokens_per_second"), ",.0f"),
+                _format_value(last.get("loss"), ".4f"),
+                _format_value(min(eval_losses, default=None), ".4f"),
+                _format_value(tokens, ",d" if isinstance(tokens, int) else ",.0f"),
+                _format_value(last.get("tokens_per_second"), ",.0f"),
                 size_text(int(memory)) if memory is not None else "-",
-                _trained_for(run),
-                _time(last.get("time")),
+                _format_training_time(run),
+                _format_time(last.get("time")),
             ]
         )
     return Table(head, rows)
 
 
-def objective(run: RunRecord) -> str:
+def describe_objective(run: RunRecord) -> str:
     """Describe the objective of a run by its settings; empty for a cross entropy of tokens.
 
     For preference tuning it lists the defaults that matter too; for a user's recipe, the settings
@@ -69,8 +69,10 @@ def objective(run: RunRecord) -> str:
     """
     preference = run.config.get("preference")
     if not isinstance(preference, dict):
-        sections = {n: s for n, s in run.config.items() if is_special(n) and isinstance(s, dict)}
-        settings = [f"{n} {_setting_text(v)}" for s in sections.values() for n, v in s.items()]
+        sections = {
+            n: s for n, s in run.config.items() if is_extra_section(n) and isinstance(s, dict)
+        }
+        settings = [f"{n} {_format_setting(v)}" for s in sections.values() for n, v in s.items()]
         return ", ".join([saved_kind_name(run.config), *settings]) if sections else ""
     defaults = vars(PreferenceConfig())
     kind = preference.get("loss_type", defaults["loss_type"])
@@ -78,14 +80,14 @@ def objective(run: RunRecord) -> str:
     always |= {"simpo_gamma"} if kind == "simpo" else set()
     always |= {"desirable_weight", "undesirable_weight"} if kind == "kto" else set()
     listed = [
-        f"{name} {_setting_text(preference.get(name, default))}"
+        f"{name} {_format_setting(preference.get(name, default))}"
         for name, default in defaults.items()
         if name != "loss_type" and (name in always or preference.get(name, default) != default)
     ]
     return ", ".join([str(kind), *listed])
 
 
-def evaluations(runs: list[RunRecord]) -> Table:
+def make_evaluation_table(runs: list[RunRecord]) -> Table:
     """Make the table of evaluations: last values and lowest loss of each run and source."""
     measures = dict.fromkeys(m for run in runs for ms in run.evaluations().values() for m in ms)
     head = ["run", "source", "step", *measures, "lowest loss", "at step"]
@@ -99,48 +101,48 @@ def evaluations(runs: list[RunRecord]) -> Table:
                 ((v, x["step"]) for x in lines if (v := get_finite_number(x, loss)) is not None),
                 default=None,
             )
-            last = [_value(get_finite_number(lines[-1], key), ".4g") for key in keys]
+            last = [_format_value(get_finite_number(lines[-1], key), ".4g") for key in keys]
             lowest = ["-", "-"] if best is None else [f"{best[0]:.4f}", f"{best[1]:,}"]
             rows.append([run.name, source or "all", f"{lines[-1]['step']:,}", *last, *lowest])
     return Table(head, rows)
 
 
-def notes(runs: list[RunRecord]) -> list[str]:
+def list_notes(runs: list[RunRecord]) -> list[str]:
     """List what is missing or unexpected in the runs' folders, a line each."""
     lines = []
     for run in runs:
-        defaults = _defaults(run.config)
-        unknown = [name for name in _flattened(run.config, defaults) if name not in defaults]
+        defaults = _default_settings(run.config)
+        unknown = [name for name in _flatten_settings(run.config, defaults) if name not in defaults]
         if find_shipped_kind(saved_kind_name(run.config)) is None:
             # The sections that a user's recipe adds are known to that recipe only.
-            unknown = [name for name in unknown if not is_special(name.partition(".")[0])]
+            unknown = [name for name in unknown if not is_extra_section(name.partition(".")[0])]
         problem = "config.yaml has settings that this version does not know"
         unknown_notes = [f"{problem}: {', '.join(unknown)}"] if unknown else []
         lines += [f"{run.name}: {note}" for note in run.notes + unknown_notes]
     return lines
 
 
-def settings(runs: list[RunRecord]) -> Table:
+def make_settings_table(runs: list[RunRecord]) -> Table:
     """Make the table of settings that are not the defaults, or differ between runs (marked)."""
     configs = []  # of each run: defaults, settings; both by dotted name
     for run in runs:
-        defaults = _defaults(run.config)
-        configs.append((defaults, _flattened(run.config, defaults)))
+        defaults = _default_settings(run.config)
+        configs.append((defaults, _flatten_settings(run.config, defaults)))
     rows: list[list[str]] = []
     marked = set()
     for name in dict.fromkeys(name for _, values in configs for name in values):
         default = next((defaults[name] for defaults, _ in configs if name in defaults), None)
-        texts = [_setting_text(values[name]) if name in values else "" for _, values in configs]
+        texts = [_format_setting(values[name]) if name in values else "" for _, values in configs]
         if len(set(texts)) > 1:
             marked.add(len(rows))
-        elif all(name in d and _setting_text(d[name]) == texts[0] for d, _ in configs):
+        elif all(name in d and _format_setting(d[name]) == texts[0] for d, _ in configs):
             continue
-        rows.append([name, _setting_text(default), *texts])
+        rows.append([name, _format_setting(default), *texts])
     head = ["setting", "default", *(run.name for run in runs)]
     return Table(head, rows, frozenset(marked))
 
 
-def starts(runs: list[RunRecord]) -> Table:
+def make_start_table(runs: list[RunRecord]) -> Table:
     """Make the table of the starts of each run: time, machines, versions."""
     all_starts = [(run, start) for run in runs for start in run.starts]
     packages = dict.fromkeys(p for _, start in all_starts for p in start.get("versions", {}))
@@ -149,7 +151,7 @@ def starts(runs: list[RunRecord]) -> Table:
         [
             run.name,
             f"{start['step']:,}",
-            _time(start.get("time")),
+            _format_time(start.get("time")),
             str(start.get("world_size", "-")),
             str(start.get("device", "-")),
             ", ".join(map(str, start.get("hosts", []))),
@@ -160,7 +162,7 @@ def starts(runs: list[RunRecord]) -> Table:
     return Table(head, rows)
 
 
-def answers(runs: list[RunRecord]) -> list[tuple[str, Table]]:
+def make_answer_tables(runs: list[RunRecord]) -> list[tuple[str, Table]]:
     """Make a table of generated answers for each fixed prompt: a row a step, a column a run.
 
     Returns:
@@ -171,7 +173,7 @@ def answers(runs: list[RunRecord]) -> list[tuple[str, Table]]:
     answer_tables = []
     for prompt in prompts:
         by_run = [
-            {s["step"]: _answer(s) for s in run.samples if str(s.get("prompt")) == prompt}
+            {s["step"]: _format_answer(s) for s in run.samples if str(s.get("prompt")) == prompt}
             for run in answering_runs
         ]
         steps = sorted({step for answer_of in by_run for step in answer_of})
@@ -180,7 +182,7 @@ def answers(runs: list[RunRecord]) -> list[tuple[str, Table]]:
     return answer_tables
 
 
-def openings(run: RunRecord) -> dict[str, str]:
+def collect_start_texts(run: RunRecord) -> dict[str, str]:
     """Collect what the run printed at its starts, by title.
 
     That is model, units, dtypes and data at the last start, and the supervision at the first. A
@@ -197,7 +199,7 @@ def openings(run: RunRecord) -> dict[str, str]:
     return {title: text for title, text in plain.items() if text}
 
 
-def _trained_for(run: RunRecord) -> str:
+def _format_training_time(run: RunRecord) -> str:
     """Format the total time of a run's steps, without starts, saves and evaluations."""
     previous_step = 0
     seconds = 0.0
@@ -209,7 +211,7 @@ def _trained_for(run: RunRecord) -> str:
     return str(timedelta(seconds=round(seconds))) if 0 < seconds < 2**34 else "-"
 
 
-def _defaults(config: dict[str, Any]) -> dict[str, Any]:
+def _default_settings(config: dict[str, Any]) -> dict[str, Any]:
     """List the default of every setting of a run's kind, by dotted name."""
     kind = find_shipped_kind(saved_kind_name(config))
     if kind is None:
@@ -219,7 +221,7 @@ def _defaults(config: dict[str, Any]) -> dict[str, Any]:
     return flatten_settings(kind.config(model("-"))) | {"model.name_or_path": None}
 
 
-def _flattened(
+def _flatten_settings(
     config: dict[str, Any], defaults: dict[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
     """Flatten nested settings to dotted names; a mapping that is one setting's value is kept."""
@@ -227,13 +229,13 @@ def _flattened(
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and name not in defaults:
-            values |= _flattened(value, defaults, f"{name}.")
+            values |= _flatten_settings(value, defaults, f"{name}.")
         else:
             values[name] = value
     return values
 
 
-def _answer(sample: dict[str, Any]) -> str:
+def _format_answer(sample: dict[str, Any]) -> str:
     """Format the answer of a sample; an answer without a visible character is described."""
     answer = str(sample.get("answer"))
     if answer.strip():
@@ -242,17 +244,17 @@ def _answer(sample: dict[str, Any]) -> str:
     return f"({lines} line breaks and no text)" if lines else "(no text)"
 
 
-def _setting_text(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _value(value: Any, form: str) -> str:
+def _format_value(value: Any, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _time(seconds: Any) -> str:
+def _format_time(seconds: Any) -> str:
     if not isinstance(seconds, int | float) or not 0 <= seconds < 2**34:
         return "-"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

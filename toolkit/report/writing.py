@@ -32,7 +32,7 @@ def write_report(folders: list[str], output: str | None = None) -> tuple[Path, P
     """
     _check_packages()
     runs = read_runs(folders)
-    return *_write(runs, output), tables.notes(runs)
+    return *_write(runs, output), tables.list_notes(runs)
 
 
 def follow(folders: list[str], output: str | None, seconds: float) -> tuple[Path, Path, list[str]]:
@@ -58,9 +58,9 @@ def _write(
 ) -> tuple[Path, Path]:
     """Write page and picture; return their paths."""
     folder = runs[0].path if output is None else Path(output).expanduser()
-    replace_synced(folder / HTML, page.render(runs, reload_seconds))
+    replace_synced(folder / HTML, page.render_page(runs, reload_seconds))
     with replace_on_exit(folder / PNG) as scratch:
-        picture.draw(runs, scratch)
+        picture.draw_picture(runs, scratch)
     return folder / HTML, folder / PNG
 
 

@@ -10,7 +10,7 @@ from toolkit.config.settings import ShardingConfig
 from toolkit.formats import DTYPES, assets_of, local_tensor
 from toolkit.models.packed_linear import PackedLinear, packed_weights
 from toolkit.sharding.fsdp import Sharded
-from toolkit.tables import fold, table
+from toolkit.tables import group_numbered_names, format_table
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ def format_unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
     # Without these settings, PyTorch's own prefetching is used.
     has_prefetch = cfg.forward_prefetch or cfg.backward_prefetch
     lines = [[*head.split(","), *["prefetches"] * bool(has_prefetch)]]
-    for name, indices in fold([row.name for row in rows], [replace(r, name="") for r in rows]):
+    for name, indices in group_numbered_names(
+        [row.name for row in rows], [replace(r, name="") for r in rows]
+    ):
         alike = rows[indices[0]]
         counts = [str(len(indices)), str(alike.modules), f"{alike.parameters:,}"]
         megabytes = [f"{n / 1e6:,.2f}" for n in (alike.bytes_sharded, alike.bytes_unsharded)]
@@ -84,7 +86,7 @@ def format_unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
         prefetches = "- / -" if name == "(replicated)" else ahead
         more = [prefetches] * bool(has_prefetch)
         lines.append([name, *counts, *megabytes, *dtypes, alike.reshard, *more])
-    text = "\n".join(table(lines, right={1, 2, 3, 4, 5}))
+    text = "\n".join(format_table(lines, right={1, 2, 3, 4, 5}))
     reason = sharded.plan.root_only
     return text if reason is None else f"{text}\nonly the root is a unit: {reason}"
 

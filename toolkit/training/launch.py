@@ -118,7 +118,7 @@ def read_accelerate_settings() -> dict[str, Any]:
         LaunchError: the YAML is for another engine or for float16, or a value is not valid.
     """
     launchers.adopt_launcher_variables()
-    settings, notes = accelerate_yaml.translate(os.environ)
+    settings, notes = accelerate_yaml.translate_environment(os.environ)
     _unset_accelerate_variables(notes)
     return settings
 

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerAction, profile
 from toolkit import ranks
 from toolkit.data.feed.feed import READING as DATA
 from toolkit.errors import TrainingError
-from toolkit.tables import table
+from toolkit.tables import format_table
 
 FORWARD, BACKWARD, OPTIMIZER, PAUSE = "forward", "backward", "optimizer", "pause"
 COMMUNICATION, OTHER, IDLE, HIDDEN = "communication", "other", "idle", "communication_hidden"
@@ -167,7 +167,7 @@ def format_part_table(parts: Sequence[dict[str, float]]) -> list[str]:
     has_hidden = rows[-1][2] == ""
     total = ["step", f"{step_seconds * 1e3:,.1f}", *[""] * 5]
     rows.insert(-1 if has_hidden else len(rows), total)
-    return table(rows, right={1, 2, 3, 4, 5, 6})
+    return format_table(rows, right={1, 2, 3, 4, 5, 6})
 
 
 @contextmanager

@@ -39,7 +39,13 @@ from toolkit.models import model_on_meta
 from toolkit.models.peft_model import ADAPTER, layer_parameters
 from toolkit.verify.export import FILE_CHECKS, Checks, Export, check_dtypes, compare_files
 from toolkit.verify.full_model import compare_logits
-from toolkit.verify.logits import load_adapted, load_base, logits_of, noise, share_head
+from toolkit.verify.logits import (
+    load_adapted_model,
+    load_base,
+    compute_logits,
+    rounding_tolerance,
+    copy_head_to_base,
+)
 from toolkit.verify.proof import Proof
 
 _PREFIX = "base_model.model."
@@ -218,27 +224,27 @@ def check_adapter_logits(export: AdapterExport) -> None:
         text = str(error) if isinstance(error, ToolkitError) else repr(error)
         export.add("", None, f"does not load: {text}")
         return
-    logits = logits_of(loaded)
+    logits = compute_logits(loaded)
     if source is None and not bool(logits.isfinite().all()):
         export.add("", None, "computes logits that are not finite")
         return
-    share_head(loaded)
+    copy_head_to_base(loaded)
     with loaded.disable_adapter():
-        base_logits = logits_of(loaded)
+        base_logits = compute_logits(loaded)
     effect = float((logits - base_logits).abs().max())
     note = f"logits with and without the adapter: largest difference {effect:.3g}"
     export.findings.note(note)
     if effect == 0.0:
-        with _amplified(loaded) as is_trained:
-            if is_trained and torch.equal(logits_of(loaded), base_logits):
+        with _amplified_adapters(loaded) as is_trained:
+            if is_trained and torch.equal(compute_logits(loaded), base_logits):
                 export.add("", None, "has no effect: the logits are those of the base")
     if source is not None and export.layout is not None:
         # The checkpoint's tensors, put in place without PEFT's loader.
         dtype = getattr(torch, str(export.requested_dtype), None)
         rounded_to = dtype if isinstance(dtype, torch.dtype) else None
-        reference = load_adapted(folder, export.layout.base, source, rounded_to)
-        expected = logits_of(reference)
-        compare_logits(export, logits, expected, noise(reference, expected))
+        reference = load_adapted_model(folder, export.layout.base, source, rounded_to)
+        expected = compute_logits(reference)
+        compare_logits(export, logits, expected, rounding_tolerance(reference, expected))
 
 
 def _check_base(export: AdapterExport, folder: Path) -> None:
@@ -251,7 +257,7 @@ def _check_base(export: AdapterExport, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _amplified(model: nn.Module) -> Iterator[bool]:
+def _amplified_adapters(model: nn.Module) -> Iterator[bool]:
     """Scale each adapter as if the largest value of its zero-initialised factor were 1.
 
     After little training, an effect then still survives rounding, unless the adapter takes no part

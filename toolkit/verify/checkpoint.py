@@ -117,10 +117,10 @@ def _check_hashes(subject: CheckpointSubject) -> None:
         except CheckpointError as error:
             subject.add(_METADATA, None, str(error))
     for name, problem in subject.damaged_files.items():
-        _add_by_tensor(subject, name, problem)
+        _add_damage_findings(subject, name, problem)
 
 
-def _add_by_tensor(subject: CheckpointSubject, name: str, problem: str) -> None:
+def _add_damage_findings(subject: CheckpointSubject, name: str, problem: str) -> None:
     """Add a finding for each damaged tensor of a damaged file, or one for the file."""
     file = subject.folder / name
     metadata = subject.metadata
@@ -138,7 +138,9 @@ def _add_by_tensor(subject: CheckpointSubject, name: str, problem: str) -> None:
         size = file.stat().st_size
         for tensor, end in ends.items():
             fault = (
-                "is lost: its shard is cut off" if end > size else _tensor_fault(subject, tensor)
+                "is lost: its shard is cut off"
+                if end > size
+                else _describe_tensor_damage(subject, tensor)
             )
             if fault:
                 damage[tensor] = fault
@@ -151,7 +153,7 @@ def _add_by_tensor(subject: CheckpointSubject, name: str, problem: str) -> None:
         subject.add(name, tensor, fault)
 
 
-def _tensor_fault(subject: CheckpointSubject, key: str) -> str | None:
+def _describe_tensor_damage(subject: CheckpointSubject, key: str) -> str | None:
     """Describe how a stored tensor differs from live memory; None if it does not.
 
     Without a sum in the manifest only its readability is checked. Reads the tensor once.
@@ -193,7 +195,8 @@ def _check_tensors(subject: CheckpointSubject) -> None:
         )
     comparable = model_sizes.keys() & subject.row_sums.keys() - subject.damaged_tensors
     faults = subject.findings.map_with_progress(
-        lambda key: _tensor_fault(subject, key), {key: model_sizes[key] for key in comparable}
+        lambda key: _describe_tensor_damage(subject, key),
+        {key: model_sizes[key] for key in comparable},
     )
     # Reversed, so that the file of a tensor's first chunk wins.
     places = reversed(metadata.storage_data.items())

@@ -153,7 +153,9 @@ def check_hashes(export: Export) -> None:
     if not export.manifest:
         return
     problems = export.findings.hash_files(export.folder, export.manifest["files"], in_cache=True)
-    changed = {name for name, problem in problems.items() if _add_by_tensor(export, name, problem)}
+    changed = {
+        name for name, problem in problems.items() if _add_damage_findings(export, name, problem)
+    }
     weight_files = {entry["file"] for entry in export.manifest["tensors"].values()}
     if changed and changed == weight_files:
         problem = "describes no tensor of this folder: is it the manifest of another export?"
@@ -161,7 +163,7 @@ def check_hashes(export: Export) -> None:
     export.is_damaged = bool(problems)
 
 
-def _add_by_tensor(export: Export, name: str, problem: str) -> bool:
+def _add_damage_findings(export: Export, name: str, problem: str) -> bool:
     """Add a finding for each damaged tensor of a file, or one for the file.
 
     Returns:
@@ -240,9 +242,9 @@ def check_headers(export: Export) -> None:
     """Compare the headers of the weight files with the manifest."""
     if not export.manifest or not export.entries:
         return
-    listed = {name: _without_hash(entry) for name, entry in export.manifest["tensors"].items()}
+    listed = {name: _drop_hash(entry) for name, entry in export.manifest["tensors"].items()}
     headers = {
-        name: _without_hash(export_manifest.describe_tensor(entry, ""))
+        name: _drop_hash(export_manifest.describe_tensor(entry, ""))
         for name, entry in export.entries.items()
     }
     for name in sorted(listed.keys() | headers.keys()):
@@ -252,7 +254,7 @@ def check_headers(export: Export) -> None:
             export.add((header or entry or {})["file"], name, problem)
 
 
-def _without_hash(entry: dict[str, Any]) -> dict[str, Any]:
+def _drop_hash(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key != "xxh3"}
 
 

@@ -124,12 +124,14 @@ class Findings:
         self.report.files += len(names)
         self.report.bytes += sum(sizes.values())
         problems = self.map_with_progress(
-            lambda name: file_fault(folder / name, files[name], in_cache=in_cache), sizes
+            lambda name: describe_file_damage(folder / name, files[name], in_cache=in_cache), sizes
         )
         return {name: problem for name, problem in problems.items() if problem is not None}
 
 
-def file_fault(file: Path, expected: dict[str, Any], *, in_cache: bool = False) -> str | None:
+def describe_file_damage(
+    file: Path, expected: dict[str, Any], *, in_cache: bool = False
+) -> str | None:
     """Describe how a file differs from its manifest entry; None if it does not."""
     try:
         if not is_regular(file, in_cache=in_cache):

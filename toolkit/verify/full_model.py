@@ -17,14 +17,14 @@ from toolkit.loading import find_load_problems, plan_load_groups
 from toolkit.models import model_on_meta, tied_names
 from toolkit.verify.export import FILE_CHECKS, Checks, Export, check_dtypes, compare_files
 from toolkit.verify.logits import (
-    load_adapted,
-    load_checkpoint,
+    load_adapted_model,
+    load_checkpoint_model,
     load_export,
-    logits_of,
-    noise,
-    set_buffers,
+    compute_logits,
+    rounding_tolerance,
+    copy_unsaved_buffers,
 )
-from toolkit.verify.proof import Expected, MergeProof, Proof, different
+from toolkit.verify.proof import Expected, MergeProof, Proof, mask_differences
 
 _WRAPPERS = re.compile(r"FSDP|FullyShard|DistributedDataParallel|OptimizedModule|PeftModel|Wrapped")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -39,7 +39,7 @@ def read_model(export: Export) -> None:
         architectures = config.get("architectures") or []
         for name in filter(_WRAPPERS.search, architectures):
             export.add("config.json", None, f"architectures names {name}, a wrapper of training")
-        for file in _code_files(config.get("auto_map")):
+        for file in _list_code_files(config.get("auto_map")):
             if not (export.folder / file).is_file():
                 export.add("config.json", None, f"auto_map names {file}, which is missing")
         model = export.model = model_on_meta(export.folder)
@@ -52,7 +52,7 @@ def read_model(export: Export) -> None:
         export.add("config.json", None, f"architectures is {architectures}, without {name}")
     # A reader casts to the config's dtype, so it must be the one that was requested.
     check_dtypes(export)
-    dtype, requested = _config_dtype(config), export.requested_dtype
+    dtype, requested = _read_config_dtype(config), export.requested_dtype
     if requested not in (None, dtype) and export.entries:
         problem = f"dtype is {dtype}, the export was requested in {requested}"
         export.add("config.json", None, problem)
@@ -105,7 +105,7 @@ def _check_stored_once(export: Export, model: PreTrainedModel) -> None:
 
 def compare_assets(export: Export) -> None:
     """Compare config, tokenizer and code with those in the checkpoint."""
-    source = _source(export)
+    source = _require_source(export)
     compare_files(export, source)
     try:
         before = formats.read_config(source.hf)
@@ -117,12 +117,12 @@ def compare_assets(export: Export) -> None:
     if (before.get("architectures") or ["Model"])[0].endswith("Model"):
         ignored.add("architectures")  # a model without a head that was trained with one
     for key in sorted({**before, **now}.keys() - ignored):
-        old, new = _without_dtype(before.get(key)), _without_dtype(now.get(key))
+        old, new = _drop_dtype(before.get(key)), _drop_dtype(now.get(key))
         if old != new:
             problem = f"was {old!r}, is {new!r}" if key in before else "was not there before"
             export.add("config.json", None, f"{key} {problem}")
     stored_dtypes = {str(e.dtype).removeprefix("torch.") for e in export.entries.values()}
-    old_dtype, new_dtype = _config_dtype(before), _config_dtype(now)
+    old_dtype, new_dtype = _read_config_dtype(before), _read_config_dtype(now)
     # After a random start it is that of the weights. If one was requested, `read_model` compares.
     if export.requested_dtype is None and new_dtype not in (None, old_dtype, *stored_dtypes):
         problem = f"dtype was {old_dtype!r}, is {new_dtype!r}: readers cast to it"
@@ -131,14 +131,14 @@ def compare_assets(export: Export) -> None:
 
 def prove_weights(export: Export) -> None:
     """Compare every parameter with the checkpoint, and every other tensor with the base model."""
-    model, source = _model(export), _source(export)
+    model, source = _require_model(export), _require_source(export)
     Proof(model, export.entries, export.groups, export.findings).run(source)
     compare_with_start(export, None)
 
 
 def prove_merge(export: Export) -> None:
     """Prove that every parameter is the base's, or the base's with the adapter merged in."""
-    model, source = _model(export), _source(export)
+    model, source = _require_model(export), _require_source(export)
     base = Path(str(export.base_location))
     proof = MergeProof(model, export.entries, export.groups, export.findings, folder=base)
     proof.run(source)
@@ -160,7 +160,7 @@ def compare_with_start(export: Export, folder: Path | None) -> None:
         export: the subject.
         folder: of the start's weights, if it was found already.
     """
-    assets = formats.HFAssets.load(_source(export).hf)
+    assets = formats.HFAssets.load(_require_source(export).hf)
     start_keys = assets.source
     if start_keys is None:  # a random start
         for name in sorted(export.carried):
@@ -183,7 +183,7 @@ def compare_with_start(export: Export, folder: Path | None) -> None:
     if not export.carried:
         return
     try:
-        originals = find_carried_tensors(_model(export), assets, folder)
+        originals = find_carried_tensors(_require_model(export), assets, folder)
     except ExportError as error:
         export.findings.note(f"not compared with the source: {error}")
         return
@@ -202,7 +202,7 @@ def _compare_carried(export: Export, name: str, original: CarriedTensor) -> None
         problem = f"is {entry.dtype} {list(entry.shape)}, in the source {original.dtype}"
         export.add(file, name, f"{problem} {list(original.shape)}")
     elif original.stored is None:  # in several parts
-        wrong = different(original.read(), formats.read_tensor(entry), {entry.dtype})
+        wrong = mask_differences(original.read(), formats.read_tensor(entry), {entry.dtype})
         if bool(wrong.any()):
             export.add(file, name, "is not what the source holds in parts")
     else:
@@ -216,7 +216,7 @@ def check_logits(export: Export) -> None:
     loaded = load_as_reader(export)
     if loaded is None:
         return
-    logits = logits_of(loaded)
+    logits = compute_logits(loaded)
     if export.source is None:
         if bool(logits.isfinite().all()):
             note = "loads without missing or unexpected keys, computes finite logits"
@@ -224,15 +224,15 @@ def check_logits(export: Export) -> None:
         else:
             export.add("", None, "computes logits that are not finite")
         return
-    model = load_checkpoint(export.source, loaded)
-    if changed := set_buffers(loaded, model):
+    model = load_checkpoint_model(export.source, loaded)
+    if changed := copy_unsaved_buffers(loaded, model):
         export.findings.note(
             f"transformers gives {changed[0]}, which is in no file, other values than the "
             "model's code computes; compared with the latter"
         )
-        logits = logits_of(loaded)
-    expected = logits_of(model)
-    compare_logits(export, logits, expected, noise(loaded, expected))
+        logits = compute_logits(loaded)
+    expected = compute_logits(model)
+    compare_logits(export, logits, expected, rounding_tolerance(loaded, expected))
 
 
 def check_merged_logits(export: Export) -> None:
@@ -245,15 +245,15 @@ def check_merged_logits(export: Export) -> None:
     loaded = load_as_reader(export)
     if loaded is None:
         return
-    logits = logits_of(loaded)
+    logits = compute_logits(loaded)
     if export.source is None:
         return
-    model = load_adapted(Path(str(export.base_location)), loaded, export.source)
-    expected = logits_of(model)
+    model = load_adapted_model(Path(str(export.base_location)), loaded, export.source)
+    expected = compute_logits(model)
     with model.disable_adapter():
-        effect = float((logits_of(model) - expected).abs().max())
-    rounding = float((logits_of(model.float()) - expected).abs().max())
-    tolerance = max(noise(loaded, expected), 0.5 * effect, 2 * rounding)
+        effect = float((compute_logits(model) - expected).abs().max())
+    rounding = float((compute_logits(model.float()) - expected).abs().max())
+    tolerance = max(rounding_tolerance(loaded, expected), 0.5 * effect, 2 * rounding)
     compare_logits(export, logits, expected, tolerance, f" (effect of the adapter: {effect:.3g})")
 
 
@@ -264,7 +264,7 @@ def load_as_reader(export: Export) -> Any:
         The model; None if it does not load, which is a finding.
     """
     try:
-        loaded, info = load_export(export.folder, _model(export))
+        loaded, info = load_export(export.folder, _require_model(export))
     except Exception as error:  # from_pretrained has no common class of errors
         text = str(error) if isinstance(error, ToolkitError) else repr(error)
         export.add("", None, f"does not load: {text}")
@@ -292,7 +292,7 @@ def compare_logits(
     export.findings.note(f"{pair}: largest difference {difference:.3g}{remark}")
 
 
-def merged_checks(base: Path) -> Checks:
+def make_merge_checks(base: Path) -> Checks:
     """Make the list of checks of a model that has an adapter merged into `base`.
 
     The subject's `base_location` must be `base` too.
@@ -305,18 +305,18 @@ def merged_checks(base: Path) -> Checks:
     )
 
 
-def _source(export: Export) -> Source:
+def _require_source(export: Export) -> Source:
     """Return the checkpoint that the export is compared with; the caller has checked it."""
     assert export.source is not None
     return export.source
 
 
-def _model(export: Export) -> PreTrainedModel:
+def _require_model(export: Export) -> PreTrainedModel:
     assert export.model is not None
     return export.model
 
 
-def _code_files(auto_map: dict[str, Any] | None) -> Iterator[str]:
+def _list_code_files(auto_map: dict[str, Any] | None) -> Iterator[str]:
     """Yield the files of this folder that auto_map names."""
     for value in (auto_map or {}).values():
         for reference in value if isinstance(value, list) else [value]:
@@ -324,12 +324,12 @@ def _code_files(auto_map: dict[str, Any] | None) -> Iterator[str]:
                 yield f"{reference.partition('.')[0]}.py"
 
 
-def _config_dtype(config: dict[str, Any]) -> Any:
+def _read_config_dtype(config: dict[str, Any]) -> Any:
     dtype = config.get("dtype", config.get("torch_dtype"))
     return dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
 
 
-def _without_dtype(value: Any) -> Any:
+def _drop_dtype(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {k: v for k, v in value.items() if k not in _DTYPE_KEYS}

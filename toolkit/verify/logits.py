@@ -16,13 +16,13 @@ from toolkit.models import allows_remote_code, model_on_meta, tied_names, vocabu
 from toolkit.models.classes import causal_lm_class
 from toolkit.models.peft_model import copied_modules
 from toolkit.models.reward import HEAD, reward_head
-from toolkit.verify.proof import expected_of
+from toolkit.verify.proof import find_expected_tensors
 
 # Largest relative difference of logits of equal weights, because kernels may add in another order.
 _NOISE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-def logits_of(model: PreTrainedModel) -> torch.Tensor:
+def compute_logits(model: PreTrainedModel) -> torch.Tensor:
     """Compute the logits of two fixed random prompts: [2, length, vocabulary] in float32."""
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
@@ -34,7 +34,7 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
         return model(input_ids=tokens, use_cache=False).logits.float()
 
 
-def noise(model: nn.Module, logits: torch.Tensor) -> float:
+def rounding_tolerance(model: nn.Module, logits: torch.Tensor) -> float:
     """Estimate the largest difference of `logits` to those of an equal model by rounding alone."""
     relative = max(_NOISE.get(p.dtype, 0.0) for p in model.parameters())
     return relative * max(1.0, float(logits.abs().max()))
@@ -62,7 +62,7 @@ def load_export(
     return loader.from_pretrained(folder, output_loading_info=True, **options, **config)
 
 
-def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
+def load_checkpoint_model(source: Source, like: PreTrainedModel) -> PreTrainedModel:
     """Load a checkpoint into a model without any sharding, cast to the dtypes of `like`."""
     model = model_on_meta(source.hf)
     dtypes = {n: t.dtype for n, t in like.state_dict().items()}
@@ -70,7 +70,7 @@ def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
         parameter.data = torch.empty_like(parameter, dtype=dtypes[name])
     materialise(model, "cpu")
     first_name = tied_names(model)
-    expected = expected_of(source, model.state_dict())
+    expected = find_expected_tensors(source, model.state_dict())
     stored = {first_name.get(name, name): tensor.stored for name, tensor in expected.items()}
     for name, tensor in model.state_dict().items():
         if (first := first_name.get(name, name)) not in stored:
@@ -80,7 +80,7 @@ def load_checkpoint(source: Source, like: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def set_buffers(model: PreTrainedModel, like: PreTrainedModel) -> list[str]:
+def copy_unsaved_buffers(model: PreTrainedModel, like: PreTrainedModel) -> list[str]:
     """Copy the buffers of `like` that no file holds into `model`.
 
     A model's own code may compute such a buffer in its constructor. transformers runs that on meta,
@@ -118,7 +118,7 @@ def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def share_head(model: nn.Module) -> None:
+def copy_head_to_base(model: nn.Module) -> None:
     """Copy the trained head of a reward model into the base under its adapters.
 
     A base that is a causal LM has no such head, and got a random one when it was loaded.
@@ -128,7 +128,7 @@ def share_head(model: nn.Module) -> None:
         original.load_state_dict(trained.state_dict())
 
 
-def load_adapted(
+def load_adapted_model(
     folder: Path, like: PreTrainedModel, source: Source, dtype: torch.dtype | None = None
 ) -> Any:
     """Load a base model and put a checkpoint's adapter into it by name, without PEFT's loader.
@@ -142,7 +142,7 @@ def load_adapted(
     model = attach_adapters(load_base(folder, like), read_adapter_config(source.hf))
     tensors = dict(model.state_dict())
     with torch.no_grad():
-        for name, expected in expected_of(source).items():
+        for name, expected in find_expected_tensors(source).items():
             tensors[name].copy_(read_tensor(expected.stored).to(dtype))
-    share_head(model)
+    copy_head_to_base(model)
     return model

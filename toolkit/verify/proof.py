@@ -63,10 +63,10 @@ class Expected:
             actual: the parameter, stored or computed.
             dtypes: of the tensors that it is made of. Each value must be a cast to one of them.
         """
-        if fault := misfit(self.stored, tuple(actual.shape), dtypes, self.description):
+        if fault := describe_misfit(self.stored, tuple(actual.shape), dtypes, self.description):
             return fault
         if isinstance(actual, torch.Tensor):
-            count = int(different(read_tensor(self.stored), actual, dtypes).sum())
+            count = int(mask_differences(read_tensor(self.stored), actual, dtypes).sum())
             values = f"{count} of {actual.numel()} values"
             differs = f"differs from {self.description} in {values}" if count else None
             return self.damage() or differs
@@ -107,7 +107,7 @@ class Proof:
 
     def expect(self, source: Source) -> None:
         """Fill in `expected` with the weights of a checkpoint."""
-        for name, expected in expected_of(source, self.model.state_dict()).items():
+        for name, expected in find_expected_tensors(source, self.model.state_dict()).items():
             self.expected.setdefault(self.first_name(name), []).append(expected)
 
     def run(self, source: Source, names: Mapping[str, str] | None = None) -> None:
@@ -180,7 +180,7 @@ class MergeProof(Proof):
     def expect(self, source: Source) -> None:
         """Fill in `expected`: the base's tensors, and no tensor if a value must be computed."""
         self.layout = peft_layout(model_on_meta(source.hf), read_adapter_config(source.hf))
-        self.trained = expected_of(source)
+        self.trained = find_expected_tensors(source)
         if unmatched := sorted(set(self.layout.keys.values()) ^ self.trained.keys()):
             raise ExportError(
                 f"{unmatched[0]} is not in both {source.folder} and its adapter's config"
@@ -226,11 +226,11 @@ class MergeProof(Proof):
         weight, layer = self._weights.pop(parameter, None), self._layer(parameter)
         if weight is None:
             return f"is {parameter}, which the base does not hold"
-        if fault := misfit(weight, tuple(actual.shape), dtypes, "in the base"):
+        if fault := describe_misfit(weight, tuple(actual.shape), dtypes, "in the base"):
             return fault
         if isinstance(actual, StoredTensor):
             actual = read_tensor(actual)
-        wrong = different(weight, actual, dtypes)
+        wrong = mask_differences(weight, actual, dtypes)
         if layer is not None:
             wrong = torch.ones(actual.shape, dtype=torch.bool)
             factors = {
@@ -239,7 +239,7 @@ class MergeProof(Proof):
             for dtype in dtypes:
                 wide = weight.to(loaded_dtype(self.model, parameter, weight.dtype, dtype))
                 value = merge_layer(self.layout, layer, wide.clone(), factors)
-                wrong &= different(value, actual, {dtype})
+                wrong &= mask_differences(value, actual, {dtype})
                 if bool(wrong.any()):
                     ends = self._bounds(layer, wide, factors)
                     low, high = (end.to(dtype).to(actual.dtype) for end in ends)
@@ -276,7 +276,7 @@ class MergeProof(Proof):
         return weight + low, weight + high
 
 
-def expected_of(source: Source, names: Iterable[str] = ()) -> dict[str, Expected]:
+def find_expected_tensors(source: Source, names: Iterable[str] = ()) -> dict[str, Expected]:
     """Find the stored tensor of each parameter in a checkpoint.
 
     Args:
@@ -295,7 +295,7 @@ def expected_of(source: Source, names: Iterable[str] = ()) -> dict[str, Expected
     }
 
 
-def misfit(
+def describe_misfit(
     expected: Values, shape: tuple[int, ...], dtypes: set[torch.dtype], description: str
 ) -> str | None:
     """Describe why a tensor cannot be a cast of `expected`; None if it can.
@@ -314,7 +314,9 @@ def misfit(
     return f"is {' and '.join(map(str, casts))}, {description} {expected.dtype}"
 
 
-def different(value: torch.Tensor, actual: torch.Tensor, dtypes: set[torch.dtype]) -> torch.Tensor:
+def mask_differences(
+    value: torch.Tensor, actual: torch.Tensor, dtypes: set[torch.dtype]
+) -> torch.Tensor:
     """Mark the elements of `actual` that are no cast of `value` to any of `dtypes`; bool mask."""
     wrong = torch.ones(actual.shape, dtype=torch.bool)
     for dtype in dtypes:

@@ -72,7 +72,7 @@ def verify_export(
     # They import transformers and PEFT, which the verification of a checkpoint does not need.
     from toolkit.checkpoint.sources import find_base, find_source
     from toolkit.verify.export import Checks, Export, run_checks
-    from toolkit.verify.full_model import FULL_MODEL, merged_checks
+    from toolkit.verify.full_model import FULL_MODEL, make_merge_checks
 
     folder = _find_export(Path(export).expanduser())
     source = None if checkpoint is None else find_source(checkpoint, hf_assets)
@@ -92,7 +92,7 @@ def verify_export(
         elif source is not None and source.is_adapter:
             base = find_base(source, hf_assets)
             subject = Export(folder, findings, source, base)
-            checks = merged_checks(base)
+            checks = make_merge_checks(base)
         else:
             subject = Export(folder, findings, source)
             checks = FULL_MODEL
