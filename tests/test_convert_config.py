@@ -20,7 +20,7 @@ from transformers import BitsAndBytesConfig
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, PreferConfig, load
 from toolkit.config.other_tools import OTHER_NAMES, settings_named
-from toolkit.convert.converter import Conversion, convert_settings, convert_config
+from toolkit.convert.converter import Conversion, convert_config, convert_settings
 from toolkit.convert.tables_of_tools import NOT_CONVERTED
 from toolkit.errors import ConfigError
 

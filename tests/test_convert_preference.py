@@ -7,7 +7,7 @@ from conftest import ROOT
 from toolkit.cli import main
 from toolkit.config import PreferConfig, load
 from toolkit.config.other_tools import settings_named
-from toolkit.convert.converter import convert_settings, convert_config
+from toolkit.convert.converter import convert_config, convert_settings
 from toolkit.errors import ConfigError
 
 FOREIGN = ROOT / "tests/foreign_configs"

@@ -14,7 +14,7 @@ from conftest import ROOT
 from toolkit.cli import main
 from toolkit.config import FinetuneConfig, PreferConfig, load
 from toolkit.config.other_tools import recognise_tool
-from toolkit.convert.converter import Conversion, convert_settings, convert_config
+from toolkit.convert.converter import Conversion, convert_config, convert_settings
 from toolkit.errors import ConfigError
 
 FOREIGN = ROOT / "tests/foreign_configs"

@@ -12,7 +12,7 @@ from toolkit.models import peft_model
 from toolkit.models.layers import expert_counts, parameters_outside_text
 from toolkit.models.patterns import replace_numbers
 from toolkit.models.reward import reward_head
-from toolkit.tables import group_numbered_names, format_table
+from toolkit.tables import format_table, group_numbered_names
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

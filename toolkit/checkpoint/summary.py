@@ -15,7 +15,7 @@ from toolkit.checkpoint.store import folder_bytes, read_json_object
 from toolkit.config.published import get_mapping, select_publishable_settings, to_publishable
 from toolkit.formats import METADATA_FILE, read_metadata
 from toolkit.formats.metrics_file import METRICS, STARTS, read_lines, read_metrics, read_versions
-from toolkit.tables import group_numbered_names, size_text, format_table
+from toolkit.tables import format_table, group_numbered_names, size_text
 
 
 def summarize(path: str | Path) -> dict[str, Any]:

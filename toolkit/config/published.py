@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.kinds import is_published, is_extra_section
+from toolkit.config.kinds import is_extra_section, is_published
 from toolkit.errors import ConfigError, is_secret_name, scrub
 from toolkit.parsing import parse_yaml
 

@@ -198,7 +198,8 @@ def _objective_tags(loss_type: str | None) -> list[str]:
 def _describe_changes(facts: Facts) -> list[str]:
     """Describe the earlier values of settings that changed during the run, a line each."""
     return [
-        f"`{_escape_cell(name)}` was {', '.join(f'{_escape_cell(v)} up to step {s:,}' for v, s in before)}"
+        f"`{_escape_cell(name)}` was "
+        + ", ".join(f"{_escape_cell(value)} up to step {step:,}" for value, step in before)
         for name, before in (facts.get("changes") or {}).items()
     ]
 

@@ -26,7 +26,7 @@ from toolkit.sharding.unit_table import (
     format_unit_table,
     unit_rows,
 )
-from toolkit.tables import count_text, size_text, format_table
+from toolkit.tables import count_text, format_table, size_text
 
 _WIDTH = 80  # of the text, in characters
 _CHANGE_WIDTH = 40  # of the name of a change in a table

@@ -10,7 +10,7 @@ from toolkit.config.settings import ShardingConfig
 from toolkit.formats import DTYPES, assets_of, local_tensor
 from toolkit.models.packed_linear import PackedLinear, packed_weights
 from toolkit.sharding.fsdp import Sharded
-from toolkit.tables import group_numbered_names, format_table
+from toolkit.tables import format_table, group_numbered_names
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,11 @@ from toolkit.models.peft_model import ADAPTER, layer_parameters
 from toolkit.verify.export import FILE_CHECKS, Checks, Export, check_dtypes, compare_files
 from toolkit.verify.full_model import compare_logits
 from toolkit.verify.logits import (
+    compute_logits,
+    copy_head_to_base,
     load_adapted_model,
     load_base,
-    compute_logits,
     rounding_tolerance,
-    copy_head_to_base,
 )
 from toolkit.verify.proof import Proof
 

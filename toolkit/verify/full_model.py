@@ -17,12 +17,12 @@ from toolkit.loading import find_load_problems, plan_load_groups
 from toolkit.models import model_on_meta, tied_names
 from toolkit.verify.export import FILE_CHECKS, Checks, Export, check_dtypes, compare_files
 from toolkit.verify.logits import (
+    compute_logits,
+    copy_unsaved_buffers,
     load_adapted_model,
     load_checkpoint_model,
     load_export,
-    compute_logits,
     rounding_tolerance,
-    copy_unsaved_buffers,
 )
 from toolkit.verify.proof import Expected, MergeProof, Proof, mask_differences
 
