@@ -246,8 +246,8 @@ def _find_missing_imports(file: Path) -> Iterable[str]:
 
 
 def check_output(start: RunStart) -> str:
-    """Claim the output folders; raise if they hold something other than this run. Returns ""."""
-    claim_folders(start.cfg)
+    """Raise if output_dir or checkpoint.root holds something other than this run. Returns ""."""
+    validate_run_folders(start.cfg)
     return ""
 
 
@@ -476,7 +476,8 @@ def check_rows(start: RunStart) -> str:
         looks.append(check_some_rows(source, encoder, max(1.0, seconds)))
         if not row_format.is_documents:
             looks[-1].check(source, cfg.data.sequence_length)
-    return f"checked    {sum(look.counts.rows for look in looks):,} rows{_describe_unchecked_rows(looks)}"
+    row_count = sum(look.counts.rows for look in looks)
+    return f"checked    {row_count:,} rows{_describe_unchecked_rows(looks)}"
 
 
 def _describe_unchecked_rows(looks: list[RowCheck]) -> str:
