@@ -106,11 +106,11 @@ def test_the_control_an_optimizer_that_is_not_told_writes_nan(monkeypatch) -> No
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.AdamW([weight], fused=True)
         weight.grad = torch.full((3,), math.nan)
-        stepping._step_if(torch.tensor(False), optimizer)
+        stepping._step_if_good(torch.tensor(False), optimizer)
         return weight
 
     assert torch.equal(spoil().detach(), torch.ones(3))
-    monkeypatch.setattr(stepping, "_step_if", lambda _, optimizer: optimizer.step())
+    monkeypatch.setattr(stepping, "_step_if_good", lambda _, optimizer: optimizer.step())
     assert spoil().isnan().all()
 
 
@@ -126,7 +126,7 @@ def test_too_many_in_a_row_end_the_run_and_others_do_not(capsys) -> None:
     steps = BadSteps(2, lambda step: [f"notes row {step}"])
     for step, skipped in enumerate([True, True, False, True, True], 1):
         steps.record(step, stats(skipped, here=step == 2))
-    steps.read()  # as before a save, between two lines
+    steps.report_skipped()  # as before a save, between two lines
     assert steps.take_skipped_count() == 4
     assert steps.take_skipped_count() == 0
     said = capsys.readouterr().out.splitlines()
@@ -136,7 +136,7 @@ def test_too_many_in_a_row_end_the_run_and_others_do_not(capsys) -> None:
     assert "step 2 is skipped: loss on rank 0 is NaN or infinite; samples: notes row 2" in said[1]
     steps.record(6, stats(True))
     with pytest.raises(TrainingError, match=r"3 step\(s\) in a row, up to 6, .*max_bad_steps: 2"):
-        steps.read()
+        steps.report_skipped()
 
 
 @pytest.mark.parametrize("what", ["weight", "optimizer"])

@@ -23,7 +23,7 @@ from toolkit.data.report import render_report
 from toolkit.errors import ConfigError
 from toolkit.formats import assets_of
 from toolkit.models import causal_lm
-from toolkit.training.generation import encoded_prompts
+from toolkit.training.generation import encode_prompts
 
 QWEN3 = TEMPLATES["qwen3"].stock
 BLOCK = "<think>\n\n</think>\n\n"
@@ -177,10 +177,10 @@ def test_prompts_are_asked_and_exports_answer_with_the_setting(folder):
     cfg = config_of(folder, chat_template_kwargs={"enable_thinking": False})
     model = causal_lm.build_on_meta(cfg.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    (before,) = encoded_prompts(model, tokenizer, ["q"], 1)
+    (before,) = encode_prompts(model, tokenizer, ["q"], 1)
     settings = FinetuneModelConfig(str(folder), tokenizer_name_or_path=str(folder))
     encoder = build_encoder(cfg, settings, model)
-    (after,) = encoded_prompts(model, encoder.tokenizer, ["q"], 1)
+    (after,) = encode_prompts(model, encoder.tokenizer, ["q"], 1)
     assert tokenizer.decode(after) == tokenizer.decode(before) + BLOCK
     tokenizer.chat_template = assets_of(model).files["chat_template.jinja"].decode()
     turns = [user("q")]

@@ -48,20 +48,20 @@ TWO = network.Location(local_world_size=2)
 )
 @pytest.mark.usefixtures("cards")
 def test_cards_as_nccl_is_told_of_them(text, wrong) -> None:
-    said = network.interface_error({"NCCL_SOCKET_IFNAME": text}, nccl=True)
+    said = network.explain_interface_error({"NCCL_SOCKET_IFNAME": text}, nccl=True)
     assert bool(said) is wrong
     if wrong:
         assert said == (
             f"NCCL_SOCKET_IFNAME is {text}, which names no interface with an address on this host: "
             "lo 127.0.0.1, mgmt0 10.0.0.7, ib0 10.1.0.7, eth6 fd00::7"
         )
-    assert not network.interface_error({"NCCL_SOCKET_IFNAME": text}, nccl=False)  # on CPUs
+    assert not network.explain_interface_error({"NCCL_SOCKET_IFNAME": text}, nccl=False)  # on CPUs
 
 
 @pytest.mark.usefixtures("cards")
 def test_cards_as_gloo_is_told_of_them() -> None:
     for text, wrong in (("mgmt0", False), ("mgmt0,ib0", False), ("mgmt", True), ("ib0,x", True)):
-        said = network.interface_error({"GLOO_SOCKET_IFNAME": text}, nccl=False)
+        said = network.explain_interface_error({"GLOO_SOCKET_IFNAME": text}, nccl=False)
         assert said.startswith(f"GLOO_SOCKET_IFNAME is {text}, ") is wrong
 
 
@@ -75,7 +75,7 @@ def test_what_does_not_connect_in_time_ends(monkeypatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     begun = time.monotonic()
     with pytest.raises(LaunchError) as ended:
-        network.connect(NONE, 1, 2, network.Location(hosts=2), None, TIMEOUT)
+        network.create_process_group(NONE, 1, 2, network.Location(hosts=2), None, TIMEOUT)
     assert time.monotonic() - begun < 5
     stuck.set()
     said = str(ended.value)
@@ -88,12 +88,12 @@ def test_the_time_to_connect_can_be_set(monkeypatch) -> None:
     stuck = threading.Event()
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: stuck.wait())
     with pytest.raises(LaunchError, match=r"after 1 s, at .* \(train\.connect_seconds sets the"):
-        network.connect(NONE, 1, 2, TWO, None, TIMEOUT, 0.6)
+        network.create_process_group(NONE, 1, 2, TWO, None, TIMEOUT, 0.6)
     stuck.set()
     connect = mock.Mock()
-    monkeypatch.setattr(network, "connect", connect)
+    monkeypatch.setattr(network, "create_process_group", connect)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    launch._connect(0, 1, True, 90.0)
+    launch._connect_processes(0, 1, True, 90.0)
     assert connect.call_args.args[-1] == 90.0
 
 
@@ -139,16 +139,16 @@ GPU = torch.device("cuda", 1)
 
 
 def test_a_number_is_summed_over_the_devices_before_anything_else(two_gpus) -> None:
-    network.connect(NONE, 1, 2, TWO, GPU, TIMEOUT)
+    network.create_process_group(NONE, 1, 2, TWO, GPU, TIMEOUT)
     assert two_gpus.set_device.call_args_list == [mock.call(1)]  # a new thread's is 0
     ((backend,), asked) = two_gpus.group.call_args
     assert backend == "cpu:gloo,cuda:nccl"
     assert asked["device_id"] == GPU
     assert asked["timeout"] == TIMEOUT
     two_gpus.ones.assert_called_once_with(GPU)
-    network.connect(NONE, 0, 1, network.SINGLE, GPU, TIMEOUT)
+    network.create_process_group(NONE, 0, 1, network.SINGLE, GPU, TIMEOUT)
     assert two_gpus.ones.call_count == 1  # one process has nobody to reach
-    network.connect(NONE, 0, 2, TWO, None, TIMEOUT)
+    network.create_process_group(NONE, 0, 2, TWO, None, TIMEOUT)
     ((backend,), asked) = two_gpus.group.call_args
     assert (backend, asked["device_id"], two_gpus.ones.call_count) == ("gloo", None, 1)
 
@@ -166,7 +166,7 @@ def test_what_nccl_cannot_connect_names_what_to_set(two_gpus, monkeypatch) -> No
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5_9")
     with pytest.raises(LaunchError) as ended:
-        network.connect(NONE, 1, 2, TWO, GPU, TIMEOUT)
+        network.create_process_group(NONE, 1, 2, TWO, GPU, TIMEOUT)
     said = str(ended.value)
     assert "\n" not in said
     for part in (
@@ -180,7 +180,7 @@ def test_what_nccl_cannot_connect_names_what_to_set(two_gpus, monkeypatch) -> No
         assert part in said
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor)
     with pytest.raises(LaunchError, match="the sum of ones over 2 processes is 1"):
-        network.connect(NONE, 1, 2, TWO, GPU, TIMEOUT)
+        network.create_process_group(NONE, 1, 2, TWO, GPU, TIMEOUT)
 
 
 # ---- Shared memory -------------------------------------------------------------------------------

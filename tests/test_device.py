@@ -139,7 +139,7 @@ def test_a_cpu_that_is_slow_in_bfloat16_is_told(monkeypatch, times: float, words
     device.check_dtype_speed(cpu, "bfloat16")  # as this machine is
     assert torch.equal(torch.get_rng_state(), before)
     seconds = {torch.float32: 1e-3, torch.bfloat16: times * 1e-3}
-    monkeypatch.setattr(device, "_layer_seconds", seconds.__getitem__)
+    monkeypatch.setattr(device, "_measure_layer_seconds", seconds.__getitem__)
     assert words in device.check_dtype_speed(cpu, "bfloat16")
     assert bool(words) == bool(device.check_dtype_speed(cpu, "bfloat16"))
     assert (

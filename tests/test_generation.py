@@ -23,7 +23,7 @@ from toolkit.config.settings import ModelConfig, ShardingConfig
 from toolkit.errors import TrainingError
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
-from toolkit.training.generation import encoded_prompts, generate
+from toolkit.training.generation import encode_prompts, generate
 
 FP32 = ShardingConfig(param_dtype="float32")
 PROMPTS = ["def f(x):", "a", "What is the capital of nowhere?", "import os", "zz top 12"]
@@ -91,17 +91,17 @@ def test_prompts_are_judged_before_training(folders):
     """On meta: nothing is loaded for it."""
     model = build_on_meta(ModelConfig(folders["llama"]))
     tokenizer = AutoTokenizer.from_pretrained(folders["llama"])
-    ids = encoded_prompts(model, tokenizer, PROMPTS, NEW)
+    ids = encode_prompts(model, tokenizer, PROMPTS, NEW)
     assert ids == [tokenizer(p)["input_ids"] for p in PROMPTS]
     for prompts, new, said in (
         (["a" * 60], NEW, "64 positions"),
         ([""], NEW, "no tokens"),
     ):
         with pytest.raises(TrainingError, match=said):
-            encoded_prompts(model, tokenizer, prompts, new)
+            encode_prompts(model, tokenizer, prompts, new)
     tokenizer.chat_template = "{{ raise_exception('a system turn comes first') }}"
     with pytest.raises(TrainingError, match=r"template refuses .*a system turn comes first"):
-        encoded_prompts(model, tokenizer, PROMPTS, NEW)
+        encode_prompts(model, tokenizer, PROMPTS, NEW)
 
 
 def on_ranks(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def test_mpirun_is_asked_for_a_place_to_meet(environment) -> None:
     with pytest.raises(LaunchError, match=r"mpirun started 8 processes .* set MASTER_ADDR"):
         launchers.adopt_launcher_variables()
     assert launchers.read_rank_text() == "5"
-    assert not launchers.is_host_speaker()
+    assert not launchers.should_print_for_host()
     environment(**ours, MASTER_ADDR="node0", MASTER_PORT="29500")
     launchers.adopt_launcher_variables()
     assert launchers.read_rank_and_world_size() == (5, 8)

@@ -102,7 +102,7 @@ def in_one(monkeypatch) -> list[int]:
     monkeypatch.setattr(head_loss, "_DEVICES_WITH_KERNEL", ("cpu",))
     monkeypatch.setattr(loss_kernel, "loss_and_gradient", count)
     monkeypatch.setattr(torch, "compile", lambda fn: fn)
-    loss_kernel._kernel.cache_clear()
+    loss_kernel._compiled_kernel.cache_clear()
     return made
 
 
@@ -140,7 +140,7 @@ def test_a_kernel_that_does_not_compile_or_is_wrong_is_said_and_not_taken(monkey
 
     for kernel, why in ((fails, "no compiler"), (lambda z, t: (z.sum(), z), "other values")):
         monkeypatch.setattr(torch, "compile", lambda fn, kernel=kernel: kernel)
-        loss_kernel._kernel.cache_clear()
+        loss_kernel._compiled_kernel.cache_clear()
         loss_kernel._refused.clear()
         for _ in range(2):
             found = loss_kernel.cross_entropy(logits, targets, 1.0, None, 0.0)
@@ -148,7 +148,7 @@ def test_a_kernel_that_does_not_compile_or_is_wrong_is_said_and_not_taken(monkey
         said = capsys.readouterr().out
         assert said.count("the loss uses plain operations") == 1
         assert why in said
-    loss_kernel._kernel.cache_clear()
+    loss_kernel._compiled_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("error", [0.0, 1e-2])
@@ -168,10 +168,10 @@ def test_a_kernel_that_rounds_otherwise_is_taken(monkeypatch, error):
         return kernel
 
     monkeypatch.setattr(torch, "compile", rounding)
-    loss_kernel._kernel.cache_clear()
+    loss_kernel._compiled_kernel.cache_clear()
     loss_kernel.weighted_logps(logits, targets, torch.ones(4, 1), 1.0, None)
     assert bool(loss_kernel._refused) == bool(error)
-    loss_kernel._kernel.cache_clear()
+    loss_kernel._compiled_kernel.cache_clear()
 
 
 def test_a_plan_knows_what_the_kernel_allocates():
@@ -189,7 +189,7 @@ def test_a_plan_knows_what_the_kernel_allocates():
 def test_the_compiled_kernel_gives_what_plain_operations_give(dtype, capsys):
     """By torch's compiler for this device; once for any number of rows."""
     logits, targets = chunk(dtype)
-    loss_kernel._kernel.cache_clear()
+    loss_kernel._compiled_kernel.cache_clear()
     for rows_ in (33, 7, 20):
         given = logits[:rows_].clone(), targets[:rows_]
         rule = head_loss._cross_entropy(given[0].clone(), given[1], LogitMap(), 0.0, True, None)

@@ -55,9 +55,9 @@ def cards(monkeypatch) -> None:
 def test_gloo_takes_the_interface_that_leads_to_the_master(
     monkeypatch, routes, known_as, expected
 ) -> None:
-    monkeypatch.setattr(network, "_address_towards", routes.get)
+    monkeypatch.setattr(network, "_find_source_address", routes.get)
     monkeypatch.setattr(os, "environ", {})
-    assert network.interface_towards("node0", known_as) == expected
+    assert network.find_interface_towards("node0", known_as) == expected
     network.prepare_sockets(16, 8, "node0", known_as)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
@@ -71,8 +71,8 @@ def test_gloo_takes_the_interface_that_leads_to_the_master(
 
 
 def test_this_machines_own_addresses() -> None:
-    assert network._address_towards("127.0.0.1") == "127.0.0.1"
-    assert network._address_towards("no-such-host.invalid") is None
+    assert network._find_source_address("127.0.0.1") == "127.0.0.1"
+    assert network._find_source_address("no-such-host.invalid") is None
 
 
 def test_as_many_files_may_be_open_as_the_system_lets() -> None:
@@ -89,7 +89,7 @@ def on_two_machines(rank: int, world: int, port: int) -> list[Any]:
     os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="2")
     socket.gethostname = lambda: f"node{rank // 2}"
-    launch._connect(rank, world, True, None)
+    launch._connect_processes(rank, world, True, None)
     store = dist.distributed_c10d._get_default_store()
     ranks.object_group("checkpoint")
     ranks.gather(0)
@@ -138,10 +138,10 @@ def test_the_error_names_gloos_interface(monkeypatch) -> None:
     environment = {"MASTER_ADDR": "node0", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "mgmt0"}
     monkeypatch.setattr(os, "environ", environment)
     with pytest.raises(LaunchError, match=r"uses the interface GLOO_SOCKET_IFNAME \(mgmt0\)"):
-        launch._connect(0, 2, True, None)
+        launch._connect_processes(0, 2, True, None)
     two_hosts = network.Location(local_world_size=2)
     with pytest.raises(LaunchError) as one_machine:
-        launch._connect(0, 2, True, None)
+        launch._connect_processes(0, 2, True, None)
     assert "GLOO" not in str(one_machine.value)
     assert "this host has lo 127.0.0.1" in str(one_machine.value)
 

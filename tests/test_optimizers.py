@@ -128,7 +128,7 @@ def test_shards_taken_for_matrices_are_seen():
 
 
 def stepped_by_rows(rank: int, world: int) -> dict[str, list[torch.Tensor]]:
-    sharded_optimizers._Sums.reduce = lambda self: None  # type: ignore[method-assign]
+    sharded_optimizers._PooledSums.reduce = lambda self: None  # type: ignore[method-assign]
 
     def alone(parameters: list[Any], updates: dict) -> None:
         for p in parameters:

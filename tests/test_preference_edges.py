@@ -263,7 +263,7 @@ def micro_batch(name: str, packing: Any) -> tuple[Any, PreferenceLoss, Batch]:
 )
 def test_no_host_waits_inside_a_micro_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function: function)  # not worth its time
-    loss_kernel._kernel.cache_clear()
+    loss_kernel._compiled_kernel.cache_clear()
     model, objective, batch = micro_batch(name, "bfd")
     model.config.use_cache = False  # as of every model of a run
     objective = replace(objective, device_type="cuda")  # the head's way on a GPU

@@ -589,7 +589,7 @@ def test_the_compiled_kernel_has_the_z_loss(capsys) -> None:
     from toolkit.training.head_loss import LogitMap
 
     logits, targets = chunk()
-    loss_kernel._kernel.cache_clear()
+    loss_kernel._compiled_kernel.cache_clear()
     for scale, cap in ((1.0, None), (0.5, 3.0)):
         given = logits.clone(), targets
         made = LogitMap(scale, cap)

@@ -59,7 +59,7 @@ def test_metrics_say_which_steps_have_loads(tmp_path: Path) -> None:
 def test_probabilities_of_experts_are_not_kept_for_the_backward() -> None:
     logits = torch.randn(2, 40, 8, requires_grad=True)
     real = torch.ones(80, dtype=torch.bool)
-    answers = (router_module._Answer(None, logits, 80, 8),)
+    answers = (router_module._RouterOutput(None, logits, 80, 8),)
     kept: list[Any] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         found = router_module._sum_probabilities(answers, real)

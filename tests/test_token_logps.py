@@ -114,7 +114,7 @@ def test_in_one_kernel_values_and_gradients_are_the_same(kind, head, small_chunk
 def test_a_compiled_kernel_gives_what_plain_operations_give(rule, dtype, capsys):
     logits, targets = chunk(dtype)
     weights = torch.linspace(-2.0, 2.0, len(logits))[:, None]
-    loss_kernel._kernel.cache_clear()
+    loss_kernel._compiled_kernel.cache_clear()
     logps, grad = loss_kernel.weighted_logps(logits, targets, weights, *rule)
     alone = loss_kernel.target_logps(logits, targets, *rule)
     assert "plain operations" not in capsys.readouterr().out  # the kernels were taken

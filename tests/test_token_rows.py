@@ -18,7 +18,7 @@ from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.samples.sample_shape import SampleShape
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens.encode import Encoder, encode_source
-from toolkit.training.token_rows import warn_of_untrained_tokens
+from toolkit.training.token_rows import describe_untrained_tokens
 
 SPECIALS = ("<|open|>", "<|end|>", "<|unused|>")
 TEMPLATE = (
@@ -54,7 +54,7 @@ def lines(folder: Path, fill: dict[str, Any], lora: LoraConfig | None, **changes
     model = model_of(folder, fill, tokenizer, **changes)
     if lora is not None:
         model = get_peft_model(model, lora)
-    return warn_of_untrained_tokens(model, feed_of(folder, tokenizer), tokenizer)
+    return describe_untrained_tokens(model, feed_of(folder, tokenizer), tokenizer)
 
 
 LORA = LoraConfig(r=2, target_modules=["q_proj"])
@@ -94,7 +94,7 @@ def sharded_lines(rank: int, world: int, folder: Path) -> list[str]:
     model = model_of(folder / str(rank), {"<|end|>": 0.0}, tokenizer)
     model.requires_grad_(False)
     fully_shard(model)
-    return warn_of_untrained_tokens(model, feed_of(folder / str(rank), tokenizer), tokenizer)
+    return describe_untrained_tokens(model, feed_of(folder / str(rank), tokenizer), tokenizer)
 
 
 def test_rows_of_all_ranks_are_looked_at(tmp_path: Path) -> None:

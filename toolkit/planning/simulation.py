@@ -46,7 +46,7 @@ from toolkit.planning.fake_ranks import TRACED, planned_packing, sharded
 from toolkit.planning.meter import BUFFERS, GRADIENTS, PARAMETERS, STATE, Meter, Peak, Work
 from toolkit.sharding.fsdp import Sharded
 from toolkit.training.flops import flops_per_token
-from toolkit.training.loss import LossSum, take_loss_from
+from toolkit.training.loss import LossSum, probe_loss_on_copy
 from toolkit.training.optim import build_optimizer
 from toolkit.training.router import build_router
 from toolkit.training.step import train_step
@@ -247,7 +247,7 @@ def _find_loss(base: Any, model: nn.Module) -> list[str]:
             for buffer in tiny.buffers():
                 buffer.zero_()
             with contextlib.redirect_stdout(output):
-                take_loss_from(tiny, model)
+                probe_loss_on_copy(tiny, model)
         except Exception as error:  # the next config is closer to the real one
             reason = one_line(error)
             continue

@@ -15,13 +15,13 @@ _current: tuple[str, Future[object]] | None = None
 
 
 def start(name: str, work: Callable[[], object]) -> None:
-    """Run `work` in a background thread.
+    """Run `work` in a background thread; wait for the previous task first, and raise its error.
 
-    Waits for the previous task first, and raises its error.
+    Only one task runs at a time.
 
     Args:
-        name: the task in messages.
-        work: the function to run.
+        name: description of the task, for messages and as the name of the thread.
+        work: the function to run. `wait` or the next `start` raises its error.
     """
     global _current
     wait()
@@ -32,20 +32,23 @@ def start(name: str, work: Callable[[], object]) -> None:
 
 
 def is_pending() -> bool:
-    """Return True if a task was started that nobody has waited for yet."""
+    """Return True from the start of a task until `wait` has returned or raised its result."""
     return _current is not None
 
 
 def is_running() -> bool:
-    """Return True if a task is running."""
+    """Return True while a background task is running."""
     return _current is not None and not _current[1].done()
 
 
 def wait(seconds: float | None = None) -> None:
-    """Wait until the background task is done, and raise its error, once.
+    """Wait until the background task is done; raise its error if it failed.
+
+    The error is raised once. Returns at once if there is no task.
 
     Args:
-        seconds: return after so many seconds even if the task is still running; None: no limit.
+        seconds: longest time to wait. Later, the function returns while the task still runs, and
+            the task stays pending. None: no limit.
     """
     global _current
     if _current is None:
@@ -60,8 +63,8 @@ def wait(seconds: float | None = None) -> None:
         future.result()
 
 
-def _at_exit() -> None:
-    """Let a program that ends without `wait` fail if the task fails."""
+def _wait_at_exit() -> None:
+    """Wait for the background task when Python exits; end with exit code 1 if the task failed."""
     try:
         wait()
     except BaseException as error:
@@ -75,4 +78,4 @@ def _at_exit() -> None:
 # registered here runs before that wait; the latest registered one, which this is after those of the
 # thread pools, runs first. The function is private, and there is no other way. Without it such a
 # save fails with an error.
-getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+getattr(threading, "_register_atexit", atexit.register)(_wait_at_exit)

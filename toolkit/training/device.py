@@ -30,12 +30,13 @@ _MIN_BYTES = 1 << 20
 
 
 def prepare_environment(*, deterministic: bool) -> None:
-    """Set the environment variables that must be set before the accelerator starts.
+    """Set the environment variables that torch reads when it first uses the accelerator.
 
     Variables that the user has set are unchanged.
 
     Args:
-        deterministic: operations produce the same bits each time, or raise a RuntimeError.
+        deterministic: also make torch use deterministic algorithms only. An operation that has none
+            raises a RuntimeError.
     """
     if not any(name in os.environ for name in _ALLOCATOR):
         # Samples of many lengths, and memory that FSDP2 frees, fragment fixed segments.
@@ -54,14 +55,14 @@ def prepare_environment(*, deterministic: bool) -> None:
 
 
 def choose_device_index(local_rank: int, local_world_size: int) -> int:
-    """Choose the device of a process: its local rank.
+    """Return the device index of a process: its local rank, or 0 if it sees only one device.
 
     Args:
-        local_rank: number of the process on this machine.
+        local_rank: rank of the process among the processes of this machine.
         local_world_size: number of processes on this machine.
 
     Raises:
-        LaunchError: the machine has fewer devices than processes.
+        LaunchError: there are several devices, but fewer than processes.
     """
     count = torch.accelerator.device_count()
     if count == 1:
@@ -77,15 +78,16 @@ def choose_device_index(local_rank: int, local_world_size: int) -> int:
 
 
 def identify_device(device: torch.device, rank: int) -> list[str]:
-    """Return the host name and a text that identifies this process's device on that host."""
+    """Return the host name, and the UUID of this process's device (or the rank if it has none)."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return [socket.gethostname(), str(getattr(properties, "uuid", rank))]
 
 
 def refuse_shared_devices(identities: list[list[str]]) -> list[None]:
-    """Raise a `LaunchError` if two processes use one device.
+    """Raise a `LaunchError` if two processes use the same device.
 
-    NCCL would report only a bus address, if anything.
+    NCCL would report such a mistake by a bus address at best. The function is a `decide` argument
+    of `network.exchange_and_decide`, so it returns one result per rank: None.
 
     Args:
         identities: result of `identify_device` on each rank.
@@ -101,13 +103,13 @@ def refuse_shared_devices(identities: list[list[str]]) -> list[None]:
 
 
 def limit_compile_workers(sharers: int) -> None:
-    """Limit the compile workers of this process to half of its share of the cores, at least 2.
+    """Limit inductor's compile workers to half of this process's share of the cores, at least 2.
 
-    By default inductor starts up to 32 workers in each process. A limit that the user has set is
-    unchanged.
+    By default inductor starts up to 32 workers in each process. Sets the environment variable
+    `TORCHINDUCTOR_COMPILE_THREADS` and inductor's config, unless the user has set the variable.
 
     Args:
-        sharers: number of processes that use the same processors.
+        sharers: number of processes that use the same cores.
     """
     name = "TORCHINDUCTOR_COMPILE_THREADS"
     if name not in os.environ:
@@ -118,16 +120,16 @@ def limit_compile_workers(sharers: int) -> None:
 
 
 def set_host_threads(sharers: int) -> str:
-    """Let this process use its share of the processors, for optimizer steps on the host.
+    """Set torch's threads to this process's share of the cores, for optimizer steps on the host.
 
     Launchers set one thread per process. A number that the user set with OMP_NUM_THREADS is
     unchanged.
 
     Args:
-        sharers: number of processes that use the same processors.
+        sharers: number of processes that use the same cores.
 
     Returns:
-        A log line.
+        A log line with the number of threads.
     """
     if launchers.has_user_set_threads():
         return f"threads    {torch.get_num_threads()} of the host per rank, by OMP_NUM_THREADS"
@@ -138,7 +140,7 @@ def set_host_threads(sharers: int) -> str:
 
 
 def check_nccl_shared_memory(local_world_size: int) -> str:
-    """Check that this host has enough shared memory for NCCL.
+    """Check that /dev/shm of this host has enough free space for NCCL.
 
     NCCL uses shared memory between devices that cannot reach each other directly.
 
@@ -146,37 +148,38 @@ def check_nccl_shared_memory(local_world_size: int) -> str:
         local_world_size: number of processes with an accelerator on this host.
 
     Returns:
-        A warning if there may be too little, else an empty string.
+        A warning if there may be too little space, otherwise an empty string.
     """
     if local_world_size < 2 or os.environ.get("NCCL_SHM_DISABLE") == "1":
         return ""
     user = f"NCCL between {local_world_size} devices"
-    return _warn_of_little_memory(user, local_world_size * _NCCL_BYTES)
+    return _format_memory_warning(user, local_world_size * _NCCL_BYTES)
 
 
 def check_loader_shared_memory(local_world_size: int, workers: int) -> str:
-    """Check that this host has enough shared memory for the workers of data loaders.
+    """Check that /dev/shm of this host has enough free space for data loader workers.
 
     Args:
         local_world_size: number of processes on this host.
         workers: number of workers per process.
 
     Returns:
-        A warning if there may be too little, else an empty string.
+        A warning if there may be too little space, otherwise an empty string.
 
     Raises:
-        LaunchError: there is too little for any batch.
+        LaunchError: less than 1 MB is free, which is too little for any batch.
     """
     if workers == 0:
         return ""
     user = f"{workers} data.num_workers of each of {local_world_size} processes"
-    warning = _warn_of_little_memory(user, local_world_size * workers * _WORKER_BYTES)
+    warning = _format_memory_warning(user, local_world_size * workers * _WORKER_BYTES)
     if warning and network.free_shared_memory_bytes() < _MIN_BYTES:
         raise LaunchError(f"{warning.removeprefix('WARNING: ')}; or set data.num_workers: 0")
     return warning
 
 
-def _warn_of_little_memory(user: str, needed_bytes: int) -> str:
+def _format_memory_warning(user: str, needed_bytes: int) -> str:
+    """Format a warning if `user` needs more shared memory than is free; return "" otherwise."""
     free_bytes, folder = network.free_shared_memory_bytes(), network.SHARED_MEMORY
     if free_bytes >= needed_bytes:
         return ""
@@ -188,17 +191,17 @@ def _warn_of_little_memory(user: str, needed_bytes: int) -> str:
 
 
 def check_dtype_speed(device: torch.device, dtype: str) -> str:
-    """Check that a CPU is not much slower in `dtype` than in float32.
+    """Warn if a linear layer on this CPU is at least 5 times slower in `dtype` than in float32.
 
-    A CPU without instructions for bfloat16 is. The check measures it, which takes half a second on
-    such a CPU.
+    This happens on CPUs without bfloat16 instructions, on which the measurement takes half a
+    second.
 
     Returns:
-        A warning if it is slow; else, and for other devices, an empty string.
+        The warning; an empty string if the CPU is fast enough, and for other devices.
     """
     if device.type != "cpu" or dtype == "float32":
         return ""
-    ratio = _layer_seconds(getattr(torch, dtype)) / _layer_seconds(torch.float32)
+    ratio = _measure_layer_seconds(getattr(torch, dtype)) / _measure_layer_seconds(torch.float32)
     if ratio < _SLOW_RATIO:
         return ""
     return (
@@ -207,10 +210,10 @@ def check_dtype_speed(device: torch.device, dtype: str) -> str:
     )
 
 
-def _layer_seconds(dtype: torch.dtype) -> float:
-    """Measure a linear layer, forward and backward, in seconds.
+def _measure_layer_seconds(dtype: torch.dtype) -> float:
+    """Return the seconds that a linear layer takes for forward and backward, the best of 3 runs.
 
-    Its values are ones, so that no random number is drawn.
+    All values are ones, so no random number is drawn.
     """
     weight, batch = (torch.ones(n, 256, dtype=dtype, requires_grad=True) for n in (512, 128))
     seconds = []
@@ -223,11 +226,13 @@ def _layer_seconds(dtype: torch.dtype) -> float:
 
 @contextlib.contextmanager
 def prefer_cudnn_attention(device: torch.device, *, deterministic: bool) -> Iterator[None]:
-    """Let SDPA prefer cuDNN on Hopper: the fastest, with a backward that is not deterministic.
+    """Prefer cuDNN's attention kernel within the block on Hopper GPUs, where it is the fastest.
+
+    Its backward is not deterministic. On other devices the block runs unchanged.
 
     Args:
         device: the device of this process.
-        deterministic: keep the default order.
+        deterministic: keep torch's default order of kernels.
     """
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     if deterministic or not is_hopper or torch.version.hip:
@@ -245,9 +250,9 @@ def prefer_cudnn_attention(device: torch.device, *, deterministic: bool) -> Iter
 
 @contextlib.contextmanager
 def restore_garbage_collection() -> Iterator[None]:
-    """After the block, let Python collect garbage as before the toolkit was imported.
+    """Restore Python's garbage collection after the block to its state before the toolkit's import.
 
-    Undoes the changes of `collect_garbage` and of the import.
+    This undoes the changes of `collect_garbage` and of `import toolkit`.
     """
     was_enabled = gc.isenabled()
     freeze_count = gc.get_freeze_count()
@@ -265,13 +270,14 @@ def restore_garbage_collection() -> Iterator[None]:
 
 
 def collect_garbage(step: int) -> None:
-    """Collect reference cycles after every 50th step only, on all ranks at the same time.
+    """Turn off automatic garbage collection, and collect reference cycles after every 50th step.
 
     A collection at a random time on one rank delays all ranks, and a full one takes a tenth of a
-    second or more. The first call also freezes all existing objects.
+    second or more. If every rank calls this function after each step, all ranks collect together.
+    The first call freezes all existing objects, so later collections skip them.
 
     Args:
-        step: the step that has just been done.
+        step: number of the step that has just been done.
     """
     if gc.isenabled():
         # The first step. Modules, model and data live until the end.

@@ -14,7 +14,7 @@ KEY = "early_stopping"  # key of the state in `TrainState.extra`
 
 @dataclass
 class EarlyStopping:
-    """Track the best value of a metric, and the evaluations since then."""
+    """Track the best value of a metric, and count the evaluations since then."""
 
     metric: str
     greater_is_better: bool
@@ -27,17 +27,21 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """True if the run should end, also after the resume of a run that stopped early."""
+        """True if `patience` evaluations in a row did not improve the metric.
+
+        The count is restored from a checkpoint, so a run that stopped early stops again after a
+        resume.
+        """
         return self.patience is not None and self.evaluations_since_best >= self.patience
 
     def update(self, metrics: Mapping[str, float]) -> bool:
-        """Record one evaluation, and return `should_stop`.
+        """Record the metrics of one evaluation; return True if the run should stop.
 
-        A value that is not finite is no improvement. Empty metrics, of an evaluation that a signal
-        ended, are ignored.
+        A value that is NaN or infinite counts as no improvement. Empty metrics are ignored; an
+        evaluation returns them if a signal interrupted it.
 
         Raises:
-            TrainingError: the evaluation does not have the metric.
+            TrainingError: the metrics do not include the one that is compared.
         """
         if self.patience is None or not metrics:
             return self.should_stop
@@ -59,7 +63,7 @@ class EarlyStopping:
         return self.should_stop
 
     def summarize(self, step: int) -> str:
-        """Format why the run ends at `step`; empty if it does not stop early."""
+        """Format a log line that says why the run stops at `step`; "" if it does not stop early."""
         if not self.should_stop:
             return ""
         return (
@@ -78,12 +82,13 @@ class EarlyStopping:
 def build_early_stopping(
     train: FinetuneTrainConfig, saving: CheckpointConfig, extra: dict[str, Any]
 ) -> EarlyStopping:
-    """Build the early stopping of a run, continued from a checkpoint.
+    """Build the early stopping of a run, with the counts of the checkpoint if there are any.
 
     Args:
-        train: `early_stopping_patience`.
-        saving: the metric to compare.
-        extra: `TrainState.extra` after the resume; the returned object updates it.
+        train: settings; `early_stopping_patience` is used.
+        saving: settings; `best_metric()` names the metric, and says if greater is better.
+        extra: `TrainState.extra` after the resume. The returned object keeps its entry in it up to
+            date.
 
     Raises:
         TrainingError: the checkpoint compares another metric.

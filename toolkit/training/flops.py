@@ -29,17 +29,21 @@ _PEAKS = {
 
 
 def flops_per_token(model: nn.Module, sequence_length: int, *, forward_only: bool = False) -> float:
-    """Compute the FLOPs of forward and backward per token, for the MFU: 6 N + 12 L H T.
+    """Compute the model's FLOPs per token, forward and backward, for the MFU: 6 N + 12 L H T.
 
-    N is the number of parameters, L that of layers, H the total width of the heads of a layer, and
-    T the sequence length, after PaLM (Chowdhery et al. 2022, appendix B). Of routed experts, N
-    counts only those to which a token is sent. An untied embedding, which is only looked up, and
-    idle image towers do not count. A frozen parameter costs 4 instead of 6. Recomputation is not
-    counted as work.
+    N is the number of parameters, L the number of layers, H the total width of the attention heads
+    of a layer, and T the sequence length (PaLM, Chowdhery et al. 2022, appendix B). These
+    parameters count differently:
+
+    - routed experts: only the share of them to which a token is sent;
+    - an untied embedding, which is only looked up, and image towers: not at all;
+    - frozen parameters: 4 instead of 6 FLOPs each.
+
+    Recomputation for activation checkpointing does not count.
 
     Args:
         model: the model, sharded or on meta.
-        sequence_length: T.
+        sequence_length: T, in tokens.
         forward_only: compute 2 N + 4 L H T, without the backward.
     """
     base = base_of(model)
@@ -56,14 +60,14 @@ def flops_per_token(model: nn.Module, sequence_length: int, *, forward_only: boo
             weights += values * shares.get(name, 1.0) * products
     config = base.config.get_text_config()
     if config.is_heterogeneous:  # Gemma 4: heads of full attention are wider
-        widths = sum(_width(layer) for layer in config.per_layer_config)
+        widths = sum(_attention_width(layer) for layer in config.per_layer_config)
     else:
-        widths = len(decoder_layers(base)) * _width(config)
+        widths = len(decoder_layers(base)) * _attention_width(config)
     return weights + (4.0 if forward_only else 12.0) * widths * sequence_length
 
 
-def _width(config: Any) -> int:
-    """Return the total width of the heads of a layer."""
+def _attention_width(config: Any) -> int:
+    """Return heads times head size; if the config lacks one of them, the hidden size."""
     heads, size = (getattr(config, n, None) for n in ("num_attention_heads", "head_dim"))
     if type(heads) is int and type(size) is int:
         return heads * size
@@ -71,5 +75,5 @@ def _width(config: Any) -> int:
 
 
 def find_peak_flops(name: str) -> float | None:
-    """Look up the dense bf16 peak of a GPU in FLOP/s; None if the name is unknown."""
+    """Return the dense bf16 peak of a GPU in FLOP/s; None if no known GPU's name is in `name`."""
     return next((_PEAKS[k] for k in sorted(_PEAKS, key=len, reverse=True) if k in name), None)

@@ -29,29 +29,30 @@ from toolkit.training.guards import preemption
 def generate(
     model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int
 ) -> list[str]:
-    """Generate the model's greedy answer to each prompt, on every rank. Collective.
+    """Generate the model's greedy answer to each prompt, and return all on every rank. Collective.
 
-    With a chat template a prompt is the message of a user, otherwise a text to continue. Each
-    prompt is answered separately, without padding, on one of the ranks, so that answers do not
-    depend on the number of ranks. All ranks run until the longest answer of a round is done. That
-    takes at most `ceil(prompts / ranks) * max_new_tokens` forwards, each with its all-gathers. The
-    model keeps its mode and is sharded again afterwards. The random state does not change.
+    If the tokenizer has a chat template, a prompt is a user message, otherwise a text to continue.
+    Each prompt is answered separately by one of the ranks and without padding, so answers do not
+    depend on the number of ranks. The ranks answer one prompt each per round, and all run until the
+    longest answer of the round is done. That takes at most `ceil(prompts / ranks) * max_new_tokens`
+    forwards, each with its all-gathers. Training mode and random state do not change; the model is
+    resharded afterwards.
 
     Raises:
-        TrainingError: on every rank, for a prompt without tokens, a prompt that leaves no room for
-            an answer, or one that the chat template refuses.
+        TrainingError: a prompt has no tokens, leaves no room for an answer, or is refused by the
+            chat template. Every rank raises it.
     """
     if not prompts:
         return []
     base = base_of(model)
-    encoded = ranks.on_all(lambda: encoded_prompts(model, tokenizer, prompts, max_new_tokens))
-    before, settings = base.generation_config, _greedy_config(base, tokenizer, max_new_tokens)
+    encoded = ranks.on_all(lambda: encode_prompts(model, tokenizer, prompts, max_new_tokens))
+    before, settings = base.generation_config, _build_greedy_config(base, tokenizer, max_new_tokens)
     parameter = next(base.parameters())
     device = parameter.device
     # With CPU offload the parameters are not on the device that computes.
     if isinstance(parameter, DTensor):
         device = torch.device(parameter.device_mesh.device_type)
-    forward = base.forward if base is model else _through(model, base.forward)
+    forward = base.forward if base is model else _route_through_outer(model, base.forward)
     world, mine = ranks.world_size(), {}
     reshard(model)
     base.generation_config = settings
@@ -83,10 +84,21 @@ MAX_ANSWER_TOKENS = 64
 def answer_prompts(
     model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig, file: Path, step: int
 ) -> None:
-    """Print answers to `train.eval_prompts` on rank 0, and append them to `file`. Collective."""
+    """Answer `train.eval_prompts`; print and append the answers to `file` on rank 0. Collective.
+
+    Does nothing without prompts or tokenizer, or if a signal has stopped the run. If `file` cannot
+    be written, a warning is printed.
+
+    Args:
+        model: the sharded model.
+        tokenizer: its tokenizer.
+        cfg: the section `train` of the config.
+        file: a JSON Lines file.
+        step: number of the step, for the lines.
+    """
     if not cfg.eval_prompts or tokenizer is None or preemption.is_stopping():
         return
-    count = ranks.on_all(lambda: _answer_tokens(model, tokenizer, cfg.eval_prompts))
+    count = ranks.on_all(lambda: _count_answer_tokens(model, tokenizer, cfg.eval_prompts))
     answers = generate(model, tokenizer, cfg.eval_prompts, count)
 
     def keep() -> None:
@@ -104,37 +116,42 @@ def answer_prompts(
 
 @ranks.collective
 def check_prompts(model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig) -> None:
-    """Refuse `train.eval_prompts` that `generate` would; the model may be on meta. Collective."""
+    """Raise a `TrainingError` if `generate` would refuse one of `train.eval_prompts`. Collective.
+
+    The model may be on meta.
+    """
     if tokenizer is not None:
-        encoded_prompts(model, tokenizer, cfg.eval_prompts, 1)
+        encode_prompts(model, tokenizer, cfg.eval_prompts, 1)
 
 
-def _answer_tokens(model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str]) -> int:
-    """Return how many tokens an answer may have, given the positions of the model."""
-    longest = max(map(len, encoded_prompts(model, tokenizer, prompts, 1)))
-    positions = _positions(model)
+def _count_answer_tokens(model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str]) -> int:
+    """Return the largest answer length in tokens that fits after every prompt, at most 64."""
+    longest = max(map(len, encode_prompts(model, tokenizer, prompts, 1)))
+    positions = _max_positions(model)
     return MAX_ANSWER_TOKENS if positions is None else min(MAX_ANSWER_TOKENS, positions - longest)
 
 
-def _positions(model: nn.Module) -> int | None:
+def _max_positions(model: nn.Module) -> int | None:
+    """Return `max_position_embeddings` of the config; None if it has no positive number."""
     config = base_of(model).config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
-def encoded_prompts(
+def encode_prompts(
     model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int
 ) -> list[list[int]]:
-    """Encode prompts as `generate` does; the model may be on meta.
+    """Encode prompts to token ids as `generate` does; the model may be on meta.
 
     Raises:
-        TrainingError: as `generate`.
+        TrainingError: a prompt has no tokens, does not fit with `max_new_tokens` more into the
+            model's positions, or is refused by the chat template.
     """
     chat = tokenizer.chat_template is not None
-    positions = _positions(model)
+    positions = _max_positions(model)
     encoded: list[list[int]] = []
     for prompt in prompts:
-        ids = _chat_prompt(tokenizer, prompt) if chat else tokenizer(prompt)["input_ids"]
+        ids = _encode_chat_prompt(tokenizer, prompt) if chat else tokenizer(prompt)["input_ids"]
         if not ids:
             raise TrainingError(f"the prompt {prompt[:60]!r} has no tokens; give one that has text")
         if positions is not None and positions < len(ids) + max_new_tokens:
@@ -146,7 +163,12 @@ def encoded_prompts(
     return encoded
 
 
-def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
+def _encode_chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Encode `prompt` as the only user message.
+
+    Raises:
+        TrainingError: the chat template refuses it.
+    """
     turns = [{"role": "user", "content": prompt}]
     try:
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
@@ -160,8 +182,10 @@ def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _greedy_config(base: PreTrainedModel, tokenizer: Any, max_new_tokens: int) -> GenerationConfig:
-    """Build settings for greedy decoding that ends at the end tokens of model and tokenizer."""
+def _build_greedy_config(
+    base: PreTrainedModel, tokenizer: Any, max_new_tokens: int
+) -> GenerationConfig:
+    """Build settings for greedy decoding that stops at any end token of the model or tokenizer."""
     # A checkpoint's generation_config.json may ask for sampling, penalties or forced tokens.
     ends: set[int] = set()
     for holder in (getattr(base, "generation_config", None), tokenizer):
@@ -177,8 +201,8 @@ def _greedy_config(base: PreTrainedModel, tokenizer: Any, max_new_tokens: int) -
     )
 
 
-def _through(outer: nn.Module, forward: Any) -> Any:
-    """Return a forward of the base that goes through `outer`; see [Note: one forward each]."""
+def _route_through_outer(outer: nn.Module, forward: Any) -> Any:
+    """Wrap the base's `forward`, so that calls go through `outer`; see [Note: one forward each]."""
     inside = False
 
     @functools.wraps(forward)  # transformers reads the names of its parameters

@@ -17,10 +17,10 @@ from toolkit.models.modes import forked_rng, get_random_state
 from toolkit.training.head_loss import (
     HeadLoss,
     LogitMap,
-    add_product,
+    add_matmul,
     chunk_slices,
     find_target_rows,
-    product,
+    matmul_to_fp32,
     zeros_for_grad,
 )
 from toolkit.training.loss_kernel import IGNORE_INDEX, target_logps, weighted_logps
@@ -28,12 +28,13 @@ from toolkit.training.loss_kernel import IGNORE_INDEX, target_logps, weighted_lo
 
 @dataclass(frozen=True)
 class HeadLogps:
-    """The log-probability of each target behind a head; call it inside the head's forward.
+    """Compute the log-probability of each target inside the forward of the LM head.
 
-    The logits of one chunk of tokens exist at a time. The gradient of a token's log-probability
-    with respect to its hidden state depends on no other token. So the forward computes it, in fp32,
-    and the backward scales it. A frozen head costs two matrix products, a trained head four,
-    because its logits are computed again in the backward.
+    Only the logits of one chunk of tokens exist at a time. The forward also computes the gradient
+    of each log-probability with respect to its hidden state, in fp32; the backward scales it by the
+    incoming gradient. This is possible because a token's log-probability depends on no other
+    token's hidden state here. A frozen head costs two matrix products, a trained head four, because
+    its logits are computed again in the backward.
     """
 
     head: HeadLoss
@@ -41,21 +42,21 @@ class HeadLogps:
     def __call__(
         self, hidden: torch.Tensor, targets: torch.Tensor, n_targets: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the log-probabilities of the targets; for the arguments see `HeadLoss.__call__`.
+        """Compute the log-probabilities of the targets; see `HeadLoss.__call__` for the arguments.
 
         Returns:
-            The log-probabilities, fp32 [B, T], 0 without a target; and an empty tensor [B, T, 0] in
-            place of the logits.
+            The log-probabilities, fp32 [B, T], 0 at positions without a target; and an empty tensor
+            [B, T, 0] in place of the logits.
         """
         parameters = self.head.parameters()
-        logps_and_empty: Any = _GradientsOfTokens.apply(
+        logps_and_empty: Any = _HeadLogpsFunction.apply(
             self.head, torch.is_grad_enabled(), n_targets, targets.flatten(), hidden, *parameters
         )
         return logps_and_empty[0].view(targets.shape), logps_and_empty[1]
 
 
-class _GradientsOfTokens(torch.autograd.Function):
-    """The autograd node of `HeadLogps`."""
+class _HeadLogpsFunction(torch.autograd.Function):
+    """The autograd function of `HeadLogps`."""
 
     @staticmethod
     def forward(
@@ -67,6 +68,7 @@ class _GradientsOfTokens(torch.autograd.Function):
         hidden: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the log-probabilities chunk by chunk; save their gradients for the backward."""
         flat, count = hidden.flatten(0, 1), len(targets)
         rows, too_many = find_target_rows(targets, n_targets, head.device_type(hidden))
         if rows is not None:
@@ -101,6 +103,7 @@ class _GradientsOfTokens(torch.autograd.Function):
     def backward(
         ctx: Any, incoming: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
+        """Scale the saved gradients of hidden states; compute the gradients of a trained head."""
         grad, rows, targets, *for_head_grad = ctx.saved_tensors
         weights = incoming if rows is None else incoming[rows]
         # A position without a target gets no gradient, whatever the loss does with its 0.
@@ -133,17 +136,18 @@ def _logps_and_hidden_grad(
     targets: torch.Tensor,
     needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the log-probabilities of a chunk, and each one's gradient of its hidden state.
+    """Compute the log-probabilities of a chunk, and their gradients for the hidden states.
 
     Returns:
-        The log-probabilities [rows], and the gradients [rows, H]; None without `needs_grad`.
+        The log-probabilities [rows]; and the gradient of each with respect to its hidden state
+        [rows, H], None without `needs_grad`.
     """
     if head.is_linear:
         logits = F.linear(hidden, *parameters)
         logps, grad = _logps_and_logit_grad(head, logits, targets, needs_grad)
         if grad is None:
             return logps, None
-        return logps, product(grad, parameters[0], head.device_type(hidden))
+        return logps, matmul_to_fp32(grad, parameters[0], head.device_type(hidden))
     with torch.set_grad_enabled(needs_grad):
         leaf = hidden.detach().requires_grad_(needs_grad)
         output = head.forward(leaf[None])[0]
@@ -159,16 +163,22 @@ def _add_parameter_grads(
     targets: torch.Tensor,
     weights: torch.Tensor,
 ) -> None:
-    """Compute the logits of a chunk again, and add the gradients of the parameters to `sums`.
+    """Compute the logits of a chunk again, and add the parameters' gradients to `sums` in place.
 
-    `sums` has None for parameters that need no gradient.
+    Args:
+        head: the head.
+        parameters: its parameters, as `HeadLoss.parameters` lists them.
+        sums: sum of gradients for each parameter; None if the parameter needs none.
+        hidden: hidden states of the chunk, [rows, H].
+        targets: [rows].
+        weights: incoming gradient of each log-probability, [rows, 1].
     """
     if head.is_linear:
         logits = F.linear(hidden, *parameters)
         _, grad = _logps_and_logit_grad(head, logits, targets, True, weights)
         weight_grad, *bias_grads = sums
         if grad is not None and weight_grad is not None:
-            add_product(weight_grad, grad.t(), hidden, head.device_type(hidden))
+            add_matmul(weight_grad, grad.t(), hidden, head.device_type(hidden))
         if grad is not None and bias_grads and bias_grads[0] is not None:
             bias_grads[0] += grad.sum(0, dtype=bias_grads[0].dtype)
         return
@@ -183,7 +193,12 @@ def _add_parameter_grads(
 
 @contextlib.contextmanager
 def _replayed_rng(states: list[torch.Tensor] | None, device: torch.device) -> Iterator[None]:
-    """Draw the same random numbers as from `states` (`get_random_state`); None: do nothing."""
+    """Set the random state to `states` within the block, and restore it afterwards.
+
+    Args:
+        states: result of `get_random_state`; None: the block runs unchanged.
+        device: the device whose generator is set in addition to the CPU's.
+    """
     if states is None:
         yield
         return
@@ -201,14 +216,14 @@ def _logps_and_logit_grad(
     needs_grad: bool,
     weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the log-probabilities of targets from a head's logits [rows, V].
+    """Compute the log-probabilities of targets from the head's output [rows, V].
 
-    On GPUs this is one compiled kernel.
+    On GPUs one compiled kernel does this.
 
     Returns:
-        The log-probabilities, fp32 [rows]; and each one's gradient with respect to its row of
-        logits, times its weight [rows, 1] (1 without `weights`), in the dtype of the logits. None
-        without `needs_grad`.
+        The log-probabilities, fp32 [rows]; and the gradient of each with respect to its row of
+        `logits`, times its weight in `weights` [rows, 1] (None: 1), in the dtype of `logits`.
+        Without `needs_grad` the gradient is None.
     """
     logit_map = head.logit_map
     if head.has_kernel(logits):
@@ -218,17 +233,17 @@ def _logps_and_logit_grad(
         if weights is None:
             weights = torch.ones(len(logits), 1, device=logits.device)
         return weighted_logps(logits, targets, weights, scale, cap)
-    return _logps_by_plain_operations(logits, targets, logit_map, needs_grad, weights)
+    return _uncompiled_logps_and_logit_grad(logits, targets, logit_map, needs_grad, weights)
 
 
-def _logps_by_plain_operations(
+def _uncompiled_logps_and_logit_grad(
     logits: torch.Tensor,
     targets: torch.Tensor,
     logit_map: LogitMap,
     needs_grad: bool,
     weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the results of `_logps_and_logit_grad` without a compiled kernel."""
+    """Compute the results of `_logps_and_logit_grad` with plain torch operations."""
     dtype = logits.dtype
     mapped = logits if logit_map == LogitMap() else logit_map(logits.float())
     log_p = torch.log_softmax(mapped, -1, dtype=torch.float32)

@@ -29,9 +29,9 @@ _DEVICES_WITH_KERNEL = ("cuda",)
 
 @dataclass(frozen=True)
 class LogitMap:
-    """The logits of a model as a function of its head's output z.
+    """The function that maps the output z of a model's head to the model's logits.
 
-    They are `scale * z`, or with a soft cap `cap * tanh(scale * z / cap)`.
+    It is `scale * z`, or with a soft cap `cap * tanh(scale * z / cap)`.
     """
 
     scale: float = 1.0
@@ -46,20 +46,20 @@ class LogitMap:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """The summed cross entropy of targets behind a head; call it inside the head's forward.
+    """Compute the summed cross entropy inside the forward of the LM head.
 
-    The logits of one chunk of tokens exist at a time. On a CPU a chunk takes up to 32 MB in fp32.
-    On an accelerator it has up to 2^28 logits: 0.5 GB in bf16, and as much for their gradient. A
-    step with a vocabulary of 128,256, a hidden size of 4,096 and 16k targets was measured at 2.5 GB
-    above the model with a frozen head, and at 4.7 GB with a trained head. That includes the
-    products and the gradients kept for the backward.
+    Only the logits of one chunk of tokens exist at a time. On a CPU a chunk takes up to 32 MB in
+    fp32. On an accelerator it has up to 2^28 logits: 0.5 GB in bf16, and as much for their
+    gradient. A step with a vocabulary of 128,256, a hidden size of 4,096 and 16k targets was
+    measured at 2.5 GB above the model with a frozen head, and at 4.7 GB with a trained head. That
+    includes the gradients kept for the backward.
 
-    If gradients are needed, each chunk adds its share before the next one is computed: to the
-    gradient of the hidden states and, if the head is trained, to that of the head. Both are kept in
-    fp32. The backward multiplies them by the incoming gradient and casts them. It runs no matrix
-    product and needs no weight. So a trained head costs three matrix products, a frozen head two,
-    an evaluation one. Tokens without a label cost nothing if their number is known: on a CPU, or if
-    the batch has `n_targets`.
+    The forward computes the gradients, too. Each chunk adds its gradients for the hidden states
+    and, if the head is trained, for the head to sums in fp32. The backward only multiplies these
+    sums by the incoming gradient and casts them, so it needs neither a matrix product nor the
+    weight. A trained head costs three matrix products, a frozen head two, an evaluation one. Tokens
+    without a label cost nothing if their number is known: on a CPU, or if the batch has
+    `n_targets`.
 
     The method is that of Liger's FusedLinearCrossEntropy (Hsu et al. 2024, arXiv:2410.10989).
     """
@@ -84,40 +84,45 @@ class HeadLoss:
     def __call__(
         self, hidden: torch.Tensor, targets: torch.Tensor, n_targets: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the cross entropy over the targets.
+        """Compute the cross entropy, summed over the targets.
 
-        Both results must take part in the backward: FSDP's hooks, which start it, are on the output
-        of the model.
+        The loss and the empty tensor must both take part in the backward, because FSDP starts its
+        backward by hooks on the model's output.
 
         Args:
             hidden: hidden states [B, T, H].
             targets: [B, T], the token that each position predicts. `IGNORE_INDEX` has no loss. The
                 last position of a row has no target.
-            n_targets: upper limit of the number of targets; with more of them the loss is NaN.
+            n_targets: upper limit of the number of targets; if there are more, the loss is NaN.
 
         Returns:
-            The loss, 0-d fp32, and an empty tensor [B, T, 0] in place of the logits.
+            The loss, 0-d fp32; and an empty tensor [B, T, 0] in place of the logits.
         """
-        loss_and_empty: Any = _GradientsInForward.apply(
+        loss_and_empty: Any = _HeadLossFunction.apply(
             self, torch.is_grad_enabled(), n_targets, targets.flatten(), hidden, *self.parameters()
         )
         return loss_and_empty
 
     def device_type(self, hidden: torch.Tensor) -> str:
-        """Return the type of the device whose chunks and kernels are used."""
+        """Return `on`, or the device type of `hidden`; it selects chunk size and kernels."""
         return self.on or hidden.device.type
 
     def has_kernel(self, tensor: torch.Tensor) -> bool:
-        """Return True if one compiled kernel handles logits like `tensor`."""
+        """Return True if a compiled kernel supports the dtype and device of `tensor`."""
         return tensor.dtype != torch.float64 and self.device_type(tensor) in _DEVICES_WITH_KERNEL
 
     @property
     def is_linear(self) -> bool:
-        """True if the head is nothing but a linear layer."""
+        """True if `forward` is that of `nn.Linear`, without adapters or a replacement."""
         return getattr(self.forward, "__func__", None) is nn.Linear.forward
 
     def parameters(self) -> list[torch.Tensor]:
-        """List weight and bias of a linear layer, or the trained parameters of another module."""
+        """List the head's tensors that `add_chunk` needs.
+
+        Returns:
+            Weight and bias of a linear head, trained or not; the trained parameters of any other
+            head.
+        """
         if not self.is_linear:
             return [p for p in self.module.parameters() if p.requires_grad]
         head: Any = self.module
@@ -130,17 +135,17 @@ class HeadLoss:
         parameters: tuple[torch.Tensor, ...],
         grads: list[torch.Tensor | None],
     ) -> torch.Tensor:
-        """Compute the loss of a chunk, and add its gradients to `grads`.
+        """Compute the loss of a chunk of tokens, and add its gradients to `grads` in place.
 
         Args:
             hidden: hidden states of the chunk, [rows, H].
             targets: [rows].
-            parameters: as from `parameters`.
-            grads: sums of gradients of `hidden` and of each of `parameters`; None for those that
-                need none.
+            parameters: result of the method `parameters`.
+            grads: sum of gradients for `hidden`, then for each of `parameters`; None if a tensor
+                needs no gradient.
 
         Returns:
-            The summed loss, 0-d.
+            The summed loss of the chunk, 0-d.
         """
         needs_grad = any(grad is not None for grad in grads)
         in_kernel = needs_grad and self.correct is None and self.has_kernel(hidden)
@@ -160,9 +165,9 @@ class HeadLoss:
                 return loss
             hidden_grad, weight_grad, *bias_grads = grads
             if hidden_grad is not None:
-                hidden_grad += product(grad, parameters[0], self.device_type(hidden))
+                hidden_grad += matmul_to_fp32(grad, parameters[0], self.device_type(hidden))
             if weight_grad is not None:
-                add_product(weight_grad, grad.t(), hidden, self.device_type(hidden))
+                add_matmul(weight_grad, grad.t(), hidden, self.device_type(hidden))
             if bias_grads and bias_grads[0] is not None:
                 bias_grads[0] += grad.sum(0, dtype=bias_grads[0].dtype)
             return loss
@@ -178,10 +183,10 @@ class HeadLoss:
         return loss
 
 
-class _GradientsInForward(torch.autograd.Function):
-    """The autograd node of `HeadLoss`.
+class _HeadLossFunction(torch.autograd.Function):
+    """The autograd function of `HeadLoss`.
 
-    It is one node with two outputs, so its backward runs after the hooks on both of them.
+    It is a single node with two outputs, so its backward runs after the hooks on both of them.
     """
 
     @staticmethod
@@ -194,6 +199,7 @@ class _GradientsInForward(torch.autograd.Function):
         hidden: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the loss chunk by chunk, and save the summed gradients for the backward."""
         flat, loss = hidden.flatten(0, 1), torch.zeros((), device=hidden.device)
         rows, too_many = find_target_rows(targets, n_targets, task.device_type(hidden))
         if too_many is not None:
@@ -215,6 +221,7 @@ class _GradientsInForward(torch.autograd.Function):
     def backward(
         ctx: Any, incoming: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
+        """Multiply the saved gradients by the incoming gradient, and cast them."""
         grad, rows, *sums = ctx.saved_tensors
         # Scaled while they are cast: one pass, and one rounding.
         grad, *sums = (
@@ -230,12 +237,12 @@ class _GradientsInForward(torch.autograd.Function):
 def find_target_rows(
     targets: torch.Tensor, n_targets: int | None, device_type: str
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Find the rows that have a target, without waiting for the device.
+    """Find the rows of `targets` [rows] that have a target, without waiting for the device.
 
     Returns:
-        The numbers of these rows; None, which means all rows, if they cannot be found without
-        waiting. And a 0-d bool, True if there are more than `n_targets` targets; None without
-        `n_targets`.
+        Indices of these rows, filled up to `n_targets` with the last row; None, which means all
+        rows, if they cannot be found without waiting. And a 0-d bool, True if there are more than
+        `n_targets` targets; None without `n_targets`.
     """
     valid = targets != IGNORE_INDEX
     if device_type in _DEVICES_WITH_HOST_COUNTS and n_targets is None:
@@ -249,14 +256,17 @@ def find_target_rows(
 
 
 def zeros_for_grad(like: torch.Tensor, needs_grad: bool) -> torch.Tensor | None:
-    """Allocate zeros for a sum of gradients, at least in fp32; None if no gradient is needed."""
+    """Return zeros like `like`, at least in fp32, to sum gradients; None without `needs_grad`."""
     if not needs_grad:
         return None
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def chunk_slices(head: HeadLoss, flat: torch.Tensor) -> Iterator[slice]:
-    """Divide the rows of `flat` [rows, H] into chunks of one size, whose logits fit in memory."""
+    """Yield slices that divide the rows of `flat` [rows, H] into chunks for `head`.
+
+    The logits of a chunk have at most 2^23 elements on a CPU, and 2^28 on an accelerator.
+    """
     device_type = head.device_type(flat)
     elements = _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS_OF_AN_ACCELERATOR)
     number = -(-len(flat) * head.vocabulary // elements)
@@ -274,12 +284,13 @@ def _cross_entropy(
     correct: torch.Tensor | None,
     z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sum the loss of a chunk of logits [rows, V], and add the right predictions to `correct`.
+    """Compute the summed loss of a chunk of head outputs [rows, V] with plain torch operations.
 
-    No more than one fp32 tensor of their size exists at a time, except with a soft cap.
+    Only one fp32 tensor of that size exists at a time, or two with a soft cap. If `correct` is
+    given, the number of tokens whose target has the largest logit is added to it.
 
     Returns:
-        The summed loss, 0-d, and its gradient with respect to `logits`, in their dtype; None
+        The summed loss, 0-d; and its gradient with respect to `logits`, in their dtype, None
         without `with_gradient`.
     """
     dtype, vocabulary = logits.dtype, logits.shape[-1]
@@ -316,18 +327,18 @@ def _cross_entropy(
     return loss, torch.mul(grad, valid[:, None] * logit_map.scale, out=out)
 
 
-def product(a: torch.Tensor, b: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Compute `a @ b`; bf16 matrices give an fp32 result if the device can do that."""
+def matmul_to_fp32(a: torch.Tensor, b: torch.Tensor, device_type: str) -> torch.Tensor:
+    """Compute `a @ b`, on CUDA with an fp32 result for bf16 matrices, otherwise in their dtype."""
     if device_type in _DEVICES_WITH_FP32_PRODUCTS and a.dtype == b.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, device_type: str) -> None:
-    """Add `a @ b` to `total`, in the dtype of `total`.
+def add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, device_type: str) -> None:
+    """Add `a @ b` to `total` in place, in the dtype of `total`.
 
     Products of bf16 matrices are added in fp32. If each chunk were rounded to bf16 first, its error
-    would be as large as that of rounding the whole sum once.
+    would be as large as that of rounding the final sum once.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)

@@ -51,7 +51,7 @@ _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # in which schedule
 
 @dataclass(frozen=True)
 class Run:
-    """The processes of a run, from the view of one of them."""
+    """The processes of a run, as one of them sees them."""
 
     accelerator: Accelerator
     device: torch.device
@@ -73,14 +73,14 @@ class Run:
         workers: int = 0,
         collate_fn: Callable[[list], Any] | None = None,
     ) -> Any:
-        """Build a data loader of Accelerate, which puts batches on this rank's device.
+        """Build a data loader that puts batches on this rank's device, with Accelerate.
 
         Args:
             dataset: the samples, or an iterable data set.
-            batches: indices of this rank's samples for each batch. None: the data set yields
-                batches. Then one worker at most reads ahead, since each would read everything.
+            batches: indices of this rank's samples for each batch. None: `dataset` yields complete
+                batches. In this case at most one worker is used, since each would read all data.
             workers: number of worker processes.
-            collate_fn: makes a batch of samples.
+            collate_fn: combines a list of samples to a batch.
         """
         yields_batches = batches is None
         loader = DataLoader(
@@ -106,13 +106,13 @@ class Run:
 
 
 def read_accelerate_settings() -> dict[str, Any]:
-    """Read the settings of an Accelerate FSDP YAML from the environment.
+    """Read the settings of an Accelerate FSDP YAML from the environment of `accelerate launch`.
 
-    Prints a note to stderr for each key without an effect here. Call it once, before `start`: it
-    removes the variables of the YAML from the environment.
+    Prints a note to stderr for each key that has no effect. Call it once, before `start`, because
+    it removes the YAML's variables from the environment.
 
     Returns:
-        Dotted settings, to be passed to `config.parse` as defaults.
+        Dotted setting -> value, to be passed to `config.parse` as `defaults`.
 
     Raises:
         LaunchError: the YAML is for another engine or for float16, or a value is not valid.
@@ -125,17 +125,20 @@ def read_accelerate_settings() -> dict[str, Any]:
 
 @contextmanager
 def start(*, deterministic: bool = False, connect_seconds: float | None = None) -> Iterator[Run]:
-    """Connect the processes of the run, and destroy the process group after a normal end.
+    """Connect the processes, and yield the `Run`; destroy the process group after a normal end.
 
-    Works under `accelerate launch`, `torchrun` and plain `python` (one process, also in a group).
+    Works under `accelerate launch`, `torchrun`, srun, mpirun and plain `python` (one process).
+    Collective. Afterwards, or after an error, waits for a checkpoint that is written in the
+    background.
 
     Args:
         deterministic: allow only operations that produce the same bits each time.
-        connect_seconds: as `train.connect_seconds`.
+        connect_seconds: seconds for connecting (`train.connect_seconds`); None: 45, and more for
+            many processes.
 
     Raises:
-        LaunchError: there are too few processes, or too many for the devices; they cannot connect;
-            or a YAML is for another engine.
+        LaunchError: there are more processes than devices, the processes cannot connect, or the
+            launcher's settings are for another engine.
     """
     launchers.adopt_launcher_variables()
     unread = (
@@ -152,7 +155,7 @@ def start(*, deterministic: bool = False, connect_seconds: float | None = None) 
         device.choose_device_index(
             int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         )
-    location = _connect(rank, world, cpu, connect_seconds)
+    location = _connect_processes(rank, world, cpu, connect_seconds)
     if rank or not sys.stderr.isatty():
         # Only one process shows progress bars, and none writes them to a log file.
         datasets.disable_progress_bars()
@@ -187,20 +190,21 @@ def start(*, deterministic: bool = False, connect_seconds: float | None = None) 
 
 
 def _print_error(error: object) -> None:
+    """Print an error to stderr; on ranks other than 0 with the rank as prefix."""
     rank = launchers.read_rank_text()
     where = f"[rank {rank}] " if rank != "0" else ""
     print(f"{where}error: {error}", file=sys.stderr, flush=True)
 
 
 def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path) -> None:
-    """Run a recipe as a program: parse the command line, start the processes, call `recipe`.
+    """Run a recipe as a program: parse the command line, start the processes, and call `recipe`.
 
-    Does not return if the run fails; see `run_program`.
+    Ends the process with an exit code if the run fails; see `run_program`.
 
     Args:
-        recipe: called on every process with the config and the run.
-        settings_class: class of the config.
-        demo: the config file to use if the command line has neither --config nor a model.
+        recipe: function that every process calls with the config and the `Run`.
+        settings_class: class of the config, such as `PretrainConfig`.
+        demo: config file to use if the command line has neither --config nor --model.
     """
 
     def run_recipe() -> None:
@@ -253,10 +257,11 @@ def main(recipe: Callable[[Any, Run], None], settings_class: type, *, demo: Path
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """Run `main` as a program, and turn its error into a message and an exit code.
+    """Run `main` as a program: turn an error into a message on stderr and an exit code.
 
-    A `ToolkitError` ends the process with one line on stderr and exit code 1, or 2 if the config
-    cannot be read. If all ranks fail in the same way, one of them prints the message.
+    A `ToolkitError` is printed on one line, with exit code 2 for a `ConfigError` and 1 otherwise.
+    If all ranks fail with the same message, one of them prints it. A process that a launcher
+    started ends here in any case; another one returns if `main` succeeds.
     """
     code = 0
     try:
@@ -273,10 +278,10 @@ def run_program(main: Callable[[], None]) -> None:
 
 
 def _report_error(error: BaseException) -> tuple[int, str]:
-    """Print why a run ends.
+    """Print why the run ends, unless another rank or the watchdog prints it.
 
     Returns:
-        The exit code, and the reason that the watchdog should print; empty if it was printed.
+        The exit code; and the reason that the watchdog should print, empty if there is none.
     """
     if isinstance(error, preemption.Preempted):
         return preemption.choose_exit_code(), ""
@@ -302,7 +307,7 @@ def _report_error(error: BaseException) -> tuple[int, str]:
     _write_launcher_error(error)
     is_before_connecting = isinstance(error, ConfigError | LaunchError)
     # Before the ranks are connected, one process prints for each machine.
-    is_quiet = is_before_connecting and not launchers.is_host_speaker()
+    is_quiet = is_before_connecting and not launchers.should_print_for_host()
     if is_quiet:
         # The launcher ends all processes at the first exit, even a process that has not printed its
         # message yet. So this process waits for the speaker, at whose exit the launcher ends it. If
@@ -319,16 +324,17 @@ def _report_error(error: BaseException) -> tuple[int, str]:
 
 
 def _write_launcher_error(error: ToolkitError) -> None:
-    """Write the message to the error file of torch's elastic agent, which prints it at the end."""
+    """Write the error to the file of torch's elastic agent, which prints it at the end."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": str(error), "timestamp": int(time.time())}
         Path(file).write_text(json.dumps(content), "utf-8")
 
 
 def _exit_process(code: int) -> None:
-    """End a launched process without the interpreter's shutdown.
+    """End this process if a launcher started it, without the interpreter's shutdown.
 
-    A process that ends normally runs its exit handlers before.
+    Exit handlers run if `code` is 0. A launcher that would restart the rank is ended for exit code
+    2 and after a signal. The exit is reported to the watchdog.
     """
     # Gloo's threads outlive `destroy_process_group` as long as a mesh is referenced. A thread that
     # frees a tensor during the interpreter's shutdown needs the GIL and aborts the process (3 of
@@ -347,12 +353,12 @@ def _exit_process(code: int) -> None:
 
 
 def seed_everything(seed: int, rank: int, *more: int) -> None:
-    """Seed Python, NumPy and torch, differently on each rank, so that dropout differs.
+    """Seed Python, NumPy and torch, differently on each rank, so that ranks draw different dropout.
 
     Args:
         seed: seed of the run.
         rank: this rank.
-        more: further numbers that the state depends on, such as the step.
+        more: further numbers that change the seed, such as the step.
     """
     key = hashlib.sha256("/".join(map(str, (seed, rank, *more))).encode()).digest()
     random.seed(int.from_bytes(key[:8], "little"))
@@ -361,7 +367,9 @@ def seed_everything(seed: int, rank: int, *more: int) -> None:
 
 
 def _uses_cpu(rank: int, world: int) -> bool:
-    """Return True if the run uses the CPU: it is configured, or there is no usable accelerator.
+    """Return True if the run uses the CPU, by configuration or for lack of a usable accelerator.
+
+    Prints a warning in the latter case.
 
     Raises:
         LaunchError: `accelerate launch` started several processes for GPUs, and there is no GPU.
@@ -381,20 +389,24 @@ def _uses_cpu(rank: int, world: int) -> bool:
     if by_accelerate and world > 1:
         raise build_no_gpu_error(world)
     if rank == 0:
-        print(f"WARNING: torch sees no GPU ({_torch_build()}): training on the CPU", flush=True)
+        print(
+            f"WARNING: torch sees no GPU ({_describe_torch_build()}): training on the CPU",
+            flush=True,
+        )
     return True
 
 
 def build_no_gpu_error(world: int) -> LaunchError:
-    """Build the error of a launch on GPUs on a machine where torch finds none."""
+    """Build the error for a launch of `world` processes on GPUs if torch sees no GPU."""
     return LaunchError(
         f"accelerate launch should start {world} process{'es' * (world > 1)} on GPUs, and torch "
-        f"sees no GPU ({_torch_build()}); repair the driver or torch, or use "
+        f"sees no GPU ({_describe_torch_build()}); repair the driver or torch, or use "
         "accelerate_configs/cpu.yaml (--accelerate_config cpu)"
     )
 
 
-def _torch_build() -> str:
+def _describe_torch_build() -> str:
+    """Return torch's version and the CUDA version for which it was built."""
     return f"torch {torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
 
 
@@ -412,16 +424,24 @@ def _is_accelerate_set_to_cpu() -> bool:
     return isinstance(settings, dict) and settings.get("use_cpu") is True
 
 
-def _connect(rank: int, world: int, cpu: bool, seconds: float | None) -> network.Location:
-    """Connect the processes: rendezvous, default process group, and all connections of step 1.
+def _connect_processes(rank: int, world: int, cpu: bool, seconds: float | None) -> network.Location:
+    """Connect the processes: rendezvous, default process group, and the connections of step 1.
 
-    A process group that the program has created is used as it is.
+    Sets this process's device, and LOCAL_RANK and LOCAL_WORLD_SIZE under a launcher. A process
+    group that the program has created is kept. Collective.
+
+    Args:
+        rank: this rank.
+        world: number of ranks.
+        cpu: True if the run uses the CPU.
+        seconds: seconds for connecting; None: the default of `network.create_process_group`.
 
     Returns:
         The location of this process.
 
     Raises:
-        LaunchError: the processes cannot find each other, or cannot connect in time.
+        LaunchError: the processes do not find each other or cannot connect in time, or two use one
+            device.
     """
     if dist.is_initialized():
         machines, local = ranks.node_indices(), launchers.read_local_rank()[0]
@@ -458,12 +478,15 @@ def _connect(rank: int, world: int, cpu: bool, seconds: float | None) -> network
         network.exchange_and_decide(
             store, "device", mine, device.refuse_shared_devices, rank, world
         )
-    network.connect(store, rank, world, location, bound, _COLLECTIVE_TIMEOUT, seconds)
+    network.create_process_group(store, rank, world, location, bound, _COLLECTIVE_TIMEOUT, seconds)
     return location
 
 
 def _set_device(location: network.Location) -> torch.device:
-    """Make this process's accelerator the current device, and return it."""
+    """Make this process's accelerator the current device, and return it.
+
+    The first process of a host warns if there is little shared memory for NCCL.
+    """
     index = device.choose_device_index(location.local_rank, location.local_world_size)
     torch.accelerator.set_device_index(index)
     if location.local_rank == 0 and (
@@ -474,10 +497,13 @@ def _set_device(location: network.Location) -> torch.device:
 
 
 def _unset_accelerate_variables(notes: list[str]) -> None:
-    """Print notes on an Accelerate YAML, and unset its variables, so that Accelerate ignores it.
+    """Remove the variables of an Accelerate YAML from the environment, so Accelerate ignores them.
+
+    Args:
+        notes: lines about the YAML to print to stderr on rank 0.
 
     Raises:
-        LaunchError: the YAML is for another engine.
+        LaunchError: the YAML is for DeepSpeed or Megatron-LM.
     """
     for engine in ("DeepSpeed", "Megatron_LM"):
         if _is_flag_set(f"ACCELERATE_USE_{engine.upper()}"):
@@ -489,4 +515,5 @@ def _unset_accelerate_variables(notes: list[str]) -> None:
 
 
 def _is_flag_set(name: str) -> bool:
+    """Return True if the environment variable is 1, true or yes."""
     return os.environ.get(name, "false").lower() in ("1", "true", "yes")

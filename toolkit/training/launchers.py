@@ -28,12 +28,13 @@ _PORTS = range(15000, 30000)  # below the ports that Linux assigns automatically
 
 
 def adopt_launcher_variables() -> None:
-    """Set torch's environment variables from those of srun or mpirun.
+    """Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the variables of srun or mpirun.
 
-    Sets RANK and WORLD_SIZE; under srun also MASTER_ADDR and MASTER_PORT, if they are not set.
+    Does nothing if RANK or WORLD_SIZE is set, or for a single process. Under mpirun the user must
+    set the address; under srun it is computed if it is not set.
 
     Raises:
-        LaunchError: the launcher's variables are not sufficient.
+        LaunchError: rank or address is not known, or each process is an `accelerate launch`.
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
@@ -58,10 +59,13 @@ def adopt_launcher_variables() -> None:
 
 
 def read_rank_and_world_size() -> tuple[int, int]:
-    """Read the rank and the world size of this process from torch's environment variables.
+    """Read the rank and the world size of this process from RANK and WORLD_SIZE.
+
+    Returns:
+        Rank and world size; 0 and 1 if neither variable is set.
 
     Raises:
-        LaunchError: a variable is missing, or the values are not those of a process of a run.
+        LaunchError: only one variable is set, or a value is not valid.
     """
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         if is_started_by_accelerate() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -89,17 +93,17 @@ def is_started_by_accelerate() -> bool:
 
 
 def read_rank_text() -> str:
-    """Read the rank as text, for messages before the process group exists."""
+    """Return the rank as text for messages, from any launcher's variables; "0" without one."""
     names = ("RANK", *(rank for _, rank, _, _ in _LAUNCHERS))
     return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
 def read_local_rank() -> tuple[int | None, bool]:
-    """Read the local rank of this process.
+    """Read the local rank of this process from its launcher's variables.
 
     Returns:
-        The local rank, None if no launcher sets it; and True if it is reliable. The variable of
-        srun or mpirun may have been inherited from a parent process.
+        The local rank, None if no launcher set it; and True if it comes from LOCAL_RANK. The
+        variables of srun and mpirun are not reliable, because a parent process may have left them.
     """
     for name in ("LOCAL_RANK", *(local for _, _, _, local in _LAUNCHERS)):
         if (value := os.environ.get(name, "")).isdecimal():
@@ -107,18 +111,21 @@ def read_local_rank() -> tuple[int | None, bool]:
     return None, False
 
 
-def is_host_speaker() -> bool:
-    """Return True if this process prints for its host before the process group exists."""
+def should_print_for_host() -> bool:
+    """Return True if the local rank is 0 or unknown, so this process prints for its host.
+
+    Used before the process group exists.
+    """
     return (read_local_rank()[0] or 0) == 0
 
 
 def count_cores_per_process(sharers: int) -> int:
-    """Compute the number of processors for this process, at least one.
+    """Return the number of cores for this process, at least one.
 
-    A container may be limited to less time than its processors have (`docker run --cpus`).
+    A container's limit of CPU time (`docker run --cpus`) counts, too.
 
     Args:
-        sharers: number of processes that use the same processors.
+        sharers: number of processes that use the same cores.
     """
     count = float(len(ranks.available_cores()))
     try:
@@ -131,11 +138,11 @@ def count_cores_per_process(sharers: int) -> int:
 
 
 def has_user_set_threads() -> bool:
-    """Return True if the user, and not the launcher, set OMP_NUM_THREADS.
+    """Return True if the user has set OMP_NUM_THREADS, and not the launcher.
 
-    torchrun and `accelerate launch` set it to 1 if it is unset. The operating system still knows
-    the environment with which the launcher was started, which shows who set it. If that cannot be
-    read, the answer is True.
+    torchrun and `accelerate launch` set it to 1 if it is unset. So the environment of the
+    launcher's own process is read from the operating system. If it cannot be read, the result is
+    True.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     # Variables of processes that a launcher started.
@@ -160,8 +167,11 @@ def _slurm_rendezvous() -> dict[str, str]:
     """Compute the address at which the processes of a Slurm step connect.
 
     Returns:
-        MASTER_ADDR, the host of the first process, and MASTER_PORT, derived from the step's number.
-        Empty if the user chose the order of hosts.
+        MASTER_ADDR, the first host, and MASTER_PORT, derived from job and step id. Empty without a
+        list of hosts, or if the user chose an arbitrary order of hosts.
+
+    Raises:
+        LaunchError: the first process does not run on the first host.
     """
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     if not nodes or "arbitrary" in os.environ.get("SLURM_DISTRIBUTION", ""):
@@ -179,6 +189,6 @@ def _slurm_rendezvous() -> dict[str, str]:
 
 
 def parse_first_host(nodes: str) -> str:
-    """Parse the first host of a list in Slurm's notation: gpu03 in `gpu[03-05,9],login1`."""
+    """Return the first host of a list in Slurm's notation: gpu03 for `gpu[03-05,9],login1`."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else nodes)

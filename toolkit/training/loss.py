@@ -43,8 +43,8 @@ _logit_maps: "weakref.WeakKeyDictionary[nn.Module, _HeadFacts]" = weakref.WeakKe
 class LossSum:
     """The sums of a micro-batch, from which a step or an evaluation computes means.
 
-    A loss may consist of several means, such as a preference loss and a cross entropy. Then `total`
-    and `count` are 1-d, with an element for each mean, and the loss is the sum of these means.
+    A loss may be the sum of several means, such as a preference loss and a cross entropy. In this
+    case `total` and `count` are 1-d with one element per mean.
     """
 
     total: torch.Tensor
@@ -59,7 +59,7 @@ class LossSum:
     listed is a mean over the first element of `count`."""
 
     def all_part_counts(self) -> dict[str, torch.Tensor]:
-        """Collect the number of terms of every metric, each of the shape of its sum."""
+        """Return the number of terms of every metric in `parts`, each with the shape of its sum."""
         first = self.count.flatten()[0]
         return {
             name: self.part_counts.get(name, first.expand(value.shape))
@@ -67,20 +67,24 @@ class LossSum:
         }
 
     def sums(self) -> list[torch.Tensor]:
-        """List everything that ranks add up: total, count, metrics, counts of metrics."""
+        """List the tensors that ranks must add up.
+
+        Returns:
+            `total`, `count`, the sums of the metrics, and the counts of the metrics, in this order.
+        """
         return [self.total, self.count, *self.parts.values(), *self.all_part_counts().values()]
 
 
 @runtime_checkable
 class EvaluatedLoss(Protocol):
-    """A loss that lists its metrics, such as an objective of `toolkit.objectives`."""
+    """Protocol of a loss with a list of evaluation metrics; see `toolkit.objectives`."""
 
     @property
     def metrics(self) -> Sequence[Metric]:
-        """Metrics of an evaluation, the loss included."""
+        """The metrics of an evaluation, including the loss."""
 
     def evaluation_loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Compute the loss of an evaluation, with a part for each of the other metrics."""
+        """Compute the evaluation loss of a micro-batch, with the other metrics in `parts`."""
 
 
 def causal_lm_loss(
@@ -92,25 +96,28 @@ def causal_lm_loss(
     device_type: str | None = None,
     accuracy: bool = False,
 ) -> LossSum:
-    """Sum the cross entropy over the supervised tokens of one micro-batch, in fp32.
+    """Compute the cross entropy of one micro-batch in fp32, summed over the supervised tokens.
 
-    The logits of one chunk of tokens exist at a time; see `HeadLoss` for the cost. The first call
-    runs the model twice on a few tokens, and logs a line if the model needs all logits at once. A
-    batch without supervised tokens gives an exact 0 and gradients of zeros.
+    Only the logits of one chunk of tokens exist at a time; see `HeadLoss` for the cost. The first
+    call runs the model twice on a few tokens to find out what it does with the head's output. If it
+    needs all logits at once, a line is logged. A batch without supervised tokens gives a loss of
+    exactly 0 and gradients of zeros.
 
     Args:
         model: a causal LM, sharded or not.
-        batch: if it has `n_targets`, positions without a target cost nothing on GPUs, either.
+        batch: the micro-batch. If it has `n_targets`, positions without a target cost nothing on
+            GPUs, as on a CPU.
         label_smoothing: share of each target that is spread evenly over the vocabulary, as in
             transformers' `LabelSmoother` (Szegedy et al. 2016, arXiv:1512.00567).
         z_loss: factor of the square of log Z that is added for each token; see `HeadLoss`.
-        device_type: type of the device whose chunks and kernels are used; None: that of the batch.
-        accuracy: count the supervised tokens that the model ranks first, as the part `accuracy`.
+        device_type: device type whose chunk sizes and kernels are used; None: that of the batch.
+        accuracy: also count the supervised tokens whose target has the largest logit, as the metric
+            `accuracy` in `parts`.
     """
     inputs, targets, parts = batch.inputs, batch.targets, dict[str, torch.Tensor]()
     if accuracy:
         parts["accuracy"] = torch.zeros((), dtype=torch.int64, device=targets.device)
-    if (head_facts := _find_head_facts(model, batch)) is None:
+    if (head_facts := _get_head_facts(model, batch)) is None:
         logits, flat = model(**inputs).logits.flatten(0, 1), targets.flatten()
         if accuracy:
             parts["accuracy"] += (logits.argmax(-1) == flat).sum()
@@ -125,7 +132,7 @@ def causal_lm_loss(
             log_z = logits.float().logsumexp(-1).where(flat != IGNORE_INDEX, 0.0)
             total = total + z_loss * log_z.square().sum()
         return LossSum(total, batch.count, parts)
-    head = _head(model)
+    head = _find_output_head(model)
     task = HeadLoss(
         head,
         head.forward,
@@ -135,7 +142,7 @@ def causal_lm_loss(
         correct=parts.get("accuracy"),
         z_loss=z_loss,
     )
-    inside = _InHead(task, targets, batch.n_targets)
+    inside = _HeadReplacement(task, targets, batch.n_targets)
     with replaced_forward(head, inside.forward):
         empty_logits = model(**inputs).logits
     # The sum is 0; it makes the backward run through the model's output, where FSDP's hooks wait.
@@ -144,28 +151,33 @@ def causal_lm_loss(
 
 
 def token_logps(model: nn.Module, batch: Batch, *, device_type: str | None = None) -> torch.Tensor:
-    """Compute the log-probability of each target of a micro-batch.
+    """Compute the log-probability of each target of a micro-batch, with gradients.
 
-    A loss of them has a gradient, such as a mean with a weight for each sequence. See `HeadLogps`
-    for the cost. The first call tries the model as `causal_lm_loss` does.
+    See `HeadLogps` for the cost. The first call runs the model on a few tokens, as in
+    `causal_lm_loss`.
+
+    Args:
+        model: a causal LM, sharded or not.
+        batch: the micro-batch.
+        device_type: device type whose chunk sizes and kernels are used; None: that of the batch.
 
     Returns:
         fp32 [B, T]; 0 at positions without a target.
     """
-    if (head_facts := _find_head_facts(model, batch)) is None:
+    if (head_facts := _get_head_facts(model, batch)) is None:
         log_p = model(**batch.inputs).logits.log_softmax(-1, dtype=torch.float32)
         at = batch.targets.clamp(min=0)[..., None]
         return log_p.gather(-1, at).squeeze(-1).masked_fill(batch.targets == IGNORE_INDEX, 0.0)
-    head = _head(model)
+    head = _find_output_head(model)
     task = HeadLogps(HeadLoss(head, head.forward, *head_facts, on=device_type))
-    inside = _InHead(task, batch.targets, batch.n_targets)
+    inside = _HeadReplacement(task, batch.targets, batch.n_targets)
     with replaced_forward(head, inside.forward):
         empty_logits = model(**batch.inputs).logits
     return inside.result + empty_logits.sum(dtype=torch.float32)
 
 
 def sequence_rewards(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Compute the reward of each sequence of a micro-batch, at its last token.
+    """Compute the reward of each sequence of a micro-batch at its last token, with gradients.
 
     The head of the reward model runs in fp32, and only on these tokens.
 
@@ -173,8 +185,8 @@ def sequence_rewards(model: nn.Module, batch: Batch) -> torch.Tensor:
         fp32 [n_sequences].
 
     Raises:
-        TrainingError: the model is no reward model, or the batch does not say where its sequences
-            end.
+        TrainingError: the model is not a reward model, or the batch lacks the ends of its
+            sequences.
     """
     head, ends = reward_head(model), batch.ends
     if head is None or ends is None or len(ends) != batch.n_sequences:
@@ -189,52 +201,58 @@ def sequence_rewards(model: nn.Module, batch: Batch) -> torch.Tensor:
         rewards = F.linear(hidden[ends[:, 0], ends[:, 1]].float(), head.weight.float(), bias)
         return rewards.squeeze(1), rewards[:, :0].reshape(*hidden.shape[:-1], 0)
 
-    inside = _InHead(compute_rewards, batch.targets)
+    inside = _HeadReplacement(compute_rewards, batch.targets)
     try:
         with replaced_forward(head, inside.forward):
             empty = model(**batch.inputs).logits
         return inside.result + empty.sum(dtype=torch.float32)
-    except _OtherUse as error:
+    except _UnsupportedHeadError as error:
         raise TrainingError(f"{type(base_of(model)).__name__}: {error}") from error
 
 
-def take_loss_from(copy: PreTrainedModel, model: nn.Module) -> None:
-    """Try a tiny `copy` of a model without values, and compute the loss of `model` as it shows.
+def probe_loss_on_copy(copy: PreTrainedModel, model: nn.Module) -> None:
+    """Find out how to compute the loss of `model` by trying a tiny `copy`, and store the result.
 
-    Logs a line if the loss needs all logits at once.
+    Used for a model on meta, which cannot run. Logs a line if the loss needs all logits at once.
     """
     ids = torch.arange(1, _TRIAL_TOKENS + 1)[None]
     head_facts = _try_head(copy, {"input_ids": ids}, ids)
     if head_facts is not None:
-        vocabulary = getattr(_head(model), "out_features", head_facts[0])
+        vocabulary = getattr(_find_output_head(model), "out_features", head_facts[0])
         head_facts = int(vocabulary), head_facts[1]
     _logit_maps[model] = head_facts
 
 
-def _find_head_facts(model: nn.Module, batch: Batch) -> _HeadFacts:
-    """Return the result of `_try_head`, which runs once for each model."""
+def _get_head_facts(model: nn.Module, batch: Batch) -> _HeadFacts:
+    """Return the result of `_try_head`, which runs only once for each model."""
     if model not in _logit_maps:
         _logit_maps[model] = _try_head(model, batch.inputs, batch.targets)
     return _logit_maps[model]
 
 
-def _head(model: nn.Module) -> nn.Module:
-    """Return the module that computes logits; with adapters its trained copy, if there is one."""
+def _find_output_head(model: nn.Module) -> nn.Module:
+    """Return the module that computes logits; with adapters the trained copy, if there is one.
+
+    Raises:
+        _UnsupportedHeadError: the model has no output embeddings.
+    """
     base = base_of(model)
     head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
     if (trained := trained_module(head)) is None:
-        raise _OtherUse("transformers knows no head of it")
+        raise _UnsupportedHeadError("transformers knows no head of it")
     return trained
 
 
-class _OtherUse(Exception):
-    """The head does not compute one row of logits per token, or the model changes these rows."""
+class _UnsupportedHeadError(Exception):
+    """The loss cannot be computed inside the model's head; the message says why."""
 
 
-class _InHead:
-    """A replacement of the head's forward that runs a task on the hidden states [B, T, H].
+class _HeadReplacement:
+    """A replacement of the head's forward that computes the loss inside the model's forward.
 
-    Inside the forward FSDP has gathered the weight of the head; elsewhere it may be a shard.
+    Within the forward FSDP has gathered the weight of the head; elsewhere it may be a shard. The
+    task is a function such as `HeadLoss`, called with hidden states, targets and `n_targets`. It
+    returns its result and an empty tensor for the logits.
     """
 
     def __init__(
@@ -248,17 +266,26 @@ class _InHead:
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the task; return an empty tensor [B, T, 0] in place of the logits."""
+        """Run the task on hidden states [B, T, H]; return an empty tensor [B, T, 0] as the logits.
+
+        Raises:
+            _UnsupportedHeadError: a second call, or hidden states that do not have the targets'
+                shape.
+        """
         if self._result is not None or hidden.shape[:-1] != self._targets.shape:
-            raise _OtherUse(_NOT_ONCE)
+            raise _UnsupportedHeadError(_NOT_ONCE)
         self._result, empty_logits = self._task(hidden, self._targets, self._n_targets)
         return empty_logits
 
     @property
     def result(self) -> torch.Tensor:
-        """The tensor that the task computed in the forward."""
+        """The tensor that the task computed in the forward.
+
+        Raises:
+            _UnsupportedHeadError: the forward did not run.
+        """
         if self._result is None:
-            raise _OtherUse("its head is not called")
+            raise _UnsupportedHeadError("its head is not called")
         return self._result
 
 
@@ -266,13 +293,13 @@ class _InHead:
 
 
 def _try_head(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -> _HeadFacts:
-    """Find out by a forward of a few tokens what `model` does with the output of its head.
+    """Find out what a model does with its head's output, by running it on up to 8 tokens.
 
     Every rank gets the same result. The random state does not change.
 
     Returns:
-        The number of logits per token, and the map from the head's output to the model's logits;
-        None if the loss cannot be computed inside the head.
+        The number of logits per token, and the map from the head's output to the model's logits.
+        None, with a log line, if the loss cannot be computed inside the head.
     """
     # Only inputs with one number per token can be cut.
     few_inputs = {
@@ -291,10 +318,10 @@ def _try_head(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -
             return _probe_head(model, few_inputs, targets[:1, :_TRIAL_TOKENS])
         except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
             raise
-        except (_OtherUse, IndexError, TypeError, ValueError, RuntimeError) as error:
+        except (_UnsupportedHeadError, IndexError, TypeError, ValueError, RuntimeError) as error:
             # The model does something with its logits that works only with real ones. Any other
             # fault occurs again when the loss is computed from the model's logits.
-            why = str(error) if isinstance(error, _OtherUse) else one_line(error)
+            why = str(error) if isinstance(error, _UnsupportedHeadError) else one_line(error)
             # A sharded model whose forward failed half-way must be reset before the next one.
             # Before its first forward FSDP2 has no state to reset.
             if started_forwards and callable(recover := getattr(model, "reset_iter_state", None)):
@@ -309,20 +336,23 @@ def _try_head(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor) -
 def _probe_head(
     model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor
 ) -> tuple[int, LogitMap]:
-    """Run the model with probe values in place of the head's output, then once as in a loss.
+    """Run the model with known values in place of the head's output, then once with a loss inside.
+
+    Returns:
+        The number of logits per token, and the map from the head's output to the model's logits.
 
     Raises:
-        _OtherUse: the loss cannot be computed inside the head.
+        _UnsupportedHeadError: the loss cannot be computed inside the head.
     """
-    head, probes = _head(model), list[torch.Tensor]()
+    head, probes = _find_output_head(model), list[torch.Tensor]()
     head_forward = head.forward
 
     def probe(hidden: torch.Tensor) -> torch.Tensor:
         """Return values from which the map of the model can be inferred."""
         if probes or hidden.shape[:-1] != targets.shape:
-            raise _OtherUse(_NOT_ONCE)
+            raise _UnsupportedHeadError(_NOT_ONCE)
         if any(isinstance(p, DTensor) for p in head.parameters()):
-            raise _OtherUse("its head's weights are not gathered where it computes")
+            raise _UnsupportedHeadError("its head's weights are not gathered where it computes")
         real = head_forward(hidden)
         values = torch.linspace(-100.0, 100.0, real.numel(), device=real.device)
         values[0], values[1] = _SMALL, _LARGE
@@ -334,25 +364,27 @@ def _probe_head(
     with replaced_forward(head, probe):
         logits = model(**inputs).logits
     if not probes:
-        raise _OtherUse("its head is not called")
+        raise _UnsupportedHeadError("its head is not called")
     logit_map = _infer_logit_map(probes[0], logits)
     vocabulary = logits.shape[-1]
-    inside = _InHead(HeadLoss(head, head.forward, vocabulary, logit_map), targets)
+    inside = _HeadReplacement(HeadLoss(head, head.forward, vocabulary, logit_map), targets)
     with torch.no_grad(), replaced_forward(head, inside.forward):
         empty_logits = model(**inputs).logits
     if empty_logits.shape != (*targets.shape, 0):
-        raise _OtherUse("it does something else with its logits")
+        raise _UnsupportedHeadError("it does something else with its logits")
     return vocabulary, logit_map
 
 
 def _infer_logit_map(z: torch.Tensor, logits: torch.Tensor) -> LogitMap:
-    """Infer the map that turned the probe values `z` into `logits`.
+    """Infer the scale and soft cap that turned the probe values `z` into `logits`.
 
     Raises:
-        _OtherUse: it is neither a scale nor a soft cap.
+        _UnsupportedHeadError: something else changed the values.
     """
     if logits.shape != z.shape or logits.requires_grad:
-        raise _OtherUse("it makes other logits of its head's output, or has trained weights there")
+        raise _UnsupportedHeadError(
+            "it makes other logits of its head's output, or has trained weights there"
+        )
     small, large = (float(value) for value in logits.flatten()[:2])
     scale = small / _SMALL
     linear = abs(large - scale * _LARGE) <= 1e-5 * abs(large)
@@ -361,5 +393,7 @@ def _infer_logit_map(z: torch.Tensor, logits: torch.Tensor) -> LogitMap:
     tolerance = 1e-5 if logits.dtype == torch.float32 else torch.finfo(logits.dtype).eps
     agrees = torch.allclose(logit_map(z), logits.float(), rtol=tolerance, atol=tolerance)
     if not agrees or (logits.dtype != torch.float32 and logit_map != LogitMap()):
-        raise _OtherUse("it changes the output of its head by more than a scale or a soft cap")
+        raise _UnsupportedHeadError(
+            "it changes the output of its head by more than a scale or a soft cap"
+        )
     return logit_map

@@ -32,25 +32,25 @@ def cross_entropy(
     label_smoothing: float,
     z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the summed cross entropy of a chunk, and its gradient.
+    """Compute the cross entropy of a chunk of logits, summed over its targets, and its gradient.
 
     Args:
         logits: output of a head, [rows, vocabulary].
         targets: int64 [rows]; `IGNORE_INDEX` has no loss.
         scale: factor of the logits.
         cap: soft cap of the logits: `cap * tanh(scale * z / cap)`; None: no cap.
-        label_smoothing: share of each target that is spread over the vocabulary.
-        z_loss: factor of the square of log Z; see `HeadLoss`.
+        label_smoothing: share of each target that is spread evenly over the vocabulary.
+        z_loss: factor of the square of log Z that is added for each token; see `HeadLoss`.
 
     Returns:
-        The loss, 0-d fp32, and its gradient, like `logits`.
+        The loss, 0-d fp32; and its gradient, with shape and dtype of `logits`.
     """
     rule = (scale, cap, label_smoothing, z_loss)
-    return _run(loss_and_gradient, rule, logits, targets)
+    return _run_compiled(loss_and_gradient, rule, logits, targets)
 
 
 @cross_entropy.register_fake
-def _(
+def _fake_cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,
     scale: float,
@@ -58,6 +58,7 @@ def _(
     label_smoothing: float,
     z_loss: float = 0.0,
 ) -> _TwoTensors:
+    """Return empty results of `cross_entropy` for tensors without values."""
     return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
 
@@ -65,15 +66,18 @@ def _(
 def target_logps(
     logits: torch.Tensor, targets: torch.Tensor, scale: float, cap: float | None
 ) -> torch.Tensor:
-    """Compute the log-probabilities of targets, fp32 [rows]; 0 if there is no target.
+    """Compute the log-probability of each target, fp32 [rows]; 0 for `IGNORE_INDEX`.
 
-    For the arguments see `cross_entropy`.
+    See `cross_entropy` for the arguments.
     """
-    return _run(logps_only, (scale, cap), logits, targets)
+    return _run_compiled(logps_only, (scale, cap), logits, targets)
 
 
 @target_logps.register_fake
-def _(logits: torch.Tensor, targets: torch.Tensor, scale: float, cap: float | None) -> torch.Tensor:
+def _fake_target_logps(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float, cap: float | None
+) -> torch.Tensor:
+    """Return an empty result of `target_logps` for tensors without values."""
     return logits.new_empty(len(targets), dtype=torch.float32)
 
 
@@ -85,44 +89,53 @@ def weighted_logps(
     scale: float,
     cap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the log-probabilities of targets, and the gradient of their weighted sum.
+    """Compute the log-probability of each target, and the gradient of their weighted sum.
 
-    The weights are [rows, 1]; for the other arguments see `cross_entropy`.
+    `weights` is [rows, 1]; see `cross_entropy` for the other arguments.
 
     Returns:
-        The log-probabilities, fp32 [rows], and the gradient, like `logits`.
+        The log-probabilities, fp32 [rows]; and the gradient, with shape and dtype of `logits`.
     """
-    return _run(logps_and_gradient, (scale, cap), logits, targets, weights)
+    return _run_compiled(logps_and_gradient, (scale, cap), logits, targets, weights)
 
 
 @weighted_logps.register_fake
-def _(
+def _fake_weighted_logps(
     logits: torch.Tensor,
     targets: torch.Tensor,
     weights: torch.Tensor,
     scale: float,
     cap: float | None,
 ) -> _TwoTensors:
+    """Return empty results of `weighted_logps` for tensors without values."""
     return logits.new_empty(len(targets), dtype=torch.float32), torch.empty_like(logits)
 
 
-def _run(function: Callable[..., Any], rule: tuple, *tensors: torch.Tensor) -> Any:
-    """Run a function on tensors of [rows, ...]; compiled, unless the device refused that."""
+def _run_compiled(function: Callable[..., Any], rule: tuple, *tensors: torch.Tensor) -> Any:
+    """Call `function(*tensors, rule=rule)` compiled, or uncompiled if that failed on this device.
+
+    Args:
+        function: one of `loss_and_gradient`, `logps_only` and `logps_and_gradient`.
+        rule: the numbers that are constants of the kernel: scale, soft cap or None, and so on.
+        tensors: tensors of [rows, ...]; one kernel serves any number of rows.
+    """
     device = tensors[0].device
     if device in _refused:
         return function(*tensors, rule=rule)
     for tensor in tensors:
         # One kernel serves any number of rows.
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return _kernel(function, rule, device)(*tensors)
+    return _compiled_kernel(function, rule, device)(*tensors)
 
 
 @functools.cache
-def _kernel(function: Callable[..., Any], rule: tuple, device: torch.device) -> Callable[..., Any]:
-    """Compile a function, and compare it with the function itself on the rows of its first call.
+def _compiled_kernel(
+    function: Callable[..., Any], rule: tuple, device: torch.device
+) -> Callable[..., Any]:
+    """Return a compiled version of `function` that checks itself at its first call. Cached.
 
-    If they disagree, or the function cannot be compiled, rank 0 logs that and the function itself
-    is used.
+    The check compares compiled and uncompiled results on the first 4 rows. If they differ or the
+    compilation fails, this is logged, and the device uses the uncompiled function from then on.
     """
     plain = functools.partial(function, rule=rule)
     compiled = torch.compile(plain)
@@ -166,8 +179,9 @@ def _largest_logit(logits: torch.Tensor, rule: tuple) -> float:
 def _is_close(a: torch.Tensor, b: torch.Tensor, size: float) -> bool:
     """Return True if two results are equal up to rounding in their dtype.
 
-    A result with less than two dimensions is a difference of numbers as large as `size`, and has
-    their rounding error. A gradient is as large as its terms.
+    A result with fewer than two dimensions (a loss, log-probabilities) is a difference of numbers
+    of the magnitude `size`, so it is compared with their rounding error. A gradient is compared
+    with the rounding error of its own values.
     """
     tolerance = 8 * torch.finfo(a.dtype).eps
     scale = a.float().norm() + (size * math.sqrt(a.numel()) if a.ndim < 2 else 0.0)
@@ -175,7 +189,7 @@ def _is_close(a: torch.Tensor, b: torch.Tensor, size: float) -> bool:
 
 
 def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) -> _TwoTensors:
-    """Compute the results of `cross_entropy` by plain operations that fuse into one kernel."""
+    """Compute the results of `cross_entropy`, in operations that compile to one kernel."""
     scale, cap, label_smoothing, z_loss = rule
     z = logits.float() * scale
     bent = None if cap is None else torch.tanh(z / cap)
@@ -204,7 +218,7 @@ def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) 
 def logps_only(
     logits: torch.Tensor, targets: torch.Tensor, rule: tuple[float, float | None]
 ) -> torch.Tensor:
-    """Compute the result of `target_logps` by plain operations that fuse into one kernel."""
+    """Compute the result of `target_logps`, in operations that compile to one kernel."""
     mapped, _ = _map_logits(logits, rule)
     most = mapped.amax(-1, keepdim=True)
     log_z = (most + torch.exp(mapped - most).sum(-1, keepdim=True).log()).squeeze(-1)
@@ -219,7 +233,7 @@ def logps_and_gradient(
     weights: torch.Tensor,
     rule: tuple[float, float | None],
 ) -> _TwoTensors:
-    """Compute the results of `weighted_logps` by plain operations that fuse into one kernel."""
+    """Compute the results of `weighted_logps`, in operations that compile to one kernel."""
     mapped, bent = _map_logits(logits, rule)
     most = mapped.amax(-1, keepdim=True)
     shares = torch.exp(mapped - most)
@@ -237,7 +251,16 @@ def logps_and_gradient(
 def _map_logits(
     logits: torch.Tensor, rule: tuple[float, float | None]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply scale and soft cap to logits; return them in fp32, and the tanh of the cap or None."""
+    """Apply scale and soft cap to logits.
+
+    Args:
+        logits: output of a head, [rows, vocabulary].
+        rule: scale; and soft cap or None.
+
+    Returns:
+        The mapped logits in fp32; and the tanh of the soft cap, which its derivative needs, or
+        None.
+    """
     scale, cap = rule
     z = logits.float() * scale
     bent = None if cap is None else torch.tanh(z / cap)

@@ -33,8 +33,9 @@ from toolkit.training.trackers import Trackers
 class Metrics:
     """Collect the statistics of each step, and log them every `logging_steps` steps.
 
-    Every rank calls it; rank 0 writes. The tensors of a step are read only when a line is logged,
-    so the device does not wait between log lines.
+    Every rank calls it; rank 0 writes to `metrics.jsonl`, the terminal and the trackers. The
+    tensors of a step are read only when a line is logged, so the host does not wait for the device
+    in between.
     """
 
     run_dir: Path
@@ -103,20 +104,21 @@ class Metrics:
     def step(
         self, step: int, stats: StepStats, learning_rate: float, **extra_metrics: float
     ) -> None:
-        """Record the statistics of one step, and log them if this step is a logging step.
+        """Record the statistics of one step, and log a line if this step is a logging step.
 
         Waits for the device only if a line is logged. Collective.
 
         Args:
             step: number of the step, counting from 1.
-            stats: what `Update.step` returned.
-            learning_rate: the rate with which the step was done.
-            extra_metrics: further values of the line, such as those of an evaluation. With any, the
-                step is logged.
+            stats: result of `Update.step`.
+            learning_rate: the learning rate that this step used.
+            extra_metrics: further values of the line, such as those of an evaluation. If there are
+                any, the step is logged.
 
         Raises:
-            TrainingError: the experts were not balanced as configured, too many steps were skipped,
-                or the state of a rank changed between steps.
+            TrainingError: the loop did not pass `router` to `Update` although experts are balanced;
+                or a guard failed, because too many steps were skipped or a rank's state changed
+                between steps.
         """
         terms = stats.tokens if stats.terms is None else stats.terms
         terms = torch.where(stats.skipped, 0, terms)
@@ -156,13 +158,13 @@ class Metrics:
             self._last_step_time = time.perf_counter()
 
     def _is_logging_step(self, step: int) -> bool:
-        """Return True if `step` is logged even without an evaluation after it."""
+        """Return True for multiples of `logging_steps`, and for the first and the last step."""
         return step % self.logging_steps == 0 or step in (self.first_step + 1, self.max_steps)
 
     def _log(
         self, step: int, stats: StepStats, learning_rate: float, extra_metrics: dict[str, float]
     ) -> None:
-        """Compose the line of a step; write, print and track it on rank 0."""
+        """Compute the log line of a step; on rank 0 write, print and track it. Collective."""
         line = self._compose_line(step, stats, learning_rate) | extra_metrics
         self._first_loss = line["loss"] if self._first_loss is None else self._first_loss
         self._last_line |= line
@@ -174,7 +176,7 @@ class Metrics:
                 self.trackers.log(line)
 
     def _append_unwritten(self) -> None:
-        """Append the lines that are not in the file yet; if the disk refuses, keep them."""
+        """Append the waiting lines to `metrics.jsonl`; if the disk fails, warn and keep them."""
         count = len(self._unwritten)
         try:
             append_lines(self._file, self._unwritten)
@@ -201,7 +203,7 @@ class Metrics:
 
     @property
     def tokens(self) -> int:
-        """Supervised tokens so far. Waits for the device."""
+        """Number of supervised tokens so far, including earlier starts. Waits for the device."""
         if self._pending:
             loss, terms, tokens = (
                 torch.stack(values).double() for values in zip(*self._pending, strict=True)
@@ -214,7 +216,10 @@ class Metrics:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time of the block (evaluation, saving) from the rates."""
+        """Exclude the time of the block (evaluation, saving) from the rates.
+
+        Waits for the device first. The watchdog's timeout is longer within the block.
+        """
         if self.device.type != "cpu":
             # Steps that the device still computes are not part of the pause.
             torch.accelerator.synchronize(self.device)
@@ -226,13 +231,17 @@ class Metrics:
             self._paused_seconds += time.perf_counter() - start
 
     def close_bar(self) -> None:
-        """End the progress bar and the profiler, if they are still active."""
+        """Close the progress bar and the profiler, if they are still open."""
         self._bar.close()
         if self.profiler is not None:
             self.profiler.close()
 
     def close(self) -> str:
-        """End the progress bar; return the line that summarizes the steps, empty without a step."""
+        """Close bar and profiler, write the waiting lines, and return a summary of the steps.
+
+        Returns:
+            A line with steps, seconds and losses; empty if no step was logged.
+        """
         if self.profiler is not None and self.profiler.is_open:
             ranks.log_once("WARNING: the run ended before train.profile_steps: there is no profile")
         self.close_bar()
@@ -289,9 +298,9 @@ class Metrics:
         return line | {"memory_peak_bytes": peak_bytes}
 
     def _take_part_means(self) -> dict[str, float]:
-        """Compute the mean of each metric of the loss over the steps since the last line.
+        """Return the mean of each loss metric since the last line, and reset the sums.
 
-        Skipped steps do not count, metrics without a term are omitted. Waits for the device.
+        Skipped steps do not count, and metrics without a term are omitted. Waits for the device.
         """
         pairs, self._parts = self._parts, {}
         if not pairs:
@@ -303,7 +312,10 @@ class Metrics:
         return {n: mean for n, (mean, count) in zip(pairs, values, strict=True) if count}
 
     def _print(self, line: dict[str, Any]) -> None:
-        """Print a log line above the progress bar, and its first values in the bar."""
+        """Print a log line above the progress bar, and show its main values in the bar.
+
+        The line is shortened to the width of the terminal.
+        """
         step, now = line["step"], time.perf_counter()
         loss = f"loss {line['loss']:.4f}"
         loss_and_mean = loss
@@ -349,7 +361,7 @@ def _format_evaluation(line: dict[str, Any]) -> str:
 
 
 def _format_metrics(line: dict[str, Any], prefix: str) -> list[str]:
-    """Format the metrics that a log line has under `prefix`, without the loss."""
+    """Format each metric whose name with `prefix` is in the log line, without the loss."""
     return [
         f"{metric.name} {line[prefix + metric.name]:{metric.format_spec}}"
         for metric in shown_metrics()
@@ -369,13 +381,13 @@ def evaluate_metrics(
     Args:
         sharded: the sharded model.
         sources: name of an evaluation set -> its batches.
-        objective: the objective of the run, or only a loss, which has no perplexity. None: the
-            cross entropy of tokens.
+        objective: the objective of the run; or a loss function, for which no perplexity is
+            computed. None: the cross entropy of tokens.
 
     Returns:
-        `eval_loss`, `eval_perplexity` and `eval_` before each part of the loss, such as
-        `eval_accuracy`; with several sources also `eval_NAME_loss` and so on of each. Empty if a
-        signal ended the evaluation.
+        `eval_loss`, `eval_perplexity` and `eval_NAME` for each metric of the loss, such as
+        `eval_accuracy`. With several evaluation sets, also `eval_SET_loss` and so on for each set.
+        Empty if a signal interrupted the evaluation.
     """
     loss: Loss | None
     if isinstance(objective, EvaluatedLoss):

@@ -19,15 +19,15 @@ from toolkit.models.peft_model import base_of
 
 
 def add_embedding_noise(model: nn.Module, alpha: float | None) -> None:
-    """Add noise to the input embeddings of a model in training mode, by hooks.
+    """Register hooks that add NEFTune noise to the input embeddings while the model trains.
 
-    Each rank draws from its default generator, whose state is part of checkpoints: a resumed run
-    draws the same noise as an undisturbed one. Costs one draw of the size of the embeddings per
-    forward.
+    Each rank draws from torch's default generator, whose state is part of checkpoints, so a resumed
+    run draws the same noise as an uninterrupted one. A forward draws as many numbers as the
+    embeddings have values.
 
     Args:
-        model: with or without adapters, sharded or not.
-        alpha: scale of the noise, 5, 10 or 15 in the paper; None: no noise.
+        model: a causal LM with or without adapters, sharded or not.
+        alpha: scale of the noise, 5, 10 or 15 in the paper; None: do nothing.
     """
     if alpha is None:
         return
@@ -63,17 +63,18 @@ def add_embedding_noise(model: nn.Module, alpha: float | None) -> None:
 def sample_lengths(
     attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Compute for each token the number of tokens of its sample.
+    """Compute the length in tokens of the sample to which each token belongs.
 
     Args:
-        attention_mask: [B, T], 0 for padding.
-        position_ids: [B, T]; they restart with each sample.
+        attention_mask: [B, T], 0 for padding. If it is given, each row is one sample.
+        position_ids: [B, T]. A new sample begins at each position that is not the previous one plus
+            1.
 
     Returns:
-        [B, T]; None if each row is one sample.
+        [B, T], 0 for padding; None without both arguments, since each row is one sample then.
 
     Raises:
-        TrainingError: mask or positions have another shape.
+        TrainingError: an argument is not 2-d.
     """
     for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
         if value is not None and value.ndim != 2:

@@ -67,15 +67,15 @@ def exchange_and_decide(
     rank: int,
     world: int,
 ) -> Any:
-    """Collect values of all ranks on rank 0, and distribute what rank 0 decides from them.
+    """Collect a value from each rank on rank 0, call `decide` there, and distribute its results.
 
-    Collective, over the store alone, before the process group exists.
+    Collective. It uses only the store, so it works before the process group exists.
 
     Args:
         store: connected on all ranks.
-        topic: name of the exchange, used once.
-        local_value: this rank's value, in JSON's types.
-        decide: maps the values of all ranks to a result for each rank; called on rank 0.
+        topic: name of the exchange; each name can be used once.
+        local_value: this rank's value, of JSON types.
+        decide: maps the list of all ranks' values to a list with a result for each rank.
         rank: this rank.
         world: number of ranks.
 
@@ -83,8 +83,8 @@ def exchange_and_decide(
         The result for this rank.
 
     Raises:
-        LaunchError: a rank did not take part, or `decide` raised a LaunchError, which then all
-            ranks raise.
+        LaunchError: a rank did not take part within a minute, or `decide` raised a LaunchError on
+            rank 0. In the latter case every rank raises it.
     """
     keys = [f"{topic}/{other}" for other in range(world)]
     result_key = f"{topic}/for-{rank}"
@@ -92,14 +92,14 @@ def exchange_and_decide(
     store.set(keys[rank], json.dumps(local_value))
     try:
         if rank == 0:
-            _poll(lambda: store.check(keys), _EXCHANGE_TIMEOUT)
+            _poll_until(lambda: store.check(keys), _EXCHANGE_TIMEOUT)
             try:
                 results = decide([json.loads(text) for text in store.multi_get(keys)])
             except LaunchError as decide_error:
                 error, results = str(decide_error), [None] * world
             for other, result in enumerate(results):
                 store.set(f"{topic}/for-{other}", json.dumps([error, result]))
-        _poll(lambda: store.check([result_key]), _EXCHANGE_TIMEOUT)
+        _poll_until(lambda: store.check([result_key]), _EXCHANGE_TIMEOUT)
     except RuntimeError as timeout_error:
         raise LaunchError(
             f"one of {world} processes ended or stopped before it sent its {topic} to the others; "
@@ -112,24 +112,25 @@ def exchange_and_decide(
         # be gone already.
         with contextlib.suppress(RuntimeError):
             if rank == 0:
-                _poll(lambda: store.add(f"{topic}/heard", 0) == world, _ERROR_TIMEOUT)
+                _poll_until(lambda: store.add(f"{topic}/heard", 0) == world, _ERROR_TIMEOUT)
         raise LaunchError(error)
     return result
 
 
 def exchange_locations(store: dist.Store, rank: int, world: int, *, nccl: bool) -> Location:
-    """Exchange hosts and local ranks with the other processes.
-
-    Collective; see `exchange_and_decide`.
+    """Exchange host names and local ranks with the other processes. Collective.
 
     Args:
         store: connected on all ranks.
         rank: this rank.
         world: number of ranks.
-        nccl: also check the interfaces that are set for NCCL.
+        nccl: also check the interface that the user has set for NCCL.
 
     Returns:
         The location of this process.
+
+    Raises:
+        LaunchError: a process did not take part, or its interface settings do not match its host.
     """
     local_rank, is_reliable = launchers.read_local_rank()
     master = os.environ.get("MASTER_ADDR")
@@ -140,9 +141,9 @@ def exchange_locations(store: dist.Store, rank: int, world: int, *, nccl: bool) 
         "is_reliable": is_reliable,
         "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", "0")),
         "cores": f"{sum(1 << core for core in ranks.available_cores()):x}",
-        "master": master and _resolved(master),
+        "master": master and _resolve_address(master),
         "loopback": _is_loopback(os.environ.get(GLOO_INTERFACE, "")),
-        "error": interface_error(os.environ, nccl=nccl),
+        "error": explain_interface_error(os.environ, nccl=nccl),
     }
     location = exchange_and_decide(store, "location", report, assign_locations, rank, world)
     return Location(**location)
@@ -152,13 +153,13 @@ def assign_locations(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compute the location of each process from the reports of all processes.
 
     Args:
-        reports: what `exchange_locations` reports on each rank, in rank order.
+        reports: the report that `exchange_locations` builds on each rank, in rank order.
 
     Returns:
         The fields of `Location` for each rank.
 
     Raises:
-        LaunchError: a process cannot use its interfaces.
+        LaunchError: the interface settings of a process do not match its host.
     """
     ranks_by_host = defaultdict[str, list[int]](list)
     processes_by_cores = defaultdict[tuple[str, str], int](int)
@@ -192,7 +193,7 @@ def assign_locations(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return locations
 
 
-def connect(
+def create_process_group(
     store: dist.Store,
     rank: int,
     world: int,
@@ -201,7 +202,9 @@ def connect(
     timeout: datetime.timedelta,
     seconds: float | None = None,
 ) -> None:
-    """Create the default process group, and connect all backends that step 1 needs.
+    """Create the default process group, and open all connections that step 1 needs. Collective.
+
+    A sum over the ranks checks the connections.
 
     Args:
         store: connected on all ranks.
@@ -210,8 +213,8 @@ def connect(
         location: result of `exchange_locations`.
         device: the accelerator of this process; None: CPU.
         timeout: timeout of later collectives.
-        seconds: time for connecting (`train.connect_seconds`); None: 45, and one more for each 32
-            processes.
+        seconds: seconds for connecting (`train.connect_seconds`); None: 45, and one more for each
+            32 processes.
 
     Raises:
         LaunchError: connecting fails, or takes longer.
@@ -265,6 +268,7 @@ def connect(
 
 
 def _advise_gloo(has_other_hosts: bool) -> str:
+    """Describe the interface that gloo uses, for an error about its connections."""
     advice = "gloo uses the interface of the hostname"
     if has_other_hosts:
         setting = os.environ.get(GLOO_INTERFACE, "not set: that of the hostname")
@@ -273,6 +277,7 @@ def _advise_gloo(has_other_hosts: bool) -> str:
 
 
 def _advise_nccl(backend: str) -> str:
+    """Describe NCCL's interface settings and shared memory, for an error about its connections."""
     names = (NCCL_INTERFACE, "NCCL_IB_HCA")
     settings = ", ".join(f"{name} ({os.environ.get(name, 'not set')})" for name in names)
     free = f"{free_shared_memory_bytes() / 1e6:.0f} MB of {SHARED_MEMORY} (--shm-size)"
@@ -283,7 +288,7 @@ def _advise_nccl(backend: str) -> str:
 
 
 def free_shared_memory_bytes() -> float:
-    """Return the free bytes of shared memory; infinity if this system has no /dev/shm."""
+    """Return the free bytes of /dev/shm; infinity if this system has none."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
@@ -291,7 +296,7 @@ def free_shared_memory_bytes() -> float:
 
 
 def format_hosts(location: Location, world: int) -> str | None:
-    """Format a log line with the number of hosts; None for one host."""
+    """Format a log line with the number of hosts and gloo's interface; None for one host."""
     if location.hosts == 1:
         return None
     interface = os.environ.get(GLOO_INTERFACE, "that of the hostname")
@@ -302,13 +307,13 @@ def format_hosts(location: Location, world: int) -> str | None:
 
 
 def run_with_timeout(seconds: float, work: Callable[[], None]) -> str:
-    """Run `work` in a thread, for at most `seconds`, and raise its error.
+    """Run `work` in a thread for at most `seconds`, and raise its error.
 
     A thread is needed because calls that wait inside gloo or NCCL ignore timeouts and signals.
 
     Returns:
-        Empty if the work is done; else the source line at which it is. Then the thread continues,
-        and the process should end.
+        An empty string if `work` has returned. Otherwise the source line that it executes; in this
+        case the thread continues, and the process should end.
     """
     raised: list[BaseException] = []
 
@@ -332,15 +337,16 @@ def run_with_timeout(seconds: float, work: Callable[[], None]) -> str:
 def prepare_sockets(
     world: int, local_world_size: int, master: str | None, master_address: str | None = None
 ) -> None:
-    """Raise the limit of open files (sockets count), and choose gloo's interface between hosts.
+    """Raise the limit of open files, which includes sockets, and choose gloo's interface.
 
-    Variables that the user has set are unchanged.
+    With several hosts, sets TORCH_GLOO_LAZY_INIT and GLOO_SOCKET_IFNAME, unless the user has set
+    them.
 
     Args:
         world: number of processes.
         local_world_size: number of processes on this host.
         master: host name or address of rank 0 (MASTER_ADDR).
-        master_address: the address by which other hosts know rank 0's host.
+        master_address: address of rank 0's host, as other hosts know it.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     # macOS has no hard limit, and refuses to set it.
@@ -351,31 +357,34 @@ def prepare_sockets(
     # By default each process opens a socket to each other process, for each of three groups.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if GLOO_INTERFACE not in os.environ:
-        interface = interface_towards(master, master_address)
+        interface = find_interface_towards(master, master_address)
         if interface is not None:
             os.environ[GLOO_INTERFACE] = interface
 
 
-def interface_towards(master: str, master_address: str | None = None) -> str | None:
-    """Find the interface through which this host sends packets to `master`.
+def find_interface_towards(master: str, master_address: str | None = None) -> str | None:
+    """Find the network interface through which this host sends packets to `master`.
 
-    Gloo would use the address of the hostname instead: 127.0.1.1 on Debian, or the management
-    network of the machines.
+    By default gloo would use the address of the hostname: 127.0.1.1 on Debian, or an address in the
+    management network.
 
     Args:
         master: host name or address of rank 0.
-        master_address: the address by which other hosts know it, used on rank 0's own host.
+        master_address: address of rank 0's host as other hosts know it, used on that host itself.
 
     Returns:
         Name of the interface; None if there is none.
     """
-    address = _address_towards(master)
+    address = _find_source_address(master)
     if address is None or not ipaddress.ip_address(address).is_loopback:
-        return _interface_with(address)
-    return _interface_with(master_address) or _interface_with(_address_towards(_OUTSIDE))
+        return _find_interface_with(address)
+    return _find_interface_with(master_address) or _find_interface_with(
+        _find_source_address(_OUTSIDE)
+    )
 
 
-def _interface_with(address: str | None) -> str | None:
+def _find_interface_with(address: str | None) -> str | None:
+    """Return the name of the interface that has the IP address; None if there is none."""
     for name, addresses in list_interfaces().items() if address else ():
         if address in addresses:
             return name
@@ -383,7 +392,7 @@ def _interface_with(address: str | None) -> str | None:
 
 
 def list_interfaces() -> dict[str, list[str]]:
-    """List the IP addresses of each interface of this host; omit interfaces without any."""
+    """Return the IP addresses of each network interface of this host that has any, by name."""
     families = (socket.AF_INET, socket.AF_INET6)
     addresses = {
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
@@ -393,22 +402,22 @@ def list_interfaces() -> dict[str, list[str]]:
 
 
 def format_interfaces() -> str:
-    """Format this host's interfaces with their first address: `lo 127.0.0.1, eth0 10.0.0.7`."""
+    """Format up to 12 interfaces with their first address: `lo 127.0.0.1, eth0 10.0.0.7`."""
     addresses = list_interfaces()
     texts = [f"{name} {values[0]}" for name, values in addresses.items()]
     hidden = len(texts) - _MAX_LISTED
     return ", ".join(texts[:_MAX_LISTED]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
-def interface_error(env: Mapping[str, str], *, nccl: bool) -> str:
+def explain_interface_error(env: Mapping[str, str], *, nccl: bool) -> str:
     """Explain which interface setting of the user does not match this host.
 
     Args:
         env: environment variables.
-        nccl: also check the setting for NCCL.
+        nccl: check NCCL_SOCKET_IFNAME in addition to GLOO_SOCKET_IFNAME.
 
     Returns:
-        The error; empty if the settings match.
+        The explanation; empty if the settings match or are not set.
     """
     available = list_interfaces()
     gloo_names = [name for name in env.get(GLOO_INTERFACE, "").split(",") if name]
@@ -431,12 +440,13 @@ def interface_error(env: Mapping[str, str], *, nccl: bool) -> str:
 
 
 def _is_loopback(name: str) -> bool:
+    """Return True if the first interface in `name` has only loopback addresses."""
     addresses = list_interfaces().get(name.partition(",")[0], [])
     return bool(addresses) and all(ipaddress.ip_address(at).is_loopback for at in addresses)
 
 
-def _resolved(host: str) -> str | None:
-    """Resolve the address of `host`; None if it is a loopback address. Sends nothing."""
+def _resolve_address(host: str) -> str | None:
+    """Return the IP address of `host`; None if it is a loopback or unknown. Sends no packets."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -446,8 +456,8 @@ def _resolved(host: str) -> str | None:
     return None
 
 
-def _address_towards(host: str) -> str | None:
-    """Find the address from which this machine sends packets to `host`. Sends nothing."""
+def _find_source_address(host: str) -> str | None:
+    """Return this host's address for packets to `host`; None if it is unknown. Sends no packets."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -461,12 +471,12 @@ def scope_store_to_start(
 ) -> dist.PrefixStore:
     """Wrap `store` with a prefix that only the processes of this start share. Collective.
 
-    A launcher that restarts its ranks keeps its store. There the new ranks would find the addresses
-    of processes that are gone, and wait for them (torch 2.13, its issue 135712). The launcher's
-    restart count cannot separate the starts, because the agent of each machine has its own. So rank
-    0 numbers its start, and every other rank registers in the newest start. If its rank is already
-    registered there, that was an earlier process, and it waits for the next start. Costs a few
-    round trips per rank.
+    A launcher that restarts its ranks keeps its store. In the bare store the new ranks would find
+    the addresses of processes that are gone, and wait for them (torch 2.13, its issue 135712). The
+    launcher's restart count cannot separate the starts, because the agent of each machine has its
+    own. So rank 0 numbers its start, and every other rank registers in the newest start. If its
+    rank is already registered there, that was an earlier process, and it waits for the next start.
+    Costs a few round trips per rank.
 
     Raises:
         RuntimeError: not all ranks registered within `timeout`.
@@ -489,20 +499,20 @@ def scope_store_to_start(
     if rank == 0:
         joined_start = store.add("starts", 1)
         if world > 1:
-            _poll(is_complete, timeout)
+            _poll_until(is_complete, timeout)
         store.set(f"start-{joined_start}/complete", "")
     else:
-        _poll(join, timeout)
+        _poll_until(join, timeout)
     return dist.PrefixStore(f"start-{joined_start}", store)
 
 
-def _poll(is_done: Callable[[], bool], timeout: datetime.timedelta) -> None:
-    """Wait until `is_done` returns True.
+def _poll_until(is_done: Callable[[], bool], timeout: datetime.timedelta) -> None:
+    """Call `is_done` until it returns True, with growing pauses of up to 0.5 s.
 
-    The wait of the store itself would ignore signals.
+    The store's own wait would ignore signals.
 
     Raises:
-        RuntimeError: it is not done within `timeout`.
+        RuntimeError: `timeout` is over.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     sleep_seconds = 0.01

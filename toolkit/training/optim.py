@@ -32,14 +32,14 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
-    """Check that optimizer and schedule can be built, before anything is loaded.
+    """Check that optimizer and schedule can be built, before the model is loaded.
 
     Args:
-        cfg: the section `optim`.
+        cfg: the section `optim` of the config.
         max_steps: number of steps of the run; -1: unknown.
 
     Raises:
-        ConfigError: a package is missing, or settings of the schedule are not valid.
+        ConfigError: a package or function is missing, or the schedule's settings are not valid.
     """
     if cfg.optim == "adamw_8bit":
         import_bitsandbytes("optim.optim: adamw_8bit")
@@ -49,13 +49,15 @@ def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
         except ShardingError as error:
             raise ConfigError(f"optim.optim: muon: {error}") from error
     steps = max_steps if max_steps > 0 else 10**9
-    _schedule(torch.optim.SGD([torch.zeros(1)], lr=0.0), cfg, steps)
+    _create_schedule(torch.optim.SGD([torch.zeros(1)], lr=0.0), cfg, steps)
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimizer for the trainable parameters of a sharded model.
+    """Build the optimizer for the trainable parameters of a sharded model, in parameter groups.
 
-    Matrices decay. Vectors and scalars (norms, biases, also the stacked biases of experts) do not.
+    Matrices get weight decay. Vectors and scalars (norms, biases, also the stacked biases of
+    experts) get none. The model is resharded first.
+
     AdamW is exact on DTensors. Its fused version is 4 to 6 times faster on CPU than a loop over
     parameters. Its state is two tensors of the parameters' size and dtype. For the other
     optimizers, see `sharded_optimizers`.
@@ -92,13 +94,13 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
 def _classify_parameters(
     model: nn.Module, cfg: OptimConfig
 ) -> Iterator[tuple[nn.Parameter, bool, bool]]:
-    """Classify the trained parameters of a model.
+    """Decide for each trained parameter if it gets weight decay and which update it gets.
 
     Yields:
-        A parameter; True if it decays; True if it uses the special update of the optimizer (8-bit
-        states, Muon) instead of plain AdamW.
+        The parameter; True if it gets weight decay; True if it gets the special update of the
+        optimizer (8-bit states, Muon) instead of plain AdamW.
     """
-    lookup_ids, end_ids = _embedding_ids(model)
+    lookup_ids, end_ids = _find_embedding_and_head_ids(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -118,11 +120,11 @@ def _classify_parameters(
 
 
 def compute_state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
-    """Compute the bytes of the optimizer's state on all ranks together.
+    """Compute the bytes of the optimizer's state, summed over all ranks.
 
     Args:
         model: the model, which may be on meta.
-        cfg: the section `optim`.
+        cfg: the section `optim` of the config.
     """
 
     def nbytes(parameter: nn.Parameter, is_special: bool) -> int:
@@ -141,10 +143,10 @@ def compute_state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
 
 
 def describe_state_dtypes(optimizer: torch.optim.Optimizer) -> str:
-    """Describe the dtypes of an optimizer's state, such as `8 bits/float32`, the largest first.
+    """List the dtypes of an optimizer's state with the most frequent first: `8 bits/float32`.
 
     Args:
-        optimizer: an optimizer of `build_optimizer`.
+        optimizer: result of `build_optimizer`.
     """
     values_by_dtype: Counter[str] = Counter()
     for group in optimizer.param_groups:
@@ -155,12 +157,12 @@ def describe_state_dtypes(optimizer: torch.optim.Optimizer) -> str:
     return "/".join(dtype for dtype, _ in values_by_dtype.most_common())
 
 
-def _embedding_ids(model: nn.Module) -> tuple[set[int], set[int]]:
-    """Collect the ids of parameters that are not used as matrices of a linear map.
+def _find_embedding_and_head_ids(model: nn.Module) -> tuple[set[int], set[int]]:
+    """Find the parameters that the special updates of 8-bit AdamW and Muon must exclude.
 
     Returns:
-        Ids of the parameters of embeddings and convolutions; and of the model's input embedding,
-        output head and reward head.
+        Python ids of the parameters of embeddings and convolutions, for both; and those of the
+        model's input embedding, output head and reward head, for Muon.
     """
     kinds = (nn.Embedding, *_CONVOLUTIONS)
     lookup_ids = {id(p) for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
@@ -177,10 +179,11 @@ def build_scheduler(
 ) -> LRScheduler:
     """Build the learning-rate schedule of transformers for `max_steps` steps.
 
-    Warns if the run ends within its warm-up.
+    Logs a warning if the run ends within its warm-up.
 
     Raises:
-        ConfigError: `lr_scheduler_kwargs` do not fit the schedule, or it needs more steps.
+        ConfigError: `lr_scheduler_kwargs` do not fit the schedule, or its phases exceed
+            `max_steps`.
     """
     warmup = _count_warmup_steps(cfg, max_steps)
     if 0 < max_steps <= warmup:
@@ -188,17 +191,26 @@ def build_scheduler(
             f"WARNING: the run has {max_steps} steps, and optim.warmup_steps is {warmup}: the run "
             f"ends before its learning rate has reached {cfg.learning_rate:g}"
         )
-    return _schedule(optimizer, cfg, max_steps)
+    return _create_schedule(optimizer, cfg, max_steps)
 
 
 def _count_warmup_steps(cfg: OptimConfig, max_steps: int) -> int:
+    """Return the warm-up steps: `cfg.warmup_steps`, or a share of `max_steps` if it is below 1."""
     if cfg.warmup_steps >= 1:
         return int(cfg.warmup_steps)
     # A share of the steps, rounded up, but at least one step must follow.
     return min(math.ceil(cfg.warmup_steps * max_steps), max(max_steps - 1, 0))
 
 
-def _schedule(optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int) -> LRScheduler:
+def _create_schedule(
+    optimizer: torch.optim.Optimizer, cfg: OptimConfig, max_steps: int
+) -> LRScheduler:
+    """Create the schedule, with the toolkit's defaults for arguments that are not set.
+
+    Raises:
+        ConfigError: `lr_scheduler_kwargs` do not fit the schedule, or its phases exceed
+            `max_steps`.
+    """
     kind = cfg.lr_scheduler_type
     warmup = _count_warmup_steps(cfg, max_steps)
     if kind == "constant" and warmup > 0:

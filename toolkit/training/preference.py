@@ -43,8 +43,8 @@ _LOG_2 = math.log(2.0)
 
 
 @dataclass(frozen=True)
-class _Pairs:
-    """Log-probabilities and token counts of the answers of a micro-batch, [pairs] each."""
+class _PairLogps:
+    """Summed log-probabilities and token counts of chosen and rejected answers, [pairs] each."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -53,11 +53,11 @@ class _Pairs:
 
     @property
     def margin(self) -> torch.Tensor:
-        """How much higher the value of the chosen answer is, [pairs]."""
+        """Value of the chosen answer minus that of the rejected answer, [pairs]."""
         return self.chosen - self.rejected
 
-    def means(self) -> "_Pairs":
-        """Divide the log-probabilities by the numbers of tokens."""
+    def means(self) -> "_PairLogps":
+        """Return a copy with log-probabilities divided by the numbers of tokens."""
         return replace(
             self,
             chosen=self.chosen / self.n_chosen.clamp(min=1),
@@ -68,23 +68,29 @@ class _Pairs:
 def sequence_logps(
     model: nn.Module, batch: Batch, *, device_type: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the log-probabilities of each sequence's targets. Costs as much as `token_logps`.
+    """Compute the summed log-probability of the targets of each sequence, with gradients.
+
+    Costs as much as `token_logps`.
 
     Returns:
         The sum of each sequence, followed by the sum over targets that belong to no sequence
-        (prompts): fp32 [n_sequences + 1]; and the numbers of these targets, int64.
+        (prompts), fp32 [n_sequences + 1]; and the number of targets in each sum, int64 [n_sequences
+        + 1].
+
+    Raises:
+        TrainingError: the batch does not say which sequence a token belongs to.
     """
     logps = token_logps(model, batch, device_type=device_type).flatten()
-    sums = logps.new_zeros(batch.n_sequences + 1).index_add(0, _sequence_numbers(batch), logps)
+    sums = logps.new_zeros(batch.n_sequences + 1).index_add(
+        0, _sequence_index_per_position(batch), logps
+    )
     return sums, _count_targets(batch)
 
 
 def base_model_logps(
     model: nn.Module, batch: Batch, *, device_type: str | None = None
 ) -> torch.Tensor:
-    """Compute the log-probability of each sequence with the adapters switched off.
-
-    Costs one forward.
+    """Compute the log-probability of each sequence by a forward with the adapters switched off.
 
     Returns:
         fp32 [n_sequences], without a gradient.
@@ -98,11 +104,11 @@ def base_model_logps(
         return sequence_logps(model, batch, device_type=device_type)[0][:-1]
 
 
-def _sequence_numbers(batch: Batch) -> torch.Tensor:
-    """Return the number of each position's sequence, [B * T]; `n_sequences` if it has none.
+def _sequence_index_per_position(batch: Batch) -> torch.Tensor:
+    """Return the index of each position's sequence, [B * T]; `n_sequences` outside of sequences.
 
     Raises:
-        TrainingError: the batch does not tell sequences apart.
+        TrainingError: the batch does not say which sequence a token belongs to.
     """
     if batch.sequences is None:
         raise TrainingError("expected a batch of pairs, got one without `sequences`")
@@ -110,9 +116,11 @@ def _sequence_numbers(batch: Batch) -> torch.Tensor:
 
 
 def _count_targets(batch: Batch) -> torch.Tensor:
-    """Count the targets of each sequence, then those of none: int64 [n_sequences + 1]."""
+    """Count the targets of each sequence, then those of no sequence: int64 [n_sequences + 1]."""
     targets = (batch.targets != IGNORED).flatten().long()
-    return targets.new_zeros(batch.n_sequences + 1).index_add(0, _sequence_numbers(batch), targets)
+    return targets.new_zeros(batch.n_sequences + 1).index_add(
+        0, _sequence_index_per_position(batch), targets
+    )
 
 
 @dataclass(frozen=True)
@@ -126,23 +134,28 @@ class PreferenceLoss:
     """Type of the device whose loss head is used, such as "cuda"; None: that of the batch."""
 
     def counts(self, batch: Batch) -> torch.Tensor:
-        """Count the terms of each mean in a micro-batch.
+        """Return the number of terms of each mean in a micro-batch, for `Update`.
 
         Returns:
-            int64 [2]: pairs, and tokens of the cross entropy. For reward models [1]: pairs.
+            int64 [2]: pairs (for KTO labelled answers), and tokens of the cross entropy. For reward
+            models [1]: pairs.
         """
-        pairs = _full(batch.n_sequences // 2, batch)
+        pairs = _int_tensor(batch.n_sequences // 2, batch)
         if self.cfg.loss_type == "reward":
             return pairs[None]
         counts = _count_targets(batch)
         return torch.stack([pairs, counts[:-1:2].sum() + counts[-1]])
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Sum the loss and its metrics (`preference_metrics`) over a micro-batch.
+        """Compute the loss and its metrics, summed over a micro-batch.
+
+        Collective for KTO. If a reference is needed and the batch has none, it is computed by a
+        forward with the adapters switched off.
 
         Returns:
-            The terms of both means summed, [2], and their counts, [2]; for reward models [1] each.
-            A batch without pairs gives exact zeros, and gradients of zeros.
+            The summed preference loss and cross entropy, [2], with their counts, [2]; for reward
+            models the former only, [1]. A batch without pairs gives exact zeros, and gradients of
+            zeros.
 
         Raises:
             TrainingError: a reference is needed, and neither the batch nor the model has one.
@@ -157,7 +170,7 @@ class PreferenceLoss:
             return self._kto_loss(model, batch, reference.view(-1, 2))
         sums, counts = sequence_logps(model, batch, device_type=self.device_type)
         sums = sums.double()  # see [Note: preference objectives]
-        policy = _Pairs(sums[0:-1:2], sums[1:-1:2], counts[0:-1:2], counts[1:-1:2])
+        policy = _PairLogps(sums[0:-1:2], sums[1:-1:2], counts[0:-1:2], counts[1:-1:2])
         rewards = policy
         if self.cfg.needs_reference and reference is not None:
             rewards = replace(
@@ -167,12 +180,12 @@ class PreferenceLoss:
             )
         terms = _TERMS[self.cfg.loss_type](self.cfg, rewards)
         weight = 1.0 if self.cfg.loss_type == "orpo" else self.cfg.rpo_alpha
-        cross_entropy = -weight * (policy.chosen.sum() + sums[-1]) if weight else _zero(batch)
+        cross_entropy = -weight * (policy.chosen.sum() + sums[-1]) if weight else _zero_loss(batch)
         total = torch.stack([terms.sum(), cross_entropy]).float()
         return LossSum(total, self.counts(batch), self._pair_metrics(rewards, policy))
 
     def _reward_loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Compute the loss of a reward model."""
+        """Compute the Bradley-Terry loss of a reward model, with its metrics."""
         chosen, rejected = sequence_rewards(model, batch).double().view(-1, 2).unbind(1)
         margin = batch.columns.get("margin", 0.0)
         terms = -F.logsigmoid(chosen - rejected - margin)
@@ -182,8 +195,13 @@ class PreferenceLoss:
         metrics = _reward_metrics(chosen.detach(), rejected.detach())
         return LossSum(terms.sum()[None].float(), self.counts(batch), metrics)
 
-    def _pair_metrics(self, rewards: _Pairs, policy: _Pairs) -> dict[str, torch.Tensor]:
-        """Sum the metrics of a loss of pairs over the pairs."""
+    def _pair_metrics(self, rewards: _PairLogps, policy: _PairLogps) -> dict[str, torch.Tensor]:
+        """Compute the metrics of a loss of pairs: rewards, margin, accuracy, logps, each summed.
+
+        Args:
+            rewards: log-probabilities minus those of the reference, if the loss has one.
+            policy: log-probabilities by the trained model.
+        """
         if self.cfg.loss_type in ("simpo", "orpo"):
             # These losses have no reference and compare means over tokens.
             rewards, policy = rewards.means(), policy.means()
@@ -194,14 +212,21 @@ class PreferenceLoss:
         }
 
     def _kto_loss(self, model: nn.Module, batch: Batch, reference: torch.Tensor) -> LossSum:
-        """Compute the KTO loss of answers with a label.
+        """Compute the KTO loss of answers with a label (desirable or not), with its metrics.
 
-        Each answer is followed by an answer of another row to the same prompt. The mean reward of
-        these partners, over the micro-batches of all ranks, is the point from which gains and
-        losses count. It has no gradient, so the partners cost only a forward.
+        In the batch, each answer is followed by a partner: the same prompt with the answer of
+        another row. The mean reward of the partners over the micro-batches of all ranks estimates
+        the KL divergence, from which gains and losses are measured. It has no gradient, so the
+        partners cost only a forward. Collective.
 
-        `reference` holds the log-probabilities of answers and partners by the reference,
-        [answers, 2].
+        Args:
+            model: the trained model.
+            batch: answers and partners in turn.
+            reference: log-probabilities of answers and partners by the reference model, [answers,
+                2].
+
+        Raises:
+            TrainingError: the batch has no labels.
         """
         cfg, desirable, beta = self.cfg, batch.columns.get("desirable"), self.cfg.beta
         answers = batch.n_sequences // 2
@@ -210,7 +235,9 @@ class PreferenceLoss:
         logps, partners = self._answer_logps(model, batch)
         rewards = logps - reference[:, 0]
         gains = (partners - reference[:, 1]).sum()
-        total, count = self.among.sum(torch.stack([gains, _full(answers, batch).to(gains.dtype)]))
+        total, count = self.among.sum(
+            torch.stack([gains, _int_tensor(answers, batch).to(gains.dtype)])
+        )
         point = (total / count.clamp(min=1)).clamp(min=0)
         # 1 - sigmoid(x) is computed as sigmoid(-x), which is exact even if sigmoid(x) rounds to 1.
         terms = torch.where(
@@ -221,14 +248,14 @@ class PreferenceLoss:
         metrics, counts = _label_metrics(desirable, beta * rewards.detach(), logps.detach())
         metrics["kl"] = point.expand_as(rewards).sum()
         metrics["accuracy"] = ((rewards.detach() > point) == desirable).float().sum()
-        total = torch.stack([terms.sum(), _zero(batch)]).float()
+        total = torch.stack([terms.sum(), _zero_loss(batch)]).float()
         return LossSum(total, self.counts(batch), metrics, counts)
 
     def _answer_logps(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the log-probabilities of answers, and without a gradient those of their partners.
+        """Compute the log-probabilities of the answers, and without gradients those of their partners.
 
-        This always takes two forwards, because all ranks must run the same number. That holds for
-        an empty batch, too, and for a batch that was not split into halves.
+        This always takes two forwards, even for an empty batch or a batch that was not split into
+        halves, because all ranks must run the same number.
 
         Returns:
             Log-probabilities of answers and of partners, float64 [answers] each.
@@ -241,17 +268,18 @@ class PreferenceLoss:
         return (first, second) if batch.halves is not None else (first[::2], second[1::2])
 
 
-def _full(value: int, batch: Batch) -> torch.Tensor:
-    """Make a 0-d int64 tensor on the device of a batch, without waiting for the device."""
+def _int_tensor(value: int, batch: Batch) -> torch.Tensor:
+    """Create a 0-d int64 tensor on the device of a batch, without waiting for the device."""
     return torch.full((), value, dtype=torch.int64, device=batch.targets.device)
 
 
-def _zero(batch: Batch) -> torch.Tensor:
+def _zero_loss(batch: Batch) -> torch.Tensor:
+    """Create a 0-d float64 zero on the device of a batch."""
     return torch.zeros((), dtype=torch.float64, device=batch.targets.device)
 
 
 def _reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sum rewards, margins and correctly ordered pairs over the pairs."""
+    """Sum over the pairs: rewards, margins, and 1 for each pair with the larger reward chosen."""
     return {
         "reward_chosen": chosen.sum(),
         "reward_rejected": rejected.sum(),
@@ -263,12 +291,12 @@ def _reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, t
 def _label_metrics(
     desirable: torch.Tensor, rewards: torch.Tensor, logps: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Sum rewards and log-probabilities by label.
+    """Sum rewards and log-probabilities separately for desirable and undesirable answers.
 
-    The margin is the difference between the means of the two labels.
+    The metric `margin` is the mean reward of desirable answers minus that of undesirable ones.
 
     Returns:
-        Name of a metric -> its sum, and name -> the number of its terms.
+        Name of a metric -> its sum; and name -> the number of its terms.
     """
     sums, counts = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for side, members in (("chosen", desirable), ("rejected", ~desirable)):
@@ -281,34 +309,37 @@ def _label_metrics(
     return sums, counts
 
 
-def _smoothed(cfg: PreferenceConfig, logits: torch.Tensor) -> torch.Tensor:
-    """Compute -log sigmoid for labels that are wrong with the probability `label_smoothing`."""
+def _smoothed_sigmoid_loss(cfg: PreferenceConfig, logits: torch.Tensor) -> torch.Tensor:
+    """Compute -log sigmoid, for labels that are wrong with probability `label_smoothing` (cDPO)."""
     e = cfg.label_smoothing
     return -(1 - e) * F.logsigmoid(logits) - e * F.logsigmoid(-logits)
 
 
-def _robust(cfg: PreferenceConfig, pairs: _Pairs) -> torch.Tensor:
+def _robust_loss(cfg: PreferenceConfig, pairs: _PairLogps) -> torch.Tensor:
+    """Compute the robust DPO loss of each pair, [pairs]; see [Note: preference objectives]."""
     e, logits = cfg.label_smoothing, cfg.beta * pairs.margin
     return (-(1 - e) * F.logsigmoid(logits) + e * F.logsigmoid(-logits)) / (1 - 2 * e)
 
 
-def _apo_zero(cfg: PreferenceConfig, pairs: _Pairs) -> torch.Tensor:
+def _apo_zero_loss(cfg: PreferenceConfig, pairs: _PairLogps) -> torch.Tensor:
+    """Compute the APO-zero loss of each pair, [pairs]; see [Note: preference objectives]."""
     return torch.sigmoid(-cfg.beta * pairs.chosen) + torch.sigmoid(cfg.beta * pairs.rejected)
 
 
-def _orpo(cfg: PreferenceConfig, pairs: _Pairs) -> torch.Tensor:
+def _orpo_loss(cfg: PreferenceConfig, pairs: _PairLogps) -> torch.Tensor:
+    """Compute the odds-ratio term of ORPO for each pair, [pairs]."""
     means = pairs.means()
     ratio = log_odds(means.chosen) - log_odds(means.rejected)
     return -cfg.beta * F.logsigmoid(ratio)
 
 
 def log_odds(logps: torch.Tensor) -> torch.Tensor:
-    """Compute log(p / (1 - p)) of log-probabilities log p <= 0, in float64.
+    """Compute log(p / (1 - p)) for log-probabilities log p <= 0, in float64.
 
     Value and gradient are finite and exact for all float32 numbers below 0. A log-probability of 0
-    counts as the largest number below 0 and gets no gradient. The gradient grows as 1 / log p and
-    is clamped to the largest float32 number. log(1 - p) is computed with `expm1` for large p and
-    with `log1p` for small p: Mächler 2012, "Accurately computing log(1 - exp(-|a|))".
+    is treated as the largest number below 0 and gets no gradient. The gradient grows as 1 / log p
+    and is clamped to the largest float32 number. log(1 - p) is computed with `expm1` for large p
+    and with `log1p` for small p: Mächler 2012, "Accurately computing log(1 - exp(-|a|))".
     """
     wide = logps.double().clamp(max=-_SMALLEST_FLOAT32)
     if wide.requires_grad:
@@ -321,13 +352,15 @@ def log_odds(logps: torch.Tensor) -> torch.Tensor:
     return wide - log_complement
 
 
-_TERMS: dict[str, Callable[[PreferenceConfig, _Pairs], torch.Tensor]] = {
-    "sigmoid": lambda cfg, p: _smoothed(cfg, cfg.beta * p.margin),
-    "sigmoid_norm": lambda cfg, p: _smoothed(cfg, cfg.beta * p.means().margin),
-    "robust": _robust,
+_TERMS: dict[str, Callable[[PreferenceConfig, _PairLogps], torch.Tensor]] = {
+    "sigmoid": lambda cfg, p: _smoothed_sigmoid_loss(cfg, cfg.beta * p.margin),
+    "sigmoid_norm": lambda cfg, p: _smoothed_sigmoid_loss(cfg, cfg.beta * p.means().margin),
+    "robust": _robust_loss,
     "hinge": lambda cfg, p: torch.relu(1 - cfg.beta * p.margin),
     "ipo": lambda cfg, p: (p.means().margin - 1 / (2 * cfg.beta)) ** 2,
-    "apo_zero": _apo_zero,
-    "simpo": lambda cfg, p: _smoothed(cfg, cfg.beta * p.means().margin - cfg.simpo_gamma),
-    "orpo": _orpo,
+    "apo_zero": _apo_zero_loss,
+    "simpo": lambda cfg, p: _smoothed_sigmoid_loss(
+        cfg, cfg.beta * p.means().margin - cfg.simpo_gamma
+    ),
+    "orpo": _orpo_loss,
 }

@@ -46,7 +46,10 @@ Span = tuple[float, float]
 
 @dataclass
 class StepProfiler:
-    """Trace the steps `first` to `last` of a run, after one step that warms up the profiler."""
+    """Trace the steps `first` to `last` of a run with torch.profiler, after one warm-up step.
+
+    On CUDA, it also records allocations from the warm-up step on.
+    """
 
     folder: Path
     """For one trace per rank, such as `rank-0.json.gz`, and `summary.json`."""
@@ -59,7 +62,7 @@ class StepProfiler:
     def __post_init__(self) -> None:
         self.first = max(self.first, self.done_steps + 1)
         self.is_open = True
-        self._profile = profile(schedule=self._action, acc_events=True)
+        self._profile = profile(schedule=self._choose_action, acc_events=True)
         self._profile.start()
         # Lets the profiler number the steps as the run does.
         self._profile.step_num = self.done_steps
@@ -67,31 +70,34 @@ class StepProfiler:
         self._record_memory(self.done_steps)
 
     def _record_memory(self, done_steps: int) -> None:
-        """Record allocations of a CUDA device, starting with the warm-up step.
+        """Start to record allocations on CUDA if the next step is the warm-up step.
 
-        Not earlier, since each record includes the Python stack.
+        If there is no warm-up step, this happens before the first step. It does not happen earlier,
+        because each record includes the Python stack.
         """
         if self.device.type == "cuda" and done_steps == max(self.first - 2, self.done_steps):
             torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES)
 
-    def _action(self, step: int) -> ProfilerAction:
+    def _choose_action(self, step: int) -> ProfilerAction:
+        """Return what torch.profiler should do in `step`: nothing, warm up, record, or record and save."""
         if self.first <= step <= self.last:
             is_last = step == self.last
             return ProfilerAction.RECORD_AND_SAVE if is_last else ProfilerAction.RECORD
         return ProfilerAction.WARMUP if step == self.first - 1 else ProfilerAction.NONE
 
     def is_active(self, step: int) -> bool:
-        """Return True if the profiler runs in `step`, which makes the step slower.
+        """Return True if the profiler warms up or traces in `step`, which makes the step slower.
 
-        Waits for the device at the borders of the warm-up step and of the traced steps, so that the
-        work of a step is recorded in that step.
+        Call it at the end of `step`. At the end of the steps before warm-up, before the traced
+        steps and of the last one, it waits for the device, so that the work of a step is recorded
+        in that step.
         """
         if step in (self.first - 2, self.first - 1, self.last) and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return self.first - 1 <= step <= self.last
 
     def end_step(self, step: int) -> bool:
-        """Record the end of a step; return True if it was the last step to profile."""
+        """Tell the profiler that `step` has ended; return True if it was the last step to profile."""
         if self.is_open:
             self._profile.step()
             self._record_memory(step)
@@ -99,12 +105,12 @@ class StepProfiler:
         return step == self.last
 
     def write(self) -> list[str]:
-        """Write the traces and the summary after the last step. Collective.
+        """Write the traces and `summary.json` after the last profiled step. Collective.
 
         Takes some seconds to write and read each trace.
 
         Returns:
-            The summary as log lines.
+            Log lines: a table of the parts of a step, and the folder.
         """
         parts, has_device = zip(*ranks.gather_results(self._write_trace), strict=True)
         mean = {name: sum(seconds[name] for seconds in parts) / len(parts) for name in parts[0]}
@@ -124,10 +130,10 @@ class StepProfiler:
         return lines
 
     def _write_trace(self) -> tuple[dict[str, float], bool]:
-        """Write the trace of this rank.
+        """Write the trace of this rank to `rank-N.json.gz`, and measure the parts of a step.
 
         Returns:
-            Part -> seconds per step; and True if the trace has device kernels.
+            Name of a part -> seconds per step; and True if the trace has device kernels.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"rank-{ranks.rank()}.json.gz"
@@ -138,17 +144,17 @@ class StepProfiler:
         return {k: s / steps for k, s in measure_parts(events).items()}, has_kernels(events)
 
     def close(self) -> None:
-        """Stop the profiler if the run ends before the last step to profile."""
+        """Stop the profiler if the last step to profile has not ended."""
         if self.is_open:
             self._profile.stop()
         self.is_open = False
 
 
 def format_part_table(parts: Sequence[dict[str, float]]) -> list[str]:
-    """Format a table of the parts of a step: mean, share, minimum and maximum over ranks.
+    """Format the time of each part of a step in ms: mean, share, minimum and maximum over ranks.
 
     Args:
-        parts: for each rank, part -> seconds per step.
+        parts: for each rank, name of a part -> seconds per step.
     """
     step_seconds = sum(seconds[name] for seconds in parts for name in PARTS) / len(parts)
     rows = [["part", "mean", "share", "least", "rank", "most", "rank"]]
@@ -172,12 +178,12 @@ def format_part_table(parts: Sequence[dict[str, float]]) -> list[str]:
 
 @contextmanager
 def record_memory_history(file: Path) -> Iterator[None]:
-    """Write recorded allocations to `file` if the CUDA device runs out of memory in the block.
+    """Write the recorded allocations to `file` if CUDA runs out of memory within the block.
 
-    After the block, no allocations are recorded.
+    Recording ends with the block; `StepProfiler` starts it.
 
     Raises:
-        TrainingError: this torch does not have the functions.
+        TrainingError: this torch lacks the private functions for it.
     """
     missing = [name for name in _PRIVATE if not hasattr(torch.cuda.memory, name)]
     if missing:
@@ -195,7 +201,7 @@ def record_memory_history(file: Path) -> Iterator[None]:
 
 
 def write_snapshot(file: Path) -> None:
-    """Write recorded allocations for pytorch.org/memory_viz, and stop recording."""
+    """Write the recorded allocations to `file` for pytorch.org/memory_viz, and stop recording."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)
@@ -203,15 +209,15 @@ def write_snapshot(file: Path) -> None:
 
 
 def measure_parts(events: list[Event]) -> dict[str, float]:
-    """Measure the seconds of each part of the profiled steps; see [Note: parts of a step].
+    """Measure how long each part of the profiled steps took; see [Note: parts of a step].
 
     Args:
-        events: the `traceEvents` of one process. On a GPU, the device must be idle at their start
+        events: the `traceEvents` of one process. On a GPU, the device must be idle at their begin
             and end.
 
     Returns:
-        Seconds of each of `PARTS` over all profiled steps; and of `HIDDEN`, communication during
-        which the device computes, so that it takes no additional time.
+        Seconds of each of `PARTS` over all profiled steps, which add up to their time. In addition
+        `HIDDEN`: seconds of communication while the device computes.
     """
     events = [event for event in events if event.get("ph") == "X"]
     steps = [e for e in events if e["name"].startswith(_STEP) and e["cat"] == "user_annotation"]
@@ -237,22 +243,30 @@ def measure_parts(events: list[Event]) -> dict[str, float]:
     covered_length = 0.0
     # In order of precedence: each part gets only the time that earlier parts do not cover.
     for name in order:
-        covered = _merge([*covered, *_clip(work[name], window)])
+        covered = _merge_spans([*covered, *_clip_spans(work[name], window)])
         durations[name.removesuffix(" of the host")] += _total_length(covered) - covered_length
         covered_length = _total_length(covered)
     durations[IDLE] = window[1] - window[0] - covered_length
-    communication = _total_length(_merge(_clip(work[COMMUNICATION], window)))
+    communication = _total_length(_merge_spans(_clip_spans(work[COMMUNICATION], window)))
     durations[HIDDEN] = communication - durations[COMMUNICATION]
     return {name: microseconds / 1e6 for name, microseconds in durations.items()}
 
 
 def has_kernels(events: list[Event]) -> bool:
-    """Return True if the trace has kernels of a device."""
+    """Return True if the trace contains kernels, copies or memsets of a device."""
     return any(event.get("cat") in _DEVICE_CATEGORIES for event in events)
 
 
 def _iterate_work(events: list[Event], thread: Any) -> Iterable[tuple[Event, float]]:
-    """Yield the events that compute or communicate, with the time of their launch by the host."""
+    """Yield each event that computes or communicates, with the time when the host launched it.
+
+    Without device kernels, these are the host's operations and collectives, which are their own
+    launch.
+
+    Args:
+        events: the events of a trace.
+        thread: id of the training thread.
+    """
     if not has_kernels(events):
         for event in events:
             namespace, colons, _ = event["name"].partition("::")
@@ -271,7 +285,7 @@ def _iterate_work(events: list[Event], thread: Any) -> Iterable[tuple[Event, flo
 
 
 def _is_communication(event: Event) -> bool:
-    """Return True for a kernel of NCCL, or on the host a collective of gloo."""
+    """Return True for a kernel of NCCL, and on the host for a collective."""
     name = event["name"]
     if event["cat"] in _DEVICE_CATEGORIES:
         return "nccl" in name.lower()
@@ -281,17 +295,24 @@ def _is_communication(event: Event) -> bool:
 
 
 def _find_phase(ranges: list[tuple[float, float, str]], time: float) -> str:
-    """Find the name of the range that contains `time`; the ranges are sorted and do not overlap."""
+    """Return the name of the range that contains `time`, or `OTHER`.
+
+    Args:
+        ranges: (begin, end, name) in µs, sorted and without overlap.
+        time: the time in µs.
+    """
     i = bisect.bisect(ranges, time, key=lambda bounds: bounds[0]) - 1
     return ranges[i][2] if i >= 0 and time < ranges[i][1] else OTHER
 
 
-def _clip(spans: list[Span], window: Span) -> list[Span]:
+def _clip_spans(spans: list[Span], window: Span) -> list[Span]:
+    """Cut off the parts of (begin, end) spans outside of `window`; drop spans that become empty."""
     clipped = ((max(begin, window[0]), min(end, window[1])) for begin, end in spans)
     return [(begin, end) for begin, end in clipped if begin < end]
 
 
-def _merge(spans: list[Span]) -> list[Span]:
+def _merge_spans(spans: list[Span]) -> list[Span]:
+    """Merge (begin, end) spans that overlap or touch; return them sorted."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -302,4 +323,5 @@ def _merge(spans: list[Span]) -> list[Span]:
 
 
 def _total_length(spans: list[Span]) -> float:
+    """Sum the lengths of (begin, end) spans."""
     return sum(end - begin for begin, end in spans)

@@ -55,7 +55,7 @@ _PRODUCT_KEY_ROUTERS = ("DogeCDMoE",)  # their logits are for halves of an exper
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly a step loaded the experts; tensors on the device."""
+    """How evenly one step loaded the experts; the values are tensors on the device."""
 
     aux: torch.Tensor | None
     """0-d: the auxiliary loss of the global batch, without its coefficient; None without one."""
@@ -63,7 +63,7 @@ class Balance:
     """[layers]: the largest load of an expert divided by the mean load; 1 is even."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return the values for `metrics.jsonl`. Waits for the device."""
+        """Return the values as numbers under their names in `metrics.jsonl`. Waits for the device."""
         loads = {f"router_load/{i}": load for i, load in enumerate(self.loads.tolist())}
         aux = {} if self.aux is None else {"router_aux": float(self.aux)}
         return aux | {"router_load": max(loads.values())} | loads
@@ -71,7 +71,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """How the experts of a model are balanced."""
+    """How the experts of a model are balanced during training."""
 
     routers: dict[str, tuple[nn.Module, int]]
     """Name -> a router, and the index of the logits among its outputs."""
@@ -84,16 +84,17 @@ class RouterPlan:
 
 
 def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
-    """Plan the balance of the experts of `model`, which may be on meta.
+    """Decide from the config how the experts of `model` are balanced. The model may be on meta.
 
     Returns:
         The plan; None for a model without experts.
 
     Raises:
-        ModelError: a loss is configured, but transformers does not return the logits of the
-            routers, or config.json has no coefficient; or a bias should be updated that the model
-            does not have, or that must not be updated.
-        ConfigError: a bias should be updated under adapters, whose base model stays unchanged.
+        ModelError: the auxiliary loss is configured, but transformers does not return the routers'
+            logits, config.json has no coefficient, or layers have different numbers of experts. Or
+            updates of a bias are configured, but the model has no such bias or it must not be
+            updated.
+        ConfigError: updates of a bias are configured with adapters, whose base must not change.
     """
     base, train = base_of(model), cfg.train
     routers = _find_routers(base)
@@ -124,7 +125,7 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
     if setting == "none" or (setting == "auto" and (missing or not wants_loss)):
         loss = None
     if loss == "pooled":
-        _check_pooled(routers)
+        _check_equal_expert_counts(routers)
     line = "router     " + _format_loss(train, loss, coefficient, wants_loss, missing)
     if biases:
         change = f"changes by {rate:g} after each step" if rate else "stays unchanged"
@@ -133,10 +134,10 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
 
 
 def _find_routers(base: PreTrainedModel) -> dict[str, tuple[nn.Module, int]]:
-    """Find the routers of a model, from the classes whose outputs transformers can record.
+    """Find the routers of a model by the classes whose logits transformers can record.
 
     Returns:
-        Name -> the router, and the index of the logits among its outputs.
+        Name of a router -> its module, and the index of the logits among its outputs.
     """
     modules = dict(base.named_modules())
     models = [m for m in modules.values() if isinstance(m, PreTrainedModel)]
@@ -151,9 +152,9 @@ def _find_routers(base: PreTrainedModel) -> dict[str, tuple[nn.Module, int]]:
     return routers
 
 
-def _check_pooled(routers: dict[str, tuple[nn.Module, int]]) -> None:
-    """Raise a ModelError if routers are known to have different numbers of experts."""
-    counts = {name: _number_of_experts(router) for name, (router, _) in routers.items()}
+def _check_equal_expert_counts(routers: dict[str, tuple[nn.Module, int]]) -> None:
+    """Raise a `ModelError` if the routers are known to have different numbers of experts."""
+    counts = {name: _read_expert_count(router) for name, (router, _) in routers.items()}
     numbers = sorted({count for count in counts.values() if count is not None})
     if len(numbers) > 1:
         raise ModelError(
@@ -162,11 +163,11 @@ def _check_pooled(routers: dict[str, tuple[nn.Module, int]]) -> None:
         )
 
 
-def _number_of_experts(router: nn.Module) -> int | None:
-    """Read the number of experts of a router from its weight [experts, width] or its attributes.
+def _read_expert_count(router: nn.Module) -> int | None:
+    """Read a router's number of experts from its weight [experts, width] or its attributes.
 
     Returns:
-        The number; None if neither shows it.
+        The number; None if neither has it.
     """
     weight = getattr(router, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.ndim == 2:
@@ -178,7 +179,7 @@ def _number_of_experts(router: nn.Module) -> int | None:
 def _explain_missing_logits(
     base: PreTrainedModel, routers: dict[str, tuple[nn.Module, int]]
 ) -> str:
-    """Explain why the routers return no logits; empty if they do."""
+    """Explain why the routers return no logits; return "" if they do."""
     if not routers:
         return f"transformers does not return the router logits of {module_class_name(base)}"
     kinds = {kind.__name__ for router, _ in routers.values() for kind in type(router).__mro__}
@@ -190,6 +191,15 @@ def _explain_missing_logits(
 def _format_loss(
     train: TrainConfig, loss: str | None, coefficient: float, wants_loss: bool, missing: str
 ) -> str:
+    """Format the part of the log line that describes the auxiliary loss, or why there is none.
+
+    Args:
+        train: the section `train` of the config.
+        loss: the loss of the plan; None: there is none.
+        coefficient: its coefficient in config.json; 0 if there is none.
+        wants_loss: True if config.json enables the loss.
+        missing: why the routers return no logits, or empty.
+    """
     setting = f"train.router_aux_loss {train.router_aux_loss}"
     if loss is not None:
         kind = "pooled over layers" if loss == "pooled" else "of each layer"
@@ -205,11 +215,10 @@ def _format_loss(
 def _find_biases(
     base: PreTrainedModel, routers: dict[str, tuple[nn.Module, int]]
 ) -> dict[str, torch.Tensor]:
-    """Find the biases that affect which experts are chosen.
+    """Find the biases that are added to routers' scores only to choose experts.
 
     Returns:
-        Name of a router -> its bias. A bias belongs to the router with which it shares the
-        innermost module.
+        Name of a router -> its bias. The router is one in the innermost module that contains both.
     """
     biases: dict[str, torch.Tensor] = {}
     for name, tensor in [*base.named_buffers(), *base.named_parameters()]:
@@ -224,7 +233,7 @@ def _find_biases(
 
 
 def _check_biases(base: PreTrainedModel, biases: dict[str, torch.Tensor]) -> None:
-    """Raise a ModelError if there is no bias, or if one must not be updated."""
+    """Raise a `ModelError` if there is no bias, or if one must not be updated."""
     problem = ""
     if not biases:
         names = ", ".join(_BIASES)
@@ -245,8 +254,8 @@ def _check_biases(base: PreTrainedModel, biases: dict[str, torch.Tensor]) -> Non
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """The outputs of a router in one forward."""
+class _RouterOutput:
+    """The recorded output of a router in one forward."""
 
     chosen: torch.Tensor | None
     """[tokens, k]: indices of experts; None if the router does not return them."""
@@ -257,10 +266,11 @@ class _Answer:
 
 
 class Router:
-    """Balance the experts of a sharded model while it trains; see [Note: balance of experts].
+    """Balance the experts of a sharded model during training; see [Note: balance of experts].
 
-    An `Update` calls it: `start_step` before the forwards of a step, `recording` around each
-    forward, `auxiliary_loss` after it, and `finish_step` after the optimizer's step.
+    An `Update` calls it: `start_step` before the forwards of a step, `record_outputs` around each
+    forward, `auxiliary_loss` after it, and `finish_step` after the optimizer's step. Creating it
+    registers forward hooks on the routers.
     """
 
     def __init__(self, sharded: Sharded, plan: RouterPlan, rate: float = 0.0) -> None:
@@ -290,17 +300,21 @@ class Router:
 
     @property
     def changes_training(self) -> bool:
-        """True if balancing affects the training, by a loss or a bias."""
+        """True if balancing changes the training by a loss or a bias; False if loads are only logged."""
         return self.plan.loss is not None or bool(self.plan.biases)
 
     def start_step(self, tokens: torch.Tensor) -> None:
-        """Start a step with a total of `tokens` tokens on all ranks, without padding."""
+        """Start a step, and forget the loads of the previous one.
+
+        Args:
+            tokens: number of tokens on all ranks without padding, 0-d.
+        """
         self._tokens = tokens.clamp(min=1).float()
         self._aux, self._loads = [], []
 
     @contextlib.contextmanager
-    def recording(self, batch: Batch) -> Iterator[None]:
-        """Record the outputs of routers in the block, if gradients are enabled."""
+    def record_outputs(self, batch: Batch) -> Iterator[None]:
+        """Record the outputs of the routers in forwards within the block, if gradients are enabled."""
         self._is_real = batch.trained.real.flatten()
         self._is_recording = True
         for router, _ in self.plan.routers.values():
@@ -311,6 +325,7 @@ class Router:
             self._is_recording = False
 
     def _record(self, index: int, router: nn.Module, _: Any, output: Any) -> None:
+        """Forward hook: append a router's output to the attribute `_RECORDED` of its module."""
         # Without gradients the loss only tries the model, or the forward is an evaluation.
         if not self._is_recording or not torch.is_grad_enabled():
             return
@@ -321,21 +336,25 @@ class Router:
                 chosen = tensor
         needed_logits = logits if chosen is None or self.plan.loss is not None else None
         *tokens, experts = logits.shape
-        answer = _Answer(chosen, needed_logits, math.prod(tokens), experts)
+        answer = _RouterOutput(chosen, needed_logits, math.prod(tokens), experts)
         # A layer that runs several times has several answers.
         earlier = getattr(router, _RECORDED, ())
         setattr(router, _RECORDED, (*earlier, answer))
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """Compute this rank's part of the auxiliary loss of the recorded micro-batch.
+        """Compute this rank's part of the auxiliary loss from the recorded outputs; count the loads.
 
-        Collective if there is a loss.
+        Collective if the plan has a loss.
 
         Returns:
-            The loss times its coefficient, 0-d; parts of ranks and micro-batches add up. 0.0
-            without a loss.
+            The loss times its coefficient, 0-d; the parts of ranks and micro-batches add up to the
+            loss of the step. 0.0 if the plan has no loss.
+
+        Raises:
+            TrainingError: a router did not process each token of the micro-batch, or layers with
+                different numbers of experts are pooled.
         """
-        is_real, by_router = self._is_real, self._take_answers()
+        is_real, by_router = self._is_real, self._take_outputs()
         if not (self.changes_training or self.is_next_step_logged):
             by_router = {}
         layers = [*by_router.values()]
@@ -367,13 +386,13 @@ class Router:
         self._aux.append(aux.detach())
         return self.plan.coefficient * aux
 
-    def _take_answers(self) -> dict[str, tuple[_Answer, ...]]:
-        """Take the recorded answers of the routers that processed every token of the micro-batch.
+    def _take_outputs(self) -> dict[str, tuple[_RouterOutput, ...]]:
+        """Remove and return the recorded outputs of routers that processed each token of the micro-batch.
 
-        A router of an image tower did not, for example.
+        Other routers, such as those of an image tower, are skipped.
 
         Raises:
-            TrainingError: balancing changes the training and a router saw other tokens.
+            TrainingError: a router is skipped although balancing changes the training.
         """
         recorded = {n: vars(m).pop(_RECORDED, ()) for n, (m, _) in self.plan.routers.items()}
         recorded = {name: answers for name, answers in recorded.items() if answers}
@@ -390,8 +409,10 @@ class Router:
             )
         return complete
 
-    def _count_load(self, answers: tuple[_Answer, ...], is_real: torch.Tensor) -> torch.Tensor:
-        """Count the real tokens that a layer sent to each expert: [experts], int64."""
+    def _count_load(
+        self, answers: tuple[_RouterOutput, ...], is_real: torch.Tensor
+    ) -> torch.Tensor:
+        """Count the real (not padding) tokens that a router sent to each expert: int64 [experts]."""
         load = torch.zeros(answers[0].experts, dtype=torch.int64, device=is_real.device)
         for answer in answers:
             chosen = answer.chosen
@@ -404,7 +425,7 @@ class Router:
 
     @torch.no_grad()
     def finish_step(self, is_applied: torch.Tensor) -> Balance | None:
-        """Update the biases from the loads of the step. Collective.
+        """Update the biases by the loads of the step, and measure the balance. Collective.
 
         Args:
             is_applied: 0-d bool; False if the step was skipped, so that biases stay unchanged.
@@ -430,8 +451,8 @@ class Router:
         return Balance(aux, torch.stack([*ratios]))
 
 
-def _sum_probabilities(answers: tuple[_Answer, ...], is_real: torch.Tensor) -> torch.Tensor:
-    """Sum the probability of each expert over the real tokens: [experts], float32."""
+def _sum_probabilities(answers: tuple[_RouterOutput, ...], is_real: torch.Tensor) -> torch.Tensor:
+    """Sum each expert's probability over the real (not padding) tokens: float32 [experts]."""
 
     def sum_of_probabilities(logits: torch.Tensor) -> torch.Tensor:
         return is_real.float() @ logits.flatten(0, -2).softmax(-1, dtype=torch.float32)
@@ -448,7 +469,10 @@ def _sum_probabilities(answers: tuple[_Answer, ...], is_real: torch.Tensor) -> t
 
 
 def build_router(sharded: Sharded, cfg: RunConfig) -> Router | None:
-    """Build the router of a model before its first step; None for a model without experts."""
+    """Build the `Router` of a model before its first step; None for a model without experts.
+
+    The model is resharded first.
+    """
     reshard(sharded.model)
     plan = plan_router(sharded.model, cfg)
     return None if plan is None else Router(sharded, plan, cfg.train.router_bias_update_rate)

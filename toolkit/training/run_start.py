@@ -38,7 +38,7 @@ from toolkit.training.metrics import Metrics
 from toolkit.training.optim import describe_state_dtypes
 from toolkit.training.profiler import FOLDER, StepProfiler, record_memory_history
 from toolkit.training.router import build_router
-from toolkit.training.token_rows import warn_of_untrained_tokens
+from toolkit.training.token_rows import describe_untrained_tokens
 from toolkit.training.trackers import Trackers
 from toolkit.training.train_state import TrainState
 
@@ -46,9 +46,10 @@ from toolkit.training.train_state import TrainState
 def start_metrics(
     cfg: RunConfig, run: Run, folder: Path, sharded: Sharded, data: TrainingData, state: TrainState
 ) -> Metrics:
-    """Log the first lines of a run, and start its metrics. Collective.
+    """Log the opening lines of a run, build its `Metrics`, and enter the training loop. Collective.
 
-    From here on, signals wait for the loop (`stop_requested`).
+    From here on, signals only take effect in `preemption.stop_requested`. A record of the start is
+    appended to `starts.jsonl`, and trackers and profiler are started.
 
     Args:
         cfg: the config of the run.
@@ -59,7 +60,10 @@ def start_metrics(
         state: the state from which the run starts.
 
     Returns:
-        The metrics, whose `step` the loop calls after each step.
+        The metrics, whose method `step` the loop calls after each step.
+
+    Raises:
+        TrainingError: `starts.jsonl` cannot be written, or a tracker does not start.
     """
     model, auto_line = sharded.model, sharded.auto_line
     router = build_router(sharded, cfg)
@@ -82,7 +86,7 @@ def start_metrics(
         None if router is None else router.plan.line,
         *data.lines(),
     ]
-    run.log(*opening, *warn_of_untrained_tokens(model, data.feed, data.tokenizer))
+    run.log(*opening, *describe_untrained_tokens(model, data.feed, data.tokenizer))
     compiles = cfg.sharding.torch_compile not in (False, "none", "auto")
     if compiles or "torch_compile layer" in auto_line:
         run.log("compiling  in the first step, which takes up to some minutes")
@@ -107,12 +111,14 @@ def start_metrics(
         flops_per_token=flops,
         logging_steps=cfg.train.logging_steps,
         epochs_per_step=position.n_samples and position.global_batch / position.n_samples,
-        trackers=_trackers(cfg, run, folder, data, state, {"dtypes": dtypes, "parameters": total}),
+        trackers=_start_trackers(
+            cfg, run, folder, data, state, {"dtypes": dtypes, "parameters": total}
+        ),
         guards=build_guards(
             cfg, data, state, () if router is None else router.plan.biases.values()
         ),
         router=router,
-        **_profiling(cfg, run, folder, state.step, data.max_steps),
+        **_start_profiler(cfg, run, folder, state.step, data.max_steps),
     )
     run.at_end.callback(metrics.close_bar)
     preemption.enter_loop()
@@ -128,9 +134,18 @@ def _record_start(
     opening: Sequence[str | None],
     supervision: str,
 ) -> None:
-    """Append a record of this start, after `step`, to `starts.jsonl`. Collective.
+    """Append a record of this start to `starts.jsonl` on rank 0. Collective.
 
-    Rank 0 writes. Records of starts after later steps are dropped.
+    Records of starts after later steps than `step` are dropped.
+
+    Args:
+        cfg: the config of the run.
+        run: the processes.
+        folder: the run's folder.
+        step: number of steps that are done.
+        data: the prepared data.
+        opening: the opening lines of the log.
+        supervision: the report on supervised tokens.
 
     Raises:
         TrainingError: the file cannot be written.
@@ -161,15 +176,17 @@ def _record_start(
     ranks.on_main(write)
 
 
-def _profiling(
+def _start_profiler(
     cfg: RunConfig, run: Run, folder: Path, first_step: int, max_steps: int
 ) -> dict[str, Any]:
-    """Start the profiler if the run does the steps of `train.profile_steps`.
+    """Start the profiler if this start includes the end of `train.profile_steps`.
 
-    On CUDA, also record allocations.
+    On CUDA, allocations are recorded, too. If the steps are configured but not included, a warning
+    is logged.
 
     Returns:
-        Arguments of `Metrics`.
+        Keyword arguments for `Metrics`: `profiler` and, on CUDA, `snapshot`; empty without a
+        profiler.
     """
     arguments: dict[str, Any] = {}
     train, folder = cfg.train, folder / FOLDER
@@ -185,7 +202,7 @@ def _profiling(
     return arguments
 
 
-def _trackers(
+def _start_trackers(
     cfg: RunConfig,
     run: Run,
     folder: Path,
@@ -195,16 +212,21 @@ def _trackers(
 ) -> Trackers | None:
     """Start the trackers of `metrics.report_to`, and send them the settings. Collective.
 
+    They are closed at the end of `run`.
+
     Args:
         cfg: the config of the run.
-        run: the processes; the trackers are closed at its end.
+        run: the processes.
         folder: the run's folder.
         data: the prepared data.
         state: the state from which the run starts.
         properties: further values to send, such as the number of parameters.
 
     Returns:
-        The trackers; None if there are none, or no steps to do.
+        The trackers; None if none are configured or no steps are left.
+
+    Raises:
+        TrainingError: a tracker does not start.
     """
     if not cfg.metrics.trackers() or state.step >= data.max_steps:
         return None

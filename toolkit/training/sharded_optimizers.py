@@ -28,10 +28,10 @@ BLOCK = 256  # values of 8-bit state that share a scale; fixed in bitsandbytes' 
 _MAX_CALL_VALUES = 2**30
 
 
-class _PartlyAdamW(torch.optim.AdamW):
-    """Fused AdamW with a special update for the groups with `special: True`.
+class _AdamWWithSpecialGroups(torch.optim.AdamW):
+    """Fused AdamW, except for parameter groups with `special: True`, which get another update.
 
-    Subclasses implement `init_special_state` and `step_special`.
+    Subclasses implement that update in `init_special_state` and `step_special`.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
@@ -48,16 +48,16 @@ class _PartlyAdamW(torch.optim.AdamW):
         return self.init_special_state(parameter)
 
     def init_special_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Create the state of a parameter with the special update."""
+        """Create the state of a parameter in a special group."""
         raise NotImplementedError
 
     def step_special(self, group: dict[str, Any]) -> None:
-        """Apply the special update to the parameters of a group."""
+        """Update the parameters of a special group."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one step; see `torch.optim.Optimizer.step`."""
+        """Do one step on all groups; see `torch.optim.Optimizer.step`."""
         groups = self.param_groups
         self.param_groups = [g for g in groups if not g["special"]]
         try:
@@ -70,10 +70,11 @@ class _PartlyAdamW(torch.optim.AdamW):
         return loss
 
 
-class AdamW8bit(_PartlyAdamW):
-    """AdamW with 8-bit moments in blocks of a row (Dettmers et al. 2021, arXiv:2110.02861).
+class AdamW8bit(_AdamWWithSpecialGroups):
+    """AdamW with 8-bit moments, quantised in blocks (Dettmers et al. 2021, arXiv:2110.02861).
 
-    Needs 2 bytes per value and 8 per block instead of 8 per value. A kernel of bitsandbytes
+    The blocks lie within a row, so the result does not depend on sharding. The state takes 2 bytes
+    per value and 8 bytes per block of 256, instead of 8 bytes per value. A kernel of bitsandbytes
     computes the update.
     """
 
@@ -82,15 +83,15 @@ class AdamW8bit(_PartlyAdamW):
         self._maps: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def init_special_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Create 8-bit moments and the scales of their blocks."""
+        """Create the 8-bit moments, and the scale of each of their blocks."""
         tail = parameter.shape[1:]
-        codes = {n: _rows_like(parameter, tail, torch.uint8) for n in ("exp_avg", "exp_avg_sq")}
+        codes = {n: _zeros_per_row(parameter, tail, torch.uint8) for n in ("exp_avg", "exp_avg_sq")}
         blocks = (tail.numel() // BLOCK,)
-        scales = {f"{n}_scale": _rows_like(parameter, blocks, torch.float32) for n in codes}
+        scales = {f"{n}_scale": _zeros_per_row(parameter, blocks, torch.float32) for n in codes}
         return {"step": torch.zeros(()), **codes, **scales}
 
     def step_special(self, group: dict[str, Any]) -> None:
-        """Update parameters and 8-bit moments of a group."""
+        """Update the parameters and 8-bit moments of a group."""
         names = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
         for parameter in (p for p in group["params"] if p.grad is not None):
             state = self.state[parameter] = self.state[parameter] or self.init_state(parameter)
@@ -104,6 +105,13 @@ class AdamW8bit(_PartlyAdamW):
                 self._update(group, int(state["step"]), *chunks)
 
     def _update(self, group: dict[str, Any], step: int, *tensors: torch.Tensor) -> None:
+        """Update some rows of a parameter and its moments in place by one call of bitsandbytes.
+
+        Args:
+            group: the parameter group, with its hyperparameters.
+            step: number of the step, counting from 1.
+            tensors: rows of gradient, parameter, first and second moment, and scales of both.
+        """
         grad, values = tensors[0].reshape(-1), tensors[1].view(-1)
         first, second, first_scale, second_scale = (t.view(-1) for t in tensors[2:])
         library, (beta1, beta2) = (
@@ -120,18 +128,18 @@ class AdamW8bit(_PartlyAdamW):
         )  # fmt: skip
 
 
-class Muon(_PartlyAdamW):
+class Muon(_AdamWWithSpecialGroups):
     """Muon, momentum with an orthogonalised update, for matrices; AdamW for other parameters.
 
-    As torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` (Jordan et al. 2024; Liu et al. 2025,
-    arXiv:2502.16982), so that learning rate and decay are those of AdamW. One rank orthogonalises
-    each matrix: the update is sent there and back in bfloat16, the dtype of the iteration, 4 bytes
-    per value. A 3-D parameter is a stack of matrices, which sharding does not cut. State: one
-    moment.
+    The update is that of torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"` (Jordan et al.
+    2024; Liu et al. 2025, arXiv:2502.16982), so learning rate and decay of AdamW can be used. A
+    sharded matrix is orthogonalised on one rank: its update is sent there and back in bfloat16, the
+    dtype of the iteration, so 4 bytes per value are sent. A 3-D parameter is a stack of matrices,
+    which sharding does not split. The state is one moment.
     """
 
     def init_special_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Create the momentum."""
+        """Create the momentum, sharded like the parameter."""
         return {"momentum_buffer": torch.zeros_like(parameter.detach())}
 
     def step_special(self, group: dict[str, Any]) -> None:
@@ -161,7 +169,7 @@ class Muon(_PartlyAdamW):
 
 
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
-    """Compute the orthogonal matrix near `matrix` by torch.optim.Muon's iteration in bfloat16."""
+    """Compute the nearest orthogonal matrix roughly, by torch.optim.Muon's iteration in bfloat16."""
     iterate = torch_private("optim._muon", "_zeropower_via_newtonschulz")
     return iterate(matrix, *_NEWTON_SCHULZ)
 
@@ -171,7 +179,7 @@ def _orthogonalise_sharded(
 ) -> None:
     """Orthogonalise the updates of sharded matrices in place, at most one matrix per rank.
 
-    Collective, two all-to-alls: rank r gathers matrix r, and sends the result back.
+    Collective, with two all-to-alls: rank r gathers matrix r and sends the result back.
 
     Args:
         parameters: sharded matrices, at most as many as ranks.
@@ -208,9 +216,9 @@ def _orthogonalise_sharded(
 
 
 class Adafactor(torch.optim.Optimizer):
-    """torch.optim.Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) over full tensors.
+    """torch.optim.Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), exact for sharded tensors.
 
-    State: one value per row and per column of each matrix. The learning rate is relative to the
+    The state of a matrix is one value per row and per column. The learning rate is relative to the
     size of a parameter; 1e-2 is usual. A step needs two all-reduces, and overwrites the gradients.
     """
 
@@ -227,18 +235,22 @@ class Adafactor(torch.optim.Optimizer):
             # Every rank stores the values of all columns.
             columns = local_tensor(parameter.detach()).new_zeros(1, shape[1])
         else:
-            columns = _rows_like(parameter, (*shape[1:-2], 1, shape[-1]), dtype)
-        rows = _rows_like(parameter, (*shape[1:-1], 1), dtype)
+            columns = _zeros_per_row(parameter, (*shape[1:-2], 1, shape[-1]), dtype)
+        rows = _zeros_per_row(parameter, (*shape[1:-1], 1), dtype)
         return step | {"row_var": rows, "col_var": columns}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one step; see `torch.optim.Optimizer.step`. Collective."""
+        """Do one step, and overwrite the gradients; see `torch.optim.Optimizer.step`. Collective.
+
+        Raises:
+            NotImplementedError: `closure` is given.
+        """
         if closure is not None:
             raise NotImplementedError("Adafactor takes no closure")
         pairs = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
         # Sums over the ranks: squares of parameters, columns and rows; and squares of updates.
-        first, second = _Sums(), _Sums()
+        first, second = _PooledSums(), _PooledSums()
         for _, parameter in pairs:
             state = self.state[parameter] = self.state[parameter] or self.init_state(parameter)
             state["step"] += 1
@@ -287,11 +299,11 @@ class Adafactor(torch.optim.Optimizer):
         return None
 
 
-class _Sums(dict[nn.Parameter, list[torch.Tensor]]):
-    """Tensors of several parameters that are summed over the ranks in one all-reduce."""
+class _PooledSums(dict[nn.Parameter, list[torch.Tensor]]):
+    """Parameter -> tensors of it that are summed over the ranks, all in one all-reduce."""
 
     def reduce(self) -> None:
-        """Sum the tensors of sharded parameters in place over the ranks. Collective."""
+        """Sum the tensors of sharded parameters over the ranks in place. Collective."""
         sharded = [p for p in self if isinstance(p, DTensor)]
         if not sharded:
             return
@@ -303,8 +315,10 @@ class _Sums(dict[nn.Parameter, list[torch.Tensor]]):
             part.copy_(total.view_as(part))
 
 
-def _rows_like(parameter: torch.Tensor, tail: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Create zeros of shape [rows of `parameter`, *tail], sharded like the parameter."""
+def _zeros_per_row(
+    parameter: torch.Tensor, tail: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Create zeros of shape [rows of `parameter`, *tail], sharded by rows like the parameter."""
     local = local_tensor(parameter.detach())
     zeros = local.new_zeros(local.shape[0], *tail, dtype=dtype)
     if not isinstance(parameter, DTensor):

@@ -35,7 +35,7 @@ Loss = Callable[[nn.Module, Batch], LossSum]
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of one step: 0-d tensors on the device, so that the host does not wait."""
+    """Statistics of one step as 0-d tensors on the device, so that the host does not wait."""
 
     loss: torch.Tensor
     """Mean over the supervised tokens of the global batch, before the step."""
@@ -130,16 +130,19 @@ class Update:
             with self._phase:
                 self._phase.enter_context(record_function(FORWARD))
                 if self._router is not None:
-                    self._phase.enter_context(self._router.recording(batch))
+                    self._phase.enter_context(self._router.record_outputs(batch))
                 yield batch
 
     def mean(self, loss: LossSum) -> torch.Tensor:
-        """Compute a micro-batch's part of the mean over the global batch, for its backward.
+        """Return a micro-batch's part of the loss, divided by the global count, to call backward on.
 
-        Includes its part of the auxiliary loss of routers.
+        It includes the micro-batch's part of the routers' auxiliary loss, which is a collective.
+
+        Args:
+            loss: the sums of the micro-batch. Its metrics are added up for `StepStats`.
 
         Returns:
-            A 0-d tensor; the parts of all ranks and micro-batches sum to the loss.
+            A 0-d tensor; the parts of all ranks and micro-batches add up to the loss.
         """
         part = (loss.total * self._scale).sum()
         self._total += part.detach()
@@ -161,16 +164,19 @@ class Update:
         max_grad_norm: float = 1.0,
         spikes: Spikes | None = None,
     ) -> StepStats:
-        """Clip the gradients, and do the optimizer's step.
+        """Clip the gradients, do the optimizer's step, and clear the gradients. Collective.
 
-        The step is skipped on all ranks, so that neither weights nor optimizer state change, if
-        loss or gradient is NaN or infinite on any rank, or if `spikes` finds a spike. A fused AdamW
-        reads this decision on the device; with another optimizer the host waits for it.
+        The step is skipped on all ranks if loss or gradient is NaN or infinite on any rank, or if
+        `spikes` finds a spike. In this case neither weights nor optimizer state change. A fused
+        AdamW reads this decision on the device; with another optimizer the host waits for it.
 
         Args:
-            optimizer: steps the parameters of the model.
+            optimizer: optimizer of the model's parameters.
             max_grad_norm: limit of the global gradient norm; 0: no clipping.
-            spikes: finds spikes; None: they are not skipped.
+            spikes: detects spikes; None: spikes are not skipped.
+
+        Returns:
+            Statistics of the step, on the device.
         """
         model, total = self._sharded.model, self._total
         device = total.device
@@ -191,7 +197,7 @@ class Update:
             if spikes is not None:
                 spike = spikes.is_spike(mean_loss, grad_norm)
                 is_good &= ~spike
-            _step_if(is_good, optimizer)
+            _step_if_good(is_good, optimizer)
             optimizer.zero_grad()
             balance = None if self._router is None else self._router.finish_step(is_good)
         self._sharded.accumulation.end(device, len(self._batches))
@@ -221,8 +227,8 @@ def train_step(
 ) -> StepStats:
     """Do one optimizer step over `micro_batches`: the loop of `Update` as a function. Collective.
 
-    Steps the optimizer, not the schedule. The tensors of the returned statistics stay on the
-    device, so nothing waits. See `Update` for the arguments.
+    Steps the optimizer, but not the learning-rate schedule. The statistics stay on the device, so
+    the host does not wait. See `Update` for the arguments.
     """
     update = Update(sharded, micro_batches, router=router)
     for batch in update:
@@ -230,8 +236,11 @@ def train_step(
     return update.step(optimizer, max_grad_norm, spikes)
 
 
-def _step_if(is_good: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Do the optimizer's step if `is_good`, a 0-d bool that is equal on every rank, is True."""
+def _step_if_good(is_good: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Do the optimizer's step if `is_good`, a 0-d bool that is equal on all ranks, is True.
+
+    Fused AdamW reads it on the device; for another optimizer the host waits for the value.
+    """
     if type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]:
         # torch's GradScaler passes the decision in the same way; the kernels then write nothing.
         # It is copied to the device of the parameters: offloaded shards are updated on the host.
@@ -246,15 +255,15 @@ def _step_if(is_good: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
 def clip_gradients(
     model: nn.Module, max_norm: float, device: torch.device, ranks: View
 ) -> torch.Tensor:
-    """Clip the gradients of a sharded model to a global norm of at most `max_norm`. Collective.
+    """Scale the gradients of a sharded model to a global norm of at most `max_norm`. Collective.
 
-    Each rank's shards count once, and replicated gradients count once.
+    Each sharded value and each replicated gradient counts once.
 
     Args:
         model: the sharded model, after the backward of the last micro-batch.
         max_norm: limit of the norm; 0: no clipping.
-        device: where the norm is computed.
-        ranks: the ranks on which the norm must be identical.
+        device: the device on which the norm is computed.
+        ranks: the ranks on which the norm must be bitwise identical.
 
     Returns:
         The norm before clipping, 0-d on `device`.
@@ -284,11 +293,11 @@ def clip_gradients(
 
 
 def _sum_replicated(model: nn.Module, ranks: View) -> None:
-    """Sum over the ranks the gradients of parameters that FSDP does not shard, by one all-reduce.
+    """Sum the gradients of parameters that FSDP does not shard over the ranks, in one all-reduce.
 
-    A rank that did not use a parameter adds zero. A parameter that no rank used gets no gradient.
-    The same all-reduce counts the ranks that used each parameter. Only a rank without a gradient
-    reads that count, for which its host waits.
+    Collective. A rank that did not use a parameter adds zero. A parameter that no rank used gets no
+    gradient. To know this, the same all-reduce counts the ranks that used each parameter. Only a
+    rank without a gradient reads that count, and its host waits for it.
     """
     parameters = [p for p in model.parameters() if not isinstance(p, DTensor) and p.requires_grad]
     if not parameters or ranks.size == 1:
@@ -308,7 +317,7 @@ with_accuracy: Loss = partial(causal_lm_loss, accuracy=True)
 
 @dataclass(frozen=True)
 class EvalStats:
-    """Means of an evaluation: 0-d tensors on the device; NaN if a mean has no terms."""
+    """Means of an evaluation as 0-d tensors on the device; a mean without terms is NaN."""
 
     loss: torch.Tensor
     """Mean over the supervised tokens of all ranks."""
@@ -322,20 +331,20 @@ class EvalStats:
 def evaluate(
     sharded: Sharded, sources: EvalSets, loss: Loss | None = None
 ) -> tuple[EvalStats, dict[str, EvalStats]]:
-    """Compute the loss and its parts over all evaluation sets, and over each of them.
+    """Compute the loss and its metrics, over all evaluation sets together and over each set.
 
-    Collective. Costs the forwards and one all-reduce. Afterwards the model is sharded, and in
+    Collective; costs the forwards and one all-reduce. Afterwards the model is resharded, and in
     training mode if it was before.
 
     Args:
         sharded: the sharded model.
-        sources: name -> batches. Every rank has the same names in the same order, and the same
-            number of batches of each, since FSDP gathers in each forward. Pad with rows without a
-            target.
-        loss: the loss; None: the cross entropy of tokens, with its accuracy.
+        sources: name of a set -> its batches. Every rank must have the same names in the same
+            order, and the same number of batches of each, because FSDP gathers in each forward. A
+            rank with fewer batches can add batches without targets.
+        loss: the loss; None: the cross entropy of tokens, with accuracy.
 
     Returns:
-        Means over the supervised tokens of all sets, and name of a set -> its means.
+        Means over the supervised tokens of all sets; and name of a set -> its means.
 
     Raises:
         TrainingError: there is no set, or a set has no batches.

@@ -30,31 +30,37 @@ _MAX_LISTED = 8
 
 
 class _Row(NamedTuple):
-    """Properties of a row of an embedding or an output head."""
+    """Properties of one row of an embedding or an output head."""
 
     norm: float
     is_constant: bool
     digest: str
 
 
-def warn_of_untrained_tokens(
+def describe_untrained_tokens(
     model: nn.Module, feed: Feed, tokenizer: Tokenizer | None
 ) -> list[str]:
-    """Find special tokens of the data whose rows look untrained and stay frozen. Collective.
+    """Find special tokens of the data whose rows look untrained and are frozen. Collective.
 
-    Reads a few hundred rows of the loaded embedding and head, with one small exchange for each.
+    See [Note: untrained rows]. Reads a few hundred rows of the loaded embedding and output head,
+    and exchanges their properties.
+
+    Args:
+        model: the loaded, sharded model.
+        feed: the data.
+        tokenizer: the tokenizer; None: no tokens are checked.
 
     Returns:
-        A warning, or an empty list.
+        A list with a warning for the log, or an empty list.
     """
     if tokenizer is None or not (tokens := _used_special_tokens(feed, tokenizer)):
         return []
     added = sorted(map(int, tokenizer.added_tokens_decoder))[:_MAX_COMPARED]
     untrained: dict[str, list[int]] = {}
-    for name, module in _frozen_ends(model).items():
+    for name, module in _find_frozen_embeddings(model).items():
         rows = len(module.weight)
         compared = {*added, *range(max(0, rows - _MAX_COMPARED), rows)}
-        stats, median_norm = _row_facts(module.weight, sorted({*tokens, *compared}))
+        stats, median_norm = _measure_rows(module.weight, sorted({*tokens, *compared}))
         if untrained_tokens := [
             token for token in tokens if _is_untrained(token, stats, median_norm)
         ]:
@@ -85,7 +91,10 @@ def warn_of_untrained_tokens(
 
 
 def _used_special_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
-    """Find the added tokens that occur in the first examples; for a stream, in the template."""
+    """List the ids of added tokens that occur in the first 64 examples of each source.
+
+    For streamed data, whose examples are not read yet, those in the chat template count.
+    """
     added = {int(i): str(token) for i, token in tokenizer.added_tokens_decoder.items()}
     prepared = feed.sources if isinstance(feed, PreparedFeed) else ()
     used: set[int] = set()
@@ -97,12 +106,11 @@ def _used_special_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
     return sorted(used & added.keys())
 
 
-def _frozen_ends(model: nn.Module) -> dict[str, Any]:
-    """Find the input embedding and the output head, if they are frozen.
+def _find_frozen_embeddings(model: nn.Module) -> dict[str, Any]:
+    """Return the input embedding and the output head, if they are frozen, by module name.
 
-    Returns:
-        Name -> module. Includes only unquantised modules whose rows are not cut; tied modules are
-        included once.
+    Quantised modules, and modules whose rows are split by sharding, are skipped. Tied modules are
+    included once.
     """
     base: Any = base_of(model)
     ends: dict[str, Any] = {}
@@ -120,22 +128,22 @@ def _frozen_ends(model: nn.Module) -> dict[str, Any]:
     return ends
 
 
-def _row_facts(weight: torch.Tensor, tokens: list[int]) -> tuple[dict[int, _Row], float]:
-    """Compute the properties of rows. Collective.
+def _measure_rows(weight: torch.Tensor, tokens: list[int]) -> tuple[dict[int, _Row], float]:
+    """Measure the rows of some tokens, and the median norm of a sample of all rows. Collective.
 
     Args:
         weight: [vocabulary, width], sharded or not.
-        tokens: the rows to read.
+        tokens: the rows to measure.
 
     Returns:
-        Token -> properties of its row; and the median norm of sampled rows.
+        Token -> properties of its row; and the median norm.
     """
     row_range = local_slices(weight)[0] if isinstance(weight, DTensor) else slice(0, len(weight))
     local = local_tensor(weight).detach()
     mine = [token for token in tokens if row_range.start <= token < row_range.stop]
-    rows = _on_cpu(local, (token - row_range.start for token in mine))
+    rows = _rows_to_cpu(local, (token - row_range.start for token in mine))
     step = max(1, len(local) // _SAMPLED_ROWS)
-    norms = _on_cpu(local, range(0, len(local), step)).norm(dim=1).tolist()
+    norms = _rows_to_cpu(local, range(0, len(local), step)).norm(dim=1).tolist()
     facts = {
         token: _Row(
             float(row.norm()),
@@ -151,12 +159,14 @@ def _row_facts(weight: torch.Tensor, tokens: list[int]) -> tuple[dict[int, _Row]
     return merged, sorted(median_norm)[len(median_norm) // 2] if median_norm else 0.0
 
 
-def _on_cpu(local: torch.Tensor, places: Iterable[int]) -> torch.Tensor:
+def _rows_to_cpu(local: torch.Tensor, places: Iterable[int]) -> torch.Tensor:
+    """Copy the rows of `local` with the indices `places` to the CPU, in fp32."""
     index = torch.tensor([*places], dtype=torch.int64, device=local.device)
     return local.index_select(0, index).float().cpu()
 
 
 def _is_untrained(token: int, rows: dict[int, _Row], median_norm: float) -> bool:
+    """Return True if a token's row is tiny, constant, or equal to the row of another token."""
     if token not in rows:
         return False
     row = rows[token]

@@ -26,16 +26,15 @@ _ID_ATTRIBUTES = {"mlflow": "info.run_id", "aim": "hash", "clearml": "id"}
 
 @dataclass
 class Trackers:
-    """The trackers of one run, which a resumed run continues.
+    """The experiment trackers of one run, which a resumed run continues.
 
-    `trackers.json` in the run's folder stores the id of the run in each tracker. Steps that an
-    earlier start tracked after its last checkpoint are done again: TensorBoard shows the new
-    values; the other trackers accept no step twice and keep the old values.
-
-    As a context manager, it closes the trackers at the end, and reports a failure to W&B.
+    `trackers.json` in the run's folder stores the run's id in each tracker. After a resume, steps
+    since the last checkpoint are done again. TensorBoard then shows the new values; the other
+    trackers accept no step twice, and keep the old values.
 
     Creating it is collective. It raises a `TrainingError` on every rank if a tracker does not
-    start, for example without a login.
+    start, for example without a login. As a context manager, it closes the trackers at the end, and
+    reports a failure to W&B.
     """
 
     cfg: MetricsConfig
@@ -51,9 +50,10 @@ class Trackers:
     def __post_init__(self) -> None:
         # On rank 0 only: name -> the tracker, and the step after which it receives lines.
         self._trackers: dict[str, tuple[tracking.GeneralTracker, int]] = {}
-        ranks.on_main(self._start)
+        ranks.on_main(self._start_all)
 
-    def _start(self) -> None:
+    def _start_all(self) -> None:
+        """Start or resume each tracker, send the settings to new ones, and write `trackers.json`."""
         file = self.folder / _FILE
         run_ids = _read_run_ids(file)
         for name in self.cfg.trackers():
@@ -70,11 +70,14 @@ class Trackers:
         """Start a tracker.
 
         Args:
-            name: the tracker.
-            old_id: id of the run to continue; None: start a new run.
+            name: name of the tracker in `metrics.report_to`.
+            old_id: id of the run to continue in the tracker; None: start a new run.
 
         Returns:
-            The tracker and the id of its run.
+            The tracker, and the id of its run.
+
+        Raises:
+            TrainingError: the tracker does not start.
         """
         cfg, folder = self.cfg, self.folder
         run_id = old_id or uuid.uuid4().hex
@@ -112,12 +115,17 @@ class Trackers:
         return tracker, run_id
 
     def log(self, line: dict[str, Any]) -> None:
-        """Send a line of `metrics.jsonl`, with names such as `train/loss` as in transformers."""
+        """Send a line of `metrics.jsonl` to the trackers, with metric names such as `train/loss`.
+
+        A tracker that fails is removed with a warning.
+        """
         step = line["step"]
-        values = {_name(key): v for key, v in line.items() if key not in ("step", "time")}
+        values = {
+            _tracker_metric_name(key): v for key, v in line.items() if key not in ("step", "time")
+        }
         for name, (tracker, after) in list(self._trackers.items()):
             if step > after:
-                self._attempt(name, tracker.log, values, step=step)
+                self._try_to_send(name, tracker.log, values, step=step)
 
     def __enter__(self) -> "Trackers":
         return self
@@ -125,12 +133,13 @@ class Trackers:
     def __exit__(self, failure: object, *more: object) -> None:
         for name, (tracker, _) in list(self._trackers.items()):
             if name == "wandb":
-                self._attempt(name, tracker.tracker.finish, exit_code=int(failure is not None))
+                self._try_to_send(name, tracker.tracker.finish, exit_code=int(failure is not None))
             else:
-                self._attempt(name, tracker.finish)
+                self._try_to_send(name, tracker.finish)
         self._trackers.clear()
 
-    def _attempt(self, name: str, send: Callable, *values: Any, **more: Any) -> None:
+    def _try_to_send(self, name: str, send: Callable, *values: Any, **more: Any) -> None:
+        """Call `send` with the values; if it raises, remove the tracker `name` with a warning."""
         try:
             send(*values, **more)
         except Exception as error:
@@ -142,9 +151,10 @@ class Trackers:
 
 
 def _read_run_ids(file: Path) -> dict[str, str]:
-    """Read tracker -> id of its run. If the file is damaged, warn, and let trackers start new runs.
+    """Read the run's id in each tracker, by tracker name; empty if there is no file.
 
-    A long run should not end because of a copy of its metrics.
+    If the file is damaged, a warning is printed and the result is empty, so trackers start new
+    runs. A long run should not end because of a copy of its metrics.
     """
     try:
         content = parsing.read_json(file, CheckpointError) if file.is_file() else {}
@@ -156,5 +166,6 @@ def _read_run_ids(file: Path) -> dict[str, str]:
     return {name: run_id for name, run_id in content.items() if isinstance(run_id, str)}
 
 
-def _name(key: str) -> str:
+def _tracker_metric_name(key: str) -> str:
+    """Return transformers' name for a metric: `eval/loss` for `eval_loss`, `train/loss` for `loss`."""
     return f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"

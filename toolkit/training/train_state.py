@@ -13,7 +13,7 @@ from toolkit.errors import TrainingError
 
 @dataclass
 class Saves:
-    """Information that one save of a run leaves for the next save; not part of a checkpoint."""
+    """Information that a save leaves for the next save of the same start; not in checkpoints."""
 
     behind: bool | None = None
     """With `async_save: auto`, True if the loop continues while a checkpoint is written. None
@@ -29,7 +29,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class StateFile:
-    """A file that every checkpoint of a run contains unchanged."""
+    """A file that is stored unchanged in every checkpoint of a run."""
 
     content: bytes = field(repr=False)
     sha256: str
@@ -37,7 +37,7 @@ class StateFile:
 
     @classmethod
     def of(cls, content: bytes) -> "StateFile":
-        """Create the file with its digest from `content`."""
+        """Create a `StateFile` from its content, and compute the digest."""
         return cls(content, hashlib.sha256(content).hexdigest())
 
 
@@ -65,7 +65,7 @@ class TrainState:
 
     @property
     def required_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer.
+        """The optimizer, for callers that need one.
 
         Raises:
             TrainingError: the state has none, because it is only loaded for an export.
@@ -75,7 +75,7 @@ class TrainState:
         return self.optimizer
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of the optimizer, by name."""
+        """Return the parameters that the optimizer trains, by name; empty without an optimizer."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         trained_ids = {id(p) for group in groups for p in group["params"]}
         return {n: p for n, p in self.model.named_parameters() if id(p) in trained_ids}

@@ -37,7 +37,10 @@ _MAX_LISTED_SAMPLES = 12
 
 @dataclass
 class BadSteps:
-    """Count the skipped steps since this start, report them, and end the run after too many."""
+    """Count and report the skipped steps, and end the run if too many of them follow each other.
+
+    Counts begin at zero when the program starts; they are not part of a checkpoint.
+    """
 
     max_consecutive: int = 0
     """So many skipped steps may follow each other; the next one ends the run."""
@@ -52,19 +55,29 @@ class BadSteps:
         self._skipped = 0
 
     def record(self, step: int, stats: Any) -> None:
-        """Keep the `StepStats` of `step` until `read`, without waiting for the device."""
+        """Keep the statistics of `step` for `report_skipped`, without waiting for the device.
+
+        Args:
+            step: number of the step.
+            stats: its `StepStats`.
+        """
         spike = torch.zeros_like(stats.skipped) if stats.spike is None else stats.spike
         values = (stats.skipped, stats.bad_here, spike, stats.loss, stats.grad_norm)
         self._unread.append((step, torch.stack([value.float() for value in values])))
 
     def take_skipped_count(self) -> int:
-        """Return the number of steps skipped since the last call. Collective; see `read`."""
-        self.read()
+        """Report skipped steps, and return how many there were since the last call. Collective.
+
+        Waits for the device, and raises as `report_skipped` does.
+        """
+        self.report_skipped()
         count, self._skipped = self._skipped, 0
         return count
 
-    def read(self) -> None:
-        """Warn of each recorded step that was skipped. Collective, waits for the device.
+    def report_skipped(self) -> None:
+        """Log a warning for each recorded step that was skipped, with the cause and its samples.
+
+        Collective; waits for the device.
 
         Raises:
             TrainingError: more than `max_consecutive` skipped steps followed each other.
@@ -88,9 +101,10 @@ class BadSteps:
             ranks.log_once(f"WARNING: step {step} is skipped: {cause}")
 
     def check_values(self, step: int) -> None:
-        """Raise a `TrainingError` if weights or optimizer state are not finite after `step`.
+        """Raise a `TrainingError` if weights or optimizer state hold NaN or infinity after `step`.
 
-        So they are not saved. Collective; reads all bytes of this rank's shards once.
+        Call it before a save, so that bad values are not saved. Collective; reads all bytes of this
+        rank's shards once. Does nothing to check if `state` is None.
         """
         bad_names = [] if self.state is None else _find_not_finite(self.state)
         if not any(ranks.any_over_ranks([bool(bad_names)])):
@@ -106,7 +120,13 @@ class BadSteps:
         )
 
     def _describe_cause(self, step: int, bad_here: bool, spike_text: str) -> str:
-        """Describe why a step was skipped, on which ranks, with which samples. Collective."""
+        """Describe why a step was skipped, on which ranks and with which samples. Collective.
+
+        Args:
+            step: number of the step.
+            bad_here: True if this rank's part of the loss is NaN or infinite.
+            spike_text: the cause if the step was a spike, otherwise empty.
+        """
         samples = list(self.describe_samples(step)) if self.describe_samples else []
         by_rank = ranks.gather((bad_here, samples))
         bad_ranks = [rank for rank, (is_bad, _) in enumerate(by_rank) if is_bad]
@@ -118,6 +138,7 @@ class BadSteps:
         return (spike_text or f"{source} is NaN or infinite") + listing
 
     def _end_run(self, step: int, cause: str) -> None:
+        """Raise the `TrainingError` for too many skipped steps, of which `step` is the last."""
         steps = f"step {step}"
         if self.max_consecutive:
             steps = f"{self._consecutive} step(s) in a row, up to {step},"
@@ -151,13 +172,15 @@ def _find_not_finite(state: TrainState) -> list[str]:
 
 
 class Spikes:
-    """Find steps whose loss or gradient norm is far above those of the last steps.
+    """Detect steps whose loss or gradient norm is far above those of the last steps.
+
+    See [Note: spikes].
 
     Args:
-        deviations: distance above the median, in deviations, from which a value is a spike.
+        deviations: a value is a spike if it is more than so many deviations above the median.
         device: the device of losses and norms.
-        saved_window: the window of a checkpoint, as returned by `state_dict`; empty for none.
-        window: number of finite steps that are remembered.
+        saved_window: result of `state_dict` in a checkpoint; empty to start without values.
+        window: number of steps that are remembered; nothing is a spike before they are complete.
     """
 
     def __init__(
@@ -176,12 +199,12 @@ class Spikes:
 
     @torch.no_grad()
     def is_spike(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Decide if a step with this loss and gradient norm is a spike.
+        """Return whether a step with this loss and gradient norm is a spike; remember both values.
 
-        Both values enter the window if they are finite. Does not wait for the device.
+        Values that are NaN or infinite are not remembered. Does not wait for the device.
 
         Returns:
-            A 0-d bool tensor, the same on all ranks.
+            A 0-d bool tensor on the device. It is equal on all ranks, since loss and norm are.
         """
         now = torch.stack([loss, grad_norm]).float()[:, None]
         median = self._median(self._values)
@@ -196,10 +219,11 @@ class Spikes:
 
     @staticmethod
     def _median(values: torch.Tensor) -> torch.Tensor:
+        """Return the median of each row, [2, 1]; the upper one of an even number of values."""
         # By sorting, since torch refuses its median on CUDA under train.deterministic.
         return values.sort(dim=1).values[:, values.shape[1] // 2, None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window as JSON values, which hold a float32 exactly. Waits for the device."""
+        """Return the remembered values as JSON values without rounding. Waits for the device."""
         rows = [row[row.isfinite()].tolist() for row in self._values.cpu()]
         return {"loss": rows[0], "grad_norm": rows[1]}

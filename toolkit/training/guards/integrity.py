@@ -51,12 +51,15 @@ _RECIPE_ADVICE = (
 
 
 class Integrity:
-    """Check the state of a run against its past and against other ranks; see [Note: integrity].
+    """Check a run's state against its past and against other ranks; see [Note: integrity].
+
+    Creating it registers hooks on the optimizer, and reshards the model.
 
     Args:
-        state: a `TrainState` with model and optimizer, before the first step of this start.
-        every: number of steps from one check between optimizer steps to the next.
-        moved: parameters that something else than the optimizer changes.
+        state: a `TrainState` with model and optimizer, before the first step after a start.
+        every: after each step whose number is a multiple of `every`, the state is compared with the
+            state right before the next optimizer step.
+        moved: parameters that change without the optimizer, such as biases of experts.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Integrity:
                     self._buffers.pop(name, None)
         self._every = every
         self._last_step = state.step
-        self._start_sums = _checksums(self._frozen())
+        self._start_sums = _checksums(self._frozen_weights())
         # Step, and checksums of weights and optimizer state after it, if that step is checked.
         self._sums_after_step: tuple[int, list[Values]] | None = None
         # Descriptions of when a change happened, with flags on the device that are not read yet.
@@ -91,61 +94,89 @@ class Integrity:
         self._last_step = step
 
     def _compare_before_step(self) -> None:
-        """Compare the state with what the last step of the optimizer left; does not wait."""
+        """Compare the state with the one after the last optimizer step, if that step was checked.
+
+        The result stays on the device until `compute_checksums` reads it.
+        """
         if self._sums_after_step is not None:
-            self._compare(self._current_sums())
+            self._queue_comparison(self._compute_current_sums())
             self._sums_after_step = None
 
     def _sum_after_step(self) -> None:
-        """Compute the checksums of the new state if this step is checked; does not wait."""
+        """Store the checksums of the state after an optimizer step, if this step is checked.
+
+        Does not wait for the device.
+        """
         step = self._last_step + 1
         if step % self._every == 0:
-            self._sums_after_step = step, self._current_sums()
+            self._sums_after_step = step, self._compute_current_sums()
 
-    def _current_sums(self) -> list[Values]:
-        return [_checksums(self._weights()), _checksums(self._optimizer_state())]
+    def _compute_current_sums(self) -> list[Values]:
+        """Return the checksums of the trained weights, and those of the optimizer state."""
+        return [_checksums(self._trained_weights()), _checksums(self._optimizer_state())]
 
-    def _compare(self, now: list[Values]) -> None:
+    def _queue_comparison(self, now: list[Values]) -> None:
+        """Compare checksums with those after the last checked step, without waiting for the device.
+
+        The result is appended to `_unread`. Does nothing if no step was checked since the last
+        comparison.
+
+        Args:
+            now: result of `_compute_current_sums`.
+        """
         if self._sums_after_step is not None:
             step, before = self._sums_after_step
             when = f"between the optimizer's steps {step} and {step + 1}"
             for then, sums in zip(before, now, strict=True):
-                self._unread.append((when, _changed(then, sums)))
+                self._unread.append((when, _compare_checksums(then, sums)))
 
     def compute_checksums(self) -> list[int]:
-        """Compute this rank's numbers for `compare_ranks`: integers of 64 bits.
+        """Compute the five integers of this rank that `compare_ranks` needs.
 
         Waits for the device, and reads weights, optimizer state and buffers once.
+
+        Returns:
+            1 if a tensor has changed unexpectedly, otherwise 0; the index of this rank's shard,
+            which HSDP's replicas share; a hash of the sharded tensors' checksums; a hash of the
+            other tensors' checksums; a hash of data position and schedule. All fit in 64 bits.
         """
         weight_tensors, state_tensors, frozen_tensors = (
-            self._weights(),
+            self._trained_weights(),
             self._optimizer_state(),
-            self._frozen(),
+            self._frozen_weights(),
         )
         weights, state, frozen, buffers = map(
             _checksums, (weight_tensors, state_tensors, frozen_tensors, self._buffers)
         )
-        self._compare([weights, state])
-        frozen_changed = _changed(self._start_sums, frozen)
+        self._queue_comparison([weights, state])
+        frozen_changed = _compare_checksums(self._start_sums, frozen)
         self._unread.append(("since the start, though not trained", frozen_changed))
-        sharded = _sharded(weight_tensors | state_tensors | frozen_tensors)
+        sharded = _select_sharded(weight_tensors | state_tensors | frozen_tensors)
         self._copies = weights + state + frozen + buffers
         self._sharded_names = set(sharded)
-        sums = _by_name(self._copies)
-        shards = _hash([(n, value) for n, value in sums.items() if n in self._sharded_names])
-        copies = _hash([(n, value) for n, value in sums.items() if n not in self._sharded_names])
+        sums = _values_by_name(self._copies)
+        shards = _hash_json([(n, value) for n, value in sums.items() if n in self._sharded_names])
+        copies = _hash_json(
+            [(n, value) for n, value in sums.items() if n not in self._sharded_names]
+        )
         has_changed = any(bool(flags.any()) for _, values in self._unread for _, flags in values)
         shard_index = next(map(_shard_index, sharded.values()), 0)
-        return [int(has_changed), shard_index, shards, copies, _hash(_facts(self._state))]
+        return [
+            int(has_changed),
+            shard_index,
+            shards,
+            copies,
+            _hash_json(_collect_other_state(self._state)),
+        ]
 
     def compare_ranks(self, step: int, rows: list[list[int]]) -> None:
-        """Raise a `TrainingError` if the checksums of the ranks after `step` are not as expected.
+        """Raise a `TrainingError` if a rank's state has changed or differs from its replicas.
 
-        Collective if they are not: the error names tensors, ranks and hosts.
+        The error names tensors, ranks and hosts. Only in this case is the call collective.
 
         Args:
-            step: the last step.
-            rows: what `compute_checksums` returned on each rank.
+            step: number of the last step.
+            rows: result of `compute_checksums` on each rank.
         """
         changed, shard_indices, shards, copies, facts = (
             list(column) for column in zip(*rows, strict=True)
@@ -160,19 +191,21 @@ class Integrity:
             len({shards[rank] for rank in group}) > 1 for group in ranks_by_shard.values()
         )
         if len({*copies}) > 1 or replicas_differ:
-            text = self._describe_copies(step, [*ranks_by_shard.values()])
+            text = self._describe_differing_copies(step, [*ranks_by_shard.values()])
             raise ranks.mark_collective(TrainingError(f"{text}. {_HARDWARE_ADVICE}"))
         if len({*facts}) > 1:
-            text = _describe_facts(step, ranks.gather(_facts(self._state)))
+            text = _describe_state_differences(
+                step, ranks.gather(_collect_other_state(self._state))
+            )
             raise ranks.mark_collective(TrainingError(f"{text}. {_RECIPE_ADVICE}"))
         self._unread.clear()
 
     def _describe_changed(self) -> str:
-        """Name the tensors that changed outside of a step, on each rank. Collective."""
+        """Name the tensors that changed outside of the optimizer's step, by rank. Collective."""
         local = [
             (name, when)
             for when, values in self._unread
-            for name, is_changed in _by_name(values).items()
+            for name, is_changed in _values_by_name(values).items()
             if is_changed
         ]
         by_rank = ranks.gather((socket.gethostname(), local))
@@ -183,9 +216,14 @@ class Integrity:
             if changes
         )
 
-    def _describe_copies(self, step: int, replicas: list[list[int]]) -> str:
-        """Name the tensors whose copies differ, on the ranks that deviate. Collective."""
-        by_rank = ranks.gather((socket.gethostname(), _by_name(self._copies)))
+    def _describe_differing_copies(self, step: int, replicas: list[list[int]]) -> str:
+        """Name the tensors whose copies differ between ranks, by deviating rank. Collective.
+
+        Args:
+            step: number of the last step.
+            replicas: groups of ranks that hold the same shards.
+        """
+        by_rank = ranks.gather((socket.gethostname(), _values_by_name(self._copies)))
         names_by_rank: dict[int, list[str]] = {}
         for name in by_rank[0][1]:
             all_ranks = [list(range(len(by_rank)))]
@@ -198,16 +236,19 @@ class Integrity:
             for rank, names in names_by_rank.items()
         )
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained parameters by name."""
+    def _trained_weights(self) -> dict[str, torch.Tensor]:
+        """Return the parameters that the optimizer trains, by name."""
         trained = self._trained_ids()
         return {n: p for n, p in self._parameters.items() if id(p) in trained}
 
     def _optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the optimizer's state by name; step counts of a device stacked."""
+        """Return the tensors of the optimizer's state by name.
+
+        The step counts, which are 0-d, are stacked into one tensor per device.
+        """
         tensors = dict[str, torch.Tensor]()
         step_counts = list[torch.Tensor]()
-        for name, parameter in self._weights().items():
+        for name, parameter in self._trained_weights().items():
             for key, value in self._state.required_optimizer.state.get(parameter, {}).items():
                 if torch.is_tensor(value) and value.ndim:
                     tensors[f"{key} of {name}"] = value
@@ -218,12 +259,13 @@ class Integrity:
             tensors[f"{_STEP_COUNTS} ({device.type})"] = torch.stack(on_device)
         return tensors
 
-    def _frozen(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that nothing changes, by name."""
+    def _frozen_weights(self) -> dict[str, torch.Tensor]:
+        """Return the parameters that must not change: neither trained nor in `moved`. By name."""
         changing = self._trained_ids() | self._moved_ids
         return {n: p for n, p in self._parameters.items() if id(p) not in changing}
 
     def _trained_ids(self) -> set[int]:
+        """Return the Python ids of the optimizer's parameters."""
         return {
             id(p) for group in self._state.required_optimizer.param_groups for p in group["params"]
         }
@@ -231,7 +273,7 @@ class Integrity:
 
 @torch.no_grad()  # with gradients, taking a DTensor's local part costs as much as the sum
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> Values:
-    """Compute `bit_sums` of this rank's part of each tensor, on its device; does not wait."""
+    """Compute `bit_sums` of this rank's shard of each tensor, on its device, without waiting."""
     groups: dict[Any, dict[str, torch.Tensor]] = {}  # tensors that are summed in one call
     for name, tensor in tensors.items():
         part = local_tensor(tensor)
@@ -248,8 +290,11 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> Values:
     ]
 
 
-def _changed(then: Values, now: Values) -> Values:
-    """Compare the checksums of the tensors that both have: True if changed; does not wait."""
+def _compare_checksums(then: Values, now: Values) -> Values:
+    """Compare two sets of checksums; the result has True for each tensor that changed.
+
+    Tensors that are only in one set are skipped. Does not wait for the device.
+    """
     if [names for names, _ in then] == [names for names, _ in now]:
         return [(names, a != b) for (names, a), (_, b) in zip(then, now, strict=True)]
     # The tensors differ, for example because a recipe unfroze parameters.
@@ -260,8 +305,8 @@ def _changed(then: Values, now: Values) -> Values:
     return [([n], (old[n] != new[n])[None]) for n in old if n in new]
 
 
-def _by_name(values: Values) -> dict[str, int]:
-    """Return the values as integers by name. Waits for the device."""
+def _values_by_name(values: Values) -> dict[str, int]:
+    """Convert the tensors to Python integers by tensor name. Waits for the device."""
     return {
         name: value
         for names, tensor in values
@@ -269,8 +314,8 @@ def _by_name(values: Values) -> dict[str, int]:
     }
 
 
-def _sharded(tensors: Mapping[str, torch.Tensor]) -> dict[str, DTensor]:
-    """Return the tensors of which each rank holds only a part."""
+def _select_sharded(tensors: Mapping[str, torch.Tensor]) -> dict[str, DTensor]:
+    """Return the DTensors of which a rank does not hold every value, by name."""
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -279,7 +324,7 @@ def _sharded(tensors: Mapping[str, torch.Tensor]) -> dict[str, DTensor]:
 
 
 def _shard_index(tensor: DTensor) -> int:
-    """Compute a number that exactly the ranks with the same shard of `tensor` share."""
+    """Compute the index of this rank's shard; ranks with the same shard of `tensor` share it."""
     index = 0
     mesh = tensor.device_mesh
     coordinates = mesh.get_coordinate() or ()
@@ -289,8 +334,11 @@ def _shard_index(tensor: DTensor) -> int:
     return index
 
 
-def _facts(state: TrainState) -> dict[str, Any]:
-    """Return the state other than tensors that must be equal on all ranks, as JSON values."""
+def _collect_other_state(state: TrainState) -> dict[str, Any]:
+    """Return the data position, the schedule's step and the learning rates, as JSON values by name.
+
+    They must be equal on all ranks.
+    """
     return {
         "the position in the data": None if state.data is None else state.data.state_dict(),
         "the schedule's step": None if state.scheduler is None else state.scheduler.last_epoch,
@@ -300,20 +348,27 @@ def _facts(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _describe_facts(step: int, by_rank: list[dict[str, Any]]) -> str:
-    """Describe the facts in which ranks deviate from the majority."""
+def _describe_state_differences(step: int, by_rank: list[dict[str, Any]]) -> str:
+    """Describe in which data position, schedule step or learning rate a minority of ranks differs.
+
+    Args:
+        step: number of the last step.
+        by_rank: result of `_collect_other_state` on each rank.
+    """
     differences = []
     for name in by_rank[0]:
         texts = {
             rank: json.dumps(facts[name], sort_keys=True) for rank, facts in enumerate(by_rank)
         }
         for rank in _deviating_ranks(texts):
-            differences.append(f"rank {rank}: {name} is {_difference(by_rank, name, rank)}")
+            differences.append(
+                f"rank {rank}: {name} is {_format_deviating_value(by_rank, name, rank)}"
+            )
     return f"after step {step} the ranks differ: {'; '.join(differences)}"
 
 
-def _difference(by_rank: list[dict[str, Any]], name: str, rank: int) -> str:
-    """Format the value of a rank; of a dict only the entries that differ between ranks."""
+def _format_deviating_value(by_rank: list[dict[str, Any]], name: str, rank: int) -> str:
+    """Format a rank's value of `name`; of a dict only the entries that differ between ranks."""
     value = by_rank[rank][name]
     if not isinstance(value, dict):
         return str(value)
@@ -332,12 +387,13 @@ def _deviating_ranks(values: Mapping[int, Hashable]) -> list[int]:
 
 
 def _list_names(names: list[str]) -> str:
+    """Join the first 3 different names with commas, followed by the number of further names."""
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
 
 
-def _hash(content: Any) -> int:
-    """Compute 63 bits of a digest of JSON values."""
+def _hash_json(content: Any) -> int:
+    """Compute a 63-bit hash of JSON values."""
     text = json.dumps(content, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -44,14 +44,17 @@ _LAUNCHER = os.getppid()
 
 
 class Preempted(BaseException):
-    """A signal ends the run, which can be resumed.
+    """Raised to end the run after a signal; the run can be resumed.
 
-    Not an Exception, so that no handler on the way catches it.
+    It is not an `Exception`, so that no `except Exception` on the way catches it.
     """
 
 
 class _SignalState:
-    """The signals that this process has received; `listen_for_signals` resets it."""
+    """The signals that this process has received, and how far it is with ending the run.
+
+    `listen_for_signals` replaces the object at its begin and end.
+    """
 
     def __init__(self, grace: float = 0.0) -> None:
         self.grace = grace
@@ -70,7 +73,7 @@ class _SignalState:
         self.timer: threading.Timer | None = None
 
     def stop_timer(self) -> None:
-        """Cancel the end of the process after the grace period."""
+        """Cancel the timer that would end the process after the grace period."""
         if self.timer is not None:
             self.timer.cancel()
 
@@ -80,13 +83,15 @@ _state = _SignalState()
 
 @contextmanager
 def listen_for_signals(signals: Sequence[str], grace: float) -> Iterator[None]:
-    """Handle signals in the block, so that they end the run with `Preempted`.
+    """Handle `signals` within the block, so that they end the run by raising `Preempted`.
 
-    The first signal ends the run: outside of the loop at once, in the loop after a checkpoint, for
-    which there are `grace` seconds. A second signal, at least 2 s later, ends the process with the
-    exit code 128 + its number. If the launcher dies, that counts as SIGTERM. In a launched process
-    the signals are ignored after the block: the process ends, and a signal that the launcher sends
-    to all processes must not replace its exit code.
+    Outside of the training loop the first signal raises `Preempted` at once. In the loop the run
+    saves a checkpoint first, and the process is ended if that takes more than `grace` seconds. A
+    second signal, at least 2 s later, ends the process at once with exit code 128 + its number. If
+    the launcher dies, this process receives SIGTERM.
+
+    In a process that a launcher started, the signals are ignored after the block. Otherwise a
+    signal that the launcher sends to all processes could replace the exit code.
 
     Args:
         signals: names of signals, such as SIGTERM.
@@ -102,7 +107,7 @@ def listen_for_signals(signals: Sequence[str], grace: float) -> Iterator[None]:
         return
     handlers = {name: signal.signal(getattr(signal, name), _handle_signal) for name in signals}
     if "SIGTERM" in signals:
-        _follow_launcher()
+        _request_signal_at_launcher_exit()
     try:
         yield
     except BaseException as error:
@@ -123,16 +128,22 @@ def listen_for_signals(signals: Sequence[str], grace: float) -> Iterator[None]:
 
 
 def enter_loop() -> None:
-    """Let signals wait for `stop_requested`, from here to `leave_loop`."""
+    """Enter the training loop: until `leave_loop`, signals only take effect in `stop_requested`.
+
+    Raises:
+        Preempted: a signal has already arrived.
+    """
     _state.in_loop = True
     if _state.signal is not None:
         raise Preempted
 
 
 def stop_requested() -> bool:
-    """Check, once per step, if a signal asks the run to end now; the same on every rank.
+    """Return True, on all ranks after the same step, if a signal asks the run to stop.
 
-    Collective; every rank must call it equally often. Once True, it stays True.
+    Collective; every rank must call it once per step. With several ranks, the result is True from
+    the second call after the signal on, because the ranks exchange the request during a step. The
+    call also reports progress to the watchdog.
     """
     watchdog.report_progress()
     if ranks.world_size() > 1:
@@ -144,20 +155,23 @@ def stop_requested() -> bool:
 
 
 def is_stopping() -> bool:
-    """Return the result of the last `stop_requested`. Not collective."""
+    """Return the last result of `stop_requested`. Not collective."""
     return _state.is_agreed
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Return True if an action that happens every `every` steps is due after `step`.
+    """Return True if `step` is a multiple of `every` and the run is not about to stop.
 
-    Never due if `every` is None or if the run is about to stop.
+    False if `every` is None.
     """
     return every is not None and step % every == 0 and not is_stopping()
 
 
 def until_stop(values: Iterable[T]) -> Iterator[T]:
-    """Yield `values`, at least the first, until a signal ends the run. Collective at each value."""
+    """Yield `values` until a signal asks the run to stop, but at least the first one.
+
+    Collective: calls `stop_requested` after each value.
+    """
     for value in values:
         yield value
         if stop_requested():
@@ -165,10 +179,10 @@ def until_stop(values: Iterable[T]) -> Iterator[T]:
 
 
 def leave_loop(step: int) -> None:
-    """Leave the loop after the last checkpoint; end the run if a signal asked for it. Collective.
+    """Leave the training loop after the last checkpoint, or end the run after a signal. Collective.
 
     Args:
-        step: the last step; everything up to it is saved.
+        step: number of the last step. The checkpoint contains it.
 
     Raises:
         Preempted: a signal arrived.
@@ -188,11 +202,11 @@ def leave_loop(step: int) -> None:
 
 
 def choose_exit_code() -> int:
-    """Choose the exit code of a rank that leaves because of a signal.
+    """Report this rank's exit to the watchdog, and return the exit code after a signal.
 
     Returns:
-        75. If torch's agent sent the signal because another rank is gone: 1, so that the agent
-        restarts all ranks.
+        75. But 1, so that torch's agent restarts all ranks, if the agent sent the signal because
+        another rank is gone.
     """
     watchdog.report_exit(EXIT_CODE)
     if _may_restart() and watchdog.wait_for_verdict() == 1:
@@ -201,7 +215,10 @@ def choose_exit_code() -> int:
 
 
 def stop_launcher() -> None:
-    """End torch's agent if it would restart this rank; only once per machine and start."""
+    """End torch's agent with SIGTERM if it would restart this rank.
+
+    Only the first rank of a machine sends the signal, once per start of the ranks.
+    """
     if not _may_restart():
         return
     start_folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent
@@ -209,22 +226,23 @@ def stop_launcher() -> None:
         (start_folder / "told_to_end").touch(exist_ok=False)
     except FileExistsError:
         return
-    _write("no restart: ending the launcher")
+    _write_to_stderr("no restart: ending the launcher")
     os.kill(_LAUNCHER, signal.SIGTERM)
 
 
 def _may_restart() -> bool:
-    """Return True if torch's agent would restart this rank."""
+    """Return True if torch's agent still runs and would restart this rank."""
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     restarts, max_restarts = (int(os.environ.get(name, "0")) for name in names)
     return restarts < max_restarts and os.getppid() == _LAUNCHER
 
 
 def _start_agreement(wants_stop: bool) -> tuple[Callable[[], object], torch.Tensor]:
-    """Start an all-reduce that finds out if any rank wants to stop.
+    """Start an asynchronous all-reduce that tells all ranks if any rank wants to stop. Collective.
 
     Returns:
-        A function that waits for the result, and the tensor that then holds it.
+        A function that waits for the result; and the tensor [1] on the host that then holds it, 1
+        to stop.
     """
     device = _agreement_device()
     flag = torch.full((1,), int(wants_stop), dtype=torch.int32, device=device)
@@ -240,7 +258,7 @@ def _start_agreement(wants_stop: bool) -> tuple[Callable[[], object], torch.Tens
 
 
 def _agreement_device() -> torch.device:
-    """Return the accelerator if the process group has collectives on it, else the CPU."""
+    """Return the accelerator if its collectives do not run over gloo, otherwise the CPU."""
     kind = torch.accelerator.current_accelerator()
     backends = dist.get_backend_config(ranks.world_group()).split(",")
     usable = [] if kind is None else [b for b in backends if b.startswith(f"{kind.type}:")]
@@ -250,7 +268,10 @@ def _agreement_device() -> torch.device:
 
 
 def _finish_agreement() -> None:
-    """Read the result of the last agreement."""
+    """Wait for the last all-reduce of `_start_agreement`, and store its result in `_state`.
+
+    If the ranks now agree to stop, the grace period starts.
+    """
     if _state.pending is not None:
         wait, flag = _state.pending
         # The name `wait` lets the watchdog see that this rank waits.
@@ -262,6 +283,7 @@ def _finish_agreement() -> None:
 
 
 def _handle_signal(number: int, frame: object) -> None:
+    """Handle a signal: the handler that `listen_for_signals` installs."""
     if os.getpid() != _state.process:
         # A loader's worker, which inherited the handler. Its rank ends it, or the next signal.
         signal.signal(number, signal.SIG_DFL)
@@ -274,22 +296,30 @@ def _handle_signal(number: int, frame: object) -> None:
         is_from_agent = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
         is_repeated = time.monotonic() - _state.signal_time >= _REPEAT_SECONDS
         if is_repeated and not (_state.is_leaving and is_from_agent):
-            _write(f"{name} again: ending at once")
+            _write_to_stderr(f"{name} again: ending at once")
             _exit_at_once(number)
         return
     _state.signal, _state.signal_time = number, time.monotonic()
     if not _state.in_loop:
         _state.has_raised = True
         raise Preempted
-    _write(f"{name}: saving a checkpoint within {_state.grace:.0f} s; once more ends at once")
+    _write_to_stderr(
+        f"{name}: saving a checkpoint within {_state.grace:.0f} s; once more ends at once"
+    )
     _start_grace_timer(name)
 
 
 def _start_grace_timer(cause: str) -> None:
-    """End this process when the grace period is over."""
+    """Start a timer that ends this process when the grace period is over.
+
+    Args:
+        cause: the signal, for the message.
+    """
 
     def end() -> None:
-        _write(f"no checkpoint {_state.grace:.0f} s (checkpoint.grace_seconds) after {cause}")
+        _write_to_stderr(
+            f"no checkpoint {_state.grace:.0f} s (checkpoint.grace_seconds) after {cause}"
+        )
         _exit_at_once(_state.signal or signal.SIGTERM)
 
     _state.stop_timer()
@@ -299,19 +329,30 @@ def _start_grace_timer(cause: str) -> None:
 
 
 def _exit_at_once(number: int) -> NoReturn:
+    """End this process with exit code 128 + `number`, without cleaning up.
+
+    Ends a launcher that would restart the rank, and reports the exit to the watchdog.
+    """
     stop_launcher()
     watchdog.report_exit(128 + number)
     os._exit(128 + number)
 
 
-def _write(line: str) -> None:
+def _write_to_stderr(line: str) -> None:
+    """Write a line to stderr with the rank as prefix; safe in a signal handler."""
     # Not through sys.stderr, whose lock the interrupted code may hold.
     rank = os.environ.get("RANK", "0")
     os.write(2, f"[rank {rank}] {line}\n".encode())
 
 
-def _follow_launcher() -> None:
-    """Let the kernel send SIGTERM when the launcher ends, since a killed launcher cannot do so."""
+def _request_signal_at_launcher_exit() -> None:
+    """Let the kernel send SIGTERM to this process when its launcher dies. Linux only.
+
+    A launcher that is killed cannot send the signal itself.
+
+    Raises:
+        Preempted: the launcher is already gone.
+    """
     # A shell is not a launcher: a run in its background may outlive it.
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if sys.platform != "linux" or not is_launched:

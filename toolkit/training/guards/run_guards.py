@@ -19,7 +19,7 @@ _NANOSECONDS = 10**9
 
 @dataclass
 class Guards:
-    """All guards of a run, as `Metrics` calls them. A guard that is None is off."""
+    """Group the guards of a run, and call them for `Metrics`. A guard that is None is off."""
 
     bad_steps: BadSteps = field(default_factory=BadSteps)
     integrity: Integrity | None = None
@@ -33,18 +33,23 @@ class Guards:
         self._last_wait = 0.0 if self.data_wait_seconds is None else self.data_wait_seconds()
 
     def record(self, step: int, stats: Any) -> None:
-        """Record the `StepStats` of `step`, without waiting for the device."""
+        """Pass the statistics of `step` to the guards, without waiting for the device.
+
+        Args:
+            step: number of the step.
+            stats: its `StepStats`.
+        """
         self.bad_steps.record(step, stats)
         if self.integrity is not None:
             self.integrity.record(step)
 
     def compute_metrics(self, step: int, steps: int) -> dict[str, float]:
-        """Check the integrity of the state, and compute the metrics of data waits.
+        """Check the integrity of the state, and compute how long the ranks waited for data.
 
-        Collective, one small exchange; waits for the device.
+        Collective, with one small exchange; waits for the device.
 
         Args:
-            step: the last step.
+            step: number of the last step.
             steps: number of steps since the last call.
 
         Returns:
@@ -52,7 +57,7 @@ class Guards:
             step that a rank waited for data. Empty if waits are not measured.
 
         Raises:
-            TrainingError: bits of a rank's state, or its position in the data, are not as expected.
+            TrainingError: a rank's state has changed, or the ranks differ in what must be equal.
         """
         checksums = [] if self.integrity is None else self.integrity.compute_checksums()
         waits = []
@@ -73,10 +78,11 @@ class Guards:
     def check_before_save(self, step: int) -> None:
         """Raise a `TrainingError` if the state after `step` must not be saved.
 
-        Also adds the window of `spikes` to the state. Collective, waits for the device; reads all
-        bytes of this rank's shards twice.
+        That is the case if too many steps were skipped, values are NaN or infinite, or the
+        integrity check fails. Also writes the remembered values of `spikes` to `state.extra`.
+        Collective; waits for the device and reads all bytes of this rank's shards twice.
         """
-        self.bad_steps.read()
+        self.bad_steps.report_skipped()
         if self.integrity is not None:
             checksums = ranks.gather_integers(self.integrity.compute_checksums())
             self.integrity.compare_ranks(step, checksums)
@@ -91,10 +97,12 @@ def build_guards(
     """Build the guards of a run that starts from `state`.
 
     Args:
-        cfg: `train.skip_spikes`, `train.check_steps` and `train.max_bad_steps` configure them.
+        cfg: the config; `train.skip_spikes`, `train.check_steps` and `train.max_bad_steps`
+            configure the guards.
         data: describes the samples of a step, and measures waits for data.
-        state: model and optimizer, before the first step of this start.
-        moved: tensors that something else than the optimizer changes, such as biases of experts.
+        state: model and optimizer, before the first step after this start. Without `skip_spikes`,
+            the values of an earlier start are removed from its `extra`.
+        moved: parameters that change without the optimizer, such as biases of experts.
     """
     train, feed = cfg.train, data.feed
     spikes = None

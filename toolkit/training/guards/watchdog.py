@@ -35,11 +35,13 @@ _CONNECT_SECONDS = 60.0  # to reach rank 0's host
 
 
 class _Watch:
-    """The connection of this rank to its watcher.
+    """Connect this rank to its watcher process, and carry out the watcher's orders in a thread.
+
+    Creating it is collective.
 
     Args:
-        timeout: seconds without progress in steady steps.
-        folder: for the report of a hang.
+        timeout: seconds for which no rank may make progress during steps.
+        folder: folder for the report of a hang.
         is_busy: returns True while a checkpoint is written in the background.
     """
 
@@ -65,7 +67,11 @@ class _Watch:
         threading.Thread(target=self._follow_orders, name="watchdog", daemon=True).start()
 
     def _start_watcher(self, folder: Path) -> None:
-        """Start the watcher process with a connection to the judge. Collective."""
+        """Start the watcher process with a connection to the judge in rank 0's watcher. Collective.
+
+        Raises:
+            LaunchError: a rank cannot connect to rank 0's host.
+        """
         rank, one_host = ranks.rank(), len({*ranks.node_indices()}) == 1
         # The watcher of rank 0 contains the judge, and lives as long as any other watcher.
         self.has_judge = rank == 0
@@ -113,7 +119,10 @@ class _Watch:
         ranks.on_all(start)
 
     def report_progress(self) -> None:
-        """Share progress, activity and exit code with the watcher."""
+        """Increase the progress count, and write the rank's state to shared memory for the watcher.
+
+        The state is the count, the current timeout, the activity and the exit code.
+        """
         self.progress_count += 1
         is_steady = self.activity.startswith(watcher.IN_STEP)
         timeout = self.timeout * (1 if is_steady else _SLOW_FACTOR)
@@ -122,23 +131,21 @@ class _Watch:
         watcher.BEAT.pack_into(self.shared, 0, self.progress_count, timeout, self.exit_code, *texts)
 
     def _follow_orders(self) -> None:
-        """Carry out the orders of the watcher until it ends."""
+        """Carry out the watcher's orders until the watcher ends; then end this process, too."""
         for line in self.watcher.stdout or ():
             order = json.loads(line)
             if "leave" in order:
-                self._leave(**order)
+                self._end_process(**order)
             os.write(self.file.fileno(), _describe_collectives().encode())
         # Without its watcher this rank is not watched, so the judge ends the other ranks.
         if self.exit_code == watcher.RUNNING:
-            self._leave(1, 0.0, watcher.LOST_SECONDS)
+            self._end_process(1, 0.0, watcher.LOST_SECONDS)
 
-    def _leave(self, leave: int, grace: float, finish: float) -> None:
-        """End this process after a wait in which it may end by itself or finish a checkpoint.
+    def _end_process(self, leave: int, grace: float, finish: float) -> None:
+        """End this process with the exit code `leave`, or with its own if it has reported one.
 
-        Args:
-            leave: the exit code.
-            grace: seconds to wait for the process.
-            finish: seconds to wait for a checkpoint that is being written.
+        Before that, wait `grace` seconds, in which the process may end by itself, and up to
+        `finish` seconds while a checkpoint is written in the background.
         """
         self.verdict = leave
         self.has_verdict.set()
@@ -155,17 +162,17 @@ _watch: _Watch | None = None
 
 
 def start(timeout: float, folder: Path, is_busy: Callable[[], bool]) -> None:
-    """Start watching this rank, until `report_exit`. Collective.
+    """Start to watch this rank until `report_exit`. Collective.
 
-    Costs a process of about 10 MB per rank.
+    Costs one process of about 10 MB per rank. An earlier watch of this process ends.
 
     Args:
-        timeout: seconds for which all ranks may make no progress in steady steps; 0: do not watch.
-            At other times, ranks get 12 times as long, and reading or writing files counts as
-            progress.
-        folder: the report of a hang is written there.
-        is_busy: returns True while a checkpoint is written in the background. It gets time to be
-            completed before a rank ends.
+        timeout: seconds after which the run counts as hanging if no rank makes progress during
+            steps. Outside of steps the limit is 12 times as long, and file traffic counts as
+            progress. 0: do not watch, and set the timeout of collectives to one day.
+        folder: folder for the report of a hang.
+        is_busy: returns True while a checkpoint is written in the background; the checkpoint gets
+            time to be completed before a rank is ended.
 
     Raises:
         LaunchError: a rank cannot reach rank 0's host.
@@ -181,16 +188,17 @@ def start(timeout: float, folder: Path, is_busy: Callable[[], bool]) -> None:
 
 
 def report_progress() -> None:
-    """Report that this rank makes progress. Takes about two microseconds."""
+    """Tell the watchdog that this rank makes progress. Takes about two microseconds."""
     if _watch is not None:
         _watch.report_progress()
 
 
 def set_activity(activity: str) -> None:
-    """Report what this rank does from now on. In `step N`, the short timeout applies.
+    """Tell the watchdog what this rank does from now on; this counts as progress.
 
-    From the first step on, collectives on accelerators time out after twice the watchdog's
-    timeout. So the watchdog, which reports more than NCCL, acts before NCCL aborts.
+    During the activity `step N` the timeout is `timeout` seconds, otherwise 12 times as long. At
+    the first step, collectives on accelerators get a timeout of twice the watchdog's, at least 10
+    minutes. So the watchdog, which reports more than NCCL, acts before NCCL aborts.
     """
     if _watch is None:
         return
@@ -204,7 +212,7 @@ def set_activity(activity: str) -> None:
 
 @contextmanager
 def extend_timeout(activity: str) -> Iterator[None]:
-    """Extend the timeout 12-fold in the block, which does `activity`."""
+    """Set the activity within the block, whose timeout is 12 times longer; then restore it."""
     outer_activity = "" if _watch is None else _watch.activity
     set_activity(activity)
     try:
@@ -214,13 +222,14 @@ def extend_timeout(activity: str) -> Iterator[None]:
 
 
 def report_exit(code: int, reason: str = "") -> None:
-    """Report that this rank ends with an exit code.
+    """Tell the watchdog that this rank ends with an exit code. Only the first call has an effect.
 
-    A single process may continue with something else (a notebook); it is no longer watched.
+    In a run with one process, watching ends, because the program (a notebook) may continue.
+    Otherwise, if `code` is 0, rank 0's process waits here until its watcher ends.
 
     Args:
         code: the exit code.
-        reason: why it ends, if the rank has not printed it itself.
+        reason: the cause, which the watchdog prints; empty if the rank has printed it.
     """
     global _watch
     if (watch := _watch) is None or watch.exit_code != watcher.RUNNING:
@@ -235,10 +244,11 @@ def report_exit(code: int, reason: str = "") -> None:
 
 
 def wait_for_verdict() -> int | None:
-    """Wait until the watchdog has reported why the run ends.
+    """Wait up to 5 s for the watchdog's decision that the run ends, after another rank was lost.
 
     Returns:
-        The exit code for this rank, which is about to end; None if there was no report within 5 s.
+        The exit code that this rank should use; None without a decision, or if the rank is not
+        watched.
     """
     if _watch is not None:
         _watch.has_verdict.wait(_VERDICT_SECONDS)
@@ -247,7 +257,7 @@ def wait_for_verdict() -> int | None:
 
 
 def _describe_collectives() -> str:
-    """List the unfinished collectives of NCCL, from torch's flight recorder."""
+    """List up to 20 unfinished NCCL collectives from torch's flight recorder; "" without CUDA."""
     # Private in torch 2.x, and the only way to read it. Without it, torch's own dump remains.
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if dump is None or not torch.cuda.is_initialized():

@@ -57,11 +57,11 @@ _WAITS = re.compile(r"\bwait\(|\.item\(|\.tolist\(|\.cpu\(|synchronize\(")
 
 
 class Rank:
-    """The rank that this process watches.
+    """The process of a rank, as its watcher sees it: state in shared memory, stacks and orders.
 
     Args:
-        pid: its process.
-        number: its rank.
+        pid: process id of the rank, the parent of this process.
+        number: the rank.
     """
 
     def __init__(self, pid: int, number: int) -> None:
@@ -72,21 +72,28 @@ class Rank:
         self.stacks: dict[str, str] | None = None
 
     def is_alive(self) -> bool:
-        """Return True if the rank's process exists."""
+        """Return True while the rank's process exists."""
         return os.getppid() == self._pid
 
     def exit_code(self) -> int:
-        """Return the exit code of the rank: `RUNNING` before it ends, 1 if it is gone without."""
+        """Return the exit code that the rank has reported, or `RUNNING` (-1).
+
+        If the process is gone without a report, return 1.
+        """
         # First, because a rank may share its code just before it ends.
         is_alive = self.is_alive()
         shared_code = BEAT.unpack(self._shared[:])[2]
         return shared_code if is_alive or shared_code != RUNNING else 1
 
     def report_for_judge(self, seconds: float) -> State:
-        """Build the report for the judge.
+        """Build the report to the judge, and add to the rank's time without progress.
 
         Args:
             seconds: time since the last report.
+
+        Returns:
+            The rank's number and name, exit code (`code`, `why`, `gone`), activity (`doing`),
+            seconds without progress (`idle`) and their limit (`patience`), and `stacks` or None.
         """
         code = self.exit_code()
         count, patience, shared_code, *texts = BEAT.unpack(self._shared[:])
@@ -109,7 +116,10 @@ class Rank:
         }
 
     def dump_stacks(self) -> None:
-        """Let the rank write its stacks; keep them, with the position of its main thread."""
+        """Let the rank write its stacks; store them with its main thread's position in `stacks`.
+
+        Waits one second for the rank.
+        """
         self._send_order({"report": True})
         self._send_signal(DUMP_SIGNAL)
         time.sleep(1.0)
@@ -120,7 +130,14 @@ class Rank:
         self.stacks = {"at": position, "text": text}
 
     def leave(self, order: State) -> None:
-        """Order the rank to end, so that it can finish a checkpoint; kill it if it hangs."""
+        """Order the rank to end, wait until it is gone, and kill it if it hangs for 5 seconds.
+
+        The rank may take longer, for example to finish a checkpoint, as long as it reports
+        progress.
+
+        Args:
+            order: exit code and seconds to wait, see `Judge`.
+        """
         self._send_order(order)
         idle, count = 0.0, 0
         while self.is_alive() and idle < _RANK_TIMEOUT:
@@ -130,17 +147,20 @@ class Rank:
         self._send_signal(signal.SIGKILL)
 
     def _process_state(self) -> str:
+        """Return the state of the rank's process, such as `D (disk sleep)`, from /proc."""
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{self._pid}/status").read_text()
             return status.partition("State:")[2].splitlines()[0].strip()
         return "state unknown"
 
     def _send_order(self, order: State) -> None:
+        """Send an order to the rank as a line of JSON on stdout; do nothing if the rank is gone."""
         # The rank may be gone.
         with contextlib.suppress(OSError):
             os.write(1, json.dumps(order).encode() + b"\n")
 
     def _send_signal(self, number: int) -> None:
+        """Send a signal to the rank's process; do nothing if it is gone."""
         # The rank may have just ended.
         with contextlib.suppress(ProcessLookupError):
             if self.is_alive():
@@ -148,12 +168,15 @@ class Rank:
 
 
 class Judge:
-    """Receives the reports of all watchers, and decides when the run is over.
+    """Receive the reports of all watchers, and decide when and how the run ends.
+
+    Each report is answered with the current order: empty; `report`, to write the stacks; or `leave`
+    with the exit code, and the seconds `grace` to end and `finish` to complete a checkpoint.
 
     Args:
         listener: the socket to which watchers connect.
-        secret: a watcher must send it first.
-        folder: for the report of a hang.
+        secret: text that a watcher must send first.
+        folder: folder for the report of a hang.
     """
 
     def __init__(self, listener: socket.socket, secret: str, folder: Path) -> None:
@@ -165,13 +188,17 @@ class Judge:
         self._order = State()
 
     def accept(self) -> None:
-        """Accept connections forever; a thread serves each until its watcher leaves."""
+        """Accept connections forever, and serve each in a separate thread."""
         while True:
             link, _ = self._listener.accept()
             threading.Thread(target=self.serve, args=(link,), daemon=False).start()
 
     def serve(self, link: socket.socket) -> None:
-        """Receive the reports of a watcher that knows the secret, and answer with orders."""
+        """Receive the reports of one watcher, and answer each with the current order.
+
+        A connection that does not begin with the secret is closed. If a connection ends while its
+        rank runs, the rank counts as failed.
+        """
         state = State(code=0)
         with contextlib.suppress(OSError, ValueError), link, link.makefile("rb") as lines:
             fail_when_lost(link)
@@ -184,13 +211,13 @@ class Judge:
                 state = self._states[state["number"]] = json.loads(line)
                 if state["code"] > 0:
                     self._failed.setdefault(state["number"], state)
-                send(link, self._order)
+                send_message(link, self._order)
         if state["code"] == RUNNING:
             state |= {"code": 1, "gone": "its host is lost, or its watcher was killed"}
             self._failed.setdefault(state["number"], state)
 
     def judge(self) -> None:
-        """Wait until a rank fails or all ranks hang, and end the run."""
+        """Wait until a rank fails or all running ranks hang, then set the order to end the run."""
         while True:
             time.sleep(_TICK)
             running = [state for state in [*self._states.values()] if state["code"] == RUNNING]
@@ -203,11 +230,14 @@ class Judge:
                 return
 
     def _end_failed(self, failed: list[State]) -> None:
-        """Report the root cause, and end the run.
+        """Print the root cause of the failures, and set the order to end the run.
 
-        One rank's end makes others fail. So a rank that is gone, and could not report it, comes
-        before a rank with an error. A signal comes last, since the launcher may have sent it to all
-        ranks.
+        The end of one rank makes others fail. So a rank that is gone without a report is preferred
+        as the cause, and next a rank with an error. A rank that ended because of a signal comes
+        last, since the launcher may have sent the signal to all ranks.
+
+        Args:
+            failed: reports of the failed ranks in the order of arrival.
         """
         preempted = [state for state in failed if state["code"] == PREEMPTED_CODE]
         root = min(failed, key=lambda s: (s in preempted, not s["gone"], not s["why"]))
@@ -220,7 +250,11 @@ class Judge:
         self._order = {"leave": code, "grace": _GRACE[code], "finish": finish}
 
     def _end_hang(self, running: list[int]) -> None:
-        """Write the stacks of the ranks to a file, report which ranks wait, and end the run."""
+        """Collect and write the stacks of the ranks, print which ranks wait where, and end the run.
+
+        Args:
+            running: numbers of the ranks that run.
+        """
         self._order = {"report": True}
         for _ in range(int(2 * _RANK_TIMEOUT / _TICK)):
             time.sleep(_TICK)
@@ -249,15 +283,15 @@ class Judge:
 
 
 def group_by_stacks(states: list[State], key: str, label: str) -> dict[str, list[str]]:
-    """Group ranks with equal stacks.
+    """Group the ranks that have equal stacks.
 
     Args:
         states: reports of the ranks.
-        key: the entry of a rank's stacks to compare: `at` or `text`.
-        label: the entry of a report that names the rank: `number` or `name`.
+        key: what to compare: `at`, the position of the main thread, or `text`, all stacks.
+        label: how to name a rank in the result: `number` or `name`.
 
     Returns:
-        Value of the stacks -> labels of the ranks that have it.
+        Position or text of the stacks -> labels of the ranks that have it.
     """
     groups = defaultdict[str, list[str]](list)
     for state in states:
@@ -267,9 +301,11 @@ def group_by_stacks(states: list[State], key: str, label: str) -> dict[str, list
 
 
 def describe_position(stacks: str) -> str:
-    """Describe the position of the main thread; empty if there are no stacks.
+    """Describe whether the main thread waits, and in which line of code; "" without stacks.
 
-    faulthandler writes the main thread last, and its innermost frame first.
+    Args:
+        stacks: output of faulthandler, which writes the main thread last and its innermost frame
+            first.
     """
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', stacks.rpartition("hread 0x")[2])
     if not frames:
@@ -285,7 +321,7 @@ def describe_position(stacks: str) -> str:
 
 
 def count_io_bytes(pid: int) -> int:
-    """Count the bytes that a process and its children have read and written; 0 outside Linux."""
+    """Count the bytes that a process and its children have read and written; 0 outside of Linux."""
     total = 0
     # A process may end while it is read.
     with contextlib.suppress(OSError):
@@ -297,17 +333,17 @@ def count_io_bytes(pid: int) -> int:
 
 
 def print_line(line: str) -> None:
-    """Print a line to stderr in one write, so that lines of processes do not mix."""
+    """Print a line to stderr in one write, so that lines of different processes do not mix."""
     os.write(2, f"watchdog: {line}\n".encode())
 
 
-def send(link: socket.socket, message: State) -> None:
-    """Send a message as one line of JSON."""
+def send_message(link: socket.socket, message: State) -> None:
+    """Send a message over a socket as one line of JSON."""
     link.sendall(json.dumps(message).encode() + b"\n")
 
 
 def fail_when_lost(link: socket.socket) -> None:
-    """Let a connection fail if the other host's kernel is silent for 15 seconds."""
+    """Configure a socket to fail if the other host does not answer for 15 seconds."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT // 5)
@@ -316,12 +352,12 @@ def fail_when_lost(link: socket.socket) -> None:
 
 
 def watch(rank: Rank, link: socket.socket) -> None:
-    """Report to the judge and follow its orders, until the rank has ended or must leave."""
+    """Report a rank to the judge every 2 s, and follow the judge's orders, until the rank ends."""
     seconds, code = 0.0, RUNNING
     with link, link.makefile() as answers:
         while code != 0:
             state = rank.report_for_judge(seconds)
-            send(link, state)
+            send_message(link, state)
             order, code = json.loads(answers.readline()), state["code"]
             if "leave" in order:
                 rank.leave(order)
@@ -337,12 +373,12 @@ def watch(rank: Rank, link: socket.socket) -> None:
 
 
 def main(pid: int, number: int, folder: str, to_judge: int, listener: int | None = None) -> None:
-    """Watch a rank until it ends; in rank 0's watcher, also run the judge.
+    """Watch a rank until it ends; in the watcher of rank 0, also run the judge.
 
     Args:
-        pid: process of the rank.
-        number: its rank.
-        folder: for the report of a hang.
+        pid: process id of the rank.
+        number: the rank.
+        folder: folder for the report of a hang.
         to_judge: file descriptor of the connection to the judge.
         listener: file descriptor of the socket on which the judge listens; only for rank 0.
     """
