@@ -181,7 +181,7 @@ def _is_close(a: torch.Tensor, b: torch.Tensor, size: float) -> bool:
 
     A result with fewer than two dimensions (a loss, log-probabilities) is a difference of numbers
     of the magnitude `size`, so it is compared with their rounding error. A gradient is compared
-    with the rounding error of its own values.
+    with the rounding error of its values.
     """
     tolerance = 8 * torch.finfo(a.dtype).eps
     scale = a.float().norm() + (size * math.sqrt(a.numel()) if a.ndim < 2 else 0.0)

@@ -252,7 +252,7 @@ class PreferenceLoss:
         return LossSum(total, self.counts(batch), metrics, counts)
 
     def _answer_logps(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the log-probabilities of the answers, and without gradients those of their partners.
+        """Compute the log-probabilities of answers, and those of their partners without gradients.
 
         This always takes two forwards, even for an empty batch or a batch that was not split into
         halves, because all ranks must run the same number.

@@ -79,7 +79,7 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES)
 
     def _choose_action(self, step: int) -> ProfilerAction:
-        """Return what torch.profiler should do in `step`: nothing, warm up, record, or record and save."""
+        """Tell torch.profiler what to do in `step`: nothing, warm up, record, or also save."""
         if self.first <= step <= self.last:
             is_last = step == self.last
             return ProfilerAction.RECORD_AND_SAVE if is_last else ProfilerAction.RECORD
@@ -97,7 +97,7 @@ class StepProfiler:
         return self.first - 1 <= step <= self.last
 
     def end_step(self, step: int) -> bool:
-        """Tell the profiler that `step` has ended; return True if it was the last step to profile."""
+        """Pass the end of `step` to the profiler; return True if it was the last one to profile."""
         if self.is_open:
             self._profile.step()
             self._record_memory(step)

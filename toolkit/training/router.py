@@ -63,7 +63,7 @@ class Balance:
     """[layers]: the largest load of an expert divided by the mean load; 1 is even."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return the values as numbers under their names in `metrics.jsonl`. Waits for the device."""
+        """Return numbers under their names in `metrics.jsonl`. Waits for the device."""
         loads = {f"router_load/{i}": load for i, load in enumerate(self.loads.tolist())}
         aux = {} if self.aux is None else {"router_aux": float(self.aux)}
         return aux | {"router_load": max(loads.values())} | loads
@@ -300,7 +300,7 @@ class Router:
 
     @property
     def changes_training(self) -> bool:
-        """True if balancing changes the training by a loss or a bias; False if loads are only logged."""
+        """True if balancing uses a loss or a bias; False if loads are only logged."""
         return self.plan.loss is not None or bool(self.plan.biases)
 
     def start_step(self, tokens: torch.Tensor) -> None:
@@ -314,7 +314,10 @@ class Router:
 
     @contextlib.contextmanager
     def record_outputs(self, batch: Batch) -> Iterator[None]:
-        """Record the outputs of the routers in forwards within the block, if gradients are enabled."""
+        """Record the routers' outputs within the block, in forwards with gradients enabled.
+
+        Outputs of an earlier micro-batch are dropped first.
+        """
         self._is_real = batch.trained.real.flatten()
         self._is_recording = True
         for router, _ in self.plan.routers.values():
@@ -342,7 +345,7 @@ class Router:
         setattr(router, _RECORDED, (*earlier, answer))
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """Compute this rank's part of the auxiliary loss from the recorded outputs; count the loads.
+        """Compute this rank's part of the auxiliary loss from recorded outputs; count the loads.
 
         Collective if the plan has a loss.
 
@@ -387,12 +390,13 @@ class Router:
         return self.plan.coefficient * aux
 
     def _take_outputs(self) -> dict[str, tuple[_RouterOutput, ...]]:
-        """Remove and return the recorded outputs of routers that processed each token of the micro-batch.
+        """Remove the recorded outputs from the routers; return those of complete routers, by name.
 
-        Other routers, such as those of an image tower, are skipped.
+        A router is complete if it processed each token of the micro-batch. A router of an image
+        tower, for example, is not.
 
         Raises:
-            TrainingError: a router is skipped although balancing changes the training.
+            TrainingError: a router is not complete although balancing changes the training.
         """
         recorded = {n: vars(m).pop(_RECORDED, ()) for n, (m, _) in self.plan.routers.items()}
         recorded = {name: answers for name, answers in recorded.items() if answers}
@@ -412,7 +416,7 @@ class Router:
     def _count_load(
         self, answers: tuple[_RouterOutput, ...], is_real: torch.Tensor
     ) -> torch.Tensor:
-        """Count the real (not padding) tokens that a router sent to each expert: int64 [experts]."""
+        """Count the tokens without padding that a router sent to each expert: int64 [experts]."""
         load = torch.zeros(answers[0].experts, dtype=torch.int64, device=is_real.device)
         for answer in answers:
             chosen = answer.chosen
@@ -452,7 +456,7 @@ class Router:
 
 
 def _sum_probabilities(answers: tuple[_RouterOutput, ...], is_real: torch.Tensor) -> torch.Tensor:
-    """Sum each expert's probability over the real (not padding) tokens: float32 [experts]."""
+    """Sum each expert's probability over the tokens without padding: float32 [experts]."""
 
     def sum_of_probabilities(logits: torch.Tensor) -> torch.Tensor:
         return is_real.float() @ logits.flatten(0, -2).softmax(-1, dtype=torch.float32)

@@ -48,8 +48,8 @@ def start_metrics(
 ) -> Metrics:
     """Log the opening lines of a run, build its `Metrics`, and enter the training loop. Collective.
 
-    From here on, signals only take effect in `preemption.stop_requested`. A record of the start is
-    appended to `starts.jsonl`, and trackers and profiler are started.
+    Also records the start in `starts.jsonl`, and starts trackers and profiler. From here on,
+    signals only take effect in `preemption.stop_requested`.
 
     Args:
         cfg: the config of the run.
@@ -61,9 +61,6 @@ def start_metrics(
 
     Returns:
         The metrics, whose method `step` the loop calls after each step.
-
-    Raises:
-        TrainingError: `starts.jsonl` cannot be written, or a tracker does not start.
     """
     model, auto_line = sharded.model, sharded.auto_line
     router = build_router(sharded, cfg)

@@ -169,7 +169,7 @@ class Muon(_AdamWWithSpecialGroups):
 
 
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
-    """Compute the nearest orthogonal matrix roughly, by torch.optim.Muon's iteration in bfloat16."""
+    """Approximate the nearest orthogonal matrix, by torch.optim.Muon's iteration in bfloat16."""
     iterate = torch_private("optim._muon", "_zeropower_via_newtonschulz")
     return iterate(matrix, *_NEWTON_SCHULZ)
 

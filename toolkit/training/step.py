@@ -134,7 +134,7 @@ class Update:
                 yield batch
 
     def mean(self, loss: LossSum) -> torch.Tensor:
-        """Return a micro-batch's part of the loss, divided by the global count, to call backward on.
+        """Return a micro-batch's part of the loss of the global batch; call its `backward`.
 
         It includes the micro-batch's part of the routers' auxiliary loss, which is a collective.
 

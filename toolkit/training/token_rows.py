@@ -109,8 +109,8 @@ def _used_special_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
 def _find_frozen_embeddings(model: nn.Module) -> dict[str, Any]:
     """Return the input embedding and the output head, if they are frozen, by module name.
 
-    Quantised modules, and modules whose rows are split by sharding, are skipped. Tied modules are
-    included once.
+    Quantised modules and modules that are sharded by columns are skipped. Tied modules are included
+    once.
     """
     base: Any = base_of(model)
     ends: dict[str, Any] = {}

@@ -53,7 +53,7 @@ class Trackers:
         ranks.on_main(self._start_all)
 
     def _start_all(self) -> None:
-        """Start or resume each tracker, send the settings to new ones, and write `trackers.json`."""
+        """Start or resume the trackers, send settings to new ones, and write `trackers.json`."""
         file = self.folder / _FILE
         run_ids = _read_run_ids(file)
         for name in self.cfg.trackers():
@@ -167,5 +167,5 @@ def _read_run_ids(file: Path) -> dict[str, str]:
 
 
 def _tracker_metric_name(key: str) -> str:
-    """Return transformers' name for a metric: `eval/loss` for `eval_loss`, `train/loss` for `loss`."""
+    """Convert a name as transformers does: `eval_NAME` to `eval/NAME`, others to `train/NAME`."""
     return f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
