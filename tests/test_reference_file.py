@@ -211,12 +211,12 @@ def test_parts_survive_a_kill_and_damage_is_seen(tmp_path: Path) -> None:
     content[-1] ^= 1
     second.write_bytes(content)
     parts = files.read_parts(tmp_path)
-    assert [origin["n"] for origin, _ in parts.whole.values()] == [1, 3]
+    assert [origin["n"] for origin, _ in parts.intact.values()] == [1, 3]
     assert (parts.damaged, parts.highest) == ([second.name], 3)
     files.delete_parts(tmp_path)
     assert not folder.exists()
     files.delete_parts(tmp_path)
-    assert not files.read_parts(tmp_path).whole
+    assert not files.read_parts(tmp_path).intact
 
 
 def test_a_full_disk_is_named_with_file_and_size(tmp_path: Path) -> None:
@@ -271,11 +271,11 @@ def test_a_store_keeps_the_parts_until_the_file_is_committed(tmp_path: Path) -> 
     files.delete_parts(root)
     for number in (1, 2):
         files.write_part(root, number, ORIGIN, VALUES)
-    assert len(files.read_parts(root).whole) == 2
+    assert len(files.read_parts(root).intact) == 2
     path = parse_location(save(tiny_state(tmp_path, content), root, CFG))
     assert (path / files.FILE).read_bytes() == content
     assert files.FILE in commit.read_manifest(path)["files"]
-    assert not files.read_parts(root).whole
+    assert not files.read_parts(root).intact
     (path / files.FILE).write_bytes(content[:-1])
     assert find_newest(root) is None
 

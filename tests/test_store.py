@@ -180,7 +180,7 @@ def test_drivers_that_delete_lists_are_told_from_others():
         async def _rm(self, path, **_): ...
 
     drivers = (AbstractFileSystem(), bucket.Bucket(), Each(), Lists(), Bulk())
-    found = [object_store._deletes_lists(driver, ["a"]) for driver in drivers]
+    found = [object_store._can_delete_lists(driver, ["a"]) for driver in drivers]
     assert found == [False, False, False, True, True]
 
 

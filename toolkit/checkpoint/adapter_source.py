@@ -159,6 +159,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_string_list(value: Any) -> bool:
+    """Return True for a list that contains only strings."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 

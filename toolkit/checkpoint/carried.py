@@ -123,7 +123,11 @@ class Carried:
         *,
         omit: bool = False,
     ) -> "Carried":
-        """Find the carried tensors with `find_carried_tensors`; if `omit`, only their keys."""
+        """Find the carried tensors with `find_carried_tensors`.
+
+        With `omit`, only the keys are listed, for an export that leaves these tensors out; the
+        source model is then not needed.
+        """
         if omit:
             return cls({}, group_source_keys(model, assets.source or ()).carried, assets)
         return cls(find_carried_tensors(model, assets, folder), [], assets)

@@ -93,9 +93,12 @@ def estimate_disk_use(
         exports = max(1, len(present) + max_steps // every - last_step // every + at_end)
     folder = home = nearest_existing_folder(run)
     if on_disk:
-        folder, there = nearest_existing_folder(root), _bytes_in_use(root / CHECKPOINTS, ".bad-")
+        folder, there = (
+            nearest_existing_folder(root),
+            _sum_folder_bytes(root / CHECKPOINTS, ".bad-"),
+        )
     if folder.stat().st_dev == home.stat().st_dev:
-        there += _bytes_in_use(run / EXPORTS, ".old-")
+        there += _sum_folder_bytes(run / EXPORTS, ".old-")
     else:
         exports = 0  # on another disk; the checkpoints fill theirs first
     return DiskEstimate(
@@ -125,7 +128,7 @@ def check_disk_space(estimate: DiskEstimate, cfg: CheckpointConfig) -> None:
 def estimate_checkpoint_bytes(
     model: nn.Module, world_size: int, optim: OptimConfig = _ADAMW
 ) -> int:
-    """Estimate the bytes of a checkpoint: parameters, buffers, optimizer state and metadata."""
+    """Estimate the bytes of a checkpoint: model and optimizer tensors, assets, metadata."""
     tensors = model_tensors(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     chunks = len(tensors) + _MOMENTS * len(trained)
@@ -173,7 +176,7 @@ def estimate_export_bytes(model: nn.Module) -> int:
     return sum(t.numel() for t in tensors) * dtype.itemsize
 
 
-def _bytes_in_use(root: Path, aside: str) -> int:
-    """Sum the bytes of the folders in `root` whose names do not contain `aside`."""
+def _sum_folder_bytes(root: Path, aside: str) -> int:
+    """Sum the bytes of the folders in `root`, except those whose names contain `aside`."""
     folders = root.iterdir() if root.is_dir() else ()
     return sum(folder_bytes(folder) for folder in folders if aside not in folder.name)

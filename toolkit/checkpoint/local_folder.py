@@ -68,7 +68,7 @@ class LocalFolder:
         yield self.path
 
     def replace(self, content: str | bytes) -> None:
-        """Write this file atomically and fsync it."""
+        """Write this file atomically over an existing one, and fsync it."""
         replace_synced(self.path, content)
 
     def put(self, source: Path) -> None:
@@ -76,7 +76,10 @@ class LocalFolder:
         fsync_path(source)
 
     def check_usable(self, setting: str) -> None:
-        """Raise a ConfigError if this folder cannot be created or written to."""
+        """Raise a ConfigError if this folder cannot be created, or the user may not write to it.
+
+        `setting` names the setting that gave the folder, for the error.
+        """
         absolute = self.path.absolute()
         above = next(p for p in (absolute, *absolute.parents) if os.path.lexists(p))
         if not above.is_dir():
@@ -139,7 +142,11 @@ class LocalFolder:
         return target
 
     def quarantine(self) -> Path:
-        """Rename this damaged checkpoint to `step-N.bad-*`, which is never read; return it."""
+        """Rename this damaged checkpoint to `step-N.bad-*`, so that it is never read.
+
+        Returns:
+            The new path.
+        """
         bad = new_attempt_name(self.path, "bad")
         with raise_disk_errors(f"{self.path} cannot be quarantined"):
             os.rename(self.path, bad)

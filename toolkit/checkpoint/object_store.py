@@ -198,7 +198,7 @@ class RemotePath:
         """Delete all objects of this checkpoint, COMMIT first."""
         (self / COMMIT).unlink()
         names = list(self.files())
-        if _deletes_lists(self.fs, [f"{self.path}/{name}" for name in names]):
+        if _can_delete_lists(self.fs, [f"{self.path}/{name}" for name in names]):
             with (
                 contextlib.suppress(FileNotFoundError),  # another process deletes it, too
                 _driver_errors(f"{self} cannot be deleted", passed=FileNotFoundError),
@@ -232,11 +232,11 @@ class RemotePath:
             self.fs.get([f"{self.path}/{n}" for n in files], [str(folder / n) for n in files])
 
 
-def from_url(url: str) -> RemotePath:
-    """Parse a URL into a path on a store. Sends no request.
+def parse_store_url(url: str) -> RemotePath:
+    """Parse a URL into a path on an object store. Sends no request.
 
     Raises:
-        CheckpointError: the URL contains credentials, or its driver is not installed.
+        CheckpointError: the URL contains credentials, or its fsspec driver is not installed.
     """
     url = url.rstrip("/")
     parts = urllib.parse.urlsplit(url)
@@ -257,12 +257,12 @@ def from_url(url: str) -> RemotePath:
     return RemotePath(url, str(stripped).rstrip("/"), fs)
 
 
-def _deletes_lists(fs: Any, paths: list[str]) -> bool:
-    """Return True if the driver of `fs` can delete the list `paths` in few requests.
+def _can_delete_lists(fs: Any, paths: list[str]) -> bool:
+    """Return True if the fsspec driver `fs` can delete the list `paths` in few requests.
 
     The driver of S3 deletes 1,000 objects per request, the one of Google Cloud Storage 100. The
-    default implementation in fsspec sends one request per object. Drivers treat `*`, `?` and `[` in
-    a list as patterns, so such a list is not deleted at once.
+    default implementation in fsspec sends one request per object. Drivers treat `*`, `?` and `[` as
+    patterns, so the answer is False if a path contains one of them.
     """
     from fsspec import AbstractFileSystem
     from fsspec.asyn import AsyncFileSystem

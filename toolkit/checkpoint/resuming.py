@@ -18,11 +18,11 @@ from toolkit.checkpoint.state import (
     TrainState,
     allocate_optimizer_state,
     check_model_tensors,
+    get_required_entry,
     load_optimizer_state,
     optimizer_tensors,
     raise_bad_state,
     read_state,
-    required_part,
     restore_rng,
     restore_schedule,
     rng_device,
@@ -98,7 +98,7 @@ def find_resumable(
             return
         check_same_model(model, saved)
         if position is not None:
-            content = required_part(read_state(saved), "data", saved)
+            content = get_required_entry(read_state(saved), "data", saved)
             with raise_bad_state(saved):
                 position.load_state_dict(content)
 
@@ -252,7 +252,7 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
             moments = allocate_optimizer_state(state, table.tensors, content, checkpoint)
         for name in ("scheduler", "data"):
             if getattr(state, name) is not None:
-                required_part(content, name, checkpoint)
+                get_required_entry(content, name, checkpoint)
         return content, moments
 
     content, moments = ranks.on_all(check)

@@ -170,7 +170,7 @@ def checkpoint_root(cfg: Any) -> Any:
 
 
 def default_export_path(folder: Path) -> Path:
-    """Return the default path for the export of a run: `RUN-hf`, next to the run."""
+    """Return the default path for the export of the run `folder`: `folder` with `-hf` appended."""
     return Path(f"{folder if folder.name not in ('', '..') else folder.resolve()}-hf")
 
 
@@ -208,7 +208,8 @@ def resolve_recorded_path(place: Path, written: Any, other: str) -> Path:
     """Resolve the relative path `other` in a recorded config to a path that exists today.
 
     Recorded paths are relative to the folder that the run was started in, which is not recorded.
-    It follows from another path of the config whose location is known.
+    It follows from another path of the config whose location is known. For example, if the config
+    has `out/run`, which is `/data/out/run` today, `other` is looked for in `/data`.
 
     Args:
         place: the current location of the path `written`.

@@ -383,7 +383,8 @@ def _sum_local_parts(tensors: Tensors) -> dict[str, tuple[int, int, int]]:
     """Compute checksums of the tensor parts that this rank writes, on the tensors' device.
 
     Returns:
-        Name -> (bytes of the part, checksum of its bytes, its share of the full tensor's row sum).
+        Name -> (bytes of the part, checksum of these bytes, share of the full tensor's checksum).
+        The shares of all ranks add up to the row sum in the manifest.
     """
     parts = {name: tensors[name] for name in names_to_write(tensors)}
     return {n: (local_tensor(t).nbytes, *part_sums(t).tolist()) for n, t in parts.items()}

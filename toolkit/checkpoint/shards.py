@@ -292,6 +292,7 @@ def _disable_crc32() -> None:
 
 
 def _completed_future(value: Any) -> "Future[Any]":
+    """Return a torch future that already holds `value`."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future

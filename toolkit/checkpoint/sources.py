@@ -390,6 +390,7 @@ def _find_assets(hf_assets: str | Path | None, saved_assets: Path) -> Path:
 
 
 def _has_config(folder: Path) -> bool:
+    """Return True if `folder` contains a config.json."""
     return (folder / "config.json").is_file()
 
 

@@ -124,7 +124,7 @@ def raise_bad_state(checkpoint: Folder) -> Iterator[None]:
         ) from error
 
 
-def required_part(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[str, Any]:
+def get_required_entry(saved: dict[str, Any], name: str, checkpoint: Folder) -> dict[str, Any]:
     """Return the entry `name` of state.json, which this run needs to resume.
 
     Args:
@@ -185,7 +185,7 @@ def allocate_optimizer_state(
     """
     if state.optimizer is None:
         return {}
-    before = required_part(saved, "optimizer", checkpoint)
+    before = get_required_entry(saved, "optimizer", checkpoint)
     kind = type(state.optimizer).__name__
     if before["class"] != kind:
         raise CheckpointError(
@@ -367,4 +367,5 @@ def restore_rng(folder: Folder, rank: int) -> None:
 
 
 def _rng_file_name(rank: int) -> str:
+    """Return the name of the file with a rank's random state."""
     return f"rank-{rank:05d}.safetensors"

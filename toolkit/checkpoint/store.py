@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from toolkit.checkpoint.local_folder import LocalFolder
 from toolkit.checkpoint.names import Attempt
-from toolkit.checkpoint.object_store import RemotePath, from_url
+from toolkit.checkpoint.object_store import RemotePath, parse_store_url
 from toolkit.errors import CheckpointError
 from toolkit.parsing import parse_json
 
@@ -118,7 +118,7 @@ def parse_location(path: str | Folder) -> Folder:
     """
     if not isinstance(path, str):
         return path
-    return from_url(path) if is_url(path) else Path(_FILE_URL.sub("", path, count=1))
+    return parse_store_url(path) if is_url(path) else Path(_FILE_URL.sub("", path, count=1))
 
 
 def folder_bytes(folder: Folder) -> int:

@@ -127,12 +127,15 @@ def format_summary(summary: dict[str, Any]) -> str:
     lines += [*format_table(rows, right=set()), ""]
     head = ["tensor", "tensors", "shape", "dtype", "bytes", "chunks"]
     return "\n".join(
-        [*lines, *format_table([head, *_tensor_rows(summary["tensors"])], right={1, 4})]
+        [*lines, *format_table([head, *_format_tensor_rows(summary["tensors"])], right={1, 4})]
     )
 
 
 def _list_checkpoints(run: Path) -> list[dict[str, Any]]:
-    """Describe each checkpoint folder of a run: name, step, bytes, and True if it is valid."""
+    """Describe each checkpoint folder of a run: `folder`, `step`, `committed` and `bytes`.
+
+    `committed` is True only for the valid checkpoint of a step.
+    """
     attempts = list_attempts(run)
     valid = latest_attempts(attempts).values()
     return [
@@ -159,7 +162,7 @@ def _describe_tensor(name: str, entry: Any) -> dict[str, Any]:
     }
 
 
-def _tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
+def _format_tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
     """Format table rows for tensors; those whose names differ only in numbers share a row."""
     facts = [(str(t["shape"]), t["dtype"], str(t["chunks"])) for t in tensors]
     rows = []

@@ -136,9 +136,9 @@ def _check_names_and_shapes(
 
 
 def map_frozen_keys(adapted: nn.Module) -> dict[str, str]:
-    """Map additional keys that an adapter file may have to names of frozen parameters of `adapted`.
+    """Map the keys of frozen parameters that an adapter file may also contain to their names.
 
-    PEFT also saves the matrix of an embedding if it is adapted or its vocabulary was resized.
+    PEFT saves the frozen matrix of an embedding if it is adapted or its vocabulary was resized.
     """
     trained = adapter_file_keys(adapted)
     every = adapter_file_keys(adapted, embeddings=True)
@@ -149,8 +149,8 @@ def load_adapter(model: nn.Module, cfg: FinetuneConfig) -> list[str]:
     """Load the adapter of `lora.from` into a sharded model and prove its values. Collective.
 
     See [Note: two readers]. The base and the initial values of the adapters must be loaded already.
-    Rank 0 holds the adapter twice in memory. The name of the adapter is recorded in the model's
-    assets, for later checkpoints and exports.
+    Rank 0 holds the adapter twice in memory. The entry that describes the adapter is set in the
+    model's assets, for the manifests of later checkpoints and exports.
 
     Returns:
         Log lines.
@@ -234,13 +234,14 @@ def _read_adapter(
 
 @contextlib.contextmanager
 def _drop_frozen(folder: Path, entries: dict[str, Any], frozen: Tensors) -> Iterator[Path]:
-    """Yield a temporary copy of a PEFT folder without frozen matrices; a context manager.
+    """Yield a copy of a PEFT folder without frozen matrices; use it as a context manager.
 
-    PEFT could not load these matrices into a base on meta. Without any, `folder` itself is used.
+    PEFT could not load these matrices into a base on meta. If there are none, `folder` itself is
+    yielded.
 
     Args:
         folder: the PEFT folder.
-        entries: key -> place in the file, of the tensors to copy.
+        entries: key -> file, offset, dtype and shape of the tensors to copy.
         frozen: name -> value of the frozen matrices.
     """
     if not frozen:

@@ -118,11 +118,19 @@ def _prepare_model(
     without_carried: bool,
     origin: dict[str, Any],
 ) -> _ExportInputs:
-    """Plan the export of a full model, and add its carried tensors to `origin`.
+    """Plan the export of a full model, and print which tensors are copied from the source.
 
-    For the arguments see `consolidate`; `override` is the dtype of all floating tensors, and None
-    keeps that of the source. `limit` is the largest size of a file in bytes. Prints the names of
-    carried tensors.
+    Args:
+        source: the checkpoint.
+        hf_assets: as for `consolidate`.
+        override: dtype of all floating tensors; None keeps that of the source.
+        limit: largest size of a weight file in bytes.
+        without_carried: as for `consolidate`.
+        origin: the export manifest's entry on the source, to which carried tensors are added.
+
+    Returns:
+        The plan, the tensors of the checkpoint, and two functions: one reads the values of a group,
+        the other returns the checksum of a saved tensor.
     """
     model = build_model_from_assets(source.hf)
     tensors = SavedTensors(source, model.state_dict())

@@ -147,7 +147,7 @@ def export_step(model: nn.Module, run_dir: str | Path, step: int, *, may_fail: b
 def has_export(run_dir: str | Path, step: int) -> bool:
     """Return True on every rank if the run has an export of `step`. Collective.
 
-    A start renames the exports of steps that it trains again, so these do not count.
+    Exports of steps that a restart trains again have been renamed, so they do not count.
     """
     return ranks.on_main((Path(run_dir) / EXPORTS / step_name(step)).exists)
 
@@ -236,7 +236,9 @@ def _sum_tensors(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torc
 
     def sums() -> list[int]:
         shares = [
-            part_sums(_cast(tensors[name], dtype))[1] if name in chosen else torch.tensor(0)
+            part_sums(_cast_as_on_cpu(tensors[name], dtype))[1]
+            if name in chosen
+            else torch.tensor(0)
             for name, dtype in pairs
         ]
         return [int(share) for share in shares]
@@ -252,8 +254,8 @@ def _sum_tensors(tensors: Tensors, request: _SumRequest) -> dict[tuple[str, torc
     return dict(zip(pairs, totals, strict=True))
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast `tensor` to `dtype`; NaNs get the bits that a cast on the CPU gives them."""
+def _cast_as_on_cpu(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast `tensor` to `dtype`, with the NaN bits that a cast on the CPU would give."""
     if tensor.dtype == dtype:
         return tensor
     cast = tensor.detach().to(dtype)

@@ -129,7 +129,7 @@ class CopiesAreViews(TorchDispatchMode):
 
 
 def parse_options(dtype: str, max_shard_size: str | int) -> tuple[torch.dtype | None, int]:
-    """Parse the dtype and the size limit of weight files.
+    """Parse the dtype of an export and the size limit of its weight files.
 
     Args:
         dtype: one of `DTYPE_CHOICES`.
@@ -263,16 +263,19 @@ def _rename_to_source_keys(model: PreTrainedModel, groups: list[ExportGroup]) ->
 def _match_converted_outputs(
     model: PreTrainedModel, groups: list[ExportGroup], names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Map outputs of converted groups that are not keys of the source to keys of the source.
+    """Map outputs of converted groups (fused experts) to the keys that the source uses for them.
 
-    transformers may load several spellings of a key (`layers` and `blocks` in kimi_k25), and writes
-    one. Outputs and source keys that load into one parameter by one pattern are paired in natural
-    order, in which the loader merges them.
+    transformers may load several spellings of a key (`layers` and `blocks` in kimi_k25), but writes
+    only one. Outputs and source keys that belong to one parameter and one pattern of transformers'
+    conversion are paired in natural order, in which the loader merges them.
 
     Args:
         model: the model.
         groups: the groups of the export.
         names: output -> its name so far, for all groups.
+
+    Returns:
+        Output -> key in the source, only for outputs whose names the source does not have.
     """
     source = assets_of(model).source
     if source is None:
@@ -296,9 +299,9 @@ def _match_converted_outputs(
 def _group_keys_by_converter(
     model: PreTrainedModel, keys: Iterable[str]
 ) -> dict[tuple[str, str], list[str]]:
-    """Map (parameter, converter pattern) to the keys that load through them, in natural order.
+    """Group keys by the (parameter, conversion pattern) through which transformers loads them.
 
-    Keys that no converter matches are skipped.
+    Keys that need no conversion are skipped. Each list is in natural order.
     """
     slots: dict[tuple[str, str], list[str]] = {}
     for key, target, pattern in map_source_keys(model, keys):
@@ -308,7 +311,7 @@ def _group_keys_by_converter(
 
 
 def _natural_sort_key(key: str) -> list[tuple[str, int]]:
-    """Build a sort key by which `experts.2` and `expert_2` come before `experts.10`."""
+    """Build a sort key that orders numbers by value: `experts.2` comes before `experts.10`."""
     parts = [re.fullmatch(r"(.*?)(\d*)", part) for part in key.split(".")]
     return [(part[1], int(part[2] or -1)) for part in parts if part]
 
