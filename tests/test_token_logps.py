@@ -79,7 +79,9 @@ def test_values_and_gradients_are_those_of_all_logits(kind, head, small_chunks, 
 def kernels(monkeypatch) -> set[str]:
     """Compute as on devices that have kernels, of plain operations; returns those that were run."""
     ran: set[str] = set()
-    functions = {name: getattr(loss_kernel, name) for name in ("logps_only", "logps_and_gradient")}
+    functions = {
+        name: getattr(loss_kernel, name) for name in ("compute_target_logps", "logps_and_gradient")
+    }
     for name, function in functions.items():
 
         def note(*tensors, name=name, function=function, **options):
@@ -105,7 +107,7 @@ def test_in_one_kernel_values_and_gradients_are_the_same(kind, head, small_chunk
     assert kernels == {"logps_and_gradient"}
     with torch.no_grad():
         torch.testing.assert_close(token_logps(model, as_batch(batch)), found.detach())
-    assert kernels == {"logps_and_gradient", "logps_only"}
+    assert kernels == {"logps_and_gradient", "compute_target_logps"}
 
 
 @pytest.mark.slow

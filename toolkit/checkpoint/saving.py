@@ -121,7 +121,7 @@ def save(
                     f"{blocked:.3f} s"
                 )
 
-        background.start(f"the checkpoint of step {state.step}", write_behind)
+        background.start_task(f"the checkpoint of step {state.step}", write_behind)
         return path
     return ""
 

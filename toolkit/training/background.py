@@ -14,14 +14,14 @@ from toolkit.training.guards import watchdog
 _current: tuple[str, Future[object]] | None = None
 
 
-def start(name: str, work: Callable[[], object]) -> None:
+def start_task(name: str, work: Callable[[], object]) -> None:
     """Run `work` in a background thread; wait for the previous task first, and raise its error.
 
     Only one task runs at a time.
 
     Args:
         name: description of the task, for messages and as the name of the thread.
-        work: the function to run. `wait` or the next `start` raises its error.
+        work: the function to run. If it fails, `wait` or the next `start_task` raises its error.
     """
     global _current
     wait()
@@ -32,7 +32,7 @@ def start(name: str, work: Callable[[], object]) -> None:
 
 
 def is_pending() -> bool:
-    """Return True from the start of a task until `wait` has returned or raised its result."""
+    """Return True if a task was started and `wait` has not returned or raised its result yet."""
     return _current is not None
 
 
@@ -47,8 +47,8 @@ def wait(seconds: float | None = None) -> None:
     The error is raised once. Returns at once if there is no task.
 
     Args:
-        seconds: longest time to wait. Later, the function returns while the task still runs, and
-            the task stays pending. None: no limit.
+        seconds: longest time to wait. If the task still runs then, the function returns, and the
+            task stays pending. None: no limit.
     """
     global _current
     if _current is None:

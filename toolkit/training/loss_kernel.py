@@ -70,7 +70,7 @@ def target_logps(
 
     See `cross_entropy` for the arguments.
     """
-    return _run_compiled(logps_only, (scale, cap), logits, targets)
+    return _run_compiled(compute_target_logps, (scale, cap), logits, targets)
 
 
 @target_logps.register_fake
@@ -115,7 +115,7 @@ def _run_compiled(function: Callable[..., Any], rule: tuple, *tensors: torch.Ten
     """Call `function(*tensors, rule=rule)` compiled, or uncompiled if that failed on this device.
 
     Args:
-        function: one of `loss_and_gradient`, `logps_only` and `logps_and_gradient`.
+        function: one of `loss_and_gradient`, `compute_target_logps` and `logps_and_gradient`.
         rule: the numbers that are constants of the kernel: scale, soft cap or None, and so on.
         tensors: tensors of [rows, ...]; one kernel serves any number of rows.
     """
@@ -215,7 +215,7 @@ def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, rule: _Rule) 
     return loss, torch.where(valid[:, None], grad * scale, 0.0).to(logits.dtype)
 
 
-def logps_only(
+def compute_target_logps(
     logits: torch.Tensor, targets: torch.Tensor, rule: tuple[float, float | None]
 ) -> torch.Tensor:
     """Compute the result of `target_logps`, in operations that compile to one kernel."""

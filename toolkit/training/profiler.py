@@ -88,9 +88,8 @@ class StepProfiler:
     def is_active(self, step: int) -> bool:
         """Return True if the profiler warms up or traces in `step`, which makes the step slower.
 
-        Call it at the end of `step`. At the end of the steps before warm-up, before the traced
-        steps and of the last one, it waits for the device, so that the work of a step is recorded
-        in that step.
+        Call it at the end of `step`. If the profiler starts to warm up, starts to trace or stops
+        after this step, the call waits for the device, so that work is recorded in its own step.
         """
         if step in (self.first - 2, self.first - 1, self.last) and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
@@ -244,10 +243,10 @@ def measure_parts(events: list[Event]) -> dict[str, float]:
     # In order of precedence: each part gets only the time that earlier parts do not cover.
     for name in order:
         covered = _merge_spans([*covered, *_clip_spans(work[name], window)])
-        durations[name.removesuffix(" of the host")] += _total_length(covered) - covered_length
-        covered_length = _total_length(covered)
+        durations[name.removesuffix(" of the host")] += _sum_span_lengths(covered) - covered_length
+        covered_length = _sum_span_lengths(covered)
     durations[IDLE] = window[1] - window[0] - covered_length
-    communication = _total_length(_merge_spans(_clip_spans(work[COMMUNICATION], window)))
+    communication = _sum_span_lengths(_merge_spans(_clip_spans(work[COMMUNICATION], window)))
     durations[HIDDEN] = communication - durations[COMMUNICATION]
     return {name: microseconds / 1e6 for name, microseconds in durations.items()}
 
@@ -260,8 +259,8 @@ def has_kernels(events: list[Event]) -> bool:
 def _iterate_work(events: list[Event], thread: Any) -> Iterable[tuple[Event, float]]:
     """Yield each event that computes or communicates, with the time when the host launched it.
 
-    Without device kernels, these are the host's operations and collectives, which are their own
-    launch.
+    If the trace has no device kernels, these events are the host's operations and collectives, and
+    the time is that of the event itself.
 
     Args:
         events: the events of a trace.
@@ -322,6 +321,6 @@ def _merge_spans(spans: list[Span]) -> list[Span]:
     return merged
 
 
-def _total_length(spans: list[Span]) -> float:
+def _sum_span_lengths(spans: list[Span]) -> float:
     """Sum the lengths of (begin, end) spans."""
     return sum(end - begin for begin, end in spans)

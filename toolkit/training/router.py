@@ -126,7 +126,7 @@ def plan_router(model: nn.Module, cfg: RunConfig) -> RouterPlan | None:
         loss = None
     if loss == "pooled":
         _check_equal_expert_counts(routers)
-    line = "router     " + _format_loss(train, loss, coefficient, wants_loss, missing)
+    line = "router     " + _format_auxiliary_loss(train, loss, coefficient, wants_loss, missing)
     if biases:
         change = f"changes by {rate:g} after each step" if rate else "stays unchanged"
         line += f"; the bias of experts {change} (train.router_bias_update_rate)"
@@ -188,7 +188,7 @@ def _explain_missing_logits(
     return ""
 
 
-def _format_loss(
+def _format_auxiliary_loss(
     train: TrainConfig, loss: str | None, coefficient: float, wants_loss: bool, missing: str
 ) -> str:
     """Format the part of the log line that describes the auxiliary loss, or why there is none.
@@ -217,8 +217,10 @@ def _find_biases(
 ) -> dict[str, torch.Tensor]:
     """Find the biases that are added to routers' scores only to choose experts.
 
+    A bias belongs to the first router in the innermost module that contains both.
+
     Returns:
-        Name of a router -> its bias. The router is one in the innermost module that contains both.
+        Name of a router -> its bias.
     """
     biases: dict[str, torch.Tensor] = {}
     for name, tensor in [*base.named_buffers(), *base.named_parameters()]:
@@ -293,7 +295,7 @@ class Router:
         # router, each compiled layer would get its own graph. The Dynamo setting lets the hook
         # record nothing during recomputation, as intended; without it, compilation would break at
         # the hook.
-        hooks = {index: partial(self._record, index) for _, index in plan.routers.values()}
+        hooks = {index: partial(self._record_output, index) for _, index in plan.routers.values()}
         for router, index in plan.routers.values():
             router.register_forward_hook(hooks[index])
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
@@ -327,7 +329,7 @@ class Router:
         finally:
             self._is_recording = False
 
-    def _record(self, index: int, router: nn.Module, _: Any, output: Any) -> None:
+    def _record_output(self, index: int, router: nn.Module, _: Any, output: Any) -> None:
         """Forward hook: append a router's output to the attribute `_RECORDED` of its module."""
         # Without gradients the loss only tries the model, or the forward is an evaluation.
         if not self._is_recording or not torch.is_grad_enabled():

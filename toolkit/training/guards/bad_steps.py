@@ -97,7 +97,7 @@ class BadSteps:
             )
             cause = self._describe_cause(step, bool(bad_here), spike_text if spike else "")
             if self._consecutive > self.max_consecutive:
-                self._end_run(step, cause)
+                self._raise_too_many_skipped(step, cause)
             ranks.log_once(f"WARNING: step {step} is skipped: {cause}")
 
     def check_values(self, step: int) -> None:
@@ -137,7 +137,7 @@ class BadSteps:
         listing = f"; samples: {', '.join(names[:_MAX_LISTED_SAMPLES])}{more}" if names else ""
         return (spike_text or f"{source} is NaN or infinite") + listing
 
-    def _end_run(self, step: int, cause: str) -> None:
+    def _raise_too_many_skipped(self, step: int, cause: str) -> None:
         """Raise the `TrainingError` for too many skipped steps, of which `step` is the last."""
         steps = f"step {step}"
         if self.max_consecutive:

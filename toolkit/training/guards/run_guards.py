@@ -57,7 +57,8 @@ class Guards:
             step that a rank waited for data. Empty if waits are not measured.
 
         Raises:
-            TrainingError: a rank's state has changed, or the ranks differ in what must be equal.
+            TrainingError: a rank's state has changed between steps, or values that must be equal on
+                all ranks differ.
         """
         checksums = [] if self.integrity is None else self.integrity.compute_checksums()
         waits = []
@@ -100,8 +101,8 @@ def build_guards(
         cfg: the config; `train.skip_spikes`, `train.check_steps` and `train.max_bad_steps`
             configure the guards.
         data: describes the samples of a step, and measures waits for data.
-        state: model and optimizer, before the first step after this start. Without `skip_spikes`,
-            the values of an earlier start are removed from its `extra`.
+        state: model and optimizer, before the first step. If `skip_spikes` is off, losses and norms
+            that an earlier start stored for it are removed from `extra`.
         moved: parameters that change without the optimizer, such as biases of experts.
     """
     train, feed = cfg.train, data.feed

@@ -223,13 +223,13 @@ class Judge:
             running = [state for state in [*self._states.values()] if state["code"] == RUNNING]
             if self._failed:
                 time.sleep(_COLLECT_SECONDS if running else 0.0)
-                self._end_failed([*self._failed.values()])
+                self._end_after_failure([*self._failed.values()])
                 return
             if running and all(state["idle"] > state["patience"] for state in running):
-                self._end_hang(sorted(state["number"] for state in running))
+                self._end_after_hang(sorted(state["number"] for state in running))
                 return
 
-    def _end_failed(self, failed: list[State]) -> None:
+    def _end_after_failure(self, failed: list[State]) -> None:
         """Print the root cause of the failures, and set the order to end the run.
 
         The end of one rank makes others fail. So a rank that is gone without a report is preferred
@@ -249,7 +249,7 @@ class Judge:
         finish = LOST_SECONDS if root["gone"] else _FINISH_SECONDS
         self._order = {"leave": code, "grace": _GRACE[code], "finish": finish}
 
-    def _end_hang(self, running: list[int]) -> None:
+    def _end_after_hang(self, running: list[int]) -> None:
         """Collect and write the stacks of the ranks, print which ranks wait where, and end the run.
 
         Args:
