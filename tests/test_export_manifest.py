@@ -117,7 +117,7 @@ def test_files_are_compared_by_xxh3_and_pushed_by_sha256(folder, monkeypatch):
     export_manifest.write(folder, described, {})
     files = export_manifest.read(folder)["files"]
     with Findings(folder, "export") as findings:
-        assert findings.hash_files(folder, files) == {}
+        assert findings.find_damaged_files(folder, files) == {}
         for kept in (10**7, 0):  # in memory, and by their path
             monkeypatch.setattr(local, "_MAX_BYTES_IN_MEMORY", kept)
             monkeypatch.setattr(local, "verify_export", lambda *_: findings.report)
@@ -127,6 +127,6 @@ def test_files_are_compared_by_xxh3_and_pushed_by_sha256(folder, monkeypatch):
         changed = bytearray(raws[name])
         changed[-1] ^= 1
         (folder / name).write_bytes(changed)
-        assert findings.hash_files(folder, files) == {name: "has other bytes than were saved"}
+        assert findings.find_damaged_files(folder, files) == {name: "has other bytes than were saved"}
         with pytest.raises(ExportError, match="changed after it was verified"):
             local.read_export(folder, "org/name", None)

@@ -516,7 +516,8 @@ def shard_on_meta(start: RunStart) -> str:
 def check_disk(start: RunStart) -> str:
     """Raise if the disk is too small for the run's files; log and return the estimate.
 
-    Collective. Returns "" if the number of ranks is unknown, or if the adapters are not on the model yet.
+    Collective. Returns "" if the number of ranks is unknown, or if the adapters are not on the
+    model yet.
     """
     cfg, model, world_size = start.cfg, start.model, start.world_size
     if world_size is None or (cfg.adapters and not has_adapters(model)):

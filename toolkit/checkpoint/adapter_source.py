@@ -94,7 +94,7 @@ def _merge_adapter_settings(lora: LoraConfig, source: AdapterSource) -> LoraConf
         ConfigError: the user has set one of them to another value.
     """
     theirs = parse_adapter_settings(source.config, source.name)
-    for name, value in lora.requested().items():
+    for name, value in lora.requested_structure().items():
         if name == "target_modules" and normalise_value(value) == ALL_LINEAR:
             continue  # the model decides which modules those are
         if normalise_value(value) != normalise_value(theirs[name]):

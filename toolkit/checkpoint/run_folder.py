@@ -349,7 +349,7 @@ def apply_recorded_adapter(cfg: Any, recorded: Any) -> Any:
     structure = {name: getattr(recorded.lora, name) for name in STRUCTURE}
     contradictions = {
         name: value
-        for name, value in lora.requested().items()
+        for name, value in lora.requested_structure().items()
         if normalise_value(value) not in (normalise_value(structure[name]), ALL_LINEAR)
     }
     return dataclasses.replace(cfg, lora=lora.with_structure(structure | contradictions))

@@ -31,8 +31,8 @@ class Kind:
     """Dotted settings that its config class has and refuses, because they would have no effect."""
 
     @property
-    def start(self) -> str:
-        """Command that starts a run of this kind, for messages."""
+    def start_command(self) -> str:
+        """The command that starts a run of this kind, as text for messages."""
         script = f"recipes/{self.name}.py"
         return f"`toolkit {self.command}` or {script}" if self.command else script
 
@@ -124,7 +124,7 @@ def check_kind(config: type[RunConfig], content: Mapping[str, Any], source: str)
     kind = find_shipped_kind(name) or Kind(name, "", name, RunConfig)
     raise ConfigError(
         f"expected a config of {expected.title}, got one of {kind.title} (kind: {name}, {source}); "
-        f"start it with {kind.start}"
+        f"start it with {kind.start_command}"
     )
 
 

@@ -74,7 +74,9 @@ class LoraConfig:
             raise ConfigError("lora.from is an empty text; name an adapter, or remove the setting")
         if self.revision is not None and self.from_ is None:
             raise ConfigError("lora.revision has no effect without lora.from; remove it")
-        changed = [n for n in self.changed() if n not in _SOURCE_FIELDS and not self.is_used]
+        changed = [
+            n for n in self.non_default_fields() if n not in _SOURCE_FIELDS and not self.is_used
+        ]
         if changed:
             names = ", ".join(f"lora.{setting_name(name)}" for name in changed)
             raise ConfigError(f"{names} has no effect without lora.r; set that, such as to 16")
@@ -84,17 +86,17 @@ class LoraConfig:
         """True if adapters are trained, either new ones or those of lora.from."""
         return self.r > 0 or self.from_ is not None
 
-    def changed(self) -> dict[str, Any]:
+    def non_default_fields(self) -> dict[str, Any]:
         """Map each field that differs from its default to its value; skip empty containers."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         return {n: v for n, v in values.items() if v != defaults[n] and v not in ([], {})}
 
-    def requested(self) -> dict[str, Any]:
+    def requested_structure(self) -> dict[str, Any]:
         """Map each setting in `STRUCTURE` (rank, targets, ...) that the user set to its value."""
         # A rank of 0 means that the user set none.
         explicit = self.explicit - {"r"} if self.r == 0 else self.explicit
-        names = [n for n in STRUCTURE if n in explicit or n in self.changed()]
+        names = [n for n in STRUCTURE if n in explicit or n in self.non_default_fields()]
         return {name: getattr(self, name) for name in names}
 
     def with_structure(self, structure: dict[str, Any]) -> "LoraConfig":
@@ -107,7 +109,7 @@ class LoraConfig:
             The copy. Its `explicit` contains `all-linear` if the user requested it, because a later
             check needs the model to compare that with the adapter's modules.
         """
-        wants_all = normalise_value(self.requested().get("target_modules")) == ALL_LINEAR
+        wants_all = normalise_value(self.requested_structure().get("target_modules")) == ALL_LINEAR
         wants_all |= ALL_LINEAR in self.explicit  # set by an earlier call
         adopted = dataclasses.replace(self, **structure)
         object.__setattr__(adopted, "explicit", frozenset({ALL_LINEAR} if wants_all else ()))

@@ -132,14 +132,14 @@ class Converter(Keys):
             self.note(", ".join(empty), "empty there, so omitted")
         if self.objective:
             take_preference(self, self.objective, is_named=self.is_named)
-        self.model()
-        self.memory()
-        self.sharding()
-        self.data()
-        self.optimisation()
-        self.intervals()
-        self.adapters()
-        self.outputs()
+        self.convert_model()
+        self.convert_memory()
+        self.convert_sharding()
+        self.convert_data()
+        self.convert_optimisation()
+        self.convert_intervals()
+        self.convert_adapters()
+        self.convert_outputs()
         for key, value in list(self.unconverted.items()):
             self.convert_by_name(key, value)
         model = str(self.settings.get("model.name_or_path", ""))
@@ -178,7 +178,7 @@ class Converter(Keys):
 
     # ---- Model
 
-    def model(self) -> None:
+    def convert_model(self) -> None:
         """Convert dtypes, attention and kernels of the model."""
         key, dtype = self.take("torch_dtype", "dtype")
         if dtype in ("float16", "fp16", "half"):
@@ -220,7 +220,7 @@ class Converter(Keys):
 
     # ---- Memory and sharding
 
-    def memory(self) -> None:
+    def convert_memory(self) -> None:
         """Convert activation checkpointing and offloading."""
         recomputed = "sharding.activation_checkpointing"
         key, value = self.take("gradient_checkpointing")
@@ -244,7 +244,7 @@ class Converter(Keys):
             reason = "no DeepSpeed here: FSDP2 shards as ZeRO-3 does (section sharding)"
             self.note(key, f"{reason}; offload: sharding.cpu_offload: true", value)
 
-    def mesh(self) -> None:
+    def convert_mesh(self) -> None:
         """Convert axolotl's degrees of parallelism."""
         for name in ("dp_replicate", "dp_shard"):
             key, size = self.take(f"{name}_size")
@@ -255,9 +255,9 @@ class Converter(Keys):
                 reason = f"{kind} parallelism is not supported; its ranks become data-parallel ones"
                 self.note(key, f"{reason}, so the global batch is {size} times as large", size)
 
-    def sharding(self) -> None:
+    def convert_sharding(self) -> None:
         """Convert the settings of FSDP."""
-        self.mesh()
+        self.convert_mesh()
         words = self.take("fsdp")[1] or []
         for word in words if isinstance(words, list) else str(words).replace(",", " ").split():
             if word == "offload":
@@ -299,7 +299,7 @@ class Converter(Keys):
 
     # ---- Data
 
-    def data(self) -> None:
+    def convert_data(self) -> None:
         """Convert packing, supervision, chat template, data sets and evaluation split."""
         strategy = self.take("packing_strategy")[1]
         key, packed = self.take("sample_packing", "packing", "multipack_real_batches")
@@ -312,7 +312,7 @@ class Converter(Keys):
         if key:
             self.settings["data.too_long"] = "error" if value == "raise" else value
         if not self.objective:
-            self.supervision()
+            self.convert_supervision()
         jinja = self.take("chat_template_jinja")[1]
         key, value = self.take("chat_template", "chat_template_path")
         if value in (None, "jinja") and jinja:
@@ -330,7 +330,7 @@ class Converter(Keys):
             reason = "a number of rows there; data.eval_split is a share, such as 0.01"
             self.note(key, reason, value)
 
-    def supervision(self) -> None:
+    def convert_supervision(self) -> None:
         """Convert the settings that decide which tokens are supervised."""
         if self.take("train_on_inputs", "train_on_input")[1]:
             self.settings["data.supervise"] = "all"
@@ -353,7 +353,7 @@ class Converter(Keys):
 
     # ---- Optimiser and schedule
 
-    def optimisation(self) -> None:
+    def convert_optimisation(self) -> None:
         """Convert optimizer, schedule and router loss."""
         key, value = self.take("optimizer", "optim")
         if key:
@@ -383,7 +383,7 @@ class Converter(Keys):
             more["min_lr_rate"] = least
         if more:
             self.settings["optim.lr_scheduler_kwargs"] = more
-        self.warmup(self.take("warmup_steps")[1], self.take("warmup_ratio")[1])
+        self.convert_warmup(self.take("warmup_steps")[1], self.take("warmup_ratio")[1])
         key, value = self.take("router_aux_loss_coef")
         if value:
             reason = "it is config.json's; train.router_aux_loss says whether it is added"
@@ -391,7 +391,7 @@ class Converter(Keys):
         elif key:
             self.settings["train.router_aux_loss"] = "none"
 
-    def warmup(self, steps: Any, ratio: Any) -> None:
+    def convert_warmup(self, steps: Any, ratio: Any) -> None:
         """Convert the warm-up, given as steps or as a share."""
         warmup = steps if steps or ratio is None else ratio
         if steps and ratio is not None:
@@ -410,7 +410,7 @@ class Converter(Keys):
         elif warmup is not None:
             self.settings["optim.warmup_steps"] = warmup
 
-    def intervals(self) -> None:
+    def convert_intervals(self) -> None:
         """Convert when the run evaluates, saves and logs, and which checkpoints it keeps."""
         key, strategy = self.take("eval_strategy", "evaluation_strategy")
         if strategy in ("no", False):
@@ -451,7 +451,7 @@ class Converter(Keys):
 
     # ---- Adapters
 
-    def adapters(self) -> None:
+    def convert_adapters(self) -> None:
         """Convert the settings of adapters and of a quantised base."""
         kind = self.take("adapter")[1]
         self.take("use_peft")
@@ -480,7 +480,7 @@ class Converter(Keys):
             if not {"lora_r", "r", "lora_rank"} & {*self.unconverted}:
                 self.settings["lora.r"] = 8
                 self.note("lora_r", "none is given; 8 is set")
-            self.targets()
+            self.convert_targets()
         double = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant")
         key, value = self.take(*double)
         if key and four_bits:
@@ -520,7 +520,7 @@ class Converter(Keys):
         for key, value in self.take_all(structure).items():
             self.note(key, "taken from the adapter that lora.from continues", value)
 
-    def targets(self) -> None:
+    def convert_targets(self) -> None:
         """Convert the modules that adapters are added to."""
         linear = self.take("lora_target_linear")[1]
         key, modules = self.take("lora_target_modules", "target_modules")
@@ -538,7 +538,7 @@ class Converter(Keys):
 
     # ---- Outputs
 
-    def outputs(self) -> None:
+    def convert_outputs(self) -> None:
         """Convert trackers and the Hub repository."""
         names = self.take("report_to")[1] or []
         supported = typing.get_args(Tracker)

@@ -44,7 +44,7 @@ def render_card(manifest: Facts, repo_id: str, digest: str, config: Facts | None
     """Render the model card (README.md) of an export.
 
     Args:
-        manifest: of the export. `origin.run` has the facts of the run, if they are known.
+        manifest: the export's manifest. Its `origin.run` has the facts of the run, if known.
         repo_id: ORG/NAME.
         digest: sha256 of the manifest's file.
         config: config.json of a full model; None for an adapter.
@@ -96,7 +96,7 @@ def render_card(manifest: Facts, repo_id: str, digest: str, config: Facts | None
 
 
 def is_unedited(card: str) -> bool:
-    """Return True if a model card is unchanged since `render`, so that a push may replace it."""
+    """Return True if a model card is as `render_card` wrote it, so a push may replace it."""
     lines = card.replace("\r\n", "\n").rstrip("\n").rsplit("\n", 1)
     mark = _MARK.fullmatch(lines[-1])
     above = lines[0] + "\n" if len(lines) == 2 else ""
@@ -112,16 +112,16 @@ def _make_front_matter(
     task: str,
     settings: Facts,
 ) -> ModelCardData:
-    """Make the front matter.
+    """Make the YAML metadata at the top of the model card.
 
     Args:
         base: facts of the base model.
         data: facts of the training data.
-        metrics: last values of the run's metrics.
-        name: of the model.
-        relation: of an adapter, merged or not, to its base; None without adapters.
+        metrics: metric -> its last value in the run.
+        name: name of the model.
+        relation: `adapter`, `finetune` (an adapter merged into its base), or None without adapters.
         task: the Hub's name of the model's task.
-        settings: of the run; `preference.loss_type` marks preference tuning.
+        settings: dotted setting -> value; `preference.loss_type` marks preference tuning.
     """
     objective = settings.get("preference.loss_type")
     kind = "preference-tuning" if objective else "text-generation"
@@ -169,16 +169,16 @@ def _make_front_matter(
 
 
 def _missing_base_entries(base: Facts) -> list[str]:
-    """List the entries of the front matter that are unknown because the base is a local folder."""
+    """List the metadata entries (base_model, license) that a local base model leaves unknown."""
     if not base.get("name") or base.get("hub_id") or base.get("init") == "random":
         return []
     return ["base_model", *([] if base.get("license") else ["license"])]
 
 
 def _list_continued_adapters(entry: Any) -> list[Facts]:
-    """List the adapters that this one continues, newest first.
+    """List the earlier adapters in the manifest entry `continued`, newest first.
 
-    The entry may have been written by anybody, so its length is bounded.
+    The entry may have been written by anybody, so the length of the list is bounded.
     """
     stages: list[Facts] = []
     while isinstance(entry, dict) and len(stages) < _MAX_STAGES:
@@ -196,7 +196,7 @@ def _objective_tags(loss_type: str | None) -> list[str]:
 
 
 def _describe_changes(facts: Facts) -> list[str]:
-    """Describe the earlier values of settings that changed during the run, a line each."""
+    """Describe each setting that changed during the run with its earlier values, one line each."""
     return [
         f"`{_escape_cell(name)}` was "
         + ", ".join(f"{_escape_cell(value)} up to step {step:,}" for value, step in before)

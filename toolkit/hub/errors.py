@@ -37,10 +37,12 @@ class NoRevisionError(HubError):
 
 @contextlib.contextmanager
 def translated_errors(api: HfApi, repo_id: str, action: str) -> Iterator[None]:
-    """Turn any error of the client into a `HubError` in plain words, without secrets.
+    """Raise any error inside the context as a `HubError` in plain words, without secrets.
+
+    Also sets the timeout of the Hub client's requests.
 
     Args:
-        api: the client.
+        api: the Hub's client.
         repo_id: ORG/NAME.
         action: what is being done, such as "making the commit"; begins the message.
     """
@@ -56,7 +58,7 @@ def translated_errors(api: HfApi, repo_id: str, action: str) -> Iterator[None]:
 
 
 def _translate(error: Exception, api: HfApi, repo_id: str, action: str) -> HubError:
-    """Make the `HubError` that describes an error of the client."""
+    """Build the `HubError` that describes an error of the Hub's client."""
     expected = (
         OfflineModeIsEnabled,
         HTTPError,

@@ -39,9 +39,9 @@ def read_export(folder: Path, repo_id: str, token: str | None) -> LocalExport:
     Reads the folder twice.
 
     Args:
-        folder: of the export.
+        folder: folder of the export.
         repo_id: ORG/NAME, for the card.
-        token: of the Hub; no file may contain it.
+        token: token of the Hub, which no file may contain; None if there is none.
 
     Raises:
         ExportError: the folder is no export, does not verify, holds a token or a link, or names the
@@ -111,7 +111,11 @@ def _read_card(folder: Path) -> str:
 
 
 def _make_card(folder: Path, manifest: dict[str, Any], repo_id: str, is_adapter: bool) -> str:
-    """Write a model card from the facts of the run in the manifest."""
+    """Render a model card from the facts of the run in the manifest.
+
+    Raises:
+        ExportError: the facts are malformed.
+    """
     config = None if is_adapter else read_model_config(folder)
     digest = hashlib.sha256((folder / export_manifest.FILE).read_bytes()).hexdigest()
     try:
@@ -124,7 +128,7 @@ def _make_card(folder: Path, manifest: dict[str, Any], repo_id: str, is_adapter:
 
 
 def _hash_content(content: Path | bytes) -> dict[str, Any]:
-    """Compute the size, the sha256 and the XXH3-128 of a file or of bytes in one read."""
+    """Return the `size`, `sha256` and `xxh3` (XXH3-128) of a file or of bytes, read once."""
     hashers: dict[str, Any] = {"sha256": hashlib.sha256(), "xxh3": xxhash.xxh3_128()}
     size = 0
     with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as file:

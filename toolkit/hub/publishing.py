@@ -23,13 +23,15 @@ def check(
 ) -> None:
     """Check before training that the run can be published at its end. Collective.
 
+    Does nothing without `push_to_hub`, except that the repository's name is checked if `create` is
+    False.
+
     Args:
-        cfg: settings of the Hub; without `push_to_hub` only the name may be checked.
+        cfg: settings of the Hub.
         say: prints a line.
         adapted: base model of the adapters that the run trains; None without adapters.
         create: create the repository if it is missing, because nothing else proves that the token
-            may create it. If False, the Hub is only queried, and the name is checked even if the
-            run does not push.
+            may create it. If False, the Hub is only queried.
 
     Raises:
         HubError: as `push` raises it, or the base model of the adapters is a local path.
@@ -50,10 +52,11 @@ def check(
 
 
 def publish(run_dir: Path, cfg: HubConfig, say: Say = print) -> str | None:
-    """Export the run's newest checkpoint and push it. Collective.
+    """Export the run's newest checkpoint on rank 0 and push it to the Hub. Collective.
 
-    An export that the run wrote at this step is used if it holds the checkpoint's weights. If not,
-    the export is written to `RUN-hf`, or to `RUN-hf-step-N` if the former holds another one.
+    An export that the run wrote at this step is used if it holds the checkpoint's weights.
+    Otherwise the checkpoint is exported to `RUN-hf`, or to `RUN-hf-step-N` if `RUN-hf` holds
+    another checkpoint.
 
     Returns:
         The commit's URL; None if `cfg` does not request a push.
@@ -86,7 +89,10 @@ def _publish(run_dir: Path, cfg: HubConfig, say: Say) -> str:
 
 
 def choose_export_folder(checkpoint: Path, run_dir: Path) -> Path:
-    """Choose the folder of a checkpoint's export: one that already holds it, or a free name."""
+    """Choose the folder for a checkpoint's export: one that holds it already, or a new path.
+
+    An export that the run wrote during training is verified first.
+    """
     live = run_dir / EXPORTS / checkpoint.name
     output = default_export_path(run_dir)
     if live.exists() and verify_export(checkpoint, live).ok:

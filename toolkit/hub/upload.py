@@ -56,7 +56,7 @@ _RETRY_SECONDS = (5.0, 60.0, 300.0)
 
 @dataclass(frozen=True)
 class Preview:
-    """The changes that a push would make; sizes in bytes by file name."""
+    """The changes that a push would make: files to send, to keep and to delete, and notes."""
 
     send: dict[str, int]
     same: dict[str, int]  # already in the repository
@@ -75,12 +75,12 @@ def push(
 ) -> str:
     """Publish an export as one commit. See [Note: never half].
 
-    The export is verified and hashed first, which reads it twice. Afterwards it is compared with
-    the Hub's list of files. Only files that loaders read and that the export does not have are
-    deleted. If the repository holds this export already, no commit is made.
+    The export is verified and hashed first, which reads it twice. Then it is compared with the
+    repository. Files there that model loaders would read but the export does not have are deleted;
+    other files stay. If the repository holds this export already, no commit is made.
 
     Args:
-        folder: as `toolkit consolidate` wrote it. Without a README.md a model card is made.
+        folder: an export of `toolkit consolidate`. If it has no README.md, a model card is made.
         repo_id: ORG/NAME; the repository is created if it is missing.
         revision: a branch, created if it is missing; None: main.
         private: create a private repository, and refuse a public one.
@@ -102,7 +102,10 @@ def push(
 def preview(
     folder: str | Path, repo_id: str, *, revision: str | None = None, private: bool = True
 ) -> Preview:
-    """Compute what `push` would do, and raise as it does. Sends nothing, and works offline."""
+    """Compute the changes that `push` would make, without sending anything.
+
+    Works offline too: if the repository cannot be read, a note says so. Raises as `push` does.
+    """
     token = get_token()
     notes = []
     state = None
@@ -124,7 +127,7 @@ def preview(
     if state is None:
         return Preview(sizes, {}, [], card, notes)
     repo.check_visibility(state)
-    send, delete = state.difference(export)
+    send, delete = state.find_changes(export)
     if state.keeps_card(export):
         notes.append(f"{CARD} of the repository was edited there and would be kept")
         del sizes[CARD]
@@ -135,14 +138,17 @@ def preview(
 def check_access(
     repo_id: str, *, private: bool = True, say: Say = print, create: bool = True
 ) -> None:
-    """Check that the Hub accepts a later `push`, and create the repository if it is missing.
+    """Check that the token may push to a repository, and create it if it is missing.
 
     Args:
         repo_id: ORG/NAME.
-        private: as of `push`.
+        private: create a private repository, and refuse a public one.
         say: prints a line.
-        create: create the repository if it is missing. If False, only check, in one try, that the
-            owner of the token may create it.
+        create: create a missing repository, and retry temporary failures. If False, only check
+            once that the owner of the token may create it.
+
+    Raises:
+        HubError: the token may not write, or the repository is public and `private` is True.
     """
     with _open_repository(repo_id, private, None, say) as repo:
         if create:
@@ -162,7 +168,7 @@ def check_name(repo_id: str) -> None:
 
 
 def _retry(action: str, attempt: Callable[[], T], say: Say) -> T:
-    """Call `attempt`, and repeat it after a temporary failure.
+    """Call `attempt` and return its result; repeat it after a temporary failure, with waits.
 
     The client repeats transfers itself, but neither the commit nor the requests around it.
 
@@ -170,6 +176,9 @@ def _retry(action: str, attempt: Callable[[], T], say: Say) -> T:
         action: what is being done, for messages.
         attempt: the call.
         say: prints a line before each wait.
+
+    Raises:
+        HubError: all attempts failed, or the failure is not temporary.
     """
     waits = iter(_RETRY_SECONDS)
     while True:
@@ -187,7 +196,7 @@ def _retry(action: str, attempt: Callable[[], T], say: Say) -> T:
 
 @dataclass(frozen=True)
 class _Revision:
-    """The content of a revision of the repository when it was read."""
+    """A snapshot of a branch on the Hub: its commit, its files, and who wrote its card."""
 
     head: str
     private: bool
@@ -195,11 +204,18 @@ class _Revision:
     card_is_ours: bool  # README.md is missing, or unchanged since an earlier push
 
     def keeps_card(self, export: LocalExport) -> bool:
-        """Return True if the repository's card was edited there, and the folder has none."""
+        """Return True if the repository's card was edited there and the folder has none.
+
+        A push keeps that card.
+        """
         return not self.card_is_ours and not export.has_own_card
 
-    def difference(self, export: LocalExport) -> tuple[list[str], list[str]]:
-        """Find the files to send and the files to delete, by name."""
+    def find_changes(self, export: LocalExport) -> tuple[list[str], list[str]]:
+        """Compare the snapshot with an export.
+
+        Returns:
+            Names of the files to send, and names of the files to delete.
+        """
         send = [name for name in export.entries if not self._holds(name, export)]
         loaded = [n for n in self.files if _LOADED_FILES.fullmatch(n) or n in ASSET_FILES]
         stale = [n for n in loaded if n not in export.entries]
@@ -220,7 +236,7 @@ class _Revision:
 
 @dataclass
 class _Repository:
-    """One revision of a repository on the Hub, accessed through the Hub's client."""
+    """One branch of a repository on the Hub, accessed through the Hub's client."""
 
     api: HfApi
     repo_id: str
@@ -229,11 +245,11 @@ class _Repository:
     say: Say
 
     def request(self, action: str) -> contextlib.AbstractContextManager[None]:
-        """Translate the errors of a request; see `translated_errors`."""
+        """Return a context that turns errors of a request into a `HubError`."""
         return translated_errors(self.api, self.repo_id, action)
 
     def read(self, main: bool = False) -> _Revision:
-        """Read the content of the revision, or of main."""
+        """Read a snapshot of the branch, or of main if `main` is True; may download the card."""
         revision = None if main else self.revision
         with self.request(f"reading {self.repo_id}"):
             options: Any = {
@@ -251,7 +267,10 @@ class _Repository:
             return _Revision(str(info.sha), bool(info.private), files, ours)
 
     def open_main(self) -> _Revision:
-        """Read the content of main; create the repository if it is missing."""
+        """Read a snapshot of main; create the repository if it is missing.
+
+        Raises HubError if its visibility is not as requested.
+        """
         try:
             state = self.read(main=True)
         except NoRepositoryError:
@@ -304,7 +323,11 @@ class _Repository:
             self.api.auth_check(self.repo_id, write=True)
 
     def publish(self, export: LocalExport) -> str:
-        """Make the commit, or find that it exists already; return its URL. May be repeated."""
+        """Commit the export if the branch differs from it; return the commit's URL.
+
+        Creates the repository and the branch if they are missing, and checks the result. The call
+        may be repeated after a failure.
+        """
         state = self.open_main()
         if not self.private and state.private:
             self.say(
@@ -314,7 +337,7 @@ class _Repository:
             with self.request(f"creating branch {self.revision}"):
                 self.api.create_branch(self.repo_id, branch=self.revision, exist_ok=True)
             state = self.read()
-        send, delete = state.difference(export)
+        send, delete = state.find_changes(export)
         where = f"{self.repo_id} ({self.revision or 'main'})"
         if not send and not delete:
             self.say(f"nothing to do: {where} holds this export, all sizes and hashes agree")
@@ -327,7 +350,7 @@ class _Repository:
         self.say(f"sending {len(send)} files, {total:,} bytes; deleting {len(delete)}")
         url = self._commit(export, state.head, send, delete)
         state = self.read()
-        if wrong := [name for names in state.difference(export) for name in names]:
+        if wrong := [name for names in state.find_changes(export) for name in names]:
             if not url.endswith(state.head):
                 raise TemporaryHubError("the Hub does not list the commit yet")
             raise HubError(
@@ -377,14 +400,17 @@ def _open_repository(
     *,
     token: str | bool | None = None,
 ) -> Iterator[_Repository]:
-    """Open a repository, and keep secrets out of the client's log records meanwhile.
+    """Open a repository on the Hub, and scrub secrets from all log records inside the context.
 
     Args:
         repo_id: ORG/NAME.
-        private: as of `push`.
+        private: create a private repository, and refuse a public one.
         revision: a branch; None: main.
         say: prints a line.
-        token: of the Hub; None: the one of this machine, which must exist.
+        token: token of the Hub; None: the one of this machine; False: no token.
+
+    Raises:
+        HubError: the name is invalid, `revision` is a commit, or there is no token.
     """
     check_name(repo_id)
     if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):

@@ -14,7 +14,7 @@ _WINDOWS = 25
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps: logged, smoothed, or from evaluations. None is a gap."""
+    """One line of a panel: values over steps; a value of None is a gap."""
 
     name: str
     kind: Literal["logged", "smoothed", "evaluation"]
@@ -25,7 +25,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share axes."""
+    """One plot of the report: curves that share their axes."""
 
     key: str
     title: str
@@ -40,13 +40,13 @@ class Panel:
 
     @property
     def is_share(self) -> bool:
-        """True if the values are shares between 0 and 1."""
+        """True if the values are fractions between 0 and 1, such as an accuracy."""
         return self.key.rpartition("_")[2] == "accuracy"
 
     def share_range(self) -> tuple[float, float]:
-        """Compute the limits of the vertical axis of shares.
+        """Compute the (lower, upper) limits of the vertical axis of a panel of fractions.
 
-        The upper limit is 100 %; the range is wide enough to show a constant value.
+        The upper limit is 1. The lower limit is at most 0.9, so that a constant value is visible.
         """
         values = [v for curve in self.curves for v in curve.values if v is not None]
         lowest = min(values, default=0.0)
@@ -77,10 +77,10 @@ _TITLES = {
 
 
 def make_panels(runs: list[RunRecord]) -> list[Panel]:
-    """Make a panel for each quantity that one of the runs logged.
+    """Make one panel for each quantity that any of the runs logged.
 
-    The loss is first. Then come the metrics that the objective, or the user's own recipe, logs at
-    each step, together with their evaluations. `X_chosen` and `X_rejected` share the panel `X`.
+    The loss is first. Then come the metrics that the objective or a user's recipe logs at each
+    step, with their values in evaluations. `X_chosen` and `X_rejected` share the panel `X`.
     """
     panels = []
     for key, title, tick_format, unit in _PANELS:
@@ -107,10 +107,13 @@ def make_panels(runs: list[RunRecord]) -> list[Panel]:
 
 
 def _group_step_metrics(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """Group the metrics that an objective or recipe adds to each step: keys by panel name.
+    """Group the metrics that an objective or recipe logs at each step into panels.
 
-    Keys that differ only in their last word, such as reward_chosen and reward_rejected, form one
-    group with the name of their common part.
+    Keys that differ only in their last word, such as reward_chosen and reward_rejected, share a
+    panel.
+
+    Returns:
+        Name of a panel -> the keys of its metrics.
     """
     keys = dict.fromkeys(
         key
@@ -131,14 +134,14 @@ def _group_step_metrics(runs: list[RunRecord]) -> dict[str, list[str]]:
 
 
 def _group_panel(runs: list[RunRecord], name: str, keys: list[str]) -> Panel:
-    """Make the panel of a group of step metrics and of their evaluations."""
+    """Make the panel `name` with the curves of `keys` and of their evaluations."""
     curves: list[Curve] = []
     is_single = len(runs) == 1
     for index, run in enumerate(runs):
         for place, key in enumerate(keys):
             colour = COLOURS[(place if is_single else index) % len(COLOURS)]
             if any(key in line for line in run.lines):
-                label = f"{run.label(len(runs))}{key}"
+                label = f"{run.curve_prefix(len(runs))}{key}"
                 curves.append(Curve(label, "logged", *_logged_values(run, key), colour))
             evaluated = _make_evaluation_curves(index, run, key, len(runs))
             is_pair = is_single and len(keys) > 1  # each side has one colour
@@ -163,9 +166,16 @@ def moving_average(values: list[float | int | None]) -> list[float | int | None]
 
 
 def _make_curves(index: int, run: RunRecord, key: str, runs: int) -> Iterable[Curve]:
-    """Yield the curves of one quantity of a run; the loss also smoothed and from evaluations."""
+    """Yield the curves of one logged quantity of a run; for the loss also smoothed and evaluated.
+
+    Args:
+        index: index of the run, which decides the colour.
+        run: the run.
+        key: the quantity's key in metrics.jsonl.
+        runs: number of runs in the report.
+    """
     colour = COLOURS[index % len(COLOURS)]
-    prefix = run.label(runs)
+    prefix = run.curve_prefix(runs)
     steps, values = _logged_values(run, key)
     if not steps:
         return
@@ -179,15 +189,24 @@ def _make_curves(index: int, run: RunRecord, key: str, runs: int) -> Iterable[Cu
 
 
 def _make_evaluation_curves(index: int, run: RunRecord, measure: str, runs: int) -> Iterable[Curve]:
-    """Yield a curve of one measure of the evaluations for each source."""
+    """Yield one curve per evaluation source of the metric `measure`.
+
+    Args:
+        index: index of the run, which decides the colour if there are several runs.
+        run: the run.
+        measure: name of the metric, such as `loss`.
+        runs: number of runs in the report.
+    """
     names = [name for name, measures in run.evaluations().items() if measure in measures]
     for i, name in enumerate(names):
         key = evaluation_key(name, measure)
         colour = COLOURS[(index if runs > 1 else i + 1) % len(COLOURS)]
-        yield Curve(f"{run.label(runs)}{key}", "evaluation", *_logged_values(run, key), colour)
+        yield Curve(
+            f"{run.curve_prefix(runs)}{key}", "evaluation", *_logged_values(run, key), colour
+        )
 
 
 def _logged_values(run: RunRecord, key: str) -> tuple[list[int], list[float | int | None]]:
-    """List the steps at which a key was logged, and its values there."""
+    """Return the steps at which a key was logged, and its values at these steps."""
     lines = [line for line in run.lines if key in line]
     return [line["step"] for line in lines], [get_finite_number(line, key) for line in lines]

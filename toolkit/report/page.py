@@ -19,11 +19,11 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def render_page(runs: list[RunRecord], reload_seconds: float | None = None) -> str:
-    """Make the HTML page of `runs`, which needs no network.
+    """Render the runs as one HTML page that needs no network.
 
     Args:
-        runs: to draw.
-        reload_seconds: after which the page reloads itself; None: never.
+        runs: the runs to draw.
+        reload_seconds: interval at which the page reloads itself; None: never.
     """
     from jinja2 import Environment, PackageLoader
     from plotly.offline import get_plotlyjs
@@ -52,7 +52,7 @@ def render_page(runs: list[RunRecord], reload_seconds: float | None = None) -> s
 
 
 def _make_figure(panel: Panel, runs: list[RunRecord]) -> dict[str, Any]:
-    """Make the traces and the layout of a panel for plotly.js, checked by plotly's own classes."""
+    """Make the plotly.js figure (traces and layout) of a panel, validated by plotly."""
     from plotly.graph_objects import Figure
 
     axis = {"gridcolor": _GRID, "zeroline": False, "linecolor": _GRID}
@@ -110,12 +110,12 @@ def _make_trace(panel: Panel, curve: Curve) -> dict[str, Any]:
 
 
 def _make_event_traces(runs: list[RunRecord]) -> list[dict[str, Any]]:
-    """Make traces of checkpoints (triangles at the foot) and restarts (dashed vertical lines)."""
+    """Make the plotly traces that mark checkpoints (triangles) and restarts (dashed lines)."""
     traces: list[dict[str, Any]] = []
     for i, run in enumerate(runs):
         colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else _MARK
 
-        def add_mark(kind: str, name: str = run.label(len(runs)), **options: Any) -> None:
+        def add_mark(kind: str, name: str = run.curve_prefix(len(runs)), **options: Any) -> None:
             hover = {"yaxis": "y2", "hovertemplate": "after step %{x:,d}"}
             trace = {"type": "scatter", "name": name + kind, "meta": kind}
             traces.append({**trace, **hover, **options})
@@ -131,5 +131,5 @@ def _make_event_traces(runs: list[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _encode_for_script(value: Any) -> str:
-    """Encode a value as JSON that cannot end the script element around it."""
+    """Encode a value as JSON that is safe inside an HTML script element."""
     return json.dumps(value).replace("<", "\\u003c")

@@ -13,11 +13,11 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw_picture(runs: list[RunRecord], file: Any) -> None:
-    """Draw the panels of `runs` as a PNG that is 1400 pixels wide.
+    """Draw the panels of the runs as a PNG that is 1400 pixels wide.
 
     Args:
-        runs: to draw.
-        file: a path or a binary stream.
+        runs: the runs to draw.
+        file: a path or a binary stream to write to.
     """
     from matplotlib.figure import Figure
 
@@ -41,6 +41,7 @@ def draw_picture(runs: list[RunRecord], file: Any) -> None:
 
 
 def _draw_legend(axes: Any, **style: Any) -> None:
+    """Draw a legend whose texts may contain dollar signs."""
     for text in axes.legend(**style).get_texts():
         text.set_parse_math(False)  # the name of a folder may contain a dollar sign
 
@@ -57,7 +58,7 @@ def _draw_panel(axes: Any, panel: Panel, runs: list[RunRecord]) -> None:
         axes.plot(curve.steps, values, **style)
     for i, run in enumerate(runs):
         colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else "0.45"
-        name = run.label(len(runs))
+        name = run.curve_prefix(len(runs))
         foot: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "color": colour}
         if steps := run.checkpoints:
             foot |= {"markersize": 5, "label": f"{name}checkpoint"}

@@ -23,7 +23,7 @@ _START_TYPES = {"versions": dict, "hosts": list, "opening": list, "supervision":
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The records of a run, as its folder has them."""
+    """The content of a run's folder: its config, logged lines, starts, samples and checkpoints."""
 
     name: str
     path: Path
@@ -36,24 +36,24 @@ class RunRecord:
 
     @property
     def restarts(self) -> list[int]:
-        """The steps after which the run was resumed."""
+        """The steps after which the run was resumed, sorted."""
         return sorted({start["step"] for start in self.starts if start["step"] > 0})
 
     @property
     def last_step(self) -> int:
-        """The last logged step; 0 before the first."""
+        """The last logged step; 0 if no step is logged."""
         return self.lines[-1]["step"] if self.lines else 0
 
-    def label(self, runs: int) -> str:
-        """Make the prefix of a curve's name: the run's name if there are several runs."""
+    def curve_prefix(self, runs: int) -> str:
+        """Return `NAME: ` to put before curve names if there are several `runs`, else ""."""
         return f"{self.name}: " if runs > 1 else ""
 
     def evaluations(self) -> dict[str, list[str]]:
-        """List the measures of the evaluations by source.
+        """Find the evaluation metrics that the run logged.
 
         Returns:
-            Source to measures, such as loss and accuracy. The name of all sources together is
-            empty.
+            Name of an evaluation source -> its metrics, such as loss. The name "" means all sources
+            together.
         """
         keys = dict.fromkeys(key for line in self.lines for key in line if key.startswith("eval_"))
         names = [k.removeprefix("eval_").removesuffix("_loss") for k in keys if k.endswith("_loss")]
@@ -67,16 +67,16 @@ class RunRecord:
 
     @property
     def is_finished(self) -> bool:
-        """True if the number of steps of the last start is reached."""
+        """True if the run has logged its last step, as its latest start planned it."""
         max_steps = self.starts[-1].get("max_steps") if self.starts else None
         return isinstance(max_steps, int) and 0 < max_steps <= self.last_step
 
 
 def read_runs(folders: list[str]) -> list[RunRecord]:
-    """Read the folders of runs; each run is named by its folder.
+    """Read the folders of runs. A run is named by its folder, or by its path if names repeat.
 
     Raises:
-        ReportError: a folder is no run's.
+        ReportError: a folder is not that of a run.
         CheckpointError: a file of JSON lines is damaged before its last line.
     """
     paths = [Path(folder).expanduser() for folder in folders]
@@ -92,7 +92,7 @@ def evaluation_key(source: str, measure: str) -> str:
 
 
 def _read_run(path: Path, name: str) -> RunRecord:
-    """Read one run; raise as `read_runs`."""
+    """Read the folder of one run; raise the errors of `read_runs`."""
     if not any((path / file).is_file() for file in (CONFIG, METRICS)):
         raise ReportError(
             f"{path}: expected a run's folder, with {CONFIG} or {METRICS}; give the output_dir of "
@@ -123,7 +123,7 @@ def _drop_wrong_types(start: Line) -> Line:
 
 
 def _note_bad_lines(path: Path, lines: list[Line]) -> list[str]:
-    """Describe missing, cut-off and non-finite values of the logged lines."""
+    """Describe missing, cut-off and non-finite values in metrics.jsonl, one text each."""
     if not lines:
         return [f"no step is logged yet in {METRICS}"]
     notes = []
@@ -142,7 +142,7 @@ def _note_bad_lines(path: Path, lines: list[Line]) -> list[str]:
 
 
 def _list_checkpoint_steps(path: Path, notes: list[str]) -> list[int]:
-    """List the steps of committed checkpoints; add a note if their store cannot be read."""
+    """List the steps of committed checkpoints; append to `notes` if they cannot be read."""
     try:
         return sorted(committed_steps(find_checkpoint_root(path)))
     except (CheckpointError, OSError) as error:  # a store that cannot be reached from here

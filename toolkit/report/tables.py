@@ -15,7 +15,7 @@ from toolkit.tables import size_text
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts below a head; `marked` are the indices of highlighted rows."""
+    """A table of texts: its column titles, its rows, and the indices of highlighted rows."""
 
     head: list[str]
     rows: list[list[str]]
@@ -23,7 +23,7 @@ class Table:
 
 
 def make_overview(runs: list[RunRecord]) -> Table:
-    """Make the table of the runs: progress, last and best values, speed and memory."""
+    """Make a table with one row for each run: progress, last and best values, speed, memory."""
     head = ["run", "step", "loss", "best eval_loss", "tokens", "tokens/s", "memory", "trained for"]
     head.append("last line")
     objectives = [describe_objective(run) for run in runs]
@@ -62,10 +62,10 @@ def make_overview(runs: list[RunRecord]) -> Table:
 
 
 def describe_objective(run: RunRecord) -> str:
-    """Describe the objective of a run by its settings; empty for a cross entropy of tokens.
+    """Describe the objective of a run by its settings; "" for a token-level cross entropy.
 
-    For preference tuning it lists the defaults that matter too; for a user's recipe, the settings
-    of the sections that the recipe adds.
+    Preference tuning lists important defaults too. A user's recipe lists the settings of the
+    sections that it adds.
     """
     preference = run.config.get("preference")
     if not isinstance(preference, dict):
@@ -88,7 +88,7 @@ def describe_objective(run: RunRecord) -> str:
 
 
 def make_evaluation_table(runs: list[RunRecord]) -> Table:
-    """Make the table of evaluations: last values and lowest loss of each run and source."""
+    """Make a table with the last metrics and lowest loss of each run and evaluation source."""
     measures = dict.fromkeys(m for run in runs for ms in run.evaluations().values() for m in ms)
     head = ["run", "source", "step", *measures, "lowest loss", "at step"]
     rows = []
@@ -108,7 +108,7 @@ def make_evaluation_table(runs: list[RunRecord]) -> Table:
 
 
 def list_notes(runs: list[RunRecord]) -> list[str]:
-    """List what is missing or unexpected in the runs' folders, a line each."""
+    """List the missing or unexpected contents of the runs' folders, one line each."""
     lines = []
     for run in runs:
         defaults = _default_settings(run.config)
@@ -123,7 +123,10 @@ def list_notes(runs: list[RunRecord]) -> list[str]:
 
 
 def make_settings_table(runs: list[RunRecord]) -> Table:
-    """Make the table of settings that are not the defaults, or differ between runs (marked)."""
+    """Make a table of the settings that are not defaults or that differ between the runs.
+
+    Rows that differ between the runs are highlighted.
+    """
     configs = []  # of each run: defaults, settings; both by dotted name
     for run in runs:
         defaults = _default_settings(run.config)
@@ -143,7 +146,7 @@ def make_settings_table(runs: list[RunRecord]) -> Table:
 
 
 def make_start_table(runs: list[RunRecord]) -> Table:
-    """Make the table of the starts of each run: time, machines, versions."""
+    """Make a table of all starts and resumes of the runs: time, machines and package versions."""
     all_starts = [(run, start) for run in runs for start in run.starts]
     packages = dict.fromkeys(p for _, start in all_starts for p in start.get("versions", {}))
     head = ["run", "after step", "began", "processes", "device", "machines", *packages]
@@ -163,7 +166,9 @@ def make_start_table(runs: list[RunRecord]) -> Table:
 
 
 def make_answer_tables(runs: list[RunRecord]) -> list[tuple[str, Table]]:
-    """Make a table of generated answers for each fixed prompt: a row a step, a column a run.
+    """Make one table for each evaluation prompt, with the answers that the runs generated.
+
+    A table has a row for each step and a column for each run.
 
     Returns:
         (prompt, table) pairs, in the order of the prompts.
@@ -183,10 +188,10 @@ def make_answer_tables(runs: list[RunRecord]) -> list[tuple[str, Table]]:
 
 
 def collect_start_texts(run: RunRecord) -> dict[str, str]:
-    """Collect what the run printed at its starts, by title.
+    """Collect the texts that the run printed when it started: title -> text.
 
-    That is model, units, dtypes and data at the last start, and the supervision at the first. A
-    text that was not recorded is omitted.
+    Model, units, dtypes and data are those of the last start; the supervision is that of the
+    first. A text that was not recorded is omitted.
     """
     texts = {
         "Model, units, dtypes, data": "\n".join(map(str, run.starts[-1].get("opening", [])))
@@ -212,7 +217,7 @@ def _format_training_time(run: RunRecord) -> str:
 
 
 def _default_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """List the default of every setting of a run's kind, by dotted name."""
+    """Map each dotted setting of a run's kind to its default."""
     kind = find_shipped_kind(saved_kind_name(config))
     if kind is None:
         # A user's recipe extends the settings of a shipped kind: the one with most of its sections.
@@ -224,7 +229,10 @@ def _default_settings(config: dict[str, Any]) -> dict[str, Any]:
 def _flatten_settings(
     config: dict[str, Any], defaults: dict[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Flatten nested settings to dotted names; a mapping that is one setting's value is kept."""
+    """Flatten nested settings to dotted setting -> value; a dict that is one setting's value stays.
+
+    `defaults` has the dotted names of all settings, and `prefix` is put before each name.
+    """
     values: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -236,7 +244,7 @@ def _flatten_settings(
 
 
 def _format_answer(sample: dict[str, Any]) -> str:
-    """Format the answer of a sample; an answer without a visible character is described."""
+    """Return the answer of a sample, or a description if it has no visible character."""
     answer = str(sample.get("answer"))
     if answer.strip():
         return answer
@@ -245,16 +253,19 @@ def _format_answer(sample: dict[str, Any]) -> str:
 
 
 def _format_setting(value: Any) -> str:
+    """Format the value of a setting as in YAML: null, true, false or its text."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _format_value(value: Any, form: str) -> str:
+    """Format a number by a format spec; "-" if it is None."""
     return "-" if value is None else format(value, form)
 
 
 def _format_time(seconds: Any) -> str:
+    """Format a Unix time as local date and time; "-" if it is not a valid time."""
     if not isinstance(seconds, int | float) or not 0 <= seconds < 2**34:
         return "-"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -14,20 +14,20 @@ _PACKAGES = ("plotly", "matplotlib")
 
 
 def write_report(folders: list[str], output: str | None = None) -> tuple[Path, Path, list[str]]:
-    """Write the report of one or several runs.
+    """Write report.html and report.png of one or several runs.
 
-    Costs reading the runs' text files and one or two seconds of drawing. The page has 5 MB, most of
-    which is plotly's JavaScript.
+    Reads the runs' text files, and draws for one or two seconds. The page has 5 MB, most of which
+    is plotly's JavaScript.
 
     Args:
-        folders: of the runs.
+        folders: folders of the runs.
         output: folder for the report, created if it is missing; None: the folder of the first run.
 
     Returns:
         Path of the page, path of the picture, and notes on missing or unexpected files.
 
     Raises:
-        ReportError: a package is missing, or a folder is no run's.
+        ReportError: a package is missing, or a folder is not that of a run.
         CheckpointError: a file is damaged.
     """
     _check_packages()
@@ -36,10 +36,10 @@ def write_report(folders: list[str], output: str | None = None) -> tuple[Path, P
 
 
 def follow(folders: list[str], output: str | None, seconds: float) -> tuple[Path, Path, list[str]]:
-    """Write the report every `seconds` until all runs have reached their last step, or Ctrl-C.
+    """Write the report every `seconds` until all runs have finished or the user presses Ctrl-C.
 
-    The page reloads itself as often. At the end the report is written once more, as a page that
-    does not reload. Returns and raises as `write_report` does.
+    The page reloads itself at the same interval. At the end the report is written once more, as a
+    page that does not reload. Returns and raises as `write_report` does.
     """
     _check_packages()
     try:
@@ -56,7 +56,7 @@ def follow(folders: list[str], output: str | None, seconds: float) -> tuple[Path
 def _write(
     runs: list[RunRecord], output: str | None, reload_seconds: float | None = None
 ) -> tuple[Path, Path]:
-    """Write page and picture; return their paths."""
+    """Write the page and the picture of the runs; return both paths."""
     folder = runs[0].path if output is None else Path(output).expanduser()
     replace_synced(folder / HTML, page.render_page(runs, reload_seconds))
     with replace_on_exit(folder / PNG) as scratch:
@@ -65,7 +65,7 @@ def _write(
 
 
 def _check_packages() -> None:
-    """Raise ReportError if a package that draws is not installed."""
+    """Raise ReportError if plotly or matplotlib is not installed."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ReportError(

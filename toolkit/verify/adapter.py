@@ -55,7 +55,7 @@ _LOCATION = {"base_model_name_or_path", "revision", "inference_mode"}
 
 @dataclass
 class AdapterExport(Export):
-    """A PEFT folder that is verified."""
+    """A PEFT folder that is being verified, and what the checks have read of it so far."""
 
     weights_file: str = ADAPTER_WEIGHTS
     config: dict[str, Any] = field(default_factory=dict)  # adapter_config.json
@@ -64,7 +64,11 @@ class AdapterExport(Export):
     layout: PeftLayout | None = None  # set if `model` is, which is the base on meta
 
     def base_on_meta(self) -> PreTrainedModel:
-        """Build the base model on meta, by the config in the manifest if it has one."""
+        """Build the base model on meta, from the config in the manifest or from the base's folder.
+
+        Raises:
+            ExportError: the folder of the base is needed and cannot be found.
+        """
         if self.base_config is None:
             return model_on_meta(self.find_base_folder())
         with tempfile.TemporaryDirectory(prefix="toolkit-") as folder:
@@ -72,7 +76,14 @@ class AdapterExport(Export):
             return model_on_meta(Path(folder))
 
     def find_base_folder(self) -> Path:
-        """Find the base model. Only a base that the user has named is downloaded from the Hub."""
+        """Find the local folder of the base model.
+
+        A base that the user named is downloaded from the Hub if necessary. One that only the export
+        names must be in the cache.
+
+        Raises:
+            ExportError: the export names no base, or it is not on this machine.
+        """
         if self.base_location is not None:
             return local_folder(str(self.base_location))
         if not (name := self.config.get("base_model_name_or_path")):
@@ -86,7 +97,10 @@ class AdapterExport(Export):
 
 
 def read_adapter(export: AdapterExport) -> None:
-    """Read adapter_config.json and the manifest's entry on the base; build the base on meta."""
+    """Read adapter_config.json and the manifest's entry on the base into `export`.
+
+    Also builds the base on meta (`export.model`). Problems become findings.
+    """
     if export.is_damaged:
         return
     entry: Any = export.origin.get("adapter")
@@ -115,7 +129,7 @@ def read_adapter(export: AdapterExport) -> None:
 
 
 def _is_adapter_entry(entry: Any) -> bool:
-    """Check the types of a manifest's entry on an adapter, which anybody may have written."""
+    """Return True if the manifest's entry on an adapter has the expected types."""
     if not isinstance(entry, dict) or not isinstance(base := entry.get("base"), dict):
         return False
     parts = (entry.get("base_config"), entry.get("settings"))
@@ -124,7 +138,10 @@ def _is_adapter_entry(entry: Any) -> bool:
 
 
 def check_keys(export: AdapterExport) -> None:
-    """Compare keys and shapes with what PEFT makes of the config, then let PEFT load them."""
+    """Compare the keys and shapes of the adapter with those PEFT expects; differences are findings.
+
+    If they agree, the adapter is also loaded by PEFT into a base without bytes.
+    """
     if export.layout is None or not export.entries:
         return
     state = export.layout.model.state_dict()
@@ -154,7 +171,7 @@ def check_keys(export: AdapterExport) -> None:
 
 
 def _load_into_empty_base(export: AdapterExport, layout: PeftLayout) -> None:
-    """Let PEFT load the adapter into a base without bytes, and check that every tensor arrives."""
+    """Load the adapter by PEFT into a base without bytes; lost tensors become findings."""
     try:
         base = fill_without_memory(export.base_on_meta())
         loaded = _load_with_peft(export, base, empty=True).state_dict()
@@ -168,7 +185,10 @@ def _load_into_empty_base(export: AdapterExport, layout: PeftLayout) -> None:
 
 
 def _load_with_peft(export: AdapterExport, base: PreTrainedModel, *, empty: bool = False) -> Any:
-    """Load the adapter onto `base` with PEFT; its warnings become findings."""
+    """Load the adapter onto `base` with PEFT; each warning of PEFT becomes a finding.
+
+    If `empty` is True, the base has no bytes.
+    """
     model, warnings = load_with_peft(base, export.folder, empty=empty)
     for text in warnings:
         export.add(ADAPTER_WEIGHTS, None, text)
@@ -176,7 +196,7 @@ def _load_with_peft(export: AdapterExport, base: PreTrainedModel, *, empty: bool
 
 
 def compare_adapter_assets(export: AdapterExport) -> None:
-    """Add a finding to `export` for each file, base digest or config value that differs."""
+    """Compare config, other files and base digest with the checkpoint; differences are findings."""
     source = export.source
     assert source is not None
     compare_files(export, source, is_adapter_asset)
@@ -195,7 +215,7 @@ def compare_adapter_assets(export: AdapterExport) -> None:
 
 
 def prove_adapter_weights(export: AdapterExport) -> None:
-    """Compare every tensor of the adapter with the checkpoint."""
+    """Compare every tensor of the adapter with the checkpoint; differences are findings."""
     source = export.source
     assert source is not None
     # The names are those of the checkpoint's own config.
@@ -207,7 +227,11 @@ def prove_adapter_weights(export: AdapterExport) -> None:
 
 
 def check_adapter_logits(export: AdapterExport) -> None:
-    """Load base and adapter as a reader does, and compute with and without the adapter."""
+    """Load base and adapter by PEFT, and compare logits with and without the adapter.
+
+    Findings: it does not load, the logits are not finite or do not match the checkpoint's, or a
+    trained adapter has no effect. No logits are computed if the base had random weights.
+    """
     source = export.source
     digest = export.base_digest if source is None else read_base_entry(source).get("digest")
     if str(digest).startswith("random"):
@@ -258,13 +282,13 @@ def _check_base(export: AdapterExport, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _amplified_adapters(model: nn.Module) -> Iterator[bool]:
-    """Scale each adapter as if the largest value of its zero-initialised factor were 1.
+    """Scale up all adapters inside the context, so that even a slightly trained one has an effect.
 
-    After little training, an effect then still survives rounding, unless the adapter takes no part
-    in the forward.
+    Each is scaled as if the largest value of its zero-initialised factor were 1. If the logits
+    still do not change, the adapter takes no part in the forward.
 
     Yields:
-        True if any adapter has left its initial value, which adds nothing to the base.
+        True if any adapter was trained, so that its zero-initialised factor is no longer zero.
     """
     is_trained = False
     with contextlib.ExitStack() as stack:

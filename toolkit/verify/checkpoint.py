@@ -22,7 +22,7 @@ _METADATA = f"dcp/{formats.METADATA_FILE}"
 
 @dataclass
 class CheckpointSubject:
-    """A checkpoint that is verified, and what the checks have read of it so far."""
+    """A checkpoint that is being verified, and what the checks have read of it so far."""
 
     folder: Path
     prefix: str  # of its files in findings: "checkpoints/step-00000100/", or empty
@@ -34,12 +34,12 @@ class CheckpointSubject:
 
     @property
     def files(self) -> dict[str, dict[str, Any]]:
-        """Size and hash of each file, from the manifest."""
+        """The manifest's entries (size and hash) by file name; {} without a manifest."""
         return self.manifest["files"] if self.manifest else {}
 
     @property
     def row_sums(self) -> dict[str, int]:
-        """Sum of the rows of each tensor as live memory held it, from the manifest."""
+        """The checksum of each tensor in live memory when it was saved, from the manifest."""
         return self.manifest.get(ROW_SUMS, {}) if self.manifest else {}
 
     def add(self, file: str, tensor: str | None, problem: str) -> None:
@@ -48,11 +48,11 @@ class CheckpointSubject:
 
 
 def check_checkpoint(folder: Path, prefix: str, findings: Findings) -> None:
-    """Run every check on one checkpoint, and add what they find to `findings`.
+    """Run every check on one checkpoint, and add problems and counts to `findings`.
 
     Args:
-        folder: of the checkpoint.
-        prefix: path of the checkpoint inside the verified folder, with a slash at its end; or "".
+        folder: folder of the checkpoint.
+        prefix: path of the checkpoint inside the verified folder, ending in a slash; or "".
         findings: collects problems and counts.
     """
     subject = CheckpointSubject(folder, prefix, findings)
@@ -63,7 +63,10 @@ def check_checkpoint(folder: Path, prefix: str, findings: Findings) -> None:
 
 
 def _read_manifest(subject: CheckpointSubject) -> None:
-    """Read the manifest and the commit mark; an uncommitted manifest is used if it can be read."""
+    """Read the manifest and compare it with the COMMIT file; problems become findings.
+
+    A manifest that can be parsed is used even if COMMIT is missing or does not match.
+    """
     contents: dict[str, bytes] = {}
     for name in (MANIFEST, COMMIT):
         try:
@@ -97,7 +100,7 @@ def _read_manifest(subject: CheckpointSubject) -> None:
 
 
 def _check_file_names(subject: CheckpointSubject) -> None:
-    """Find links, and files that the manifest does not list."""
+    """Add a finding for each link, and for each file that the manifest does not list."""
     for name in sorted(storage_of(subject.folder).files()):
         path = subject.folder / name
         if path.is_symlink():
@@ -107,8 +110,11 @@ def _check_file_names(subject: CheckpointSubject) -> None:
 
 
 def _check_hashes(subject: CheckpointSubject) -> None:
-    """Compare every file with the manifest, and name the tensors of each damaged file."""
-    subject.damaged_files = subject.findings.hash_files(subject.folder, subject.files)
+    """Compare every file with the manifest, and read the DCP metadata.
+
+    Adds a finding for each damaged file, or for the damaged tensors in it.
+    """
+    subject.damaged_files = subject.findings.find_damaged_files(subject.folder, subject.files)
     if _METADATA not in subject.files:
         subject.add(MANIFEST, None, f"does not list {_METADATA}")
     elif _METADATA not in subject.damaged_files:
@@ -121,7 +127,7 @@ def _check_hashes(subject: CheckpointSubject) -> None:
 
 
 def _add_damage_findings(subject: CheckpointSubject, name: str, problem: str) -> None:
-    """Add a finding for each damaged tensor of a damaged file, or one for the file."""
+    """Add a finding for each damaged tensor of the damaged file `name`, or one for the file."""
     file = subject.folder / name
     metadata = subject.metadata
     damage: dict[str, str] = {}
@@ -154,9 +160,9 @@ def _add_damage_findings(subject: CheckpointSubject, name: str, problem: str) ->
 
 
 def _describe_tensor_damage(subject: CheckpointSubject, key: str) -> str | None:
-    """Describe how a stored tensor differs from live memory; None if it does not.
+    """Describe how a stored tensor differs from its checksum of live memory, or return None.
 
-    Without a sum in the manifest only its readability is checked. Reads the tensor once.
+    Reads the tensor once. If the manifest has no checksum of it, only reading is checked.
     """
     metadata = subject.metadata
     assert metadata is not None
@@ -171,7 +177,10 @@ def _describe_tensor_damage(subject: CheckpointSubject, key: str) -> str | None:
 
 
 def _check_tensors(subject: CheckpointSubject) -> None:
-    """Check that every tensor is stored once, and that the model's equal live memory."""
+    """Check that tensors are stored completely, and that the model's match their checksums.
+
+    Problems become findings. Tensors that are known to be damaged are skipped.
+    """
     metadata = subject.metadata
     if metadata is None:
         return
@@ -207,7 +216,7 @@ def _check_tensors(subject: CheckpointSubject) -> None:
 
 
 def _check_state(subject: CheckpointSubject) -> None:
-    """Compare the step in the state file with the manifest's."""
+    """Add a finding if the step in the state file differs from the manifest's."""
     if STATE not in subject.files or STATE in subject.damaged_files:
         return
     step = subject.manifest.get("step") if subject.manifest else None

@@ -28,7 +28,7 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".
 
 @dataclass
 class Export:
-    """An exported folder that is verified, and what the checks have read of it so far."""
+    """An exported folder that is being verified, and what the checks have read of it so far."""
 
     folder: Path
     findings: Findings
@@ -45,17 +45,17 @@ class Export:
     """Tensors that no parameter takes."""
 
     def add(self, file: str, tensor: str | None, problem: str) -> None:
-        """Add a finding."""
+        """Add a finding: the file ("" for the folder), the tensor or None, and the problem."""
         self.findings.add(file, tensor, problem)
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The manifest's entry on where the weights are from."""
+        """The manifest's entry on the source of the weights; {} if it has none."""
         return self.manifest.get("origin", {})
 
     @property
     def requested_dtype(self) -> str | None:
-        """The dtype that the export was requested in; None if each tensor keeps its own."""
+        """The dtype that the user chose for the export; None if each tensor keeps its own."""
         dtype = self.origin.get("dtype")
         return None if dtype in (None, "auto") else str(dtype)
 
@@ -65,7 +65,7 @@ Check = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Checks:
-    """The checks of one kind of export, each list in its order."""
+    """The checks for one kind of export: a full model, a merged model or an adapter."""
 
     alone: tuple[Check, ...]
     """Checks of the folder by itself. They fill in the fields of the subject."""
@@ -80,12 +80,14 @@ class Checks:
 
 
 def run_checks(export: Export, checks: Checks, *, logits: bool) -> None:
-    """Run all checks that apply to an export, and add what they find to its findings.
+    """Run all checks that apply to an export; problems become findings of the export.
+
+    If there are none and the export has a `source`, a note says which checkpoint it holds.
 
     Args:
-        export: the subject. With a `source` it is compared with that checkpoint.
-        checks: of its kind.
-        logits: also compute logits.
+        export: the subject. If it has a `source`, it is also compared with that checkpoint.
+        checks: the checks for this kind of export.
+        logits: also load the export and compute logits.
     """
     for check in checks.alone:
         check(export)
@@ -108,7 +110,7 @@ def run_checks(export: Export, checks: Checks, *, logits: bool) -> None:
 
 
 def _explain_other_step(export: Export) -> None:
-    """Add a finding if the export was made from another step than it is compared with."""
+    """Add a finding if the export was made from another step than that of its `source`."""
     if export.source is None or export.source.checkpoint is None:
         return
     checkpoint = export.source.checkpoint
@@ -119,7 +121,7 @@ def _explain_other_step(export: Export) -> None:
 
 
 def read_manifest(export: Export) -> None:
-    """Read the export's own manifest."""
+    """Read the export's manifest into `export.manifest`; a damaged one becomes a finding."""
     try:
         export.manifest = export_manifest.read(export.folder)
     except ExportError as error:
@@ -127,7 +129,7 @@ def read_manifest(export: Export) -> None:
 
 
 def check_file_names(export: Export) -> None:
-    """Find links, foreign weight files, and files that the manifest does not list."""
+    """Add a finding for each link, foreign weight file, and file missing from the manifest."""
     listed = export.manifest.get("files")
     names_of_exports = export_manifest.names_in_manifest(export.folder)
     for name in sorted(os.listdir(export.folder)):
@@ -149,10 +151,12 @@ def check_file_names(export: Export) -> None:
 
 
 def check_hashes(export: Export) -> None:
-    """Compare every file with the manifest."""
+    """Compare every file with the manifest; set `export.is_damaged` and add findings."""
     if not export.manifest:
         return
-    problems = export.findings.hash_files(export.folder, export.manifest["files"], in_cache=True)
+    problems = export.findings.find_damaged_files(
+        export.folder, export.manifest["files"], in_cache=True
+    )
     changed = {
         name for name, problem in problems.items() if _add_damage_findings(export, name, problem)
     }
@@ -164,10 +168,10 @@ def check_hashes(export: Export) -> None:
 
 
 def _add_damage_findings(export: Export, name: str, problem: str) -> bool:
-    """Add a finding for each damaged tensor of a file, or one for the file.
+    """Add a finding for each damaged tensor of the damaged file `name`, or one for the file.
 
     Returns:
-        True if the file has its length and every tensor in it differs.
+        True if the file has the right length and every tensor in it differs.
     """
     file = export.folder / name
     tensors = {k: e for k, e in export.manifest["tensors"].items() if e["file"] == name}
@@ -190,7 +194,10 @@ def _add_damage_findings(export: Export, name: str, problem: str) -> bool:
 
 
 def read_tensors(export: Export) -> None:
-    """Read headers and index; if they do not agree, `entries` stays empty."""
+    """Read the headers and index of the weight files into `export.entries`.
+
+    If they cannot be read, `entries` stays empty and the reason becomes a finding.
+    """
     if export.is_damaged:
         return  # what damaged files say about each other is no news
     index = export.folder / formats.INDEX_FILE
@@ -226,7 +233,7 @@ def read_tensors(export: Export) -> None:
 def _check_index(
     export: Export, index: dict[str, Any], entries: dict[str, formats.StoredTensor]
 ) -> None:
-    """Find tensors that the index omits; `read_weights` has compared those that it lists."""
+    """Add findings for tensors that the index omits and for a wrong `total_size`."""
     for name in sorted(entries.keys() - index["weight_map"].keys()):
         problem = f"is in {entries[name].file.name} and not in the index"
         export.add(formats.INDEX_FILE, name, problem)
@@ -239,7 +246,7 @@ def _check_index(
 
 
 def check_headers(export: Export) -> None:
-    """Compare the headers of the weight files with the manifest."""
+    """Compare the headers of the weight files with the manifest; differences are findings."""
     if not export.manifest or not export.entries:
         return
     listed = {name: _drop_hash(entry) for name, entry in export.manifest["tensors"].items()}
@@ -255,11 +262,12 @@ def check_headers(export: Export) -> None:
 
 
 def _drop_hash(entry: dict[str, Any]) -> dict[str, Any]:
+    """Copy a manifest entry of a tensor without its hash."""
     return {key: value for key, value in entry.items() if key != "xxh3"}
 
 
 def check_dtypes(export: Export) -> None:
-    """Compare the tensors' dtypes with the one that the export was requested in."""
+    """Add a finding for each floating-point tensor that does not have the requested dtype."""
     requested = export.requested_dtype
     if requested is None:
         return
@@ -274,12 +282,14 @@ def check_dtypes(export: Export) -> None:
 def compare_files(
     export: Export, source: Source, belongs: Callable[[str], bool] = lambda name: True
 ) -> None:
-    """Compare tokenizer, code and other files with those of the checkpoint, byte by byte.
+    """Compare tokenizer, code and other small files with the checkpoint's, byte by byte.
+
+    Each difference is a finding.
 
     Args:
         export: the subject.
         source: the checkpoint.
-        belongs: True for the names of the checkpoint's files that the export should have.
+        belongs: returns True for the names of the checkpoint's files that the export should have.
     """
     assets = formats.asset_files(source.hf).items()
     expected = {name: content for name, content in assets if belongs(name)}

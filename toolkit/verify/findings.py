@@ -23,7 +23,7 @@ _MIN_BYTES_FOR_THREADS = 2**23
 
 @dataclass
 class Report:
-    """Counts of what was verified, and the problems that were found."""
+    """The result of a verification: counts, problems (`findings`) and notes."""
 
     path: str
     kind: str  # run, checkpoint or export
@@ -41,7 +41,7 @@ class Report:
         return not self.findings
 
     def summary(self) -> dict[str, Any]:
-        """Convert the report to plain JSON values."""
+        """Convert the report to plain JSON values, for `--json`."""
         findings = [{"file": f, "tensor": t, "what": w} for f, t, w in self.findings]
         return {"ok": self.ok, **vars(self), "findings": findings}
 
@@ -56,9 +56,9 @@ class Report:
 
 
 class Findings:
-    """Collect findings and counts from several threads, and show a progress bar.
+    """Collector of findings and counts from several threads, with a progress bar.
 
-    A context manager. On exit the findings in `report` are sorted and free of duplicates.
+    Use it as a context manager. On exit the findings in `report` are sorted and free of duplicates.
     """
 
     def __init__(self, path: Path, kind: str) -> None:
@@ -77,25 +77,25 @@ class Findings:
         self.report.seconds = round(time.perf_counter() - self._start, 3)
 
     def add(self, file: str, tensor: str | None, problem: str) -> None:
-        """Add a finding, with `problem` on one line."""
+        """Add a finding: the file ("" for the folder), the tensor or None, and the problem."""
         self.report.findings.append((file, tensor, " ".join(problem.split())))
 
     def note(self, text: str) -> None:
-        """Add a note: something that is no damage, but worth knowing."""
+        """Add a note: a text that is worth knowing, but is no damage."""
         self.report.notes.append(text)
 
     def map_with_progress(
         self, work: Callable[[str], Any], sizes: dict[str, int], threads: int = 4
     ) -> dict[str, Any]:
-        """Call `work` with each name on some threads, and advance the progress bar.
+        """Call `work` with each name in threads, and advance the progress bar by the bytes read.
 
         Args:
-            work: called with a name; from several threads if there is much to read.
-            sizes: bytes that `work` reads, by name.
-            threads: most threads to use.
+            work: the function to call. It runs in one thread if there are few bytes to read.
+            sizes: name -> number of bytes that `work` reads for it.
+            threads: maximum number of threads.
 
         Returns:
-            What `work` returned, by name.
+            Name -> the result of `work`.
         """
         total = sum(sizes.values())
         self._bar.total = (self._bar.total or 0) + total
@@ -106,18 +106,18 @@ class Findings:
                 self._bar.update(sizes[name])
         return results
 
-    def hash_files(
+    def find_damaged_files(
         self, folder: Path, files: dict[str, dict[str, Any]], *, in_cache: bool = False
     ) -> dict[str, str]:
-        """Compare the size and hash of every file with a manifest.
+        """Compare the size and hash of every file with a manifest, and count files and bytes.
 
         Args:
-            folder: of the files.
-            files: the manifest's entries by file name.
-            in_cache: accept links of the Hub's cache.
+            folder: folder of the files.
+            files: file name -> its manifest entry.
+            in_cache: also accept links of the Hub's cache.
 
         Returns:
-            Problem by file name; only files that have one.
+            File name -> its problem, for damaged and missing files only.
         """
         names = sorted(files, key=lambda name: -files[name]["size"])
         sizes = {name: files[name]["size"] for name in names}
@@ -132,7 +132,7 @@ class Findings:
 def describe_file_damage(
     file: Path, expected: dict[str, Any], *, in_cache: bool = False
 ) -> str | None:
-    """Describe how a file differs from its manifest entry; None if it does not."""
+    """Describe how a file differs from its manifest entry, or return None. Reads the file."""
     try:
         if not is_regular(file, in_cache=in_cache):
             return "is no regular file" if os.path.lexists(file) else "is missing"
@@ -143,5 +143,5 @@ def describe_file_damage(
 
 
 def is_regular(file: Path, *, in_cache: bool = False) -> bool:
-    """Return True if `file` is a regular file; with `in_cache` also a link of the Hub's cache."""
+    """Return True for a regular file; if `in_cache` is True, also for a link of the Hub's cache."""
     return file.is_file() and (not file.is_symlink() or (in_cache and is_hub_cache_link(file)))

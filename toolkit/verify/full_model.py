@@ -31,7 +31,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def read_model(export: Export) -> None:
-    """Check config.json, and build the model that it describes on meta."""
+    """Read config.json and build its model on meta as `export.model`; problems become findings."""
     if export.is_damaged:
         return
     try:
@@ -59,7 +59,11 @@ def read_model(export: Export) -> None:
 
 
 def check_parameters(export: Export) -> None:
-    """Compare names and shapes of the tensors with the model, as transformers would load them."""
+    """Compare names and shapes of the tensors with the model, as transformers would load them.
+
+    Differences are findings. Sets `export.groups`, and `export.carried`: the tensors that no
+    parameter uses.
+    """
     model = export.model
     if model is None or not export.entries:
         return
@@ -84,7 +88,10 @@ def check_parameters(export: Export) -> None:
 
 
 def _check_stored_once(export: Export, model: PreTrainedModel) -> None:
-    """Find parameters that are stored twice, under the names of tied weights."""
+    """Add a finding for each parameter that is stored twice under names of tied weights.
+
+    Two equal copies are accepted if the manifest lists them.
+    """
     stored_twice = export.origin.get("stored_twice") or ()
     first_name = tied_names(model)
     stored: dict[str, formats.StoredTensor] = {}
@@ -104,7 +111,7 @@ def _check_stored_once(export: Export, model: PreTrainedModel) -> None:
 
 
 def compare_assets(export: Export) -> None:
-    """Compare config, tokenizer and code with those in the checkpoint."""
+    """Compare config, tokenizer and code with the checkpoint's; differences are findings."""
     source = _require_source(export)
     compare_files(export, source)
     try:
@@ -130,14 +137,20 @@ def compare_assets(export: Export) -> None:
 
 
 def prove_weights(export: Export) -> None:
-    """Compare every parameter with the checkpoint, and every other tensor with the base model."""
+    """Compare every parameter with the checkpoint, and other tensors with the run's base model.
+
+    Differences are findings.
+    """
     model, source = _require_model(export), _require_source(export)
     Proof(model, export.entries, export.groups, export.findings).run(source)
     compare_with_start(export, None)
 
 
 def prove_merge(export: Export) -> None:
-    """Prove that every parameter is the base's, or the base's with the adapter merged in."""
+    """Compare every parameter with the base, or with the base plus its adapter.
+
+    Differences are findings. A note counts values that are equal up to rounding only.
+    """
     model, source = _require_model(export), _require_source(export)
     base = Path(str(export.base_location))
     proof = MergeProof(model, export.entries, export.groups, export.findings, folder=base)
@@ -151,14 +164,14 @@ def prove_merge(export: Export) -> None:
 
 
 def compare_with_start(export: Export, folder: Path | None) -> None:
-    """Compare names and carried tensors with the checkpoint that the run started from.
+    """Compare tensor names with the model that the run started from, and tensors it carried over.
 
-    Every tensor of the start must be in the export and the reverse; a tensor that no parameter
-    takes must be bitwise identical.
+    Both must have the same names. A carried tensor, which no parameter uses, must be bitwise
+    identical, or a cast if a dtype was requested. Differences are findings.
 
     Args:
         export: the subject.
-        folder: of the start's weights, if it was found already.
+        folder: folder of the starting model's weights; None: find it.
     """
     assets = formats.HFAssets.load(_require_source(export).hf)
     start_keys = assets.source
@@ -194,7 +207,7 @@ def compare_with_start(export: Export, folder: Path | None) -> None:
 
 
 def _compare_carried(export: Export, name: str, original: CarriedTensor) -> None:
-    """Compare a tensor that no parameter takes with the one in the source checkpoint."""
+    """Add a finding if a tensor that no parameter uses differs from the starting model's."""
     entry = export.entries[name]
     file = entry.file.name
     may_be_cast = export.requested_dtype is not None
@@ -207,12 +220,15 @@ def _compare_carried(export: Export, name: str, original: CarriedTensor) -> None
             export.add(file, name, "is not what the source holds in parts")
     else:
         expected = Expected(original.stored, f"{name} of the source")
-        if fault := expected.fault(entry, {entry.dtype}):
+        if fault := expected.describe_difference(entry, {entry.dtype}):
             export.add(file, name, fault)
 
 
 def check_logits(export: Export) -> None:
-    """Load the export as its readers do, and compare its logits with the checkpoint's."""
+    """Load the export by `from_pretrained`, and compare its logits with the checkpoint's.
+
+    Without a checkpoint the logits must be finite. Problems become findings.
+    """
     loaded = load_as_reader(export)
     if loaded is None:
         return
@@ -236,11 +252,11 @@ def check_logits(export: Export) -> None:
 
 
 def check_merged_logits(export: Export) -> None:
-    """Compare the logits with those of the base with the adapter next to it.
+    """Compare the logits of a merged model with those of the base with a separate adapter.
 
-    A merge rounds each weight to the export's dtype, so the logits are near, not equal. The merged
-    model must be nearer to the adapted one than half of the adapter's effect, or than twice the
-    rounding error of the adapted model in its own dtype. Needs the adapted model in fp32.
+    A merge rounds each weight to the export's dtype, so the logits are only close. The largest
+    difference may be half of the adapter's effect, or twice the rounding error of the unmerged
+    model in its own dtype. A larger one is a finding. Needs the memory of the model in fp32.
     """
     loaded = load_as_reader(export)
     if loaded is None:
@@ -258,7 +274,7 @@ def check_merged_logits(export: Export) -> None:
 
 
 def load_as_reader(export: Export) -> Any:
-    """Load the export by `from_pretrained`; keys that it complains about become findings.
+    """Load the export by `from_pretrained`; missing and unexpected keys become findings.
 
     Returns:
         The model; None if it does not load, which is a finding.
@@ -282,7 +298,10 @@ def compare_logits(
     tolerance: float,
     remark: str = "",
 ) -> None:
-    """Compare logits of the export with the checkpoint's; `remark` ends the message."""
+    """Add a finding if logits differ by more than `tolerance`; note the largest difference.
+
+    Also stores the difference in the report. `remark` is appended to the messages.
+    """
     difference = float((logits - expected).abs().max())
     export.findings.report.logits_difference = difference
     if not difference <= tolerance:  # also NaN
@@ -293,9 +312,9 @@ def compare_logits(
 
 
 def make_merge_checks(base: Path) -> Checks:
-    """Make the list of checks of a model that has an adapter merged into `base`.
+    """Return the checks for a model that has an adapter merged into the base in folder `base`.
 
-    The subject's `base_location` must be `base` too.
+    The `base_location` of the export must be `base` too.
     """
     return replace(
         FULL_MODEL,
@@ -306,18 +325,19 @@ def make_merge_checks(base: Path) -> Checks:
 
 
 def _require_source(export: Export) -> Source:
-    """Return the checkpoint that the export is compared with; the caller has checked it."""
+    """Return `export.source`, which must not be None."""
     assert export.source is not None
     return export.source
 
 
 def _require_model(export: Export) -> PreTrainedModel:
+    """Return `export.model`, which must not be None."""
     assert export.model is not None
     return export.model
 
 
 def _list_code_files(auto_map: dict[str, Any] | None) -> Iterator[str]:
-    """Yield the files of this folder that auto_map names."""
+    """Yield the Python files of this folder that the config's `auto_map` names."""
     for value in (auto_map or {}).values():
         for reference in value if isinstance(value, list) else [value]:
             if isinstance(reference, str) and "--" not in reference:
@@ -325,11 +345,13 @@ def _list_code_files(auto_map: dict[str, Any] | None) -> Iterator[str]:
 
 
 def _read_config_dtype(config: dict[str, Any]) -> Any:
+    """Return the `dtype` of a config as text, without `torch.`; None if it has none."""
     dtype = config.get("dtype", config.get("torch_dtype"))
     return dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
 
 
 def _drop_dtype(value: Any) -> Any:
+    """Copy a config section without its dtype; return any other value unchanged."""
     if not isinstance(value, dict):
         return value
     return {k: v for k, v in value.items() if k not in _DTYPE_KEYS}

@@ -23,7 +23,7 @@ _NOISE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch
 
 
 def compute_logits(model: PreTrainedModel) -> torch.Tensor:
-    """Compute the logits of two fixed random prompts: [2, length, vocabulary] in float32."""
+    """Compute the logits of two fixed random prompts: float32 [2, length, vocabulary]."""
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     length = min(16, limit) if isinstance(limit, int) and limit > 0 else 16
@@ -35,7 +35,10 @@ def compute_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def rounding_tolerance(model: nn.Module, logits: torch.Tensor) -> float:
-    """Estimate the largest difference of `logits` to those of an equal model by rounding alone."""
+    """Estimate how far `logits` may be from those of an equal model, by rounding alone.
+
+    The result is absolute. It depends on the dtypes of the parameters and on the largest logit.
+    """
     relative = max(_NOISE.get(p.dtype, 0.0) for p in model.parameters())
     return relative * max(1.0, float(logits.abs().max()))
 
@@ -43,10 +46,10 @@ def rounding_tolerance(model: nn.Module, logits: torch.Tensor) -> float:
 def load_export(
     folder: Path, like: PreTrainedModel, **config: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load an export as its readers do, by `from_pretrained`.
+    """Load an export by `from_pretrained`, without network.
 
     Args:
-        folder: of the export.
+        folder: folder of the export.
         like: a model of the same architecture; decides which auto class loads.
         config: settings of the config to override.
 
@@ -63,7 +66,11 @@ def load_export(
 
 
 def load_checkpoint_model(source: Source, like: PreTrainedModel) -> PreTrainedModel:
-    """Load a checkpoint into a model without any sharding, cast to the dtypes of `like`."""
+    """Load a checkpoint into an unsharded model on the CPU, cast to the dtypes of `like`.
+
+    Raises:
+        CheckpointError: a tensor is missing.
+    """
     model = model_on_meta(source.hf)
     dtypes = {n: t.dtype for n, t in like.state_dict().items()}
     for name, parameter in model.named_parameters():
@@ -81,7 +88,7 @@ def load_checkpoint_model(source: Source, like: PreTrainedModel) -> PreTrainedMo
 
 @torch.no_grad()
 def copy_unsaved_buffers(model: PreTrainedModel, like: PreTrainedModel) -> list[str]:
-    """Copy the buffers of `like` that no file holds into `model`.
+    """Copy the buffers that no file holds from `like` into `model`.
 
     A model's own code may compute such a buffer in its constructor. transformers runs that on meta,
     so a loaded model would have uninitialised memory there.
@@ -100,7 +107,7 @@ def copy_unsaved_buffers(model: PreTrainedModel, like: PreTrainedModel) -> list[
 
 
 def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
-    """Load the base model in `folder` as a reader of an adapter does.
+    """Load the base model of an adapter by `from_pretrained`, shaped like the trained model.
 
     The embedding is resized to the vocabulary of `like`, because adapters that were trained with
     new tokens hold the complete embedding and head. If `like` is a reward model, a causal LM is
@@ -119,9 +126,10 @@ def load_base(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def copy_head_to_base(model: nn.Module) -> None:
-    """Copy the trained head of a reward model into the base under its adapters.
+    """Copy the trained head of a reward model over the head of its base, in place.
 
-    A base that is a causal LM has no such head, and got a random one when it was loaded.
+    A causal LM as base has no such head, so loading gave it a random one. Does nothing for other
+    models.
     """
     original, trained = copied_modules(model).get(HEAD, (None, None))
     if original is not None and trained is not None and reward_head(model) is not None:
@@ -131,13 +139,15 @@ def copy_head_to_base(model: nn.Module) -> None:
 def load_adapted_model(
     folder: Path, like: PreTrainedModel, source: Source, dtype: torch.dtype | None = None
 ) -> Any:
-    """Load a base model and put a checkpoint's adapter into it by name, without PEFT's loader.
+    """Load a base model, attach adapters, and copy a checkpoint's adapter tensors into them.
+
+    PEFT's loader is not used, so that its mistakes cannot hide.
 
     Args:
-        folder: of the base model.
+        folder: folder of the base model.
         like: a model of the same architecture, with the vocabulary that was trained.
         source: the checkpoint.
-        dtype: round the adapter to the dtype that its export was requested in.
+        dtype: dtype to round the adapter to first; None: do not round.
     """
     model = attach_adapters(load_base(folder, like), read_adapter_config(source.hf))
     tensors = dict(model.state_dict())

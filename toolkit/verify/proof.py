@@ -50,18 +50,21 @@ _EPSILON = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Expected:
-    """A stored tensor that a parameter must equal."""
+    """A stored tensor whose values a parameter of the export must have."""
 
     stored: StoredTensor
     description: str  # such as "model.norm.weight of the checkpoint", for findings
     sum: int | None = None  # of its rows in live memory, when it was saved
 
-    def fault(self, actual: Values, dtypes: set[torch.dtype]) -> str | None:
-        """Describe how a parameter of an export differs; None if it does not.
+    def describe_difference(self, actual: Values, dtypes: set[torch.dtype]) -> str | None:
+        """Describe how a parameter of an export differs from this tensor, or return None.
+
+        Damage of this tensor itself is reported first.
 
         Args:
             actual: the parameter, stored or computed.
-            dtypes: of the tensors that it is made of. Each value must be a cast to one of them.
+            dtypes: dtypes of the stored tensors that the parameter is made of. Each value must be
+                a cast to one of them.
         """
         if fault := describe_misfit(self.stored, tuple(actual.shape), dtypes, self.description):
             return fault
@@ -69,16 +72,16 @@ class Expected:
             count = int(mask_differences(read_tensor(self.stored), actual, dtypes).sum())
             values = f"{count} of {actual.numel()} values"
             differs = f"differs from {self.description} in {values}" if count else None
-            return self.damage() or differs
+            return self.describe_damage() or differs
         difference, stored_sum = first_difference(self.stored, actual)
         differs = None if difference is None else f"is not {self.description}: {difference}"
-        return self.damage(stored_sum) or differs
+        return self.describe_damage(stored_sum) or differs
 
-    def damage(self, stored_sum: int | None = None) -> str | None:
-        """Describe damage of the stored tensor itself; None if its sum is right or unknown.
+    def describe_damage(self, stored_sum: int | None = None) -> str | None:
+        """Describe damage of this tensor, or return None if its checksum is right or unknown.
 
         Args:
-            stored_sum: its `compute_row_sum`, if it was computed already.
+            stored_sum: its `row_sum`, if it was computed already.
         """
         if self.sum is None:
             return None
@@ -89,7 +92,7 @@ class Expected:
 
 @dataclass
 class Proof:
-    """The comparison of an export's tensors with the expected parameters."""
+    """A comparison of every tensor of an export with a checkpoint."""
 
     model: PreTrainedModel  # on meta
     entries: dict[str, StoredTensor]
@@ -102,25 +105,27 @@ class Proof:
         self._compared = set[str]()
 
     def first_name(self, parameter: str) -> str:
-        """Return the name under which a parameter is stored; tied ones share the first name."""
+        """Return the name that stands for a parameter; tied parameters share their first name."""
         return self._first_name.get(parameter, parameter)
 
-    def expect(self, source: Source) -> None:
-        """Fill in `expected` with the weights of a checkpoint."""
+    def add_expected(self, source: Source) -> None:
+        """Fill in `expected` with the tensors of a checkpoint."""
         for name, expected in find_expected_tensors(source, self.model.state_dict()).items():
             self.expected.setdefault(self.first_name(name), []).append(expected)
 
     def run(self, source: Source, names: Mapping[str, str] | None = None) -> None:
-        """Compare every tensor of the export with its expected value, and find missing parameters.
+        """Compare every tensor of the export with the checkpoint; differences are findings.
+
+        A parameter that the export lacks is a finding too.
 
         Args:
             source: the checkpoint.
-            names: name of a parameter in the export, if it differs from the model's; for findings.
+            names: parameter -> its name in findings; a missing one is named as in the model.
 
         Raises:
             ToolkitError: the checkpoint is incomplete.
         """
-        self.expect(source)
+        self.add_expected(source)
         groups = {group.keys[0]: group for group in self.groups}
         sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
         for key, group in groups.items():
@@ -137,33 +142,42 @@ class Proof:
             self.findings.add(file, name, "is not in the export")
 
     def is_computed(self, parameter: str) -> bool:
-        """Return True if the expected value of a parameter is computed, not stored."""
+        """Return True if a parameter's expected value must be computed; here False."""
         return False
 
-    def read(self, group: LoadGroup) -> Mapping[str, Values]:
-        """Read the parameters that transformers makes of a group of the export's tensors."""
+    def read_parameters(self, group: LoadGroup) -> Mapping[str, Values]:
+        """Read a group of the export's tensors as parameters, converted as transformers does.
+
+        Returns:
+            Name of a parameter -> its tensor, in memory if it was converted.
+        """
         if group.converted:
             return load_group(self.model, group, self.entries)
         return {group.parameter: self.entries[group.keys[0]]}
 
-    def fault(self, parameter: str, actual: Values, dtypes: set[torch.dtype]) -> str | None:
-        """Describe how a parameter differs from the expected value; see `Expected.fault`."""
-        faults = (expected.fault(actual, dtypes) for expected in self.expected[parameter])
+    def describe_difference(
+        self, parameter: str, actual: Values, dtypes: set[torch.dtype]
+    ) -> str | None:
+        """Describe how a parameter differs from its expected tensors, or return None."""
+        faults = (
+            expected.describe_difference(actual, dtypes) for expected in self.expected[parameter]
+        )
         return next(filter(None, faults), None)
 
     def _compare(self, group: LoadGroup) -> None:
+        """Compare the parameters of one group of tensors; differences are findings."""
         key = group.keys[0]
         members = [self.entries[k] for k in group.keys]
         file = members[0].file.name
         dtypes = {entry.dtype for entry in members}
         try:
-            for name, actual in self.read(group).items():
+            for name, actual in self.read_parameters(group).items():
                 parameter = self.first_name(name)
                 self._compared.add(parameter)
                 if parameter not in self.expected:
                     problem = f"is {parameter}, which is not in the checkpoint"
                     self.findings.add(file, key, problem)
-                elif fault := self.fault(parameter, actual, dtypes):
+                elif fault := self.describe_difference(parameter, actual, dtypes):
                     becomes = f"with its group becomes {name}, which " if group.converted else ""
                     self.findings.add(file, key, becomes + fault)
         except LoadingError as error:
@@ -172,13 +186,19 @@ class Proof:
 
 @dataclass(kw_only=True)
 class MergeProof(Proof):
-    """The comparison of one merged export with a base and a checkpoint of adapters."""
+    """A comparison of a merged export with its base model and a checkpoint of adapters."""
 
     folder: Path  # of the base
     rounded: int = 0  # values that are equal only up to rounding
 
-    def expect(self, source: Source) -> None:
-        """Fill in `expected`: the base's tensors, and no tensor if a value must be computed."""
+    def add_expected(self, source: Source) -> None:
+        """Fill in `expected` with tensors of the base and of the checkpoint.
+
+        A parameter whose value must be computed gets an empty list.
+
+        Raises:
+            ExportError: the checkpoint is damaged or does not fit its adapter's config.
+        """
         self.layout = peft_layout(model_on_meta(source.hf), read_adapter_config(source.hf))
         self.trained = find_expected_tensors(source)
         if unmatched := sorted(set(self.layout.keys.values()) ^ self.trained.keys()):
@@ -186,7 +206,7 @@ class MergeProof(Proof):
                 f"{unmatched[0]} is not in both {source.folder} and its adapter's config"
             )
         for expected in self.trained.values():
-            if fault := expected.damage():
+            if fault := expected.describe_damage():
                 raise ExportError(fault)
         self.base = read_weights(weight_files(self.folder))
         self.reader = build_base_reader(self.folder, self.model)
@@ -203,26 +223,35 @@ class MergeProof(Proof):
                 self.expected[name] = [Expected(entry, f"{group.keys[0]} of the base")]
 
     def _layer(self, parameter: str) -> AdapterLayer | None:
+        """Return the adapter of a parameter, or None."""
         layers = self.layout.parts.get(parameter)
         return layers[0] if layers else None
 
     def is_computed(self, parameter: str) -> bool:
-        """Return True if a parameter is merged or converted."""
+        """Return True if a parameter has an adapter merged in, or is converted when loaded."""
         return self.expected.get(parameter) == []
 
-    def read(self, group: LoadGroup) -> Mapping[str, Values]:
-        """Read the parameters of a group of the export, and keep the base's for `fault`."""
+    def read_parameters(self, group: LoadGroup) -> Mapping[str, Values]:
+        """Read the parameters of a group of the export, and remember those of the base.
+
+        `describe_difference` uses the base's values next, so call it before the next group is read.
+        """
         parameter = self.first_name(group.parameter)
         if group.converted or self.is_computed(parameter):
             base_group = self.base_groups.get(parameter)
             weights = {} if base_group is None else load_group(self.reader, base_group, self.base)
             self._weights = {self.first_name(name): tensor for name, tensor in weights.items()}
-        return super().read(group)
+        return super().read_parameters(group)
 
-    def fault(self, parameter: str, actual: Values, dtypes: set[torch.dtype]) -> str | None:
-        """Describe how a parameter differs from the base's, or from base plus adapter."""
+    def describe_difference(
+        self, parameter: str, actual: Values, dtypes: set[torch.dtype]
+    ) -> str | None:
+        """Describe how a parameter differs from the base (plus adapter), or return None.
+
+        Values that differ by rounding only are accepted and counted in `rounded`.
+        """
         if not self.is_computed(parameter):
-            return super().fault(parameter, actual, dtypes)
+            return super().describe_difference(parameter, actual, dtypes)
         weight, layer = self._weights.pop(parameter, None), self._layer(parameter)
         if weight is None:
             return f"is {parameter}, which the base does not hold"
@@ -255,12 +284,12 @@ class MergeProof(Proof):
     def _bounds(
         self, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bound the merged values over all orders of the additions, before they are rounded.
+        """Compute bounds of the merged values that hold for any order of the additions.
 
         See [Note: equal, and equal to rounding].
 
         Returns:
-            The least and the largest value of each element.
+            (lowest, highest) value of each element, before rounding to the export's dtype.
         """
         magnitude = {r: t.abs() for r, t in factors.items() if r != "magnitude"}
         spread = weight_delta(self.layout, layer, magnitude).abs()
@@ -277,11 +306,11 @@ class MergeProof(Proof):
 
 
 def find_expected_tensors(source: Source, names: Iterable[str] = ()) -> dict[str, Expected]:
-    """Find the stored tensor of each parameter in a checkpoint.
+    """Map each parameter name in a checkpoint to its stored tensor and checksum.
 
     Args:
         source: the checkpoint.
-        names: of the model's parameters, if the checkpoint is another tool's.
+        names: names of the model's parameters, needed if the checkpoint is another tool's.
 
     Raises:
         ExportError: a tensor is incomplete.
@@ -298,13 +327,13 @@ def find_expected_tensors(source: Source, names: Iterable[str] = ()) -> dict[str
 def describe_misfit(
     expected: Values, shape: tuple[int, ...], dtypes: set[torch.dtype], description: str
 ) -> str | None:
-    """Describe why a tensor cannot be a cast of `expected`; None if it can.
+    """Describe why a tensor cannot be a cast of `expected` by shape and dtype, or return None.
 
     Args:
         expected: the original.
-        shape: of the tensor.
-        dtypes: of the tensor's parts.
-        description: of the original, for the message.
+        shape: shape of the tensor.
+        dtypes: dtypes of the stored tensors that it is made of.
+        description: name of the original, for the message.
     """
     if tuple(expected.shape) != shape:
         return f"has shape {list(shape)}, {description} {list(expected.shape)}"
@@ -317,7 +346,7 @@ def describe_misfit(
 def mask_differences(
     value: torch.Tensor, actual: torch.Tensor, dtypes: set[torch.dtype]
 ) -> torch.Tensor:
-    """Mark the elements of `actual` that are no cast of `value` to any of `dtypes`; bool mask."""
+    """Return a bool mask of the elements of `actual` that are no cast of `value` to any dtype."""
     wrong = torch.ones(actual.shape, dtype=torch.bool)
     for dtype in dtypes:
         wrong &= ~same_values(value.to(dtype).to(actual.dtype), actual)

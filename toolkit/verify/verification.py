@@ -51,12 +51,13 @@ def verify_export(
 ) -> Report:
     """Verify an exported Hugging Face folder, by itself or against its checkpoint.
 
-    By itself: every byte is compared with the export's own manifest; headers, index, config and the
-    model that the config describes must agree, with each parameter stored once. Against a
-    checkpoint: every value must be that of the checkpoint, cast to the export's dtype; config and
-    tokenizer must be those of the checkpoint. A PEFT folder is proven in the same way, and a merged
-    model to be its base plus the adapter. Reads the export twice and the checkpoint's weights once.
-    Holds two blocks of 1 MB (or one row) for each thread, and two converted groups.
+    Without a checkpoint, every byte is compared with the export's own manifest. Headers, index,
+    config and the model that the config describes must agree, and each parameter is stored once.
+
+    With a checkpoint, every value must be the checkpoint's, cast to the export's dtype, and config
+    and tokenizer must be equal. A PEFT folder is compared in the same way. A merged model must
+    equal its base plus the adapter. Reads the export twice and the checkpoint's weights once. Each thread
+    holds two blocks of 1 MB (or one row); two converted groups are in memory.
 
     Args:
         checkpoint: a run, a checkpoint, or one of another tool; None: the export by itself.
@@ -101,7 +102,7 @@ def verify_export(
 
 
 def is_export(path: str | Path) -> bool:
-    """Return True if a folder is a Hugging Face or PEFT folder, also one that lost files."""
+    """Return True if `path` is a Hugging Face or PEFT folder, even if some files are missing."""
     path = Path(path).expanduser()
     if (path / CHECKPOINTS).is_dir():
         return False
