@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig
 from toolkit.data.chat.masks import NO_STOP, Rendered
-from toolkit.data.chat.template import Chat, with_defaults
+from toolkit.data.chat.template import Chat, add_template_defaults
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.prepare import build_encoder, inspect_data
 from toolkit.data.report import render_report
@@ -89,7 +89,7 @@ def test_the_setting_puts_the_block_into_the_prompt():
 def test_defaults_are_written_into_the_template():
     values = {"enable_thinking": False, "note": {"a": [1, None, 'x"y']}}
     text = "  {{ note['a'] }}|{{ enable_thinking }}|\n{{ messages[0].content }}"
-    (made,) = with_defaults({"default": text}, values).values()
+    (made,) = add_template_defaults({"default": text}, values).values()
     tokenizer = tokenizer_of("bytes", made)
     turns = [user("q")]
     plain = tokenizer.apply_chat_template(turns, tokenize=False)
@@ -98,7 +98,7 @@ def test_defaults_are_written_into_the_template():
     assert plain == expected
     assert "|True|" in given
     with pytest.raises(ConfigError, match=r"'enable_thinkin'.*did you mean enable_thinking"):
-        with_defaults({"default": QWEN3}, {"enable_thinkin": False})
+        add_template_defaults({"default": QWEN3}, {"enable_thinkin": False})
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tokenize", "tools"])
@@ -125,7 +125,9 @@ def test_names_and_values_that_no_template_holds_are_refused(values, said):
 
 
 def test_characters_beyond_16_bits_stay_whole():
-    (made,) = with_defaults({"default": "{{ note.a }}"}, {"note": {"a": "é 世 🙂"}}).values()
+    (made,) = add_template_defaults(
+        {"default": "{{ note.a }}"}, {"note": {"a": "é 世 🙂"}}
+    ).values()
     text = tokenizer_of("bytes", made).apply_chat_template([user("q")], tokenize=False)
     assert text == "é 世 🙂"
 

@@ -266,7 +266,9 @@ def judged(
     cfg = DataConfig(train_files=str(path), streaming=streaming)
     (source,) = load_sources(cfg)
     stored = enumerate(source.rows)
-    return source, [(source.place(row, n), catch_bad_row(source.example, row)) for n, row in stored]
+    return source, [
+        (source.describe_place(row, n), catch_bad_row(source.example, row)) for n, row in stored
+    ]
 
 
 @pytest.mark.parametrize(("kind", "base", "name"), CASES)
@@ -283,7 +285,7 @@ def test_a_bad_row_is_named_and_its_neighbours_survive(folder, kind, base, name)
     assert place == f"{path} " + (
         f"line {at + 1}" if kind == "jsonl" else f"row {at} (counted from 0)"
     )
-    said = str(source.refusal(source.rows[at], at, bad))
+    said = str(source.make_error(source.rows[at], at, bad))
     assert said.startswith(f"{place}: expected ")
     assert "data.on_bad_row: skip" in said
     assert len(said) < 700

@@ -20,10 +20,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from toolkit.config.data import FinetuneDataConfig
 from toolkit.data.chat import masks
 from toolkit.data.chat import template as template_module
-from toolkit.data.chat.checks import EARLIER_REASONING, NOT_PRINTED, check_printed
-from toolkit.data.chat.long_chats import find_similar_answers
+from toolkit.data.chat.checks import EARLIER_REASONING, NOT_PRINTED, check_all_printed
+from toolkit.data.chat.long_chats import find_spans_of_similar_answers
 from toolkit.data.chat.masks import Rendered
-from toolkit.data.chat.template import Chat, supervised_turns
+from toolkit.data.chat.template import Chat, select_supervised_turns
 from toolkit.data.chat.traits import find_traits
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow, catch_bad_row
@@ -190,7 +190,7 @@ def test_a_turn_costs_a_few_renderings(name, vocabulary):
             continue
         tries.clear()
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        found = masks.Search(render, messages, specials, known).find_spans(turns)
+        found = masks.EdgeSearch(render, messages, specials, known).find_spans(turns)
         assert [found.text[b:e] for b, e in found.spans] == expected(name, messages), kind
         assert len(tries) <= 10 * len(turns), kind
 
@@ -211,15 +211,15 @@ def test_a_long_conversation_costs_a_few_renderings_in_all(name, vocabulary):
     specials = tuple(tokenizer.all_special_tokens)
     render = plain_render(template, tokenizer, tries)
     known = find_traits(render, specials, template.bos, template.eos)
-    one_by_one = masks.Search(render, messages, specials, known).find_spans(turns)
+    one_by_one = masks.EdgeSearch(render, messages, specials, known).find_spans(turns)
     tries.clear()
-    search = masks.Search(render, messages, specials, known)
-    check_printed(search, turns, has_tools=False)
-    found = find_similar_answers(search, turns)
+    search = masks.EdgeSearch(render, messages, specials, known)
+    check_all_printed(search, turns, has_tools=False)
+    found = find_spans_of_similar_answers(search, turns)
     assert found == one_by_one
     assert said(found) == expected(name, messages)
     assert len(tries) < 120
-    assert find_similar_answers(search, turns[:10]) is None  # of few each is looked at
+    assert find_spans_of_similar_answers(search, turns[:10]) is None  # of few each is looked at
 
 
 @pytest.mark.parametrize("name", ["chatml", "zephyr"])
@@ -237,9 +237,9 @@ def test_a_turn_that_is_printed_otherwise_is_found_by_itself(name, vocabulary):
         render = lambda m, prompt=False, odd=odd, tokenizer=tokenizer: render_jinja_template(  # noqa: E731
             [m], chat_template=odd, add_generation_prompt=prompt, **tokenizer.special_tokens_map
         )[0][0]
-        search = masks.Search(render, messages, tuple(tokenizer.all_special_tokens), known)
+        search = masks.EdgeSearch(render, messages, tuple(tokenizer.all_special_tokens), known)
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        assert find_similar_answers(search, turns) is None
+        assert find_spans_of_similar_answers(search, turns) is None
         one_by_one = catch_bad_row(search.find_spans, turns)
         if isinstance(one_by_one, BadRow):
             assert str(result).startswith(str(one_by_one))
@@ -278,7 +278,7 @@ def test_awkward_conversations_are_right_or_refused(name, vocabulary):
         messages = awkward(name, rng)
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         try:
-            found = masks.Search(render, messages, specials, known).find_spans(turns)
+            found = masks.EdgeSearch(render, messages, specials, known).find_spans(turns)
         except BadRow:
             continue
         texts = [found.text[b:e] for b, e in found.spans]
@@ -424,10 +424,12 @@ def test_results_of_tools_are_not_learned_though_they_stand_within_the_turn(voca
 
 def test_which_turns_are_learned(vocabulary):
     chat = Conversation(PLAIN, supervised_from=4)
-    assert supervised_turns(chat, "auto") == supervised_turns(chat, "completion") == [5]
-    assert supervised_turns(chat, "assistant") == [1, 3, 5]
-    assert supervised_turns(chat, "last_assistant") == [5]
-    assert supervised_turns(Conversation(PLAIN), "auto") == [1, 3, 5]
+    assert (
+        select_supervised_turns(chat, "auto") == select_supervised_turns(chat, "completion") == [5]
+    )
+    assert select_supervised_turns(chat, "assistant") == [1, 3, 5]
+    assert select_supervised_turns(chat, "last_assistant") == [5]
+    assert select_supervised_turns(Conversation(PLAIN), "auto") == [1, 3, 5]
     for template in (TEMPLATES["qwen3"].stock, TEMPLATES["qwen3"].marked):
         tokenizer = tokenizer_of(vocabulary, TEMPLATES["qwen3"], template)
         turns = expected("qwen3", PLAIN)

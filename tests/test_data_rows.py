@@ -80,7 +80,7 @@ def read(source: DataSource) -> list:
 
 
 def places(source: DataSource, rows=None) -> list[str]:
-    return [source.place(stored, n) for n, stored in enumerate(rows or source.rows)]
+    return [source.describe_place(stored, n) for n, stored in enumerate(rows or source.rows)]
 
 
 def example(row: dict, *, text: bool = False):
@@ -283,7 +283,7 @@ def test_json_lines_in_parts_are_those_of_the_whole_file(tmp_path, monkeypatch, 
     # The place of a row leads to it.
     for row in (part[-1] for part in parts if part):
         number, begin = re.search(
-            r"line (\d+)(?: of those after byte (\d+))?$", source.place(row, 0)
+            r"line (\d+)(?: of those after byte (\d+))?$", source.describe_place(row, 0)
         ).groups(default="0")
         lines = (content[max(0, int(begin) - 1) :]).split(b"\n")[1 if int(begin) else 0 :]
         assert json.loads(lines[int(number) - 1].decode("utf-8-sig")) == source.row(row)
@@ -300,7 +300,7 @@ def test_parquet_in_parts_is_the_whole_file(tmp_path, monkeypatch):
     assert max(source.sizes) < 2 * min(source.sizes[:-1])
     rows = [row for part in parts for row in part]
     assert [source.row(row) for row in rows] == table.to_pylist()
-    assert source.place(rows[777], 0).endswith("a.parquet row 777 (counted from 0)")
+    assert source.describe_place(rows[777], 0).endswith("a.parquet row 777 (counted from 0)")
 
 
 def test_what_cannot_be_cut_is_read_whole(tmp_path, monkeypatch):
@@ -332,7 +332,9 @@ def test_a_data_set_by_name_of_rows_that_differ(tmp_path):
         arguments = [f.messages[1]["tool_calls"][0]["function"]["arguments"] for f in found[:2]]
         assert arguments == [{"a": 2, "b": 2}, {"where": {"city": "Łódź"}, "n": None}]
         row = f"row 1{' of a shard' if streaming else ''} (counted from 0)"
-        assert source.place(list(source.rows)[1], 1) == f"data.dataset_name {tmp_path} {row}"
+        assert (
+            source.describe_place(list(source.rows)[1], 1) == f"data.dataset_name {tmp_path} {row}"
+        )
     with pytest.raises(DataError, match=r"data\.dataset_name .* cannot be read"):
         load_sources(DataConfig(dataset_name=str(tmp_path), dataset_split="dev", streaming=True))
 
@@ -479,7 +481,7 @@ def test_builtin_instructions(monkeypatch):
     assert len(found) > 300
     assert all([m["role"] for m in f.messages] == ["user", "assistant"] for f in found)
     assert max(len(m["content"]) for f in found for m in f.messages) < 2500
-    again = [pair for file in files for pair in instructions._pairs_of(file)]
+    again = [pair for file in files for pair in instructions._iterate_questions(file)]
     assert [[m["content"] for m in f.messages] for f in found] == [
         list(pair) for pair in dict.fromkeys(again)
     ]
@@ -500,7 +502,7 @@ def test_a_function_asks_for_its_body_and_for_its_docstring(tmp_path):
         "        raise NotImplementedError\n"
         "    def bare(self): return 1\n"
     )
-    (asked, body), (shown, summary) = instructions._pairs_of(tmp_path / "a.py")
+    (asked, body), (shown, summary) = instructions._iterate_questions(tmp_path / "a.py")
     assert asked.endswith(
         "\n\ndef area(self, unit='m'):\n"
         '    """Return the area. In square metres.\n\n    Of all sides."""'
@@ -521,7 +523,7 @@ def test_text_files_name_the_file_and_others_the_row(tmp_path):
         assert isinstance(found[2], BadRow)
         assert places(source)[2] == f"{files[2]} piece 0 (counted from 0)"
         stored = list(source.rows)[2]
-        assert str(source.refusal(stored, 2, found[2])).startswith(f"{files[2]} piece 0 ")
+        assert str(source.make_error(stored, 2, found[2])).startswith(f"{files[2]} piece 0 ")
     assert source.rows.num_shards == 3
     # Rows that say nothing of where they come from are numbered.
     datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "saved")

@@ -17,8 +17,8 @@ from toolkit.config.settings import (
     RunConfig,
     model_settings,
 )
-from toolkit.data.chat import chat_templates
-from toolkit.data.chat.template import with_defaults
+from toolkit.data.chat import load_chat_templates
+from toolkit.data.chat.template import add_template_defaults
 from toolkit.data.feed.feed import DataRank, Feed, LocalDataRank
 from toolkit.data.feed.prepared import PreparedFeed
 from toolkit.data.feed.stream import StreamSource
@@ -30,7 +30,7 @@ from toolkit.data.samples.batch import Batch
 from toolkit.data.samples.sample_shape import Packing, SampleShape
 from toolkit.data.sources.rows import DataSource, load_sources
 from toolkit.data.stop_tokens import add_stop_tokens, find_stop_tokens, set_reward_position
-from toolkit.data.tokens.encode import Encoder, encode_source, encoding_digest
+from toolkit.data.tokens.encode import Encoder, compute_encoding_digest, encode_source
 from toolkit.data.tokens.encoded import EncodedSource
 from toolkit.data.tokens.tokenizer import choose_pad_id, load_tokenizer, use_model_tokenizer
 from toolkit.errors import ConfigError, DataError
@@ -153,7 +153,7 @@ def _use_chat_template(
     template, kwargs = data.chat_template, data.chat_template_kwargs
     if template is None and not kwargs:
         return
-    templates = with_defaults(chat_templates(tokenizer, template), kwargs)
+    templates = add_template_defaults(load_chat_templates(tokenizer, template), kwargs)
     has_several = template is None and isinstance(tokenizer.chat_template, dict)
     tokenizer.chat_template = templates if has_several else templates["default"]
     if "default" in templates:
@@ -215,7 +215,7 @@ def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_
             source.sizes,
             {
                 "the files": source.files_digest(),
-                "what decides tokens": encoding_digest(source, encoder),
+                "what decides tokens": compute_encoding_digest(source, encoder),
             },
         )
         for source in sources

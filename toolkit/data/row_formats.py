@@ -13,7 +13,7 @@ import datasets
 
 from toolkit.config.data import DataConfig
 from toolkit.data.examples import pairs, preferences, recognise
-from toolkit.data.examples.columns import Names
+from toolkit.data.examples.columns import NameMapping
 from toolkit.data.examples.recognise import Example, Layout
 from toolkit.data.samples.columns import Column
 from toolkit.data.sources import instructions
@@ -74,7 +74,7 @@ class RowFormat:
 
     name: str
     title: str
-    recognise: Callable[[Sequence[Row], Names], Layout]
+    recognise: Callable[[Sequence[Row], NameMapping], Layout]
     parse: Callable[[Row, Layout], Parsed]
     standard_names: tuple[str, ...]
     candidate_names: tuple[str, ...]
@@ -104,11 +104,11 @@ class RowFormat:
         return packing != "none" and not self.compares_rows
 
 
-def _document_layout(rows: Sequence[Row], names: Names) -> Layout:
+def _recognise_documents(rows: Sequence[Row], names: NameMapping) -> Layout:
     return recognise.recognise_documents(rows, text="text" in names.columns)
 
 
-def _example_layout(rows: Sequence[Row], names: Names) -> Layout:
+def _recognise_examples(rows: Sequence[Row], names: NameMapping) -> Layout:
     return recognise.recognise_layout(rows, text="text" in names.columns)
 
 
@@ -120,20 +120,20 @@ def _built_in_pairs() -> tuple[datasets.Dataset, Layout]:
     return instructions.build_preferences(), Layout("pairs", preferences.SIDES, prompt=("prompt",))
 
 
-def _sides(pair: pairs.Pair) -> Sequence[Example]:
+def _list_sides(pair: pairs.Pair) -> Sequence[Example]:
     return [pair.chosen, pair.rejected]
 
 
-_STANDARD = recognise.standard_columns()
-_CANDIDATES = recognise.read_columns()
+_STANDARD = recognise.list_standard_columns()
+_CANDIDATES = recognise.list_candidate_columns()
 _PREFERENCES = (*_STANDARD, *preferences.SIDES, *preferences.COMPARED, "label", "margin")
-_PREFERENCE_CANDIDATES = (*_CANDIDATES, *preferences.read_columns(), "margin")
+_PREFERENCE_CANDIDATES = (*_CANDIDATES, *preferences.list_candidate_columns(), "margin")
 _REFERENCE = Column("float32", per="sequence", late=True)
 
 DOCUMENTS = RowFormat(
     name="documents",
     title="documents",
-    recognise=_document_layout,
+    recognise=_recognise_documents,
     parse=recognise.parse_example,
     standard_names=_STANDARD,
     candidate_names=_CANDIDATES,
@@ -145,7 +145,7 @@ DOCUMENTS = RowFormat(
 EXAMPLES = RowFormat(
     name="examples",
     title="examples",
-    recognise=_example_layout,
+    recognise=_recognise_examples,
     parse=recognise.parse_example,
     standard_names=_STANDARD,
     candidate_names=_CANDIDATES,
@@ -160,7 +160,7 @@ PAIRS = RowFormat(
     parse=pairs.parse_pair,
     standard_names=_PREFERENCES,
     candidate_names=_PREFERENCE_CANDIDATES,
-    texts=_sides,
+    texts=_list_sides,
     encode=encode_pair,
     columns={"margin": Column("float32", per="row"), "reference": _REFERENCE},
     sequences_per_row=2,
@@ -180,7 +180,7 @@ ANSWERS = RowFormat(
     parse=pairs.parse_answer,
     standard_names=_PREFERENCES,
     candidate_names=_PREFERENCE_CANDIDATES,
-    texts=_sides,
+    texts=_list_sides,
     encode=encode_pair,
     columns={"desirable": Column("bool", per="row"), "reference": _REFERENCE},
     sequences_per_row=2,

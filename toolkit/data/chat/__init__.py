@@ -2,4 +2,4 @@
 
 from toolkit.data.chat.checks import BLOCK_NOTES
 from toolkit.data.chat.masks import Rendered
-from toolkit.data.chat.template import TODAY, Chat, chat_templates
+from toolkit.data.chat.template import TODAY, Chat, load_chat_templates

@@ -21,8 +21,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from toolkit.data.chat.masks import NUMBERS, SURELY, Rendered, Search
-from toolkit.data.chat.traits import Message, Span, pattern_of, uncut, with_call, with_content
+from toolkit.data.chat.masks import NUMBERS, SURELY, EdgeSearch, Rendered
+from toolkit.data.chat.traits import (
+    Message,
+    Span,
+    align_to_mark,
+    change_call,
+    compile_marks,
+    with_content,
+)
 from toolkit.data.examples.columns import REASONING
 from toolkit.data.sources.row_values import BadRow
 
@@ -38,7 +45,9 @@ _END_OF_THOUGHT = re.compile(r"</[^<>\s]+>|\[/[A-Z_]+\]|◁/\w+▷")
 _TAG = re.compile(r"^\s*(<[^<>\s/]+>|\[[A-Z_]+\]|◁\w+▷)")
 
 
-def check_printed(search: Search, supervised: Sequence[int], *, has_tools: bool) -> Counter[str]:
+def check_all_printed(
+    search: EdgeSearch, supervised: Sequence[int], *, has_tools: bool
+) -> Counter[str]:
     """Check that the rendering contains all parts of a conversation.
 
     Costs a rendering for each tool call, each short part, the tools, and unusual keys of turns.
@@ -55,14 +64,14 @@ def check_printed(search: Search, supervised: Sequence[int], *, has_tools: bool)
         BadRow: the template omits or cuts a content, a tool call, the tools, or the reasoning of
             the last supervised turn.
     """
-    printed_turns = _short_contents(search)
+    printed_turns = _find_printed_short_contents(search)
     for i, message in enumerate(search.messages):
         content = (message.get("content") or "").strip()
         if i not in printed_turns and not _is_printed(
             search, i, content, partial(with_content, message)
         ):
             suffix = " next to its tool calls" if message.get("tool_calls") else ""
-            raise _not_printed(f"content of {search.describe_turn(i)}{suffix}", "content")
+            raise _not_printed_error(f"content of {search.describe_turn(i)}{suffix}", "content")
     for i, message in enumerate(search.messages):
         for at in range(len(message.get("tool_calls") or [])):
             _check_call(search, i, at)
@@ -72,20 +81,20 @@ def check_printed(search: Search, supervised: Sequence[int], *, has_tools: bool)
             "(data.chat_template), or omit the column",
             "tools not printed",
         )
-    return _check_reasoning(search, supervised) + _unused_keys(search)
+    return _check_reasoning(search, supervised) + _count_unused_keys(search)
 
 
-def _is_printed(search: Search, i: int, part: str, changed_to: Changed) -> bool:
+def _is_printed(search: EdgeSearch, i: int, part: str, changed_to: Changed) -> bool:
     """Return True if the template prints a part of turn `i`."""
     if not part or (len(part) >= SURELY and part in search.text):
         return True
     # The template may cut long parts, so the word should be as long as the part.
-    word = [*search.words_like(part), search.words[0]][0]
+    word = [*search.make_words_like(part), search.words[0]][0]
     text = search.render_changed({i: changed_to(word)})
     return part in search.text if text is None else word in text
 
 
-def _short_contents(search: Search) -> set[int]:
+def _find_printed_short_contents(search: EdgeSearch) -> set[int]:
     """Find the turns with short contents that are printed, with one rendering for all of them."""
     contents = {i: (m.get("content") or "").strip() for i, m in enumerate(search.messages)}
     words = {i: f"{search.words[0]}q{i}q" for i, c in contents.items() if 0 < len(c) < SURELY}
@@ -95,17 +104,19 @@ def _short_contents(search: Search) -> set[int]:
     return {i for i, word in words.items() if text is not None and word in text}
 
 
-def _check_call(search: Search, i: int, at: int) -> None:
+def _check_call(search: EdgeSearch, i: int, at: int) -> None:
     """Check that a tool call of turn `i` is printed, with its arguments as JSON."""
     function = search.messages[i]["tool_calls"][at]["function"]
     text, mark = search.text, (name := function["name"])
     for where in ("argument", "name"):
-        message, changed_to = with_call(search.messages[i], at, where, search.words[0], NUMBERS[0])
+        message, changed_to = change_call(
+            search.messages[i], at, where, search.words[0], NUMBERS[0]
+        )
         if (changed := search.render_changed({i: message})) is not None:
             text, mark = changed, changed_to
             break
     if mark not in text:
-        raise _not_printed(f"tool call {name!r} of {search.describe_turn(i)}", "tool call")
+        raise _not_printed_error(f"tool call {name!r} of {search.describe_turn(i)}", "tool call")
     arguments = function["arguments"]
     if (
         isinstance(arguments, dict)
@@ -120,12 +131,13 @@ def _check_call(search: Search, i: int, at: int) -> None:
         )
 
 
-def _check_reasoning(search: Search, supervised: Sequence[int]) -> Counter[str]:
+def _check_reasoning(search: EdgeSearch, supervised: Sequence[int]) -> Counter[str]:
     """Check the reasoning of the last supervised turn, and count earlier ones not printed."""
     notes = Counter[str]()
     for i in supervised:
         if all(
-            _is_printed(search, i, *thought) for thought in _thoughts(search, search.messages[i])
+            _is_printed(search, i, *thought)
+            for thought in _iterate_reasoning(search, search.messages[i])
         ):
             continue
         if i != supervised[-1]:
@@ -140,11 +152,11 @@ def _check_reasoning(search: Search, supervised: Sequence[int]) -> Counter[str]:
     return notes
 
 
-def _thoughts(search: Search, message: Message) -> Iterator[tuple[str, Changed]]:
+def _iterate_reasoning(search: EdgeSearch, message: Message) -> Iterator[tuple[str, Changed]]:
     """Yield each reasoning of a turn, and a function that replaces it by a word."""
     for key in REASONING:
         if isinstance(thought := message.get(key), str):
-            yield thought.strip(), partial(_with_key, message, key)
+            yield thought.strip(), partial(_replace_key, message, key)
     content = message.get("content") or ""
     ends = [] if content.strip() in search.text else [*_END_OF_THOUGHT.finditer(content)]
     if ends:
@@ -154,11 +166,11 @@ def _thoughts(search: Search, message: Message) -> Iterator[tuple[str, Changed]]
         yield thought, lambda word: with_content(message, content.replace(thought, word, 1))
 
 
-def _with_key(message: Message, key: str, word: str) -> Message:
+def _replace_key(message: Message, key: str, word: str) -> Message:
     return {**message, key: word}
 
 
-def _unused_keys(search: Search) -> Counter[str]:
+def _count_unused_keys(search: EdgeSearch) -> Counter[str]:
     """Count the keys of turns that do not change the rendering."""
     keys = dict.fromkeys(
         key
@@ -176,7 +188,7 @@ def _unused_keys(search: Search) -> Counter[str]:
     return Counter(map(NOT_PRINTED.format, keys))
 
 
-def _not_printed(part: str, kind: str) -> BadRow:
+def _not_printed_error(part: str, kind: str) -> BadRow:
     return BadRow(
         f"the chat template prints nothing, or only a part, of the {part}; use another template "
         "(data.chat_template), or skip such rows (data.on_bad_row: skip)",
@@ -201,7 +213,7 @@ _EMPTY_BLOCK = re.compile(
 
 
 def align_beginnings(
-    search: Search, rendered: Rendered, turns: list[int], advice_for: Callable[[str, int], str]
+    search: EdgeSearch, rendered: Rendered, turns: list[int], advice_for: Callable[[str, int], str]
 ) -> Rendered:
     """Move the starts of spans so that all answers begin alike; see [Note: beginnings of answers].
 
@@ -222,14 +234,14 @@ def align_beginnings(
     if len(spans) != len(turns):
         return rendered
     for at, i in enumerate(turns):
-        inserted = _inserted(search, i, spans[at])
+        inserted = _find_inserted_tags(search, i, spans[at])
         block = _EMPTY_BLOCK.search(inserted)
         if block is None:
             continue
         note = LEARNED
         written = block.group() in (search.messages[i].get("content") or "")
-        if not written and _only_last(search, i, spans[at], inserted):
-            first = pattern_of(search.specials, tags=True).match(inserted, block.start())
+        if not written and _is_added_to_last_only(search, i, spans[at], inserted):
+            first = compile_marks(search.specials, tags=True).match(inserted, block.start())
             tag = inserted[: first.end()] if first else inserted
             have_tag = (search.text.startswith(tag, begin) for begin, _ in rendered.spans)
             if not all(have_tag):
@@ -240,17 +252,17 @@ def align_beginnings(
     return Rendered(rendered.text, spans, rendered.notes + notes)
 
 
-def _inserted(search: Search, i: int, span: Span) -> str:
+def _find_inserted_tags(search: EdgeSearch, i: int, span: Span) -> str:
     """Extract the tags that begin turn `i`, before its content; empty if there are none."""
     low = search.lows.get(i)
     if low is None or low <= span[0]:
         return ""
-    text = search.text[span[0] : uncut(search.text, low, search.specials)]
-    is_bare = not pattern_of(search.specials, tags=True).sub("", text).strip()
+    text = search.text[span[0] : align_to_mark(search.text, low, search.specials)]
+    is_bare = not compile_marks(search.specials, tags=True).sub("", text).strip()
     return text if is_bare else ""
 
 
-def _only_last(search: Search, i: int, span: Span, inserted: str) -> bool:
+def _is_added_to_last_only(search: EdgeSearch, i: int, span: Span, inserted: str) -> bool:
     """Return True if turn `i` would not begin with `inserted` if other turns followed it."""
     more = [
         {"role": "user", "content": search.words[0]},

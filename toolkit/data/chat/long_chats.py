@@ -9,7 +9,7 @@ answers determine the edges of all.
 
 from collections.abc import Sequence
 
-from toolkit.data.chat.masks import NO_STOP, Rendered, Search
+from toolkit.data.chat.masks import NO_STOP, EdgeSearch, Rendered
 from toolkit.data.chat.traits import Span, only_content
 from toolkit.data.examples.columns import REASONING
 
@@ -17,8 +17,8 @@ MANY = 16  # number of answers from which this search is faster
 _SEARCHED = 8  # number of answers that are searched one by one
 
 
-def find_similar_answers(search: Search, turns: Sequence[int]) -> Rendered | None:
-    """Find the spans of answers like `Search.find_spans`, in time linear in the text.
+def find_spans_of_similar_answers(search: EdgeSearch, turns: Sequence[int]) -> Rendered | None:
+    """Find the spans of answers like `EdgeSearch.find_spans`, in time linear in the text.
 
     Args:
         search: the conversation and its rendering.
@@ -28,9 +28,9 @@ def find_similar_answers(search: Search, turns: Sequence[int]) -> Rendered | Non
         The rendering with its spans; None if the answers are few, have tool calls or reasoning, or
         are not printed alike.
     """
-    if len(turns) < MANY or any(_is_special(search, i) for i in turns):
+    if len(turns) < MANY or any(_has_calls_or_reasoning(search, i) for i in turns):
         return None
-    places = _places(search, turns)
+    places = _find_content_spans(search, turns)
     if places is None:
         return None
     count = len(turns)
@@ -39,37 +39,39 @@ def find_similar_answers(search: Search, turns: Sequence[int]) -> Rendered | Non
     without_stop = search.notes[NO_STOP]
     for k in some:
         before = places[k - 1][1] if k else 0
-        low, end, _ = search.content(turns[k])
+        low, end, _ = search.find_content(turns[k])
         search.lows[turns[k]] = low
-        stop = search.end_of_turn(turns[k], end, None)
-        begin, exactly = search.start(turns[k], low, end, before)
+        stop = search.find_end(turns[k], end, None)
+        begin, exactly = search.find_start(turns[k], low, end, before)
         if not exactly:
-            search.compare_prompt(turns[k], begin, stop)
+            search.check_prompt(turns[k], begin, stop)
         edges[k] = (begin - places[k][0], search.text[places[k][1] : stop], exactly)
-    usual, header = edges[1], _header(search, turns[1], *places[:2])
+    usual, header = edges[1], _find_answer_header(search, turns[1], *places[:2])
     if any(edges[k] != usual for k in some[1:-1]) or header is None or len(header) < -usual[0]:
         return None
     spans: list[Span] = []
     for k, (low, end) in enumerate(places):
         shift, closing, exactly = edges.get(k, usual)
-        alike = k in edges or _header(search, turns[k], *places[k - 1 : k + 1]) == header
+        alike = (
+            k in edges or _find_answer_header(search, turns[k], *places[k - 1 : k + 1]) == header
+        )
         if not alike or not search.text.startswith(closing, end):
             return None
         spans.append((low + shift, end + len(closing)))
         search.check_span(turns[k], *spans[-1], spans[-2][1] if k else 0, exactly)
     closings = [edges.get(k, usual)[1] for k in range(count)]
-    without_stop += sum(not search.ends_turn(closing) for closing in closings)
+    without_stop += sum(not search.ends_with_special(closing) for closing in closings)
     search.notes[NO_STOP] = without_stop
     return Rendered(search.text, spans, +search.notes)
 
 
-def _is_special(search: Search, i: int) -> bool:
+def _has_calls_or_reasoning(search: EdgeSearch, i: int) -> bool:
     """Return True if turn `i` has tool calls or reasoning."""
     message = search.messages[i]
     return any(message.get(key) for key in ("tool_calls", *REASONING))
 
 
-def _places(search: Search, turns: Sequence[int]) -> list[Span] | None:
+def _find_content_spans(search: EdgeSearch, turns: Sequence[int]) -> list[Span] | None:
     """Find the positions of the contents of the answers; None if they cannot be determined."""
     parts: list[list[str]] = []
     for word in search.words:
@@ -99,7 +101,7 @@ def _places(search: Search, turns: Sequence[int]) -> list[Span] | None:
     return places if at == len(search.text) else None
 
 
-def _header(search: Search, i: int, before: Span, span: Span) -> str | None:
+def _find_answer_header(search: EdgeSearch, i: int, before: Span, span: Span) -> str | None:
     """Extract the text between the turn before an answer and the answer; None if it is unknown."""
     content = (search.messages[i - 1].get("content") or "").strip()
     between = search.text[before[1] : span[0]]

@@ -33,15 +33,15 @@ from toolkit.data.chat.traits import (
     Render,
     Span,
     TemplateTraits,
-    closings_of,
-    common_start,
-    loose_start,
+    align_to_mark,
+    change_call,
+    common_prefix_ignoring_space,
+    common_prefix_length,
+    compile_marks,
+    find_closings,
+    join_texts,
     only_content,
-    pattern_of,
     printable_parts,
-    text_of,
-    uncut,
-    with_call,
     with_content,
     without_reasoning,
 )
@@ -55,7 +55,7 @@ NUMBERS = (4017293651, 9382650747)  # two different integers, for arguments of t
 OTHER_PROMPT = "last turns before which the chat template prints something else than their prompt"
 
 
-class NotFound(BadRow):
+class EdgesNotFound(BadRow):
     """The edges of a turn cannot be found. Generation markers may still mark them."""
 
     def __init__(self, message: str) -> None:
@@ -73,7 +73,7 @@ class Rendered:
     """Text of a warning -> number of occurrences."""
 
 
-class Search:
+class EdgeSearch:
     """Find the edges of the turns of a conversation by comparing its rendering with changed ones.
 
     Args:
@@ -101,10 +101,10 @@ class Search:
         try:
             self.text = render(messages)
         except TEMPLATE_ERRORS as error:
-            raise self._refusal(error) from error
+            raise self._describe_refusal(error) from error
         # Two different words that do not occur in the text. They consist of letters and digits, so
         # that no template escapes or trims them.
-        self.words = [_absent(word, self.text) for word in WORDS[:2]]
+        self.words = [_make_absent_word(word, self.text) for word in WORDS[:2]]
 
     def find_spans(self, turns: list[int]) -> Rendered:
         """Find the characters of turns of the assistant.
@@ -113,22 +113,22 @@ class Search:
             turns: indices of the turns, ascending.
 
         Raises:
-            NotFound: the edges of a turn cannot be determined.
+            EdgesNotFound: the edges of a turn cannot be determined.
         """
         spans, before = [], 0
         for i in turns:
-            low, end, call = self.content(i)
+            low, end, call = self.find_content(i)
             self.lows[i] = low
-            stop = self.end_of_turn(i, end, call)
-            begin, exactly = self.start(i, low, end, before)
+            stop = self.find_end(i, end, call)
+            begin, exactly = self.find_start(i, low, end, before)
             self.check_span(i, begin, stop, before, exactly)
             if not exactly:
-                self.compare_prompt(i, begin, stop)
+                self.check_prompt(i, begin, stop)
             spans.append((begin, stop))
             before = stop
         return Rendered(self.text, spans, +self.notes)
 
-    def words_like(self, content: str) -> list[str]:
+    def make_words_like(self, content: str) -> list[str]:
         """Build two words of the same length as `content`; none if it is too short."""
         words = [(word * (1 + len(content) // len(word)))[: len(content)] for word in self.words]
         return words if len(content) > 3 and not any(w in self.text for w in words) else []
@@ -148,7 +148,7 @@ class Search:
         except TEMPLATE_ERRORS:
             return None
 
-    def _refusal(self, error: Exception) -> BadRow:
+    def _describe_refusal(self, error: Exception) -> BadRow:
         """Describe a refusal with the first turn that makes the template raise."""
         message = " ".join(str(error).split())[:200] or type(error).__name__
         for turn in range(len(self.messages)):
@@ -158,15 +158,15 @@ class Search:
                 if str(earlier) == str(error):
                     break
         refuses = f"the chat template refuses {self.describe_turn(turn)}: {message}"
-        return BadRow(f"{refuses}{self._begins_with_answer()}", REFUSED)
+        return BadRow(f"{refuses}{self._advice_on_first_turn()}", REFUSED)
 
-    def _begins_with_answer(self) -> str:
+    def _advice_on_first_turn(self) -> str:
         roles = [m.get("role") for m in self.messages if m.get("role") != "system"]
         return ". Let it begin with a turn of the user" if roles[:1] == ["assistant"] else ""
 
     # ---- Contents
 
-    def content(self, i: int) -> tuple[int, int, tuple[Message, str] | None]:
+    def find_content(self, i: int) -> tuple[int, int, tuple[Message, str] | None]:
         """Find the content of turn `i`.
 
         Returns:
@@ -175,64 +175,66 @@ class Search:
         """
         message = self.messages[i]
         content, calls = message.get("content") or "", message.get("tool_calls")
-        like = self.words_like(content)
+        like = self.make_words_like(content)
         for words in (self.words, like) if like and not calls else (self.words,):
             try:
-                low, end = self._between(i, [(only_content(message, w), w) for w in words])
-            except NotFound:
+                low, end = self._find_changed_part(
+                    i, [(only_content(message, w), w) for w in words]
+                )
+            except EdgesNotFound:
                 if words is like or not (like or calls):
                     raise
                 continue
             if not calls:
                 self._check_content(i, content, end)
-            elif not self._before_next(i, low, end):
+            elif not self._is_next_turn_after(i, low, end):
                 continue
             elif not self.traits.closings:
-                end = self._call_end(i, self._arguments_end(i, end), end)
+                end = self._find_calls_end(i, self._find_arguments_end(i, end), end)
             return low, end, None
         before, after = self.messages[:i], self.messages[i + 1 :]
         plain = [f(message, w) for f in (with_content, only_content) for w in self.words]
         texts = [
             self.try_render([*before, m, *following]) for m in plain for following in (after, [])
         ]
-        low = common_start(self.text, *(text for text in texts if text is not None))
-        changes = self._changed_calls(i)
-        inner, end = self._between(i, changes, new_argument=self._is_bare_call(i))
+        low = common_prefix_length(self.text, *(text for text in texts if text is not None))
+        changes = self._change_last_call(i)
+        inner, end = self._find_changed_part(i, changes, new_argument=self._is_bare_call(i))
         low = min(low, inner)
-        if self._before_next(i, low, end):
+        if self._is_next_turn_after(i, low, end):
             return low, end, changes[0]
-        raise NotFound(f"cannot tell where {self.describe_turn(i)} ends in the rendering")
+        raise EdgesNotFound(f"cannot tell where {self.describe_turn(i)} ends in the rendering")
 
-    def _arguments_end(self, i: int, end: int) -> int:
+    def _find_arguments_end(self, i: int, end: int) -> int:
         """Find the end of the last argument of the calls of turn `i`, or return `end`."""
         try:
             bare = self._is_bare_call(i)
-            return self._between(i, self._changed_calls(i), new_argument=bare)[1]
-        except NotFound:
+            return self._find_changed_part(i, self._change_last_call(i), new_argument=bare)[1]
+        except EdgesNotFound:
             # A call without arguments may be printed in another form than one with arguments.
             return end
 
-    def _call_end(self, i: int, inner: int, end: int) -> int:
+    def _find_calls_end(self, i: int, inner: int, end: int) -> int:
         """Find the end of the tool calls of turn `i` if the template prints no stop token.
 
         They end with the last tag between `inner`, the end of their last argument, and `end`. Text
         after that tag may be the beginning of their results.
         """
-        marks = [*pattern_of(self.specials, tags=True).finditer(self.text, inner, end)]
+        marks = [*compile_marks(self.specials, tags=True).finditer(self.text, inner, end)]
         if not marks:
             return end
         if after := self.text[marks[-1].end() : end].strip():
-            raise NotFound(
+            raise EdgesNotFound(
                 f"cannot tell where {self.describe_turn(i)} ends: {after[:60]!r} follows its tool "
                 "calls"
             )
         return marks[-1].end()
 
-    def _changed_calls(self, i: int) -> list[tuple[Message, str]]:
+    def _change_last_call(self, i: int) -> list[tuple[Message, str]]:
         pairs = zip(self.words, NUMBERS, strict=True)
-        return [with_call(self.messages[i], -1, "argument", *pair) for pair in pairs]
+        return [change_call(self.messages[i], -1, "argument", *pair) for pair in pairs]
 
-    def _between(
+    def _find_changed_part(
         self, i: int, changes: list[tuple[Message, str]], *, new_argument: bool = False
     ) -> Span:
         """Find the length of the common start of all renderings, and the offset after the words.
@@ -243,7 +245,7 @@ class Search:
         renderings = (self.render_changed({i: message}) for message, _ in changes)
         texts = [text for text in renderings if text is not None]
         if len(texts) < len(changes):
-            raise NotFound(f"the chat template refuses {self.describe_turn(i)} changed")
+            raise EdgesNotFound(f"the chat template refuses {self.describe_turn(i)} changed")
         tails: list[str] = []
         for text, (_, word) in zip(texts, changes, strict=True):
             if text.count(word) > 1 and not self.messages[i].get("tool_calls"):
@@ -253,21 +255,23 @@ class Search:
                     "turn printed twice",
                 )
             if word not in text:
-                raise NotFound(f"the chat template does not print {self.describe_turn(i)}")
+                raise EdgesNotFound(f"the chat template does not print {self.describe_turn(i)}")
             tails.append(text.rpartition(word)[2])
         follows = len(tails[0])
         if not self.text.endswith(tails[0]) and new_argument:
-            follows = common_start(self.text[::-1], *(text[::-1] for text in texts))
+            follows = common_prefix_length(self.text[::-1], *(text[::-1] for text in texts))
         elif tails[0] != tails[1] or not self.text.endswith(tails[0]):
-            raise NotFound(f"cannot tell where {self.describe_turn(i)} ends: what follows varies")
-        return common_start(self.text, *texts), len(self.text) - follows
+            raise EdgesNotFound(
+                f"cannot tell where {self.describe_turn(i)} ends: what follows varies"
+            )
+        return common_prefix_length(self.text, *texts), len(self.text) - follows
 
     def _is_bare_call(self, i: int) -> bool:
         """Return True if turn `i` ends with a call without arguments."""
         calls = self.messages[i].get("tool_calls") or []
         return bool(calls) and calls[-1]["function"]["arguments"] in ({}, "{}")
 
-    def _before_next(self, i: int, low: int, end: int) -> bool:
+    def _is_next_turn_after(self, i: int, low: int, end: int) -> bool:
         """Return True if the turn after turn `i`, with its header, is printed after `end`.
 
         Two offsets decide: the one at which the text changes if the next turn has another content,
@@ -278,11 +282,11 @@ class Search:
             return True
         following = (with_content(self.messages[i + 1], word) for word in self.words)
         texts = [self.render_changed({i + 1: message}) for message in following]
-        if end > common_start(self.text, *(text for text in texts if text is not None)):
+        if end > common_prefix_length(self.text, *(text for text in texts if text is not None)):
             return False
         user = {"role": "user", "content": self.words[0]}
         text = self.try_render([*self.messages[: i + 1], user])
-        agreed = len(self.text) if text is None else common_start(self.text, text)
+        agreed = len(self.text) if text is None else common_prefix_length(self.text, text)
         return end <= agreed or agreed <= low
 
     def _check_content(self, i: int, content: str, end: int) -> None:
@@ -291,14 +295,16 @@ class Search:
         if any(before.endswith(part) for part in printable_parts(content)):
             return
         # The template may escape characters, so a word of the same length is rendered instead.
-        word = (self.words_like(content) or [""])[0]
+        word = (self.make_words_like(content) or [""])[0]
         text = self.render_changed({i: with_content(self.messages[i], word)}) if word else None
         if content.strip() and (text is None or word not in text):
-            raise NotFound(f"the chat template prints something else for {self.describe_turn(i)}")
+            raise EdgesNotFound(
+                f"the chat template prints something else for {self.describe_turn(i)}"
+            )
 
     # ---- Stop tokens
 
-    def end_of_turn(self, i: int, end: int, call: tuple[Message, str] | None) -> int:
+    def find_end(self, i: int, end: int, call: tuple[Message, str] | None) -> int:
         """Find the end of turn `i` including its stop token.
 
         Args:
@@ -307,30 +313,32 @@ class Search:
             call: the changed tool call that found `end`, if there is one.
 
         Raises:
-            NotFound: the text after the content differs within and at the end of a conversation.
+            EdgesNotFound: the text after the content does not show the end of the turn.
         """
         following = self.text[end:]
         closings = [c for c in self.traits.closings if following.startswith(c)]
         if call is not None or not closings:
-            last, middle = self._texts_after(i, following, call)
+            last, middle = self._find_texts_after(i, following, call)
             calls = call is not None
-            candidates = closings_of(last, middle, self.specials, self.traits.openers, calls=calls)
+            candidates = find_closings(
+                last, middle, self.specials, self.traits.openers, calls=calls
+            )
             closings = [c for c in candidates if following.startswith(c)]
-            if not closings and pattern_of(self.specials).sub("", last).strip():
-                raise NotFound(
+            if not closings and compile_marks(self.specials).sub("", last).strip():
+                raise EdgesNotFound(
                     f"cannot tell where {self.describe_turn(i)} ends: {last[:60]!r} follows it at "
                     f"the end, {middle[:60]!r} amid a conversation"
                 )
         closing = max(closings, key=len, default="")
-        self.notes[NO_STOP] += not self.ends_turn(closing)
+        self.notes[NO_STOP] += not self.ends_with_special(closing)
         stop = end + len(closing)
-        return stop if call is None or self.traits.closings else self._call_end(i, end, stop)
+        return stop if call is None or self.traits.closings else self._find_calls_end(i, end, stop)
 
-    def ends_turn(self, closing: str) -> bool:
+    def ends_with_special(self, closing: str) -> bool:
         """Return True if a text ends with a special token."""
         return closing.endswith(tuple(filter(None, self.specials)))
 
-    def _texts_after(
+    def _find_texts_after(
         self, i: int, following_text: str, call: tuple[Message, str] | None
     ) -> tuple[str, str]:
         """Find the text after turn `i`: at the end of a conversation, and within one."""
@@ -340,7 +348,7 @@ class Search:
             text_before = self.text[: len(self.text) - len(following_text)]
             if ended.startswith(text_before):
                 return ended[len(text_before) :], following_text
-        word = [*self.words_like(self.messages[i].get("content") or ""), self.words[0]][0]
+        word = [*self.make_words_like(self.messages[i].get("content") or ""), self.words[0]][0]
         message, word = call or (only_content(self.messages[i], word), word)
         turns = [*self.messages[:i], message]
         user_turn = [] if amid else [{"role": "user", "content": self.words[1]}]
@@ -348,7 +356,7 @@ class Search:
         if text is not None and word in text:
             text = text.rpartition(word)[2].partition(self.words[1])[0]
         elif amid:
-            raise NotFound(
+            raise EdgesNotFound(
                 f"the chat template lets no conversation end with {self.describe_turn(i)}"
             )
         else:
@@ -357,7 +365,7 @@ class Search:
 
     # ---- Starts
 
-    def start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
+    def find_start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
         """Find the start of turn `i`, after its prompt.
 
         Returns:
@@ -366,30 +374,34 @@ class Search:
         prompt_text = self.try_render(self.messages[:i], prompt=True)
         self.prompt = prompt_text or ""
         if prompt_text is not None and i and not self.text.startswith(prompt_text):
-            return self._after_the_turn_before(i), False
+            return self._find_start_after_previous(i), False
         if prompt_text is None or not self.text.startswith(prompt_text):
             header = self.traits.header or self.traits.prompt
             at = self.text.find(header, before, low) + len(header)
             single = header.strip() and self.text.count(header, before, low) == 1
-            prompt = header == self.traits.prompt and (i or not self._words(self.text[at:low]))
+            prompt = header == self.traits.prompt and (
+                i or not self._remove_marks(self.text[at:low])
+            )
             if single and (at == low or prompt):
                 return at, False
-            raise NotFound(
+            raise EdgesNotFound(
                 "the chat template gives no prompt for "
-                f"{self.describe_turn(i)}{self._begins_with_answer()}"
+                f"{self.describe_turn(i)}{self._advice_on_first_turn()}"
             )
         if not before <= len(prompt_text) <= end:
-            raise NotFound(f"the prompt for {self.describe_turn(i)} ends in another turn")
+            raise EdgesNotFound(f"the prompt for {self.describe_turn(i)} ends in another turn")
         constant = self.text[len(prompt_text) : low]
         if constant.strip() and (silent := without_reasoning(self.messages[i])):
             text = self.render_changed({i: silent})
             # Reasoning that is printed before the content is not a header.
             if text is not None and text.startswith(prompt_text):
-                constant = constant[: common_start(self.text, text) - len(prompt_text)]
+                constant = constant[: common_prefix_length(self.text, text) - len(prompt_text)]
         bare = prompt_text if not constant.strip() else self.try_render(self.messages[:i])
-        return len(prompt_text) + self._header(i, constant, prompt_text != bare), True
+        return len(prompt_text) + self._count_header_characters(
+            i, constant, prompt_text != bare
+        ), True
 
-    def _header(self, i: int, constant: str, prompted: bool) -> int:
+    def _count_header_characters(self, i: int, constant: str, prompted: bool) -> int:
         """Count the characters before the content of turn `i` that the model does not write.
 
         Args:
@@ -398,7 +410,7 @@ class Search:
             prompted: True if the generation prompt has added text before it.
 
         Raises:
-            NotFound: nothing tells whether the model has to write the text.
+            EdgesNotFound: nothing tells whether the model has to write the text.
         """
         if not constant.strip():
             return 0
@@ -407,19 +419,19 @@ class Search:
         if self.traits.prompt.endswith(constant):
             # The prompt printed so far only ended the previous turn.
             return len(constant)
-        if (prompted or self.traits.unasked) and (i or not self._words(constant)):
+        if (prompted or self.traits.unasked) and (i or not self._remove_marks(constant)):
             # After a prompt, the model has to write all of this text.
             return 0
-        raise NotFound(
+        raise EdgesNotFound(
             f"the chat template prints {constant[:60]!r} before {self.describe_turn(i)}, and no "
             "generation prompt that tells whether the assistant says it"
         )
 
-    def _words(self, text: str) -> str:
+    def _remove_marks(self, text: str) -> str:
         """Remove special tokens, tags and surrounding white space from a text."""
-        return pattern_of(self.specials, tags=True).sub("", text).strip()
+        return compile_marks(self.specials, tags=True).sub("", text).strip()
 
-    def _after_the_turn_before(self, i: int) -> int:
+    def _find_start_after_previous(self, i: int) -> int:
         """Find the start of turn `i` by comparing the texts that follow the turn before it.
 
         Each text follows a word in place of that turn's content: `full` in the conversation,
@@ -451,33 +463,37 @@ class Search:
             or not self.text.endswith(full)
             or not tries
         ):
-            raise NotFound(f"cannot tell where {self.describe_turn(i)} begins in the rendering")
-        return len(self.text) - len(full) + self._prompt_end(i, full, prompt, bare, tries)
+            raise EdgesNotFound(
+                f"cannot tell where {self.describe_turn(i)} begins in the rendering"
+            )
+        return len(self.text) - len(full) + self._find_prompt_end(i, full, prompt, bare, tries)
 
-    def _prompt_end(self, i: int, full: str, prompt: str, bare: str, tries: list[str]) -> int:
-        """Find the end of the prompt in `full`; see `_after_the_turn_before` for the texts."""
+    def _find_prompt_end(self, i: int, full: str, prompt: str, bare: str, tries: list[str]) -> int:
+        """Find the end of the prompt in `full`; see `_find_start_after_previous` for the texts."""
         if full.startswith(prompt):
             constant = tries[0][len(prompt) :] if tries[0].startswith(prompt) else ""
-            return len(prompt) + self._header(i, constant, prompt != bare)
-        of_prompt, at = loose_start(prompt, full)
+            return len(prompt) + self._count_header_characters(i, constant, prompt != bare)
+        of_prompt, at = common_prefix_ignoring_space(prompt, full)
         if of_prompt == len(prompt):  # they differ in white space only
-            of_prompt, place = loose_start(prompt, tries[0])
+            of_prompt, place = common_prefix_ignoring_space(prompt, tries[0])
             space = tries[0][place:] if of_prompt == len(prompt) else ""
             return at + (len(space) if not space.strip() and full.startswith(space, at) else 0)
-        shared = uncut(prompt, common_start(prompt, *tries), self.specials)
-        shared = uncut(tries[0], shared, self.specials)
-        header = uncut(prompt, common_start(prompt, bare), self.specials)
-        prompt_shared = uncut(prompt, common_start(prompt, full), self.specials)
+        shared = align_to_mark(prompt, common_prefix_length(prompt, *tries), self.specials)
+        shared = align_to_mark(tries[0], shared, self.specials)
+        header = align_to_mark(prompt, common_prefix_length(prompt, bare), self.specials)
+        prompt_shared = align_to_mark(prompt, common_prefix_length(prompt, full), self.specials)
         constant = tries[0][shared:]
         if (
             len({*tries}) != 1
-            or (self._words(prompt[shared:]) and self._words(constant))  # the headers differ
+            or (
+                self._remove_marks(prompt[shared:]) and self._remove_marks(constant)
+            )  # the headers differ
             or not prompt[header:shared].strip()
             or prompt_shared < shared
             or (constant and not constant.strip())
-            or pattern_of(self.specials, tags=True).search(prompt[shared:prompt_shared])
+            or compile_marks(self.specials, tags=True).search(prompt[shared:prompt_shared])
         ):
-            raise NotFound(
+            raise EdgesNotFound(
                 f"the chat template's prompt for {self.describe_turn(i)} continues with "
                 f"{prompt[prompt_shared:][:60]!r}, the conversation does not; other "
                 "chat_template_kwargs may fit it (enable_thinking, say)"
@@ -486,25 +502,27 @@ class Search:
 
     # ---- Checks
 
-    def compare_prompt(self, i: int, begin: int, end: int) -> None:
+    def check_prompt(self, i: int, begin: int, end: int) -> None:
         """Check that the prompt for turn `i` does not contain the beginning of the turn.
 
         A note counts a last turn whose prompt is not in the text. Earlier turns may differ from
         their prompt.
 
         Raises:
-            NotFound: the prompt ends with the beginning of the turn, which the conversation
+            EdgesNotFound: the prompt ends with the beginning of the turn, which the conversation
                 prints only once.
         """
         prompt, inside = self.prompt, self.text[begin:end]
         most = min(len(inside), _LONGEST_PROMPT)
         shared = next((k for k in range(most, 0, -1) if prompt.endswith(inside[:k])), 0)
-        if pattern_of(self.specials, tags=True).search(inside[:shared]):
-            raise NotFound(
+        if compile_marks(self.specials, tags=True).search(inside[:shared]):
+            raise EdgesNotFound(
                 f"the prompt for {self.describe_turn(i)} holds {inside[:shared][:60]!r} already, "
                 "the conversation prints it once"
             )
-        if i == len(self.messages) - 1 and loose_start(prompt, self.text)[0] < len(prompt):
+        if i == len(self.messages) - 1 and common_prefix_ignoring_space(prompt, self.text)[0] < len(
+            prompt
+        ):
             self.notes[OTHER_PROMPT] += 1
 
     def check_span(self, i: int, begin: int, end: int, before: int, exactly: bool) -> None:
@@ -518,14 +536,14 @@ class Search:
             exactly: all text before the span equals the prompt for the turn.
 
         Raises:
-            NotFound: the span is empty, overlaps the previous one, contains the text of other
+            EdgesNotFound: the span is empty, overlaps the previous one, contains the text of other
                 turns, or lacks the name of a tool call.
         """
-        turn_text, inside = text_of(self.messages[i]), self.text[begin:end]
+        turn_text, inside = join_texts(self.messages[i]), self.text[begin:end]
         # If the text before the span equals the prompt, no earlier turn can be within the span.
         turns = self.messages[i + 1 :] if exactly else self.messages
         foreign = [(m.get("content") or "").strip() for m in turns if m["role"] != "assistant"]
-        plain = pattern_of(self.specials)
+        plain = compile_marks(self.specials)
         foreign = [o for o in foreign if len(plain.sub("", o)) > SURELY and o not in turn_text]
         calls = self.messages[i].get("tool_calls") or []
         names = [call["function"]["name"] for call in calls]
@@ -533,17 +551,19 @@ class Search:
         if (
             begin < before
             or end <= begin
-            or (not exactly and self._holds_header(i, inside, turn_text))
+            or (not exactly and self._has_other_header(i, inside, turn_text))
             or any(content in inside for content in foreign)
             or (contents and not any(content in inside for content in contents))
         ):
-            raise NotFound(f"cannot tell {self.describe_turn(i)} from what is rendered around it")
+            raise EdgesNotFound(
+                f"cannot tell {self.describe_turn(i)} from what is rendered around it"
+            )
         if missing := [name for name in names if name not in inside]:
-            raise NotFound(
+            raise EdgesNotFound(
                 f"the name {missing[0]!r} of a call of {self.describe_turn(i)} is not printed"
             )
 
-    def _holds_header(self, i: int, inside: str, turn_text: str) -> bool:
+    def _has_other_header(self, i: int, inside: str, turn_text: str) -> bool:
         """Return True if `inside` has more answer headers than a rendering of turn `i` alone."""
         header = self.traits.prompt.strip()
         if len(header) < 3 or header not in inside or header in turn_text:
@@ -554,7 +574,7 @@ class Search:
         return inside.count(header) >= max(1, alone.count(header))
 
 
-def _absent(word: str, text: str) -> str:
+def _make_absent_word(word: str, text: str) -> str:
     """Lengthen a word until it does not occur in the text."""
     while word in text:
         word = word[0] + word

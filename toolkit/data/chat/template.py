@@ -28,19 +28,19 @@ from jinja2 import TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from toolkit.data.chat.checks import align_beginnings, check_printed
-from toolkit.data.chat.long_chats import find_similar_answers
-from toolkit.data.chat.masks import REFUSED, NotFound, Rendered, Search
+from toolkit.data.chat.checks import align_beginnings, check_all_printed
+from toolkit.data.chat.long_chats import find_spans_of_similar_answers
+from toolkit.data.chat.masks import REFUSED, EdgeSearch, EdgesNotFound, Rendered
 from toolkit.data.chat.traits import (
     TEMPLATE_ERRORS,
     Marks,
     Message,
     Span,
     TemplateTraits,
-    common_start,
+    align_to_mark,
+    common_prefix_length,
+    compile_marks,
     find_traits,
-    pattern_of,
-    uncut,
 )
 from toolkit.data.examples.recognise import Conversation
 from toolkit.data.sources.row_values import BadRow, check_text
@@ -89,7 +89,7 @@ class Chat:
         variables = dict(tokenizer.special_tokens_map)
         self.templates = {
             name: Template(text, variables, tuple(sorted(marks)))
-            for name, text in chat_templates(tokenizer, chat_template).items()
+            for name, text in load_chat_templates(tokenizer, chat_template).items()
         }
 
     def render(self, conversation: Conversation) -> Rendered | BadRow:
@@ -114,8 +114,8 @@ class Chat:
         try:
             kwargs = {**self.template_kwargs, **conversation.template_kwargs}
             conversation = replace(conversation, template_kwargs=kwargs)
-            turns = supervised_turns(conversation, self.supervise)
-            rendered = self.templates[name].mark(conversation, turns)
+            turns = select_supervised_turns(conversation, self.supervise)
+            rendered = self.templates[name].render_and_mark(conversation, turns)
             if isinstance(rendered, BadRow):
                 return rendered
             # A template may print characters that are not allowed in rows.
@@ -154,7 +154,7 @@ class Template:
         self.has_markers = bool(_MARKERS.search(text))
         self._traits: dict[str, TemplateTraits] = {}
         self._advice: dict[tuple[str, str], str] = {}
-        transformers_private(_UTILS, "datetime")  # see `_stopped_clock`
+        transformers_private(_UTILS, "datetime")  # see `_fixed_clock_and_random`
         try:
             transformers_private(_UTILS, "_compile_jinja_template")(text)
         except TemplateSyntaxError as error:
@@ -163,7 +163,7 @@ class Template:
                 "another with data.chat_template"
             ) from error
 
-    def mark(self, conversation: Conversation, turns: list[int]) -> Rendered | BadRow:
+    def render_and_mark(self, conversation: Conversation, turns: list[int]) -> Rendered | BadRow:
         """Render a conversation and mark the characters of its supervised turns.
 
         Args:
@@ -182,7 +182,7 @@ class Template:
             if name in self.text and name not in kwargs:
                 switched = replace(conversation, template_kwargs={**kwargs, name: value})
                 if isinstance(self._mark_any_spelling(switched, turns), Rendered):
-                    setting = f"data.chat_template_kwargs: {_yaml_mapping({name: value})}"
+                    setting = f"data.chat_template_kwargs: {_format_yaml_mapping({name: value})}"
                     message = (
                         f"{rendered}. {setting}, or such a column, makes it one that can be used"
                     )
@@ -192,10 +192,10 @@ class Template:
     def _mark_any_spelling(self, conversation: Conversation, turns: list[int]) -> Rendered | BadRow:
         """Mark the first spelling of a conversation that the template accepts."""
         refusal: BadRow | None = None
-        for messages in _spellings(conversation.messages):
+        for messages in _iterate_spellings(conversation.messages):
             try:
-                return self._mark(replace(conversation, messages=messages), turns)
-            except NotFound as error:
+                return self._mark_spelling(replace(conversation, messages=messages), turns)
+            except EdgesNotFound as error:
                 # The template accepts this spelling. Another one would render another text.
                 return error
             except BadRow as error:
@@ -203,7 +203,7 @@ class Template:
                     refusal = error
         return refusal or BadRow("no messages")
 
-    def _mark(self, conversation: Conversation, turns: list[int]) -> Rendered:
+    def _mark_spelling(self, conversation: Conversation, turns: list[int]) -> Rendered:
         """Mark the turns of a conversation in the given spelling.
 
         Raises:
@@ -211,22 +211,24 @@ class Template:
         """
         messages, tools = conversation.messages, conversation.tools
         traits = self._find_traits(conversation.template_kwargs)
-        render = partial(self._text, tools=tools, kwargs=conversation.template_kwargs)
-        search = Search(render, messages, self.specials, traits)
+        render = partial(self._render_text, tools=tools, kwargs=conversation.template_kwargs)
+        search = EdgeSearch(render, messages, self.specials, traits)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        search.notes += check_printed(search, turns or answers, has_tools=bool(tools))
-        advice_for = partial(self._advice_for, conversation)
+        search.notes += check_all_printed(search, turns or answers, has_tools=bool(tools))
+        advice_for = partial(self._find_advice, conversation)
         rendered: Rendered | None = None
         if not (self.has_markers and turns):
-            rendered = find_similar_answers(search, turns) or search.find_spans(turns)
+            rendered = find_spans_of_similar_answers(search, turns) or search.find_spans(turns)
             return align_beginnings(search, rendered, turns, advice_for)
         try:
-            rendered = find_similar_answers(search, answers) or search.find_spans(answers)
-        except NotFound:
+            rendered = find_spans_of_similar_answers(search, answers) or search.find_spans(answers)
+        except EdgesNotFound:
             if answers != turns:
                 raise
         kwargs = conversation.template_kwargs
-        markers = self._render(messages, tools, kwargs, return_assistant_tokens_mask=True)[1]
+        markers = self._render_with_markers(
+            messages, tools, kwargs, return_assistant_tokens_mask=True
+        )[1]
         if rendered is None:
             # The search failed, so the markers are used unchecked, without the prompts in them.
             texts = (search.try_render(messages[:i], prompt=True) for i in answers)
@@ -240,7 +242,7 @@ class Template:
         rendered = Rendered(rendered.text, spans, rendered.notes)
         return align_beginnings(search, rendered, turns, advice_for)
 
-    def _advice_for(self, conversation: Conversation, inserted: str, turn: int) -> str:
+    def _find_advice(self, conversation: Conversation, inserted: str, turn: int) -> str:
         """Explain in a sentence how to make the prompt for a turn end with `inserted`."""
         kwargs = conversation.template_kwargs
         key = inserted, json.dumps(kwargs, sort_keys=True, default=repr)
@@ -251,13 +253,13 @@ class Template:
                 if name not in self.text or name in kwargs:
                     continue
                 render = partial(
-                    self._text, tools=conversation.tools, kwargs=kwargs | {name: value}
+                    self._render_text, tools=conversation.tools, kwargs=kwargs | {name: value}
                 )
                 with suppress(*TEMPLATE_ERRORS):
                     if render(before, prompt=True).rstrip().endswith(inserted.strip()):
                         self._advice[key] = (
                             "To put it into the prompt, as a server does with the same setting, "
-                            f"set data.chat_template_kwargs: {_yaml_mapping({name: value})}"
+                            f"set data.chat_template_kwargs: {_format_yaml_mapping({name: value})}"
                         )
         return self._advice[key]
 
@@ -268,7 +270,9 @@ class Template:
         begin, end = max([span[0], *(at for at in prompts if span[0] < at < span[1])]), span[1]
         marked_text = text[begin:end]
         header = traits.prompt[
-            : uncut(traits.prompt, common_start(traits.prompt, marked_text), self.specials)
+            : align_to_mark(
+                traits.prompt, common_prefix_length(traits.prompt, marked_text), self.specials
+            )
         ]
         ended = marked_text.rstrip().endswith(tuple(filter(None, self.specials)))
         return (
@@ -283,17 +287,19 @@ class Template:
             if len(self._traits) > 100:
                 self._traits.clear()
             bos, eos = map(self.variables.get, ("bos_token", "eos_token"))
-            render = partial(self._text, tools=None, kwargs=kwargs)
+            render = partial(self._render_text, tools=None, kwargs=kwargs)
             self._traits[key] = find_traits(render, self.specials, bos, eos)
         return self._traits[key]
 
-    def _text(self, turns: list[Message], prompt: bool = False, *, tools: Any, kwargs: Any) -> str:
-        return self._render(turns, tools, kwargs, add_generation_prompt=prompt)[0]
+    def _render_text(
+        self, turns: list[Message], prompt: bool = False, *, tools: Any, kwargs: Any
+    ) -> str:
+        return self._render_with_markers(turns, tools, kwargs, add_generation_prompt=prompt)[0]
 
-    def _render(
+    def _render_with_markers(
         self, messages: list[Message], tools: Any, kwargs: dict[str, Any], **options: bool
     ) -> tuple[str, list[Span]]:
-        with _stopped_clock():
+        with _fixed_clock_and_random():
             texts, markers = _transformers_render(
                 conversations=[messages],
                 tools=tools or None,
@@ -304,7 +310,7 @@ class Template:
         return texts[0], [tuple(span) for span in (markers or [[]])[0]]
 
 
-def _yaml_mapping(values: dict[str, bool]) -> str:
+def _format_yaml_mapping(values: dict[str, bool]) -> str:
     """Format a mapping as in a config: `{enable_thinking: false}`."""
     inner = ", ".join(f"{name}: {json.dumps(value)}" for name, value in values.items())
     return f"{{{inner}}}"
@@ -333,7 +339,7 @@ def _check_markers(
     """
 
     def only_marks(begin: int, end: int) -> bool:
-        remaining = pattern_of(specials).sub("", text[begin:end])
+        remaining = compile_marks(specials).sub("", text[begin:end])
         return not re.sub(r"<[^<>\s]+>", "", remaining).strip()
 
     def disagreement(fault: str) -> BadRow:
@@ -366,7 +372,7 @@ def _check_markers(
     return spans
 
 
-def _spellings(messages: Sequence[Message]) -> Iterator[list[Message]]:
+def _iterate_spellings(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yield the forms of a conversation that templates expect, the usual one first.
 
     The forms differ in tool calls. Arguments are a mapping or JSON text. If a turn has no other
@@ -397,16 +403,16 @@ def _spell_calls(message: Message, silent: Message, as_text: bool) -> Message:
     return {**message, "tool_calls": calls}
 
 
-class _Stopped(datetime.datetime):
+class _FixedDatetime(datetime.datetime):
     @classmethod
-    def now(cls, tz: Any = None) -> "_Stopped":
+    def now(cls, tz: Any = None) -> "_FixedDatetime":
         return cls(*TODAY.timetuple()[:6], tzinfo=tz)
 
 
 @contextmanager
-def _stopped_clock() -> Iterator[None]:
+def _fixed_clock_and_random() -> Iterator[None]:
     clock, state = chat_template_utils.datetime, random.getstate()
-    chat_template_utils.datetime = _Stopped  # type: ignore[misc]
+    chat_template_utils.datetime = _FixedDatetime  # type: ignore[misc]
     random.seed(0)
     try:
         yield
@@ -415,7 +421,7 @@ def _stopped_clock() -> Iterator[None]:
         random.setstate(state)
 
 
-def supervised_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
+def select_supervised_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
     """Select the indices of the assistant's turns that the loss covers; none for `all`."""
     turns = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
     if supervise == "all" and conversation.context:
@@ -433,7 +439,9 @@ def supervised_turns(conversation: Conversation, supervise: Supervise) -> list[i
     return [i for i in turns if i >= first and i not in conversation.context]
 
 
-def chat_templates(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> dict[str, str]:
+def load_chat_templates(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None
+) -> dict[str, str]:
     """Load the chat templates to use.
 
     Args:
@@ -451,7 +459,9 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
     named_templates = tokenizer_template if isinstance(tokenizer_template, dict) else {}
     if chat_template is not None:
         text = named_templates.get(chat_template) or (
-            chat_template if "{" in chat_template else _read(chat_template, sorted(named_templates))
+            chat_template
+            if "{" in chat_template
+            else _read_template_file(chat_template, sorted(named_templates))
         )
         templates = {"default": text}
     elif type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
@@ -478,7 +488,7 @@ def chat_templates(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
     return templates
 
 
-def _read(name: str, names: list[str]) -> str:
+def _read_template_file(name: str, names: list[str]) -> str:
     file = Path(name).expanduser()
     try:
         return file.read_text("utf-8")
@@ -501,7 +511,9 @@ _COMMON_VARIABLES = {
 }
 
 
-def with_defaults(templates: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, str]:
+def add_template_defaults(
+    templates: Mapping[str, str], values: Mapping[str, Any]
+) -> dict[str, str]:
     """Write default values of variables into templates; see [Note: defaults in the template].
 
     Args:
@@ -514,7 +526,7 @@ def with_defaults(templates: Mapping[str, str], values: Mapping[str, Any]) -> di
     Raises:
         ConfigError: no template has such a variable.
     """
-    used = {name: _variables(text) for name, text in templates.items()}
+    used = {name: _find_variables(text) for name, text in templates.items()}
     variables = set().union(*used.values())
     for name in values:
         if name not in variables:
@@ -526,12 +538,12 @@ def with_defaults(templates: Mapping[str, str], values: Mapping[str, Any]) -> di
                 f"{', '.join(choices) or 'none'}{hint}"
             )
     return {
-        name: _with_defaults(text, {k: v for k, v in values.items() if k in used[name]})
+        name: _prepend_defaults(text, {k: v for k, v in values.items() if k in used[name]})
         for name, text in templates.items()
     }
 
 
-def _variables(text: str) -> set[str]:
+def _find_variables(text: str) -> set[str]:
     """List the variables that a template reads but does not set.
 
     The set is empty if the template cannot be parsed; rendering reports that error.
@@ -543,21 +555,24 @@ def _variables(text: str) -> set[str]:
         return set()
 
 
-def _with_defaults(text: str, values: Mapping[str, Any]) -> str:
+def _prepend_defaults(text: str, values: Mapping[str, Any]) -> str:
     # Jinja does not print the newline after a block, so the output begins as before.
     blocks = (
-        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
+        f"{{% if {name} is not defined %}}{{% set {name} = {_jinja_literal(value)} %}}"
+        "{% endif %}\n"
         for name, value in values.items()
     )
     return "".join(blocks) + text
 
 
-def _literal(value: Any) -> str:
+def _jinja_literal(value: Any) -> str:
     """Format a value of YAML as a Jinja literal."""
     if isinstance(value, dict):
-        inner = ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items())
+        inner = ", ".join(
+            f"{_jinja_literal(str(k))}: {_jinja_literal(v)}" for k, v in value.items()
+        )
         return f"{{{inner}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
+        return f"[{', '.join(map(_jinja_literal, value))}]"
     # Jinja does not join the two escapes by which ASCII writes a character above U+FFFF.
     return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -27,7 +27,7 @@ WORDS = ("Qz4vKx7Wb", "h9MtUe3Ry", "Jw8dNp2Ls")  # different words that occur in
 _USER, _ANSWER, _NEXT = WORDS
 
 
-def common_start(first: str, *texts: str) -> int:
+def common_prefix_length(first: str, *texts: str) -> int:
     """Compute the length of the longest prefix that all texts share."""
 
     def differ(length: int) -> bool:
@@ -37,16 +37,16 @@ def common_start(first: str, *texts: str) -> int:
 
 
 @lru_cache(maxsize=64)
-def pattern_of(words: Marks, tags: bool = False) -> re.Pattern[str]:
+def compile_marks(words: Marks, tags: bool = False) -> re.Pattern[str]:
     """Compile a pattern that matches any of `words`, and with `tags` also tags like `<think>`."""
     longest_first = sorted(filter(None, words), key=len, reverse=True)
     either = [*map(re.escape, longest_first), *([_TAG] if tags else [])]
     return re.compile("|".join(either) or "(?!)")
 
 
-def uncut(text: str, at: int, specials: Marks) -> int:
+def align_to_mark(text: str, at: int, specials: Marks) -> int:
     """Return `at`, or the start of the tag or special token that `at` would cut."""
-    for match in pattern_of(specials, tags=True).finditer(text):
+    for match in compile_marks(specials, tags=True).finditer(text):
         if match.start() < at < match.end():
             return match.start()
     return at
@@ -89,7 +89,7 @@ def find_traits(
             break
     else:
         return TemplateTraits()
-    marks = [match.group() for match in pattern_of(specials).finditer(bare.partition(_USER)[0])]
+    marks = [match.group() for match in compile_marks(specials).finditer(bare.partition(_USER)[0])]
     begins = [special for special in marks if special != bos][:1]
     ends = last.rpartition(_ANSWER)[2]
     before_next = middle.partition(_ANSWER)[2].partition(_NEXT)[0]
@@ -98,11 +98,11 @@ def find_traits(
         *marks[:1],
         *begins,
         *marks[-1:],
-        *_answer_opener(between, ends, before_next, specials),
+        *_find_answer_opener(between, ends, before_next, specials),
     }
     openers = tuple(header - {eos})
-    closings = closings_of(ends, before_next, specials, openers, only_amid=True)
-    prompt = prompted[uncut(prompted, common_start(prompted, bare), specials) :]
+    closings = find_closings(ends, before_next, specials, openers, only_amid=True)
+    prompt = prompted[align_to_mark(prompted, common_prefix_length(prompted, bare), specials) :]
     if prompt.strip():
         shared = (k for k in range(len(prompt), 0, -1) if between.endswith(prompt[:k]))
         return TemplateTraits(prompt, prompt[: next(shared, 0)], False, closings, openers)
@@ -111,27 +111,31 @@ def find_traits(
     except TEMPLATE_ERRORS:
         other = ""
     for text, longer in ((ends, before_next), (bare, other)):
-        added = text[uncut(text, common_start(text, longer), specials) :] if longer else ""
-        if pattern_of((eos or "",)).sub("", added).strip() and last.startswith(bare):
+        added = (
+            text[align_to_mark(text, common_prefix_length(text, longer), specials) :]
+            if longer
+            else ""
+        )
+        if compile_marks((eos or "",)).sub("", added).strip() and last.startswith(bare):
             return TemplateTraits(added, "", True, closings, openers)
     prompt = last.removeprefix(bare).partition(_ANSWER)[0]
-    same = _shape(bare.partition(_USER)[0]).endswith(_shape(prompt))
+    same = _replace_words(bare.partition(_USER)[0]).endswith(_replace_words(prompt))
     built = other.startswith(bare) and last.startswith(bare) and same
     return TemplateTraits(prompt if built else "", "", False, closings, openers)
 
 
-def _answer_opener(between: str, ends: str, before_next: str, specials: Marks) -> list[str]:
+def _find_answer_opener(between: str, ends: str, before_next: str, specials: Marks) -> list[str]:
     """Find the special token that ends the header of an answer, as a list of at most one token.
 
     It is the last one `between` a question and its answer. If it also follows an answer, at the end
     (`ends`) or before the next turn (`before_next`), it is a stop token and no header has one.
     """
-    pattern = pattern_of(specials)
+    pattern = compile_marks(specials)
     stops = {match.group() for text in (ends, before_next) if (match := pattern.search(text))}
     return [m.group() for m in pattern.finditer(between) if m.group() not in stops][-1:]
 
 
-def closings_of(
+def find_closings(
     last: str,
     middle: str,
     specials: Marks,
@@ -155,12 +159,12 @@ def closings_of(
     """
     whole = last.rstrip()
     ends = any(s and whole.endswith(s) and s not in openers for s in specials)
-    if ends and middle.startswith(whole) and pattern_of(specials).sub("", whole).strip():
+    if ends and middle.startswith(whole) and compile_marks(specials).sub("", whole).strip():
         # Words between special tokens close the turn together with these tokens.
         return (whole,)
-    both = last[: uncut(last, common_start(last, middle), specials)]
+    both = last[: align_to_mark(last, common_prefix_length(last, middle), specials)]
     end = None
-    for special in pattern_of(specials).finditer(both):
+    for special in compile_marks(specials).finditer(both):
         apart = not calls and special.start() != end
         if end is not None and (special.group() in openers or apart):
             break
@@ -169,7 +173,7 @@ def closings_of(
         if calls and both[end:].strip():  # the end of a call that is no special token
             end = len(both.rstrip())
     if end is not None:
-        after = [pattern_of(specials).match(text, end) for text in (last, middle)]
+        after = [compile_marks(specials).match(text, end) for text in (last, middle)]
         other = all(m is not None and m.group() not in openers for m in after)
         # If another special token follows, the stop token of a turn with calls is ambiguous.
         return () if calls and other else (both[:end],)
@@ -178,13 +182,13 @@ def closings_of(
     # The stop token at the end differs from the one within a conversation, or only one exists.
     firsts = []
     for text in (last, middle):
-        match = pattern_of(specials).match(text, len(text) - len(text.lstrip()))
+        match = compile_marks(specials).match(text, len(text) - len(text.lstrip()))
         if match is not None and match.group() not in openers:
             firsts.append(text[: match.end()])
     return tuple(firsts) if only_amid or last.strip() else ()
 
 
-def _shape(header: str) -> str:
+def _replace_words(header: str) -> str:
     """Replace each word of a header by a letter."""
     return re.sub(r"[^\W_]+", "w", header)
 
@@ -199,7 +203,9 @@ def only_content(message: Message, content: str) -> Message:
     return {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": content}
 
 
-def with_call(message: Message, at: int, where: str, word: str, number: int) -> tuple[Message, str]:
+def change_call(
+    message: Message, at: int, where: str, word: str, number: int
+) -> tuple[Message, str]:
     """Copy a message with a change in one of its tool calls.
 
     Args:
@@ -232,25 +238,25 @@ def without_reasoning(message: Message) -> Message | None:
     return silent if silent != message else None
 
 
-def text_of(message: Message) -> str:
+def join_texts(message: Message) -> str:
     """Join all texts of a turn: content, reasoning, and tool calls.
 
     Arguments of calls are included in all forms in which templates print them.
     """
     texts = [message.get("content"), *(message.get(key) for key in REASONING)]
     for call in message.get("tool_calls") or []:
-        texts += [call["function"], *_printed_forms(call["function"]["arguments"])]
+        texts += [call["function"], *_list_printed_forms(call["function"]["arguments"])]
     return "\n".join(map(str, filter(None, texts)))
 
 
-def _printed_forms(value: Any) -> list[str]:
+def _list_printed_forms(value: Any) -> list[str]:
     """List a value as text and as JSON, and each value within it likewise."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     as_json = [json.dumps(value, ensure_ascii=ascii, default=str) for ascii in (True, False)]
-    return [str(value), *as_json] + [text for part in inner for text in _printed_forms(part)]
+    return [str(value), *as_json] + [text for part in inner for text in _list_printed_forms(part)]
 
 
-def loose_start(prompt: str, text: str) -> Span:
+def common_prefix_ignoring_space(prompt: str, text: str) -> Span:
     """Compute the common start of two texts, ignoring white space.
 
     Returns:
@@ -271,6 +277,6 @@ def loose_start(prompt: str, text: str) -> Span:
 
 def printable_parts(content: str) -> list[str]:
     """List a content and its parts after each tag; a template may drop reasoning up to a tag."""
-    tags = pattern_of((), tags=True).finditer(content)
+    tags = compile_marks((), tags=True).finditer(content)
     parts = [content, *(content[tag.end() :] for tag in tags)]
     return [part.strip() for part in parts if part.strip()]

@@ -29,7 +29,7 @@ _ELSEWHERE = (
 
 
 @dataclass(frozen=True)
-class Names:
+class NameMapping:
     """Other names in the rows of a source, as `data.columns` maps them."""
 
     columns: Mapping[str, str]
@@ -42,7 +42,9 @@ class Names:
     """Columns and keys that are skipped."""
 
     @classmethod
-    def from_setting(cls, mapping: Mapping[str, str | None], standard: Collection[str]) -> "Names":
+    def from_setting(
+        cls, mapping: Mapping[str, str | None], standard: Collection[str]
+    ) -> "NameMapping":
         """Sort the entries of `data.columns` into columns, keys of turns and roles.
 
         Args:
@@ -63,7 +65,7 @@ class Names:
             elif other in ROLES:
                 roles[name] = other
             elif name not in _KEYS:
-                near = _nearest(name, [*standard, *_KEYS])
+                near = _suggest_name(name, [*standard, *_KEYS])
                 raise ConfigError(
                     f"data.columns: {name!r} is neither a column ({', '.join(standard)}) nor a key "
                     f"of turns ({', '.join(_KEYS)}), and {other!r} no role ({', '.join(ROLES)})"
@@ -74,11 +76,11 @@ class Names:
         skipped = tuple(sorted(name for name, other in mapping.items() if other is None))
         return cls(columns, keys, roles, skipped)
 
-    def with_columns(self, columns: Mapping[str, str]) -> "Names":
+    def with_columns(self, columns: Mapping[str, str]) -> "NameMapping":
         """Add columns that recognition found; those of the setting take precedence."""
         return replace(self, columns={**columns, **self.columns})
 
-    def check_exist(self, rows: Sequence[Row], where: str) -> list[str]:
+    def find_absent_names(self, rows: Sequence[Row], where: str) -> list[str]:
         """Check that the first rows have the mapped columns and keys.
 
         Args:
@@ -92,7 +94,7 @@ class Names:
             DataError: a column or key is missing; the error names the nearest one.
         """
         columns = dict.fromkeys(name for row in rows for name in row)
-        turns = [turn for row in rows for name in columns for turn in _turns(row.get(name))]
+        turns = [turn for row in rows for name in columns for turn in _read_turns(row.get(name))]
         keys = dict.fromkeys(key for turn in turns for key in turn)
         everything = {**columns, **keys}
         expected = [(other, name, columns) for name, other in self.columns.items()]
@@ -106,11 +108,11 @@ class Names:
                 of_turns = f"; turns have {list_names(keys)}" if keys else ""
                 raise DataError(
                     f"{where}: data.columns names {other!r}, the rows have {list_names(columns)}"
-                    f"{of_turns}{_nearest(other, existing) or '.'} {_ELSEWHERE.format(name)}"
+                    f"{of_turns}{_suggest_name(other, existing) or '.'} {_ELSEWHERE.format(name)}"
                 )
         absent = [name for name in self.skipped if name not in everything]
         for name in absent:
-            if name not in REASONING and (near := _nearest(name, everything)):
+            if name not in REASONING and (near := _suggest_name(name, everything)):
                 raise DataError(
                     f"{where}: data.columns skips {name!r}, the rows have "
                     f"{list_names(everything)}{near}"
@@ -130,7 +132,7 @@ class Names:
         Raises:
             DataError: a mapped column is not used.
         """
-        turns = [turn for row in rows for name in row for turn in _turns(row.get(name))]
+        turns = [turn for row in rows for name in row for turn in _read_turns(row.get(name))]
         keys = {key for turn in turns for key in turn}
         for name, other in self.columns.items():
             if name not in used and not (name in self.keys.values() and name in keys):
@@ -163,7 +165,7 @@ class Names:
             return self._rename_turn(value)
         if isinstance(value, str) and name not in TURN_COLUMNS and name not in json_turns:
             return value
-        turns = _turns(value)
+        turns = _read_turns(value)
         return [self._rename_turn(turn) for turn in turns] if turns else value
 
     def _rename_turn(self, turn: Row) -> Row:
@@ -179,7 +181,7 @@ class Names:
                 turn[key] = _THOUGHT.sub("", text, count=1)
         return turn
 
-    def json_turns_in(self, rows: Sequence[Row], name: str) -> list[list[Row]] | None:
+    def parse_json_turns(self, rows: Sequence[Row], name: str) -> list[list[Row]] | None:
         """Parse the turns of each row in a column of JSON text, and rename their keys and roles.
 
         Returns:
@@ -188,19 +190,19 @@ class Names:
         column = []
         for row in rows:
             value = row.get(name)
-            turns = _turns(value) if isinstance(value, str) else []
+            turns = _read_turns(value) if isinstance(value, str) else []
             if not turns or not all({"role", "from", *self.keys} & {*turn} for turn in turns):
                 return None
             column.append([self._rename_turn(turn) for turn in turns])
         return column or None
 
 
-def _nearest(name: str, names: Collection[Any]) -> str:
+def _suggest_name(name: str, names: Collection[Any]) -> str:
     near = difflib.get_close_matches(name, [*map(str, names)], 1, 0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _turns(value: Any) -> list[Row]:
+def _read_turns(value: Any) -> list[Row]:
     """Read turns from a list, JSON text of a list, or a single turn; empty for other values."""
     try:
         value = parse_json(value) if isinstance(value, str) and value[:1] == "[" else value
@@ -250,12 +252,14 @@ _LABELS = ("kto_tag", "is_good", "good", "desirable", "feedback", "thumbs_up", "
 def suggest_example_columns(rows: Sequence[Row]) -> str:
     """Suggest a mapping of columns, as a sentence, for rows without a known format."""
     names = {name for row in rows for name in row}
-    prompt, response = _first(_PROMPTS, names), _first(_RESPONSES, names)
-    if turns := next((n for n in _TURNS if any(_holds_turns(row.get(n)) for row in rows)), None):
+    prompt, response = _first_existing(_PROMPTS, names), _first_existing(_RESPONSES, names)
+    if turns := next(
+        (n for n in _TURNS if any(_is_list_of_mappings(row.get(n)) for row in rows)), None
+    ):
         keys = {key for row in rows for turn in row.get(turns) or () for key in turn}
         mapping = {"messages": turns}
         for name, spellings in (("role", _ROLE_KEYS), ("content", _CONTENT_KEYS)):
-            if name not in keys and (other := _first(spellings, keys)) is not None:
+            if name not in keys and (other := _first_existing(spellings, keys)) is not None:
                 mapping[name] = other
         return f"Set data.columns: {format_mapping(mapping)}"
     if prompt and response:
@@ -263,7 +267,7 @@ def suggest_example_columns(rows: Sequence[Row]) -> str:
             mapping = {"instruction": prompt, "tool_calls": response}
             return f"Set data.columns: {format_mapping(mapping)}"
         mapping = {"instruction": prompt, "output": response}
-        if (context := _first(_CONTEXTS, names - {prompt, response})) is not None:
+        if (context := _first_existing(_CONTEXTS, names - {prompt, response})) is not None:
             mapping["input"] = context
         if "system_prompt" in names and "system" not in names:
             mapping["system"] = "system_prompt"
@@ -272,7 +276,7 @@ def suggest_example_columns(rows: Sequence[Row]) -> str:
             f"Set data.columns: {format_mapping(mapping)} (in the chat template), or {as_text} (as "
             "plain text)"
         )
-    if (text := _first(_TEXTS, names)) is not None:
+    if (text := _first_existing(_TEXTS, names)) is not None:
         return f"Set data.columns: {format_mapping({'text': text})}"
     return "Set data.columns, such as {prompt: question, completion: answer} or {text: body}"
 
@@ -292,7 +296,7 @@ def suggest_pair_columns(rows: Sequence[Row]) -> str:
                     f"No mapping reads {number!r}, which is {better}: write the better one of "
                     f"{first!r} and {second!r} to 'chosen' and the other one to 'rejected'"
                 )
-        if ranked := next((name for name, v in rows[0].items() if _holds_ranks(v)), None):
+        if ranked := next((name for name, v in rows[0].items() if _are_ranked_answers(v)), None):
             return (
                 f"No mapping reads {ranked!r}, which are several answers with a rank: write the "
                 "pairs to train on, such as the best and the worst answer, to 'chosen' and "
@@ -300,19 +304,19 @@ def suggest_pair_columns(rows: Sequence[Row]) -> str:
             )
         return "Set data.columns, such as {chosen: better, rejected: worse}"
     mapping = dict(zip(("chosen", "rejected"), pair, strict=True))
-    if not {"prompt", "instruction"} & names and (ask := _first(QUESTIONS, names)):
+    if not {"prompt", "instruction"} & names and (ask := _first_existing(QUESTIONS, names)):
         mapping["instruction"] = ask
     return f"Set data.columns: {format_mapping(mapping)}"
 
 
 def suggest_answer_columns(names: Sequence[str]) -> str:
     """Suggest a mapping of columns, as a sentence, for rows that have no label."""
-    label = "label" if "label" in names else _first(_LABELS, {*names})
-    response = _first(("completion", *_RESPONSES), {*names})
+    label = "label" if "label" in names else _first_existing(_LABELS, {*names})
+    response = _first_existing(("completion", *_RESPONSES), {*names})
     if label is None or response is None:
         return "Set data.columns, such as {completion: answer, label: good}"
     mapping = {"completion": response, "label": label}
-    if not {"prompt", "instruction"} & {*names} and (ask := _first(QUESTIONS, {*names})):
+    if not {"prompt", "instruction"} & {*names} and (ask := _first_existing(QUESTIONS, {*names})):
         mapping["instruction"] = ask
     return f"Set data.columns: {format_mapping(mapping)}"
 
@@ -323,13 +327,13 @@ def format_mapping(mapping: Mapping[str, str]) -> str:
     return "{" + ", ".join(pairs) + "}"
 
 
-def _first(candidates: Sequence[str], names: set[Any]) -> str | None:
+def _first_existing(candidates: Sequence[str], names: set[Any]) -> str | None:
     return next((name for name in candidates if name in names), None)
 
 
-def _holds_ranks(value: Any) -> bool:
-    return _holds_turns(value) and all("rank" in answer for answer in value)
+def _are_ranked_answers(value: Any) -> bool:
+    return _is_list_of_mappings(value) and all("rank" in answer for answer in value)
 
 
-def _holds_turns(value: Any) -> bool:
+def _is_list_of_mappings(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(t, dict) for t in value)

@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.data.examples import turns
-from toolkit.data.examples.columns import Names
+from toolkit.data.examples.columns import NameMapping
 from toolkit.data.examples.preferences import (
     COMPARED,
     RANKED,
     SIDES,
-    possible_prompts,
+    find_possible_prompts,
     recognise_answers,
     recognise_pairs,
 )
@@ -96,7 +96,7 @@ def parse_pair(row: Row, layout: Layout | None = None) -> Pair:
         SkippedRow: the pair has no training signal, for example because both answers are equal.
         BadRow: anything else is wrong with the row.
     """
-    layout = layout or recognise_pairs([row], Names({}, {}, {}, ()))
+    layout = layout or recognise_pairs([row], NameMapping({}, {}, {}, ()))
     if missing := [name for name in layout.columns if row.get(name) is None]:
         raise BadRow(f"expected a column {missing[0]!r}, got {list_names(row)}", "missing column")
     row = _add_sides(_unpack_prompt(row), layout)
@@ -126,16 +126,16 @@ def _unpack_prompt(row: Row) -> Row:
 def _add_sides(row: Row, layout: Layout) -> Row:
     """Add the columns `chosen` and `rejected` to a row, whatever its layout calls them."""
     if layout.columns == COMPARED:
-        return row | dict(zip(SIDES, _order_compared(row), strict=True))
+        return row | dict(zip(SIDES, _sort_by_preference(row), strict=True))
     if layout.columns == (RANKED,):
-        return row | dict(zip(SIDES, _order_ranked(row[RANKED]), strict=True))
+        return row | dict(zip(SIDES, _sort_by_rank(row[RANKED]), strict=True))
     chat = layout.columns[0]
     if chat in turns.TURN_COLUMNS:
         messages = turns.read_turns(row[chat], chat)
         answers = _read_answer(row["rejected"], "rejected", layout)
         if isinstance(answers, str):
-            answers = [_assistant(answers)]
-        if not turns.holds_prompt(answers):
+            answers = [_assistant_turn(answers)]
+        if not turns.begins_with_prompt(answers):
             answers = [*messages[:-1], *answers]
         return row | {"chosen": messages, "rejected": answers}
     return row
@@ -154,7 +154,7 @@ def _is_number(value: Any) -> bool:
     return is_number and math.isfinite(value)
 
 
-def _order_compared(row: Row) -> tuple[Any, Any]:
+def _sort_by_preference(row: Row) -> tuple[Any, Any]:
     """Order two answers by the column `preference`, the better one first."""
     preference = row["preference"]
     if not _is_number(preference):
@@ -165,7 +165,7 @@ def _order_compared(row: Row) -> tuple[Any, Any]:
     return answers if preference < 0 else (answers[1], answers[0])
 
 
-def _order_ranked(completions: Any) -> tuple[Any, Any]:
+def _sort_by_rank(completions: Any) -> tuple[Any, Any]:
     """Order two answers by their ranks, the better one (the lower rank) first."""
     answers = read_list(completions, RANKED)
     mappings = all(isinstance(a, dict) and {"rank", "completion"} <= {*a} for a in answers)
@@ -212,9 +212,9 @@ def _read_prompt(
             raise BadRow(
                 f"expected a column 'instruction', got {list_names(row)}", "missing column"
             )
-        return turns.instruction_turns(row)
+        return turns.convert_instruction(row)
     value = row.get("prompt") if "prompt" in layout.prompt else None
-    is_within = layout.dialogue or all(map(turns.holds_prompt, answers))
+    is_within = layout.dialogue or all(map(turns.begins_with_prompt, answers))
     as_turns = layout.chat or any(isinstance(answer, list) for answer in answers)
     if isinstance(value, str) and not value.strip() and as_turns and not is_within:
         refuse_value(value, "prompt", "text", "empty prompt")
@@ -226,7 +226,7 @@ def _read_prompt(
         return read_text(value, "prompt")
     if is_within:
         return None
-    possible = possible_prompts([row], (*layout.columns, *layout.optional, *SIDES))
+    possible = find_possible_prompts([row], (*layout.columns, *layout.optional, *SIDES))
     neighbours = f" next to {list_names(possible)}" if possible else ""
     missing = "prompt" in layout.prompt and ("prompt" in row or layout.mostly_prompts)
     if missing and not all(map(_has_user_turn, answers)):
@@ -262,10 +262,12 @@ def _parse_text_pair(
                 raise
             raise SkippedRow(str(bad), bad.reason) from bad  # some rows of HH-RLHF are like this
     if layout.chat or isinstance(prompt, list):
-        return _parse_turn_pair(row, prompt, [[_assistant(text)] for text in (chosen, rejected)])
+        return _parse_turn_pair(
+            row, prompt, [[_assistant_turn(text)] for text in (chosen, rejected)]
+        )
     refuse_system_text(row)
     if prompt is None:
-        prompt = _common_prompt(chosen, rejected)
+        prompt = _find_common_prompt(chosen, rejected)
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     for text, name in zip((chosen, rejected), SIDES, strict=True):
         if not text.strip():
@@ -273,7 +275,7 @@ def _parse_text_pair(
     return Pair(PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected))
 
 
-def _assistant(text: str) -> Row:
+def _assistant_turn(text: str) -> Row:
     return {"role": "assistant", "content": text}
 
 
@@ -300,7 +302,7 @@ def _split_dialogue(text: str, name: str) -> tuple[str, str]:
     return prompt + mark, answer
 
 
-def _common_prompt(text: str, other: str) -> str:
+def _find_common_prompt(text: str, other: str) -> str:
     """Find the common beginning of two texts, up to the end of a word.
 
     A blank at its end belongs to the answer, because tokenizers join it to the next word.
@@ -342,7 +344,7 @@ def _join_turns(prompt: str | list[Row] | None, answer: list[Row], chosen: list[
 
     A prompt that ends with the chosen answer loses that turn.
     """
-    before = turns.split_prompt(prompt, answer)
+    before = turns.find_missing_prompt_turns(prompt, answer)
     if before and before[-1]["role"] == "assistant" and answer[0]["role"] == "assistant":
         calls = before[-1].get("tool_calls")
         if calls or before[-1].get("content") != chosen[-1].get("content"):
@@ -358,7 +360,7 @@ def _join_turns(prompt: str | list[Row] | None, answer: list[Row], chosen: list[
 def _make_conversation(row: Row, messages: list[Row]) -> Conversation:
     """Make a conversation of which only the last turn is supervised."""
     messages = [{k: v for k, v in turn.items() if k != "weight"} for turn in messages]
-    tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
+    tools, kwargs = turns.read_tools(row), turns.read_template_kwargs(row)
     return Conversation(messages, tools, kwargs, len(messages) - 1)
 
 
@@ -373,7 +375,7 @@ def parse_answer(row: Row, layout: Layout | None = None) -> Answer:
         SkippedRow: the answer is empty.
         BadRow: anything else is wrong with the row.
     """
-    layout = layout or recognise_answers([row], Names({}, {}, {}, ()))
+    layout = layout or recognise_answers([row], NameMapping({}, {}, {}, ()))
     if missing := [name for name in layout.columns if row.get(name) is None]:
         raise BadRow(f"expected a column {missing[0]!r}, got {list_names(row)}", "missing column")
     row, desirable = _unpack_prompt(row), _read_label(row["label"])
@@ -385,7 +387,7 @@ def parse_answer(row: Row, layout: Layout | None = None) -> Answer:
         if not answer.strip():
             raise SkippedRow("the answer is empty", "empty answer")
         return Answer(PromptCompletion(prompt or "", answer), desirable)
-    messages = [_assistant(answer)] if isinstance(answer, str) else answer
+    messages = [_assistant_turn(answer)] if isinstance(answer, str) else answer
     messages = turns.add_system(row, _join_turns(prompt, messages, messages))
     _check_answer(messages[-1], column)
     return Answer(_make_conversation(row, messages), desirable)

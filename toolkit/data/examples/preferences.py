@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from toolkit.data.examples.columns import (
-    Names,
+    NameMapping,
     format_mapping,
     suggest_answer_columns,
     suggest_pair_columns,
@@ -40,7 +40,7 @@ from toolkit.data.examples.recognise import (
     find_system_column,
     has_text,
 )
-from toolkit.data.examples.turns import SPELLINGS, TURN_COLUMNS, holds_prompt
+from toolkit.data.examples.turns import SPELLINGS, TURN_COLUMNS, begins_with_prompt
 from toolkit.data.sources.row_values import BadRow, Row, list_names
 
 SIDES = ("chosen", "rejected")
@@ -82,7 +82,7 @@ _DIALOGUE_TEXTS = Remark(
 )
 
 
-def read_columns() -> tuple[str, ...]:
+def list_candidate_columns() -> tuple[str, ...]:
     """List the columns that recognition reads, under all names that it knows."""
     groups = (*_SIDES, *_COMPARED, _REJECTED_ALONE, _ANSWERS, _LABELS, _PROMPT_TURNS, _QUESTIONS)
     names = (*(name for group in groups for name in group), *PROMPT_COLUMNS, RANKED)
@@ -94,7 +94,7 @@ class _FirstRows:
     """The first rows of a source, and the layout that is recognised step by step."""
 
     rows: Sequence[Row]
-    names: Names
+    names: NameMapping
     fields: dict[str, str] = field(default_factory=dict)
     """Standard name -> column of the rows."""
     json_turns: list[str] = field(default_factory=list)
@@ -106,25 +106,27 @@ class _FirstRows:
     chat: bool = False
     dialogue: bool = False
 
-    def values(self, column: str) -> list[Any]:
+    def non_null_values(self, column: str) -> list[Any]:
         """List the values of a column that are not null."""
         return [value for row in self.rows if (value := row.get(column)) is not None]
 
-    def has(self, column: str) -> bool:
+    def has_values(self, column: str) -> bool:
         """Return True if a column has a value that is not null."""
-        return bool(self.values(column))
+        return bool(self.non_null_values(column))
 
-    def holds(self, column: str, test: Callable[[Any], bool]) -> bool:
+    def most_values_pass(self, column: str, test: Callable[[Any], bool]) -> bool:
         """Return True if most values of a column pass a test."""
-        values = self.values(column)
+        values = self.non_null_values(column)
         return bool(values) and 2 * sum(map(test, values)) > len(values)
 
-    def all_texts(self, columns: Iterable[str]) -> bool:
+    def are_all_texts(self, columns: Iterable[str]) -> bool:
         """Return True if the prompt and the columns with these standard names are all texts."""
         names = (self.fields.get(name, name) for name in ("prompt", *columns))
-        return not any(isinstance(v, list | dict) for name in names for v in self.values(name))
+        return not any(
+            isinstance(v, list | dict) for name in names for v in self.non_null_values(name)
+        )
 
-    def layout(self, shape: Any, columns: tuple[str, ...]) -> Layout:
+    def build_layout(self, shape: Any, columns: tuple[str, ...]) -> Layout:
         """Build the layout from the columns that were recognised."""
         return Layout(
             shape,
@@ -135,20 +137,20 @@ class _FirstRows:
             dialogue=self.dialogue,
             system=self.system,
             chat=self.chat,
-            plain=not self.chat and self.all_texts(columns),
-            mostly_prompts=2 * len(self.values("prompt")) >= max(1, len(self.rows)),
+            plain=not self.chat and self.are_all_texts(columns),
+            mostly_prompts=2 * len(self.non_null_values("prompt")) >= max(1, len(self.rows)),
             remarks=tuple(self.remarks),
         )
 
 
-def recognise_pairs(rows: Sequence[Row], names: Names) -> Layout:
+def recognise_pairs(rows: Sequence[Row], names: NameMapping) -> Layout:
     """Recognise the layout of a source of pairs from its first rows, which have standard names.
 
     Raises:
         BadRow: the rows are not pairs, or several columns may be their prompt.
     """
     first = _FirstRows(rows, names)
-    columns = _find_sides(first)
+    columns = _find_answer_columns(first)
     if columns is None:
         raise BadRow(
             f"expected pairs of answers ('chosen' and 'rejected', or 'response_1', 'response_2' "
@@ -161,27 +163,28 @@ def recognise_pairs(rows: Sequence[Row], names: Names) -> Layout:
     answers = columns[:2] if columns[0] not in TURN_COLUMNS else columns[1:2]
     if columns[0] in TURN_COLUMNS:
         first.remarks.append(Remark("the prompt and the chosen answer in {}", columns[:1]))
-        _set_system(first, chat=True)
+        _record_system_column(first, chat=True)
     elif columns == (RANKED,):
-        _find_prompt(first, (), within=False, texts=False)
+        _find_prompt_columns(first, (), within=False, texts=False)
     else:
-        _find_json_turns(first, answers)
-        values = [value for name in answers for value in first.values(first.fields[name])]
+        _detect_json_turns(first, answers)
+        values = [value for name in answers for value in first.non_null_values(first.fields[name])]
         texts = 2 * sum(isinstance(value, str) for value in values) > len(values)
         if first.json_turns:
             texts = False
         within = bool(first.json_turns) and "prompt" not in first.json_turns
         within = within or all(
-            first.holds(first.fields[name], lambda v: holds_prompt(v)) for name in answers
+            first.most_values_pass(first.fields[name], lambda v: begins_with_prompt(v))
+            for name in answers
         )
-        if texts and not within and not _has_prompt(first) and _are_dialogues(values):
+        if texts and not within and not _has_prompt_column(first) and _are_dialogues(values):
             first.dialogue = within = True
             first.remarks.append(_DIALOGUE)
-        _find_prompt(first, answers, within=within, texts=texts)
-    return first.layout("pairs", columns)
+        _find_prompt_columns(first, answers, within=within, texts=texts)
+    return first.build_layout("pairs", columns)
 
 
-def without_chat_template(layout: Layout) -> Layout:
+def keep_dialogues_as_text(layout: Layout) -> Layout:
     """Adapt a layout to a tokenizer without a chat template: dialogues remain texts."""
     if not layout.dialogue or layout.system:
         return layout
@@ -189,16 +192,16 @@ def without_chat_template(layout: Layout) -> Layout:
     return replace(layout, chat=False, plain=True, remarks=tuple(remarks))
 
 
-def recognise_answers(rows: Sequence[Row], names: Names) -> Layout:
+def recognise_answers(rows: Sequence[Row], names: NameMapping) -> Layout:
     """Recognise the layout of labelled answers from the first rows, which have standard names.
 
     Raises:
         BadRow: the rows are not labelled answers, or several columns may be their prompt.
     """
     first = _FirstRows(rows, names)
-    label = next((name for name in _LABELS if first.has(name)), None)
-    answer = next((name for name in _ANSWERS if first.has(name)), None)
-    chat = next((name for name in TURN_COLUMNS if first.has(name)), None)
+    label = next((name for name in _LABELS if first.has_values(name)), None)
+    answer = next((name for name in _ANSWERS if first.has_values(name)), None)
+    chat = next((name for name in TURN_COLUMNS if first.has_values(name)), None)
     if label is None or (answer is None and chat is None):
         raise BadRow(
             f"expected answers with a label ('prompt', 'completion' and 'label'), got "
@@ -211,18 +214,18 @@ def recognise_answers(rows: Sequence[Row], names: Names) -> Layout:
         assert chat is not None
         first.fields[chat] = chat
         first.remarks.append(Remark("the prompt and the answer in {}", (chat,)))
-        _set_system(first, chat=True)
-        return first.layout("answers", (chat, "label"))
+        _record_system_column(first, chat=True)
+        return first.build_layout("answers", (chat, "label"))
     first.fields["completion"] = answer
-    _find_json_turns(first, ("completion",))
-    texts = first.holds(answer, lambda v: isinstance(v, str)) and not first.json_turns
+    _detect_json_turns(first, ("completion",))
+    texts = first.most_values_pass(answer, lambda v: isinstance(v, str)) and not first.json_turns
     within = bool(first.json_turns) and "prompt" not in first.json_turns
-    within = within or first.holds(answer, holds_prompt)
-    _find_prompt(first, ("completion",), within=within, texts=texts)
-    return first.layout("answers", ("completion", "label"))
+    within = within or first.most_values_pass(answer, begins_with_prompt)
+    _find_prompt_columns(first, ("completion",), within=within, texts=texts)
+    return first.build_layout("answers", ("completion", "label"))
 
 
-def _find_sides(first: _FirstRows) -> tuple[str, ...] | None:
+def _find_answer_columns(first: _FirstRows) -> tuple[str, ...] | None:
     """Find the columns of the two answers.
 
     Returns:
@@ -245,7 +248,9 @@ def _find_sides(first: _FirstRows) -> tuple[str, ...] | None:
             if together((chat, rejected)):
                 first.fields |= {chat: chat, "rejected": rejected}
                 return chat, "rejected"
-    if first.holds(RANKED, lambda v: isinstance(v, list) and all(map(_is_ranked, v))):
+    if first.most_values_pass(
+        RANKED, lambda v: isinstance(v, list) and all(map(_is_ranked_answer, v))
+    ):
         first.fields[RANKED] = RANKED
         return (RANKED,)
     return None
@@ -261,7 +266,7 @@ def _refuse_answer_numbers(first: _FirstRows) -> None:
         BadRow: all values are such numbers.
     """
     name = first.fields["preference"]
-    values = first.values(name)
+    values = first.non_null_values(name)
     numbers = sorted({v for v in values if isinstance(v, int | float)})
     if len(values) >= _ENOUGH_ROWS and numbers in ([0, 1], [1, 2]):
         values_text = " and ".join(f"{number:g}" for number in numbers)
@@ -273,30 +278,30 @@ def _refuse_answer_numbers(first: _FirstRows) -> None:
         )
 
 
-def _is_ranked(value: Any) -> bool:
+def _is_ranked_answer(value: Any) -> bool:
     return isinstance(value, dict) and {"rank", "completion"} <= {*value}
 
 
-def _find_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
+def _detect_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
     """Decide once for the source if the texts of its answers are JSON text of turns.
 
     All first rows must have such text, and the turns must contain their prompt or have it in
     `prompt`. Otherwise an answer that happens to be JSON is a text.
     """
-    turns = [first.names.json_turns_in(first.rows, first.fields[name]) for name in answers]
+    turns = [first.names.parse_json_turns(first.rows, first.fields[name]) for name in answers]
     if any(column is None for column in turns):
         return
     sides = [side for column in turns if column for side in column]
-    if not all(_is_answer(side[-1]) for side in sides):
+    if not all(_is_assistant_turn(side[-1]) for side in sides):
         return
-    prompts = first.values("prompt")
-    if not prompts and all(map(holds_prompt, sides)):
+    prompts = first.non_null_values("prompt")
+    if not prompts and all(map(begins_with_prompt, sides)):
         first.json_turns = [*answers]
     elif _are_json_prompts(first):
         first.json_turns = ["prompt", *answers]
     elif len(prompts) == len(first.rows) and all(
         isinstance(prompt, str)
-        and holds_prompt(side)
+        and begins_with_prompt(side)
         and any(prompt.strip() == str(t.get("content", t.get("value"))).strip() for t in side)
         for column in turns
         for prompt, side in zip(prompts, column or [], strict=True)
@@ -308,17 +313,17 @@ def _find_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
 
 
 def _are_json_prompts(first: _FirstRows) -> bool:
-    prompts = first.names.json_turns_in(first.rows, "prompt")
-    return prompts is not None and not any(_is_answer(p[-1]) for p in prompts)
+    prompts = first.names.parse_json_turns(first.rows, "prompt")
+    return prompts is not None and not any(_is_assistant_turn(p[-1]) for p in prompts)
 
 
-def _is_answer(turn: Row) -> bool:
+def _is_assistant_turn(turn: Row) -> bool:
     return SPELLINGS.get(str(turn.get("role", turn.get("from"))).lower()) == "assistant"
 
 
-def _has_prompt(first: _FirstRows) -> bool:
+def _has_prompt_column(first: _FirstRows) -> bool:
     names = ("prompt", "instruction", *_PROMPT_TURNS, *_QUESTIONS)
-    return any(first.has(name) for name in names)
+    return any(first.has_values(name) for name in names)
 
 
 def _are_dialogues(values: Sequence[Any]) -> bool:
@@ -328,7 +333,9 @@ def _are_dialogues(values: Sequence[Any]) -> bool:
     )
 
 
-def _find_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, texts: bool) -> None:
+def _find_prompt_columns(
+    first: _FirstRows, answers: Sequence[str], *, within: bool, texts: bool
+) -> None:
     """Find the columns of the prompt.
 
     Args:
@@ -339,27 +346,27 @@ def _find_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, tex
     """
     chat = not texts
     if within:
-        if first.has("prompt") and not first.dialogue:
+        if first.has_values("prompt") and not first.dialogue:
             first.prompt.append("prompt")
-    elif first.has("prompt"):
+    elif first.has_values("prompt"):
         first.prompt.append("prompt")
         if "prompt" not in first.json_turns and first.names.columns.get("prompt") in TURN_COLUMNS:
             first.json_turns.append("prompt")
             chat = True
-        chat = chat or first.holds("prompt", lambda value: not isinstance(value, str))
+        chat = chat or first.most_values_pass("prompt", lambda value: not isinstance(value, str))
         first.remarks.append(Remark("the prompt in {}", ("prompt",)))
         if texts and not chat:
             _refuse_repeated_prompts(first, answers)
-    elif (column := _column_of_turns(first)) is not None:
+    elif (column := _find_conversation_column(first)) is not None:
         first.fields["prompt"] = column
         first.prompt.append("prompt")
         if column in TURN_COLUMNS:
             first.json_turns.append("prompt")
         chat = True
         first.remarks.append(Remark("the prompt in {}", ("prompt",)))
-    elif (column := _column_of_question(first)) is not None:
+    elif (column := _find_question_column(first)) is not None:
         first.fields["instruction"] = column
-        more = [name for name in ("input", "history") if name != column and first.has(name)]
+        more = [name for name in ("input", "history") if name != column and first.has_values(name)]
         first.prompt += ["instruction", *more]
         chat = True
         first.remarks.append(Remark("the prompt in {}, the user's turn", tuple(first.prompt)))
@@ -381,14 +388,14 @@ def _find_prompt(first: _FirstRows, answers: Sequence[str], *, within: bool, tex
                 "{system: null} to learn without the system texts",
                 "no prompt",
             )
-    _set_system(first, chat=chat)
+    _record_system_column(first, chat=chat)
     first.chat = first.dialogue or chat or first.system
     if texts and not chat and first.chat and not first.dialogue:
         text = "texts are turns, since only a chat template knows system texts"
         first.remarks.append(Remark(text))
 
 
-def _set_system(first: _FirstRows, *, chat: bool) -> None:
+def _record_system_column(first: _FirstRows, *, chat: bool) -> None:
     column, first.system = find_system_column(first.rows)
     if column is not None:
         first.fields["system"] = column
@@ -397,12 +404,12 @@ def _set_system(first: _FirstRows, *, chat: bool) -> None:
     first.chat = chat
 
 
-def _column_of_turns(first: _FirstRows) -> str | None:
+def _find_conversation_column(first: _FirstRows) -> str | None:
     """Find the column with the conversation up to the answers."""
     for name in _PROMPT_TURNS:
-        if name in TURN_COLUMNS and first.has(name):
+        if name in TURN_COLUMNS and first.has_values(name):
             return name
-        if first.holds(name, _is_conversation):
+        if first.most_values_pass(name, _is_conversation):
             return name
     return None
 
@@ -419,13 +426,13 @@ def _is_conversation(value: Any) -> bool:
     )
 
 
-def _column_of_question(first: _FirstRows) -> str | None:
+def _find_question_column(first: _FirstRows) -> str | None:
     """Find the column of the user's question.
 
     Raises:
         BadRow: several columns may be it.
     """
-    if first.holds("instruction", lambda value: isinstance(value, str)):
+    if first.most_values_pass("instruction", lambda value: isinstance(value, str)):
         return "instruction"
     columns = [name for name in _QUESTIONS if any(has_text(row, name) for row in first.rows)]
     if len(columns) > 1:
@@ -452,7 +459,9 @@ def _refuse_repeated_prompts(first: _FirstRows, answers: Sequence[str]) -> None:
         prompt, texts = str(row.get("prompt")).strip(), [row.get(column) for column in columns]
         if len(prompt) < _SHORTEST_PROMPT:
             return
-        if not all(isinstance(text, str) and _continues(prompt, text.strip()) for text in texts):
+        if not all(
+            isinstance(text, str) and _begins_with_prompt(prompt, text.strip()) for text in texts
+        ):
             return
     cure = "set data.columns {prompt: null}, which takes the prompt out of them"
     if len(answers) == 1:
@@ -464,7 +473,7 @@ def _refuse_repeated_prompts(first: _FirstRows, answers: Sequence[str]) -> None:
     )
 
 
-def _continues(prompt: str, text: str) -> bool:
+def _begins_with_prompt(prompt: str, text: str) -> bool:
     return text.startswith(prompt) and len(text) > len(prompt)
 
 
@@ -474,11 +483,11 @@ def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
     Raises:
         BadRow: names the columns.
     """
-    possible = possible_prompts(first.rows, first.fields.values())
+    possible = find_possible_prompts(first.rows, first.fields.values())
     if not possible:
         return
     name = possible[0]
-    turns = first.holds(name, _is_conversation)
+    turns = first.most_values_pass(name, _is_conversation)
     mapping = f"{{prompt: {name}}}"
     if not turns:
         mapping = f"{{instruction: {name}}} (the user's turn)"
@@ -490,7 +499,7 @@ def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
     )
 
 
-def possible_prompts(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
+def find_possible_prompts(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
     """List the columns, apart from `used`, that may be a prompt by their names and values."""
     skipped = {*used, "system", "tools", "functions", "label", "margin"}
     columns = dict.fromkeys(name for row in rows for name in row)

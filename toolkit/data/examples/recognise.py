@@ -222,7 +222,7 @@ def recognise_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
             "parent_id (data.columns) to train on each 'text'",
             "tree of messages",
         )
-    layouts = Counter(layout for row in rows if (layout := _layout_of(row, text)) is not None)
+    layouts = Counter(layout for row in rows if (layout := _recognise_row(row, text)) is not None)
     if layouts:
         return _add_system_column(layouts.most_common(1)[0][0], rows)
     if all(name in row for row in rows for name in ("chosen", "rejected")):
@@ -298,7 +298,7 @@ def recognise_documents(rows: Sequence[Row], *, text: bool = False) -> Layout:
     if any("text" in row for row in rows):
         return Layout("text", ("text",), whole=True)
     advice = "set data.columns to {text: NAME} of the one that holds the text"
-    if (other := _layout_of(rows[0], text)) is not None:
+    if (other := _recognise_row(rows[0], text)) is not None:
         advice = f"these are {other}: recipes/finetune.py trains on them, pretraining only on text"
     raise BadRow(
         f"expected a column 'text' or 'input_ids', got {list_names(rows[0])}; {advice}",
@@ -306,26 +306,26 @@ def recognise_documents(rows: Sequence[Row], *, text: bool = False) -> Layout:
     )
 
 
-def standard_columns() -> tuple[str, ...]:
+def list_standard_columns() -> tuple[str, ...]:
     """List the standard names of the columns of documents and examples."""
     extras = (name for shape in _SHAPES.values() for name in shape.extras if name != "margin")
     needed = ("input_ids", *turns.TURN_COLUMNS, "prompt", "completion", "instruction", "output")
     return tuple(dict.fromkeys(("text", *needed, *extras)))
 
 
-def read_columns() -> tuple[str, ...]:
+def list_candidate_columns() -> tuple[str, ...]:
     """List the columns that recognition reads, under all names that it knows."""
-    return (*standard_columns(), *OF_A_TREE, *_SYSTEM_NAMES)
+    return (*list_standard_columns(), *OF_A_TREE, *_SYSTEM_NAMES)
 
 
-def _layout_of(row: Row, text: bool) -> Layout | None:
+def _recognise_row(row: Row, text: bool) -> Layout | None:
     if "input_ids" in row:
         masks = [name for name in _MASKS if row.get(name) is not None]
         return Layout("tokenised", ("input_ids", *masks))
     if text and "text" in row:
         return Layout("text", ("text",))
     if column := next((c for c in turns.TURN_COLUMNS if c in row), None):
-        return Layout(_turn_style(row[column], column), (column,))
+        return Layout(_recognise_turn_style(row[column], column), (column,))
     if "prompt" in row and "completion" in row:
         lists = any(isinstance(row[name], list) for name in ("prompt", "completion"))
         return Layout("turn_lists" if lists else "prompt_completion", ("prompt", "completion"))
@@ -334,7 +334,7 @@ def _layout_of(row: Row, text: bool) -> Layout | None:
     return Layout("text", ("text",)) if "text" in row else None
 
 
-def _turn_style(value: Any, column: str) -> RowShape:
+def _recognise_turn_style(value: Any, column: str) -> RowShape:
     try:
         value = parse_json(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -358,12 +358,12 @@ def parse_example(row: Row, layout: Layout) -> Example:
             f"expected a column {missing[0]!r} ({layout}), got {list_names(row)}", "missing column"
         )
     try:
-        return _example(row, layout)
+        return _parse_by_shape(row, layout)
     except RecursionError as error:
         raise BadRow("expected plain values, got lists in lists without end", "nesting") from error
 
 
-def _example(row: Row, layout: Layout) -> Example:
+def _parse_by_shape(row: Row, layout: Layout) -> Example:
     column = layout.columns[0]
     match layout.shape:
         case "text" | "pieces":
@@ -379,7 +379,7 @@ def _example(row: Row, layout: Layout) -> Example:
                 refuse_value(ids, column, "a list of token ids")
             return Tokens(ids)
         case "tokenised":
-            return Tokens(*_ids_and_labels(row))
+            return Tokens(*_read_ids_and_labels(row))
         case "prompt_completion":
             refuse_system_text(row)
             prompt, completion = (read_text(row[name], name) for name in layout.columns)
@@ -388,17 +388,17 @@ def _example(row: Row, layout: Layout) -> Example:
             return PromptCompletion(prompt, completion)
         case "turn_lists" | "turn_texts":
             prompt, completion = (row[name] for name in layout.columns)
-            return _make_conversation(row, *_prompt_and_answer(prompt, completion))
+            return _make_conversation(row, *_join_prompt_and_answer(prompt, completion))
         case "messages":
-            return _make_conversation(row, turns.from_messages(row[column], column))
+            return _make_conversation(row, turns.convert_messages(row[column], column))
         case "sharegpt":
-            return _make_conversation(row, turns.from_sharegpt(row[column], column))
+            return _make_conversation(row, turns.convert_sharegpt(row[column], column))
         case "alpaca":
-            return _make_conversation(row, turns.from_alpaca(row))
+            return _make_conversation(row, turns.convert_alpaca(row))
     raise AssertionError(layout.shape)
 
 
-def _prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], int]:
+def _join_prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], int]:
     """Join the turns of a prompt and its completion, and count those of the prompt."""
     if isinstance(completion, str):
         text = read_text(completion, "completion")
@@ -410,12 +410,12 @@ def _prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], int]:
     else:
         refuse_value(completion, "completion", "text or a list of turns")
     if isinstance(prompt, str):
-        before = turns.split_prompt(read_text(prompt, "prompt"), answer)
+        before = turns.find_missing_prompt_turns(read_text(prompt, "prompt"), answer)
         return [*before, *answer], len(before)
     if not isinstance(prompt, list):
         refuse_value(prompt, "prompt", "text or a list of turns")
     messages = turns.read_turns(prompt, "prompt")
-    return [*turns.split_prompt(messages, answer), *answer], len(messages)
+    return [*turns.find_missing_prompt_turns(messages, answer), *answer], len(messages)
 
 
 def _make_conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Conversation:
@@ -444,11 +444,11 @@ def _make_conversation(row: Row, messages: list[Row], supervised_from: int = 0) 
             f"expected a turn of the assistant to train on, got the roles {roles}{weights}",
             "no assistant turn",
         )
-    tools, kwargs = turns.tools_of(row), turns.template_kwargs_of(row)
+    tools, kwargs = turns.read_tools(row), turns.read_template_kwargs(row)
     return Conversation(messages, tools, kwargs, supervised_from, context)
 
 
-def _ids_and_labels(row: Row) -> tuple[list[int], list[int] | None]:
+def _read_ids_and_labels(row: Row) -> tuple[list[int], list[int] | None]:
     """Read the token ids of a row and their unshifted labels.
 
     Every column of `_MASKS` narrows the supervised tokens. Tokens outside `attention_mask` are

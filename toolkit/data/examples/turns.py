@@ -39,25 +39,31 @@ _MASKED = ("masked", "mask")
 _PART_KEYS = ("train_detail", "training_detail")
 
 
-def from_messages(value: Any, where: str) -> list[Row]:
+def convert_messages(value: Any, where: str) -> list[Row]:
     """Convert turns with `role` and `content` to messages."""
-    return [_message(turn, at) for turn, at in _turns(value, where, ("role",), "content")]
+    return [
+        _convert_turn(turn, at)
+        for turn, at in _iterate_checked_turns(value, where, ("role",), "content")
+    ]
 
 
-def from_sharegpt(value: Any, where: str) -> list[Row]:
+def convert_sharegpt(value: Any, where: str) -> list[Row]:
     """Convert ShareGPT's turns with `from` and `value` to messages."""
-    return [_sharegpt_message(turn, at) for turn, at in _turns(value, where, ("from", "value"))]
+    return [
+        _convert_sharegpt_turn(turn, at)
+        for turn, at in _iterate_checked_turns(value, where, ("from", "value"))
+    ]
 
 
 def read_turns(value: Any, where: str) -> list[Row]:
     """Convert turns with `role` and `content` or with `from` and `value` to messages."""
     turns = read_list(value, where)
     if any(isinstance(turn, dict) and "from" in turn for turn in turns):
-        return from_sharegpt(turns, where)
-    return from_messages(turns, where)
+        return convert_sharegpt(turns, where)
+    return convert_messages(turns, where)
 
 
-def instruction_turns(row: Row) -> list[Row]:
+def convert_instruction(row: Row) -> list[Row]:
     """Convert Alpaca's `history`, `instruction` and `input` to messages that end with the user."""
     texts: list[str] = []
     for i, pair in enumerate(read_list(row.get("history") or [], "history")):
@@ -76,14 +82,14 @@ def instruction_turns(row: Row) -> list[Row]:
     ]
 
 
-def from_alpaca(row: Row) -> list[Row]:
+def convert_alpaca(row: Row) -> list[Row]:
     """Convert an Alpaca row to messages: `history`, the instruction, and the output or calls."""
-    messages, calls = instruction_turns(row), row.get("tool_calls")
+    messages, calls = convert_instruction(row), row.get("tool_calls")
     if calls is None:
         return [*messages, {"role": "assistant", "content": read_text(row["output"], "output")}]
     content = {"content": row["output"]} if row.get("output") else {}
     answer = {"role": "assistant", **content, "tool_calls": calls}
-    return [*messages, _message(answer, "the answer")]
+    return [*messages, _convert_turn(answer, "the answer")]
 
 
 def add_system(row: Row, messages: list[Row]) -> list[Row]:
@@ -103,7 +109,7 @@ def add_system(row: Row, messages: list[Row]) -> list[Row]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def holds_prompt(messages: Any) -> bool:
+def begins_with_prompt(messages: Any) -> bool:
     """Return True if a conversation begins with a user's turn, apart from system texts.
 
     Args:
@@ -119,7 +125,7 @@ def holds_prompt(messages: Any) -> bool:
     return False
 
 
-def split_prompt(prompt: list[Row] | str | None, answer: list[Row]) -> list[Row]:
+def find_missing_prompt_turns(prompt: list[Row] | str | None, answer: list[Row]) -> list[Row]:
     """Find the turns of a prompt that the answer does not repeat.
 
     An answer may be a complete conversation. In that case the text of the prompt has to be in it,
@@ -131,10 +137,16 @@ def split_prompt(prompt: list[Row] | str | None, answer: list[Row]) -> list[Row]
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         return []
     if isinstance(prompt, str):
-        if not holds_prompt(answer):
+        if not begins_with_prompt(answer):
             return [{"role": "user", "content": prompt}]
-        texts = [_squeezed(turn.get("content")) for turn in answer if turn["role"] != "assistant"]
-        if _squeezed(prompt) not in "".join(texts) and texts[-1] not in _squeezed(prompt):
+        texts = [
+            _remove_white_space(turn.get("content"))
+            for turn in answer
+            if turn["role"] != "assistant"
+        ]
+        if _remove_white_space(prompt) not in "".join(texts) and texts[
+            -1
+        ] not in _remove_white_space(prompt):
             raise BadRow(
                 "expected the text of 'prompt' in the turns of the conversation, got another; "
                 "data.columns {prompt: null} trains on the conversation as it is",
@@ -142,21 +154,21 @@ def split_prompt(prompt: list[Row] | str | None, answer: list[Row]) -> list[Row]
             )
         return []
     for count in range(min(len(prompt), len(answer)), 0, -1):
-        if [*map(_essence, prompt[-count:])] == [*map(_essence, answer[:count])]:
+        if [*map(_comparison_key, prompt[-count:])] == [*map(_comparison_key, answer[:count])]:
             return prompt[:-count]
     return prompt
 
 
-def _essence(turn: Row) -> tuple[Any, ...]:
+def _comparison_key(turn: Row) -> tuple[Any, ...]:
     """Compute a key that is equal for copies of a turn, apart from surrounding white space."""
     return turn["role"], (turn.get("content") or "").strip(), str(turn.get("tool_calls"))
 
 
-def _squeezed(text: Any) -> str:
+def _remove_white_space(text: Any) -> str:
     return "".join(str(text or "").split())
 
 
-def tools_of(row: Row) -> list[dict[str, Any]] | None:
+def read_tools(row: Row) -> list[dict[str, Any]] | None:
     """Read the JSON schemas in the columns `tools` and `functions`; None if there are none.
 
     A column may be a list or JSON text.
@@ -175,7 +187,7 @@ def tools_of(row: Row) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def template_kwargs_of(row: Row) -> dict[str, Any]:
+def read_template_kwargs(row: Row) -> dict[str, Any]:
     """Read further arguments of the template from the column `chat_template_kwargs`."""
     name = "chat_template_kwargs"
     value = {} if row.get(name) in (None, "") else parse_json_text(row[name], name)
@@ -191,7 +203,9 @@ def template_kwargs_of(row: Row) -> dict[str, Any]:
     return value
 
 
-def _turns(value: Any, where: str, keys: tuple[str, ...], *more: str) -> Iterator[tuple[Row, str]]:
+def _iterate_checked_turns(
+    value: Any, where: str, keys: tuple[str, ...], *more: str
+) -> Iterator[tuple[Row, str]]:
     """Check the turns in a value and yield each with its place in the row.
 
     Args:
@@ -215,9 +229,9 @@ def _turns(value: Any, where: str, keys: tuple[str, ...], *more: str) -> Iterato
         yield turn, at
 
 
-def _message(turn: Row, where: str) -> Row:
+def _convert_turn(turn: Row, where: str) -> Row:
     message = _normalise_weight(turn, where)
-    message["role"] = role = _role(turn["role"], where)
+    message["role"] = role = _read_role(turn["role"], where)
     calls = turn.get("tool_calls")
     calls = None if calls == [] else parse_json_text(calls, f"{where}.tool_calls")
     # `function_call` is the older form of `tool_calls`.
@@ -236,15 +250,15 @@ def _message(turn: Row, where: str) -> Row:
         if not isinstance(calls, list):
             refuse_value(calls, f"{where}.tool_calls", "a list")
         places = (f"{where}.tool_calls[{i}]" for i in range(len(calls)))
-        message["tool_calls"] = [*map(_tool_call, calls, places)]
+        message["tool_calls"] = [*map(_convert_tool_call, calls, places)]
     elif "content" not in turn:
         raise BadRow(f"expected 'content' in {where!r}, got {list_names(turn)}", "missing content")
     if turn.get("content") is not None or role != "assistant":
-        message["content"] = _content(turn.get("content"), f"{where}.content")
+        message["content"] = _read_content(turn.get("content"), f"{where}.content")
     return message
 
 
-def _role(name: Any, where: str) -> str:
+def _read_role(name: Any, where: str) -> str:
     role = SPELLINGS.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         refuse_value(
@@ -262,7 +276,7 @@ def _normalise_weight(turn: Row, where: str) -> Row:
     message = dict(turn)
     is_supervised = True
     for name in (*_WEIGHTS, *_SUPERVISED, *_MASKED):
-        value = _flag(turn.get(name), name, where)
+        value = _read_flag(turn.get(name), name, where)
         if value is None:
             if turn.get(name) in (None, ""):
                 message.pop(name, None)
@@ -279,7 +293,7 @@ def _normalise_weight(turn: Row, where: str) -> Row:
     return message if is_supervised else {**message, "weight": 0}
 
 
-def _flag(value: Any, name: str, where: str) -> bool | None:
+def _read_flag(value: Any, name: str, where: str) -> bool | None:
     """Convert a sign of supervision to a boolean; None if the value has another meaning."""
     text = str("" if value is None else value).strip().lower()
     if text in ("0", "0.0", "false"):
@@ -291,7 +305,7 @@ def _flag(value: Any, name: str, where: str) -> bool | None:
     return None
 
 
-def _content(value: Any, where: str) -> str:
+def _read_content(value: Any, where: str) -> str:
     """Read the text of a turn. Parts of text are joined; templates would print them as a list."""
     if not isinstance(value, list):
         return read_text(value, where)
@@ -308,20 +322,20 @@ def _content(value: Any, where: str) -> str:
     return "".join(read_text(p.get("text"), f"{where}[{i}].text") for i, p in enumerate(value))
 
 
-def _sharegpt_message(turn: Row, where: str) -> Row:
+def _convert_sharegpt_turn(turn: Row, where: str) -> Row:
     name = turn["from"]
     message = _normalise_weight(turn, where)
     message = {key: text for key, text in message.items() if key not in ("from", "value")}
     value = read_text(turn["value"], f"{where}.value")
     if name not in _CALLS:
-        return {"role": _role(name, f"{where}.from"), "content": value, **message}
+        return {"role": _read_role(name, f"{where}.from"), "content": value, **message}
     content = parse_json_text(value, f"{where}.value")
     calls = content if isinstance(content, list) else [content]
     places = (f"{where}.value[{i}]" for i in range(len(calls)))
-    return {"role": "assistant", **message, "tool_calls": [*map(_tool_call, calls, places)]}
+    return {"role": "assistant", **message, "tool_calls": [*map(_convert_tool_call, calls, places)]}
 
 
-def _tool_call(call: Any, where: str) -> Row:
+def _convert_tool_call(call: Any, where: str) -> Row:
     if not isinstance(call, dict):
         refuse_value(call, where, "a tool call (a mapping)")
     # A bare call has the fields of a function without a `function` around them.

@@ -67,21 +67,21 @@ def line_tables(
     """
     if os.path.getsize(file) == 0:
         return
-    find_cut = _csv if kind == "csv" else _lines
-    if kind == "json" and not _is_lines(file):
-        with _open(file) as stream:
-            find_cut = _list if _is_list(stream) else _lines
-    place = "row {} (counted from 0)" if find_cut is _list else "line {}"
+    iterate_rows = _iterate_csv if kind == "csv" else _iterate_lines
+    if kind == "json" and not _is_named_json_lines(file):
+        with _open_decompressed(file) as stream:
+            iterate_rows = _iterate_json_list if _begins_with_list(stream) else _iterate_lines
+    place = "row {} (counted from 0)" if iterate_rows is _iterate_json_list else "line {}"
     if bounds and bounds[0]:
         place = f"line {{}} of those after byte {bounds[0]}"
-    with _open(file) as stream:
+    with _open_decompressed(file) as stream:
         if bounds:
-            find_cut = partial(_lines, bounds=bounds)
+            iterate_rows = partial(_iterate_lines, bounds=bounds)
         stored = (
             (b"", place.format(number), f"{row.reason}\n{row}")
             if isinstance(row, BadRow)
             else (row, place.format(number), None)
-            for number, row in find_cut(stream, file, limit)
+            for number, row in iterate_rows(stream, file, limit)
         )
         yield from to_tables(stored, LINES)
 
@@ -99,7 +99,7 @@ def decode_row(stored: dict[str, Any]) -> dict[str, Any]:
     try:
         row = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _not_utf8(raw[error.start], f" at offset {error.start} of the row") from error
+        raise _not_utf8_error(raw[error.start], f" at offset {error.start} of the row") from error
     except RecursionError as error:
         raise BadRow("expected a JSON mapping, got one nested too deep", "nesting") from error
     except ValueError as error:
@@ -109,14 +109,14 @@ def decode_row(stored: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _is_lines(file: str) -> bool:
+def _is_named_json_lines(file: str) -> bool:
     return not {".jsonl", ".ndjson"}.isdisjoint(Path(file.lower()).suffixes)
 
 
 def first_row(file: Path) -> dict[str, Any] | None:
     """Parse the first line that is not empty, as in JSON lines; None if it is no mapping."""
     with open(file, "rb") as stream:
-        for _, line in _bounded_lines(stream, _BLOCK):
+        for _, line in _iterate_bounded_lines(stream, _BLOCK):
             if line is None:
                 return None
             if line.strip():
@@ -125,7 +125,7 @@ def first_row(file: Path) -> dict[str, Any] | None:
     return None
 
 
-def _open(file: str) -> IO[bytes]:
+def _open_decompressed(file: str) -> IO[bytes]:
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     ending = Path(file).suffix.lower()
     if ending == ".zst":
@@ -136,9 +136,9 @@ def _open(file: str) -> IO[bytes]:
 def cut_lines(file: str, count: int) -> list[tuple[Bounds, int]]:
     """Split JSON lines into `count` parts by bytes, if the file allows it; see `Cut`."""
     try:
-        with _open(file) as stream:
+        with _open_decompressed(file) as stream:
             packed = not isinstance(stream, io.BufferedReader) or file.lower().endswith(".zst")
-            if packed or (not _is_lines(file) and _is_list(stream)):
+            if packed or (not _is_named_json_lines(file) and _begins_with_list(stream)):
                 return []
     except OSError:
         # The reader of the rows reports the error.
@@ -147,15 +147,15 @@ def cut_lines(file: str, count: int) -> list[tuple[Bounds, int]]:
     return [((begin, end), end - begin) for begin, end in pairwise(edges)]
 
 
-def _lines(stream: IO[bytes], file: str, limit: int, bounds: Bounds | None = None) -> _Rows:
-    for number, line in _bounded_lines(stream, limit, bounds):
+def _iterate_lines(stream: IO[bytes], file: str, limit: int, bounds: Bounds | None = None) -> _Rows:
+    for number, line in _iterate_bounded_lines(stream, limit, bounds):
         if line is None:
-            yield number, _too_long(limit)
+            yield number, _too_long_error(limit)
         elif line := line.strip():
             yield number, line
 
 
-def _bounded_lines(
+def _iterate_bounded_lines(
     stream: IO[bytes], limit: int, bounds: Bounds | None = None
 ) -> Iterator[tuple[int, bytes | None]]:
     """Yield the number and bytes of each line that begins within `bounds`.
@@ -182,14 +182,14 @@ def _skip_line(stream: IO[bytes]) -> None:
         pass
 
 
-def _is_list(stream: IO[bytes]) -> bool:
+def _begins_with_list(stream: IO[bytes]) -> bool:
     block = stream.read(_BLOCK).removeprefix(codecs.BOM_UTF8)
     while block and not block.strip():
         block = stream.read(_BLOCK)
     return block.lstrip()[:1] == b"["
 
 
-def _list(stream: IO[bytes], file: str, limit: int) -> _Rows:
+def _iterate_json_list(stream: IO[bytes], file: str, limit: int) -> _Rows:
     content = stream.read(LIST_BYTES + 1)
     if len(content) > LIST_BYTES or sum(map(content.count, b",[{")) > LIST_VALUES:
         raise DataError(
@@ -205,10 +205,10 @@ def _list(stream: IO[bytes], file: str, limit: int) -> _Rows:
         ) from error
     for index, row in enumerate(rows):
         raw = json.dumps(row).encode()
-        yield index, raw if len(raw) <= limit else _too_long(limit)
+        yield index, raw if len(raw) <= limit else _too_long_error(limit)
 
 
-def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
+def _iterate_csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
     """Read a header and rows as in RFC 4180, and convert each row to a JSON mapping of texts.
 
     In a .tsv file, tabs separate the fields.
@@ -238,23 +238,23 @@ def _csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
         if fields is None:
             return
         if sum(map(len, fields)) > limit:
-            yield first, _too_long(limit)
+            yield first, _too_long_error(limit)
         elif len(fields) == len(header):
             row = json.dumps(dict(zip(header, fields, strict=True)), ensure_ascii=False)
             try:
                 yield first, row.encode("utf-8")
             except UnicodeEncodeError as error:
-                yield first, _not_utf8(ord(row[error.start]) - 0xDC00)
+                yield first, _not_utf8_error(ord(row[error.start]) - 0xDC00)
         elif fields:
             message = f"expected {len(header)} fields ({list_names(header)}), got {len(fields)}"
             yield first, BadRow(message, "wrong number of fields")
 
 
-def _too_long(limit: int) -> BadRow:
+def _too_long_error(limit: int) -> BadRow:
     return BadRow(f"expected a row of at most {limit:,} bytes, got a longer one", "too long")
 
 
-def _not_utf8(byte: int, where: str = "") -> BadRow:
+def _not_utf8_error(byte: int, where: str = "") -> BadRow:
     return BadRow(f"expected UTF-8, got byte 0x{byte:02x}{where}", "not UTF-8")
 
 
@@ -300,18 +300,18 @@ def split_text(text: str, size: int = PIECE_BYTES) -> Iterator[str]:
 
 
 def _split_at_cuts(stream: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield the text of a stream in pieces that end at `find_cut`, of about `size` bytes."""
+    """Yield the text of a stream in pieces that end at `find_cut_offset`, of about `size` bytes."""
     buffer = b""
     while len(block := stream.read(size)) == size:
         buffer += block
-        end = find_cut(buffer)
+        end = find_cut_offset(buffer)
         yield buffer[:end]
         buffer = buffer[end:]
     if buffer or block:
         yield buffer + block
 
 
-def find_cut(block: bytes) -> int:
+def find_cut_offset(block: bytes) -> int:
     """Find the offset at which to cut UTF-8 text so that no token is likely to be cut.
 
     That is after a newline between two lines that neither end nor begin with white space. If there

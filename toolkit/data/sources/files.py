@@ -93,7 +93,9 @@ def find_files(patterns: str | list[str], setting: str) -> list[Path]:
     """
     files: dict[Path, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        files |= dict.fromkeys(Path(os.path.abspath(file)) for file in _matches(pattern, setting))
+        files |= dict.fromkeys(
+            Path(os.path.abspath(file)) for file in _find_matches(pattern, setting)
+        )
     return list(files)
 
 
@@ -123,7 +125,7 @@ def find_stdlib_files() -> list[Path]:
     ]
 
 
-def _matches(pattern: str, setting: str) -> list[Path]:
+def _find_matches(pattern: str, setting: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if is_saved_data_set(path):
         raise DataError(f"{setting}: {pattern} is a data set folder; set data.dataset_name to it")

@@ -42,7 +42,7 @@ def build_conversations() -> datasets.Dataset:
     """Build several thousand conversations of two turns, in a few seconds, and cache them."""
     files = find_stdlib_files()
     key = compute_digest(_VERSION, digest_contents(files, _WHERE))
-    tables = to_tables(_rows(files), _ROWS)
+    tables = to_tables(_iterate_conversations(files), _ROWS)
     return load_or_build(f"rows-{key}", tables, _ROWS, "Reading the standard library")
 
 
@@ -50,19 +50,21 @@ def build_preferences() -> datasets.Dataset:
     """Build two thousand pairs; the rejected answer is the chosen one with superfluous text."""
     files = find_stdlib_files()
     key = compute_digest(_VERSION, f"longer {_PAIRS}", digest_contents(files, _WHERE))
-    tables = to_tables(islice(_preferences(files), _PAIRS), _PREFERENCES)
+    tables = to_tables(islice(_iterate_preferences(files), _PAIRS), _PREFERENCES)
     return load_or_build(f"rows-{key}", tables, _PREFERENCES, "Reading the standard library")
 
 
-def _rows(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]]]]:
-    for question, answer in dict.fromkeys(pair for file in files for pair in _pairs_of(file)):
+def _iterate_conversations(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]]]]:
+    for question, answer in dict.fromkeys(
+        pair for file in files for pair in _iterate_questions(file)
+    ):
         turns = (("user", question), ("assistant", answer))
         yield ([{"role": role, "content": text} for role, text in turns],)
 
 
-def _preferences(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]], ...]]:
+def _iterate_preferences(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]], ...]]:
     last = dict[bool, list[dict[str, str]]]()  # whether it is code -> the answer before
-    for (turns,) in _rows(files):
+    for (turns,) in _iterate_conversations(files):
         answer, kind = turns[1:], turns[1]["content"].startswith(" ")
         if kind in last:
             longer = f"{answer[0]['content']}\n\n{last[kind][0]['content']}"
@@ -70,7 +72,7 @@ def _preferences(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]], 
         last[kind] = answer
 
 
-def _pairs_of(file: Path) -> Iterator[tuple[str, str]]:
+def _iterate_questions(file: Path) -> Iterator[tuple[str, str]]:
     source = file.read_bytes().decode("utf-8", "replace")
     with warnings.catch_warnings(action="ignore"):  # of escapes in old strings
         try:
@@ -92,7 +94,7 @@ def _pairs_of(file: Path) -> Iterator[tuple[str, str]]:
 
 def _split_function(node: _Function, lines: list[str]) -> tuple[str, str, str] | None:
     """Split a function into signature, docstring and body; None if it is not suitable."""
-    docstring = _short(ast.get_docstring(node) or "")
+    docstring = _shorten_docstring(ast.get_docstring(node) or "")
     if not docstring or len(node.body) < 2:
         return None
     first, second = node.body[:2]
@@ -112,7 +114,7 @@ def _split_function(node: _Function, lines: list[str]) -> tuple[str, str, str] |
     return signature, docstring, textwrap.indent(body, "    ")
 
 
-def _short(docstring: str) -> str:
+def _shorten_docstring(docstring: str) -> str:
     """Select the first short paragraphs of a docstring; empty if the first one is long."""
     if '"""' in docstring or "\\" in docstring or "\0" in docstring:
         return ""

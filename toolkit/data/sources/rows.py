@@ -12,7 +12,7 @@ import datasets
 from toolkit import ranks
 from toolkit.config.data import DataConfig, SourceConfig
 from toolkit.data.examples import preferences, recognise
-from toolkit.data.examples.columns import Names
+from toolkit.data.examples.columns import NameMapping
 from toolkit.data.row_formats import EXAMPLES, Parsed, RowFormat
 from toolkit.data.sources import file_readers, tables
 from toolkit.data.sources.file_readers import PIECES, text_tables
@@ -49,7 +49,7 @@ class DataSource:
     files: tuple[str, ...] = ()
     sizes: tuple[int, ...] | None = None
     """Bytes of each shard of a stream of files."""
-    names: Names = Names({}, {}, {}, ())  # noqa: RUF009 - it is frozen
+    names: NameMapping = NameMapping({}, {}, {}, ())  # noqa: RUF009 - it is frozen
     reported_columns: frozenset[str] = frozenset()
     """Columns that are used, or that the report lists as unused."""
     row_format: RowFormat = EXAMPLES
@@ -101,7 +101,7 @@ class DataSource:
         row = self.names.rename_row(row, self.layout.json_turns)
         return self.row_format.parse(row, self.layout)
 
-    def place(self, stored: dict[str, Any], number: int) -> str:
+    def describe_place(self, stored: dict[str, Any], number: int) -> str:
         """Describe the place of a row for messages: its file and line, or its number.
 
         Args:
@@ -113,10 +113,10 @@ class DataSource:
         of_shard = "" if isinstance(self.rows, datasets.Dataset) else " of a shard"
         return f"{self.where} row {number}{of_shard} (counted from 0)"
 
-    def refusal(self, stored: dict[str, Any], number: int, bad: BadRow) -> DataError:
+    def make_error(self, stored: dict[str, Any], number: int, bad: BadRow) -> DataError:
         """Create the error that ends the run for a bad row."""
         return DataError(
-            f"{self.place(stored, number)}: {bad}. Repair or remove the row, or set "
+            f"{self.describe_place(stored, number)}: {bad}. Repair or remove the row, or set "
             "data.on_bad_row: skip"
         )
 
@@ -169,21 +169,21 @@ def load_sources(
     ]
     if has_template:
         return sources
-    return [replace(s, layout=preferences.without_chat_template(s.layout)) for s in sources]
+    return [replace(s, layout=preferences.keep_dialogues_as_text(s.layout)) for s in sources]
 
 
 def _load_source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, row_format: RowFormat
 ) -> DataSource:
     standard = row_format.standard_names
-    renamed = Names.from_setting(source.columns or cfg.columns, standard)
+    renamed = NameMapping.from_setting(source.columns or cfg.columns, standard)
     columns = (*standard, *row_format.candidate_names, *renamed.columns.values())
     columns = tuple(dict.fromkeys(columns))
     files, schema, kind, shards = list[Path](), None, None, list[tables.FileShard]()
     unread = list[Row]()  # first values of columns that are not read
     if source.dataset_name:
         where = f"{setting.rpartition('.')[0]}.dataset_name {source.dataset_name}"
-        rows, unread = tables.read_named(source, where, columns, streaming=streaming)
+        rows, unread = tables.load_named_data_set(source, where, columns, streaming=streaming)
     else:
         files = find_files(source.files, setting)
         kind = common_file_kind(files, setting)
@@ -193,7 +193,7 @@ def _load_source(
         if not any(f.stat().st_size for f in files):
             raise DataError(f"{where}: expected text or rows, but every file is empty")
         if kind == "text":
-            renamed.check_exist([{"text": ""}], where)
+            renamed.find_absent_names([{"text": ""}], where)
             _check_text_files(files, where)
             reader, schema = partial(text_tables), PIECES
         elif kind in ("json", "csv"):
@@ -291,14 +291,14 @@ def _recognise_source(source: DataSource, unread: list[Row]) -> DataSource:
     readable = [(i, row) for i, (_, row) in enumerate(first) if isinstance(row, dict)]
     if not readable:
         raise DataError(
-            f"{source.place(first[0][0], 0)}: {first[0][1]}, and none of the first {len(first)} "
-            "rows can be read. Is this the right file?"
+            f"{source.describe_place(first[0][0], 0)}: {first[0][1]}, and none of the first "
+            f"{len(first)} rows can be read. Is this the right file?"
         )
     names = source.names
     no_values = dict.fromkeys(unread[0]) if unread else {}
     padded = chain(unread, repeat(no_values))
     rows = [{**more, **row} for more, (_, row) in zip(padded, readable, strict=False)]
-    for name in names.check_exist(rows, source.where):
+    for name in names.find_absent_names(rows, source.where):
         ranks.log_once(
             f"data       {source.where}: no row of the first has {name!r} (data.columns)"
         )
@@ -307,7 +307,7 @@ def _recognise_source(source: DataSource, unread: list[Row]) -> DataSource:
         layout = source.row_format.recognise(renamed, names)
     except BadRow as bad:
         number = readable[0][0]
-        raise DataError(f"{source.place(first[number][0], number)}: {bad}") from bad
+        raise DataError(f"{source.describe_place(first[number][0], number)}: {bad}") from bad
     used = (*layout.columns, *layout.optional)
     names.check_used(used, renamed, source.where, layout.title)
     names = names.with_columns(dict(layout.renamed))

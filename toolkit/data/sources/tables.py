@@ -126,7 +126,7 @@ def load_or_build(
     return datasets.Dataset(MemoryMappedTable.from_file(str(file)), fingerprint=name)
 
 
-def groups(
+def group_by_size(
     items: Iterable[T], size: Callable[[T], int], most: int, count: int | None = None
 ) -> Iterator[list[T]]:
     """Group consecutive items so that the sizes in a group add up to at most `most`.
@@ -154,7 +154,7 @@ def groups(
 
 def to_tables(rows: Iterable[tuple], schema: pa.Schema) -> Iterator[pa.Table]:
     """Convert rows to tables of a few megabytes, by the length of their first values."""
-    for group in groups(rows, lambda row: len(row[0]), _TABLE_BYTES, _TABLE_ROWS):
+    for group in group_by_size(rows, lambda row: len(row[0]), _TABLE_BYTES, _TABLE_ROWS):
         columns = zip(zip(*group, strict=True), schema, strict=True)
         yield pa.table([pa.array(values, f.type) for values, f in columns], schema=schema)
 
@@ -191,11 +191,11 @@ def read_files(
     if not streaming:
         files = digest_contents([Path(shard.file) for shard in shards], where)
         key = compute_digest(_VERSION, reader.func.__qualname__, files, reader.keywords)
-        tables = (table for _, table in _tables(shards, reader, schema))
+        tables = (table for _, table in _iterate_tables(shards, reader, schema))
         return load_or_build(f"rows-{key}", tables, schema, f"Reading {where}")
     kwargs = {"shards": shards, "reader": reader, "schema": schema}
     return datasets.IterableDataset(
-        ArrowExamplesIterable(_tables, kwargs),
+        ArrowExamplesIterable(_iterate_tables, kwargs),
         info=datasets.DatasetInfo(features=datasets.Features.from_arrow_schema(schema)),
     )
 
@@ -204,8 +204,8 @@ def _common_schema(shards: list[FileShard], reader: Reader) -> pa.Schema | None:
     """Unify the schemas of all files; None if no file has a row."""
     schema: pa.Schema | None = None
     for shard in {shard.number: shard for shard in shards}.values():
-        for _, table in itertools.islice(_tables([shard], reader, None), 1):
-            # `_tables` refuses files with other columns when the rows are read.
+        for _, table in itertools.islice(_iterate_tables([shard], reader, None), 1):
+            # `_iterate_tables` refuses files with other columns when the rows are read.
             if schema is None or schema.names != table.schema.names:
                 schema = schema or table.schema
                 continue
@@ -219,7 +219,7 @@ def _common_schema(shards: list[FileShard], reader: Reader) -> pa.Schema | None:
     return schema
 
 
-def _tables(
+def _iterate_tables(
     shards: list[FileShard], reader: Reader, schema: pa.Schema | None
 ) -> Iterator[tuple[str, pa.Table]]:
     """Yield (key, table) of each shard. `datasets` divides the list `shards` among its readers."""
@@ -259,15 +259,15 @@ def arrow_tables(
         kind: `parquet` or `arrow`.
         columns: columns to read; all if the file has none of them.
     """
-    for row, batch in _batches(file, bounds, kind, columns):
+    for row, batch in _iterate_batches(file, bounds, kind, columns):
         table = pa.Table.from_batches([batch])
         binary = datasets.Features.from_arrow_schema(table.schema)
-        table = table_cast(table, datasets.Features(_binary(binary)).arrow_schema)
+        table = table_cast(table, datasets.Features(_text_as_binary(binary)).arrow_schema)
         places = [f"row {n} (counted from 0)" for n in range(row, row + len(table))]
         yield table.append_column(PLACE, pa.array(places, pa.string()))
 
 
-def _batches(
+def _iterate_batches(
     file: str,
     bounds: Bounds | None,
     kind: Kind,
@@ -277,7 +277,7 @@ def _batches(
     """Yield (the number of its first row in the file, batch)."""
     if kind == "parquet":
         with pq.ParquetFile(file) as opened:
-            names = _existing(opened.schema_arrow.names, columns)
+            names = _select_existing(opened.schema_arrow.names, columns)
             first, end = bounds or (0, opened.num_row_groups)
             row = sum(opened.metadata.row_group(i).num_rows for i in range(first))
             for batch in opened.iter_batches(size, range(first, end), names):
@@ -293,7 +293,7 @@ def _batches(
             batches = (table.get_batch(i) for i in range(table.num_record_batches))
         for batch in batches:
             batch.validate(full=True)  # an offset beyond the buffers would crash this process
-            yield row, batch.select(_existing(batch.schema.names, columns))
+            yield row, batch.select(_select_existing(batch.schema.names, columns))
             row += len(batch)
 
 
@@ -304,12 +304,14 @@ def read_first_values(file: str, kind: Kind, columns: Sequence[str]) -> list[dic
     no rows, because the reader of its rows reports the error.
     """
     try:
-        schema = _schema(file, kind)
+        schema = _read_schema(file, kind)
         if not any(name in columns for name in schema.names):  # all columns are read
             return []
         unread = [name for name in schema.names if name not in columns]
         texts = [name for name in unread if _holds_text(schema.field(name).type)]
-        first = next(_batches(file, None, kind, texts, _FIRST_VALUES), None) if texts else None
+        first = (
+            next(_iterate_batches(file, None, kind, texts, _FIRST_VALUES), None) if texts else None
+        )
         rows = [] if first is None else first[1].slice(0, _FIRST_VALUES).to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError):
         return []
@@ -317,7 +319,7 @@ def read_first_values(file: str, kind: Kind, columns: Sequence[str]) -> list[dic
     return [empty | row for row in rows] or ([empty] if unread else [])
 
 
-def _schema(file: str, kind: Kind) -> pa.Schema:
+def _read_schema(file: str, kind: Kind) -> pa.Schema:
     if kind == "parquet":
         return pq.read_schema(file)
     with pa.memory_map(file) as stream:
@@ -345,15 +347,15 @@ def cut_parquet(file: str, count: int) -> list[tuple[Bounds, int]]:
     except (pa.ArrowException, OSError):
         # The reader of the rows reports the error.
         return []
-    parts = groups(range(len(sizes)), sizes.__getitem__, max(1, sum(sizes) // count))
+    parts = group_by_size(range(len(sizes)), sizes.__getitem__, max(1, sum(sizes) // count))
     return [((p[0], p[-1] + 1), sum(sizes[p[0] : p[-1] + 1])) for p in parts]
 
 
-def _existing(names: Sequence[str], columns: Sequence[str]) -> list[str]:
+def _select_existing(names: Sequence[str], columns: Sequence[str]) -> list[str]:
     return [name for name in names if name in columns] or list(names)
 
 
-def read_named(
+def load_named_data_set(
     source: SourceConfig, where: str, columns: Sequence[str], *, streaming: bool
 ) -> tuple[RowDataset, list[dict[str, Any]]]:
     """Load a data set by name: a folder of `save_to_disk`, or an id on the Hub.
@@ -395,9 +397,11 @@ def read_named(
         rows = rows.to_iterable_dataset()
     rows = rows.with_format(None)
     names = list(rows.column_names)
-    unread = _unread_values(rows, [name for name in names if name not in _existing(names, columns)])
-    rows = rows.select_columns(_existing(names, columns))
-    binary = datasets.Features(_binary(rows.features))
+    unread = _read_first_unread_values(
+        rows, [name for name in names if name not in _select_existing(names, columns)]
+    )
+    rows = rows.select_columns(_select_existing(names, columns))
+    binary = datasets.Features(_text_as_binary(rows.features))
     if isinstance(rows, datasets.IterableDataset):
         return rows.cast(binary), unread
     dataset = datasets.Dataset(
@@ -409,7 +413,7 @@ def read_named(
     return dataset, unread
 
 
-def _unread_values(rows: RowDataset, names: list[str]) -> list[dict[str, Any]]:
+def _read_first_unread_values(rows: RowDataset, names: list[str]) -> list[dict[str, Any]]:
     """Read the first values of columns of a data set, as `read_first_values` does for a file."""
     schema = datasets.Features(rows.features or {}).arrow_schema
     texts = [name for name in names if name in schema.names]
@@ -438,13 +442,13 @@ def to_data_error(error: BaseException, where: str) -> DataError:
     return DataError(f"{where} cannot be read: {reasons}")
 
 
-def _binary(feature: Any) -> Any:
+def _text_as_binary(feature: Any) -> Any:
     if isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string"):
         return datasets.Value(feature.dtype.replace("string", "binary"))
     if isinstance(feature, dict):
-        return {name: _binary(inner) for name, inner in feature.items()}
+        return {name: _text_as_binary(inner) for name, inner in feature.items()}
     if isinstance(feature, datasets.List | datasets.LargeList):
-        return replace(feature, feature=_binary(feature.feature))
+        return replace(feature, feature=_text_as_binary(feature.feature))
     return feature
 
 
@@ -516,14 +520,14 @@ def digest_contents(files: Sequence[Path], where: str) -> list[tuple[str | int, 
     digests = list[tuple[str | int, ...]]()
     for file, stat in zip(files, stats, strict=True):
         times = stat.st_mtime_ns, stat.st_ctime_ns
-        digest = _digest(str(file), stat.st_size, times, stat.st_ino, whole)
+        digest = _digest_file(str(file), stat.st_size, times, stat.st_ino, whole)
         digests.append((file.name, stat.st_size, digest, *(() if whole else times)))
     return digests
 
 
 # A start asks several times. What a process has read does not change under another time or inode.
 @lru_cache(maxsize=10_000)
-def _digest(file: str, size: int, times: tuple[int, int], inode: int, whole: bool) -> str:
+def _digest_file(file: str, size: int, times: tuple[int, int], inode: int, whole: bool) -> str:
     digest = xxhash.xxh3_128()
     with open(file, "rb") as stream:
         if whole or size <= _SAMPLES * _BLOCK:

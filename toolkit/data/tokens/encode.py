@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from toolkit import ranks
 from toolkit.config.data import DataConfig, FinetuneDataConfig
-from toolkit.data.chat import TODAY, Chat, Rendered, chat_templates
+from toolkit.data.chat import TODAY, Chat, Rendered, load_chat_templates
 from toolkit.data.examples.recognise import Conversation, Example, PromptCompletion, Text, Tokens
 from toolkit.data.row_formats import EXAMPLES, Parsed, RowFormat
 from toolkit.data.samples.batch import IGNORED
@@ -42,9 +42,9 @@ from toolkit.data.tokens.encoded import (
 from toolkit.data.tokens.partners import (
     NO_PARTNER,
     choose_partners,
+    choose_partners_among,
     join_partner,
-    partners_among,
-    stored_rows,
+    read_stored_rows,
 )
 from toolkit.data.tokens.text_ids import BATCH_BYTES, Span, TextTokenizer, tokenizer_content
 from toolkit.data.tokens.tokenizer import check_vocabulary
@@ -176,7 +176,7 @@ class Encoder:
         ]
         if self.row_format.compares_rows:
             compared: Sequence[Any] = (
-                partners_among(examples)
+                choose_partners_among(examples)
                 if partners is None
                 else [row and catch_bad_row(source.example, row) for row in partners]
             )
@@ -191,11 +191,11 @@ class Encoder:
                     example.notes[LATE_COLUMN.format(name)] = 1
             if not isinstance(example, BadRow):
                 continue
-            message = f"{source.place(row, first + at)}: {example}"
+            message = f"{source.describe_place(row, first + at)}: {example}"
             if isinstance(example, FatalRow):
                 raise DataError(message)
             if not isinstance(example, SkippedRow) and self.cfg.on_bad_row == "error":
-                raise source.refusal(row, first + at, example)
+                raise source.make_error(row, first + at, example)
             encoded[at] = BadRow(message, example.reason)
         return encoded
 
@@ -223,7 +223,7 @@ class Encoder:
 
     def _encode_texts(self, examples: Sequence[Example | BadRow]) -> list[EncodedRow]:
         """Encode single examples, all of their texts in one call of the tokenizer."""
-        encoded = [self._rendered(example) for example in examples]
+        encoded = [self._render_example(example) for example in examples]
         texts = [(at, text) for at, text in enumerate(encoded) if isinstance(text, Rendered)]
         if texts:
             all_tokens = self._texts.encode([t.text for _, t in texts], [t.spans for _, t in texts])
@@ -232,11 +232,13 @@ class Encoder:
                     encoded[at] = tokens
                     continue
                 is_complete = isinstance(examples[at], Conversation)
-                ids, spans = tokens if is_complete else self._framed(examples[at], *tokens)
+                ids, spans = (
+                    tokens if is_complete else self._add_special_tokens(examples[at], *tokens)
+                )
                 encoded[at] = self._truncate_or_skip(examples[at], ids, spans, text.notes)
         return encoded  # type: ignore[return-value]
 
-    def _rendered(self, example: Example | BadRow) -> Rendered | EncodedRow:
+    def _render_example(self, example: Example | BadRow) -> Rendered | EncodedRow:
         """Render an example as text with its supervised characters; encode one of token ids."""
         if isinstance(example, BadRow):
             return example
@@ -255,10 +257,10 @@ class Encoder:
             text = example.prompt + example.completion
             begin = 0 if self.supervise == "all" else len(example.prompt)
             return Rendered(text, [(begin, len(text))])
-        return self._chat.render(example)
+        return self._chat_renderer.render(example)
 
     @cached_property
-    def _chat(self) -> Chat:
+    def _chat_renderer(self) -> Chat:
         assert self.tokenizer is not None
         template = self.finetune.chat_template if self.finetune else None
         kwargs = self.finetune.chat_template_kwargs if self.finetune else None
@@ -304,7 +306,7 @@ class Encoder:
         spans = list(zip(edges[::2], edges[1::2], strict=True))
         return self._truncate_or_skip(example, array, spans)
 
-    def _framed(
+    def _add_special_tokens(
         self, example: object, ids: np.ndarray, spans: list[Span]
     ) -> tuple[np.ndarray, list[Span]]:
         """Add the tokenizer's special tokens before and after a text."""
@@ -378,7 +380,7 @@ def encode_source(source: DataSource, encoder: Encoder) -> EncodedSource:
     uses_template = _may_use_template(source, encoder.tokenizer, encoder.cfg)
     rendered_by = (transformers.__version__, TODAY, _MASK_VERSION) if uses_template else ""
     # The cached counts name the places of rows, so the key includes the paths of the files.
-    settings = encoding_digest(source, encoder)
+    settings = compute_encoding_digest(source, encoder)
     columns = stored_columns(encoder.row_format.columns)
     parts = (source.rows._fingerprint, source.files, settings, rendered_by)
     key = tables.compute_digest(*parts, *([sorted(columns.items())] if columns else []))
@@ -387,7 +389,7 @@ def encode_source(source: DataSource, encoder: Encoder) -> EncodedSource:
     # The counts are written before the tokens get their name.
     if not counts_file.is_file():
         counts_file.with_suffix(".arrow").unlink(missing_ok=True)
-    schema = _schema(source, encoder.row_format, columns)
+    schema = _build_schema(source, encoder.row_format, columns)
     encoded = _encode_tables(source, encoder, schema, columns, counts_file)
     tokens = tables.load_or_build(
         name, encoded, schema, f"Encoding {source.name}", len(source.rows)
@@ -400,7 +402,9 @@ def encode_source(source: DataSource, encoder: Encoder) -> EncodedSource:
     )
 
 
-def _schema(source: DataSource, row_format: RowFormat, columns: dict[str, Column]) -> pa.Schema:
+def _build_schema(
+    source: DataSource, row_format: RowFormat, columns: dict[str, Column]
+) -> pa.Schema:
     """Return the columns of a source's encoded rows; see `EncodedSource`."""
     stored = [("input_ids", pa.list_(pa.int32()))]
     if not source.layout.whole:
@@ -428,7 +432,7 @@ def _encode_tables(
     starts = range(0, total, max(1, min(rows_at_once, rows_of_bytes)))
     partners = choose_partners(source) if encoder.row_format.compares_rows else None
     encode_from = partial(_encode_rows_from, source, encoder, partners, starts.step)
-    batches = _map_in_processes(encode_from, starts, processes, source.where)
+    batches = _encode_in_processes(encode_from, starts, processes, source.where)
     for first, encoded in zip(starts, batches, strict=True):
         for row in encoded:
             counts.add(row)
@@ -436,20 +440,22 @@ def _encode_tables(
             # A document that is skipped stays as an empty one, so that row numbers match.
             empty = EncodedExample(_NO_TOKENS, [])
             encoded = [empty if isinstance(row, BadRow) else row for row in encoded]
-        yield _table_of(list(enumerate(encoded, first)), schema, columns)
+        yield _build_table(list(enumerate(encoded, first)), schema, columns)
     with replace_on_exit(counts_file) as scratch:
         scratch.write_text(json.dumps(asdict(counts)), "utf-8")
 
 
-def _table_of(
+def _build_table(
     encoded: list[tuple[int, EncodedRow]], schema: pa.Schema, columns: dict[str, Column]
 ) -> pa.Table:
     """Build a table of the examples among numbered rows."""
     examples = [(number, row) for number, row in encoded if isinstance(row, EncodedExample)]
     arrays = dict[str, pa.Array]()
-    arrays["input_ids"] = _list_array([row.input_ids for _, row in examples])
+    arrays["input_ids"] = _build_list_array([row.input_ids for _, row in examples])
     if "spans" in schema.names:
-        arrays["spans"] = _list_array([np.array(r.spans, np.int32).ravel() for _, r in examples])
+        arrays["spans"] = _build_list_array(
+            [np.array(r.spans, np.int32).ravel() for _, r in examples]
+        )
         arrays["row"] = pa.array([number for number, _ in examples], pa.int64())
     if "second" in schema.names:
         arrays["second"] = pa.array([row.second for _, row in examples], pa.int32())
@@ -465,7 +471,7 @@ def _table_of(
     return pa.table([arrays[name] for name in schema.names], schema=schema)
 
 
-def _map_in_processes(
+def _encode_in_processes(
     encode_from: Callable[[int], list[EncodedRow]], starts: range, processes: int, where: str
 ) -> Iterator[list[EncodedRow]]:
     """Yield the encoded rows from each start to the next, in order."""
@@ -487,11 +493,11 @@ def _encode_rows_from(
 ) -> list[EncodedRow]:
     """Encode `count` rows from the row `first` on, fewer at the end of the source."""
     numbers = range(first, min(first + count, len(source.rows)))
-    stored = stored_rows(source, numbers)
+    stored = read_stored_rows(source, numbers)
     if partners is None:
         return encoder.encode_rows(source, stored, first)
     chosen = partners[numbers.start : numbers.stop].tolist()
-    needed = iter(stored_rows(source, [number for number in chosen if number != NO_PARTNER]))
+    needed = iter(read_stored_rows(source, [number for number in chosen if number != NO_PARTNER]))
     partner_rows = [None if number == NO_PARTNER else next(needed) for number in chosen]
     return encoder.encode_rows(source, stored, first, partner_rows)
 
@@ -525,7 +531,7 @@ def check_documents(source: DataSource, counts: Counts) -> None:
         )
 
 
-def _list_array(values: list[np.ndarray]) -> pa.ListArray:
+def _build_list_array(values: list[np.ndarray]) -> pa.ListArray:
     """Build an array of lists of int32."""
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
     # Seven times as fast as `pa.array(values)`.
@@ -548,7 +554,7 @@ def _stable_text(value: Any, title: str, names: Sequence[str]) -> bytes:
     return f"{title}({text})".encode()
 
 
-def encoding_digest(source: DataSource, encoder: Encoder) -> str:
+def compute_encoding_digest(source: DataSource, encoder: Encoder) -> str:
     """Compute a digest of all settings that determine what a row of `source` becomes."""
     tokenizer = encoder.tokenizer
     cfg = encoder.cfg
@@ -557,7 +563,7 @@ def encoding_digest(source: DataSource, encoder: Encoder) -> str:
     if isinstance(cfg, FinetuneDataConfig):
         names += ["supervise", "too_long", "sequence_length", "packing"]
         if tokenizer is not None and _may_use_template(source, tokenizer, cfg):
-            templates = chat_templates(tokenizer, cfg.chat_template)
+            templates = load_chat_templates(tokenizer, cfg.chat_template)
             names += ["chat_template_kwargs"]
     return tables.compute_digest(
         _VERSION,

@@ -30,7 +30,7 @@ NO_PARTNER = -1
 _BLOCK = 1000
 
 
-class _Key(NamedTuple):
+class _AnswerDigests(NamedTuple):
     """Digests of one answer. Texts and conversations are not compared with each other."""
 
     is_chat: int
@@ -48,23 +48,25 @@ def choose_partners(source: DataSource) -> np.ndarray:
         and if there is no other answer of the same kind.
     """
     partners = np.full(len(source.rows), NO_PARTNER, np.int64)
-    numbers, keys = list[int](), list[_Key]()
+    numbers, keys = list[int](), list[_AnswerDigests]()
     for first in range(0, len(source.rows), _BLOCK):
-        for number, stored in enumerate(stored_rows(source, range(first, first + _BLOCK)), first):
+        for number, stored in enumerate(
+            read_stored_rows(source, range(first, first + _BLOCK)), first
+        ):
             example = catch_bad_row(source.example, stored)
             if isinstance(example, Answer):
                 numbers.append(number)
-                keys.append(_key_of(example))
+                keys.append(_compute_key(example))
     rows = np.array(numbers, np.int64)
-    for number, at in zip(rows, _partner_places(keys), strict=True):
+    for number, at in zip(rows, _find_partner_indices(keys), strict=True):
         partners[number] = NO_PARTNER if at == NO_PARTNER else rows[at]
     return partners
 
 
-def partners_among(examples: Sequence[Any]) -> list[Answer | None]:
+def choose_partners_among(examples: Sequence[Any]) -> list[Answer | None]:
     """Choose the partner of each answer among `examples`; None for other rows and without one."""
     answers = [example for example in examples if isinstance(example, Answer)]
-    places = iter(_partner_places([_key_of(answer) for answer in answers]))
+    places = iter(_find_partner_indices([_compute_key(answer) for answer in answers]))
     partners = list[Answer | None]()
     for example in examples:
         at = next(places) if isinstance(example, Answer) else NO_PARTNER
@@ -85,10 +87,10 @@ def join_partner(example: Any, other: Any) -> Any:
 
 def have_same_prompt(first: Answer, second: Answer) -> bool:
     """Return True if two answers were given to the same prompt."""
-    return _key_of(first)[:2] == _key_of(second)[:2]
+    return _compute_key(first)[:2] == _compute_key(second)[:2]
 
 
-def stored_rows(source: DataSource, numbers: Any) -> list[dict[str, Any]]:
+def read_stored_rows(source: DataSource, numbers: Any) -> list[dict[str, Any]]:
     """Read rows of a source, as they are stored, by their numbers (a range or a list)."""
     if isinstance(numbers, range):
         columns = source.rows[numbers.start : numbers.stop]
@@ -97,7 +99,7 @@ def stored_rows(source: DataSource, numbers: Any) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _partner_places(keys: Sequence[_Key]) -> list[int]:
+def _find_partner_indices(keys: Sequence[_AnswerDigests]) -> list[int]:
     """Find the index of the partner of each key among `keys`; `NO_PARTNER` if there is none."""
     table = np.array(keys, np.uint64).reshape(-1, 3)
     partners = np.full(len(table), NO_PARTNER, np.int64)
@@ -130,7 +132,7 @@ def _choose_shifted(prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
     return chosen
 
 
-def _key_of(answer: Answer) -> _Key:
+def _compute_key(answer: Answer) -> _AnswerDigests:
     """Compute the digests of an answer and its prompt."""
     example = answer.example
     if isinstance(example, Conversation):
@@ -139,4 +141,6 @@ def _key_of(answer: Answer) -> _Key:
     else:
         parts = example.prompt, example.completion
     digests = (compute_digest(json.dumps(part, sort_keys=True, default=repr)) for part in parts)
-    return _Key(isinstance(example, Conversation), *(int(text[:16], 16) for text in digests))
+    return _AnswerDigests(
+        isinstance(example, Conversation), *(int(text[:16], 16) for text in digests)
+    )

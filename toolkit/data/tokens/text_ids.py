@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.sources.file_readers import split_text
 from toolkit.data.sources.row_values import BadRow
-from toolkit.data.sources.tables import groups
+from toolkit.data.sources.tables import group_by_size
 from toolkit.errors import DataError
 
 Span = tuple[int, int]
@@ -60,7 +60,7 @@ class TextTokenizer:
             self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
             self.backend.no_truncation()
             self.backend.no_padding()
-        self._with_special = self.lists(["a"], True)[0]
+        self._with_special = self.compute_id_lists(["a"], True)[0]
         if self.backend is not None:
             # Some post-processors exclude spaces from the offsets of tokens.
             self.backend.post_processor = None
@@ -96,13 +96,13 @@ class TextTokenizer:
             for part in ([text] if len(text) <= BATCH_BYTES else split_text(text))
         )
         ids_of_texts: list[list[np.ndarray]] = [[] for _ in texts]
-        for group in groups(parts, lambda part: len(part[1]), BATCH_BYTES):
-            batch = self.lists([text for _, text in group])
+        for group in group_by_size(parts, lambda part: len(part[1]), BATCH_BYTES):
+            batch = self.compute_id_lists([text for _, text in group])
             for (at, _), ids in zip(group, batch, strict=True):
                 ids_of_texts[at].append(np.array(ids, np.int32))
         return [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in ids_of_texts]
 
-    def lists(self, texts: list[str], special: bool = False) -> list[list[int]]:
+    def compute_id_lists(self, texts: list[str], special: bool = False) -> list[list[int]]:
         """Compute the ids of texts as lists, without truncation.
 
         Args:
@@ -121,7 +121,7 @@ class TextTokenizer:
         Raises:
             DataError: the tokenizer also changes the tokens of the text.
         """
-        bare, full = self.lists(["a"])[0], self._with_special
+        bare, full = self.compute_id_lists(["a"])[0], self._with_special
         for at in range(len(full) - len(bare) + 1):
             if full[at : at + len(bare)] == bare:
                 return full[:at], full[at + len(bare) :]
@@ -153,15 +153,17 @@ class TextTokenizer:
         See [Note: tokens across an edge].
         """
         batch = backend.encode_batch([text for text, _ in pairs], add_special_tokens=False)
-        texts = [self._wrap(text, e) for (text, _), e in zip(pairs, batch, strict=True)]
+        texts = [self._wrap_encoding(text, e) for (text, _), e in zip(pairs, batch, strict=True)]
         cut, heads = set[int](), []
         for at, (text, (_, spans)) in enumerate(zip(texts, pairs, strict=True)):
             if any(text.has_token_across(edge) for span in spans for edge in span):
                 cut.add(at)
             else:
-                heads += [(at, *head) for begin, _ in spans if (head := text.tokens_before(begin))]
+                heads += [
+                    (at, *head) for begin, _ in spans if (head := text.tokens_since_added(begin))
+                ]
         # The prompt must have the same tokens if nothing follows it.
-        alone = self.lists([head for _, head, _ in heads])
+        alone = self.compute_id_lists([head for _, head, _ in heads])
         cut |= {at for (at, _, ids), expected in zip(heads, alone, strict=True) if expected != ids}
         return [
             self._encode_cut(text, spans) if at in cut else text.token_spans(spans)
@@ -173,10 +175,10 @@ class TextTokenizer:
 
         It is not cut after an added token, since no token lies across its end.
         """
-        backend, continuing, marks_words = self._continuing
+        backend, continuing, marks_words = self._continuation_tokenizers
         text = full.text
         edges = {edge for span in spans for edge in span} - {0, len(text)}
-        cuts = sorted(e for e in edges if full.has_token_across(e) or full.tokens_before(e))
+        cuts = sorted(e for e in edges if full.has_token_across(e) or full.tokens_since_added(e))
         # The parts, each with the position of its first character.
         parts: list[tuple[int, _Encoded]] = []
         for begin, end in pairwise([0, *cuts, len(text)]):
@@ -191,22 +193,22 @@ class TextTokenizer:
             if begin:
                 # Only up to the first added token: what follows it is not affected by the cut.
                 head = continuing.encode(text[begin:end], add_special_tokens=False)
-                parts.append((begin, self._wrap(text[begin:end], head).up_to_added()))
+                parts.append((begin, self._wrap_encoding(text[begin:end], head).cut_at_added()))
                 begin += len(parts[-1][1].text)
             if begin < end:
                 tail = backend.encode(text[begin:end], add_special_tokens=False)
-                parts.append((begin, self._wrap(text[begin:end], tail)))
+                parts.append((begin, self._wrap_encoding(text[begin:end], tail)))
         firsts = np.cumsum([0, *(len(part.ids) for _, part in parts)])
 
         def token_at(edge: int) -> int:
             number = bisect_right(parts, edge, key=lambda part: part[0]) - 1
-            return int(firsts[number]) + parts[number][1].token_at(edge - parts[number][0])
+            return int(firsts[number]) + parts[number][1].find_token(edge - parts[number][0])
 
         token_spans = [(token_at(begin), token_at(end)) for begin, end in spans]
         ids = np.concatenate([part.ids for _, part in parts])
         return TokenSpans(ids, [(first, last) for first, last in token_spans if first < last])
 
-    def _wrap(self, text: str, encoded: Encoding) -> "_Encoded":
+    def _wrap_encoding(self, text: str, encoded: Encoding) -> "_Encoded":
         assert self.backend is not None
         return _Encoded(text, encoded, self.backend.id_to_token, self._added, self._unknown)
 
@@ -229,7 +231,7 @@ class TextTokenizer:
         return None if name is None else self.backend.token_to_id(name)
 
     @cached_property
-    def _continuing(self) -> tuple[Tokenizer, Tokenizer, bool]:
+    def _continuation_tokenizers(self) -> tuple[Tokenizer, Tokenizer, bool]:
         """The tokenizer; the same without the space before a text; and whether it marks words.
 
         If its tokens mark the beginning or the end of a word, words cannot be cut.
@@ -241,7 +243,7 @@ class TextTokenizer:
             for name in ("continuing_subword_prefix", "end_of_word_suffix")
         )
         for name in ("normalizer", "pre_tokenizer"):
-            content[name] = _without_space(content[name])
+            content[name] = _disable_prefix_space(content[name])
         return self.backend, Tokenizer.from_str(json.dumps(content)), marks_words
 
     def _encode_pieces(self, text: str, spans: Sequence[Span]) -> TokenSpans | BadRow:
@@ -249,13 +251,13 @@ class TextTokenizer:
 
         Returns a BadRow if the pieces have other ids than the complete text.
         """
-        (expected,) = self.lists([text])
+        (expected,) = self.compute_id_lists([text])
         joined: list[int] = []
         token_spans: list[Span] = []
         edges = [0, *(edge for span in spans for edge in span), len(text)]
         for number, (begin, end) in enumerate(pairwise(edges)):
             first = len(joined)
-            joined += self.lists([text[begin:end]])[0] if end > begin else []
+            joined += self.compute_id_lists([text[begin:end]])[0] if end > begin else []
             if number % 2 and len(joined) > first:
                 token_spans.append((first, len(joined)))
         if joined != expected:
@@ -278,16 +280,16 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
         return b"".join(p.name.encode() + p.read_bytes() for p in files)
 
 
-def _without_space(part: Any) -> Any:
+def _disable_prefix_space(part: Any) -> Any:
     """Change the JSON of a normalizer or pre-tokenizer so that it puts nothing before a text."""
     if isinstance(part, list):
-        return [_without_space(inner) for inner in part]
+        return [_disable_prefix_space(inner) for inner in part]
     if not isinstance(part, dict):
         return part
     if part.get("type") == "Prepend":
         return {"type": "Sequence", "normalizers": []}
     off = {"add_prefix_space": False, "prepend_scheme": "never"}
-    return {key: off.get(key, _without_space(value)) for key, value in part.items()}
+    return {key: off.get(key, _disable_prefix_space(value)) for key, value in part.items()}
 
 
 class _Encoded:
@@ -309,31 +311,31 @@ class _Encoded:
 
     def token_spans(self, spans: Sequence[Span]) -> TokenSpans:
         """Convert spans of characters to spans of tokens."""
-        token_spans = [(self.token_at(begin), self.token_at(end)) for begin, end in spans]
+        token_spans = [(self.find_token(begin), self.find_token(end)) for begin, end in spans]
         return TokenSpans(self.ids, [(first, last) for first, last in token_spans if first < last])
 
-    def token_at(self, edge: int) -> int:
+    def find_token(self, edge: int) -> int:
         """Find the first token without a character before `edge`."""
-        return bisect_left(range(len(self.ids)), edge, key=lambda at: self._chars(at)[0])
+        return bisect_left(range(len(self.ids)), edge, key=lambda at: self._token_chars(at)[0])
 
     def has_token_across(self, edge: int) -> bool:
         """Return True if a token has characters on both sides of `edge`."""
-        complete = bisect_right(range(len(self.ids)), edge, key=lambda at: self._chars(at)[1])
-        return complete < self.token_at(edge)
+        complete = bisect_right(range(len(self.ids)), edge, key=lambda at: self._token_chars(at)[1])
+        return complete < self.find_token(edge)
 
-    def tokens_before(self, edge: int) -> tuple[str, list[int]] | None:
+    def tokens_since_added(self, edge: int) -> tuple[str, list[int]] | None:
         """Return the text from the last added token up to `edge`, and its tokens.
 
         Tokens do not depend on what precedes an added token. None if no token lies between.
         """
-        at = self.token_at(edge)
-        first = max(self._of_added(at), default=None)
+        at = self.find_token(edge)
+        first = max(self._find_added_tokens(at), default=None)
         if not edge or first == at - 1:
             return None
-        begin = 0 if first is None else self._chars(first)[0]
+        begin = 0 if first is None else self._token_chars(first)[0]
         return self.text[begin:edge], self.ids[first or 0 : at].tolist()
 
-    def _of_added(self, end: int) -> list[int]:
+    def _find_added_tokens(self, end: int) -> list[int]:
         """Find the added tokens before the token `end`, except those for unknown characters."""
         places = np.flatnonzero(np.isin(self.ids[:end], self._added)).tolist()
         return [at for at in places if self.ids[at] != self._unknown or self._is_spelled_out(at)]
@@ -343,15 +345,15 @@ class _Encoded:
         begin, end = self._encoded.token_to_chars(at) or (0, 0)
         return self.text[begin:end].strip() == self._id_to_token(int(self.ids[at]))
 
-    def up_to_added(self) -> "_Encoded":
+    def cut_at_added(self) -> "_Encoded":
         """Return the part of the text before the first added token, and its tokens."""
-        at = min(self._of_added(len(self.ids)), default=len(self.ids))
+        at = min(self._find_added_tokens(len(self.ids)), default=len(self.ids))
         short = copy.copy(self)
-        short.text = self.text[: self._chars(at)[0]] if at < len(self.ids) else self.text
+        short.text = self.text[: self._token_chars(at)[0]] if at < len(self.ids) else self.text
         short.ids = self.ids[:at]
         return short
 
-    def _chars(self, at: int) -> Span:
+    def _token_chars(self, at: int) -> Span:
         """Find the characters of a token, including white space that its offsets exclude."""
         begin, end = self._encoded.token_to_chars(at) or (0, 0)
         if begin == end or not self.text[begin].isspace():

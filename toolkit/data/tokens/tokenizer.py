@@ -82,7 +82,7 @@ def use_model_tokenizer(model: ModelConfig) -> ModelConfig:
     path = Path(model.name_or_path).expanduser()
     options = {"revision": model.revision, "_raise_exceptions_for_missing_entries": False}
     try:
-        has_tokenizer = _has_files(path) or (
+        has_tokenizer = _has_tokenizer_files(path) or (
             not path.is_dir()
             and any(cached_file(model.name_or_path, name, **options) for name in _FILES)
         )
@@ -116,8 +116,8 @@ def _train_if_needed(model: ModelConfig, data: DataConfig, folder: Path, keep: b
             "model.tokenizer_name_or_path to a folder or Hub id, or model.train_tokenizer: true to "
             "train one on the text, or give data with a column input_ids"
         )
-    vocab_size = _vocab_size(model)
-    texts = list(_training_text(sources, data))
+    vocab_size = _read_vocab_size(model)
+    texts = list(_iterate_training_text(sources, data))
     if not any(texts):
         where = ", ".join(source.where for source in sources)
         raise DataError(f"{where}: expected text to train a tokenizer on, but the rows have none")
@@ -146,7 +146,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
         return None
     path = Path(name).expanduser()
     if path.is_dir():
-        if not _has_files(path):
+        if not _has_tokenizer_files(path):
             raise DataError(
                 f"expected a tokenizer in {name}, found none of {', '.join(_FILES)}; set "
                 "model.tokenizer_name_or_path to a folder with a tokenizer or to a Hub id"
@@ -229,7 +229,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
         raise DataError(f"cannot write the tokenizer to {folder}: {error}") from error
 
 
-def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]:
+def _iterate_training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]:
     """Yield at most `TRAINING_BYTES` of text: every k-th row, or the first rows of streams."""
     bytes_left = TRAINING_BYTES
     total = 0 if data.streaming else sum(s.rows.data.column(0).nbytes for s in sources)
@@ -244,7 +244,7 @@ def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]
             for at, stored in zip(itertools.count(first, stride), rows, strict=False):
                 example = catch_bad_row(source.example, stored)
                 if isinstance(example, BadRow) and data.on_bad_row == "error":
-                    raise source.refusal(stored, at, example)
+                    raise source.make_error(stored, at, example)
                 text = example.text[:room] if isinstance(example, Text) else ""
                 yield text
                 room -= len(text)
@@ -255,12 +255,12 @@ def _training_text(sources: list[DataSource], data: DataConfig) -> Iterator[str]
         bytes_left += room
 
 
-def _has_files(folder: Path) -> bool:
+def _has_tokenizer_files(folder: Path) -> bool:
     """Return True if a folder holds a tokenizer."""
     return any((folder / name).is_file() for name in _FILES)
 
 
-def _vocab_size(model: ModelConfig) -> int:
+def _read_vocab_size(model: ModelConfig) -> int:
     """Read the vocabulary size of a model from its config.json."""
     try:
         folder = local_folder(model.name_or_path, model.revision)
