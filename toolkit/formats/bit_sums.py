@@ -20,9 +20,12 @@ _ROWS_AT_A_TIME = 2**22
 
 
 def bit_sums(rows: torch.Tensor) -> torch.Tensor:
-    """Compute the checksum of each row of a plain tensor [n, ...]: int64 [n] on its device.
+    """Compute a checksum of each row of a plain (not distributed) tensor [n, ...].
 
     Reads the tensor once, at 20 GB/s on one core. See [Note: bit sums].
+
+    Returns:
+        int64 [n] on the tensor's device: the wrapping sum of each row's bytes as 8-byte integers.
     """
     if not rows.numel():
         return torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
@@ -41,14 +44,15 @@ def bit_sums(rows: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def part_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute the checksums of this rank's part of `tensor`. See [Note: bit sums].
+    """Compute the byte sum and the row sum of the part of `tensor` that this rank holds.
 
-    Reads the part once, without synchronising the device. Costs 8 bytes for each row.
+    Reads the part once and does not synchronise the device. Needs 8 bytes of memory for each row.
+    See [Note: bit sums].
 
     Returns:
-        int64 [2] on the device: the sum of the bytes, equal to `bytes_sum` of the same bytes in a
-        file, and the row sum. Added over the parts of all ranks, the row sum is the same for any
-        sharding by rows (`cut_by_rows`).
+        int64 [2] on the device. First the byte sum, which equals `bytes_sum` of the same bytes in a
+        file. Then the row sum. The sum of the row sums of all ranks is the same for any number of
+        shards, if the tensor is sharded by rows (`is_sharded_by_rows`).
     """
     part = local_tensor(tensor).detach()
     first = local_slices(tensor)[0].start if isinstance(tensor, DTensor) and tensor.ndim else 0
@@ -60,14 +64,14 @@ def part_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def byte_and_row_sums(rows: torch.Tensor, first: int) -> torch.Tensor:
-    """Compute the byte sum and the row sum of some rows of a tensor.
+    """Compute the byte sum and the row sum of consecutive rows of a tensor.
 
     Args:
-        rows: [n, ...].
-        first: index of the first one in the tensor.
+        rows: the rows, [n, ...].
+        first: index of `rows[0]` in the complete tensor; the row sum depends on it.
 
     Returns:
-        int64 [2] on their device.
+        int64 [2] on the device of `rows`: the byte sum, then the row sum. See [Note: bit sums].
     """
     total = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for begin in range(0, len(rows), _ROWS_AT_A_TIME):
@@ -78,15 +82,16 @@ def byte_and_row_sums(rows: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _bytes_sum_on_device(part: torch.Tensor) -> torch.Tensor:
-    """Compute the sum of a part's bytes as one sequence, padded with zeros to 8 bytes."""
+    """Compute the byte sum of a tensor as one sequence of bytes, padded with zeros to 8 bytes."""
     flat = part.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64).sum()
 
 
 def bytes_sum(content: memoryview) -> int:
-    """Compute the wrapping sum of bytes in host memory as integers of 8 bytes, at 10 GB/s.
+    """Compute the byte sum of a buffer in host memory, at 10 GB/s.
 
-    The last integer is padded with zeros. Sums of parts add up if their lengths divide by 8.
+    It is the wrapping int64 sum of the bytes, read as 8-byte integers. The last integer is padded
+    with zeros. Sums of consecutive parts add up if all lengths but the last are multiples of 8.
     """
     aligned = len(content) // 8 * 8
     total = int(numpy.frombuffer(content[:aligned], dtype="<i8").sum(dtype=numpy.int64))
@@ -94,5 +99,5 @@ def bytes_sum(content: memoryview) -> int:
 
 
 def wrap_to_int64(number: int) -> int:
-    """Wrap a number around as a signed integer of 64 bits."""
+    """Reduce an integer modulo 2**64 to the range of a signed 64-bit integer."""
     return (number + 2**63) % 2**64 - 2**63

@@ -16,7 +16,7 @@ _UNLIMITED = 2**60  # bytes: version 1 writes such a number where there is no li
 
 @dataclass(frozen=True)
 class ContainerMemory:
-    """Limit and free memory in bytes; infinite without a limit."""
+    """Memory limit and free memory of a container, in bytes; both are infinite without a limit."""
 
     limit: float = math.inf
     free: float = math.inf
@@ -25,7 +25,7 @@ class ContainerMemory:
 
 @dataclass(frozen=True)
 class _ControlFiles:
-    """Names of the files of one version of control groups."""
+    """Paths and keys by which one version of Linux control groups (cgroups) reports memory."""
 
     folder: str
     limit: str
@@ -42,13 +42,14 @@ _V1 = _ControlFiles(
 
 
 def container_memory(root: Path = Path("/")) -> ContainerMemory:
-    """Read limit and free bytes of the tightest control group of this process.
+    """Read the memory limit and the free memory of this process's container, in bytes.
 
-    Reads versions 1 and 2, for the process's own group and all its parents, because each of their
-    limits applies. Without control groups (macOS) there is no limit.
+    Reads the control groups (versions 1 and 2) of the process and all their parents, because every
+    limit applies. The result holds the smallest limit and the smallest free memory. Both are
+    infinite if there are no control groups, as on macOS.
 
     Args:
-        root: of the file system, for tests.
+        root: root of the file system to read; tests pass another one.
     """
     groups = [_read_group(folder, files) for folder, files in _control_groups(root)]
     return ContainerMemory(
@@ -58,7 +59,7 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, _ControlFiles]]:
-    """Yield the folders of the groups of this process, from its own up to the container's."""
+    """Yield (folder, names of its files) of this process's control groups and all their parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -75,7 +76,7 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, _ControlFiles]]:
 
 
 def _read_group(folder: Path, files: _ControlFiles) -> ContainerMemory:
-    """Read limit and free bytes of one group."""
+    """Read the memory limit and free memory of one control group; infinite without a limit."""
     try:
         limit = int((folder / files.limit).read_text())
     except (OSError, ValueError):  # no such group here, or "max"
@@ -92,10 +93,10 @@ def _read_group(folder: Path, files: _ControlFiles) -> ContainerMemory:
 
 
 def peak_host_memory() -> int:
-    """Read the largest number of bytes of host memory that this process has held so far.
+    """Read the peak host memory of this process so far, in bytes.
 
-    On Linux the kernel's high-water mark is read, because `ru_maxrss` also counts what the parent
-    process held before it started this one.
+    On Linux this is the kernel's high-water mark, because `ru_maxrss` includes memory that the
+    parent process held before it started this one.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -31,18 +31,19 @@ _MAX_DIMS = 64
 
 
 def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Metadata:
-    """Read the metadata of a DCP folder; nothing in that file can run code.
+    """Read the `.metadata` file of a DCP checkpoint folder without executing code from it.
 
-    Accepts only the classes that torch 2.11 to 2.15 write. Costs 0.4 s per MB of `.metadata`, and
-    one stat per file.
+    Accepts only the classes that torch 2.11 to 2.15 write. Takes 0.4 s per MB of `.metadata`, and
+    one stat call per shard file.
 
     Args:
         folder: the DCP folder.
-        blobs: check that the files exist and hold the chunks. False reads the metadata of a folder
-            with damaged files.
+        blobs: also check that each shard file exists and is large enough for its chunks. Pass False
+            to read the metadata of a folder with damaged shard files.
 
     Raises:
-        CheckpointError: something is missing, does not belong there, or lies outside of the folder.
+        CheckpointError: the file is missing or damaged, it names a class that DCP does not need or
+            a file outside of the folder, or a shard file is missing or too short.
     """
     file = Path(folder) / METADATA_FILE
     if not file.is_file():
@@ -69,7 +70,10 @@ def read_metadata(folder: str | os.PathLike[str], *, blobs: bool = True) -> Meta
 
 
 class _StandIn:
-    """Stand-in for a class that `.metadata` names: keeps arguments and state, runs no code."""
+    """Placeholder for an instance of a class that `.metadata` names.
+
+    It only records the constructor's arguments and the state, and runs no code of that class.
+    """
 
     __slots__ = ("args", "state")
     args: tuple[Any, ...]
@@ -121,10 +125,10 @@ _InPython: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 class _Unpickler(_InPython):
-    """Unpickle plain records of protocols 4 and 5; only stand-ins are ever created."""
+    """Unpickle plain data of protocols 4 and 5, with placeholders for all class instances."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in of an allowed class; raise CheckpointError for any other name."""
+        """Return the placeholder class or dtype of an allowed name; else raise CheckpointError."""
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
         if module == "torch" and name in _DTYPES:
@@ -136,16 +140,24 @@ class _Unpickler(_InPython):
         )
 
     def load_setitem(self) -> None:
-        """Set one entry of a dictionary."""
+        """Run the opcode that sets one entry of the dictionary on the stack."""
         value, key = self.stack.pop(), self.stack.pop()
         self._set_entries([key, value])
 
     def load_setitems(self) -> None:
-        """Set several entries of a dictionary."""
+        """Run the opcode that sets several entries of the dictionary on the stack."""
         self._set_entries(self.pop_mark())
 
     def _set_entries(self, items: list[Any]) -> None:
-        """Set entries of the dictionary on the stack; `items` alternates keys and values."""
+        """Add entries to the dictionary on top of the stack.
+
+        Args:
+            items: alternating keys and values.
+
+        Raises:
+            TypeError: a key is neither a string nor a placeholder, or the stack's top is no
+                dictionary.
+        """
         keys = items[::2]
         if not all(isinstance(k, str | _StandIn) for k in keys) or type(self.stack[-1]) is not dict:
             raise TypeError("the keys of a dictionary must be texts or records")
@@ -158,11 +170,15 @@ class _Unpickler(_InPython):
 
 
 def _build_metadata(root: Any, max_chunks: int) -> Metadata:
-    """Build torch's metadata from stand-ins.
+    """Build torch's `Metadata` from unpickled placeholders.
 
     Args:
-        root: the unpickled record.
-        max_chunks: limit, because a small pickle may refer to one list of chunks many times.
+        root: the placeholder of the `Metadata` object.
+        max_chunks: maximum number of chunks of all tensors. A small pickle could refer to the same
+            list of chunks many times.
+
+    Raises:
+        TypeError, ValueError: a field has another type or value than torch writes.
     """
     entries, stored = _get_fields(root, "Metadata", state_dict_metadata=dict, storage_data=dict)
     paths, meta = _get_fields(
@@ -205,7 +221,12 @@ def _build_metadata(root: Any, max_chunks: int) -> Metadata:
 
 
 def _tensor_metadata(fqn: str, record: Any, max_chunks: int) -> TensorStorageMetadata:
-    """Build the metadata of one tensor, and check that its chunks lie inside it."""
+    """Build the metadata of one tensor from its placeholder.
+
+    Raises:
+        TypeError, ValueError: a field is invalid, there are more than `max_chunks` chunks, or a
+            chunk exceeds the tensor's shape.
+    """
     kinds = {"properties": _StandIn, "size": object, "chunks": list}
     properties, whole, parts = _get_fields(record, "TensorStorageMetadata", **kinds)
     if properties.kind != "TensorProperties":
@@ -233,7 +254,16 @@ def _tensor_metadata(fqn: str, record: Any, max_chunks: int) -> TensorStorageMet
 
 
 def _get_fields(record: Any, kind: str, **types: Any) -> list[Any]:
-    """Get fields of a stand-in for `kind`, None if missing; raise TypeError for another type."""
+    """Return fields of a placeholder, in the order of `types`; a missing field is None.
+
+    Args:
+        record: the placeholder.
+        kind: name of the class that it must stand for.
+        types: field name -> expected type.
+
+    Raises:
+        TypeError: `record` stands for another class, or a field has another type.
+    """
     if not isinstance(record, _StandIn) or record.kind != kind or type(record.state) is not dict:
         actual = getattr(record, "kind", type(record).__name__)
         raise TypeError(f"expected a {kind} with its fields, got {actual}")
@@ -244,14 +274,14 @@ def _get_fields(record: Any, kind: str, **types: Any) -> list[Any]:
 
 
 def _build_size(record: Any) -> torch.Size:
-    """Build a torch.Size from its stand-in."""
+    """Build a torch.Size from its placeholder; raise TypeError or ValueError if it is malformed."""
     if not isinstance(record, _StandIn) or record.kind != "Size" or len(record.args) != 1:
         raise TypeError("expected torch.Size")
     return torch.Size(_parse_sizes(record.args[0]))
 
 
 def _parse_sizes(value: Any) -> tuple[int, ...]:
-    """Check that `value` is a short tuple of non-negative integers."""
+    """Return `value` if it is a tuple of up to 64 non-negative integers; else raise ValueError."""
     is_short_tuple = isinstance(value, tuple) and len(value) <= _MAX_DIMS
     if not is_short_tuple or not all(type(n) is int and 0 <= n < 2**63 for n in value):
         raise ValueError("sizes must be a few non-negative integers")
@@ -259,7 +289,10 @@ def _parse_sizes(value: Any) -> tuple[int, ...]:
 
 
 def _parse_planner_path(value: Any) -> Any:
-    """Check a planner's path of names and indices. It has one level, so that no walk is endless."""
+    """Return a DCP planner's path if it is a flat list of names and indices; else raise TypeError.
+
+    Nested lists are refused, because code that walks through them might never end.
+    """
     is_short = isinstance(value, list | tuple) and len(value) <= 100
     if not is_short or not all(isinstance(part, str | int) for part in value):
         raise TypeError("expected a list of names and numbers")
@@ -267,7 +300,13 @@ def _parse_planner_path(value: Any) -> Any:
 
 
 def _check_blobs(folder: Path, metadata: Metadata, sizes: dict[str, int]) -> None:
-    """Check that every blob lies in its file, and is large enough for its chunk."""
+    """Raise CheckpointError if a blob exceeds its shard file, or is smaller than its chunk.
+
+    Args:
+        folder: the DCP folder, for the message.
+        metadata: its metadata.
+        sizes: file name -> size in bytes.
+    """
     for index, info in metadata.storage_data.items():
         name, end = info.relative_path, info.offset + info.length
         if info.offset < 0 or info.length < 0 or end > sizes[name]:

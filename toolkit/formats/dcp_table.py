@@ -28,7 +28,7 @@ Array = Any  # numpy, int64
 
 @dataclass
 class ChunkTable:
-    """Tensors by name, and for each tensor arrays with a row per chunk."""
+    """The tensors of a DCP checkpoint, with their chunks as rows of numpy arrays."""
 
     tensors: TensorsMetadata
     """Size and dtype. Their `chunks` are empty, because the arrays replace them."""
@@ -38,7 +38,7 @@ class ChunkTable:
     files: list[str]
 
     def find_fault(self, name: str) -> str | None:
-        """Describe why the chunks of a tensor do not cover each element once; None if they do."""
+        """Explain why a tensor's chunks do not cover each element exactly once; None if they do."""
         size = tuple(self.tensors[name].size)
         offsets = self.offsets[name]
         sizes = self.sizes[name]
@@ -51,10 +51,10 @@ class ChunkTable:
         return find_boxes_fault(size, boxes)
 
     def metadata_of_boxes(self, boxes: dict[str, tuple[Iterable[int], Iterable[int]]]) -> Metadata:
-        """Build torch's metadata of the chunks that overlap a box of each tensor.
+        """Build torch's `Metadata` of only those chunks that overlap given boxes.
 
         Args:
-            boxes: offsets and sizes by tensor name; other tensors are omitted.
+            boxes: tensor name -> (offsets, sizes) of a box in it. Other tensors are omitted.
         """
         rows = {}
         for name, (offsets, sizes) in boxes.items():
@@ -65,11 +65,15 @@ class ChunkTable:
         return self._build_metadata(rows)
 
     def to_metadata(self) -> Metadata:
-        """Build torch's own metadata, with objects for each chunk: about 5 microseconds each."""
+        """Build torch's `Metadata` of all tensors; takes about 5 microseconds per chunk."""
         return self._build_metadata(dict.fromkeys(self.tensors))
 
     def _build_metadata(self, rows: dict[str, Array | None]) -> Metadata:
-        """Build torch's metadata of tensors, from some rows of each; None takes all rows."""
+        """Build torch's `Metadata` of the chosen chunks.
+
+        Args:
+            rows: tensor name -> indices of its chunks; None takes all of them.
+        """
         tensors: dict[str, Any] = {}
         storage: dict[MetadataIndex, _StorageInfo] = {}
         shared_sizes: dict[tuple[int, ...], torch.Size] = {}  # one object for all equal sizes
@@ -98,9 +102,9 @@ class ChunkTable:
 
 
 def table_from_metadata(metadata: Metadata) -> ChunkTable:
-    """Build the table of the tensors in `metadata`.
+    """Convert torch's `Metadata` to a `ChunkTable`.
 
-    Chunks that are stored nowhere, or with transformed bytes, are omitted.
+    Entries that are no tensors, and chunks without a blob or with transformed bytes are omitted.
     """
     tensors: TensorsMetadata = {}
     files: dict[str, int] = {}
@@ -123,7 +127,13 @@ def table_from_metadata(metadata: Metadata) -> ChunkTable:
 
 
 def _are_full_rows(size: tuple[int, ...], offsets: Array, sizes: Array) -> bool:
-    """Return True if every chunk consists of complete rows of the tensor, and none is empty."""
+    """Return True if every chunk spans complete rows (dim 0) of the tensor and no chunk is empty.
+
+    Args:
+        size: shape of the tensor.
+        offsets: [chunks, dims], where each chunk begins.
+        sizes: [chunks, dims], shape of each chunk.
+    """
     has_full_rows = (offsets[:, 1:] == 0).all() and (sizes[:, 1:] == numpy.array(size[1:])).all()
     return (
         len(offsets) > 0 and bool(has_full_rows and (sizes[:, 0] > 0).all()) and math.prod(size) > 0

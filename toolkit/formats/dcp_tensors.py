@@ -31,7 +31,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a part of 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One rectangular part of a tensor, and the place where it is stored."""
+    """One rectangular part of a tensor in a DCP checkpoint, and its location on disk."""
 
     file: Path
     offsets: tuple[int, ...]
@@ -44,17 +44,18 @@ class Chunk:
 
 
 def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chunk]:
-    """Find the non-empty chunks of one tensor, each with the place of its raw bytes.
+    """Find the non-empty chunks of one tensor, and locate their bytes in the shard files.
 
-    Reads the directory of each blob's zip file, but no tensor.
+    Reads the zip directory of each chunk's blob, but no tensor values.
 
     Args:
         folder: the DCP folder.
-        metadata: of the folder.
+        metadata: the folder's metadata.
         fqn: name of the tensor.
 
     Raises:
-        CheckpointError: there is no such tensor, or a chunk's blob is missing or has another size.
+        CheckpointError: there is no such tensor; or the blob of a chunk is missing or damaged, or
+            does not match the metadata.
     """
     entry = _get_tensor_metadata(metadata, fqn)
     parts = [part for part in entry.chunks if math.prod(part.sizes) > 0]
@@ -62,6 +63,7 @@ def tensor_chunks(folder: str | Path, metadata: Metadata, fqn: str) -> list[Chun
 
 
 def _get_tensor_metadata(metadata: Metadata, fqn: str) -> TensorStorageMetadata:
+    """Return the metadata of the tensor `fqn`; raise CheckpointError if there is no such tensor."""
     entry = metadata.state_dict_metadata.get(fqn)
     if not isinstance(entry, TensorStorageMetadata):
         raise CheckpointError(f"{fqn} is {'no tensor' if entry else 'not in the checkpoint'}")
@@ -69,7 +71,7 @@ def _get_tensor_metadata(metadata: Metadata, fqn: str) -> TensorStorageMetadata:
 
 
 def _find_chunk(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMetadata) -> Chunk:
-    """Find one chunk, and compare its blob with the metadata."""
+    """Locate one chunk; raise CheckpointError if its blob does not match the metadata."""
     info = metadata.storage_data.get(MetadataIndex(fqn, part.offsets))
     if info is None:
         raise CheckpointError(f"{fqn}: the chunk at {tuple(part.offsets)} is stored nowhere")
@@ -100,20 +102,25 @@ def _find_chunk(folder: Path, metadata: Metadata, fqn: str, part: ChunkStorageMe
 
 
 def read_chunk(chunk: Chunk) -> torch.Tensor:
-    """Read a chunk by torch's own reader, for chunks that are not stored row by row."""
+    """Read a chunk's values onto the CPU with torch.load. Chunks without `raw` need this."""
     with open(chunk.file, "rb", buffering=0) as f:
         return BlobView(f.fileno(), *chunk.blob).load("cpu").contiguous()
 
 
 def find_coverage_fault(metadata: Metadata, fqn: str) -> str | None:
-    """Describe why chunks do not cover each element of a tensor exactly once; None if they do."""
+    """Explain why chunks do not cover each element of `fqn` exactly once; None if they do."""
     entry = _get_tensor_metadata(metadata, fqn)
     boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks]
     return find_boxes_fault(tuple(entry.size), boxes)
 
 
 def find_boxes_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """Describe why `boxes` do not cover each element of `shape` exactly once; None if they do."""
+    """Explain why `boxes` do not cover each element of `shape` exactly once; None if they do.
+
+    Args:
+        shape: shape of the tensor.
+        boxes: (offsets, sizes) of each rectangular part.
+    """
     boxes = [(offsets, sizes) for offsets, sizes in boxes if math.prod(sizes) > 0]
     if not shape and len(boxes) > 1:
         return f"{len(boxes)} chunks hold its single element"
@@ -134,7 +141,13 @@ def find_boxes_fault(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None
 
 
 def check_blob(file: Path, offset: int, length: int) -> None:
-    """Raise CheckpointError for a blob that torch.save did not write, or that would decompress."""
+    """Raise CheckpointError if a blob is not as torch.save writes it, or is compressed.
+
+    Args:
+        file: the shard file.
+        offset: first byte of the blob in the file.
+        length: number of bytes of the blob.
+    """
     try:
         with open(file, "rb", buffering=0) as f:
             find_payload(BlobView(f.fileno(), offset, length))
@@ -143,13 +156,13 @@ def check_blob(file: Path, offset: int, length: int) -> None:
 
 
 def find_payload(blob: "BlobView") -> tuple[int, int]:
-    """Find the tensor's bytes in a blob, which are its record data/0.
+    """Locate a tensor's bytes in a blob; torch.save writes them as the zip record `data/0`.
 
-    Compressed records are refused, because a small blob could become a large tensor. The CRCs of
-    the other records are checked if there are any.
+    Compressed records are refused, because a small blob could expand to a large tensor. The CRCs of
+    the other records are checked if the blob has CRCs.
 
     Returns:
-        Offset in the blob and length; (0, 0) without such a record.
+        (offset in the blob, number of bytes); (0, 0) if there is no such record.
 
     Raises:
         CheckpointError, zipfile.BadZipFile: torch.save did not write the blob.
@@ -183,9 +196,13 @@ def find_payload(blob: "BlobView") -> tuple[int, int]:
 
 
 def _check_directory(blob: "BlobView", begin: int) -> None:
-    """Raise CheckpointError if zipfile and torch would read different directories of a blob.
+    """Raise CheckpointError if zipfile and torch would read different zip directories of a blob.
 
-    torch follows the offsets at its end, zipfile searches for the directory before it.
+    torch follows the offsets at the blob's end. zipfile searches for the directory before them.
+
+    Args:
+        blob: the blob.
+        begin: offset of the directory that zipfile reads.
     """
     end = blob.read_at(max(0, blob.length - 98), 98).rjust(98, b"\0")
     if end[56:60] == b"PK\6\7":  # a zip64 record of 56 bytes, its locator of 20, the end of 22
@@ -199,13 +216,13 @@ def _check_directory(blob: "BlobView", begin: int) -> None:
 
 
 def _check_uncompressed(record: zipfile.ZipInfo) -> None:
-    """Raise CheckpointError if a record is compressed."""
+    """Raise CheckpointError if a zip record is compressed."""
     if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
         raise CheckpointError(f"{record.filename!a:.80} is compressed, which torch.save never does")
 
 
 class BlobView(io.RawIOBase):
-    """A part of a file as a separate seekable stream, which reads nothing else of the file."""
+    """A read-only stream over one blob of a file. It never reads bytes outside of the blob."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         super().__init__()
@@ -214,27 +231,34 @@ class BlobView(io.RawIOBase):
         """Most bytes that one read may request; None: any number."""
 
     def read_at(self, position: int, count: int) -> bytes:
-        """Read `count` bytes at a position; fewer at the end."""
+        """Read `count` bytes from an offset in the blob; fewer if the blob ends before.
+
+        Does not move the stream's position. Raises CheckpointError for more than `max_read` bytes.
+        """
         count = max(0, min(count, self.length - position))
         if self.max_read is not None and count > self.max_read:
             raise CheckpointError(f"its directory has {count} bytes")
         return os.pread(self.descriptor, count, self.offset + position)
 
     def load(self, device: str) -> Any:
-        """Load the object that torch.save wrote; on device `meta` without its values."""
+        """Load the object that torch.save wrote into this blob, with `weights_only`.
+
+        Args:
+            device: device of its tensors; "meta" reads no values.
+        """
         self.seek(0)
         return torch.load(io.BufferedReader(self), map_location=device, weights_only=True)
 
     def readable(self) -> bool:
-        """Return True."""
+        """Return True: a blob is always readable."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
+        """Return True: a blob is always seekable."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move the position, as any stream does; return the new one."""
+        """Set the stream's position and return it; see `io.IOBase.seek`."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
         if base + offset < 0:
             raise ValueError("seek before the beginning")
@@ -242,7 +266,7 @@ class BlobView(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the position on; return the number of bytes."""
+        """Read from the stream's position into `buffer`; return the number of bytes."""
         data = self.read_at(self.position, len(buffer))
         buffer[: len(data)] = data
         self.position += len(data)

@@ -15,12 +15,12 @@ import torch
 def device_pool(
     threads: int, name: str, begin: Callable[[], object] | None = None
 ) -> ThreadPoolExecutor:
-    """Start a thread pool that computes on the device of the calling thread.
+    """Start a thread pool whose threads use the same accelerator device as the calling thread.
 
     Args:
-        threads: their number.
-        name: prefix of their names.
-        begin: called first by each thread.
+        threads: number of threads.
+        name: prefix of the threads' names.
+        begin: function that each thread calls once when it starts; None calls nothing.
     """
     choose = _make_device_selector()
 
@@ -33,7 +33,11 @@ def device_pool(
 
 
 def device_thread(work: Callable[[], object], name: str) -> threading.Thread:
-    """Start a daemon thread that computes on the device of the calling thread."""
+    """Start a daemon thread that runs `work` on the same accelerator device as the calling thread.
+
+    Returns:
+        The thread, which is already running.
+    """
     choose = _make_device_selector()
 
     def run() -> None:
@@ -46,7 +50,7 @@ def device_thread(work: Callable[[], object], name: str) -> threading.Thread:
 
 
 def _make_device_selector() -> Callable[[], None]:
-    """Make a function that selects this thread's device in the thread that calls it."""
+    """Create a function that selects the current thread's device in the thread that calls it."""
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def choose() -> None:

@@ -31,17 +31,19 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 
 def describe_folder(folder: Path, only: Iterable[str] | None = None) -> dict[str, Any]:
-    """Hash the files and tensors of a Hugging Face folder.
+    """Hash the files of a Hugging Face folder and the tensors in its safetensors files.
 
     Args:
         folder: the folder.
-        only: names of the files to describe; None: all that a manifest lists.
+        only: names of the files to hash; None: all files that a manifest lists.
 
     Returns:
-        {"files": {name: {"size", "xxh3"}}, "tensors": {key: `describe_tensor`}}.
+        {"files": {file name: {"size": bytes, "xxh3": hash}}, "tensors": {key: entry}}, with entries
+        from `describe_tensor`.
 
     Raises:
-        ExportError: a file is no plain file or a damaged weight file, or a tensor is in two files.
+        ExportError: a file is a link or missing, a weight file is damaged, or two files hold the
+            same tensor.
     """
     files: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
@@ -66,11 +68,11 @@ def describe_folder(folder: Path, only: Iterable[str] | None = None) -> dict[str
 
 
 def describe_tensor(entry: StoredTensor, xxh3: str) -> dict[str, Any]:
-    """Make the manifest's entry of a tensor.
+    """Build a tensor's entry in the manifest: file, dtype, shape, offset in the file, and hash.
 
     Args:
-        entry: the tensor; the manifest has safetensors' name of its dtype.
-        xxh3: XXH3-128 of its bytes as they are stored.
+        entry: the contiguous tensor in its file.
+        xxh3: XXH3-128 of its stored bytes, in hexadecimal.
     """
     return {
         "file": entry.file.name,
@@ -82,12 +84,12 @@ def describe_tensor(entry: StoredTensor, xxh3: str) -> dict[str, Any]:
 
 
 def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> None:
-    """Write the manifest.
+    """Write the manifest into an export's folder, and fsync it.
 
     Args:
-        folder: of the export.
-        described: files and tensors, as `describe` returns them.
-        origin: where the weights are from; NaN is written as null.
+        folder: the export.
+        described: its files and tensors, as `describe_folder` returns them.
+        origin: the source of the weights, as JSON. NaN and infinity are written as null.
     """
     manifest = {
         "version": VERSION,
@@ -101,11 +103,14 @@ def write(folder: Path, described: dict[str, Any], origin: dict[str, Any]) -> No
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read the manifest of an export.
+    """Read and check the manifest of an export.
+
+    Returns:
+        {"version", "toolkit", "origin", "files", "tensors"}, as `write` wrote it.
 
     Raises:
-        ExportError: there is none, it is not byte for byte as `write` wrote it, it has another
-            version, or it names a file outside of its folder.
+        ExportError: there is no manifest, its bytes differ from those that `write` would write, it
+            has another version, or it names a file outside of its folder.
     """
     file = folder / FILE
     if not file.is_file():
@@ -125,27 +130,33 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def names_in_manifest(folder: Path) -> list[str]:
-    """List the names in a Hugging Face folder that its manifest lists, sorted."""
+    """List the names of a folder's files that belong into its manifest, sorted.
+
+    It skips the manifest, the model card, hidden files and files with terms of use.
+    """
     names = (n for n in os.listdir(folder) if n not in (FILE, CARD) and n[0] != ".")
     return sorted(name for name in names if not _TERMS.fullmatch(name))
 
 
 def terms_files(folder: Path) -> list[str]:
-    """List the files with terms of use in a folder, which belong to the user like the card."""
+    """List the names of a folder's licence and terms-of-use files, sorted.
+
+    They are not in the manifest, because the user may edit them, like the model card.
+    """
     return sorted(name for name in os.listdir(folder) if _TERMS.fullmatch(name))
 
 
 def _encode(manifest: dict[str, Any]) -> bytes:
-    """Encode a manifest in its only valid form, so that any other byte is damage."""
+    """Encode a manifest with its own sha256. Equal manifests have equal bytes."""
     text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{{"sha256": "{digest}", "manifest": {text}}}\n'.encode()
 
 
 def _check_content(file: Path, manifest: Any) -> None:
-    """Raise ExportError for content that `write` never writes.
+    """Raise ExportError if a manifest has content that `write` never writes.
 
-    The manifest's own hash proves that the file is intact, not who wrote it.
+    The manifest's own hash proves only that the file is intact, not who wrote it.
     """
     try:
         if manifest["version"] != VERSION:

@@ -20,7 +20,10 @@ SOURCE_FILE = "source.json"  # in a checkpoint's hf/ folder only, never exported
 
 @dataclass
 class HFAssets:
-    """Everything of a Hugging Face folder except the trained weights."""
+    """Everything that an export needs besides the trained weights.
+
+    It holds the small files of the source folder, and facts about the source's tensors.
+    """
 
     config: dict[str, Any]  # config.json as the source has it
     files: dict[str, bytes] = field(default_factory=dict)
@@ -61,7 +64,7 @@ class HFAssets:
     """Checksum of each tensor of a loaded base under adapters, as memory holds it."""
 
     def save(self, folder: Path) -> None:
-        """Write the assets into an existing folder, for `HFAssets.load`."""
+        """Write config, files and `source.json` into an existing folder, for `load`."""
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", "utf-8")
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
@@ -70,7 +73,13 @@ class HFAssets:
 
     @classmethod
     def load(cls, folder: Path) -> "HFAssets":
-        """Read the assets of a checkpoint's `hf/` folder, or of any Hugging Face folder."""
+        """Read the assets of a checkpoint's `hf/` folder, or of any Hugging Face folder.
+
+        Fields that exist in memory only keep their defaults.
+
+        Raises:
+            ModelError: config.json or `source.json` is missing or malformed.
+        """
         file, config, files = folder / SOURCE_FILE, read_config(folder), asset_files(folder)
         if not file.is_file():
             return cls(config, files, source_dtypes(folder))
@@ -86,7 +95,7 @@ class HFAssets:
 
 
 def assets_of(model: torch.nn.Module) -> HFAssets:
-    """Get the assets that `build_on_meta` attached to `model`; raise ModelError if it has none."""
+    """Return the assets that `build_on_meta` attached to `model`; raise ModelError without them."""
     assets = getattr(model, "hf_assets", None)
     if not isinstance(assets, HFAssets):
         raise ModelError(

@@ -45,16 +45,16 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Return True if a folder has a PEFT config or the weights of an adapter."""
+    """Return True if a folder has `adapter_config.json` or `adapter_model.safetensors`."""
     return (folder / ADAPTER_FILE).is_file() or (folder / ADAPTER_WEIGHTS).is_file()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json.
+    """Read a folder's config.json, and check its structure and its counts.
 
     Raises:
-        ModelError: it is missing, no JSON object, or has more layers, experts or labels than any
-            model.
+        ModelError: the file is missing or is no JSON object, a standard setting has a wrong type,
+            or it has more layers, experts or labels than any known model.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -82,7 +82,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_adapter(file: Path, name: str) -> None:
-    """Raise ModelError with the right settings if a PEFT folder was given as a model."""
+    """Raise ModelError if the adapter_config.json `file` exists; it names the right settings.
+
+    Args:
+        file: path at which a PEFT folder has its config.
+        name: folder or Hub id that was given as a model, for the message.
+    """
     if not file.is_file():
         return
     content = read_json(file, ModelError)
@@ -95,7 +100,7 @@ def refuse_adapter(file: Path, name: str) -> None:
 
 
 def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of an object and of all objects nested in it."""
+    """Yield (key, value) of a JSON object or list, and of all objects nested in it."""
     if isinstance(value, dict):
         yield from value.items()
     for inner in value.values() if isinstance(value, dict) else value:
@@ -104,9 +109,10 @@ def nested_items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_parsed_files(folder: Path) -> None:
-    """Raise ModelError if a folder has files that transformers could not parse within bounds.
+    """Raise ModelError if a JSON file or chat template of a folder is malformed or far too large.
 
-    Call it before transformers reads the folder. A tokenizer's folder may have no config.json.
+    Call it before transformers parses the folder, because transformers has no limits. A tokenizer's
+    folder may have no config.json.
     """
     if (folder / "config.json").is_file():
         read_config(folder)
@@ -122,10 +128,10 @@ def check_parsed_files(folder: Path) -> None:
 
 
 def asset_files(folder: Path) -> dict[str, bytes]:
-    """Read the files other than weights: generation config, tokenizer, template, custom code.
+    """Read the files that an export copies: generation config, tokenizer, template, custom code.
 
     Returns:
-        Content by file name.
+        File name -> content. Weights and config.json are not included.
     """
     names = [n for n in (*ASSET_FILES, *vocabulary_files(folder)) if (folder / n).is_file()]
     names += sorted(p.name for p in folder.glob("*.py") if p.is_file())
@@ -135,13 +141,19 @@ def asset_files(folder: Path) -> dict[str, bytes]:
 
 
 def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Move the chat templates of a subfolder into tokenizer_config.json.
+    """Copy the chat templates of a subfolder into tokenizer_config.json.
 
-    transformers writes templates other than the default into a subfolder, which checkpoints and
-    exports cannot have. It also reads a list in tokenizer_config.json if no file has the default.
+    transformers saves templates other than the default in a subfolder, which checkpoints and
+    exports cannot have. It also reads a list of templates from tokenizer_config.json, but only if
+    there is no chat_template.jinja.
+
+    Args:
+        folder: the source folder, which may have the subfolder.
+        files: file name -> content.
 
     Returns:
-        `files` with the new tokenizer_config.json.
+        `files` with the changed tokenizer_config.json and without chat_template.jinja; `files`
+        itself if there are no such templates.
     """
     more = sorted((folder / TEMPLATES).glob("*.jinja"))
     if not more or "tokenizer_config.json" not in files:
@@ -171,10 +183,10 @@ def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, by
 
 
 def vocabulary_files(folder: Path) -> list[str]:
-    """List the vocabulary files that a folder's tokenizer class names (`vocab_files_names`).
+    """List the vocabulary files that a folder's tokenizer class declares in `vocab_files_names`.
 
-    The class is one of transformers, or of custom code in the folder. That code is neither run nor
-    compiled; its text is searched. A file in the list may be missing.
+    The class is in transformers, or in Python files of the folder. Those files are searched as text
+    and never executed. A listed file may not exist.
     """
     names: set[Any] = set()
     for file in folder.glob("*.py"):
@@ -190,7 +202,7 @@ def vocabulary_files(folder: Path) -> list[str]:
 
 
 def _tokenizer_class(file: Path) -> str:
-    """Read the class name of a tokenizer; empty if the file has none."""
+    """Read the class name from a tokenizer_config.json; "" if the file or the name is missing."""
     try:
         content = parse_json(read_bounded(file, _MAX_BYTES, ModelError), file, ModelError)
     except ModelError:  # its reader reports the error
@@ -200,5 +212,5 @@ def _tokenizer_class(file: Path) -> str:
 
 
 def is_text_map(table: Any) -> bool:
-    """Return True if `table` is a dictionary whose values are texts."""
+    """Return True if `table` is a dictionary whose values are all strings."""
     return isinstance(table, dict) and all(isinstance(v, str) for v in table.values())

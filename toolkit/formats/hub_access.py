@@ -26,12 +26,13 @@ _LONGEST_NAME = 255  # bytes, of file systems
 
 @functools.cache
 def hub_unreachable_reason() -> str:
-    """Check once that the Hub can be reached, because its client would retry each file for 30 s.
+    """Try once per process to connect to the Hub, and return why it cannot be reached.
 
-    If it does not answer, this process uses only the cache from now on.
+    If it cannot be reached, the Hub client is switched to offline mode for this process. Otherwise
+    it would retry for 30 s for each file.
 
     Returns:
-        Why it cannot be reached; empty if it can, or if HF_HUB_OFFLINE forbids requests.
+        The reason; "" if the Hub is reachable, HF_HUB_OFFLINE is set, or a proxy is used.
     """
     import huggingface_hub
     from huggingface_hub import constants
@@ -50,23 +51,23 @@ def hub_unreachable_reason() -> str:
 
 @functools.cache
 def warn_if_hub_unreachable() -> None:
-    """Print a warning once if the Hub cannot be reached."""
+    """Print a warning to stderr on rank 0 if the Hub is unreachable; once per process."""
     if (reason := hub_unreachable_reason()) and os.environ.get("RANK", "0") == "0":
         print(f"WARNING: {reason}: only what the cache holds is used", file=sys.stderr, flush=True)
 
 
 def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = True) -> Path:
-    """Find the folder of a model: a local folder, or the cached snapshot of a Hub id.
+    """Return the folder of a model: `name_or_path` itself, or the cached snapshot of a Hub id.
 
     Args:
         name_or_path: a folder or a Hub id.
-        revision: of the Hub id.
-        ask: download config.json if the cache does not have it. This is never done if the first
-            part of the name is a local folder, because a misspelt path must not become a stranger's
-            model.
+        revision: branch, tag or commit of the Hub id; None: the default branch.
+        ask: download config.json if it is not in the cache. This never happens if the first part of
+            the name is a local folder, because a misspelt path could match a stranger's model.
 
     Raises:
-        ModelError: there is neither a folder nor such a model.
+        ModelError: there is neither a folder nor a model of this name, the model is gated, or it is
+            an adapter.
     """
     from transformers.utils import cached_file
 
@@ -101,10 +102,10 @@ def local_folder(name_or_path: str, revision: str | None = None, *, ask: bool = 
 
 
 def _download_adapter_config(name: str, revision: str | None) -> Path:
-    """Download the adapter_config.json of a repository.
+    """Download the adapter_config.json of a Hub repository.
 
     Returns:
-        Its path in the cache; a path without a file if the repository has none.
+        Its path in the cache; a path that does not exist if there is no such file or the Hub fails.
     """
     from transformers.utils import cached_file
 
@@ -116,15 +117,15 @@ def _download_adapter_config(name: str, revision: str | None) -> Path:
 
 
 def _has_local_parent(path: Path) -> bool:
-    """Return True if a name that could be a Hub id starts with a local folder."""
+    """Return True if `path` has two parts, as a Hub id has, and the first is a local folder."""
     return len(path.parts) == 2 and path.parent.is_dir()
 
 
 def download_assets(name_or_path: str, revision: str | None = None) -> None:
-    """Download the files of a Hub id that an export needs in addition to the weights.
+    """Download the small files of a Hub id into the cache: config, tokenizer, templates, code.
 
-    Without this, the cache would have only the files that this process happens to read. If the Hub
-    fails, a warning is logged, and exports have only the files in the cache.
+    Exports copy them. Without this call, the cache would have only the files that this process
+    reads. Does nothing for a local path. If the download fails, only a warning is logged.
     """
     from huggingface_hub import is_offline_mode, snapshot_download
 
@@ -148,7 +149,14 @@ def download_assets(name_or_path: str, revision: str | None = None) -> None:
 
 
 def ensure_file(folder: Path, name: str, remote: str | None, revision: str | None) -> bool:
-    """Return True if a folder has a file, after downloading it from the Hub id `remote`."""
+    """Download a file of a model folder if it is missing, and return True if the file exists then.
+
+    Args:
+        folder: the local folder, or the cached snapshot of `remote`.
+        name: name of the file.
+        remote: the Hub id to download from; None: no download.
+        revision: branch, tag or commit of the Hub id.
+    """
     if len(name.encode()) > _LONGEST_NAME:
         return False
     if remote is None or (folder / name).is_file():

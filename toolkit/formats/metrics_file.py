@@ -21,7 +21,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "
 
 
 def get_finite_number(line: dict[str, Any], key: str) -> float | int | None:
-    """Get a number from a line; None if it is missing, no number, or not finite."""
+    """Return `line[key]` if it is a finite int or float, else None."""
     value = line.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -29,18 +29,18 @@ def get_finite_number(line: dict[str, Any], key: str) -> float | int | None:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Read the lines of a run's `metrics.jsonl`; a last line that a kill cut off is skipped."""
+    """Read the lines of a run's `metrics.jsonl`; [] if there is none. See `read_lines`."""
     return read_lines(Path(run_dir) / METRICS)
 
 
 def read_versions() -> dict[str, str]:
-    """List the versions of the toolkit, of Python and of the packages that affect the weights."""
+    """Return package name -> version: the toolkit, Python, and packages that affect the weights."""
     installed = {package: importlib.metadata.version(package) for package in _PACKAGES}
     return {"toolkit": __version__, "python": platform.python_version(), **installed}
 
 
 def append_lines(file: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Append all `lines`, or none of them if the disk refuses (OSError)."""
+    """Append JSON lines to a file. If a write fails, remove all of them and raise the OSError."""
     content = memoryview("".join(json.dumps(line) + "\n" for line in lines).encode())
     with open(file, "ab", buffering=0) as f:
         end = f.tell()
@@ -54,7 +54,10 @@ def append_lines(file: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def drop_lines_after(file: Path, step: int) -> None:
-    """Drop the lines after `step`, which a resumed run writes again."""
+    """Remove the lines with a larger `step` from a file, because a resumed run writes them again.
+
+    Replaces the file atomically. Does nothing if there is no file.
+    """
     if not file.is_file():
         return
     lines = [line for line in read_lines(file) if line["step"] <= step]
@@ -62,10 +65,12 @@ def drop_lines_after(file: Path, step: int) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines; a last line that a kill cut off is skipped.
+    """Read a file of JSON objects, one per line, each with a `step`; [] if there is no file.
+
+    A malformed last line is skipped, because a killed process may have left it incomplete.
 
     Raises:
-        CheckpointError: another line is no object with a step.
+        CheckpointError: another line is malformed or has no step.
     """
     texts = file.read_bytes().splitlines() if file.is_file() else []
     lines = []

@@ -8,18 +8,29 @@ from toolkit.errors import ModelError, ShardingError, ToolkitError
 
 
 def torch_private(module: str, name: str) -> Any:
-    """Get `name` of torch's `module`; raise ShardingError if it does not exist."""
+    """Import a private attribute of torch; raise ShardingError if this torch version lacks it.
+
+    Args:
+        module: module path below `torch`, such as "distributed.tensor._utils".
+        name: attribute of the module, possibly dotted.
+    """
     return _resolve_private("torch", module, name, ShardingError, "2.11 to 2.15")
 
 
 def transformers_private(module: str, name: str) -> Any:
-    """Get `name` of transformers' `module`; raise ModelError if it does not exist."""
+    """Import a private attribute of transformers; raise ModelError if this version lacks it.
+
+    Args:
+        module: module path below `transformers`, such as "modeling_utils".
+        name: attribute of the module, possibly dotted.
+    """
     return _resolve_private("transformers", module, name, ModelError, "5.23 to 5.24")
 
 
 def _resolve_private(
     library: str, module: str, name: str, error: type[ToolkitError], releases: str
 ) -> Any:
+    """Import `library.module:name`; if it does not exist, raise `error` with the right `releases`."""
     try:
         return pkgutil.resolve_name(f"{library}.{module}:{name}")
     except (ImportError, AttributeError) as cause:

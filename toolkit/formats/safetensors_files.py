@@ -45,11 +45,11 @@ _MAX_DIMS = 64
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Read the header of a safetensors file: its tensors by name.
+    """Read the header of a safetensors file as tensor name -> location, dtype and shape.
 
     Raises:
         LoadingError: the header is damaged or too large, tensors overlap or leave gaps, or the file
-            has another length.
+            is longer or shorter than the header says.
     """
     header, begin, size = _read_raw_header(file)
     header.pop("__metadata__", None)
@@ -74,12 +74,19 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def header_metadata(file: Path) -> dict[str, str]:
-    """Read the `__metadata__` texts in the header of a safetensors file. Raises LoadingError."""
+    """Read `__metadata__` of a safetensors header; raise LoadingError if it is damaged."""
     return _read_raw_header(file)[0].get("__metadata__", {})
 
 
 def _read_raw_header(file: Path) -> tuple[dict[str, Any], int, int]:
-    """Read a file's header, the offset of its first tensor, and the size of the file."""
+    """Read and parse the JSON header of a safetensors file.
+
+    Returns:
+        (header, offset of the first tensor byte, size of the file in bytes).
+
+    Raises:
+        LoadingError: the file is no safetensors file, or its header is damaged.
+    """
     with open(file, "rb") as f:
         size = f.seek(0, 2)
         f.seek(0)
@@ -99,7 +106,17 @@ def _read_raw_header(file: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _parse_entry(file: Path, base: int, name: str, info: Any) -> StoredTensor:
-    """Check a header's entry of one tensor; raise TypeError or ValueError if it is malformed."""
+    """Convert one tensor's entry of a safetensors header to a `StoredTensor`.
+
+    Args:
+        file: the safetensors file.
+        base: offset in the file to which `data_offsets` are relative.
+        name: name of the tensor, for the message.
+        info: the JSON value of the entry.
+
+    Raises:
+        TypeError, ValueError: the entry is malformed.
+    """
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
         raise TypeError(f"{name} must have dtype, shape and data_offsets")
     kind, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
@@ -119,7 +136,7 @@ def _parse_entry(file: Path, base: int, name: str, info: Any) -> StoredTensor:
 
 
 def _header_error(file: Path, problem: object) -> LoadingError:
-    """Make the error of a damaged header."""
+    """Build the exception for a damaged safetensors header."""
     text = one_line(str(problem), 200)
     return LoadingError(f"{file} has a damaged safetensors header: {text}; {AGAIN}")
 
@@ -127,16 +144,20 @@ def _header_error(file: Path, problem: object) -> LoadingError:
 def weight_files(
     folder: Path, name_or_path: str | None = None, revision: str | None = None
 ) -> list[Path]:
-    """Find the safetensors files of a model folder, by its index or its single file.
+    """Find the safetensors files of a model folder, and download missing ones from the Hub.
+
+    Uses model.safetensors if it exists, else the files that the index names.
 
     Args:
         folder: the model folder.
-        name_or_path: a Hub id from which missing files are downloaded; a path or None: no download.
-        revision: of the Hub id.
+        name_or_path: the Hub id to download missing files from. A local folder or None: no
+            download.
+        revision: branch, tag or commit of the Hub id.
 
     Raises:
         LoadingError: there are no weights, they have another format, or the index names a file that
-            is missing or outside the folder.
+            is missing or outside of the folder.
+        ModelError: the folder holds an adapter.
     """
     remote = name_or_path if name_or_path is not None and not Path(name_or_path).is_dir() else None
     if ensure_file(folder, SINGLE_FILE, remote, revision):  # first, as transformers takes it
@@ -166,7 +187,7 @@ def weight_files(
 
 
 def read_weights(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Read the headers of weight files: every tensor by name.
+    """Read the headers of all weight files of a model as tensor name -> `StoredTensor`.
 
     Raises:
         LoadingError: a file is damaged, two files hold the same tensor, or a tensor is not in the
@@ -191,7 +212,11 @@ def read_weights(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def source_dtypes(folder: Path) -> dict[str, str] | None:
-    """Map each key of the weights in `folder` to its safetensors dtype; None without weights."""
+    """Map each tensor of the weights in `folder` to its safetensors dtype, such as "BF16".
+
+    Returns:
+        None if the weights are missing or damaged; loading them reports the damage.
+    """
     try:
         entries = read_weights(weight_files(folder))
     except LoadingError:  # damage is reported when the weights are loaded
@@ -200,7 +225,7 @@ def source_dtypes(folder: Path) -> dict[str, str] | None:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Read a safetensors index: file name by tensor; raise LoadingError if it is malformed."""
+    """Read a safetensors index: tensor name -> file name; raise LoadingError if malformed."""
     content = read_json(file, LoadingError, strict=True)
     index = content.get("weight_map") if isinstance(content, dict) else None
     if not index or not is_text_map(index):
@@ -218,7 +243,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 class OpenFiles(contextlib.ExitStack):
-    """The open files of a checkpoint, and the number of bytes that were requested from them."""
+    """A context that keeps safetensors files open, and counts the bytes requested from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,27 +252,31 @@ class OpenFiles(contextlib.ExitStack):
         self._lock = threading.Lock()
 
     def get_slice(self, name: str, entry: StoredTensor) -> Any:
-        """Get safetensors' slice of a tensor; reads nothing yet."""
+        """Return safetensors' lazy slice object of a tensor. Opens the file, reads no values."""
         if entry.file not in self._files:
             self._files[entry.file] = self.enter_context(safe_open(entry.file, framework="pt"))
         return self._files[entry.file].get_slice(name)
 
     def count_request(self, nbytes: int) -> None:
-        """Add to the number of requested bytes; callable from any thread."""
+        """Add to the number of requested bytes. Safe to call from any thread."""
         with self._lock:
             self.requested += nbytes
 
 
 class FileTensor:
-    """A tensor in a file, with the interface of safetensors' slice that transformers' loader uses.
+    """A tensor in a file that is read when it is indexed, for transformers' loader.
+
+    It has the interface of safetensors' slice object.
 
     Args:
         reader: the open files.
-        name: of the tensor.
+        name: name of the tensor.
         entry: its header entry.
-        dtype: to cast floating values to while copying; None keeps the file's.
-        rows: of an embedding that was resized; new rows are the mean of the old ones.
-        copy: if False, return slices that may point into the file, uncast.
+        dtype: dtype to which floating values are cast; None keeps the file's dtype.
+        rows: number of rows to present if the embedding was resized. Added rows are the mean of the
+            stored rows. None: as stored.
+        copy: return copies in `dtype`. If False, results may be views of the file, and are not
+            cast.
     """
 
     def __init__(
@@ -265,11 +294,11 @@ class FileTensor:
         self._shape = entry.shape if rows is None else (rows, *entry.shape[1:])
 
     def get_shape(self) -> list[int]:
-        """Get the shape, as for safetensors' slices."""
+        """Return the shape after a resize, if there is one."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """Get the dtype in the file by its safetensors name."""
+        """Return the safetensors name of the dtype in the file, such as "BF16"."""
         return DTYPE_NAMES[self._entry.dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -283,7 +312,7 @@ class FileTensor:
         return torch.empty(piece.shape, dtype=self._dtype).copy_(piece)
 
     def _read_resized(self, index: Any) -> torch.Tensor:
-        """Read a part of an embedding with another number of rows than the file has."""
+        """Read a part of a resized embedding; added rows are the mean of all rows in the file."""
         index = index if isinstance(index, tuple) else (index,)
         rows = index[0] if isinstance(index[0], slice) else slice(None)
         begin, end, _ = rows.indices(self._shape[0])

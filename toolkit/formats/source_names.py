@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportGroup:
-    """Parameters that are exported together: one that keeps its bytes, or several to convert."""
+    """Parameters that are exported together: one to copy, or several to convert."""
 
     sources: tuple[str, ...]  # parameter names; none: copied from the source checkpoint
     outputs: dict[str, tuple[int, ...]]  # exported name -> shape
@@ -26,13 +26,16 @@ class ExportGroup:
 
 
 def conversion_mapping(model: "PreTrainedModel", **options: Any) -> list[Any]:
-    """Get transformers' mapping from source keys to the parameters of an unsharded model."""
+    """Return transformers' conversions from checkpoint keys to the parameters of `model`.
+
+    The model must not be sharded. The entries are `WeightRenaming` and `WeightConverter` objects.
+    """
     name = "get_model_conversion_mapping"  # a sharded class counts as custom code, and has none
     return transformers_private("conversion_mapping", name)(model, **options)
 
 
 def split_mapping(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Split a mapping into its renamings and its converters, each in order."""
+    """Split a conversion mapping into (renamings, converters), each in the original order."""
     renaming = transformers_private("core_model_loading", "WeightRenaming")
     converter = transformers_private("core_model_loading", "WeightConverter")
     renamings = [c for c in conversions if isinstance(c, renaming)]
@@ -41,7 +44,7 @@ def split_mapping(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
 
 @dataclass(frozen=True)
 class SourceKeys:
-    """The keys of a source checkpoint, grouped by how they are loaded."""
+    """The keys of a source checkpoint, grouped by how transformers loads them."""
 
     plain: dict[str, list[str]]  # parameter or buffer -> keys that are copied into it
     converted: list[str]  # keys that are converted into parameters
@@ -51,18 +54,19 @@ class SourceKeys:
 def map_source_keys(
     model: "PreTrainedModel", keys: Iterable[str], conversions: list[Any] | None = None
 ) -> Iterator[tuple[str, str, str | None]]:
-    """Replay how transformers maps a checkpoint's keys to parameters. Uses names only.
+    """Map a checkpoint's keys to parameters of `model` by transformers' rules. Reads no tensors.
 
-    Costs a few hundred microseconds for each key.
+    Takes a few hundred microseconds per key.
 
     Args:
-        model: with assets.
-        keys: of the checkpoint.
-        conversions: the mapping; None: the one in the model's assets.
+        model: a model with assets.
+        keys: keys of the checkpoint.
+        conversions: the conversion mapping; None: the one in the model's assets.
 
     Yields:
-        (key, parameter, pattern of the converter or None). If a key becomes several parameters, the
-        first one; if it becomes none, the key itself.
+        (key, parameter name, source pattern of the converter). The pattern is None if no converter
+        applies. If a key becomes several parameters, the name is the first one. If it becomes none,
+        the name may not exist in the model.
     """
     rename = transformers_private("core_model_loading", "rename_source_key")
     mapping = assets_of(model).conversions if conversions is None else conversions
@@ -76,7 +80,7 @@ def map_source_keys(
 
 
 def group_source_keys(model: "PreTrainedModel", keys: Iterable[str]) -> SourceKeys:
-    """Group a checkpoint's keys by how transformers loads them into `model`. Uses names only."""
+    """Group a checkpoint's keys by how transformers loads them into `model`. Reads no tensors."""
     state = model.state_dict(keep_vars=True)
     groups = SourceKeys({}, [], [])
     for key, target, pattern in map_source_keys(model, keys):
@@ -90,14 +94,16 @@ def group_source_keys(model: "PreTrainedModel", keys: Iterable[str]) -> SourceKe
 
 
 def summarise_names(names: Collection[str], keys: Iterable[str]) -> str:
-    """Summarise tensor names by the outermost modules that contain no other tensors.
+    """Format a short summary of tensor names, grouped by module; at most three groups are listed.
+
+    A group is the outermost module that contains none of the other tensors.
 
     Args:
-        names: tensors to summarise.
-        keys: all tensors.
+        names: names to summarise.
+        keys: names of all tensors.
 
     Returns:
-        Such as "29 tensors: model.mtp.* (29)".
+        For example "29 tensors: model.mtp.* (29)".
     """
     other_names = set(keys) - set(names)
     mixed_modules = {
@@ -114,10 +120,11 @@ def summarise_names(names: Collection[str], keys: Iterable[str]) -> str:
 
 
 def use_source_names(model: "PreTrainedModel", assets: HFAssets) -> None:
-    """Make `model` export under the key names of its source, or transformers' without a source.
+    """Set the conversions with which `model` is exported under its source's key names.
 
-    The mapping of an architecture covers every spelling that its checkpoints may have. Only the
-    parts that this source used may be reverted, so the source's keys are replayed to find them.
+    Sets `model._weight_conversions`. An architecture's mapping covers every spelling of keys, and
+    only the conversions that this source used may be reverted. They are found by mapping the
+    source's keys again. Without a source, transformers' current names are used.
     """
     if assets.source is None:
         # For `revert_weight_conversion`, which would walk through the model for each tensor.
@@ -136,14 +143,14 @@ def use_source_names(model: "PreTrainedModel", assets: HFAssets) -> None:
 
 
 def export_groups(model: "PreTrainedModel", names: Iterable[str]) -> list[ExportGroup]:
-    """Plan how parameters become exported tensors. Computes shapes only, on meta.
+    """Plan which parameters become which exported tensors, with shapes. Reads no values.
 
     Args:
-        model: after `use_source_names`.
-        names: of parameters and buffers, without tied aliases.
+        model: the model, after `use_source_names`.
+        names: parameters and buffers to export, without tied aliases.
 
     Raises:
-        ExportError: two parameters would be exported under the same name.
+        ExportError: two groups would be exported under the same name.
     """
     state, mapping = model.state_dict(), vars(model)["_weight_conversions"]
     converters = split_mapping([c.reverse_transform() for c in reversed(mapping)])[1]
@@ -169,5 +176,13 @@ def export_groups(model: "PreTrainedModel", names: Iterable[str]) -> list[Export
 
 
 def convert_back(model: "PreTrainedModel", tensors: Tensors) -> Tensors:
-    """Convert the tensors of one `ExportGroup` back to the names and shapes of the source."""
+    """Convert the tensors of one `ExportGroup` to the names and shapes of the source checkpoint.
+
+    Args:
+        model: the model, after `use_source_names`.
+        tensors: parameter name -> tensor; meta tensors give only shapes.
+
+    Returns:
+        Exported name -> tensor.
+    """
     return transformers_private("core_model_loading", "revert_weight_conversion")(model, tensors)

@@ -17,7 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on disk, contiguous or in chunks that cover it."""
+    """A tensor on disk: dtype, shape and the chunks of files that together hold it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -25,29 +25,32 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def file(self) -> Path:
-        """File of a contiguous tensor."""
+        """File of the first chunk; the only file if the tensor is contiguous."""
         return self.chunks[0].file
 
     @property
     def begin(self) -> int:
-        """Offset of a contiguous tensor in its file."""
+        """Offset in `file` of the first byte, for a contiguous tensor."""
         return self.chunks[0].raw or 0
 
     @property
     def rows(self) -> int:
-        """Number of rows; a tensor with fewer than two dims is one row."""
+        """Number of rows (dim 0). A tensor with fewer than two dims counts as one row."""
         return self.shape[0] if len(self.shape) > 1 else 1
 
     def read_rows(self, first: int, last: int) -> torch.Tensor:
-        """Read rows `first` to `last`; raise CheckpointError if the file is too short.
+        """Read the rows from `first` up to, but not including, `last`.
 
         Returns:
-            [last - first, ...]; one row for a tensor with fewer than two dims.
+            [last - first, ...] on the CPU. A tensor with fewer than two dims has one row.
+
+        Raises:
+            CheckpointError: a file is too short.
         """
         width = self.shape[1:] if len(self.shape) > 1 else (math.prod(self.shape),)
         rows = torch.empty(last - first, *width, dtype=self.dtype)
@@ -65,24 +68,25 @@ class StoredTensor:
 def contiguous_tensor(
     file: Path, dtype: torch.dtype, shape: tuple[int, ...], begin: int
 ) -> StoredTensor:
-    """Describe a contiguous tensor at offset `begin` of a file."""
+    """Create the `StoredTensor` for a contiguous tensor that starts at byte `begin` of a file."""
     return StoredTensor(dtype, shape, (Chunk(file, (0,) * len(shape), shape, dtype, begin),))
 
 
 def read_tensor(tensor: StoredTensor) -> torch.Tensor:
-    """Read a stored tensor into memory, in its shape."""
+    """Read a complete tensor from disk, in its own shape."""
     return tensor.read_rows(0, tensor.rows).reshape(tensor.shape)
 
 
 def read_blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-    """Read a tensor in blocks of BLOCK bytes, or of one row if that is larger.
+    """Read a tensor in blocks of rows of about 1 MB, or of one row if a row is larger.
 
     Args:
         tensor: the tensor.
-        itemsize: of a wider tensor that is read in the same blocks.
+        itemsize: bytes per element by which blocks are measured, if larger than the tensor's own.
+            Use it to read two tensors of different dtypes in equal blocks.
 
     Yields:
-        (index of the first row, rows).
+        (index of the first row, rows). Tensors in chunks that are not row-major are one block.
     """
     if tensor.nbytes == 0:
         return
@@ -95,19 +99,28 @@ def read_blocks(tensor: StoredTensor, itemsize: int = 0) -> Iterator[tuple[int, 
 
 
 def compute_row_sum(tensor: StoredTensor) -> int:
-    """Compute the row sum of a tensor, as a manifest has it; see [Note: bit sums]."""
+    """Read a tensor and compute its row sum, as manifests record it; see [Note: bit sums]."""
     return wrap_to_int64(
         sum(compute_block_sum(tensor, first, rows) for first, rows in read_blocks(tensor))
     )
 
 
 def compute_block_sum(tensor: StoredTensor, first: int, rows: torch.Tensor) -> int:
-    """Compute the part of a tensor's `row_sum` that some rows contribute, from index `first`."""
+    """Compute the contribution of some rows to a tensor's row sum; see `compute_row_sum`.
+
+    Args:
+        tensor: the complete tensor.
+        first: index of the first row.
+        rows: the rows, as `read_blocks` yields them.
+    """
     return int(byte_and_row_sums(rows if len(tensor.shape) > 1 else rows.reshape(-1, 1), first)[1])
 
 
 def same_values(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Mark the elements of two tensors of one dtype that have equal bits or are both NaN; bool."""
+    """Return a bool mask of the elements that have equal bits, or are NaN in both tensors.
+
+    Both tensors must have the same dtype.
+    """
     kind = _INTEGERS[first.dtype.itemsize]
     same = first.contiguous().view(kind) == second.contiguous().view(kind)
     if first.is_floating_point() and not bool(same.all()):
@@ -116,10 +129,11 @@ def same_values(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def first_difference(expected: StoredTensor, actual: StoredTensor) -> tuple[str | None, int]:
-    """Compare two tensors of one shape, with `expected` cast to the dtype of `actual`.
+    """Compare two tensors of equal shape, after a cast of `expected` to the dtype of `actual`.
 
     Returns:
-        A description of the first difference, or None; and the `row_sum` of `expected` as read.
+        (description of the first difference, or None if there is none; row sum of `expected` before
+        the cast).
     """
     total = 0
     wrong = 0
@@ -145,7 +159,15 @@ def first_difference(expected: StoredTensor, actual: StoredTensor) -> tuple[str 
 def _read_chunk_rows(
     chunk: Chunk, sizes: tuple[int, ...], first: int, last: int, place: torch.Tensor
 ) -> None:
-    """Read rows `first` to `last` of a chunk into `place`, a view of that shape."""
+    """Read rows of a chunk into `place`; raise CheckpointError if the file is too short.
+
+    Args:
+        chunk: the chunk.
+        sizes: its shape, with at least two dims.
+        first: first row to read.
+        last: the row after the last one.
+        place: tensor [last - first, ...], which is overwritten.
+    """
     if chunk.raw is None:
         place.copy_(read_chunk(chunk).reshape(sizes)[first:last])
         return

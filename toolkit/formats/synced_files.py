@@ -13,7 +13,7 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP}
 
 
 def fsync_path(path: Path) -> None:
-    """Fsync a file, or a folder's entries."""
+    """Fsync a file or a folder. It is no error if the file system cannot fsync folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -26,17 +26,18 @@ def fsync_path(path: Path) -> None:
 
 
 def write_behind(descriptor: int, begin: int, end: int) -> int:
-    """Let the kernel start to write a file to the disk, so that fsync waits for the last MB only.
+    """Start to write a file's new bytes to disk in the background, so that a later fsync is short.
 
-    The page cache may drop the written bytes, so read them before if they are needed soon.
+    Does nothing below 16 MB of new bytes. The page cache may drop the written bytes, so read them
+    before this call if they are needed again.
 
     Args:
-        descriptor: of the file.
-        begin: bytes up to here were started before.
-        end: bytes up to here are in the file.
+        descriptor: file descriptor of the file.
+        begin: offset of the first byte that is not yet being written.
+        end: number of bytes in the file.
 
     Returns:
-        The new `begin`.
+        The `begin` of the next call.
     """
     if end - begin < _MIN_WRITE_BEHIND or not hasattr(os, "posix_fadvise"):
         return begin
@@ -45,9 +46,9 @@ def write_behind(descriptor: int, begin: int, end: int) -> int:
 
 
 def fsync_with_parents(folder: Path) -> None:
-    """Fsync a folder and its parents, up to the root of its file system.
+    """Fsync a folder and all its parents on the same file system.
 
-    Without a synced entry in its parent, a folder is lost with its content when the power fails.
+    If the power fails, a folder is lost with its content unless its entry in the parent was synced.
     """
     device = os.stat(folder).st_dev
     for path in (folder.resolve(), *folder.resolve().parents):
@@ -57,7 +58,7 @@ def fsync_with_parents(folder: Path) -> None:
 
 
 def write_synced(file: Path, content: str | bytes) -> None:
-    """Write a file and fsync it."""
+    """Write a file and fsync it, but not its folder. The write is not atomic."""
     with open(file, "wb") as f:
         f.write(content.encode() if isinstance(content, str) else content)
         f.flush()
@@ -65,9 +66,9 @@ def write_synced(file: Path, content: str | bytes) -> None:
 
 
 def replace_synced(file: Path, content: str | bytes) -> None:
-    """Replace a file atomically and durably; create its folder if it is missing.
+    """Write a file atomically, and fsync it and its folder; create the folder if it is missing.
 
-    For files with one writer: the next write overwrites what a kill leaves.
+    Only one process may write the file at a time, because the name of the temporary file is fixed.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.tmp")
@@ -78,9 +79,10 @@ def replace_synced(file: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replace_on_exit(file: Path) -> Iterator[Path]:
-    """Yield a scratch file to write, which replaces `file` at the end; create its folder.
+    """Yield a temporary path, which replaces `file` atomically if the context raises nothing.
 
-    For files that can be made again, by any number of processes: nothing is fsynced.
+    Creates the folder. Many processes may write the same file. Nothing is fsynced, so use it for
+    files that can be created again.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_suffix(f".tmp-{uuid.uuid4().hex}")

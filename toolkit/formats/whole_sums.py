@@ -16,18 +16,18 @@ _BLOCK = 2**24  # elements to widen to 64 bits at a time
 
 @dataclass(frozen=True)
 class WholeSum:
-    """The checksum of a tensor whose parts are on several ranks."""
+    """The checksum of a complete tensor, computed from the parts that all ranks hold."""
 
     first: int  # over the first copy of each part
     copies: int  # over every copy
     holders: int  # ranks that hold a copy of the same part
 
     def matches(self, expected: int) -> bool:
-        """Return True if every copy has the `expected` checksum."""
+        """Return True if every replica of the tensor has the checksum `expected`."""
         return self.first == expected and self.copies_agree()
 
     def copies_agree(self) -> bool:
-        """Return True if all copies have the same checksum."""
+        """Return True if all replicas of the tensor have the same checksum."""
         return self.copies == wrap_to_int64(self.first * self.holders)
 
 
@@ -35,14 +35,18 @@ def whole_sums(
     tensors: Mapping[str, torch.Tensor],
     part: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: part_sums(tensor)[1],
 ) -> dict[str, WholeSum] | None:
-    """Compute the checksum of each tensor from the memory of all ranks. Collective.
+    """Compute the checksums of complete tensors from the memory of all ranks. Collective.
+
+    Reads every local part once.
 
     Args:
-        tensors: with the same names on every rank; those that are not sharded by rows are skipped.
-        part: computes the checksum of this rank's part; checksums of parts must add up.
+        tensors: name -> tensor, with the same names on every rank. Tensors that are sharded along
+            another dim than 0 are skipped.
+        part: computes a checksum of this rank's part. The checksums of parts must add up. Default:
+            the row sum.
 
     Returns:
-        None if the other ranks do not exist (`fake_world`). Costs one read of the parts.
+        Name -> checksum; None if the process group is simulated (`fake_world`).
     """
     names = [name for name, tensor in tensors.items() if is_sharded_by_rows(tensor)]
     shares = ranks.on_all(lambda: [int(part(tensors[name])) for name in names])
@@ -58,7 +62,7 @@ def whole_sums(
 
 @torch.no_grad()
 def element_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute a checksum of this rank's elements that does not depend on their order.
+    """Compute a checksum of this rank's part of a tensor that ignores the order of elements.
 
     Returns:
         0-d int64 on the device. A single flipped bit changes it.
@@ -71,7 +75,7 @@ def element_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def count_holders(tensor: torch.Tensor) -> int:
-    """Count the ranks that hold the same part of `tensor`."""
+    """Count the ranks that hold a replica of the same part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return ranks.world_size()
     mesh = tensor.device_mesh
@@ -79,7 +83,7 @@ def count_holders(tensor: torch.Tensor) -> int:
 
 
 def _holds_first_copy(tensor: torch.Tensor) -> bool:
-    """Return True if this rank holds the first copy of its part."""
+    """Return True if this rank holds the first replica of its part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return ranks.rank() == 0
     coordinate = tensor.device_mesh.get_coordinate() or ()
