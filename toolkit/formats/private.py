@@ -30,7 +30,7 @@ def transformers_private(module: str, name: str) -> Any:
 def _resolve_private(
     library: str, module: str, name: str, error: type[ToolkitError], releases: str
 ) -> Any:
-    """Import `library.module:name`; if it does not exist, raise `error` with the right `releases`."""
+    """Import `library.module:name`; if it is missing, raise `error`, which names `releases`."""
     try:
         return pkgutil.resolve_name(f"{library}.{module}:{name}")
     except (ImportError, AttributeError) as cause:

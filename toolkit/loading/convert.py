@@ -52,7 +52,7 @@ _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # turns off the loader's threads
 
 @dataclass(frozen=True)
 class LoadGroup:
-    """Tensors of a checkpoint that are loaded together."""
+    """Checkpoint tensors that are loaded together, and the parameters that are built from them."""
 
     keys: tuple[str, ...]
     parameter: str  # the first of several; unexpected if the model does not have it
@@ -61,14 +61,18 @@ class LoadGroup:
 
     @property
     def converted(self) -> bool:
-        """True if the parameters are computed from the tensors, and not equal to them."""
+        """True if conversions compute the parameters; False if one tensor is copied."""
         return self.operations is not None
 
 
 def plan_load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
-    """Group the tensors `keys` by the parameters of `model` that transformers builds from them.
+    """Group checkpoint tensors by the parameters that transformers builds from them.
 
-    Reads names only.
+    Reads no tensors.
+
+    Args:
+        model: a model with assets.
+        keys: names of the checkpoint's tensors.
     """
     converters = split_mapping(assets_of(model).conversions)[1]
     by_pattern = {p: tuple(c.operations) for c in converters for p in c.source_patterns}
@@ -85,12 +89,18 @@ def plan_load_groups(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGr
 def load_group(
     model: PreTrainedModel, group: LoadGroup, entries: dict[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
-    """Build the parameters of one group on the CPU, in the dtype of the stored tensors.
+    """Read one group of tensors and build its parameters on the CPU, in the stored dtype.
+
+    If the tensors have several dtypes, the result has the promoted one. Tensors that are stored
+    quantised become float32.
 
     Args:
-        model: on meta and not sharded; it is so again afterwards.
-        group: the tensors.
-        entries: key -> tensor in its file.
+        model: an unsharded model on meta. Its parameters may change dtype, but stay on meta.
+        group: the tensors to load.
+        entries: tensor name -> its location.
+
+    Returns:
+        Parameter name -> value.
 
     Raises:
         LoadingError: the tensors cannot be converted.
@@ -116,9 +126,13 @@ def load_group(
 
 
 def build_base_reader(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
-    """Build a model on meta with which `load_group` reads the weights in `folder`.
+    """Build a copy of a model on meta with which `load_group` reads the weights in `folder`.
 
-    It is a copy of `like` that also reads weights that are stored in fewer bits.
+    The copy has the folder's key conversions, and can read weights that are stored quantised.
+
+    Args:
+        folder: the checkpoint folder.
+        like: the model to copy, on meta.
     """
     reader = copy.deepcopy(like)
     stored = model_on_meta(folder, init="pretrained")
@@ -133,13 +147,17 @@ def build_base_reader(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
 def run_loader(
     model: PreTrainedModel, sources: dict[str, Any], home: torch.device, *, bar: bool = False
 ) -> Any:
-    """Run transformers' loader on `sources`, and return its account of keys.
+    """Load tensors into `model` with transformers' loader, which replaces the parameters.
 
     Args:
-        model: whose parameters are replaced.
-        sources: key -> tensor, or an object that reads slices of it.
-        home: device of the parameters.
+        model: the model, sharded or not.
+        sources: tensor name -> tensor, or an object that reads slices of it.
+        home: device of the new parameters.
         bar: show a progress bar.
+
+    Returns:
+        transformers' loading report. It lists missing, unexpected and mismatched keys, and
+        conversion errors; nothing is raised for them.
     """
     load = transformers_private("core_model_loading", "convert_and_load_state_dict_in_model")
     transformers_private("core_model_loading", _WRAP)
@@ -171,7 +189,15 @@ def run_loader(
 
 
 def tie_and_filter_keys(model: PreTrainedModel, info: Any) -> None:
-    """Tie `model` by transformers' rules, and remove the keys that may be missing or unexpected."""
+    """Tie the weights of `model`, and remove acceptable keys from a loading report, in place.
+
+    Acceptable keys are those that transformers ignores, tied names, parameters that are initialised
+    at random, and unexpected tensors from `find_carried_keys`.
+
+    Args:
+        model: the model.
+        info: transformers' loading report.
+    """
     adjust = "PreTrainedModel._adjust_missing_and_unexpected_keys"
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     transformers_private("modeling_utils", adjust)(model, info)
@@ -182,10 +208,10 @@ def tie_and_filter_keys(model: PreTrainedModel, info: Any) -> None:
 
 
 def find_carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[str]:
-    """Find the unexpected tensors that a checkpoint of this config may hold.
+    """Find the unexpected tensors that are valid parts of the checkpoint, but not of `model`.
 
-    They are other parts of a checkpoint of which `model` is the text part, and the layers behind
-    the last one that predict more tokens. transformers ignores some tensors itself.
+    They are modules for images or sound if `model` is the text part of a checkpoint, and layers for
+    multi-token prediction. Exports copy them from the source.
     """
     assets = assets_of(model)
     names = list(unexpected)
@@ -205,9 +231,9 @@ def find_carried_keys(model: PreTrainedModel, unexpected: Iterable[str]) -> set[
 
 
 def _is_of_multi_token_layer(model: PreTrainedModel, name: str) -> bool:
-    """Return True if a tensor belongs to a layer behind the last that predicts more tokens.
+    """Return True if a tensor is in a layer for multi-token prediction, after the decoder layers.
 
-    The config says how many such layers there are (DeepSeek-V3, GLM-4.5).
+    The config has the number of such layers (DeepSeek-V3, GLM-4.5).
     """
     settings = dict(nested_items(assets_of(model).config))
     more = next((settings[k] for k in NEXT_TOKEN_LAYERS if isinstance(settings.get(k), int)), 0)
@@ -217,7 +243,11 @@ def _is_of_multi_token_layer(model: PreTrainedModel, name: str) -> bool:
 
 
 def key_problems(info: Any) -> dict[str, list[str]]:
-    """Collect the problems in an account of keys: kind -> tensors."""
+    """Collect the problems in transformers' loading report.
+
+    Returns:
+        Description of the problem -> names of its tensors; {} if there are none.
+    """
     shapes = ((n, tuple(a), tuple(b)) for n, a, b in info.mismatched_keys)
     problems = {
         "missing in the checkpoint": sorted(info.missing_keys),
@@ -229,14 +259,15 @@ def key_problems(info: Any) -> dict[str, list[str]]:
 
 
 def format_problems(problems: dict[str, list[str]]) -> str:
-    """Format `key_problems` as text."""
+    """Format the result of `key_problems` as text, with up to five names for each problem."""
     return "; ".join(f"{len(v)} tensor(s) {k}: {', '.join(v[:5])}" for k, v in problems.items())
 
 
 def groups_to_convert_first(model: PreTrainedModel, keys: Iterable[str]) -> list[LoadGroup]:
-    """List the groups that must be converted before they are sliced, or quantised in full.
+    """Find the tensors that each rank must read completely and convert before it takes its slice.
 
-    See [Note: slicing before conversion].
+    They are tensors whose conversion does not commute with slicing, and tensors that are quantised
+    to 4 bits. See [Note: slicing before conversion].
     """
     state = model.state_dict(keep_vars=True)
     packed = packed_weights(model)
@@ -267,9 +298,9 @@ def groups_to_convert_first(model: PreTrainedModel, keys: Iterable[str]) -> list
 
 
 def _leaves_rank_without_rows(tensor: torch.Tensor) -> bool:
-    """Return True if dim 0 leaves the last rank without a row.
+    """Return True if the last rank holds no row of a sharded tensor.
 
-    An example: 3 ranks split 4 rows into 2, 2 and 0.
+    For example, 3 ranks split 4 rows into 2, 2 and 0.
     """
     if not isinstance(tensor, DTensor):
         return False
@@ -287,15 +318,17 @@ def convert_then_slice(
     home: torch.device,
     info: Any,
 ) -> None:
-    """Convert groups of tensors on an unsharded copy, one at a time, and keep this rank's slices.
+    """Convert groups of tensors on an unsharded copy, and store this rank's slices in `model`.
+
+    One group is in memory at a time.
 
     Args:
-        model: sharded.
-        groups: to convert.
-        sources: key -> tensor.
-        device: that quantises 4-bit weights.
+        model: the sharded model.
+        groups: the groups to convert.
+        sources: tensor name -> tensor.
+        device: device on which 4-bit weights are quantised.
         home: device of the slices.
-        info: account of keys, which is updated.
+        info: transformers' loading report, which is updated.
     """
     live = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
     packed = packed_weights(model)
@@ -326,7 +359,11 @@ def convert_then_slice(
 
 
 def _take_loaded_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Collect the tensors of `model` that have bytes, and replace them by empty ones on meta."""
+    """Move all tensors that are not on meta out of `model`, and leave empty meta tensors.
+
+    Returns:
+        Name -> tensor.
+    """
     tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
     for name, tensor in tensors.items():
         empty = torch.empty_like(tensor, device="meta")

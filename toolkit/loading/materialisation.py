@@ -45,20 +45,21 @@ def init_weights(
     seed: int,
     home: torch.device | None = None,
 ) -> None:
-    """Materialise `model` on `device` with random weights, as its architecture draws. Collective.
+    """Allocate `model` on `device` with the random weights of its architecture. Collective.
 
-    The values depend only on `seed` and the names of modules. Every rank draws every module, one at
-    a time on the host, and keeps its rows, because DTensor's own random operators repeat themselves
-    on a CPU mesh. Adapters start as in `load_pretrained`.
+    The values depend only on `seed` and the names of modules, not on the number of ranks. Every
+    rank draws the values of every module on the host, one module at a time, and keeps its rows.
+    (DTensor's own random operators repeat values on a CPU mesh.) Adapters start as in
+    `load_pretrained`.
 
     Args:
         model: on meta, sharded or not.
-        device: that computes.
-        seed: of the values.
-        home: device of the parameters, if not `device` (`Sharded.home`).
+        device: device of the run.
+        seed: seed of the values.
+        home: device of the parameters, if it is not `device` (`Sharded.home`).
 
     Raises:
-        LoadingError: a parameter cannot be drawn alone.
+        LoadingError: the values of a module cannot be drawn without those of others.
     """
     target = torch.device(device)
     with unwrapped_base(model) as base:
@@ -70,7 +71,11 @@ def init_weights(
 def materialise(
     model: PreTrainedModel, device: torch.device | str, home: torch.device | None = None
 ) -> None:
-    """Allocate `model`'s shards on `device` without values, and compute buffers. Collective."""
+    """Allocate the shards of `model` without values, and compute its buffers. Collective.
+
+    Raises:
+        LoadingError: the model has adapters; their checkpoints do not hold the base.
+    """
     if has_adapters(model):
         raise LoadingError(
             "a checkpoint of adapters does not hold the base: load it with load_pretrained or "
@@ -83,7 +88,10 @@ def materialise(
 def _fill_model(
     model: PreTrainedModel, device: torch.device, home: torch.device | None, seed: int | None
 ) -> None:
-    """Compute buffers, and draw parameters from `seed`; without a seed only allocate them."""
+    """Compute all buffers, allocate all parameters, and draw their values if `seed` is not None.
+
+    Collective.
+    """
     fill_tensors(model, home or device, tied_families(model), dict(model.named_buffers()), seed)
     model.tie_weights()
     finish_placement(model, device)
@@ -96,9 +104,14 @@ def fill_tensors(
     buffers: Iterable[str],
     seed: int | None,
 ) -> None:
-    """Compute the `buffers`, and draw the `parameters` on `home`.
+    """Compute some buffers, and allocate some parameters on `home`, in place.
 
-    Without a seed the parameters only get memory.
+    Args:
+        model: sharded or not.
+        home: device of the parameters.
+        parameters: names of parameters to allocate.
+        buffers: names of buffers to compute.
+        seed: seed of the parameters' values; None leaves them uninitialised.
     """
     built = build_with_buffers(model)
     for name in buffers:
@@ -118,7 +131,14 @@ def fill_tensors(
 def init_adapters(
     model: nn.Module, device: torch.device, home: torch.device | None, seed: int
 ) -> None:
-    """Give the adapters of `model`, if it has any, their first values. Collective."""
+    """Set the first values of the adapters of `model`. Does nothing without adapters. Collective.
+
+    Args:
+        model: the model; its base is loaded.
+        device: device of the run.
+        home: device of the parameters; None: `device`.
+        seed: seed of the values.
+    """
     if not has_adapters(model):
         return
     families = tied_families(model)
@@ -134,10 +154,10 @@ def init_adapters(
 
 
 def finish_placement(model: nn.Module, device: torch.device) -> None:
-    """Move buffers and unsharded parameters to `device`, which offload does not keep on the host.
+    """Move all buffers and all unsharded parameters to `device`; CPU offload covers shards only.
 
     Raises:
-        LoadingError: a tensor is still on meta, or two tied parameters are no longer one.
+        LoadingError: a tensor is still on meta, or two tied parameters are no longer the same.
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
     tensors = [*by_name.items(), *model.named_buffers()]
@@ -163,7 +183,14 @@ def finish_placement(model: nn.Module, device: torch.device) -> None:
 def place_parameter(
     model: nn.Module, names: list[str], part: torch.Tensor, reference: torch.Tensor
 ) -> None:
-    """Store this rank's `part` under all of `names`, laid out as `reference` is."""
+    """Store this rank's part of a parameter in `model`, under all its tied names.
+
+    Args:
+        model: the model.
+        names: all names of the parameter.
+        part: this rank's part; it is cast to the dtype of `reference`.
+        reference: the present parameter or buffer, which gives sharding, dtype and `requires_grad`.
+    """
     value: torch.Tensor = part.to(reference.dtype)
     if isinstance(reference, DTensor):
         value = like_dtensor(reference, value)
@@ -175,7 +202,7 @@ def place_parameter(
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace a parameter or a buffer by `value`."""
+    """Replace the parameter or buffer `name` of `model` by `value`."""
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, value)
 
@@ -186,14 +213,17 @@ _DRAWN = "_is_hf_initialized"  # transformers does not initialise parameters wit
 def build_with_buffers(
     model: PreTrainedModel, seed: int = 0, in_memory: Iterable[tuple[type, str]] = ()
 ) -> PreTrainedModel:
-    """Build `model` again, unsharded and in fp32: buffers in host memory, parameters on meta.
+    """Build `model` again, unsharded and in fp32, with buffers on the CPU and parameters on meta.
 
-    `from_pretrained` computes buffers in fp32, too, and rounds once.
+    `from_pretrained` also computes buffers in fp32 and rounds them once.
 
     Args:
         model: sharded or not.
-        seed: of the constructors' draws.
-        in_memory: parameters that get values, as (class of the module, name in it).
+        seed: seed of values that constructors draw.
+        in_memory: (module class, parameter name) of parameters that are built with values.
+
+    Raises:
+        LoadingError: the architecture cannot be built again.
     """
     # Parameters on meta are marked as drawn, so that their constructors draw nothing.
     guard = transformers_private("initialization", "guard_torch_init_functions")
@@ -212,18 +242,18 @@ def build_with_buffers(
 def draw_values(
     model: PreTrainedModel, built: PreTrainedModel, names: Iterable[str], seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, first value) of the parameters `names`: complete, in fp32, on the CPU.
+    """Yield (name, initial value) of parameters: full tensors in fp32 on the CPU.
 
-    Needs the memory of one module's own parameters.
+    Holds the parameters of one module in memory at a time.
 
     Args:
         model: sharded or not.
-        built: of `model` by `build_with_buffers`.
-        names: of parameters.
-        seed: of the run.
+        built: result of `build_with_buffers` for `model`.
+        names: parameters to draw.
+        seed: seed of the run.
 
     Raises:
-        LoadingError: a parameter gets no value, or cannot be drawn alone.
+        LoadingError: the architecture does not set a parameter, or not without other modules.
     """
     modules: dict[str, dict[str, str]] = {}  # module -> leaf -> requested name
     for name in names:
@@ -255,7 +285,14 @@ def draw_values(
 def _draw_module_parameters(
     built: PreTrainedModel, path: str, leaves: Iterable[str], seed: int
 ) -> Tensors:
-    """Draw the first values of parameters of the module `path`; unwritten values are NaN."""
+    """Draw initial values of some parameters of one module; values that no code sets are NaN.
+
+    Args:
+        built: result of `build_with_buffers`; it is unchanged afterwards.
+        path: name of the module.
+        leaves: names of the parameters within the module.
+        seed: seed of the run.
+    """
     from transformers.initialization import guard_torch_init_functions
 
     around = [(built, built.get_submodule(""))]
@@ -280,7 +317,7 @@ def _draw_module_parameters(
 
 
 def _nan_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Create a parameter in host memory that holds NaN, with the same marks."""
+    """Create a CPU parameter of NaN (0 for integers), with the Python attributes of `parameter`."""
     fill = float("nan") if parameter.is_floating_point() else 0
     unwritten_parameter = nn.Parameter(
         torch.full_like(parameter, fill, device="cpu"), parameter.requires_grad
@@ -291,7 +328,7 @@ def _nan_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _no_value_error(model: nn.Module, name: str, why: str) -> LoadingError:
-    """Build the error for a parameter without a first value."""
+    """Build the exception for a parameter or module whose initial values cannot be drawn."""
     return LoadingError(
         f"the first values of {name} of {type(model).__name__} cannot be drawn ({why}); save a "
         "random start with transformers and load that"
@@ -300,7 +337,11 @@ def _no_value_error(model: nn.Module, name: str, why: str) -> LoadingError:
 
 @contextlib.contextmanager
 def _construct_parameters_on_meta(exceptions: set[tuple[type, str]]) -> Iterator[None]:
-    """Let modules that are built keep their parameters on meta, apart from `exceptions`."""
+    """Within the context, put the parameters of all new modules on meta, except for some.
+
+    Args:
+        exceptions: (module class, parameter name) of parameters that keep their values.
+    """
     register = nn.Module.register_parameter
     in_memory = set[nn.Parameter]()
 

@@ -37,7 +37,7 @@ from toolkit.tables import size_text
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Counts of the tensors and bytes that one rank read."""
+    """Statistics of loading a checkpoint, as seen by one rank."""
 
     tensors: int  # tensors in the checkpoint
     file_bytes: int  # bytes of those tensors
@@ -55,16 +55,18 @@ def load_or_init(
     empty: bool = False,
     say: Callable[[str], object] = ranks.log_once,
 ) -> None:
-    """Materialise a sharded model on `device` at the start of a run. Collective.
+    """Give a sharded model on meta its first values: load or draw them. Collective.
+
+    Logs the source of the weights.
 
     Args:
-        sharded: the model, on meta.
-        cfg: where its weights come from.
-        device: that computes.
-        seed: of random weights, and of the first values of adapters.
-        empty: a checkpoint of the run is restored next, which holds all values except those of a
-            base under adapters.
-        say: prints a line, on one rank.
+        sharded: the model.
+        cfg: name and revision of the weights, and whether they are drawn at random.
+        device: device of the run.
+        seed: seed of random weights and of new adapters.
+        empty: True if a checkpoint of the run is restored next. Then weights are only allocated,
+            except for a base under adapters, which run checkpoints do not hold.
+        say: function that logs a line on one rank.
     """
     model = sharded.model
     home = sharded.home
@@ -97,26 +99,26 @@ def load_pretrained(
     home: torch.device | None = None,
     prove: bool = True,
 ) -> LoadReport:
-    """Load the weights of a Hugging Face checkpoint into `model` on `device`. Collective.
+    """Load a Hugging Face checkpoint into `model`, and initialise its adapters. Collective.
 
-    Every rank reads only its slices of each tensor, cast to the parameter's storage dtype. Memory
-    beyond the shards stays below the largest tensor. Under adapters the weights are those of the
-    base.
+    Every rank reads only its slices of each tensor, cast to the parameter's storage dtype. In
+    addition to the shards, memory holds at most the largest tensor. If there are adapters, the base
+    is loaded.
 
     Args:
         model: from `build_on_meta` or `add_adapters`, sharded or not.
         path: folder or Hub id of the checkpoint (safetensors).
-        device: that computes.
-        seed: of parameters that the checkpoint lacks: the head of a new reward model, and the
-            adapters' first values. They are the same for any number of ranks.
-        home: device of the parameters, if not `device` (`Sharded.home`).
-        prove: compare memory with the files, which are read a second time; see [Note: proof of a
+        device: device of the run.
+        seed: seed of parameters that the checkpoint lacks: the head of a new reward model, and
+            adapters. They are the same for any number of ranks.
+        home: device of the parameters, if it is not `device` (`Sharded.home`).
+        prove: read the files a second time and compare them with memory; see [Note: proof of a
             load].
 
     Raises:
-        LoadingError: on every rank, with the names of the tensors: missing or unexpected keys,
-            other shapes, a damaged file, a parameter still on meta, values that differ from the
-            file's, NaN or infinity in trained parameters.
+        LoadingError: on every rank, with the names of the tensors: keys are missing or unexpected,
+            shapes differ, a file is damaged, a parameter is still on meta, values differ from those
+            in the files, or trained parameters hold NaN or infinity.
     """
     begun = time.perf_counter()
     target = torch.device(device)
@@ -148,12 +150,13 @@ def load_pretrained(
 
 @ranks.collective
 def check_weights_fit(model: nn.Module, cfg: ModelConfig) -> None:
-    """Check that the weights fit `model`, before their bytes are read. Collective.
+    """Raise unless the checkpoint of `cfg` fits `model`, judged by the file headers. Collective.
 
-    Runs the load from the headers on a copy of `model`, which is not sharded yet.
+    Simulates the load on a meta copy of `model`, which must not be sharded yet. Also logs which
+    parts of the checkpoint are not loaded. Does nothing for random weights.
 
     Raises:
-        LoadingError: tensors are missing, unknown or of another shape.
+        LoadingError: tensors are missing, unexpected or of another shape, or a file is damaged.
     """
     if cfg.init == "random":
         return
@@ -167,9 +170,9 @@ def check_weights_fit(model: nn.Module, cfg: ModelConfig) -> None:
 
 
 def _read_entries(model: PreTrainedModel, files: list[Path]) -> dict[str, formats.StoredTensor]:
-    """Read the headers of the tensors in `files`.
+    """Read the headers of the weight files, without the tensors that `model` skips.
 
-    The head of a causal LM from which a reward model is built is skipped.
+    A reward model that is built from a causal LM skips that model's head.
     """
     assets = formats.assets_of(model)
     skipped = {part for key in assets.head_left_out for part in assets.stored.get(key, (key,))}
@@ -182,7 +185,10 @@ def _log_unloaded_parts(
     cfg: ModelConfig,
     entries: dict[str, formats.StoredTensor],
 ) -> None:
-    """Log which parts of the checkpoint are not loaded, and record from where exports copy them."""
+    """Log which parts of the checkpoint are not loaded or are loaded in another form.
+
+    Also records in the assets the source of the tensors that exports copy.
+    """
     assets = formats.assets_of(model)
     if assets.drawn:
         names = ", ".join(assets.head_left_out)
@@ -221,14 +227,15 @@ def _log_unloaded_parts(
 def find_load_problems(
     model: PreTrainedModel, entries: dict[str, formats.StoredTensor]
 ) -> dict[str, list[str]]:
-    """Find the reasons why transformers could not load `entries` into `model`.
+    """Simulate a load on meta, and return why transformers could not load the tensors into `model`.
 
     Args:
         model: on meta and not sharded; it is not changed.
-        entries: the tensors of a checkpoint.
+        entries: tensor name -> location, of the checkpoint.
 
     Returns:
-        Kind of problem -> tensors.
+        Description of the problem -> names of its tensors. {} if there are none, or if a conversion
+        needs values.
     """
     meta = torch.device("meta")
     sources = {}
@@ -252,10 +259,11 @@ def find_load_problems(
 def _read_slices(
     model: PreTrainedModel, folder: Path, path: str, device: torch.device, home: torch.device
 ) -> tuple[Any, tuple[int, int, int]]:
-    """Read this rank's slices.
+    """Read this rank's slices of all tensors into `model`. Collective.
 
     Returns:
-        The account of keys, and (tensors, bytes, requested bytes).
+        (transformers' loading report, (number of tensors in the checkpoint, their bytes, bytes that
+        this rank requested)).
     """
     entries = _read_entries(model, formats.weight_files(folder, path))
     _check_shapes(model, entries)
@@ -292,7 +300,20 @@ def _finish_load(
     frozen: set[str],
     seed: int,
 ) -> None:
-    """Tie, compute buffers and missing parameters, and refuse an incomplete load."""
+    """Tie weights, fill missing tensors, and move all to their devices. Collective.
+
+    Args:
+        model: the model, after `_read_slices`.
+        device: device of the run.
+        home: device of the parameters.
+        folder: the checkpoint, for the message.
+        info: transformers' loading report.
+        frozen: names of parameters that do not require a gradient.
+        seed: seed of parameters that the checkpoint lacks.
+
+    Raises:
+        LoadingError: keys are missing or unexpected, or shapes differ.
+    """
     convert.tie_and_filter_keys(model, info)
     for name, parameter in _named_parameters(model).items():
         # The loader creates new parameters, which all require a gradient.
@@ -308,7 +329,7 @@ def _finish_load(
 def _raise_problems(
     model: PreTrainedModel, folder: Path, problems_by_kind: dict[str, list[str]]
 ) -> None:
-    """Raise a LoadingError if there are problems."""
+    """Raise a LoadingError that lists the problems from `key_problems`, if there are any."""
     if problems_by_kind:
         raise LoadingError(
             f"{folder} does not fit {model_class_name(model)} as its config.json describes it: "
@@ -318,7 +339,7 @@ def _raise_problems(
 
 
 def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.StoredTensor]) -> None:
-    """Compare shapes with the headers, before a byte is read."""
+    """Raise LoadingError if a tensor's shape in the file headers differs from the model's."""
     state = model.state_dict(keep_vars=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     shapes |= {name: layer.shape for name, layer in packed_weights(model).items()}
@@ -334,7 +355,7 @@ def _check_shapes(model: PreTrainedModel, entries: dict[str, formats.StoredTenso
 
 
 def _resized_rows(model: PreTrainedModel, name: str, entry: formats.StoredTensor) -> int | None:
-    """Return the new number of rows of a tensor that `resize_embeddings` changed, else None."""
+    """Return the number of rows that `resize_embeddings` gave a tensor; None if unchanged."""
     before = formats.assets_of(model).resized
     if not entry.shape or entry.shape[0] not in before.values():
         return None
@@ -346,5 +367,5 @@ def _resized_rows(model: PreTrainedModel, name: str, entry: formats.StoredTensor
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Map every name, tied ones included, to its parameter."""
+    """Return name -> parameter, with every name of a tied parameter."""
     return dict(model.named_parameters(remove_duplicate=False))

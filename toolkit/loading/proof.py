@@ -41,17 +41,19 @@ _MOVES = {
 
 
 def untied_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Collect the parameters and saved buffers of `model`, tied ones once."""
+    """Return all parameters and persistent buffers by name; a tied parameter appears once."""
     aliases = tied_names(model)
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if name not in aliases}
 
 
 def compute_base_sums(model: PreTrainedModel) -> dict[str, int]:
-    """Compute the checksums of the tensors of a loaded base, for its checkpoints. Collective.
+    """Compute the row sum of every tensor of a loaded base model. Collective.
+
+    Run checkpoints record them, and a resume compares them. See [Note: proof of a load].
 
     Raises:
-        LoadingError: the ranks hold different copies of a tensor.
+        LoadingError: the ranks hold different replicas of a tensor.
     """
     sums = whole_sums(untied_tensors(model)) or {}
     if different := sorted(name for name, total in sums.items() if not total.copies_agree()):
@@ -62,19 +64,19 @@ def compute_base_sums(model: PreTrainedModel) -> dict[str, int]:
 
 
 def prove_load(model: PreTrainedModel, entries: Mapping[str, formats.StoredTensor]) -> str:
-    """Compare the tensors of a loaded `model` with its files. Collective.
+    """Compare the checksums of a loaded model with those of its files. Collective.
 
-    See [Note: proof of a load].
+    The ranks divide the files among themselves. See [Note: proof of a load].
 
     Args:
         model: loaded, without adapters.
-        entries: the tensors in its files.
+        entries: tensor name -> location in the files.
 
     Returns:
-        A log line; empty if the other ranks do not exist.
+        A log line about the result; "" if the process group is simulated.
 
     Raises:
-        LoadingError: tensors differ; names them.
+        LoadingError: tensors differ; the error names them.
     """
     begun = time.perf_counter()
     tensors = untied_tensors(model)
@@ -123,9 +125,16 @@ def _drop_cast_nan(
     entries: Mapping[str, formats.StoredTensor],
     tensors: Mapping[str, torch.Tensor],
 ) -> list[str]:
-    """Drop the names of tensors that were cast and hold NaN. Collective.
+    """Remove the tensors that were cast and hold NaN from a list of differing tensors. Collective.
 
-    Which NaN a cast produces depends on the place in memory. `check_finite` names such tensors.
+    A cast may produce different bits of NaN in file and memory, which is no damage. `check_finite`
+    reports NaN.
+
+    Args:
+        wrong: names of tensors whose checksums differ.
+        groups: parameter name -> the stored tensors that it is loaded from.
+        entries: stored tensor name -> location.
+        tensors: parameter name -> loaded tensor.
     """
 
     def is_cast_nan(name: str) -> bool:
@@ -138,9 +147,13 @@ def _drop_cast_nan(
 
 
 def check_finite(model: nn.Module, path: str) -> None:
-    """Raise a LoadingError if a trained parameter of `model` holds NaN or infinity. Collective.
+    """Raise a LoadingError if a trained parameter holds NaN or infinity on any rank. Collective.
 
-    Frozen parameters only cause a warning. Reads this rank's parts once.
+    Logs a warning for frozen parameters instead. Reads every local part once.
+
+    Args:
+        model: the loaded model.
+        path: the checkpoint, for the message.
     """
     # Packed bytes are no numbers.
     packed = packed_weights(model)
@@ -172,12 +185,12 @@ def check_finite(model: nn.Module, path: str) -> None:
 
 
 def _format_first_names(names: list[str]) -> str:
-    """Format the first three names and the number of the others."""
+    """Format the first three names, and how many more there are."""
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def _format_fault(problem: str, names: list[str]) -> str:
-    """Format the error for tensors that differ after a load."""
+    """Format the error message for tensors that differ after a load."""
     return (
         f"{problem}: {len(names)} tensor(s) differ after the load: {_format_first_names(names)}. A "
         "device, its driver, the disk or the memory of a machine is at fault; start again, without "
@@ -190,12 +203,11 @@ def _find_comparable(
     entries: Mapping[str, formats.StoredTensor],
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, LoadGroup], dict[str, LoadGroup], int]:
-    """Find the parameters that can be compared with the files.
+    """Find the parameters whose values in memory can be compared with the files.
 
     Returns:
-        Three values: the groups of parameters whose values a load copies, by name; the groups of
-        parameters whose elements it only rearranges, by name; the number of all other tensors,
-        whose values are computed and cannot be compared.
+        (parameters that are copied from a stored tensor, parameters whose elements a load only
+        rearranges, number of all other tensors). The first two map a name to its load group.
     """
     assets = formats.assets_of(model)
     packed = packed_weights(model)
@@ -229,7 +241,7 @@ def _count_elements(entry: formats.StoredTensor) -> int:
 
 
 def _group_bytes(group: LoadGroup, entries: Mapping[str, formats.StoredTensor]) -> int:
-    """Count the bytes of a group's tensors."""
+    """Sum the sizes of a group's stored tensors, in bytes."""
     return sum(entries[key].nbytes for key in group.keys)
 
 
@@ -240,7 +252,14 @@ def _checksum_in_files(
     *,
     in_rows: bool,
 ) -> int:
-    """Compute the checksum of a group's tensors as the files hold them, cast to `dtype`."""
+    """Read the stored tensors of a group, cast them, and compute their checksum.
+
+    Args:
+        group: the tensors.
+        entries: tensor name -> location.
+        dtype: the parameter's dtype.
+        in_rows: compute the row sum. If False, compute the sum that ignores the order of elements.
+    """
     total = 0
     for key in group.keys:
         for first, rows in _read_cast_blocks(entries[key], dtype):
@@ -251,7 +270,7 @@ def _checksum_in_files(
 def _read_cast_blocks(
     entry: formats.StoredTensor, dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (index of the first row, rows) of a stored tensor, cast as a load casts them."""
+    """Yield (index of the first row, rows) of a stored tensor, with floats cast to `dtype`."""
     kind = dtype if entry.dtype.is_floating_point else entry.dtype
     for first, rows in formats.read_blocks(entry, kind.itemsize):
         yield first, (rows if len(entry.shape) > 1 else rows.reshape(-1, 1)).to(kind)
