@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def next_command(run: Path, finetuned: bool) -> str:
-    """Format the command to try after a demo."""
+    """Format the command that the demo suggests to run next."""
     if not finetuned:
         return "make demo-finetune" + (f" RUN={run}" if run != Path("runs/demo") else "")
     merged = run.with_name(run.name + "-finetune-merged")
@@ -66,7 +66,12 @@ SHORT = (
 
 
 def pretrain(run: Path, fresh: bool) -> int:
-    """Train the demo's model, export it and generate a text; return the exit code."""
+    """Pretrain the demo's model, export it and generate a text; return the exit code.
+
+    Args:
+        run: the run directory.
+        fresh: True: delete an earlier demo run first; False: resume it.
+    """
     export = run.with_name(run.name + "-hf")
     if not delete_old_outputs(run, "tiny_llama", fresh, export):
         return 1
@@ -82,7 +87,14 @@ def pretrain(run: Path, fresh: bool) -> int:
 
 
 def finetune(base_run: Path, fresh: bool) -> int:
-    """Fine-tune the demo's model with LoRA, export, merge, and query it; return the exit code."""
+    """Fine-tune the demo's model with LoRA, export, merge, and query it; return the exit code.
+
+    Pretrains the model first if it has no export.
+
+    Args:
+        base_run: the run directory of the pretraining demo.
+        fresh: True: delete an earlier demo run first; False: resume it.
+    """
     base = base_run.with_name(base_run.name + "-hf")
     run = base_run.with_name(base_run.name + "-finetune")
     adapter, merged = run.with_name(run.name + "-hf"), run.with_name(run.name + "-merged")
@@ -109,7 +121,17 @@ def finetune(base_run: Path, fresh: bool) -> int:
 
 
 def delete_old_outputs(run: Path, mark: str, fresh: bool, *exports: Path) -> bool:
-    """Delete old exports, and the run if `fresh`; return False if the run is not the demo's."""
+    """Delete the exports of an earlier demo and, if `fresh`, its run.
+
+    Args:
+        run: the run directory.
+        mark: text by which `config.yaml` of a demo run is recognised.
+        fresh: whether to delete the run, too.
+        exports: folders to delete.
+
+    Returns:
+        False, without deleting anything, if the directory holds a run of another config.
+    """
     config = run / "config.yaml"
     if config.is_file() and mark not in config.read_text("utf-8"):
         print(f"{run} holds a run that is not the demo's; give another RUN", file=sys.stderr)
@@ -126,7 +148,7 @@ def delete_old_outputs(run: Path, mark: str, fresh: bool, *exports: Path) -> boo
 
 
 def launch(recipe: str, run: Path, *more: object) -> int:
-    """Start a recipe with its tiny config and further flags; return the exit code."""
+    """Run a training command with its tiny config and more flags; return the exit code."""
     kind = find_shipped_kind(recipe)
     assert kind is not None
     config = f"recipes/configs/{recipe}_tiny.yaml"
@@ -136,7 +158,7 @@ def launch(recipe: str, run: Path, *more: object) -> int:
 
 
 def launcher_flags() -> list[str]:
-    """Build the flags of the launcher: all GPUs, or two CPU processes if there are none."""
+    """Return flags of `toolkit` that launch on all GPUs, or on two CPU processes without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -147,14 +169,14 @@ def launcher_flags() -> list[str]:
 
 
 def run_script(script: str, *arguments: object) -> int:
-    """Print and run an installed script from the repository's root; return its exit code."""
+    """Print and run an installed script in the repository's root; return its exit code."""
     command = [str(part) for part in (Path(sys.executable).parent / script, *arguments)]
     print(f"\n$ {shlex.join(command)}", flush=True)
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
 def load_export(folder: Path) -> Any:
-    """Load an export with plain transformers."""
+    """Load an exported model with plain transformers, and print missing and unexpected keys."""
     from transformers import AutoModelForCausalLM
 
     print(f"\n$ AutoModelForCausalLM.from_pretrained({str(folder)!r})", flush=True)
@@ -166,7 +188,7 @@ def load_export(folder: Path) -> Any:
 
 
 def generate_text(model: Any, tokenizer: Path, prompt: Any, tokens: int) -> str:
-    """Generate the continuation of a text, or the answer to turns; the same each time."""
+    """Generate a continuation of a text, or an answer to chat turns, with a fixed seed."""
     from transformers import pipeline, set_seed
 
     set_seed(0)
@@ -177,7 +199,7 @@ def generate_text(model: Any, tokenizer: Path, prompt: Any, tokens: int) -> str:
 
 
 def print_losses(run: Path) -> None:
-    """Print the first and the last loss of a run."""
+    """Print the first and the last training loss of a run."""
     lines = [line for line in read_metrics(run) if "loss" in line]
     first, last = (f"{line['loss']:.4f} (step {line['step']})" for line in (lines[0], lines[-1]))
     print(f"\nloss     {first} -> {last}")

@@ -52,7 +52,8 @@ def prepare_data(
 ) -> "TrainingData":
     """Read, encode and check the data of a run.
 
-    Encodes on all cores, once; later starts read the cache. Collective.
+    Rows are encoded on all CPU cores and cached on disk, so later starts read the cache.
+    Collective.
 
     Args:
         cfg: settings of the run; `cfg.rows` names the row format.
@@ -60,9 +61,9 @@ def prepare_data(
             the stop tokens with which it is trained.
         model_cfg: settings of the model with the tokenizer that the run uses.
         run: the device of this rank, and how it loads samples.
-        mesh: the ranks of the run, of which `mesh.data` read different samples.
-        metrics: metrics of an evaluation (`Objective.metrics`), which
-            `checkpoint.metric_for_best_model` may name.
+        mesh: the ranks of the run; those of `mesh.data` read different samples.
+        metrics: metrics that an evaluation computes. The setting
+            `checkpoint.metric_for_best_model` must name one of them.
 
     Raises:
         DataError: the tokenizer, a file or a row cannot be used; a source has no supervised token;
@@ -89,20 +90,20 @@ def prepare_data(
 
 
 def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
-    """Build the supervision report of a config: how a run would read, supervise and pack its data.
+    """Report how a run with these settings would read, supervise and pack its data.
 
-    One process, without weights. A stream is checked as a run checks it, and then read completely;
-    nothing is split off it for evaluations.
+    Runs in one process and loads no weights. Streams are read completely, and no evaluation split
+    is taken from them.
 
     Args:
         cfg: settings of the run.
         samples: number of examples to show from each source.
 
     Returns:
-        The report (`build_supervision_report`), with the `packing` and the reason for it (`why`).
+        The report of `build_supervision_report`, plus `packing` and the reason for it (`why`).
 
     Raises:
-        ToolkitError: the run would fail with the same error.
+        ToolkitError: the data cannot be used; a run would fail with the same error.
     """
     if cfg.train.per_device_train_batch_size == "auto":
         cfg = replace(cfg, train=replace(cfg.train, per_device_train_batch_size=1))
@@ -120,13 +121,14 @@ def inspect_data(cfg: FinetuneConfig, samples: int = 3) -> dict[str, Any]:
 
 
 def build_encoder(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel) -> Encoder:
-    """Create the encoder of the run's rows, with the tokenizer and chat template of the run.
+    """Create the encoder of the run's rows, with its tokenizer and chat template.
 
-    `data.chat_template` and the defaults of `data.chat_template_kwargs` become part of the model's
-    assets, so that an export is used with the template that it was trained with.
+    If `data.chat_template` or `data.chat_template_kwargs` is set, the resulting template becomes
+    part of the model's assets, so that exports contain it.
 
     Raises:
-        DataError: `train.eval_prompts` is set and there is no tokenizer.
+        DataError: `train.eval_prompts` is set without a tokenizer, or there is no chat template.
+        ConfigError: the chat template has no variable of `data.chat_template_kwargs`.
     """
     tokenizer = load_tokenizer(model_cfg)
     if isinstance(cfg, FinetuneConfig) and cfg.train.eval_prompts and tokenizer is None:
@@ -144,7 +146,9 @@ def build_encoder(cfg: RunConfig, model_cfg: ModelConfig, model: PreTrainedModel
 def _use_chat_template(
     data: FinetuneDataConfig, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> None:
-    """Give the tokenizer and the assets of the model the chat template that the run renders.
+    """Set the run's chat template in the tokenizer and in the model's assets.
+
+    Does nothing if neither `data.chat_template` nor `data.chat_template_kwargs` is set.
 
     Raises:
         ConfigError: the template has no variable of `data.chat_template_kwargs`.
@@ -163,13 +167,16 @@ def _use_chat_template(
 def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_size: int) -> Feed:
     """Read and encode the sources of a run, and build the feed of its micro-batches.
 
-    Encoded rows are cached on disk, so one rank should call this first.
+    Encoded rows are cached on disk. Call this on one rank first, so that the others read the cache.
 
     Args:
         cfg: settings of the run.
         encoder: the encoder of its rows.
         choice: how rows become samples.
         world_size: number of ranks that read different samples.
+
+    Raises:
+        DataError: a file or a row cannot be used, or a source has no supervised token or no sample.
     """
     data, train = cfg.data, cfg.train
     row_format = encoder.row_format
@@ -224,7 +231,7 @@ def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_
 
 
 def _warn_of_shared_files(train: Sequence[DataSource], evals: Sequence[DataSource]) -> None:
-    """Log the files that are both trained on and evaluated on."""
+    """Log a warning if a file is both trained on and evaluated on."""
     train_files = {os.path.realpath(file) for source in train for file in source.files}
     eval_files = {os.path.realpath(file) for source in evals for file in source.files}
     if shared := sorted(train_files & eval_files):
@@ -236,7 +243,7 @@ def _warn_of_shared_files(train: Sequence[DataSource], evals: Sequence[DataSourc
 
 
 def _warn_of_unused_variables(data: DataConfig, sources: Sequence[DataSource]) -> None:
-    """Log that `data.chat_template_kwargs` is set although no source uses a chat template."""
+    """Log a warning if `data.chat_template_kwargs` is set but no source uses a chat template."""
     values = data.chat_template_kwargs if isinstance(data, FinetuneDataConfig) else {}
     if values and not any(source.layout.uses_template for source in sources):
         formats = ", ".join(dict.fromkeys(source.layout.title for source in sources))
@@ -249,7 +256,7 @@ def _warn_of_unused_variables(data: DataConfig, sources: Sequence[DataSource]) -
 
 @dataclass(frozen=True)
 class PackingChoice:
-    """How rows become samples, and whether attention needs a mask to separate documents."""
+    """The packing of a run with its reason, and whether attention needs a mask for documents."""
 
     packing: Packing
     """`data.packing`, with `auto` decided."""
@@ -267,16 +274,16 @@ class PackingChoice:
 def choose_packing(
     data: DataConfig, model: PreTrainedModel, rows: int, device: str = "cpu"
 ) -> PackingChoice:
-    """Decide how rows become samples; `data.packing: auto` packs if the model allows it.
+    """Choose the packing of a run; `data.packing: auto` packs rows if the model supports it.
 
-    Tries packed samples on a tiny copy of the model, which takes 0.1 to 2 seconds for most types.
-    Not collective.
+    Unless `data.packing` is `none`, this runs packed samples through a tiny copy of the model. That
+    takes 0.1 to 2 seconds for most types. Not collective.
 
     Args:
         data: settings of the data.
         model: the model on meta.
         rows: number of samples in a micro-batch.
-        device: type of the device that the run uses.
+        device: type of the device on which the run trains, such as "cuda".
 
     Raises:
         DataError: `data.packing` is bfd, and the model lets packed samples see each other.
@@ -305,7 +312,17 @@ def choose_packing(
 
 
 def check_data(data: "TrainingData", metrics: Sequence[Metric] = TOKEN_METRICS) -> None:
-    """Refuse data that cannot be trained on with these settings; see `prepare_data`. Collective."""
+    """Raise an error if the run cannot train on its data with these settings. Collective.
+
+    Args:
+        data: the data of the run.
+        metrics: metrics that an evaluation computes.
+
+    Raises:
+        DataError: there is too little data, or no supervised token; ranks read different data; the
+            global batch does not divide over the ranks; or `max_repeats` ends the data too early.
+        ConfigError: a setting needs an evaluation or a metric that the run does not have.
+    """
     ranks.on_all(lambda: data.feed.check_enough(data.run.world_size))
     state = data.position.state_dict()
     states = [state] if ranks.all_equal(state) else ranks.gather(state)
@@ -323,12 +340,17 @@ def check_data(data: "TrainingData", metrics: Sequence[Metric] = TOKEN_METRICS) 
 
 
 def _check_evaluations(cfg: Any, sources: list[str], metrics: Sequence[Metric]) -> None:
-    """Refuse settings that need an evaluation or a metric that this run does not have.
+    """Raise an error if a setting needs an evaluation or a metric that this run does not have.
+
+    Logs a warning for settings that have no effect without evaluations.
 
     Args:
         cfg: settings of the run.
         sources: names of the sources that are evaluated on.
-        metrics: metrics of an evaluation.
+        metrics: metrics that an evaluation computes.
+
+    Raises:
+        ConfigError: the message names the setting.
     """
     settings = {
         "checkpoint.keep_best": bool(cfg.checkpoint.keep_best),
@@ -363,7 +385,7 @@ def _check_evaluations(cfg: Any, sources: list[str], metrics: Sequence[Metric]) 
 
 @dataclass(eq=False)
 class TrainingData:
-    """The data of a run as the loop of a recipe reads it; created by `prepare_data`."""
+    """The data of a run, as a recipe's training loop uses it; created by `prepare_data`."""
 
     cfg: RunConfig
     feed: Feed
@@ -379,12 +401,12 @@ class TrainingData:
 
     @property
     def position(self) -> Position:
-        """How far the run has read; part of every checkpoint."""
+        """The position of the run in its data; part of every checkpoint."""
         return self.feed.position
 
     @property
     def max_steps(self) -> int:
-        """Number of optimizer steps of the run, with the global batch of a resumed checkpoint."""
+        """Number of optimizer steps of the run, at the global batch of a resumed checkpoint."""
         train = self.cfg.train
         if train.max_steps == -1:
             return self.feed.steps_for(train.num_train_epochs)
@@ -398,18 +420,18 @@ class TrainingData:
 
     @property
     def accumulation(self) -> int:
-        """Number of micro-batches of a rank in a step."""
+        """Number of micro-batches of a rank in a step (gradient accumulation)."""
         size = self.cfg.train.micro_batch
         return accumulation_for(self.position.global_batch, size, self.run.world_size)
 
     @property
     def tokens_per_step(self) -> int:
-        """Mean number of tokens of a global batch, without padding."""
+        """Mean number of tokens of a global batch, without padding, rounded."""
         return round(self.feed.tokens_of_step())
 
     @cached_property
     def evals(self) -> dict[str, Iterable[Batch]]:
-        """Source name -> this rank's micro-batches to evaluate on; empty if there are none."""
+        """This rank's evaluation micro-batches by source name; empty without evaluation data."""
         train = self.cfg.train
         size = train.per_device_eval_batch_size or train.micro_batch
         return self.feed.evals(self.run, per_device_batch_size=size)
@@ -426,21 +448,23 @@ class TrainingData:
         self.check_steps()
 
     def check_steps(self) -> None:
-        """Refuse a global batch that does not divide, and more steps than the data has.
+        """Raise an error if the steps of the run do not fit its ranks or its data.
 
         Raises:
-            DataError: names the numbers that are possible.
+            DataError: the global batch does not divide over the ranks, or `max_repeats` ends the
+                data before the last step. The message gives the possible numbers.
         """
         # Both properties raise.
         _ = self.accumulation, self.max_steps
 
     def steps(self, *, after: int = 0) -> Iterator[tuple[int, list[Batch]]]:
-        """Yield each step after `after` and this rank's micro-batches of it, up to the last step.
+        """Yield pairs (step, this rank's micro-batches), from step `after + 1` to the last step.
 
-        Call `position.advance()` when a step is done. Collective at the first step.
+        Call `position.advance()` after each step. Collective at the first step.
 
         Raises:
-            DataError: as `load_state_dict` does, or a row of a stream is refused.
+            DataError: the global batch does not divide over the ranks, `max_repeats` ends the data
+                before the last step, or a row of a stream is refused.
         """
         ranks.on_all(self.check_steps)
         read = self.feed.steps(
@@ -452,14 +476,14 @@ class TrainingData:
         yield from enumerate(read, start=after + 1)
 
     def describe_samples(self, step: int) -> list[str]:
-        """Describe the samples that this rank reads in `step`, by source and rows counted from 0.
+        """Describe the samples that this rank reads in `step`: source and row numbers from 0.
 
         Empty for streams, whose samples are not known in advance.
         """
         return self.feed.describe_samples(step - 1, self.run)
 
     def lines(self) -> list[str]:
-        """Format the log lines on the data at the start of a run: sources, packing, batch."""
+        """Format the log lines on sources, packing and batch size for the start of a run."""
         train, size = self.cfg.train, self.position.global_batch
         lines = [f"data       {line}" for line in self.feed.lines()]
         if self.cfg.data.packing != "wrapped":
@@ -483,11 +507,11 @@ class TrainingData:
         return lines
 
     def reading_lines(self) -> list[str]:
-        """Format log lines with the counts of used and skipped rows of streams so far."""
+        """Format log lines that count the rows of streams read so far; empty without a stream."""
         return [f"read       {line}" for line in self.feed.reading_lines()]
 
     def report(self) -> str:
-        """Format the supervision report; empty for documents, and if all rows are streamed."""
+        """Format the supervision report; empty for documents and for runs without encoded rows."""
         has_encoded_rows = isinstance(self.feed, PreparedFeed) or self.feed.eval_sources
         if not has_encoded_rows or self.row_format.is_documents:
             return ""

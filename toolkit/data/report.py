@@ -30,20 +30,18 @@ tokens that the loss covers. `cut_off` counts the truncated tokens, which `token
 def build_supervision_report(
     feed: Feed, tokenizer: Tokenizer | None, samples: int = 2
 ) -> dict[str, Any]:
-    """Report the rows of each source and the share of their tokens that the loss covers.
+    """Count the rows of each source, and the share of their tokens that the loss covers.
 
-    Of streams, only the sources to evaluate on are reported. Costs a pass over the lengths of the
-    examples.
+    Streamed training sources are omitted. Costs a pass over the lengths of the examples.
 
     Args:
         feed: the data of the run.
-        tokenizer: decodes the examples; without one, they are printed as token ids.
-        samples: number of examples from each source.
+        tokenizer: decodes the examples; None: they are shown as token ids.
+        samples: number of examples to show from each source.
 
     Returns:
-        JSON values: `sequence_length`; `sources`, with an entry for each (`_source_entry`); and
-        `total`, with the sums over the sources to train on. The entry of a source of answers with
-        a label also counts its `labels`.
+        A JSON object: `sequence_length`; `sources`, a list with one entry for each source (see
+        `_source_entry`); and `total`, the sums over the training sources.
     """
     train_entries = []
     if isinstance(feed, PreparedFeed):
@@ -65,9 +63,10 @@ def build_supervision_report(
 
 
 def _warn_of_labels(entries: list[dict[str, Any]]) -> None:
-    """Add a warning to sources of labelled answers if one of the two labels is missing in all.
+    """Add a warning to labelled sources if all their answers together have the same label.
 
-    Sources that are trained on together may complete each other. Changes `entries` in place.
+    Changes `entries` in place. Pass all training sources together, because one source may have the
+    label that another lacks.
     """
     labelled = [entry for entry in entries if "labels" in entry]
     for label, other in (("true", "false"), ("false", "true")):
@@ -81,10 +80,10 @@ def _warn_of_labels(entries: list[dict[str, Any]]) -> None:
 
 
 def check_supervised(source: EncodedSource, sequence_length: int) -> None:
-    """Refuse a source without any token that the loss covers.
+    """Raise an error if the loss covers no token of a source.
 
     Raises:
-        DataError: gives the reasons why rows were skipped.
+        DataError: the message counts the skipped rows by reason.
     """
     counts = source.counts
     if counts.supervised:
@@ -105,8 +104,8 @@ def render_report(report: dict[str, Any], *, colour: bool | None = None) -> str:
     """Format a supervision report as text.
 
     Args:
-        report: the report (`build_supervision_report`).
-        colour: whether supervised text is green instead of in [[...]]; None: if stdout is a
+        report: the result of `build_supervision_report`.
+        colour: True: supervised text is green; False: it is in [[...]]; None: green if stdout is a
             terminal.
     """
     colour = sys.stdout.isatty() if colour is None else colour
@@ -135,12 +134,15 @@ def render_report(report: dict[str, Any], *, colour: bool | None = None) -> str:
 def _source_entry(
     source: EncodedSource, part: SourceSamples | None, tokenizer: Tokenizer | None, samples: int
 ) -> dict[str, Any]:
-    """Build the report's entry on a source.
+    """Build the entry of one source in the supervision report, as JSON values.
+
+    It has counts of rows and tokens, reasons for skipped rows, a histogram of lengths, warnings,
+    and decoded examples. A source of labelled answers also has its `labels` counted.
 
     Args:
         source: the encoded rows.
-        part: the samples that the source became; None if it is only evaluated on.
-        tokenizer: decodes the examples.
+        part: counts of the training samples; None if the source is only evaluated on.
+        tokenizer: decodes the examples; None: they are shown as token ids.
         samples: number of examples to include.
     """
     lengths, counts = EncodedRows(source.tokens).lengths(), asdict(source.counts)
@@ -188,7 +190,11 @@ def _source_entry(
 
 
 def _count_lengths(lengths: np.ndarray) -> list[list[int]]:
-    """Count lengths in bins that double, as [from, to, count], without empty bins at both ends."""
+    """Count lengths in bins that double in size.
+
+    Returns:
+        A list [from, to, count] for each bin, from the first bin with a length to the last one.
+    """
     # A length from 2^(p-1) to 2^p - 1 has the power p.
     powers = np.frexp(lengths)[1]
     first, last = int(powers.min()), int(powers.max())
@@ -203,16 +209,16 @@ def _decode_example(
     second: int | None,
     desirable: bool | None,
 ) -> list[dict[str, Any]]:
-    """Split an example into parts of text, each supervised or not.
+    """Decode an example into parts of text with `supervised` flags; see `_decode_parts`.
 
-    Both sides of a pair follow a part that names the side. An answer with a label follows its
-    label, without the answer that it is compared with.
+    For a pair, unsupervised headings name the chosen and the rejected side. For a labelled answer,
+    a heading gives its label, and the second answer, with which it is compared, is omitted.
 
     Args:
         ids: token ids of the example.
-        spans: begin, end, begin, end ... of its supervised tokens.
-        tokenizer: decodes the parts; None: they are token ids.
-        second: position at which the other side of a pair begins; None for other rows.
+        spans: alternating begin and end positions of its supervised tokens.
+        tokenizer: decodes the parts; None: they are shown as token ids.
+        second: position at which the second answer of the row begins; None for rows without one.
         desirable: label of a single answer; None for other rows.
     """
     if second is None:
@@ -233,12 +239,14 @@ def _decode_example(
 def _decode_parts(
     ids: list[int], spans: list[int], tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
-    """Decode tokens as alternating unsupervised and supervised parts.
+    """Decode tokens into alternating unsupervised and supervised parts.
+
+    The first token is never supervised, because nothing predicts it.
 
     Args:
-        ids: the tokens.
-        spans: begin and end of each supervised span, in one flat list.
-        tokenizer: None to print the ids.
+        ids: token ids.
+        spans: alternating begin and end positions of the supervised tokens.
+        tokenizer: decodes the parts; None: they are shown as token ids.
 
     Returns:
         A dict with `text` and `supervised` for each part that is not empty.
@@ -253,7 +261,10 @@ def _decode_parts(
 
 
 def _decode_part(ids: list[int], begin: int, end: int, tokenizer: Tokenizer | None) -> str:
-    """Decode the tokens from `begin` to before `end`."""
+    """Decode tokens `begin` to `end` (excluded) as they read after the tokens before them.
+
+    Without a tokenizer, the result lists the token ids.
+    """
     if tokenizer is None:
         return "".join(f"{token} " for token in ids[begin:end])
 
@@ -269,12 +280,12 @@ def _decode_part(ids: list[int], begin: int, end: int, tokenizer: Tokenizer | No
 
 
 def _source_title(source: Mapping[str, Any]) -> str:
-    """Format the name of a source, and whether it is only evaluated on."""
+    """Format the name of a source, with a note if it is only evaluated on."""
     return f"{source['name']} (to evaluate on)" if source["use"] == "eval" else source["name"]
 
 
 def _source_lines(source: dict[str, Any], sequence_length: int) -> Iterable[str]:
-    """Yield the lines on a source below its title."""
+    """Yield the lines of the text report that describe one source."""
     if source["weight"] is not None or source["max_repeats"] is not None:
         limit = source["max_repeats"]
         repeats = "" if limit is None else f", at most {limit:g} passes"
@@ -315,7 +326,7 @@ def _source_lines(source: dict[str, Any], sequence_length: int) -> Iterable[str]
 
 
 def _draw_histogram(histogram: Sequence[Sequence[int]]) -> list[str]:
-    """Draw a histogram of lengths as text."""
+    """Draw a histogram of lengths as lines of text, one bar of # for each bin."""
     highest = max(count for _, _, count in histogram)
     rows = []
     for begin, end, count in histogram:
@@ -325,7 +336,14 @@ def _draw_histogram(histogram: Sequence[Sequence[int]]) -> list[str]:
 
 
 def _mark_parts(parts: Sequence[Mapping[str, Any]], colour: bool) -> str:
-    """Join the parts of an example, with the supervised ones marked."""
+    """Join the parts of an example into a text in which supervised parts are marked.
+
+    Long texts and long lists of parts are shortened.
+
+    Args:
+        parts: the parts (`_decode_parts`).
+        colour: True: supervised parts are green; False: they are in [[...]].
+    """
     before, after = (_GREEN, _PLAIN) if colour else ("[[", "]]")
     texts = []
     for part in parts[:_MAX_PARTS]:

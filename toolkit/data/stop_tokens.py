@@ -22,9 +22,12 @@ _MIN_SHARE = 0.5
 
 
 def find_stop_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
-    """Find the special tokens in which at least half of a source's first answers end.
+    """Find special tokens that end at least half of the answers in a source's first 64 rows.
 
-    For a stream, only the rows to evaluate on are known.
+    Streamed training sources are ignored.
+
+    Returns:
+        The token ids, ascending; at most one for each source.
     """
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     sources = [*feed.eval_sources, *(feed.sources if isinstance(feed, PreparedFeed) else ())]
@@ -42,10 +45,13 @@ def find_stop_tokens(feed: Feed, tokenizer: Tokenizer) -> list[int]:
 
 
 def add_stop_tokens(model: PreTrainedModel, stop_ids: list[int], tokenizer: Tokenizer) -> str:
-    """Make generation with `model` and with its exports stop at `stop_ids`, too.
+    """Add `stop_ids` to the end-of-sequence ids at which the model stops generating.
+
+    Changes the model's generation config, and its file in the model's assets, which exports
+    contain.
 
     Returns:
-        A log line; empty if generation stops at all of them already.
+        A log line; empty if the model already stops at all of these ids.
     """
     files = assets_of(model).files
     content = parse_json(files[_FILE], _FILE, ModelError) if _FILE in files else {}
@@ -64,7 +70,9 @@ def add_stop_tokens(model: PreTrainedModel, stop_ids: list[int], tokenizer: Toke
 
 
 def set_reward_position(model: PreTrainedModel, tokenizer: Tokenizer) -> str:
-    """Make a reward model and its exports read the reward at the last token before the padding.
+    """Set `pad_token_id`, so that a reward model reads the reward at the last token before padding.
+
+    Changes the model and its assets, which exports contain.
 
     Returns:
         A log line.

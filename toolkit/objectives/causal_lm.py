@@ -11,14 +11,14 @@ from toolkit.training.loss import LossSum, causal_lm_loss
 
 @register(RunConfig)
 class CausalLM(Objective):
-    """The mean cross entropy of the supervised tokens of the global batch."""
+    """The training objective of next-token prediction: mean cross entropy of supervised tokens."""
 
     metrics = TOKEN_METRICS
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """Sum the cross entropy over the supervised tokens of a micro-batch.
 
-        `train.z_loss` and, in fine-tuning, `train.label_smoothing_factor` are added.
+        `train.z_loss` and, in fine-tuning, `train.label_smoothing_factor` add their terms.
         """
         train = self.cfg.train
         return causal_lm_loss(
@@ -30,8 +30,8 @@ class CausalLM(Objective):
         )
 
     def evaluation_loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Sum the plain cross entropy, and count the tokens that the model ranks first.
+        """Sum the cross entropy, and count the targets that the model predicts correctly (argmax).
 
-        Without z-loss and label smoothing, so that evaluations compare between runs.
+        Z-loss and label smoothing are not applied, so that evaluations of different runs compare.
         """
         return causal_lm_loss(model, batch, device_type=self.device_type, accuracy=True)

@@ -46,10 +46,12 @@ def largest_batch(cfg: RunConfig, packing: Packing) -> Batch:
 
 
 def _build_pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
-    """Build one pair per row: equal sides if pairs are packed, otherwise one side of full length.
+    """Build a micro-batch of `rows` pairs whose lengths take the most memory.
 
-    If answers have labels, only the row's own answer is trained, so it is the long side. The
-    answers it is compared with form a separate batch, so the last of several rows has a long one.
+    Packed pairs have two sides of equal length. Padded pairs have one side of nearly full length.
+    If the format compares rows, only the row's own answer is trained, so that side is the long one.
+    The last of several rows has a long second side instead: second sides form a separate
+    batch that is as wide as its longest row.
     """
     length, compares_rows = shape.sequence_length, shape.row_format.compares_rows
     is_equal = shape.packing != "none" and not compares_rows
@@ -64,7 +66,7 @@ def _build_pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
 
 
 def _drop_positions(batch: Batch) -> Batch:
-    """Drop the positions of a batch: borders, which take no memory, separate its documents."""
+    """Return the batch without `position_ids`; document borders separate its documents instead."""
     inputs = {name: x for name, x in batch.inputs.items() if name != "position_ids"}
     halves = None
     if batch.halves is not None:

@@ -27,25 +27,25 @@ from toolkit.training.train_state import StateFile
 
 
 class Objective:
-    """The loss of a run, and everything that depends on it.
+    """The training objective of a run: its loss, metrics, frozen models and checkpoint files.
 
-    A subclass implements `__call__` and overrides what differs from these defaults: the only metric
-    is the loss, nothing has to be prepared, and a micro-batch counts by its supervised tokens. Add
-    it to the objectives with `register`.
+    A subclass implements `__call__` and overrides other members as needed. By default the only
+    metric is the loss, nothing is prepared, and the loss is a mean over supervised tokens. Register
+    the subclass with `register`.
 
-    The calls of a recipe, in this order:
+    A recipe calls, in this order:
 
     * `prepare_model` before the model is sharded;
     * `restore` once the checkpoint to resume from is known;
-    * `prepare` once the model has its weights, before they are replaced by those of a checkpoint;
+    * `prepare` once the model has its initial weights, before those of a checkpoint are loaded;
     * `counts` and the objective itself for each micro-batch; `evaluation_loss` in evaluations.
 
     Args:
         cfg: settings of the run.
-        mesh: the processes of the run; None to look at what does not depend on them, such as
+        mesh: the ranks of the run; None if only members are used that do not need it, such as
             `metrics`.
-        device_type: the type of device whose loss head is used, such as "cuda"; None: that of the
-            batch. Plans set it.
+        device_type: type of device whose implementation of the loss is used, such as "cuda"; None:
+            that of the batch. Plans set it.
     """
 
     metrics: tuple[Metric, ...] = (LOSS,)
@@ -65,46 +65,45 @@ class Objective:
 
     @property
     def rows(self) -> RowFormat:
-        """How rows become training targets (`RunConfig.rows`)."""
+        """The row format, which says how rows become training targets (`RunConfig.rows`)."""
         return find_row_format(self.cfg.rows)
 
     # ---- Before the first step
 
     @property
     def models(self) -> Mapping[str, ModelConfig]:
-        """Frozen models next to the trained one, by role, such as "teacher"."""
+        """Settings of the frozen models of the run by role, such as "teacher"."""
         return self.cfg.frozen_models
 
     @property
     def needs_start(self) -> bool:
-        """True if `prepare` needs the weights that training starts from, even in a resumed run."""
+        """Whether a resumed run must build the initial weights again for `prepare`."""
         return False
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Change the model on meta, before it is sharded. Collective."""
+        """Change the model on meta before it is sharded, such as to disable dropout. Collective."""
         if not self.has_dropout:
             disable_dropout(model)
 
     def restore(self, model: nn.Module, data: TrainingData, root: Any, saved: Any) -> None:
-        """Read what a checkpoint holds for the objective. Collective.
+        """Read the objective's files from a checkpoint; by default there are none. Collective.
 
         Args:
             model: the model before its weights are read.
-            data: its position is that of the checkpoint.
+            data: the data of the run, at the position of the checkpoint.
             root: the folder that holds the run's checkpoints (`RunFolder.root`).
-            saved: the checkpoint that the run resumes from (`find_resumable`); None if there is
-                none.
+            saved: the checkpoint to resume from (`find_resumable`); None for a new run.
         """
 
     def prepare(self, sharded: Sharded) -> str:
-        """Compute or load what must exist before the first step, such as frozen models. Collective.
+        """Prepare the first step: by default, build and load the frozen models. Collective.
 
         Args:
-            sharded: the model with the weights that training starts from, or of a resumed run
-                without values if `needs_start` is False.
+            sharded: the model with the weights that training starts from. In a resumed run with
+                `needs_start` False, its weights have no values yet.
 
         Returns:
-            A line for the log; empty if there is nothing to say.
+            A line for the log; empty if nothing was prepared.
         """
         if not self.models:
             return ""
@@ -117,11 +116,13 @@ class Objective:
         return f"frozen     {', '.join(names)}"
 
     def shard_models(self) -> None:
-        """Build the frozen models on meta and shard them over the ranks of the run.
+        """Build the frozen models on meta, and shard them over the ranks of the run into `frozen`.
+
+        Their weights are not loaded.
 
         Raises:
-            ModelError: rows are packed, and the attention of a frozen model cannot keep the
-                documents of a row apart.
+            ModelError: rows are packed, and the attention of a frozen model cannot separate the
+                documents of a row.
         """
         sharding = frozen_sharding(self.cfg.sharding)
         assert self.mesh is not None
@@ -134,21 +135,25 @@ class Objective:
             self.frozen[role] = apply_fsdp(model, self.mesh, sharding)
 
     def file_bytes(self, data: TrainingData) -> int:
-        """Estimate how many bytes `files` take in each checkpoint, at most."""
+        """Estimate an upper limit of the bytes that `files` add to each checkpoint."""
         return 0
 
     # ---- In the loop
 
     def counts(self, batch: Batch) -> torch.Tensor:
-        """Count the terms of the mean in a micro-batch: int64, of the shape of `LossSum.count`."""
+        """Count the terms over which the loss of a micro-batch is averaged.
+
+        Returns:
+            int64, of the shape of `LossSum.count`; by default the number of targets.
+        """
         return batch.trained.count
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Compute the loss of a micro-batch, summed over its terms."""
+        """Compute the loss of a micro-batch as a sum over its terms, such as tokens."""
         raise NotImplementedError
 
     def evaluation_loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Compute the loss of an evaluation, with a part for each of `metrics`."""
+        """Compute the loss of an evaluation micro-batch, with a value for each of `metrics`."""
         return self(model, batch)
 
     # ---- For plans
@@ -163,10 +168,10 @@ class Objective:
 
 
 def frozen_sharding(sharding: ShardingConfig) -> ShardingConfig:
-    """Choose how a frozen model is sharded: like the trained one, without what only training uses.
+    """Return the sharding settings of a frozen model: those of the trained one, for forward only.
 
-    Patterns that name modules of the trained model are dropped. Every unit is freed after its
-    forward, because a frozen model has no backward that would need it again.
+    Settings with patterns of module names are dropped. Parameters are resharded after each forward,
+    because a frozen model has no backward that would need them.
     """
     return ShardingConfig(
         dp_replicate=sharding.dp_replicate,
@@ -185,12 +190,12 @@ _CLASSES: dict[type[RunConfig], type[Objective]] = {}
 
 
 def register(config: type[RunConfig]) -> Callable[[_ObjectiveClass], _ObjectiveClass]:
-    """Give runs with the settings `config` an objective; a class decorator.
+    """Register an objective for runs whose settings are of class `config`; a class decorator.
 
         @objectives.register(DistillConfig)
         class Distillation(objectives.Objective): ...
 
-    A class of settings without an objective has that of the class it extends.
+    A settings class without an objective uses that of its base class.
     """
 
     def add(objective: _ObjectiveClass) -> _ObjectiveClass:
@@ -201,10 +206,10 @@ def register(config: type[RunConfig]) -> Callable[[_ObjectiveClass], _ObjectiveC
 
 
 def objective_class(config: type[RunConfig]) -> type[Objective]:
-    """Find the class of the objective that runs with these settings have.
+    """Return the objective class that is registered for a settings class or its nearest base.
 
     Raises:
-        ConfigError: neither the class of settings nor one that it extends has an objective.
+        ConfigError: neither has an objective.
     """
     for cls in config.__mro__:
         if cls in _CLASSES:
@@ -216,7 +221,10 @@ def objective_class(config: type[RunConfig]) -> type[Objective]:
 
 
 def build(cfg: RunConfig, mesh: Mesh | None = None, device_type: str | None = None) -> Objective:
-    """Build the objective of a run from its settings; for the arguments see `Objective`."""
+    """Build the objective of a run from its settings, and declare its metrics for logs.
+
+    For the arguments see `Objective`.
+    """
     objective = objective_class(type(cfg))(cfg, mesh, device_type)
     measures.register_metrics(objective.metrics)
     return objective

@@ -19,11 +19,11 @@ from toolkit.training.preference import PreferenceLoss
 
 @register(PreferConfig)
 class PreferenceTuning(Objective):
-    """A loss of pairs of answers, or of single answers with a label (`preference.loss_type`).
+    """The objective of preference tuning, on pairs or labelled answers (`preference.loss_type`).
 
-    Most losses compare the model with its reference, the model that training starts from. `restore`
-    and `prepare` get the log-probabilities of the reference, from the checkpoint or by a pass over
-    the rows; see `toolkit.objectives.reference`.
+    Most losses compare the model with a reference, the model that training starts from. `restore`
+    reads the reference's log-probabilities from the checkpoint. `prepare` computes those that are
+    missing in a pass over the rows. See `toolkit.objectives.reference`.
     """
 
     # The model and its reference must be the same function.
@@ -40,19 +40,30 @@ class PreferenceTuning(Objective):
 
     @property
     def needs_start(self) -> bool:
-        """True if rows of the run have no reference values in the checkpoint yet."""
+        """Whether the checkpoint lacks reference values for rows that the run reads."""
         return self._reference is not None and not self._reference.is_complete
 
     def restore(self, model: nn.Module, data: TrainingData, root: Any, saved: Any) -> None:
-        """Read the reference values of the checkpoint that the run resumes from. Collective.
+        """Read the reference values of the checkpoint to resume from, if any. Collective.
 
         Raises:
-            CheckpointError: the checkpoint has none, or those of other rows or another base.
+            CheckpointError: the checkpoint has no reference values, or values for other rows,
+                another base model or other settings.
         """
         self._reference = Reference(self.cfg, model, data, root, saved)
 
     def prepare(self, sharded: Sharded) -> str:
-        """Compute the reference values that are missing, and give every row its own. Collective."""
+        """Compute missing reference values, and attach the values to the rows. Collective.
+
+        Returns:
+            A line for the log; empty if the loss needs no reference.
+
+        Raises:
+            RuntimeError: `restore` was not called.
+            CheckpointError: missing values cannot be computed, because the run started from another
+                model; or they cannot be written.
+            TrainingError: a value is not finite.
+        """
         if self._reference is None:
             raise RuntimeError("call restore before prepare")
         line = self._reference.complete(sharded)
@@ -60,13 +71,13 @@ class PreferenceTuning(Objective):
         return line
 
     def file_bytes(self, data: TrainingData) -> int:
-        """Estimate the bytes of the reference values in each checkpoint."""
+        """Estimate an upper limit of the bytes of reference values in each checkpoint."""
         return reference_bytes(self.cfg, data)
 
     def counts(self, batch: Batch) -> torch.Tensor:
-        """Count pairs, and the tokens of the cross entropy; see `PreferenceLoss.counts`."""
+        """Count the terms of each mean in a micro-batch; see `PreferenceLoss.counts`."""
         return self.loss.counts(batch)
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Compute the loss of a micro-batch and its metrics; see `PreferenceLoss`."""
+        """Compute the loss of a micro-batch and its metrics, as sums (`PreferenceLoss`)."""
         return self.loss(model, batch)

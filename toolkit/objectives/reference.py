@@ -66,10 +66,10 @@ from toolkit.training.train_state import StateFile
 
 
 class Reference:
-    """The log-probabilities of a run's answers, by the model that the run starts from.
+    """The reference log-probabilities of a preference run: those of the model that it starts from.
 
     See [Note: life of the reference]. If the loss needs no reference, this class does nothing. If
-    the rows are streamed, each batch is evaluated with the adapters off instead.
+    the rows are streamed, no values are stored; each batch is evaluated with the adapters off.
     """
 
     def __init__(
@@ -118,24 +118,25 @@ class Reference:
 
     @property
     def is_complete(self) -> bool:
-        """True if every row that this start reads has its values.
+        """Whether every row that the run reads from its position on has reference values.
 
-        Otherwise `complete` evaluates them, with the model that training starts from.
+        If not, `complete` computes them and needs the model that training starts from.
         """
         return not any(mask.any() for mask in self._missing_answers().values())
 
     def complete(self, sharded: Sharded) -> str:
-        """Evaluate the answers without values, and give every row its values. Collective.
+        """Compute the missing reference values, and attach all values to the rows. Collective.
 
         Call it before a checkpoint is restored: if `is_complete` is False, `sharded` must be the
-        model that training starts from. See [Note: origin of the reference].
+        model that training starts from. See [Note: origin of the reference]. Values are written to
+        parts next to the checkpoints while they are computed. At the end, rank 0 sets `files`.
 
         Returns:
-            A line for the log.
+            A line for the log; empty if the loss needs no reference.
 
         Raises:
-            CheckpointError: rows of a resumed run have no values, and its start is not this model;
-                or a part cannot be written.
+            CheckpointError: a resumed run lacks values and started from another model; or a part
+                cannot be written.
             TrainingError: a value is not finite.
         """
         if not self._is_needed:
@@ -157,7 +158,13 @@ class Reference:
         return f"reference  {read:,} of {total:,} {title}: {'; '.join(lines) or 'none is read'}"
 
     def _read_checkpoint(self, saved: Folder) -> tuple[Origin, Values]:
-        """Read origin and values from a checkpoint; refuse those of another run."""
+        """Read the origin and the values of the reference in a checkpoint, and set `files`.
+
+        The origin is a JSON object that names everything on which the values depend.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or has the values of another run.
+        """
         file = saved / FILE
         entry = commit.read_manifest(saved)["files"].get(FILE)
         if entry is None:
@@ -185,7 +192,12 @@ class Reference:
         return origin, values
 
     def _refuse_other_origin(self, file: Folder, origin: Origin) -> None:
-        """Refuse values with another origin than this run."""
+        """Raise a `CheckpointError` if values have another origin than those of this run.
+
+        Args:
+            file: the file of the values, for the message.
+            origin: the origin in the file: rows, base model, dtype and packing.
+        """
         now, advice = self._origin, "or start in another output_dir"
         rows = origin.get("rows")
         before = rows if isinstance(rows, dict) else {}
@@ -209,17 +221,24 @@ class Reference:
                 )
 
     def _missing_answers(self) -> dict[str, np.ndarray]:
-        """Find the answers that this start reads and that have no value: bool [rows, 2]."""
+        """Find the answers that the run reads and that have no value yet.
+
+        Returns:
+            Name of each table -> mask, bool [rows, 2].
+        """
         return {
             table.name: np.isnan(self._logps[table.name]) & table.rows_read[:, None]
             for table in self.tables
         }
 
     def _load_parts(self, sharded: Sharded) -> list[str]:
-        """Use the values of earlier parts that belong to this model; return log lines. Collective.
+        """Load the values that an interrupted pass wrote, if they belong to this model. Collective.
+
+        Returns:
+            Log lines.
 
         Raises:
-            CheckpointError: a resumed run started from another model.
+            CheckpointError: this is a resumed run that started from another model.
         """
         digest = model_digest(sharded.model)
         if self.saved is not None and digest != self._origin["model"]:
@@ -234,7 +253,7 @@ class Reference:
         return [f"{count:,} answers read from {self.root / PARTS}"] if usable else []
 
     def _changed_start_message(self, saved: Folder) -> str:
-        """Format the error for rows that can no longer be evaluated."""
+        """Format the error for a run that reads new rows but no longer has its first model."""
         counts = {"train": 0, "eval": 0}
         for table in self.tables:
             lacking = np.asarray(self._missing_answers()[table.name]).max(1)
@@ -255,12 +274,10 @@ class Reference:
         )
 
     def _select_parts(self) -> tuple[list[Values], list[str]]:
-        """Select the values of the parts that belong to this model and these rows.
-
-        All other parts are deleted.
+        """Read the parts on disk; keep those of this model and these rows, and delete the others.
 
         Returns:
-            The values of each part, and warnings about the deleted parts.
+            The values of each kept part, and warnings about the deleted parts.
         """
         parts, folder = read_parts(self.root), self.root / PARTS
         self._next_part = parts.highest + 1
@@ -287,9 +304,12 @@ class Reference:
         return usable, warnings
 
     def _row_digest(self, name: str) -> str:
+        """Return the digest of the rows of table `name`; "" if there is no such table."""
         return self._origin["rows"].get(name, "")
 
     def _evaluate_missing(self, sharded: Sharded) -> str:
+        """Compute the missing values, writing each part to disk; return a log line. Collective."""
+
         def keep(part: Part) -> None:
             def write() -> None:
                 write_part(self.root, self._next_part, self._origin, part)
@@ -307,7 +327,7 @@ class Reference:
 
 
 def reference_bytes(cfg: Any, data: TrainingData) -> int:
-    """Return an upper limit of the bytes of a checkpoint's reference; 0 if it has none."""
+    """Estimate an upper limit of the bytes of a checkpoint's reference file; 0 without one."""
     needs = isinstance(cfg, PreferConfig) and cfg.preference.needs_reference
     if not needs or not isinstance(data.feed, PreparedFeed):
         return 0
@@ -317,10 +337,10 @@ def reference_bytes(cfg: Any, data: TrainingData) -> int:
 
 
 def model_digest(model: nn.Module) -> str:
-    """Compute a digest of all parameters and buffers of a model, and of its config. Collective.
+    """Compute a digest of a model's parameters, buffers and config. Collective.
 
-    It is the same for any number of ranks. Costs one pass over the bytes on the device, and an
-    exchange of 8 bytes per tensor.
+    The digest is the same for any number of ranks. Costs one pass over the bytes on the device, and
+    an exchange of 8 bytes per tensor.
     """
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     names = sorted(tensors)
@@ -349,7 +369,13 @@ def model_digest(model: nn.Module) -> str:
 def _describe_origin(
     cfg: PreferConfig, model: nn.Module, tables: list[RowTable], data: TrainingData
 ) -> Origin:
-    """Describe what the values depend on, without the digest of the model."""
+    """List everything on which the reference values depend, except the digest of the model.
+
+    Computes digests of the rows and of the base model.
+
+    Returns:
+        A JSON object with rows, base, dtype, packing and sequence_length.
+    """
     assets, shape = assets_of(model), data.feed.shape
     base = "random"
     if cfg.model.init != "random" and assets.folder is not None:
@@ -364,14 +390,21 @@ def _describe_origin(
 
 
 def _finite_values(logps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Select the answers that have a value, and their values."""
+    """Select the finite log-probabilities from an array [rows, 2].
+
+    Returns:
+        The indices 2 * row + side of the answers, int64, and their values.
+    """
     flat = logps.reshape(-1)
     answers = np.flatnonzero(np.isfinite(flat))
     return answers.astype(np.int64), flat[answers]
 
 
 def _insert_values(logps: Logps, values: Values) -> None:
-    """Insert values into `logps`; a row that has a value already keeps it."""
+    """Write values into `logps` in place, only for answers that have no value yet (NaN).
+
+    Tables that `logps` does not have are ignored.
+    """
     for name, (answers, new) in values.items():
         if name in logps:
             flat = logps[name].reshape(-1)

@@ -52,7 +52,7 @@ not evaluated."""
 
 @dataclass(frozen=True)
 class RowTable:
-    """The encoded rows of one source, and which of them a start reads."""
+    """The encoded rows of one source, and the samples of them that the run still reads."""
 
     name: str  # `train.SOURCE` or `eval.SOURCE`
     samples: tuple[Samples, ...]  # to train on, and held out to evaluate on
@@ -60,19 +60,19 @@ class RowTable:
 
     @property
     def rows(self) -> EncodedRows:
-        """The encoded rows."""
+        """The encoded rows, which all `samples` of the table share."""
         return self.samples[0].pieces.rows
 
     @cached_property
     def rows_read(self) -> np.ndarray:
-        """Mask of the rows that this start reads; bool [rows]."""
+        """Mask of the rows that the run reads from its position on; bool [rows]."""
         read = np.zeros(len(self.rows), bool)
         for samples, numbers in zip(self.samples, self.reads, strict=True):
             read[samples.first_rows(numbers)] = True
         return read
 
     def digest(self) -> str:
-        """Compute a digest of the tokens of all rows, and of where their parts begin."""
+        """Compute a digest of the token ids, supervised spans and answer borders of all rows."""
         content, tokens = xxhash.xxh3_128(), self.rows.tokens
         content.update(self.rows.lengths().tobytes())
         for column in ("input_ids", "spans", "second"):
@@ -87,9 +87,9 @@ class RowTable:
 
 
 def row_tables(data: TrainingData) -> list[RowTable]:
-    """List the rows of every source, and which samples the run reads from its position on.
+    """List the rows of every source, with the samples that the run reads from its position on.
 
-    If no step is left, the run reads none.
+    If no step is left, the run reads no samples.
     """
     feed = data.feed
     assert isinstance(feed, PreparedFeed)
@@ -110,11 +110,15 @@ def row_tables(data: TrainingData) -> list[RowTable]:
 
 
 def _all_samples(samples: Samples, are_read: bool) -> np.ndarray:
+    """Return the numbers of all samples; empty if `are_read` is False."""
     return np.arange(len(samples) if are_read else 0)
 
 
 def use_reference(tables: list[RowTable], logps: Logps) -> None:
-    """Attach the log-probabilities to the rows of `tables`, so that batches contain them."""
+    """Attach the log-probabilities to the rows of `tables` as the late column `reference`.
+
+    Micro-batches then contain them.
+    """
     for table in tables:
         for samples in table.samples:
             samples.pieces.rows.fill_column("reference", logps[table.name])
@@ -122,7 +126,7 @@ def use_reference(tables: list[RowTable], logps: Logps) -> None:
 
 @dataclass(frozen=True)
 class PassStats:
-    """Counts of a pass and its cost."""
+    """Counts and duration of a reference pass."""
 
     answers: int
     seconds: float
@@ -138,7 +142,7 @@ class PassStats:
 
 
 class _AnswersToEvaluate(Dataset):
-    """The samples to evaluate: single answers of padded data, or packs."""
+    """A data set of the answers to evaluate; an item is an answer, or a pack of packed data."""
 
     def __init__(self, tables: list[RowTable], missing: dict[str, np.ndarray]) -> None:
         """Find what to evaluate; `missing`: bool [rows, 2], the answers without a value."""
@@ -184,7 +188,11 @@ class _AnswersToEvaluate(Dataset):
         return self.shape.sample([samples.pieces[index].sides()[side]])
 
     def locate_answers(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """List for each sequence of `items` the number of its table and 2 * row + side."""
+        """Find the answers in the given items; a pack holds both answers of several rows.
+
+        Returns:
+            For each answer the index of its samples in `self.samples`, and 2 * row + side.
+        """
         owners = self.items[items, 0]
         if self.by_answer:
             return owners, self._answers[items]
@@ -194,9 +202,16 @@ class _AnswersToEvaluate(Dataset):
         return np.repeat(owners, counts), (2 * every[:, None] + np.arange(2)).reshape(-1)
 
     def plan_rounds(self, size: int, world_size: int) -> np.ndarray:
-        """Divide the samples into batches of all ranks: [rounds, ranks, samples of a batch].
+        """Divide the items into batches, one batch per rank in each round.
 
-        The longest samples come first, so that a lack of memory shows at once.
+        The longest items come first, so that a lack of memory shows at once.
+
+        Args:
+            size: number of samples in a micro-batch.
+            world_size: number of ranks that read different samples.
+
+        Returns:
+            Indices of items, int64 [rounds, ranks, items of a batch]; `FILLER` completes the last.
         """
         if self.by_answer:
             size *= 2  # a micro-batch of pairs has both sides as rows
@@ -205,7 +220,7 @@ class _AnswersToEvaluate(Dataset):
         return np.array(batches, np.int64).reshape(-1, world_size, size)
 
     def count_positions(self, rounds: np.ndarray) -> int:
-        """Count the positions of all batches, padding included."""
+        """Count the token positions of all batches of `plan_rounds`, padding included."""
         of_filler = 1 if self.by_answer else self.shape.sequence_length
         longest = np.append(self.lengths, of_filler)[rounds].max(-1)
         if self.by_answer:
@@ -222,22 +237,23 @@ def evaluate_answers(
     missing: dict[str, np.ndarray],
     keep: Callable[[Part], None],
 ) -> PassStats:
-    """Evaluate the answers that are missing, one forward each. Collective.
+    """Compute the reference log-probabilities of missing answers, one forward each. Collective.
 
-    The host waits for the device once per part.
+    The host waits for the device once per part of about a minute. Logs its progress.
 
     Args:
         sharded: the model that training starts from.
         data: the data of the run.
         tables: the rows of every source.
         missing: name of a table -> bool [rows, 2], the answers to evaluate.
-        keep: receives the values of each part, the same on every rank, about once a minute.
+        keep: called with the values of each part, the same on every rank.
 
     Returns:
-        Counts and cost of the pass.
+        Counts and duration of the pass.
 
     Raises:
-        TrainingError: on every rank, for a log-probability that is not finite; names the row.
+        TrainingError: a log-probability is not finite. It is raised on every rank and names the
+            row.
     """
     begun, run, model = time.monotonic(), data.run, sharded.model
     work = _AnswersToEvaluate(tables, missing)
@@ -277,9 +293,19 @@ def _gather_part(
     rounds: np.ndarray,
     local: torch.Tensor,
 ) -> Part:
-    """Gather the values of all ranks for the batches `rounds`; `local` holds this rank's values.
+    """Gather the log-probabilities of some rounds from all ranks. Collective.
 
-    Collective. Costs one all-reduce and one wait for the device.
+    Costs one all-reduce and one wait for the device.
+
+    Args:
+        sharded: the model, with the mesh of its ranks.
+        data: the data of the run.
+        work: the answers to evaluate.
+        rounds: the rounds of this part (`plan_rounds`).
+        local: the log-probabilities of this rank's answers.
+
+    Raises:
+        TrainingError: a value is not finite, or the number of values is wrong.
     """
     by_rank = rounds.transpose(1, 0, 2).reshape(rounds.shape[1], -1)
     layouts = [work.locate_answers(items[items != FILLER]) for items in by_rank]
@@ -304,7 +330,13 @@ def _gather_part(
 
 
 def _check_finite(name: str, answers: np.ndarray, logps: np.ndarray) -> None:
-    """Refuse values that are not finite; every rank has the same values."""
+    """Raise a `TrainingError` on every rank if a value is not finite.
+
+    Args:
+        name: name of the table, for the message.
+        answers: 2 * row + side of each answer.
+        logps: the log-probabilities, the same on every rank.
+    """
     wrong = answers[~np.isfinite(logps)]
     if len(wrong):
         row, side = divmod(int(wrong[0]), 2)

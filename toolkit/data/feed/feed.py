@@ -174,7 +174,7 @@ class Feed(ABC):
             del batches
 
     def describe_samples(self, before: int, run: DataRank) -> list[str]:
-        """Describe this rank's samples of step `before + 1`; empty if they are not known in advance."""
+        """Describe this rank's samples of step `before + 1`; empty if not known in advance."""
         return []
 
     def evals(self, run: DataRank, *, per_device_batch_size: int) -> dict[str, Batches]:

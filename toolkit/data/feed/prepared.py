@@ -116,7 +116,7 @@ class PreparedFeed(Feed):
         return lines + [f"{name}: {len(self.eval_sets[name]):,} to evaluate" for name in extra]
 
     def steps_for(self, epochs: float) -> int:
-        """Compute the number of steps in `epochs` passes over all sources, at the global batch in use.
+        """Compute the number of steps in `epochs` passes over all sources.
 
         Raises:
             DataError: `max_repeats` allows fewer steps.
@@ -138,7 +138,7 @@ class PreparedFeed(Feed):
         return steps
 
     def check_enough(self, world_size: int) -> None:
-        """Raise a `DataError` if there are fewer samples than ranks, which would then share samples."""
+        """Raise a `DataError` if there are fewer samples than ranks, which would share samples."""
         if len(self) < world_size:
             raise DataError(
                 f"expected at least one training sample for each of the {world_size} ranks, got "
@@ -177,7 +177,7 @@ class PreparedFeed(Feed):
         return [np.flatnonzero(part) for part in np.split(is_read, np.cumsum(sizes)[:-1])]
 
     def _sample_order(self) -> Mixture | ByLength:
-        """Return the training order. For padded rows (packing `none`), it is regrouped by length."""
+        """Return the training order, regrouped by length if rows are padded (packing `none`)."""
         if self.shape.packing != "none":
             return self.order
         lengths = np.concatenate([samples.pieces.lengths for samples in self.train])

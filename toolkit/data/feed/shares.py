@@ -130,7 +130,7 @@ class GroupReader:
         self._formatter = PythonFormatter(features=assignment.rows.features)
 
     def begin_at(self, turn: int, place: RowPlace) -> None:
-        """Set the first row of lane `turn` of the group to `place`, and discard all buffered rows."""
+        """Set the first row of lane `turn` of the group to `place`; discard buffered rows."""
         self._begins[turn] = place
         self._waiting, self._in_hand, self._reading = {}, {}, None
 

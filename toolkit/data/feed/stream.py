@@ -296,8 +296,8 @@ class SourceStream:
     def _read_window(self, start: StreamPlace) -> tuple[list[Piece], StreamPlace, bool]:
         """Read and encode rows from `start` on until a window is full or the pass ends.
 
-        With packing `wrapped`, a window is filled exactly. The row that does not fit is split, and its
-        remaining tokens begin the next window.
+        With packing `wrapped`, a window is filled exactly. The row that does not fit is split, and
+        its remaining tokens begin the next window.
 
         Returns:
             The pieces of the rows, the place after the window, and True if the pass ended.
@@ -375,8 +375,8 @@ class SourceStream:
     def _order_by_length(self, samples: list[StreamSample]) -> list[StreamSample]:
         """Reorder samples so that all lanes give similar lengths to the same global batch.
 
-        The n-th sample is taken at a quantile of the lengths that are still unused in the window. The
-        quantile depends only on the global batch of the sample, so it is the same in all lanes.
+        The n-th sample is taken at a quantile of the lengths that are still unused in the window.
+        The quantile depends only on the global batch of the sample, so all lanes use the same one.
         """
         by_length, order = sorted(samples, key=lambda sample: sample.length), []
         number, lanes, batch = self.lane

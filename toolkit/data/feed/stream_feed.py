@@ -99,8 +99,8 @@ class StreamFeed(Feed):
         """Format the log lines that describe the data when a run starts."""
         evals = sum(len(samples) for samples in self.eval_sets.values())
         return [
-            f"{self.source_names}: {self.shape}, read while training in {self.lanes} lanes; {evals:,} to "
-            "evaluate"
+            f"{self.source_names}: {self.shape}, read while training in {self.lanes} lanes; "
+            f"{evals:,} to evaluate"
         ]
 
     def uneven_lane_lines(self, world_size: int) -> list[str]:

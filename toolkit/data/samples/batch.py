@@ -13,7 +13,10 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of token ids, and the token that follows each position."""
+    """A micro-batch: inputs of the model, and the target token of each position.
+
+    B is the number of rows and T their number of positions.
+    """
 
     inputs: dict[str, Any]
     """Arguments of the model's forward: `input_ids` [B, T] and other tensors by name. The borders
@@ -45,11 +48,13 @@ class Batch:
 
     @classmethod
     def of(cls, labels: torch.Tensor, *, count: bool = False, **inputs: Any) -> "Batch":
-        """Create a batch from `labels` [B, T] as transformers has them, each at its own token.
+        """Create a batch from unshifted `labels`, as transformers uses them.
+
+        The target of each position is the label of the next position.
 
         Args:
-            labels: int64 [B, T], not shifted; `IGNORED` for tokens outside of the loss.
-            count: whether to count `n_targets`.
+            labels: int64 [B, T]; `IGNORED` for tokens that the loss does not cover.
+            count: whether to set `n_targets`; this waits for the device if `labels` are on one.
             inputs: arguments of the model's forward.
         """
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -57,12 +62,12 @@ class Batch:
 
     @property
     def count(self) -> torch.Tensor:
-        """Number of positions with a target, 0-d int64 on the device."""
+        """Number of positions with a target; 0-d int64 on the device of `targets`."""
         return (self.targets != IGNORED).sum()
 
     @property
     def real(self) -> torch.Tensor:
-        """Mask of the positions that hold tokens of the data and no padding; bool [B, T]."""
+        """Mask of positions that are not padding; bool [B, T]."""
         if self.used is not None:
             positions = torch.arange(self.targets.shape[-1], device=self.targets.device)
             return positions < self.used[:, None]
@@ -71,26 +76,26 @@ class Batch:
 
     @property
     def trained(self) -> "Batch":
-        """The part of the batch whose forward gets a gradient: the first half, or all of it."""
+        """The batch whose forward gets a gradient: the first of `halves`; if None, this batch."""
         return self if self.halves is None else self.halves[0]
 
     def tensors(self) -> list[torch.Tensor]:
-        """List all tensors of the batch and of its halves."""
+        """List all tensors of the batch and of its `halves`."""
         values = [*self.inputs.values(), self.targets, self.used, self.sequences, self.ends]
         values += self.columns.values()
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         return tensors + [tensor for half in self.halves or () for tensor in half.tensors()]
 
     def to(self, device: torch.device | str, **options: Any) -> "Batch":
-        """Copy the batch to `device`, with the options of `Tensor.to`."""
+        """Return a copy on `device`; `options` are passed to `Tensor.to`."""
         return self._map(lambda tensor: tensor.to(device, **options))
 
     def pin_memory(self) -> "Batch":
-        """Copy the batch to page-locked memory; called by PyTorch's `DataLoader`."""
+        """Return a copy in page-locked memory; called by PyTorch's `DataLoader`."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """Apply `fn` to every tensor of the batch and of its halves."""
+        """Return a batch with `fn` applied to every tensor, including those of `halves`."""
 
         def apply(value: Any) -> Any:
             return fn(value) if isinstance(value, torch.Tensor) else value

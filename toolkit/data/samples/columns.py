@@ -24,16 +24,19 @@ import pyarrow as pa
 
 @dataclass(frozen=True)
 class Column:
-    """Values that accompany a row from encoding to the micro-batch. See [Note: columns].
+    """The declaration of values that accompany a row's tokens into micro-batches.
+
+    See [Note: columns].
 
     Args:
         dtype: NumPy's name of the dtype, such as "float32".
-        per: what has a value: each token, each sequence of a row (both sides of a pair), or the
-            row. The value of a token is not shifted: it stands at the position of its token.
+        per: what each value belongs to: a token, a sequence or the row. A pair of answers has two
+            sequences. A token's value is at the position of the token; it is not shifted.
         shape: shape of one value; () for a number.
-        fill: value of padding, and of rows for which encoding produced none.
-        late: whether the values are filled in after encoding instead of stored with the token ids.
-            NaN then marks a row without a value, which no micro-batch may read.
+        fill: value for padding, and for rows without a value.
+        late: True if the values are set after encoding (`EncodedRows.fill_column`); False if
+            encoding produces them and stores them with the token ids. In a late column, NaN marks a
+            missing value, and a micro-batch that reads it raises an error.
     """
 
     dtype: str
@@ -44,31 +47,31 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        """Whether a row has a single number, which is stored as such and not as a list."""
+        """Whether a row has exactly one scalar, which is stored as a number instead of a list."""
         return self.per == "row" and not self.shape
 
     @property
     def arrow_type(self) -> pa.DataType:
-        """The type in which a row's values are stored: a number, or all of them in a flat list."""
+        """The Arrow type that stores a row's values: a number, or one flat list of numbers."""
         number = pa.from_numpy_dtype(np.dtype(self.dtype))
         return number if self.is_number else pa.list_(number)
 
     def to_arrow(self, values: list[Any]) -> pa.Array:
-        """Convert the values of several rows for storage; None marks a row without a value."""
+        """Convert the values of several rows to an Arrow array; None is stored as null."""
         if not self.is_number:
             dtype = np.dtype(self.dtype)
             values = [None if v is None else np.asarray(v, dtype).ravel() for v in values]
         return pa.array(values, self.arrow_type)
 
     def blank(self, count: int) -> np.ndarray:
-        """Create `count` values that are all `fill`, [count, *shape]."""
+        """Create an array of `count` fill values, of shape [count, *shape]."""
         return np.full((count, *self.shape), self.fill, np.dtype(self.dtype))
 
     def as_array(self, value: Any) -> np.ndarray:
-        """Convert the values of one row that encoding produced, to [units, *shape]."""
+        """Convert the values of one row, which may be flat, to an array [values, *shape]."""
         return np.asarray(value, np.dtype(self.dtype)).reshape(-1, *self.shape)
 
 
 def stored_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """List the columns whose values are stored with the token ids, by name."""
+    """Select the columns that are stored with the token ids, which are all that are not late."""
     return {name: column for name, column in columns.items() if not column.late}

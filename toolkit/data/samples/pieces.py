@@ -28,11 +28,11 @@ _UNDECLARED: Mapping[str, Column] = {}
 
 
 class Piece(NamedTuple):
-    """A row or a part of one: token ids, labels and the values of its columns.
+    """A row or a part of a row: token ids, labels and column values.
 
-    `second` is the position at which the rejected side of a pair begins, 0 for other rows. Values
-    in `per_token` are [tokens, ...], those in `per_row` [units, ...], with one unit for the row or
-    for each of its sequences.
+    `second` is the position at which the rejected side of a pair begins, or 0. `per_token` has
+    column values [tokens, ...]. `per_row` has values of the complete row: [1, ...], or
+    [sequences, ...] for columns with a value per sequence.
     """
 
     ids: np.ndarray
@@ -42,20 +42,20 @@ class Piece(NamedTuple):
     per_row: Mapping[str, np.ndarray] = _NO_COLUMNS
 
     def part(self, begin: int, end: int | None = None) -> "Piece":
-        """Return the tokens from `begin` to before `end`, with the values of the row."""
+        """Return tokens `begin` to `end` (excluded) with their values; `per_row` stays complete."""
         per_token = {name: values[begin:end] for name, values in self.per_token.items()}
         return self._replace(
             ids=self.ids[begin:end], labels=self.labels[begin:end], per_token=per_token
         )
 
     def sides(self) -> tuple["Piece", "Piece"]:
-        """Split a pair into its two sides, without the values of the row."""
+        """Split a pair into its chosen and its rejected side, both without `per_row`."""
         bare = self._replace(second=0, per_row=_NO_COLUMNS)
         return bare.part(0, self.second), bare.part(self.second)
 
 
 def join_pieces(pieces: Sequence[Piece]) -> Piece:
-    """Join one or more pieces into one, without values of rows."""
+    """Concatenate one or more pieces; the result has no `per_row` values and `second` is 0."""
     names = pieces[0].per_token
     return Piece(
         np.concatenate([piece.ids for piece in pieces]),
@@ -65,11 +65,11 @@ def join_pieces(pieces: Sequence[Piece]) -> Piece:
 
 
 class EncodedRows:
-    """Encoded rows, which are read one by one or joined into one sequence of tokens.
+    """Access to encoded rows, one by one or as one sequence of all their tokens.
 
     Args:
-        tokens: the rows.
-        columns: the columns that their row format declares.
+        tokens: the encoded rows, a data set with `input_ids` and, for some formats, other columns.
+        columns: the columns that the row format declares, by name.
     """
 
     def __init__(
@@ -102,55 +102,57 @@ class EncodedRows:
         return len(self.tokens)
 
     def _stored_column(self, name: str) -> Any:
+        """Return a column of the data set as a chunked Arrow array; None if it does not exist."""
         return self.tokens.data.column(name) if name in self.tokens.column_names else None
 
     @property
     def total(self) -> int:
-        """Number of tokens of all rows."""
+        """Number of tokens of all rows together."""
         return len(self._joined)
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Number of tokens up to the end of each row; int64."""
+        """Cumulative number of tokens up to the end of each row; int64 [rows]."""
         return np.cumsum(self.lengths())
 
     def lengths(self) -> np.ndarray:
-        """Count the tokens of every row; int64."""
+        """Return the number of tokens of every row; int64 [rows]."""
         return pc.list_value_length(self._ids).to_numpy().astype(np.int64)
 
     def ids(self, row: int) -> np.ndarray:
-        """Read the token ids of a row: a view of the file."""
+        """Return the token ids of a row as a view of the memory-mapped file."""
         return self._ids[row].values.to_numpy()
 
     def labels(self, row: int) -> np.ndarray:
-        """Compute the labels of a row, int64, including that of its first token."""
+        """Compute the unshifted labels of a row; int64, `IGNORED` for unsupervised tokens."""
         ids = self.ids(row)
         if self._spans is None:
             return ids.astype(np.int64)
         return labels_of(ids, self._spans[row].values.to_numpy())
 
     def second(self, row: int) -> int:
-        """Find the position at which the rejected side of a pair begins; 0 for other rows."""
+        """Return the position at which the rejected side of a pair begins; 0 for other rows."""
         return 0 if self._seconds is None else int(self._seconds[row])
 
     def side_lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Count the tokens of both sides of pairs; int64 [rows, 2]."""
+        """Return the token counts of the chosen and rejected sides of pairs; int64 [rows, 2]."""
         assert self._seconds is not None
         first = self._seconds[rows].astype(np.int64)
         return np.stack([first, self.lengths()[rows] - first], 1)
 
     @property
     def column_names(self) -> list[str]:
-        """The columns that have values: those that are stored, and late ones once filled in."""
+        """Names of the columns that have values: the stored ones, and late ones that are filled."""
         return [n for n, column in self.columns.items() if not column.late or n in self._late]
 
     def fill_column(self, name: str, values: np.ndarray) -> None:
-        """Set the values of a late column, which micro-batches carry from then on.
+        """Set the values of a late column, which micro-batches then contain.
 
         Args:
             name: a late column that the row format declares.
-            values: one for each unit of all rows: [rows, *shape], [rows, sequences, *shape] or
-                [tokens of all rows, *shape]. NaN marks units that no micro-batch will read.
+            values: array [rows, *shape] for a column per row, [rows, sequences, *shape] per
+                sequence, or [tokens of all rows, *shape] per token. NaN marks values that no
+                micro-batch reads.
 
         Raises:
             DataError: the number of values or their shape is wrong.
@@ -166,10 +168,10 @@ class EncodedRows:
         self._late[name] = values
 
     def values_of_row(self, name: str, row: int) -> np.ndarray:
-        """Read the values of a column for a row, or for its sequences: [units, *shape].
+        """Return the values of a column per row or per sequence: [1 or sequences, *shape].
 
         Raises:
-            DataError: the row has no value in a late column.
+            DataError: the column is late, and the row has no value.
         """
         column = self.columns[name]
         if column.late:
@@ -186,7 +188,11 @@ class EncodedRows:
         return column.as_array(stored[row].values.to_numpy())
 
     def _values_of_tokens(self, name: str, begin: int, count: int) -> np.ndarray:
-        """Read the values of a column for tokens of all rows joined: [count, *shape]."""
+        """Return the values of a column per token for a range of all rows' tokens: [count, *shape].
+
+        Raises:
+            DataError: the column is late, and a token has no value.
+        """
         column = self.columns[name]
         if column.late:
             values = self._late[name][begin : begin + count]
@@ -199,6 +205,7 @@ class EncodedRows:
         return column.as_array(values.to_numpy())
 
     def _check_complete(self, name: str, values: np.ndarray, row: int) -> None:
+        """Raise a `DataError` that names `row` if a value of column `name` is not finite."""
         if not np.isfinite(values).all():
             raise DataError(
                 f"row {row} has no {name} value, and a batch reads it: expected one for every row "
@@ -206,14 +213,14 @@ class EncodedRows:
             )
 
     def rows_of(self, begin: int, count: int) -> tuple[int, int]:
-        """Find the rows of the first and the last of `count` tokens of all rows joined."""
+        """Find the rows of the first and the last token of a range of all rows' tokens."""
         first, last = self.ends.searchsorted([begin, begin + count - 1], "right").tolist()
         return first, last
 
     def piece(self, begin: int, count: int) -> Piece:
-        """Read `count` tokens of all rows joined, from `begin` on; ids and labels are copies.
+        """Read tokens `begin` to `begin + count` of all rows joined; ids and labels are copies.
 
-        Values of rows are those of the row in which the piece begins.
+        `per_row` and `second` are those of the row in which the piece begins.
         """
         ids = self._joined.slice(begin, count).to_numpy().astype(np.int64)
         first, last = self.rows_of(begin, count)
@@ -232,12 +239,12 @@ class EncodedRows:
 
 
 def _flatten(lists: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Join the lists of a column into one array, without a copy."""
+    """Concatenate the lists of a list column into one chunked array without a copy."""
     return pa.chunked_array([chunk.flatten() for chunk in lists.chunks], lists.type.value_type)
 
 
 def _fill_nulls(stored: pa.ChunkedArray | None, column: Column, rows: int) -> np.ndarray:
-    """Read a column of numbers, [rows]; rows without a value get the fill of the column."""
+    """Return a column of numbers as an array [rows], with its fill value for missing numbers."""
     if stored is None:
         return column.blank(rows)
     fill = pa.scalar(column.blank(1)[0].item(), stored.type)
@@ -245,7 +252,12 @@ def _fill_nulls(stored: pa.ChunkedArray | None, column: Column, rows: int) -> np
 
 
 def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Compute labels: `ids` inside the spans and `IGNORED` elsewhere; int64."""
+    """Compute labels, int64: the token id inside the spans and `IGNORED` elsewhere.
+
+    Args:
+        ids: token ids.
+        spans: alternating begin and end positions of the supervised tokens; ends are excluded.
+    """
     labels = np.full(len(ids), IGNORED, np.int64)
     for begin, end in zip(spans[::2], spans[1::2], strict=True):
         labels[begin:end] = ids[begin:end]
@@ -254,7 +266,7 @@ def labels_of(ids: np.ndarray, spans: Sequence[int] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces of encoded rows that samples consist of; see `cut_windows` and `cut_rows`."""
+    """The pieces into which encoded rows are cut by `cut_windows` or `cut_rows`; read by index."""
 
     rows: EncodedRows
     begins: range | np.ndarray
@@ -271,10 +283,11 @@ class Pieces:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each piece."""
+        """Number of tokens of each piece; an integer array [pieces]."""
         return np.full(len(self), self.tokens) if isinstance(self.tokens, int) else self.tokens
 
     def _token_range(self, number: int) -> tuple[int, int]:
+        """Return the first token of a piece, counted over all rows joined, and its token count."""
         length = self.tokens if isinstance(self.tokens, int) else self.tokens[number]
         return int(self.begins[number]), int(length)
 
@@ -283,14 +296,19 @@ class Pieces:
         return self.rows.piece(*self._token_range(number))
 
     def rows_of(self, number: int) -> tuple[int, int]:
-        """Find the first and the last row of which a piece holds a part."""
+        """Find the rows that contain the first and the last token of piece `number`."""
         return self.rows.rows_of(*self._token_range(number))
 
 
 def cut_windows(rows: EncodedRows, length: int, chosen: Chosen = None) -> Pieces:
-    """Join all rows and cut them into pieces of `length` tokens; the remaining tokens are dropped.
+    """Join all rows and cut them into pieces of `length` tokens; drop the remaining tokens.
 
-    The pieces take no memory, since a corpus has some hundred million of them.
+    Without `chosen`, the pieces need no memory each, since a large corpus has 10^8 of them.
+
+    Args:
+        rows: the encoded rows.
+        length: number of tokens of a piece.
+        chosen: numbers of the pieces to use; None: all.
     """
     count, remaining = divmod(rows.total, length)
     begins: range | np.ndarray = range(0, count * length, length)
@@ -302,9 +320,14 @@ def cut_windows(rows: EncodedRows, length: int, chosen: Chosen = None) -> Pieces
 
 
 def cut_rows(rows: EncodedRows, limit: int, chosen: Chosen = None) -> Pieces:
-    """Cut rows of more than `limit` tokens into pieces of `limit` tokens and a shorter last one.
+    """Cut each row into pieces of at most `limit` tokens; rows without tokens are dropped.
 
-    Other rows are one piece each. Rows without a token are dropped.
+    All pieces of a row except the last have exactly `limit` tokens.
+
+    Args:
+        rows: the encoded rows.
+        limit: maximum number of tokens of a piece.
+        chosen: numbers of the rows to use; None: all.
     """
     numbers = np.arange(len(rows)) if chosen is None else np.asarray(chosen)
     lengths = rows.lengths()[numbers]

@@ -36,16 +36,18 @@ class SampleShape:
     """How pieces of rows become samples, and samples become micro-batches.
 
     Args:
-        packing: `wrapped` joins all rows and cuts them anywhere, `bfd` packs rows, and `none` pads
-            each row.
+        packing: `wrapped` joins all rows and cuts them anywhere, `bfd` packs several rows into a
+            sample, and `none` pads each row.
         sequence_length: maximum number of tokens of a sample.
         pad_id: token id of padding.
-        borders: whether micro-batches hold the borders of documents (`document_borders`).
-        row_format: what the rows are.
-        prompts: for pairs, whether the prompts of chosen answers are targets too, of no sequence.
+        borders: True if micro-batches contain the borders of documents (`document_borders`), which
+            separate packed documents in attention.
+        row_format: the format of the rows, such as pairs of answers.
+        prompts: for pairs, True if the prompts of chosen answers are supervised, too. Their targets
+            belong to no sequence.
 
     Raises:
-        DataError: rows would be cut anywhere, but have columns that belong to complete rows.
+        DataError: packing is `wrapped`, but the format has columns per row or per sequence.
     """
 
     packing: Packing
@@ -70,20 +72,21 @@ class SampleShape:
 
     @property
     def _has_sequences(self) -> bool:
+        """Whether micro-batches number their sequences, such as the two sides of a pair."""
         return self.row_format.sequences_per_row > 0
 
     def sample(self, pieces: Sequence[Piece], names: Collection[str] | None = None) -> Sample:
-        """Join pieces into one sample: `input_ids` [T], `labels` [T] and `used` (), int64.
+        """Join pieces into one sample: `input_ids` [T], `labels` [T] and `used` (), all int64.
 
-        T is `sequence_length`, or with `none` the number of tokens of the pieces, which is `used`.
-        Packed pieces (`bfd`) do not attend to each other: `position_ids` [T] restart where a piece
-        begins, by which transformers separates them if there is no attention mask. Padding is one
-        more piece. Nothing predicts the first token of a piece, so its label becomes `IGNORED`.
+        `used` is the number of tokens without padding. T is `sequence_length`, or `used` if packing
+        is `none`. With `bfd`, `position_ids` [T] restart at each piece. Transformers then separates
+        the pieces in attention if there is no attention mask. Padding counts as one more piece. The
+        first label of each piece becomes `IGNORED`, because nothing predicts it.
 
         Args:
-            pieces: the pieces, whose labels are changed in place; none for a sample of padding.
-            names: columns to include; None: those that encoding stores. Pieces without a value get
-                the fill of the column.
+            pieces: the pieces, whose labels are changed in place; empty for a sample of padding.
+            names: columns to include; None: those stored with the token ids. Pieces without a value
+                get the fill value of the column.
         """
         columns = self.columns
         names = stored_columns(columns) if names is None else names
@@ -97,7 +100,10 @@ class SampleShape:
         return self._join_pieces(pieces, [n for n in names if columns[n].per == "token"]) | values
 
     def for_sides(self) -> "SampleShape":
-        """Return the shape of samples whose pieces are single sides of pairs, a sequence each."""
+        """Return this shape for samples whose pieces are single sides of pairs, one sequence each.
+
+        Only columns per token remain.
+        """
         of_tokens = {name: c for name, c in self.columns.items() if c.per == "token"}
         row_format = replace(
             self.row_format, columns=of_tokens, sequences_per_row=1, compares_rows=False
@@ -110,7 +116,7 @@ class SampleShape:
         Args:
             tokens: number of tokens, all of which are supervised.
             second: position at which the rejected side of a pair begins.
-            late: whether late columns have values, too.
+            late: True if late columns have values, too.
         """
         per_token, per_row = dict[str, np.ndarray](), dict[str, np.ndarray]()
         for name, column in self.columns.items():
@@ -126,16 +132,22 @@ class SampleShape:
         return self.sample([piece], [*per_token, *per_row])
 
     def _units_per_row(self, column: Column) -> int:
+        """Return how many values a row has in a column per row or per sequence."""
         return max(1, self.row_format.sequences_per_row) if column.per == "sequence" else 1
 
     def _values_per_row(self, name: str, column: Column, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Join the values that pieces have in a column of rows or sequences: [units, ...]."""
+        """Concatenate the values of pieces in a column per row or per sequence: [values, ...]."""
         blank = column.blank(self._units_per_row(column))
         values = [piece.per_row.get(name, blank) for piece in pieces]
         return torch.from_numpy(np.concatenate([column.blank(0), *values]))
 
     def _join_pieces(self, pieces: Sequence[Piece], names: Sequence[str]) -> Sample:
-        """Join pieces, one for each side of a pair, with their values per token; see `sample`."""
+        """Build the sample that `sample` describes, without values per row.
+
+        Args:
+            pieces: the pieces; each side of a pair is a separate piece.
+            names: columns per token to include.
+        """
         used = sum(len(piece.ids) for piece in pieces)
         room = (max(1, used) if self.packing == "none" else self.sequence_length) - used
         pieces = [*pieces, Piece(np.full(room, self.pad_id), np.full(room, IGNORED))]
@@ -159,11 +171,15 @@ class SampleShape:
         return self._mark_sequences(sample, lengths[:-1]) if self._has_sequences else sample
 
     def _mark_sequences(self, sample: Sample, lengths: list[int]) -> Sample:
-        """Add what tells the sequences of a sample apart; each piece of `lengths` tokens is one.
+        """Add to a sample the number, the end and the length of each of its sequences.
 
-        Adds `sequences` [T], the number of the sequence whose target each position predicts;
-        `ends` [T], a mask of the last token of each sequence that is not the padding token, as
-        classifiers of transformers look for it; and `lengths` [sequences].
+        The added tensors are `sequences` [T], the sequence of each position's target, or -1; `ends`
+        [T], a mask of the last token of each sequence that is not the padding token, which is where
+        classifiers of transformers read their output; and `lengths` [sequences], in tokens.
+
+        Args:
+            sample: the sample, which is changed in place.
+            lengths: number of tokens of each piece; each piece is a sequence.
         """
         labels, pieces = sample["labels"], torch.tensor(lengths, dtype=torch.int64)
         number = torch.arange(len(pieces)).repeat_interleave(pieces)
@@ -183,12 +199,12 @@ class SampleShape:
         return sample
 
     def batch(self, samples: list[Sample]) -> Batch:
-        """Collate samples into a micro-batch of [samples, T].
+        """Collate samples into a micro-batch of shape [samples, T].
 
-        With `none`, rows are padded on the right and have an `attention_mask`; each side of a pair
-        is a row. T is then the longest length, rounded up to a multiple of 8, but at most
-        `sequence_length`, since a model may have no more positions. `n_targets` is set if positions
-        other than the last of a row may have no target.
+        With packing `none`, rows are padded on the right and have an `attention_mask`. Each side of
+        a pair is then a separate row. T is the longest length rounded up to a multiple of 8, but at
+        most `sequence_length`, since a model may have no more positions. `n_targets` is set unless
+        packing is `wrapped`.
         """
         halves = self._split_halves(samples)
         columns = {
@@ -224,7 +240,12 @@ class SampleShape:
         return replace(batch, halves=halves, **self._sequence_fields(samples, batch))
 
     def _pad(self, rows: list[Sample], columns: dict[str, Column]) -> list[Sample]:
-        """Pad rows on the right to one width, and add their attention masks."""
+        """Pad rows on the right to one length, and add their attention masks.
+
+        Args:
+            rows: tensors of each row, by name.
+            columns: the columns per token that the rows contain.
+        """
         longest = max(len(row["input_ids"]) for row in rows)
         width = max(longest, min(-(-longest // MULTIPLE) * MULTIPLE, self.sequence_length))
         fills: dict[str, float] = {"input_ids": self.pad_id, "labels": IGNORED, "attention_mask": 0}
@@ -236,7 +257,10 @@ class SampleShape:
         ]
 
     def _sequence_fields(self, samples: list[Sample], batch: Batch) -> dict[str, Any]:
-        """Build the fields of a batch that tell its sequences apart, numbered through the batch."""
+        """Build the `Batch` fields `n_sequences`, `sequences` and `ends` of a micro-batch.
+
+        Sequences are numbered through the complete micro-batch.
+        """
         counts = [len(sample["lengths"]) for sample in samples]
         numbers, ends = list[torch.Tensor](), list[torch.Tensor]()
         for sample, before in zip(samples, np.cumsum([0, *counts]), strict=False):
@@ -258,10 +282,14 @@ class SampleShape:
         }
 
     def _split_halves(self, samples: list[Sample]) -> tuple[Batch, Batch] | None:
-        """Build one micro-batch of the rows' answers and one of the answers they are compared with.
+        """Build one micro-batch of the first sides of all pairs, and one of the second sides.
 
-        Packed rows are as long as the fullest of them, rounded up to a multiple of 8. None if rows
-        are not compared or there are none.
+        The first sides are the rows' own answers. The second sides are the answers with which they
+        are compared. Packed rows are as long as the fullest one, rounded up to a multiple of 8.
+
+        Returns:
+            The two micro-batches; None if the row format does not compare rows, or if all samples
+            are padding.
         """
         if not self.row_format.compares_rows or not any(len(s["lengths"]) for s in samples):
             return None
@@ -283,12 +311,12 @@ class SampleShape:
 
 
 def _row_lengths(sample: Sample) -> list[int]:
-    """List the lengths of the rows that a padded sample becomes; padding alone is one row."""
+    """Return the lengths of the rows that a padded sample becomes; [1] for a sample of padding."""
     return sample["lengths"].tolist() or [1]
 
 
 def _split_row(row: Sample, lengths: list[int]) -> list[Sample]:
-    """Split a sample into rows of these lengths; what follows them is dropped."""
+    """Split the tensors of a sample into rows of the given lengths; the excess is dropped."""
     if not lengths:
         return []
     parts = {name: tensor[: sum(lengths)].split(lengths) for name, tensor in row.items()}
@@ -296,15 +324,15 @@ def _split_row(row: Sample, lengths: list[int]) -> list[Sample]:
 
 
 def _pad_first(tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:
-    """Pad the first dimension of a tensor at its end."""
+    """Pad the first dimension of a tensor at its end to `length`."""
     before = [0, 0] * (tensor.ndim - 1)
     return F.pad(tensor, (*before, 0, length - len(tensor)), value=fill)
 
 
 def _split_pairs(sample: Sample, names: Sequence[str]) -> list[Piece]:
-    """Split a sample of pairs into both sides of its first pair, then of its second, ...
+    """Split a sample of pairs into pieces: both sides of the first pair, then of the second, ...
 
-    `names` are columns of tokens, whose values the pieces get.
+    `names` are the columns per token whose values the pieces keep.
     """
     lengths = sample["lengths"].tolist()
     row = {name: sample[name] for name in ("input_ids", "labels", *names)}
@@ -320,10 +348,10 @@ def _split_pairs(sample: Sample, names: Sequence[str]) -> list[Piece]:
 
 
 class Samples(Dataset):
-    """Pieces of rows as samples of a shape, packed if the shape packs; see `SampleShape.sample`.
+    """A data set of samples, each made of one piece or, if the shape packs, of several pieces.
 
-    The index `FILLER` gives a sample without a supervised token. Pickled as the path of its file
-    and its plan.
+    See `SampleShape.sample` for the result of indexing. Index `FILLER` gives a sample of padding.
+    A pickle has the path of the file of rows instead of its tokens.
     """
 
     def __init__(self, pieces: Pieces, shape: SampleShape) -> None:
@@ -343,7 +371,10 @@ class Samples(Dataset):
         return self.shape.sample(pieces, self.pieces.rows.column_names)
 
     def first_rows(self, samples: np.ndarray) -> np.ndarray:
-        """Find the encoded row in which each piece of `samples` begins, in their order; int64."""
+        """Return the number of the row in which each piece of the given samples begins; int64.
+
+        A packed sample contributes one number per piece.
+        """
         numbers = samples
         if self.plan is not None:
             bins = [self.plan.bin(index) for index in samples.tolist()]
@@ -352,11 +383,11 @@ class Samples(Dataset):
         return self.pieces.rows.ends.searchsorted(begins, "right").astype(np.int64)
 
     def tokens(self, index: int) -> int:
-        """Count the tokens of a sample, without padding."""
+        """Return the number of tokens of a sample, without padding."""
         return int(self.pieces.lengths[self._piece_numbers(index)].sum())
 
     def describe_rows(self, index: int) -> str:
-        """Describe the encoded rows of which a sample holds a part, counted from 0."""
+        """Format the numbers of the encoded rows that a sample contains, from 0: "rows 3, 8"."""
         spans = [self.pieces.rows_of(int(number)) for number in self._piece_numbers(index)]
         first, last = spans[0]
         if self.plan is None and first != last:
@@ -365,5 +396,5 @@ class Samples(Dataset):
         return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}"
 
     def _piece_numbers(self, index: int) -> Sequence[int] | np.ndarray:
-        """List the numbers of the pieces of a sample."""
+        """Return the indices of the pieces of a sample."""
         return [index] if self.plan is None else self.plan.bin(index)
