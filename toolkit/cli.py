@@ -95,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(run: Callable, help: str, description: str) -> Callable:
-        name = run.__name__.lstrip("_").replace("_", "-")
+        name = run.__name__.removeprefix("_run_").replace("_", "-")
         sub = commands.add_parser(name, allow_abbrev=False, help=help, description=description)
         sub.set_defaults(run=run)
         return sub.add_argument
