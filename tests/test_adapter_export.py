@@ -659,12 +659,12 @@ def test_a_base_that_is_not_whole(trained, copy: Callable[[str], Path], tmp_path
 
 
 def test_a_layer_that_is_saved_whole_and_adapted(trained) -> None:
-    from toolkit.adapters.peft_folder import peft_layout
+    from toolkit.adapters.peft_folder import build_peft_layout
 
     base = build_on_meta(ModelConfig(name_or_path=str(trained[0] / "llama/source")))
     both = {"peft_type": "LORA", "target_modules": ["q_proj"], "modules_to_save": "None"}
     with pytest.raises(ExportError, match=r"is saved in full and also adapted inside: known"):
-        peft_layout(base, both)
+        build_peft_layout(base, both)
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, copy, tmp_path: Path) -> None:

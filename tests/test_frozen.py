@@ -133,7 +133,7 @@ def test_no_step_gathers_what_lies_whole(folder, tmp_path):
 def test_what_auto_decides_by(changes, device, free, chosen, why, folder):
     cfg = dataclasses.replace(FP32, **changes)
     model = prepare_adapters(prepare(ModelConfig(folder)), LoraConfig(r=4), cfg.param_dtype)
-    with mock.patch.object(accumulation, "_memory", return_value=(free, free, 0)):
+    with mock.patch.object(accumulation, "_measure_memory", return_value=(free, free, 0)):
         found, said = fsdp.should_replicate_frozen(model, cfg, 8, device)
     assert found is chosen
     assert re.search(why, said)

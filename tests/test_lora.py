@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from toolkit import checkpoint
-from toolkit.adapters.base import adapter_entry, base_digest, check_same_adapters
+from toolkit.adapters.base import base_digest, build_adapter_entry, refuse_other_adapters
 from toolkit.adapters.coverage import (
     coverage_lines,
     coverage_rows,
@@ -592,7 +592,7 @@ def test_another_base_or_other_adapters_are_refused(served, folders, runs, tmp_p
 def test_a_strange_entry_of_the_adapter_is_refused(folders, entry):
     model = build_on_meta(ModelConfig(folders["llama"]))
     with pytest.raises(CheckpointError, match="is no object"):
-        check_same_adapters(model, {"adapter": entry}, "step-1")
+        refuse_other_adapters(model, {"adapter": entry}, "step-1")
 
 
 def test_the_base_of_a_checkpoint_is_the_one_that_was_loaded(folders, tmp_path):
@@ -600,7 +600,7 @@ def test_the_base_of_a_checkpoint_is_the_one_that_was_loaded(folders, tmp_path):
     other = str(tiny.save(tiny.tiny_model("llama", seed=5), tmp_path / "other", "llama"))
     digest, state = base_digest(Path(other)), checkpoint.TrainState(adapt(here, lora), step=1)
     with pytest.raises(CheckpointError, match="is not known: nothing was loaded into it"):
-        adapter_entry(state.model)
+        build_adapter_entry(state.model)
     load_pretrained(state.model, other, "cpu")
     shutil.rmtree(other)  # a save does not need it any more
     checkpoint.save(state, tmp_path / "run", SAVING)
@@ -616,7 +616,7 @@ def test_the_base_of_a_checkpoint_is_the_one_that_was_loaded(folders, tmp_path):
     model = adapt(str(late), lora)
     (tmp_path / "later").rename(late / "model.safetensors")
     load_pretrained(model, late, "cpu")
-    entry = adapter_entry(model)
+    entry = build_adapter_entry(model)
     assert (entry["digest"], entry["name_or_path"]) == (base_digest(Path(here)), str(late))
 
 

@@ -43,7 +43,7 @@ from toolkit.planning.fake_ranks import fake_world
 from toolkit.sharding import accumulation, fsdp, host_memory, recompute
 from toolkit.sharding.accumulation import Accumulation
 from toolkit.sharding.compiled import compile_forward
-from toolkit.sharding.fsdp import offload_policy
+from toolkit.sharding.fsdp import build_offload_policy
 from toolkit.sharding.host_memory import HostMemory
 from toolkit.sharding.unit_table import (
     dtype_ledger,
@@ -969,9 +969,11 @@ def test_offloaded_parts_are_in_host_memory_and_no_gradient_outlives_its_step(me
 
 def test_memory_is_pinned_where_a_device_copies_it():
     cfg = knobs(cpu_offload=True)
-    assert offload_policy(cfg, "cuda").pin_memory is True
-    assert offload_policy(cfg, "cpu").pin_memory is False
-    assert not isinstance(offload_policy(FP32, "cuda"), type(offload_policy(cfg, "cpu")))
+    assert build_offload_policy(cfg, "cuda").pin_memory is True
+    assert build_offload_policy(cfg, "cpu").pin_memory is False
+    assert not isinstance(
+        build_offload_policy(FP32, "cuda"), type(build_offload_policy(cfg, "cpu"))
+    )
 
 
 ACCUMULATION = ("auto", "keep_gathered", "reduce_once", "reduce_each")
@@ -1025,9 +1027,11 @@ def accumulate(rank: int, world: int, folder: str) -> dict:
         del model, gradients
         gc.collect()
     # On a device that is nearly full on one rank only, and on one that is small.
-    with mock.patch.object(accumulation, "_memory", return_value=(10**9 * rank, 10**9, 0)):
+    with mock.patch.object(accumulation, "_measure_memory", return_value=(10**9 * rank, 10**9, 0)):
         found["no room"] = steps("auto", micro)[1]["all_gather"]
-    with mock.patch.object(accumulation, "_memory", return_value=(0, 4 * found["elements"], 0)):
+    with mock.patch.object(
+        accumulation, "_measure_memory", return_value=(0, 4 * found["elements"], 0)
+    ):
         found["large"] = steps("auto", micro)[1]
     return found
 

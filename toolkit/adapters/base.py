@@ -37,13 +37,13 @@ _PATH_SETTINGS = {"base_model_name_or_path", "revision"}  # the digest says whic
 def base_digest(folder: Path, name_or_path: str | None = None, revision: str | None = None) -> str:
     """Compute the digest that identifies the weights of a checkpoint folder.
 
-    It does not depend on how the tensors are distributed over files. Reads 16 kB a tensor. See
+    It does not depend on how the tensors are distributed over files. Reads 16 kB per tensor. See
     [Note: digest of a base].
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint folder.
         name_or_path: Hub id from which missing weights are downloaded; None: no download.
-        revision: of the Hub id.
+        revision: revision of the Hub id.
 
     Returns:
         64 hexadecimal digits.
@@ -68,7 +68,17 @@ def base_digest(folder: Path, name_or_path: str | None = None, revision: str | N
 
 
 def record_base(model: nn.Module, path: str, folder: Path, digest: str) -> None:
-    """Record in the assets of adapted `model` which base was loaded: `path`, stored in `folder`."""
+    """Record in the assets of an adapted model which base was loaded, and its digest.
+
+    If `folder` is not the folder that the model was built from, the name in PEFT's config changes
+    too, and the revision is cleared.
+
+    Args:
+        model: with adapters.
+        path: folder or Hub id of the base, as the user gave it.
+        folder: the local folder that the weights were read from.
+        digest: see `base_digest`.
+    """
     assets = assets_of(model)
     assets.digest = digest
     if assets.folder is None or folder.resolve() != assets.folder.resolve():
@@ -81,19 +91,21 @@ def record_base(model: nn.Module, path: str, folder: Path, digest: str) -> None:
         settled.revision = None
 
 
-def adapter_entry(model: nn.Module) -> dict[str, Any]:
-    """Describe base and adapters of adapted `model` for a checkpoint. Reads no file.
+def build_adapter_entry(model: nn.Module) -> dict[str, Any]:
+    """Describe the base and the adapters of a model as JSON values. Reads no file.
 
     Returns:
-        `digest`: of the base; after a random start `random, seed N`. `dtype`: of the stored base.
-            `quantised`: 4-bit settings, or None. `rows`: of a resized embedding, else None.
-            `continued`: the stage that `lora.from` named, if any. `sums`: checksums of the base's
-            tensors in memory (None: no file was loaded). `sums_on`: type of the device.
+        `name_or_path` and `revision` of the base. `digest`: of the base; after a random start the
+            text `random, seed N`. `dtype`: of the stored base, None if it is quantised. `config`:
+            PEFT's settings. `quantised`: 4-bit settings, or None. `rows`: of a resized embedding,
+            else None. `continued`: the adapter that `lora.from` named, only if it is set. `sums`:
+            checksums of the base's tensors in memory; None if no file was loaded. `sums_on`: type
+            of the device that they were computed on.
 
     Raises:
-        CheckpointError: the base was not filled.
+        CheckpointError: nothing was loaded into the base yet.
     """
-    entry = _entry(model)
+    entry = _build_entry(model)
     if entry["digest"] is None:
         raise CheckpointError(
             f"which base the adapters of {entry['name_or_path']} belong to is not known: nothing "
@@ -102,8 +114,8 @@ def adapter_entry(model: nn.Module) -> dict[str, Any]:
     return entry
 
 
-def _entry(model: nn.Module) -> dict[str, Any]:
-    """Build `adapter_entry`; its digest is None if the base is not filled yet."""
+def _build_entry(model: nn.Module) -> dict[str, Any]:
+    """Build the result of `build_adapter_entry`; its digest may be None."""
     assets = assets_of(model)
     quantised = quantisation_settings(model)
     digest = assets.digest
@@ -124,18 +136,16 @@ def _entry(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: object) -> None:
-    """Refuse to continue with another base or other adapters than a checkpoint's.
+def refuse_other_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: object) -> None:
+    """Raise a CheckpointError unless a checkpoint has the same base and adapters as `model`.
 
-    Of a base that is not loaded yet 16 kB a tensor are read.
+    A checkpoint without adapters fits only a model without adapters. If the base is not loaded yet,
+    16 kB per tensor of its files are read.
 
     Args:
-        model: of this run.
-        saved: the checkpoint's state.json.
+        model: the model of this run.
+        saved: content of the checkpoint's state.json.
         checkpoint: its name, for errors.
-
-    Raises:
-        CheckpointError: base or adapters differ.
     """
     before = saved.get("adapter")
     config = before.get("config") if isinstance(before, dict) else None
@@ -156,16 +166,22 @@ def check_same_adapters(model: nn.Module, saved: dict[str, Any], checkpoint: obj
 
 
 def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: object) -> None:
-    """Compare the entry `before` of a checkpoint with base and adapters of `model`."""
-    now = _entry(model)
+    """Raise a CheckpointError if base or adapters differ from a checkpoint's.
+
+    Args:
+        model: with adapters.
+        before: the result of `build_adapter_entry` that the checkpoint stores.
+        checkpoint: its name, for errors.
+    """
+    now = _build_entry(model)
     assets = assets_of(model)
     if now["digest"] is None and assets.source is not None and assets.folder is not None:
         now["digest"] = base_digest(assets.folder, assets.name_or_path, assets.revision)
     if now["digest"] is not None and before.get("digest") != now["digest"]:
         raise CheckpointError(
             f"{checkpoint} belongs to another base: its adapters were trained on "
-            f"{_base_text(before)}, this run has {_base_text(now)}. Set model.name_or_path to that "
-            "model, or set another output_dir"
+            f"{_format_base(before)}, this run has {_format_base(now)}. Set model.name_or_path to "
+            "that model, or set another output_dir"
         )
     four_bits = (
         "Set lora.load_in_4bit, lora.bnb_4bit_* and the settings that exclude layers as they were"
@@ -174,8 +190,8 @@ def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: obj
         if before.get(key) != now[key]:
             raise CheckpointError(
                 f"{checkpoint} has adapters that were trained on a base "
-                f"{_stored_text(key, before.get(key))}, this run's base is "
-                f"{_stored_text(key, now[key])}. {remedy}, or set another output_dir"
+                f"{_format_stored_as(key, before.get(key))}, this run's base is "
+                f"{_format_stored_as(key, now[key])}. {remedy}, or set another output_dir"
             )
     _refuse_other_values(model, before, now, checkpoint)
     then = before.get("config") or {}
@@ -194,7 +210,14 @@ def _refuse_difference(model: nn.Module, before: dict[str, Any], checkpoint: obj
 def _refuse_other_values(
     model: nn.Module, before: dict[str, Any], now: dict[str, Any], checkpoint: object
 ) -> None:
-    """Compare the checksums of a loaded base with those of the run's first start."""
+    """Raise a CheckpointError if the loaded base's checksums differ from those of the first start.
+
+    Args:
+        model: with adapters.
+        before: the result of `build_adapter_entry` that the checkpoint stores.
+        now: the same of `model`.
+        checkpoint: its name, for errors.
+    """
     then = before.get("sums")
     sums = now["sums"]
     if not isinstance(then, dict) or sums is None:
@@ -215,15 +238,20 @@ def _refuse_other_values(
         )
 
 
-def _base_text(entry: dict[str, Any]) -> str:
-    """Format name, revision and digest of a base."""
+def _format_base(entry: dict[str, Any]) -> str:
+    """Format name, revision and shortened digest of a base for an error."""
     revision = entry.get("revision")
     digest = str(entry.get("digest"))[:20]
     return f"{entry.get('name_or_path')}{f' at {revision}' if revision else ''} (digest {digest})"
 
 
-def _stored_text(key: str, value: Any) -> str:
-    """Format how a base is stored."""
+def _format_stored_as(key: str, value: Any) -> str:
+    """Format how a base is stored, to complete a sentence of an error.
+
+    Args:
+        key: `quantised` or `dtype`.
+        value: the value of that key in a `build_adapter_entry`.
+    """
     if key == "quantised" and isinstance(value, dict):
         return ", ".join(f"{name} {setting}" for name, setting in value.items())
     return "that is not quantised" if key == "quantised" else f"stored in {value}"

@@ -34,7 +34,10 @@ class CoverageRow:
 
 
 def coverage_rows(model: nn.Module) -> list[CoverageRow]:
-    """List a row for every matrix of the base of adapted `model`, tied ones once."""
+    """List one row for each matrix of the base of an adapted model, also for untrained ones.
+
+    Biases and other vectors are skipped. A tied matrix has one row.
+    """
     layers = peft_model.adapted_parameters(model)
     copied_modules = peft_model.copied_modules(model).items()
     copied_parameters = {
@@ -73,14 +76,21 @@ def coverage_rows(model: nn.Module) -> list[CoverageRow]:
 
 
 def covered_share(rows: Iterable[CoverageRow]) -> float:
-    """Compute the trained share, by elements, of the matrices between embedding and head."""
+    """Compute which share of the values between embedding and head lies in trained matrices.
+
+    Returns:
+        0 to 1; a matrix with an adapter counts in full.
+    """
     inner_rows = [row for row in rows if row.part not in ("embedding", "outside_text")]
     total = sum(row.elements for row in inner_rows)
     return sum(row.elements for row in inner_rows if row.trained) / total if total else 0.0
 
 
 def coverage_lines(model: nn.Module) -> list[str]:
-    """Format a summary of the adapters, the table, and warnings about likely mistakes."""
+    """Format lines for the log: a summary of the adapters, a table of matrices, and warnings.
+
+    Warnings name routed experts without an adapter, and routers with one.
+    """
     rows = coverage_rows(model)
     config = peft_model.adapter_config(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -109,11 +119,11 @@ def coverage_lines(model: nn.Module) -> list[str]:
 
 
 def find_idle_adapters(model: nn.Module) -> list[str]:
-    """List the modules whose adapters still add nothing after one or more steps. Collective.
+    """List the modules whose adapters are still at zero after one or more steps. Collective.
 
-    An example is mamba's `dt_proj`, whose weight is read without a forward. The list is empty if
-    all adapters add nothing, because the learning rate was zero then. Routed experts are never
-    listed, because they may not have received a token yet.
+    An example is mamba's `dt_proj`, whose weight is read without a forward, so its adapter gets no
+    gradient. The list is empty if all adapters are at zero, because the learning rate was zero
+    then. Routed experts are never listed, because they may not have received a token yet.
     """
     layers = peft_model.adapted_parameters(model)
     experts = {row.name for row in coverage_rows(model) if row.part == "experts"}
@@ -128,7 +138,10 @@ def find_idle_adapters(model: nn.Module) -> list[str]:
 
 
 def idle_adapter_warnings(model: nn.Module) -> list[str]:
-    """Format a warning if adapters of `model` get no gradient; see `find_idle_adapters`."""
+    """Return at most one warning: how many adapters get no gradient, with an example. Collective.
+
+    See `find_idle_adapters`.
+    """
     idle = find_idle_adapters(model) if peft_model.has_adapters(model) else []
     return [
         f"WARNING: {len(idle)} adapters get no gradient, such as {name}: the model reads their "
@@ -138,18 +151,25 @@ def idle_adapter_warnings(model: nn.Module) -> list[str]:
 
 
 def _common_ending(name: str) -> str:
-    """Return the end of a parameter's name that is the same in every layer."""
+    """Return the end of a parameter's name after the layer's number, at most three parts long."""
     return ".".join(replace_numbers(name).split(".")[-3:]).rpartition("*.")[2]
 
 
 def _method_name(model: nn.Module) -> str:
-    """Return the name of the method: LoRA, rsLoRA or DoRA."""
+    """Return `LoRA`, `rsLoRA` or `DoRA`, by the settings of the model's adapters."""
     config = peft_model.adapter_config(model)
     return "DoRA" if config["use_dora"] else "rsLoRA" if config["use_rslora"] else "LoRA"
 
 
 def _classify_matrix(name: str, owner: nn.Module, shape: tuple[int, ...], experts: set[int]) -> str:
-    """Classify a matrix of a layer; a router has one output per expert."""
+    """Classify a matrix by its name and shape as `router`, `experts` (routed) or `layer`.
+
+    Args:
+        name: full name of the parameter.
+        owner: the module that holds it.
+        shape: its shape, unpacked.
+        experts: all numbers of experts that layers of the model have.
+    """
     parts = name.split(".")
     routes = any("router" in p or p in ("gate", "wg") for p in parts)
     if routes and len(shape) == 2 and shape[0] in experts:
@@ -161,7 +181,7 @@ def _classify_matrix(name: str, owner: nn.Module, shape: tuple[int, ...], expert
 
 
 def _format_table(rows: list[CoverageRow]) -> list[str]:
-    """Format the rows as a table."""
+    """Format the rows as lines of a table; equal matrices of several layers share a line."""
     lines = [["  matrix", "count", "shape", "trained as", "trained"]]
     for name, indices in group_numbered_names(
         [row.name for row in rows], [(row.shape, row.method) for row in rows]

@@ -22,18 +22,18 @@ from toolkit.models.peft_model import ADAPTER, base_of, layer_parameters, traine
 def adapter_first_values(
     model: nn.Module, seed: int, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, this rank's part) of every trained parameter, in the order of the modules.
+    """Yield the name and this rank's shard of the first value of every trained parameter.
 
-    A is drawn as `nn.Linear` draws (Kaiming, a = sqrt 5) and B is zero; for embeddings the other
-    way round. Values depend only on `seed` and the parameter's name. DoRA's magnitudes are the row
-    norms of the base weight. Modules trained in full start as copies of the base's. So the base
-    must be loaded. Parts may share the base's memory. Draws one adapter matrix at a time, on the
-    CPU. Collective if a norm covers several ranks, which exchange tensors on `device`.
+    LoRA's A is drawn as `nn.Linear` draws its weight (Kaiming, a = sqrt 5), and B is zero; for
+    embeddings the other way round. Values depend only on `seed` and the parameter's name, not on
+    the number of ranks. DoRA's magnitudes are the row norms of the base weight. A module trained in
+    full starts as a copy of the base's module, and may share its memory. Draws one matrix at a
+    time, on the CPU. Collective if a row norm needs the shards of several ranks.
 
     Args:
-        model: adapted, with a loaded base.
-        seed: of the run.
-        device: that computes.
+        model: adapted; the weights of its base are loaded.
+        seed: seed of the run.
+        device: the device on which ranks exchange tensors.
 
     Raises:
         LoadingError: a first value has another shape than its parameter.
@@ -53,7 +53,7 @@ def adapter_first_values(
         if id(parameter) in originals:  # a copy is sharded as its original is
             part = local_tensor(originals[id(parameter)].detach())
         else:
-            part = _draw_part(parameter, *adapters[id(parameter)], device)
+            part = _compute_shard(parameter, *adapters[id(parameter)], device)
         if part.shape != (shape := local_tensor(parameter).shape):
             raise LoadingError(
                 f"{name} holds {list(shape)} on this rank, its first value {list(part.shape)}; "
@@ -62,10 +62,18 @@ def adapter_first_values(
         yield name, part
 
 
-def _draw_part(
+def _compute_shard(
     parameter: torch.Tensor, kind: str, layer: Any, key: str, device: torch.device
 ) -> torch.Tensor:
-    """Compute this rank's part of one adapter parameter; `kind` is PEFT's name for it."""
+    """Compute this rank's shard of the first value of one adapter parameter.
+
+    Args:
+        parameter: the parameter, for its shape and sharding.
+        kind: PEFT's name for it, such as `lora_A`.
+        layer: the PEFT layer that holds it.
+        key: text that seeds the random numbers.
+        device: the device on which ranks exchange tensors.
+    """
     draw: Callable[..., torch.Tensor]
     match kind:
         case "lora_magnitude_vector":
@@ -83,7 +91,10 @@ def _draw_part(
 
 
 def _row_norms(layer: Any, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:
-    """Compute DoRA's first magnitudes: the norms of the base weight's rows, in fp32."""
+    """Compute this rank's shard of DoRA's first magnitudes: row norms of the base weight, in fp32.
+
+    Collective if the shards of several ranks are needed.
+    """
     weight: Any = layer.get_base_layer().weight.detach()
     dora = layer.lora_magnitude_vector[ADAPTER]
     local_weight = local_tensor(weight)

@@ -21,9 +21,9 @@ from toolkit.adapters.targets import (
     Targets,
     check_adapted,
     explain_refusal,
+    modules_peft_refuses,
     select_targets,
     shortest_suffixes,
-    unfit_modules,
 )
 from toolkit.config.lora import LoraConfig
 from toolkit.errors import ConfigError, ModelError, one_line
@@ -51,9 +51,9 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
 
     Raises:
         ConfigError: settings contradict each other.
-        ModelError: a name matches nothing, or a module cannot be adapted; names it.
+        ModelError: a name in `cfg` matches nothing, or a module cannot be adapted.
     """
-    _refuse(model, cfg)
+    _refuse_unusable(model, cfg)
     adapted, targets = _adapt(model, select_targets(model, cfg))
     with unwrapped_base(adapted) as base:
         fp32_ids = set(map(id, find_fp32_tensors(base).values()))
@@ -78,20 +78,21 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig) -> "PeftModel":
 
 
 def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Targets]":
-    """Wrap `model` in PEFT, and return it with the targets that it adapts.
+    """Wrap `model` in PEFT, and return it with the targets that got adapters.
 
-    `all-linear` skips modules that PEFT cannot adapt or would not load again.
+    With `target_modules: all-linear`, modules that PEFT cannot adapt or would not load again are
+    skipped: they are excluded, and a copy of the model is wrapped instead.
 
     Raises:
-        ModelError: a module that the settings name cannot be adapted.
+        ModelError: such a module is named by the settings.
     """
     # PEFT may refuse a model after it has changed parts of it. On meta a copy costs milliseconds.
     spare = copy.deepcopy(model) if targets.all_linear else None
     try:
-        adapted = _wrap(model, targets)
+        adapted = _wrap_in_peft(model, targets)
     except Exception as error:
         # PEFT may raise any type of error.
-        unfit = unfit_modules(error, targets)
+        unfit = modules_peft_refuses(error, targets)
         if spare is None or not unfit:
             raise explain_refusal(model, targets, error) from error
         return _adapt(spare, targets.without(unfit, one_line(error, 120)))
@@ -110,11 +111,11 @@ def _adapt(model: PreTrainedModel, targets: Targets) -> "tuple[PeftModel, Target
     return _adapt(spare, targets.without(shortest_suffixes(modules, targets.names), reason))
 
 
-def _wrap(model: PreTrainedModel, targets: Targets) -> "PeftModel":
-    """Call PEFT on meta."""
+def _wrap_in_peft(model: PreTrainedModel, targets: Targets) -> "PeftModel":
+    """Wrap a model on meta with `get_peft_model`, without its irrelevant warnings."""
     from peft import get_peft_model
 
-    config = _peft_config(targets)
+    config = _build_peft_config(targets)
     with warnings.catch_warnings():
         # PEFT decides the orientation of each module itself, and warns for each.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
@@ -126,8 +127,13 @@ def _wrap(model: PreTrainedModel, targets: Targets) -> "PeftModel":
             return get_peft_model(model, config, ADAPTER, autocast_adapter_dtype=False)
 
 
-def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
-    """Refuse settings without a rank, impossible combinations, and models that are not fresh."""
+def _refuse_unusable(model: nn.Module, cfg: LoraConfig) -> None:
+    """Raise an error if the settings or the model do not allow adapters.
+
+    Raises:
+        ConfigError: the rank is less than 1, or settings contradict each other.
+        ModelError: the model has adapters, is sharded, or is not on meta.
+    """
     if cfg.r < 1:
         hint = (
             "; read the settings of lora.from first (apply_adapter_settings)" if cfg.from_ else ""
@@ -149,8 +155,8 @@ def _refuse(model: nn.Module, cfg: LoraConfig) -> None:
         )
 
 
-def _peft_config(targets: Targets) -> "PeftConfig":
-    """Build PEFT's configuration."""
+def _build_peft_config(targets: Targets) -> "PeftConfig":
+    """Build PEFT's LoraConfig from the targets and their settings."""
     from peft import LoraConfig as PeftConfig
 
     cfg = targets.cfg
@@ -163,7 +169,7 @@ def _peft_config(targets: Targets) -> "PeftConfig":
         lora_dropout=cfg.lora_dropout,
         target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
         target_parameters=sorted(cfg.target_parameters) or None,
-        exclude_modules=_excluded(targets) or None,
+        exclude_modules=_build_exclude_modules(targets) or None,
         # Full names: PEFT would match `input_layernorm` with the ending `norm`.
         modules_to_save=sorted(targets.saved) or None,
         use_rslora=cfg.use_rslora,
@@ -175,8 +181,11 @@ def _peft_config(targets: Targets) -> "PeftConfig":
     )
 
 
-def _excluded(targets: Targets) -> str | list[str]:
-    """Build PEFT's setting for excluded modules: name endings, or one pattern of full names."""
+def _build_exclude_modules(targets: Targets) -> str | list[str]:
+    """Build PEFT's `exclude_modules`: a list of name endings, or one pattern of full names.
+
+    It is a pattern if the setting is one, or if modules outside the text path must be excluded.
+    """
     setting = targets.cfg.exclude_modules
     ends = sorted({*([] if isinstance(setting, str) else setting), *targets.unfit})
     if not targets.towers and not isinstance(setting, str):
@@ -199,7 +208,13 @@ def _excluded(targets: Targets) -> str | list[str]:
 def prepare_adapters(
     model: PreTrainedModel, cfg: LoraConfig | None, param_dtype: str
 ) -> "PreTrainedModel | PeftModel":
-    """Apply `cfg` to `model`: 4-bit weights and adapters, or nothing. Collective."""
+    """Apply the LoRA settings to `model`: store weights in 4 bits, and add adapters. Collective.
+
+    Args:
+        model: on meta; changed in place.
+        cfg: None, or without a rank: the model is returned unchanged.
+        param_dtype: compute dtype of 4-bit layers.
+    """
     if cfg is None or not (cfg.r or cfg.from_):
         return model
     if cfg.load_in_4bit:

@@ -30,7 +30,7 @@ _ROLE = re.compile(r"lora_(?:embedding_)?(A|B|magnitude)")  # in PEFT's names
 
 @dataclass(frozen=True)
 class AdapterLayer:
-    """One layer of the adapter: the parameter of the base that it adapts, and its tensors."""
+    """One LoRA layer or parameter trained in full, and the base parameter that it changes."""
 
     parameter: str  # of the base
     kind: str  # linear, embedding, experts, or saved (trained in full)
@@ -41,7 +41,7 @@ class AdapterLayer:
 
 @dataclass
 class PeftLayout:
-    """An adapted model on meta, and the names of its parameters in other places."""
+    """An adapted model on meta, and its parameters' names in the adapter file and in the base."""
 
     model: Any  # the PeftModel around `base`
     base: "PreTrainedModel"
@@ -67,10 +67,10 @@ _SCOPE = "known are LoRA, DoRA, rsLoRA of linear layers, embeddings, experts, an
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json, which anybody may have written.
+    """Read adapter_config.json of a folder, and check it, because anybody may have written it.
 
     Raises:
-        ExportError: the file is damaged, or its settings are not supported.
+        ExportError: the file is missing or damaged, or its settings are not supported.
     """
     file = folder / ADAPTER_FILE
     if not file.is_file():
@@ -98,7 +98,18 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def attach_adapters(base: "PreTrainedModel", config: dict[str, Any]) -> Any:
-    """Add the adapters of `config` to `base` as a PeftModel; a model on meta stays there."""
+    """Add the adapters of a PEFT config to `base`; on meta, they are on meta too.
+
+    Args:
+        base: changed in place.
+        config: content of adapter_config.json.
+
+    Returns:
+        The PeftModel around `base`.
+
+    Raises:
+        ExportError: PEFT refuses the config.
+    """
     from peft import LoraConfig, get_peft_model
 
     meta = all(p.is_meta for p in base.parameters())
@@ -118,15 +129,15 @@ def attach_adapters(base: "PreTrainedModel", config: dict[str, Any]) -> Any:
         ) from error
 
 
-def peft_layout(base: "PreTrainedModel", config: dict[str, Any]) -> PeftLayout:
-    """Build the adapted model of `base` on meta, with PEFT's names.
+def build_peft_layout(base: "PreTrainedModel", config: dict[str, Any]) -> PeftLayout:
+    """Add the adapters of a PEFT config to `base`, a model on meta, and map their names.
 
     Raises:
         ExportError: the adapter is not supported.
     """
     names = _first_names(base)
     model = attach_adapters(base, config)
-    layout = PeftLayout(model, base, adapter_file_keys(model))
+    layout = PeftLayout(model, base, map_file_keys(model))
     for part in _iterate_layers(model, names):
         layout.parts.setdefault(part.parameter, []).append(part)
     named_parameters = {
@@ -138,12 +149,13 @@ def peft_layout(base: "PreTrainedModel", config: dict[str, Any]) -> PeftLayout:
     return layout
 
 
-def adapter_file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]:
-    """Map each key of the adapter's file to its parameter, as PEFT's own saving names them.
+def map_file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]:
+    """Map each key of the adapter file to the name of its parameter in `model`, as PEFT saves them.
 
     Args:
-        model: adapted.
-        embeddings: include the frozen matrices of embedding and head that PEFT may save too.
+        model: with adapters.
+        embeddings: include frozen matrices of embedding and head, which PEFT saves by default if
+            an embedding is adapted.
     """
     from peft import get_peft_model_state_dict
 
@@ -157,11 +169,14 @@ def adapter_file_keys(model: Any, *, embeddings: bool = False) -> dict[str, str]
 
 
 def _iterate_layers(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]:
-    """Yield the layers of the adapter.
+    """Yield an `AdapterLayer` for each PEFT layer, and for each tensor that is trained in full.
 
     Args:
-        model: adapted.
-        names: id of a parameter of the base -> its name.
+        model: with adapters.
+        names: `id()` of a parameter of the base -> its name.
+
+    Raises:
+        ExportError: a module that is trained in full has adapters inside.
     """
     from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
     from peft.utils.other import ModulesToSaveWrapper
@@ -185,19 +200,22 @@ def _iterate_layers(model: Any, names: dict[int, str]) -> Iterator[AdapterLayer]
 
 
 def _list_tensors(module: nn.Module) -> list[tuple[str, Any]]:
-    """List every parameter (tied ones under each name) and every persistent buffer."""
+    """List (name, tensor) of all parameters and persistent buffers, tied ones under each name."""
     return [*module.state_dict(keep_vars=True).items()]
 
 
 def _first_names(module: nn.Module) -> dict[int, str]:
-    """Map the id of each tensor to its first name."""
+    """Map the `id()` of each parameter and persistent buffer to its first name."""
     return {id(tensor): name for name, tensor in reversed(_list_tensors(module))}
 
 
 def fill_without_memory(base: "PreTrainedModel") -> "PreTrainedModel":
-    """Give a model on meta parameters of their shape with one element of memory each (stride 0).
+    """Replace each meta tensor by zeros on the CPU with one element of memory (stride 0).
 
-    PEFT's own `from_pretrained` then runs unchanged, and costs only the adapter's memory.
+    PEFT's own `from_pretrained` then runs unchanged, and needs memory for the adapter only.
+
+    Returns:
+        `base`, which is changed in place.
     """
     filled: dict[int, torch.Tensor] = {}
     for module in base.modules():
@@ -212,19 +230,19 @@ def fill_without_memory(base: "PreTrainedModel") -> "PreTrainedModel":
 def load_with_peft(
     base: "PreTrainedModel", folder: Path, *, empty: bool = False
 ) -> tuple[Any, list[str]]:
-    """Load an adapter as its readers do, with `PeftModel.from_pretrained`.
+    """Load an adapter folder as users do, with `PeftModel.from_pretrained`.
 
     Args:
         base: the base model.
-        folder: of the adapter.
-        empty: `base` is the result of `fill_without_memory`. PEFT creates adapters on meta if it
-            can, and tensors that the folder lacks stay there.
+        folder: the adapter folder.
+        empty: `base` is a result of `fill_without_memory`. Adapters are then created on meta if
+            PEFT can do so, and tensors that the folder lacks stay there.
 
     Returns:
         The adapted model, and PEFT's warnings about missing keys.
 
     Raises:
-        ExportError: PEFT or `read_adapter_config` refuses the folder.
+        ExportError: PEFT cannot load the folder, or with `empty`, its config is not supported.
     """
     from peft import PeftModel
 
@@ -247,40 +265,56 @@ def load_with_peft(
 def merge_layer(
     layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
 ) -> torch.Tensor:
-    """Merge one layer of the adapter into `weight` with PEFT's own layer.
+    """Merge one adapter layer into the base weight, with the code of PEFT's layer.
 
-    The result is bitwise identical to that of `merge_and_unload`. Three tensors of the weight's
-    size in fp32 are held in addition (DoRA: five).
+    The result is bitwise identical to that of `merge_and_unload`. Takes three more tensors of the
+    weight's size in fp32 (DoRA: five).
 
     Args:
         layout: of the adapted model.
-        layer: to merge.
-        weight: of the base; changed in place.
-        factors: A, B and magnitude in float32, as PEFT loads them.
+        layer: the layer to merge.
+        weight: the base weight; changed in place.
+        factors: `A`, `B` and, for DoRA, `magnitude` -> tensor in float32.
+
+    Returns:
+        The merged weight.
     """
-    with _filled_layer(layout, layer, weight, factors) as module:
+    with _fill_layer(layout, layer, weight, factors) as module:
         module.merge(safe_merge=False, adapter_names=[ADAPTER])
         return getattr(module.get_base_layer(), _parameter_name(module)).data
 
 
-def weight_delta(layout: PeftLayout, layer: AdapterLayer, factors: Tensors) -> torch.Tensor:
-    """Compute the float32 tensor that PEFT's layer adds to its weight for these factors."""
+def compute_weight_delta(layout: PeftLayout, layer: AdapterLayer, factors: Tensors) -> torch.Tensor:
+    """Compute with PEFT's layer the float32 tensor that a merge adds to the base weight.
+
+    Args:
+        layout: of the adapted model.
+        layer: the adapter layer.
+        factors: `A` and `B` -> tensor in float32.
+    """
     module = layout.model.get_submodule(layer.module)
     shape = getattr(module.get_base_layer(), _parameter_name(module)).shape
-    with _filled_layer(layout, layer, torch.zeros(()).expand(shape), factors) as module:
+    with _fill_layer(layout, layer, torch.zeros(()).expand(shape), factors) as module:
         return module.get_delta_weight(ADAPTER)
 
 
 def _parameter_name(module: Any) -> str:
-    """Return the name of the parameter that a PEFT layer adapts, in its base layer."""
+    """Return the name of the parameter that a PEFT layer adapts, relative to its base layer."""
     return getattr(module, "parameter_name", "weight")
 
 
 @contextlib.contextmanager
-def _filled_layer(
+def _fill_layer(
     layout: PeftLayout, layer: AdapterLayer, weight: torch.Tensor, factors: Tensors
 ) -> Iterator[Any]:
-    """Yield PEFT's layer filled with these tensors; it is on meta again afterwards."""
+    """Put tensors into a PEFT layer on meta, and yield it; afterwards it is on meta again.
+
+    Args:
+        layout: of the adapted model.
+        layer: the adapter layer.
+        weight: becomes the base weight.
+        factors: `A`, `B`, `magnitude` -> tensor; they become the adapter's parameters.
+    """
     module = layout.model.get_submodule(layer.module)
     entries = [(module.get_base_layer(), _parameter_name(module), weight)]
     for role, factor in factors.items():

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from toolkit.adapters.peft_folder import adapter_file_keys, fill_without_memory
+from toolkit.adapters.peft_folder import fill_without_memory, map_file_keys
 from toolkit.errors import one_line
 from toolkit.models.packed_linear import PackedLinear
 from toolkit.models.patterns import replace_numbers
@@ -31,26 +31,39 @@ _TRIAL_RESULTS: dict[str, dict[str, str]] = {}  # digest of a model and its adap
 
 
 def find_lost_adapters(adapted: nn.Module) -> dict[str, str]:
-    """Find the adapted parameters of the base whose adapters PEFT does not load.
+    """Find the adapters that PEFT would not load again from an export of this model.
 
-    Runs PEFT's loading on a copy of `adapted`, which is on meta and is not changed. Each adapter
-    tensor is an expanded column, so the trial takes milliseconds and no memory.
+    Loads an export of a copy of the model through PEFT. Its tensors share memory, so the trial
+    takes milliseconds and no memory. The result is cached for each model and adapter config.
+
+    Args:
+        adapted: with adapters, on meta; not changed.
 
     Returns:
-        Parameter of the base -> reason.
+        Parameter of the base whose adapter is lost -> the reason.
     """
-    keys = adapter_file_keys(adapted)
+    keys = map_file_keys(adapted)
     described = str((cast(Any, base_of(adapted)).config.to_json_string(), adapter_config(adapted)))
     shapes = str([(key, *adapted.get_parameter(name).shape) for key, name in keys.items()])
     place = hashlib.sha256((described + shapes).encode()).hexdigest()
     # Planning builds the same model many times.
     if place not in _TRIAL_RESULTS:
-        _TRIAL_RESULTS[place] = _run_trial(adapted, keys)
+        _TRIAL_RESULTS[place] = _load_with_peft(adapted, keys)
     return dict(_TRIAL_RESULTS[place])
 
 
-def _run_trial(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
-    """Let PEFT load the exported `keys`; map each adapter that it loses to the reason."""
+def _load_with_peft(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
+    """Let PEFT load an export of all adapters, and find those that it does not load.
+
+    If PEFT raises an error, each kind of adapter is loaded alone to find the cause.
+
+    Args:
+        adapted: with adapters, on meta.
+        keys: key of the adapter file -> parameter of `adapted`.
+
+    Returns:
+        Parameter of the base whose adapter is lost -> the reason.
+    """
     layers = adapted_parameters(adapted)
     names = {id(p): name for name, p in adapted.named_parameters(remove_duplicate=False)}
     parts = {
@@ -66,15 +79,23 @@ def _run_trial(adapted: nn.Module, keys: dict[str, str]) -> dict[str, str]:
         return {p: reason for p, members in parts.items() if members & lost}
     except Exception as error:
         # PEFT may raise any error. Find the adapters that cause it.
-        return _failing_alone(adapted, keys, parts) or dict.fromkeys(parts, one_line(error))
+        return _find_failing_kinds(adapted, keys, parts) or dict.fromkeys(parts, one_line(error))
 
 
-def _failing_alone(
+def _find_failing_kinds(
     adapted: nn.Module, keys: dict[str, str], parts: dict[str, set[str]]
 ) -> dict[str, str]:
-    """Load the adapters into PEFT one kind at a time; map each that fails to the reason.
+    """Let PEFT load one kind of adapter at a time, and find those that it does not load.
 
-    Adapters that differ only in the number of their layer are of one kind.
+    Adapters whose names differ only in the layer number are one kind.
+
+    Args:
+        adapted: with adapters, on meta.
+        keys: key of the adapter file -> parameter of `adapted`.
+        parts: parameter of the base -> parameters of its adapter.
+
+    Returns:
+        Parameter of the base whose adapter is lost -> the reason.
     """
     kinds: dict[str, list[str]] = {}
     for parameter in parts:
@@ -93,7 +114,15 @@ def _failing_alone(
 
 
 def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
-    """Find the parameters of `adapted` that do not get their value when PEFT loads `keys`."""
+    """Let PEFT load distinct values into a copy of the model, and compare the result.
+
+    Args:
+        adapted: with adapters, on meta; not changed.
+        keys: key of the adapter file -> parameter of `adapted`.
+
+    Returns:
+        The parameters that did not get their value.
+    """
     from peft import set_peft_model_state_dict
 
     # PEFT moves adapters to the device and the dtype of their layer's weight, or to the dtype that
@@ -103,20 +132,20 @@ def _names_not_loaded(adapted: nn.Module, keys: dict[str, str]) -> set[str]:
         if isinstance(layer, PackedLinear):
             layer.compute_dtype = torch.float64
     shapes = {name: t.shape for name, t in model.state_dict().items()}
-    values = {key: _distinct(i, shapes[name]) for i, (key, name) in enumerate(keys.items())}
+    values = {key: _distinct_tensor(i, shapes[name]) for i, (key, name) in enumerate(keys.items())}
     with warnings.catch_warnings(action="ignore"):
         set_peft_model_state_dict(model, dict(values), ADAPTER, low_cpu_mem_usage=True)
     loaded = model.state_dict()
-    return {name for key, name in keys.items() if not _same(loaded[name], values[key])}
+    return {name for key, name in keys.items() if not _has_values(loaded[name], values[key])}
 
 
-def _distinct(number: int, shape: Sequence[int]) -> torch.Tensor:
-    """Create a tensor whose rows differ from each other and from the rows of other numbers."""
+def _distinct_tensor(number: int, shape: Sequence[int]) -> torch.Tensor:
+    """Create a float64 tensor of `shape`; no two rows are equal, also not for another `number`."""
     rows, *inner_shape = shape or (1,)
     column = torch.arange(rows, dtype=torch.float64) + (number + 1) * 2.0**24
     return column.view(rows, *(1 for _ in inner_shape)).expand(*shape) if shape else column[0]
 
 
-def _same(loaded: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return True if a loaded tensor has the expected values."""
+def _has_values(loaded: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return True if `loaded` is not on meta and equals `value`."""
     return not loaded.is_meta and loaded.shape == value.shape and torch.equal(loaded, value)

@@ -31,7 +31,7 @@ _ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 
 @dataclass(frozen=True)
 class Targets:
-    """The modules of a model that `cfg` names, by their full names in the base."""
+    """The modules that the LoRA settings select in a model, as full names in the base model."""
 
     cfg: LoraConfig
     names: tuple[str, ...]  # every module
@@ -45,12 +45,17 @@ class Targets:
 
     @property
     def all_linear(self) -> bool:
-        """True if `target_modules` asks for every linear layer that can be adapted."""
+        """True if `target_modules` is `all-linear`: every linear layer that can be adapted."""
         target_modules = self.cfg.target_modules
         return isinstance(target_modules, str) and target_modules.lower() == "all-linear"
 
     def without(self, ends: set[str], why: str) -> "Targets":
-        """Exclude the modules whose names have one of these endings, and log it."""
+        """Return a copy that excludes some modules, and log that `all-linear` skips them.
+
+        Args:
+            ends: endings of module names.
+            why: the reason, for the log.
+        """
         removed = set[str]().union(*(_names_ending_with(end, self.names) for end in ends))
         listed = ", ".join(sorted(ends)[:5]) + " ..." * (len(ends) > 5)
         ranks.log_once(f"adapters   all-linear skips {listed}: {why}")
@@ -60,25 +65,28 @@ class Targets:
 
     @property
     def ties(self) -> bool:
-        """True if a tied matrix is trained in full, so that PEFT must keep its copies tied."""
+        """True if the tied embedding is trained in full, so that PEFT must keep its copies tied."""
         return bool(self.saved & self.tied)
 
 
 def select_targets(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
-    """Select the modules that `cfg` names in `model`, which has no adapters yet.
+    """Select the modules of `model` that the LoRA settings name. Adds no adapters.
+
+    `all-linear` skips modules that cannot be adapted or exported, and logs it.
 
     Raises:
-        ModelError: a name matches nothing, a tie would break, or a module cannot be adapted or
-            exported.
+        ModelError: a name matches nothing, embedding and head would no longer be tied, or a named
+            module cannot be adapted or exported.
+        ConfigError: a setting is no valid regular expression.
     """
     modules_by_name = {name: module for name, module in model.named_modules() if name}
-    saved_modules = _modules_to_save(modules_by_name, cfg)
+    saved_modules = _find_modules_to_save(modules_by_name, cfg)
     # The head is new, or was trained for one number. A low-rank change does not suit it.
     if reward_head(model) is not None:
         saved_modules.add(HEAD)
     towers = set(modules_outside_text(model))
     beside = _names_inside(modules_by_name, towers)
-    excluded = _excluded_names(cfg, modules_by_name) | beside
+    excluded = _find_excluded_names(cfg, modules_by_name) | beside
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     _refuse_flat_experts(
         model, _match_names("lora.target_parameters", cfg.target_parameters, parameters)
@@ -90,14 +98,14 @@ def select_targets(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
             f"such as {min(modules)}; name modules of the text path"
         )
     modules -= excluded | _names_inside(modules_by_name, saved_modules)
-    tied = _tied_modules(model)
-    _refuse_ties_apart(tied, modules, saved_modules)
+    tied = _find_tied_modules(model)
+    _refuse_untying(tied, modules, saved_modules)
     _refuse_new_rows(model, saved_modules | tied if saved_modules & tied else saved_modules)
     linear = linear_names(modules_by_name)
     targets = Targets(
         cfg, tuple(modules_by_name), modules, excluded, saved_modules, towers, set(), linear, tied
     )
-    if unfit := {n: why for n in sorted(modules) if (why := _misfit(modules_by_name[n]))}:
+    if unfit := {n: why for n in sorted(modules) if (why := _find_obstacle(modules_by_name[n]))}:
         why = " ".join(next(iter(unfit.items())))
         if targets.all_linear:
             return targets.without(set(unfit), why)
@@ -108,42 +116,45 @@ def select_targets(model: PreTrainedModel, cfg: LoraConfig) -> Targets:
 
 
 def linear_names(modules: dict[str, nn.Module]) -> tuple[str, ...]:
-    """List the names of the linear layers among `modules`."""
+    """List the names of the linear layers (`nn.Linear`, `Conv1D`) among `modules`."""
     return tuple(name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D))
 
 
 def check_target_names(model: PreTrainedModel, cfg: LoraConfig) -> None:
-    """Check that `model` has the modules that `cfg` names, without PEFT, which starts CUDA.
+    """Check that `model` has the modules that `cfg` names, without PEFT, whose import starts CUDA.
 
-    With fused experts, PEFT may know names that the model lacks, so they are not checked here.
+    With fused experts, PEFT may know names that the model lacks, so they are not checked.
 
     Raises:
-        ModelError: see `select_targets`.
+        ModelError: a name matches nothing; also the errors of `select_targets`.
     """
     targets = select_targets(model, cfg)
     fused = any(p.ndim == 3 for p in model.parameters())
     for pattern in cfg.target_modules if isinstance(cfg.target_modules, list) else ():
         if cfg.from_ is None and not fused and not _names_ending_with(pattern, targets.names):
-            raise ModelError(_unknown_target(pattern, targets.linear))
+            raise ModelError(_format_unknown_target(pattern, targets.linear))
 
 
 def _match_names(
     setting: str, patterns: list[str], names: Iterable[str], *, may_miss: bool = False
 ) -> set[str]:
-    """Find the names that `patterns` match: in full, or their end after a dot.
+    """Find the names that equal one of `patterns` or end with it after a dot.
 
     Args:
         setting: name of the setting, for the error.
-        patterns: each must match a name, unless `may_miss`.
-        names: of modules or parameters.
-        may_miss: accept patterns without a match. PEFT writes names that a model may lack
+        patterns: full names or endings of names.
+        names: names of modules or parameters.
+        may_miss: accept patterns that match nothing. PEFT writes names that a model may lack
             (`classifier` for every reward model) into an adapter that a run continues.
+
+    Raises:
+        ModelError: a pattern matches nothing, and `may_miss` is False.
     """
     matches: set[str] = set()
     for pattern in patterns:
         matched = _names_ending_with(pattern, names)
         if not matched and not may_miss:
-            raise ModelError(_no_match_error(setting, pattern, names))
+            raise ModelError(_format_no_match(setting, pattern, names))
         matches |= matched
     return matches
 
@@ -169,9 +180,14 @@ _ROLES = (
 # fmt: on
 
 
-def _unknown_target(pattern: str, linear: Iterable[str]) -> str:
-    """Format the error for a target that names no module, with the model's linear layers."""
-    leaves = dict.fromkeys(_leaf(name) for name in linear)
+def _format_unknown_target(pattern: str, linear: Iterable[str]) -> str:
+    """Format the error for a target that matches no module, with suggestions of similar names.
+
+    Args:
+        pattern: the name in `lora.target_modules`.
+        linear: names of the model's linear layers.
+    """
+    leaves = dict.fromkeys(_last_part(name) for name in linear)
     ending = pattern.rpartition(".")[2]
     near = [n for n in leaves for role in _ROLES if {ending, n.rpartition(".")[2]} <= role]
     near = near or difflib.get_close_matches(ending, leaves, n=4, cutoff=0.6)
@@ -183,16 +199,19 @@ def _unknown_target(pattern: str, linear: Iterable[str]) -> str:
     return f"lora.target_modules: {pattern!r} matches no module of the model{advice}"
 
 
-def _leaf(name: str) -> str:
-    """Return the last part of a module's name, with the part before it if it is a number."""
+def _last_part(name: str) -> str:
+    """Return the last part of a module's name; if that is a number, the last two parts."""
     parts = name.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
 
 
-def _excluded_names(cfg: LoraConfig, names: Iterable[str]) -> set[str]:
-    """Find the modules that `lora.exclude_modules` names.
+def _find_excluded_names(cfg: LoraConfig, names: Iterable[str]) -> set[str]:
+    """Find the modules among `names` that `lora.exclude_modules` names.
 
-    Each entry of a list must match, except in the settings of an adapter that a run continues.
+    A run that continues an adapter (`lora.from`) may have patterns that match nothing.
+
+    Raises:
+        ModelError: a pattern matches nothing.
     """
     patterns = cfg.exclude_modules
     continues = cfg.from_ is not None
@@ -203,21 +222,21 @@ def _excluded_names(cfg: LoraConfig, names: Iterable[str]) -> set[str]:
     if matched or continues:
         return matched
     raise ModelError(
-        _no_match_error("lora.exclude_modules", patterns, names)
+        _format_no_match("lora.exclude_modules", patterns, names)
         + "; a text is one regular expression for full names, a list has endings of names"
     )
 
 
 def _compile_pattern(setting: str, pattern: str) -> re.Pattern[str]:
-    """Compile a regular expression from a setting."""
+    """Compile a regular expression from a setting; raise a ConfigError that names the setting."""
     try:
         return re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"{setting} {pattern!r} is no regular expression: {error}") from error
 
 
-def _no_match_error(setting: str, pattern: str, names: Iterable[str]) -> str:
-    """Format the error for a pattern that matches nothing."""
+def _format_no_match(setting: str, pattern: str, names: Iterable[str]) -> str:
+    """Format the error message for a pattern that matches none of `names`, with similar names."""
     kind_of_name = "parameter" if setting == "lora.target_parameters" else "module"
     return format_no_match(setting, pattern, kind_of_name, {*map(replace_numbers, names)})
 
@@ -228,7 +247,7 @@ def _names_ending_with(pattern: str, names: Iterable[str]) -> set[str]:
 
 
 def _exclusion_advice(cfg: LoraConfig, names: Iterable[str]) -> str:
-    """Format the setting that would exclude these modules, by the ends of their names."""
+    """Format the advice to add modules to `lora.exclude_modules`, by the last part of each name."""
     leaves = sorted({name.rpartition(".")[2] for name in names})
     if isinstance(cfg.exclude_modules, str):
         return f"name {', '.join(leaves)} in lora.exclude_modules too"
@@ -237,7 +256,12 @@ def _exclusion_advice(cfg: LoraConfig, names: Iterable[str]) -> str:
 
 
 def shortest_suffixes(modules: set[str], names: Iterable[str]) -> set[str]:
-    """Find the shortest name endings that match all of `modules` and no other of `names`."""
+    """Find for each of `modules` the shortest ending of its name that no other module has.
+
+    Args:
+        modules: full names.
+        names: full names of all modules; those not in `modules` must not match.
+    """
     other_names = set(names) - modules
     suffixes = set[str]()
     for module in sorted(modules):
@@ -250,12 +274,16 @@ def shortest_suffixes(modules: set[str], names: Iterable[str]) -> set[str]:
 
 
 def _names_inside(names: Iterable[str], outer: set[str]) -> set[str]:
-    """Find the names of modules in `outer`, and of modules inside them."""
+    """Find the names that are in `outer` or lie inside a module of `outer`."""
     return {n for n in names if any(n == o or n.startswith(o + ".") for o in outer)}
 
 
-def _modules_to_save(modules: dict[str, nn.Module], cfg: LoraConfig) -> set[str]:
-    """Find the full names of the modules that are trained in full."""
+def _find_modules_to_save(modules: dict[str, nn.Module], cfg: LoraConfig) -> set[str]:
+    """Find the full names of the modules that `lora.modules_to_save` trains in full.
+
+    Raises:
+        ModelError: a name matches nothing, a container, or a module inside another match.
+    """
     setting = "lora.modules_to_save"
     matches = _match_names(setting, cfg.modules_to_save, modules, may_miss=cfg.from_ is not None)
     for name in sorted(matches):
@@ -269,7 +297,11 @@ def _modules_to_save(modules: dict[str, nn.Module], cfg: LoraConfig) -> set[str]
 def _select_modules(
     model: PreTrainedModel, cfg: LoraConfig, modules: dict[str, nn.Module]
 ) -> set[str]:
-    """Find the modules that `target_modules` names."""
+    """Find the full names of the modules that `lora.target_modules` names.
+
+    Raises:
+        ModelError: a regular expression matches nothing. Endings in a list may match nothing.
+    """
     targets = cfg.target_modules
     if isinstance(targets, list):
         return set().union(*(_names_ending_with(pattern, modules) for pattern in targets))
@@ -282,13 +314,13 @@ def _select_modules(
     if matched := {n for n in modules if pattern.fullmatch(n)}:
         return matched
     raise ModelError(
-        _unknown_target(targets, linear_names(modules))
+        _format_unknown_target(targets, linear_names(modules))
         + "; a text is one regular expression for full names, a list has endings of names"
     )
 
 
-def _tied_modules(model: PreTrainedModel) -> set[str]:
-    """Find the modules that share a parameter with the input embedding; none if it is not tied."""
+def _find_tied_modules(model: PreTrainedModel) -> set[str]:
+    """Find the modules that hold the input embedding's matrix; empty if only the embedding does."""
     embedding = model.get_input_embeddings()
     embedding_ids = set() if embedding is None else set(map(id, embedding.parameters()))
     parameters = model.named_parameters(remove_duplicate=False)
@@ -298,8 +330,14 @@ def _tied_modules(model: PreTrainedModel) -> set[str]:
     return modules if len(modules) > 1 else set()
 
 
-def _refuse_ties_apart(tied: set[str], expected: set[str], saved: set[str]) -> None:
-    """Refuse adapters that would break the tie of embedding and head."""
+def _refuse_untying(tied: set[str], expected: set[str], saved: set[str]) -> None:
+    """Raise a ModelError if adapters would untie embedding and head.
+
+    Args:
+        tied: the tied modules; empty if nothing is tied.
+        expected: modules that get an adapter.
+        saved: modules that are trained in full.
+    """
     ends = {name.rpartition(".")[2] for name in tied}
     if name := min(tied & expected, default=""):
         raise ModelError(
@@ -314,7 +352,12 @@ def _refuse_ties_apart(tied: set[str], expected: set[str], saved: set[str]) -> N
 
 
 def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
-    """Refuse new tokens whose rows would not be trained or stored in an adapter."""
+    """Raise a ModelError if the embedding got rows for new tokens, but is not trained in full.
+
+    Args:
+        model: the base model.
+        saved: modules that are trained in full.
+    """
     if not assets_of(model).resized:
         return
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -328,7 +371,7 @@ def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
 
 
 def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
-    """Refuse experts that are the rows of one matrix, because their module has no forward."""
+    """Raise a ModelError if a parameter among `names` stacks experts as rows of a 2-d matrix."""
     for name in sorted(names):
         owner = model.get_submodule(name.rpartition(".")[0])
         flat = model.get_parameter(name).ndim == 2 and not isinstance(owner, _ADAPTABLE)
@@ -339,8 +382,8 @@ def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
             )
 
 
-def _misfit(module: nn.Module) -> str:
-    """Return why a module cannot be adapted; empty if it can."""
+def _find_obstacle(module: nn.Module) -> str:
+    """Return the reason why a module cannot be adapted; empty if it can. Calls it on meta."""
     if not isinstance(module, _ADAPTABLE):
         return f"is {type(module).__name__}, whose adapter could not be exported"
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
@@ -358,23 +401,26 @@ def _misfit(module: nn.Module) -> str:
     return "" if fits else "does not compute the output of a linear layer"
 
 
-def _check_patterns(cfg: LoraConfig, names: set[str]) -> None:
-    """Refuse a pattern of ranks or alphas that matches nothing, except in `lora.from`."""
+def _refuse_unmatched_patterns(cfg: LoraConfig, names: set[str]) -> None:
+    """Raise a ModelError if a key of `rank_pattern` or `alpha_pattern` matches none of `names`.
+
+    Settings of an adapter that the run continues (`lora.from`) are not checked.
+    """
     if cfg.from_ is not None:
         return
     for setting in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(cfg, setting):
             ends = _compile_pattern(f"lora.{setting}", rf"(.*\.)?({pattern})")
             if not any(map(ends.fullmatch, names)):
-                raise ModelError(_no_match_error(f"lora.{setting}", pattern, names))
+                raise ModelError(_format_no_match(f"lora.{setting}", pattern, names))
 
 
 def explain_refusal(model: nn.Module, targets: Targets, error: Exception) -> ModelError:
-    """Build the error for a refusal by PEFT, with the setting that helps."""
+    """Build the ModelError for an error of PEFT, with the setting that helps."""
     target_modules = targets.cfg.target_modules
     for pattern in target_modules if isinstance(target_modules, list) else ():
         if not _names_ending_with(pattern, targets.names):
-            return ModelError(_unknown_target(pattern, targets.linear))
+            return ModelError(_format_unknown_target(pattern, targets.linear))
     problem = " ".join(str(error).split())
     remedy = "name other modules in lora.target_modules, or some in lora.exclude_modules"
     if "lora_dropout" in problem or "use_dora" in problem:
@@ -382,13 +428,17 @@ def explain_refusal(model: nn.Module, targets: Targets, error: Exception) -> Mod
             "fused experts are adapted as parameters, which works only without lora.lora_dropout "
             "and lora.use_dora; remove those, or list the modules in lora.target_modules"
         )
-    elif unfit := unfit_modules(error, targets):
+    elif unfit := modules_peft_refuses(error, targets):
         remedy = _exclusion_advice(targets.cfg, unfit)
     return ModelError(f"{model_class_name(model)} cannot be adapted ({one_line(error)}); {remedy}")
 
 
-def unfit_modules(error: Exception, targets: Targets) -> set[str]:
-    """Find the modules that PEFT says it cannot adapt, by the ends of their names."""
+def modules_peft_refuses(error: Exception, targets: Targets) -> set[str]:
+    """Read from an error of PEFT the modules that it cannot adapt; empty if it names none.
+
+    Returns:
+        Names or endings of names of modules.
+    """
     problem = " ".join(str(error).split())
     match = re.search(r"[Mm]odule '([\w.]+)'", problem)
     if match is None or "lora_dropout" in problem or "use_dora" in problem:
@@ -402,7 +452,10 @@ def unfit_modules(error: Exception, targets: Targets) -> set[str]:
 
 
 def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
-    """Raise a ModelError if PEFT adapted fewer or more modules than the settings name."""
+    """Raise a ModelError if PEFT adapted fewer or more modules than the settings name.
+
+    With `all-linear`, modules that PEFT skipped are logged instead.
+    """
     cfg = targets.cfg
     expected = targets.modules
     modules = set(adapted_modules(adapted))
@@ -415,7 +468,7 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
             continue
         if not _names_ending_with(pattern, targets.names):
             if pattern in left_over and cfg.from_ is None:
-                raise ModelError(_unknown_target(pattern, targets.linear))
+                raise ModelError(_format_unknown_target(pattern, targets.linear))
         elif not _names_ending_with(pattern, expected):
             raise ModelError(
                 f"lora.target_modules: {pattern!r} names only modules of lora.exclude_modules or "
@@ -432,7 +485,7 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
             f"PEFT adapts {adapted_anyway[0]} although lora.exclude_modules names its module; give "
             "lora.target_modules as a list of the names that are meant"
         )
-    _check_patterns(cfg, modules | parameters)
+    _refuse_unmatched_patterns(cfg, modules | parameters)
     by_parameter = {n.rpartition(".")[0] for n in parameters} - expected
     if additional := sorted(modules - expected - by_parameter):
         raise ModelError(

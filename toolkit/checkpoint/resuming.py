@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from toolkit import ranks
-from toolkit.adapters.base import check_same_adapters
+from toolkit.adapters.base import refuse_other_adapters
 from toolkit.checkpoint import commit
 from toolkit.checkpoint.names import DCP, HF, RNG, ROW_SUMS, SHARD
 from toolkit.checkpoint.saving import CHANNEL
@@ -208,7 +208,7 @@ def check_same_model(model: nn.Module, checkpoint: Folder) -> None:
     Raises:
         CheckpointError: a setting or the base differs (the error names it).
     """
-    check_same_adapters(model, read_state(checkpoint), checkpoint)
+    refuse_other_adapters(model, read_state(checkpoint), checkpoint)
     assets, file = getattr(model, "hf_assets", None), checkpoint / HF / "config.json"
     if assets is None or (before := read_json_object(file)) is None:
         return

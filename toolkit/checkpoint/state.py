@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from toolkit import ranks
-from toolkit.adapters.base import adapter_entry
+from toolkit.adapters.base import build_adapter_entry
 from toolkit.checkpoint.names import STATE
 from toolkit.checkpoint.store import Folder, read_json_object, storage_of
 from toolkit.errors import CheckpointError, one_line
@@ -57,7 +57,7 @@ def format_state(state: TrainState, position: dict[str, Any] | None) -> str:
         else {k: v for k, v in state.scheduler.state_dict().items() if k != "lr_lambdas"},
         "data": position,
         "extra": state.extra,
-        **({"adapter": adapter_entry(state.model)} if has_adapters(state.model) else {}),
+        **({"adapter": build_adapter_entry(state.model)} if has_adapters(state.model) else {}),
         "versions": {"torch": torch.__version__},
     }
     return json.dumps(content, indent=1) + "\n"

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from toolkit import ranks
-from toolkit.adapters.peft_folder import adapter_file_keys, fill_without_memory, load_with_peft
+from toolkit.adapters.peft_folder import fill_without_memory, load_with_peft, map_file_keys
 from toolkit.checkpoint import TrainState, local_copy, wait
 from toolkit.checkpoint.adapter_source import (
     AdapterSource,
@@ -90,7 +90,7 @@ def _check_tensors(source: AdapterSource, adapted: nn.Module) -> None:
         stored_shapes = {name: shape for name, (_, shape) in saved.items()}
     else:
         frozen, entries = map_frozen_keys(adapted), source.tensors()
-        names = adapter_file_keys(adapted) | frozen
+        names = map_file_keys(adapted) | frozen
         stored_shapes = {names.get(key, key): entry.shape for key, entry in entries.items()}
         parameters = dict(adapted.named_parameters(remove_duplicate=False))
         saved_along = [name for key, name in frozen.items() if key in entries]
@@ -140,8 +140,8 @@ def map_frozen_keys(adapted: nn.Module) -> dict[str, str]:
 
     PEFT saves the frozen matrix of an embedding if it is adapted or its vocabulary was resized.
     """
-    trained = adapter_file_keys(adapted)
-    every = adapter_file_keys(adapted, embeddings=True)
+    trained = map_file_keys(adapted)
+    every = map_file_keys(adapted, embeddings=True)
     return {key: name for key, name in every.items() if key not in trained}
 
 
@@ -211,7 +211,7 @@ def _read_adapter(
     if source.checkpoint is not None:
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         folder = Path(consolidate(source.folder, Path(scratch, "adapter")))
-    keys, extra = adapter_file_keys(model), map_frozen_keys(model)
+    keys, extra = map_file_keys(model), map_frozen_keys(model)
     entries = read_header(folder / ADAPTER_WEIGHTS)
     frozen = {extra[key]: read_tensor(entries[key]) for key in extra.keys() & entries.keys()}
     with _drop_frozen(folder, {k: e for k, e in entries.items() if k in keys}, frozen) as readable:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
-from toolkit.adapters.base import adapter_entry
+from toolkit.adapters.base import build_adapter_entry
 from toolkit.checkpoint.carried import Carried
 from toolkit.checkpoint.local_folder import is_disk_failure
 from toolkit.checkpoint.names import EXPORTS, step_name
@@ -178,7 +178,7 @@ def _plan_live(
             plan = make_plan(exported_model, shapes, override, limit, where=where, carried=carried)
             carried.log()
             return plan, carried.manifest_entry()
-        entry = adapter_entry(model)
+        entry = build_adapter_entry(model)
         (hf / ADAPTER_FILE).write_text(json.dumps(entry["config"]), "utf-8")
         plan = make_adapter_plan(hf, shapes, override, where=where, base=entry)
         return plan, {"adapter": describe_adapter_origin(hf, entry, plan)}

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from toolkit.adapters.peft_folder import peft_layout, read_adapter_config
+from toolkit.adapters.peft_folder import build_peft_layout, read_adapter_config
 from toolkit.checkpoint.carried import Carried, CarriedTensor
 from toolkit.checkpoint.sources import is_adapter_asset
 from toolkit.config.published import describe_base_model
@@ -397,7 +397,7 @@ def make_adapter_plan(
         ExportError: the tensors are not those of the adapter (the error names one).
     """
     config = read_adapter_config(hf)
-    layout = peft_layout(build_model_from_assets(hf), config)
+    layout = build_peft_layout(build_model_from_assets(hf), config)
     shapes = {name: tuple(t.shape) for name, t in layout.model.state_dict().items()}
     expected = set(layout.keys.values())
     for kind, names in (

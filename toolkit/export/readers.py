@@ -16,8 +16,8 @@ import torch
 from toolkit.adapters.peft_folder import (
     AdapterLayer,
     PeftLayout,
+    build_peft_layout,
     merge_layer,
-    peft_layout,
     read_adapter_config,
 )
 from toolkit.checkpoint.carried import Carried
@@ -198,7 +198,7 @@ class AdapterMerge:
         model, adapted = (build_model_from_assets(hf) for _ in range(2))
         self.reader = build_base_reader(folder, model)
         self.parts_of = assets_of(self.reader).stored
-        self.layout = peft_layout(adapted, read_adapter_config(hf))
+        self.layout = build_peft_layout(adapted, read_adapter_config(hf))
         if odd := sorted(set(self.layout.keys.values()) ^ tensors.keys.keys()):
             raise ExportError(
                 f"{odd[0]} is not in both {tensors.source.folder} and what {hf / ADAPTER_FILE} "

@@ -21,12 +21,16 @@ _MAY_BE_AUTO = (("sharding", "activation_checkpointing"), ("train", "per_device_
 
 
 def auto_settings(cfg: RunConfig) -> list[tuple[str, str]]:
-    """List section and name of the settings that are `auto`."""
+    """List the settings that are `auto`, among micro-batch and recomputation.
+
+    Returns:
+        (section, name) of each.
+    """
     return [(s, n) for s, n in _MAY_BE_AUTO if getattr(getattr(cfg, s), n) == "auto"]
 
 
 def format_decision(cfg: RunConfig, decided: RunConfig) -> str:
-    """Format what `decided` has for the settings that are `auto` in `cfg`."""
+    """Format the values that `decided` has for the settings that are `auto` in `cfg`."""
     names = auto_settings(cfg)
     texts = [f"{name} {getattr(getattr(decided, section), name)}" for section, name in names]
     if ("train", "per_device_train_batch_size") in names:
@@ -35,7 +39,15 @@ def format_decision(cfg: RunConfig, decided: RunConfig) -> str:
 
 
 def reuse_decision(cfg: RunConfig, recorded: RunConfig | None, world_size: int) -> RunConfig:
-    """Replace `auto` by what an earlier start of the run chose, if that still divides the batch."""
+    """Replace each `auto` by the value that an earlier start of the run chose.
+
+    A recorded micro-batch that no longer divides the global batch is not used.
+
+    Args:
+        cfg: the settings of this start.
+        recorded: the settings of the earlier start; None if there was none.
+        world_size: the number of ranks of this start.
+    """
     if recorded is None:
         return cfg
     for section, name in auto_settings(cfg):
@@ -51,7 +63,10 @@ def reuse_decision(cfg: RunConfig, recorded: RunConfig | None, world_size: int) 
 
 
 def set_accumulation(cfg: RunConfig, world_size: int) -> RunConfig:
-    """Set the accumulation that makes up `train.global_batch_size`, if that is set.
+    """Set `gradient_accumulation_steps` so that a step has `train.global_batch_size` samples.
+
+    Returns:
+        The new settings; `cfg` itself if the global batch is not set, or the micro-batch is `auto`.
 
     Raises:
         DataError: micro-batches and ranks do not divide the global batch.
@@ -66,10 +81,11 @@ def set_accumulation(cfg: RunConfig, world_size: int) -> RunConfig:
 
 
 def list_candidates(cfg: RunConfig, world_size: int) -> list[list[RunConfig]]:
-    """List what `auto` may become: a group for each recomputation, the preferred one first.
+    """List the configs that `auto` may become, grouped by activation checkpointing.
 
     Returns:
-        In each group the configs by micro-batch, the largest first.
+        One list for each kind of activation checkpointing, the fastest kind first. It holds the
+        configs with the largest micro-batch first.
     """
     recomputation = cfg.sharding.activation_checkpointing
     modes = [recomputation]
@@ -93,22 +109,28 @@ def list_candidates(cfg: RunConfig, world_size: int) -> list[list[RunConfig]]:
 
 
 def candidates_from(cfg: RunConfig, world_size: int, place: int) -> Iterator[RunConfig]:
-    """Yield all candidates in their order, from the one at `place` on."""
+    """Yield the configs of `list_candidates` in one sequence, from index `place` on."""
     flat = itertools.chain.from_iterable(list_candidates(cfg, world_size))
     return itertools.islice(flat, place, None)
 
 
 def choose(cfg: RunConfig, world_size: int, device: Device, memory: int) -> tuple[int, Plan]:
-    """Find the first candidate that fits by its plan; the last candidate if none fits.
+    """Find the first candidate for `auto` whose plan fits; if none fits, the last candidate.
 
-    A candidate that the model cannot be run with does not fit. Creates a fake process group; makes
-    a few plans for each recomputation.
+    A candidate that cannot be planned does not fit. Creates a fake process group. Makes a few plans
+    for each kind of activation checkpointing, each of which takes seconds.
+
+    Args:
+        cfg: settings, some of them `auto`.
+        world_size: the number of ranks.
+        device: the figures of their devices.
+        memory: bytes of each device.
 
     Returns:
-        The candidate's place among all, and its plan.
+        The candidate's index in the sequence of `candidates_from`, and its plan.
 
     Raises:
-        PlanningError: no candidate fits, and the last one cannot be run.
+        PlanningError: no candidate fits, and the last one cannot be planned.
     """
     groups = list_candidates(cfg, world_size)
     place = 0

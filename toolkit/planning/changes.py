@@ -37,22 +37,22 @@ def find_remedies(
     patience: float = math.inf,
     at_least_one: bool = False,
 ) -> tuple[list[Plan], dict[str, str]]:
-    """Plan changes of a run that does not fit into `memory` bytes.
+    """Plan changes to a run that does not fit into `memory` bytes of each device.
 
-    If no single change fits that keeps the training the same, changes are combined, in the order of
-    their usual cost, up to the first combination that fits.
+    If no single change fits and keeps the training the same, changes are combined, in the order of
+    their usual cost, until one combination fits.
 
     Args:
-        plan: of the run as it is.
+        plan: plan of the run without changes.
         device: the figures of the run's device.
-        memory: bytes of a device.
-        report: gets a line before each plan.
+        memory: bytes of each device.
+        report: called with a line before each plan.
         patience: seconds after which no further change is planned.
         at_least_one: continue beyond `patience` until one change fits.
 
     Returns:
-        The plans, and the reasons why other changes cannot be planned. First what fits and keeps
-        the training the same, the cheapest first. If nothing fits, all plans.
+        The plans that fit; those that keep the training the same come first, then the cheapest. If
+        none fits, all plans. Second, name of each change that cannot be planned -> the reason.
     """
     end = time.monotonic() + patience
     planner = Planner(device, memory, report)
@@ -73,11 +73,16 @@ def find_remedies(
 
 
 def _cost(plan: Plan) -> float:
+    """Return the device-seconds that one token takes."""
     return plan.estimate.device_time
 
 
 def _useful_changes(plan: Plan, device: Device, memory: int) -> list[Change]:
-    """List the changes of a run, without those that cannot make it fit."""
+    """List the changes of a plan's settings that can lower the memory of its device.
+
+    If the state between steps fills the memory, changes of the step alone are dropped. On a CPU,
+    offloading is dropped.
+    """
     useless: set[str] = set()
     held_bytes = 0 if plan.cfg.sharding.cpu_offload else plan.sim.state.total
     if held_bytes + reserved_bytes(device, plan.sim.mesh) >= memory:
@@ -90,12 +95,12 @@ def _useful_changes(plan: Plan, device: Device, memory: int) -> list[Change]:
 
 
 def _combine_changes(plan: Plan, single_plans: list[Plan], planner: Planner) -> list[Plan]:
-    """Apply one change after the other to a run, up to the first that fits.
+    """Apply one change after the other to a run, until a plan fits.
 
     Args:
-        plan: of the run as it is.
-        single_plans: plans of the run with one change, which are used again.
-        planner: makes the other plans.
+        plan: plan of the run without changes.
+        single_plans: existing plans with one change, which are reused.
+        planner: makes the other plans; its `memory` must be set.
 
     Returns:
         The plan that fits, in a list; empty if none does.
@@ -131,7 +136,7 @@ def _combine_changes(plan: Plan, single_plans: list[Plan], planner: Planner) -> 
 
 
 def as_finetuning(cfg: RunConfig) -> FinetuneConfig | None:
-    """Convert a config to fine-tuning, which can train adapters.
+    """Convert a config to a FinetuneConfig, which can train adapters.
 
     Returns:
         None if the weights are random, or if fine-tuning refuses one of the settings.
@@ -151,9 +156,10 @@ def as_finetuning(cfg: RunConfig) -> FinetuneConfig | None:
 
 
 def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
-    """List the changes of a run that save memory, by their usual cost, the cheapest first.
+    """List changes of a run's settings that save memory, the usually cheapest first. No planning.
 
-    Changes that contradict the run's other settings are omitted.
+    Changes that contradict the run's other settings are omitted. Some use more devices or train
+    differently; see `Change`.
     """
     changes: list[Change] = []
 
@@ -227,9 +233,18 @@ def list_changes(cfg: RunConfig, world_size: int) -> list[Change]:
 
 
 def compare_layouts(plan: Plan, device: Device, memory: int | None, report: Report) -> list[Plan]:
-    """Plan a run on other meshes and with other recomputation; the fastest that fits comes first.
+    """Plan a run with several meshes, each with three kinds of activation checkpointing.
 
-    Layouts that the run would refuse are omitted.
+    Layouts that the run would refuse are reported and omitted.
+
+    Args:
+        plan: plan of the run as it is.
+        device: the figures of the run's device.
+        memory: bytes of each device; None: every plan counts as fitting.
+        report: called with a line before each plan.
+
+    Returns:
+        The plans that fit, the fastest first; then the others.
     """
     planner = Planner(device, memory, report)
     world_size = plan.world_size

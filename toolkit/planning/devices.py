@@ -73,14 +73,14 @@ DEVICES = {
 
 
 def this_host() -> Device:
-    """Describe this machine's CPU. Its figures are assumed; a calibration corrects times."""
+    """Describe this machine's CPU as a `Device`, with assumed figures for speed."""
     memory = float(min(psutil.virtual_memory().total, container_memory().limit))
     flops = torch.get_num_threads() * 1e11
     return Device("CPU", memory, flops, flops, 2e10, 5e9, "assumed", kind="cpu", per_node=1)
 
 
 def find_device_name(torch_name: str) -> str | None:
-    """Find the name in `DEVICES` of a device that torch calls, say, `NVIDIA H100 80GB HBM3`.
+    """Find the key in `DEVICES` for a name that torch reports, such as `NVIDIA H100 80GB HBM3`.
 
     Returns:
         None if the device is not known.
@@ -97,9 +97,9 @@ def find_device_name(torch_name: str) -> str | None:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Add the index of the device in use to a device that has none.
+    """Return the device with an index: `cuda` becomes the current device, such as `cuda:0`.
 
-    A run of one process may leave it out, and some functions of torch need it.
+    The CPU is returned unchanged. Some functions of torch need the index.
     """
     if device.type == "cpu" or device.index is not None:
         return device
@@ -107,7 +107,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def figures_of(device: torch.device) -> Device:
-    """Look up the figures of a run's device; an unknown one gets those of an H100."""
+    """Look up memory, speed and bandwidth of a torch device; an unknown one gets an H100's."""
     if device.type == "cpu":
         return this_host()
     torch_name = torch.get_device_module(device).get_device_name(device)
@@ -119,13 +119,16 @@ def figures_of(device: torch.device) -> Device:
 
 
 def device_here(name: str | None = None) -> tuple[Device, torch.device]:
-    """Find the device of this process and its figures: the CPU if torch sees no accelerator.
+    """Find this process's device and its figures; the CPU if torch sees no accelerator.
 
     Args:
-        name: a device whose figures are used, or "cpu"; None: those of the device itself.
+        name: name or file of the figures to use, or "cpu". None: look them up for the device.
+
+    Returns:
+        The figures, and the torch device.
 
     Raises:
-        ConfigError: torch sees no accelerator and `name` is one, or the figures are not known.
+        ConfigError: torch sees no accelerator and `name` is not "cpu", or there are no figures.
     """
     if not torch.accelerator.is_available():
         if name not in (None, "cpu"):
@@ -140,12 +143,13 @@ def device_here(name: str | None = None) -> tuple[Device, torch.device]:
 
 
 def device_of(name: str) -> Device:
-    """Look up a device by name, or read its figures from a YAML file with the fields of `Device`.
+    """Look up a device by its key in `DEVICES`, or read its figures from a YAML file.
 
-    `cpu` is this machine's.
+    Args:
+        name: `cpu` (this machine's), a key, or a file whose keys are the fields of `Device`.
 
     Raises:
-        ConfigError: there is no such device, or the file is wrong.
+        ConfigError: there is no such device, or the file is invalid.
     """
     if name.lower() == "cpu":
         return this_host()

@@ -40,7 +40,7 @@ _MAX_STORED_FACTOR = 1e6
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors by which a measured step exceeded its plan."""
+    """Measurement divided by plan, for memory and time; multiplied with later plans."""
 
     memory: float = 1.0
     """For what a step needs beyond parameters, gradients and optimizer state, which are exact."""
@@ -50,7 +50,7 @@ class Calibration:
     """The step or the run that was measured."""
 
     def peak_bytes(self, sim: Simulation) -> int:
-        """Compute the corrected peak of a step, in bytes."""
+        """Compute the peak of a simulated step in bytes, corrected by the factor for memory."""
         peaks = sim.peaks.values()
         return max(p.nbytes + round((self.memory - 1) * p.working) for p in peaks)
 
@@ -58,17 +58,17 @@ class Calibration:
 def calibrate(
     sim: Simulation, peak_bytes: int, seconds: float, planned_seconds: float, source: str
 ) -> Calibration:
-    """Compute the factors by which a plan agrees with a measurement.
+    """Compute the factors with which a plan agrees with a measurement. Stores nothing.
 
     Args:
         sim: the simulated step.
         peak_bytes: the measured peak.
         seconds: the measured time.
-        planned_seconds: the time in the plan.
-        source: the step or the run that was measured, for reports.
+        planned_seconds: the same time in the plan, without calibration.
+        source: name of what was measured, for reports.
 
     Raises:
-        PlanningError: the peaks differ so much that another step must have been measured.
+        PlanningError: the peaks differ by a factor over 5, so another step was measured.
     """
     # The largest factor with which no phase exceeds the measured peak.
     memory = min(
@@ -84,13 +84,16 @@ def calibrate(
 
 
 def calibration_file() -> Path:
-    """Return the file that stores calibrations."""
+    """Return the path of the file that stores calibrations, in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "toolkit", "calibration.yaml")
 
 
 def load_calibration(device: Device, model: str, dtype: str) -> Calibration | None:
-    """Load the calibration of a device, class of model and dtype; None if there is none.
+    """Load the stored calibration for a device, class of model, dtype and this torch version.
+
+    Returns:
+        None if there is none.
 
     Raises:
         ConfigError: the file is damaged.
@@ -111,7 +114,7 @@ def load_calibration(device: Device, model: str, dtype: str) -> Calibration | No
 
 
 def save_calibration(device: Device, model: str, dtype: str, calibration: Calibration) -> None:
-    """Store a calibration for later plans; it replaces an earlier one."""
+    """Store a calibration in `calibration_file`; it replaces an earlier one of the same key."""
     entries = _read_calibrations() | {
         _calibration_key(device, model, dtype): asdict(calibration),
     }
@@ -120,10 +123,12 @@ def save_calibration(device: Device, model: str, dtype: str, calibration: Calibr
 
 
 def _calibration_key(device: Device, model: str, dtype: str) -> str:
+    """Format the key of a calibration: device, model, dtype and torch version."""
     return f"{device.name}, {model}, {dtype}, torch {torch.__version__}"
 
 
 def _read_calibrations() -> dict:
+    """Read all stored calibrations; empty if there is no file. A damaged file is a ConfigError."""
     file = calibration_file()
     entries = read_yaml(file, ConfigError) if file.is_file() else {}
     if not isinstance(entries, dict):
@@ -135,11 +140,14 @@ def _read_calibrations() -> dict:
 
 
 def list_reserves(device: Device, mesh: tuple[int, int]) -> dict[str, int]:
-    """List the assumed memory of a device apart from tensors: name -> bytes.
+    """List assumed memory that tensors do not show, such as CUDA's context and NCCL's buffers.
 
     Args:
         device: the figures of the device.
         mesh: (dp_replicate, dp_shard).
+
+    Returns:
+        Name -> bytes of each device.
     """
     if device.kind == "cpu":
         return {"process": _PROCESS}
@@ -153,15 +161,15 @@ def list_reserves(device: Device, mesh: tuple[int, int]) -> dict[str, int]:
 
 
 def reserved_bytes(device: Device, mesh: tuple[int, int]) -> int:
-    """Sum the assumed memory of a device apart from tensors, in bytes; see `list_reserves`."""
+    """Sum the assumed bytes of `list_reserves`."""
     return sum(list_reserves(device, mesh).values())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory and time of a run on a device, in bytes and seconds.
+    """Estimated memory in bytes, and time in seconds, of a run on a device.
 
-    Assumes that a device reaches a share of its peaks; see `devices`.
+    Assumes that a device reaches a fixed share of its peak speed; see `devices`.
     """
 
     memory: int
@@ -189,12 +197,12 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Positions per second of all ranks, including padding."""
+        """Tokens per second of all ranks together, including padding."""
         return self.tokens_per_step / self.step
 
     @property
     def device_time(self) -> float:
-        """Device-seconds of a token, by which changes are compared."""
+        """Device-seconds per token: step time x devices / tokens. The cost of a change."""
         return self.step * self.world_size / self.tokens_per_step
 
 
@@ -208,11 +216,11 @@ def estimate(
     """Estimate the memory and the time of a run from a simulated step.
 
     Args:
-        sim: the step.
+        sim: the simulated step.
         cfg: the settings of the run.
-        world_size: the number of processes.
-        device: its figures.
-        calibration: corrects memory and time.
+        world_size: the number of ranks.
+        device: the figures of their devices.
+        calibration: factors that correct memory and time; None: no correction.
     """
     factors = calibration or Calibration()
     compute = communication = step = 0.0
@@ -271,7 +279,15 @@ def estimate(
 
 
 def _compute_seconds(work: Work, device: Device, on_host: bool) -> float:
-    """Estimate the seconds of operations: each takes the longer of computing and memory access."""
+    """Estimate the seconds of all operations, one after the other.
+
+    Each takes the longest of its computing, its memory access, and a least time per kernel.
+
+    Args:
+        work: the operations.
+        device: its figures.
+        on_host: use the bandwidth of host memory.
+    """
     bandwidth = device.host_bandwidth if on_host else device.bandwidth * MEMORY
     seconds = 0.0
     for (flops, nbytes, is_half), count in work.operations.items():

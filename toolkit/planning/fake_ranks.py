@@ -43,7 +43,7 @@ TRACED = "aot_eager_decomp_partition"
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Initialise a process group of processes that do not exist; its collectives move nothing.
+    """Initialise torch's `fake` process group within the context; its collectives do nothing.
 
     Raises:
         ShardingError: this process has a process group already.
@@ -59,10 +59,10 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def planned_ranks(cfg: ShardingConfig, world_size: int | None) -> int:
-    """Return the number of processes to plan for: `world_size`, or the product of the mesh.
+    """Return the number of ranks to plan for: `world_size`, or if it is None the mesh's product.
 
     Raises:
-        ConfigError: neither is given.
+        ConfigError: neither is known, or the number is less than 1.
     """
     if world_size is None and -1 in (cfg.dp_replicate, cfg.dp_shard):
         raise ConfigError(
@@ -88,20 +88,20 @@ def sharded(
     torch_compile: TorchCompile = "none",
     compile_by: str | None = None,
 ) -> Iterator[tuple[Sharded, ShardingConfig]]:
-    """Shard the model of a run on meta, in a fake process group that lasts as long as the context.
+    """Build the model of a run on meta, and shard it in a fake process group, within the context.
 
-    Yields the model and the sharding settings with `auto` decided.
+    Yields the sharded model, and the sharding settings with `auto` decided.
 
     Args:
         cfg: the settings of the run.
-        world_size: the number of processes.
+        world_size: the number of ranks.
         rank: the rank whose shards the model gets.
-        device_type: `auto` is decided as on devices of this type.
-        memory: bytes of each device; None if they are not known.
-        model: on meta, without adapters; None to build it.
-        mesh_type: the device type of the mesh, which may differ from `device_type`.
-        torch_compile: how modules are compiled, without `compile_by`.
-        compile_by: a backend to compile those layers with that the run compiles.
+        device_type: type of the run's devices; decides settings that are `auto`.
+        memory: bytes of each device; None: unlimited.
+        model: on meta, without adapters; None: build it.
+        mesh_type: device type of the mesh, which may differ from `device_type`.
+        torch_compile: the setting to use if `compile_by` does not apply.
+        compile_by: a torch.compile backend; used if the run would compile its layers.
     """
     with fake_world(world_size, rank):
         model = build_on_meta(model_settings(cfg)) if model is None else model
@@ -126,7 +126,10 @@ def sharded(
 def _decide_sharding(
     model: Any, cfg: ShardingConfig, world_size: int, device_type: str, memory: int | None
 ) -> ShardingConfig:
-    """Decide `auto` as a run on such devices would, without compilation."""
+    """Return the settings with `auto` decided as on devices of this type and memory.
+
+    Compilation is turned off. `memory` None means unlimited.
+    """
     available = float("inf") if memory is None else memory
     splits = should_split_embeddings(model, cfg, device_type)
     sharding = replace(cfg, embedding_units=splits, torch_compile="none")
@@ -143,9 +146,9 @@ def _decide_sharding(
 
 
 def planned_packing(cfg: RunConfig, base: nn.Module) -> Packing:
-    """Return `data.packing`, with `auto` decided as a run of the model `base` decides it.
+    """Return `data.packing`; if it is `auto`, decide it as the run would.
 
-    Tries packing on a tiny copy, once for each model, so it must not run under fake tensors.
+    Tries packing on a tiny copy of `base`, once for each model, so call it without fake tensors.
     """
     if cfg.data.packing != "auto":
         return cfg.data.packing
@@ -157,13 +160,13 @@ def planned_packing(cfg: RunConfig, base: nn.Module) -> Packing:
 def _compiles_layers(
     model: Any, cfg: RunConfig, sharding: ShardingConfig, device_type: str
 ) -> bool:
-    """Return True if a run on such devices compiles its layers.
+    """Return True if a run on such devices would compile its decoder layers.
 
     Args:
         model: with adapters, on meta.
         cfg: the settings of the run.
-        sharding: with `auto` decided, except for compilation.
-        device_type: the type of the devices.
+        sharding: the sharding settings with `auto` decided, except for compilation.
+        device_type: type of the run's devices.
     """
     needs_packing = cfg.sharding.torch_compile == "auto" and device_type == "cuda"
     packing = planned_packing(cfg, base_of(model)) if needs_packing else cfg.data.packing

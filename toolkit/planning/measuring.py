@@ -34,13 +34,13 @@ from toolkit.planning.simulation import run_step, simulate
 def measure(
     cfg: RunConfig, world_size: int, device: torch.device, rank: int = 0
 ) -> tuple[int, float]:
-    """Measure a step as `rank` of `world_size` on a device, after one step to warm up.
+    """Run a real step as one rank of a fake process group, and measure it after a warm-up step.
 
-    Needs the memory of the run, and seconds. Weights are drawn, not read. If there is too little
-    memory, it raises what torch raises; see `is_out_of_memory`.
+    Needs the memory of the run, and seconds. Weights are random. If memory is short, torch's error
+    is raised; see `is_out_of_memory`.
 
     Returns:
-        The most bytes that tensors have at a time, and the seconds without communication.
+        The peak of memory in bytes, and the seconds of a step without communication.
     """
     measured: list[tuple[int, float]] = []
     meter = Meter()
@@ -79,18 +79,19 @@ def try_step(
 ) -> int | None:
     """Run a real step as one rank on a device, with limited memory.
 
-    Creates a fake process group and limits the memory of this process: call it in a separate one.
+    Creates a fake process group and limits the memory of this process, so call it in a separate
+    one.
 
     Args:
         cfg: the settings to try.
         world_size: the number of ranks of the run.
         rank: the rank to run as.
-        device: has an index, unless it is the CPU.
+        device: must have an index, unless it is the CPU.
         memory: bytes that the step may allocate.
-        reserve: bytes that must remain free of them.
+        reserve: bytes of `memory` that must remain free at the peak.
 
     Returns:
-        The peak in bytes; None if it does not fit.
+        The peak in bytes; None if the step does not fit.
     """
     api = torch.get_device_module(device)
     limits_host = device.type == "cpu" and sys.platform == "linux"
@@ -116,7 +117,7 @@ def try_step(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error says that a device, or the host, has no memory left."""
+    """Return True if an error says that a device or the host has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     messages = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -124,10 +125,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def host_peak(step: Callable[[], Any]) -> int:
-    """Measure the most bytes that torch allocates in host memory while `step` runs.
+    """Run `step`, and measure the peak of what torch allocates in host memory, in bytes.
 
-    Bytes that were allocated before do not count. Uses torch's profiler, whose trace takes about
-    10 MB for a decoder layer.
+    Bytes that were allocated before do not count. Uses torch's profiler, whose trace takes about 10
+    MB for a decoder layer.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -142,15 +143,20 @@ def host_peak(step: Callable[[], Any]) -> int:
 
 
 def calibrate_here(cfg: RunConfig, world_size: int, device_name: str | None = None) -> Device:
-    """Measure a step on this machine's device, and store how it differs from its plan.
+    """Measure a step on this machine's device, and store a calibration for later plans.
 
-    Runs two micro-batches at most. Collectives move nothing here, so they are not corrected.
+    Runs at most two micro-batches. Communication is not measured, so it is not corrected.
+
+    Args:
+        cfg: the settings of the run.
+        world_size: the number of ranks of the run.
+        device_name: name or file of the device's figures; None: look them up.
 
     Returns:
         The figures of the device.
 
     Raises:
-        ConfigError: this machine has another device than `device_name`.
+        ConfigError: torch sees no accelerator for `device_name`, or there are no figures.
         PlanningError: the measurement does not match the plan.
     """
     figures, device = device_here(device_name)
@@ -167,18 +173,18 @@ def calibrate_here(cfg: RunConfig, world_size: int, device_name: str | None = No
 
 
 def calibrate_by_run(run: Path, cfg: RunConfig, device_name: str | None = None) -> Device:
-    """Store how the metrics of a run differ from its plan.
+    """Compare the logged metrics of a run with its plan, and store a calibration for later plans.
 
     Args:
         run: its output_dir.
         cfg: its settings.
-        device_name: its device, if that is not in the table of devices.
+        device_name: name or file of the device's figures; None: look them up.
 
     Returns:
         The figures of the run's device.
 
     Raises:
-        ConfigError: the run has logged too few steps, or used CPUs.
+        ConfigError: the run has logged fewer than three steps, used CPUs, or has no known device.
         PlanningError: the metrics do not match the plan.
     """
     starts = read_lines(run / STARTS)

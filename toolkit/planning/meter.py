@@ -65,7 +65,7 @@ _COLLECTIVES = {
 
 @dataclass
 class Peak:
-    """The moment of a phase at which most memory is in use."""
+    """The moment of a phase (such as the backward) at which most memory is in use."""
 
     nbytes: int = 0
     working: int = 0
@@ -78,7 +78,7 @@ class Peak:
 
 @dataclass
 class Work:
-    """Operations and traffic, from which a device's figures give the time."""
+    """Counts of operations and of collectives, from which a device's figures give the time."""
 
     operations: Operations = field(default_factory=Counter)
     traffic: Counter[tuple[str, int, int]] = field(default_factory=Counter)
@@ -90,21 +90,22 @@ class Work:
 
 @dataclass
 class _LiveStorage:
-    """A storage that is in use."""
+    """Kind and size of a storage that is in use."""
 
     kind: str
     nbytes: int = 0
 
 
 class Meter(TorchDispatchMode):
-    """Counts bytes, operations and traffic of the code inside, on fake tensors of a CPU.
+    """Dispatch mode that counts memory, operations and traffic of a step on fake CPU tensors.
 
-    Code that `torch.compile` generates is counted when it runs, not while it is compiled.
+    Memory counts under a kind: `parameters`, `gradients`, `activations` and so on. Code of
+    `torch.compile` is counted when it runs, not while it is compiled.
 
     Args:
         absent: kinds that are not in the device's memory, such as offloaded ones.
         granularity: bytes that an allocation is rounded up to.
-        gloo: collectives are those of gloo, which copies what it reduces.
+        gloo: count the copy that gloo makes of a tensor that it reduces.
     """
 
     supports_higher_order_operators = True
@@ -137,11 +138,16 @@ class Meter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch that code inside may be compiled."""
+        """Return True, so that compiled functions run compiled while this mode is active."""
         return True
 
     def begin(self, phase: str, part: str = "") -> None:
-        """Start a phase of the step, and with `part` a part of it whose work counts separately."""
+        """Start a phase of the step for memory, and optionally a part of it for work.
+
+        Args:
+            phase: its peak is recorded in `peaks`.
+            part: operations and traffic count under it in `work`; empty: the part stays.
+        """
         self._phase = phase
         self._part = part or self._part
         self.peaks.setdefault(phase, Peak())
@@ -149,16 +155,16 @@ class Meter(TorchDispatchMode):
         self._update_peak()
 
     def claim(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Count the memory of tensors under another kind from now on."""
+        """Count the memory of these tensors under `kind` from now on."""
         for tensor in tensors:
             self._count(tensor, kind, replaces_kind=True)
 
     @contextlib.contextmanager
     def running(self, *, compiled: bool = False) -> Iterator[None]:
-        """Count the code inside the context.
+        """Within the context, count everything that runs.
 
         Args:
-            compiled: some of the code is compiled by `torch.compile`.
+            compiled: set it if some of the code is compiled by `torch.compile`.
         """
         meter = self
         resize = torch.UntypedStorage.resize_
@@ -190,7 +196,7 @@ class Meter(TorchDispatchMode):
                 yield
 
     def _counting_graphs(self) -> Any:
-        """Build a context that counts the fused operations of each compiled graph that runs."""
+        """Build a context that counts the fused kernels of each compiled graph when it runs."""
         meter = self
         compile_graph = torch_private(_COMPILER, "boxed_nop")
 
@@ -247,7 +253,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation on fake tensors, which some operations do not support."""
+        """Run an operation; replace those that fail on fake tensors by an equivalent one."""
         if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             # Kernels support other dtypes, but the implementation for fake tensors does not.
             operands = [t.bfloat16() if isinstance(t, torch.Tensor) else t for t in args[:2]]
@@ -261,7 +267,7 @@ class Meter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _run_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator whose arguments are operators."""
+        """Run an operator that takes another operator as an argument, and count the inner one."""
         is_compiling = self._compilation.try_get() is not None
         if is_compiling or func.name() not in _WITH_RANDOM_STATE:
             return func(*args, **kwargs)
@@ -274,14 +280,14 @@ class Meter(TorchDispatchMode):
     # ---- Memory ----------------------------------------------------------------------------------
 
     def _follow_label(self, func: Any, args: Any) -> None:
-        """Follow the labels that code puts around itself by `record_function`."""
+        """Push or pop a label of `record_function` when a profiler operation begins or ends it."""
         if func is not torch.ops.profiler._record_function_enter_new.default:
             self._labels[-1:] = []
         else:
             self._labels.append(str(args[0]))
 
     def _current_kind(self) -> str:
-        """Derive the kind of new memory from the innermost known label, or from the phase."""
+        """Derive the kind of new memory from the innermost known label, else from the phase."""
         for label in reversed(self._labels):
             if label == TO_HOST:
                 return HOST
@@ -292,7 +298,13 @@ class Meter(TorchDispatchMode):
         return WORKING.get(self._phase, self._phase)
 
     def _count(self, tensor: torch.Tensor, kind: str, replaces_kind: bool = False) -> None:
-        """Count the storage of a tensor, once, until it is freed."""
+        """Start to count a tensor's storage, or update its size; it counts until it is freed.
+
+        Args:
+            tensor: of a DTensor, the local tensor counts.
+            kind: the kind of a new storage.
+            replaces_kind: change the kind of a storage that counts already.
+        """
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if local.device.type == "meta":
             return
@@ -309,10 +321,11 @@ class Meter(TorchDispatchMode):
         self._resize(live, storage.nbytes())
 
     def _free(self, key: int) -> None:
+        """Stop counting the storage that has this `id()`."""
         self._resize(self._storages.pop(key), 0)
 
     def _resize(self, live: _LiveStorage, nbytes: int) -> None:
-        """Change the size of a storage, and with it the sums."""
+        """Set the counted size of a storage in bytes, and update sums and peak."""
         nbytes = -(-nbytes // self._granularity) * self._granularity
         if growth := nbytes - live.nbytes:
             live.nbytes = nbytes
@@ -323,6 +336,7 @@ class Meter(TorchDispatchMode):
                     self._update_peak()
 
     def _update_peak(self) -> None:
+        """Record the memory in use as the phase's peak if it exceeds the peak so far."""
         peak = self.peaks.get(self._phase)
         if peak is not None and self._total_bytes > peak.nbytes:
             kinds = {kind: nbytes for kind, nbytes in self.live.items() if nbytes}
@@ -333,7 +347,7 @@ class Meter(TorchDispatchMode):
     # ---- Work ------------------------------------------------------------------------------------
 
     def _count_collective(self, func: Any, args: Any) -> None:
-        """Count what a collective sends, and the copy that gloo makes of it."""
+        """Add a collective to the traffic, and under gloo its temporary copy to the memory."""
         name = _COLLECTIVES.get(func._schema.name)
         tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
         if name is None or not tensors:
@@ -353,7 +367,7 @@ class Meter(TorchDispatchMode):
             self.work[self._part].traffic[name, nbytes, ranks] += 1
 
     def _count_work(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Count the floating-point operations of an eager operation, and its memory traffic."""
+        """Count an operation's floating-point operations and the bytes it reads and writes."""
         if func.namespace in ("c10d", "profiler"):
             return
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -367,7 +381,7 @@ class Meter(TorchDispatchMode):
 
 
 def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
-    """Count the floating-point operations of a matrix product or an attention; 0 for others."""
+    """Return the floating-point operations of a matrix product or attention; else 0."""
     name = func._schema.name
     if "flash_attention_for_cpu" in name:
         # Causal attention computes half of the products.
@@ -392,12 +406,15 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
 
 
 def fused_operations(graph: fx.Graph, flops: Callable[[Any, Any, Any, Any], float]) -> Operations:
-    """Count the kernels of a graph that AOTAutograd made; see [Note: fused operations].
+    """Estimate the kernels that a compiled graph becomes; see [Note: fused operations].
 
     Args:
-        graph: its nodes hold fake tensors.
+        graph: a graph of AOTAutograd, whose nodes hold fake tensors.
         flops: (operation, arguments, keyword arguments, result) -> floating-point operations; 0 if
-            the operation can be fused.
+            the operation can be fused with its neighbours.
+
+    Returns:
+        (floating-point operations, bytes read and written, in 16 bits) -> number of kernels.
     """
     # Node -> the kernel that writes it; inputs of the graph have none.
     kernel_of: dict[fx.Node, int] = {}
@@ -447,11 +464,11 @@ def fused_operations(graph: fx.Graph, flops: Callable[[Any, Any, Any, Any], floa
 
 
 def _value(node: fx.Node) -> Any:
-    """Get the fake tensor, or tensors, that a node stands for."""
+    """Return the result of a graph node as fake tensors; None if it has none."""
     return node.meta.get("val")
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    """List the tensors of a node, without states of random numbers, whose size is not a number."""
+    """List the fake tensors of a graph node's result; skip random states, which have no size."""
     tensors = (t for t in tree_leaves(_value(node)) if isinstance(t, torch.Tensor))
     return [t for t in tensors if isinstance(t.numel(), int)]

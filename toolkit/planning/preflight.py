@@ -76,17 +76,18 @@ def resolve_auto(cfg: RunConfig, model: nn.Module, run: Run, folder: RunFolder) 
     """Decide the settings that are `auto`, and refuse a run that cannot fit into the memory.
 
     Decides the micro-batch and the recomputation (see `automatic`) and, with several machines, the
-    mesh. A resumed run keeps what its first start chose. Logs a warning if a step may not fit. From
-    here on, an out-of-memory error of the run names changes that would fit.
+    mesh. A resumed run keeps what its first start chose. Logs a warning if a step may not fit. A
+    later out-of-memory error of the run will name changes that would fit.
 
-    Collective. Takes milliseconds; on accelerators, and if the shards take more than half of the
-    memory, a step is planned, which takes seconds. See [Note: separate process].
+    Collective. Takes milliseconds. On accelerators, or if parameters, gradients and optimizer state
+    take over half of the memory, it also plans a step, which takes seconds. See [Note: separate
+    process].
 
     Args:
         cfg: the settings of the run.
         model: on meta, before adapters and sharding.
         run: the processes of the run.
-        folder: where the decision is recorded.
+        folder: the run folder, which records the decision.
 
     Returns:
         The settings without `auto`.
@@ -128,14 +129,20 @@ def resolve_auto(cfg: RunConfig, model: nn.Module, run: Run, folder: RunFolder) 
 
 
 def shard_within_machines(cfg: RunConfig, model: nn.Module, run: Run, memory: int) -> RunConfig:
-    """Choose a mesh with one copy of the model on each machine, and log the choice.
+    """Set the mesh to one copy of the model on each machine, if possible, and log the choice.
 
-    Then only gradients go from one machine to another. Applies if the settings leave the mesh open,
-    the run has accelerators on several machines, and a copy leaves room for a step; see
+    Then only gradients are sent between machines. Requires that the settings leave the mesh open,
+    that several machines have accelerators, and that a copy leaves room for a step. See
     `sharding.dp_shard`.
 
+    Args:
+        cfg: the settings of the run.
+        model: on meta, before sharding.
+        run: the processes of the run.
+        memory: bytes that each rank may use.
+
     Returns:
-        The settings with that mesh, or unchanged.
+        The settings with that mesh, or `cfg` itself.
     """
     sharding = cfg.sharding
     world_size = run.world_size
@@ -172,9 +179,15 @@ def shard_within_machines(cfg: RunConfig, model: nn.Module, run: Run, memory: in
 
 
 def choose_candidate(cfg: RunConfig, run: Run, device: Device, memory: int) -> RunConfig:
-    """Choose what `auto` becomes: the first candidate that fits by its plan and in a real step.
+    """Choose values for `auto`: the first candidate that fits by its plan and in a real step.
 
-    Each rank tries the step on its own device, and all must succeed. Collective.
+    Each rank tries the step on its own device, and all must succeed. Logs the memory. Collective.
+
+    Args:
+        cfg: settings, some of them `auto`.
+        run: the processes of the run.
+        device: the figures of their devices.
+        memory: bytes that each rank may use.
 
     Raises:
         MemoryShortageError: no candidate fits.
@@ -209,7 +222,7 @@ def _choose_place(cfg: RunConfig, world_size: int, device: Device, memory: int) 
 
 
 def _try_in_subprocess(*args: Any) -> int | None:
-    """Call `try_step` in a separate process; None if the system killed that process."""
+    """Call `try_step` in a new process; return None if the system killed that process."""
     try:
         return in_subprocess(try_step, *args)
     except BrokenProcessPool:
@@ -217,9 +230,9 @@ def _try_in_subprocess(*args: Any) -> int | None:
 
 
 def free_memory(cfg: ShardingConfig, device: torch.device) -> int:
-    """Count the bytes that this rank may use: `sharding.device_memory`, or what is free.
+    """Return the bytes that this rank may use: `sharding.device_memory`, else what is free now.
 
-    On a CPU that is the rank's part of the free host memory. Collective at its first use.
+    On a CPU, ranks share the free host memory equally. Collective at its first use.
     """
     local_size = ranks.local_world_size()
     limit = cfg.device_memory and parse_size(cfg.device_memory)
@@ -235,12 +248,12 @@ def free_memory(cfg: ShardingConfig, device: torch.device) -> int:
 def minimum_bytes(
     cfg: RunConfig, model: nn.Module, world_size: int, device_type: str
 ) -> dict[str, int]:
-    """Compute a lower bound of what a rank holds, from an unsharded model on any device.
+    """Compute a lower bound of the bytes that each rank holds, from an unsharded model.
 
-    With adapters it counts the base alone, with 4-bit bases half a byte for each value.
+    With adapters, only the base counts; a 4-bit base takes half a byte per value.
 
     Returns:
-        Part of the memory -> bytes.
+        Part of the memory (`parameters`, `gradients` ...) -> bytes.
     """
     shards = mesh_shape(world_size, cfg.sharding)[1]
     lora = cfg.adapters
@@ -261,7 +274,7 @@ def minimum_bytes(
 
 
 def in_subprocess(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in a new process, and return its result; see [Note: separate process]."""
+    """Call `fn` in a new process and return its result; see [Note: separate process]."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(fn, *args, **kwargs).result()
 
@@ -269,15 +282,15 @@ def in_subprocess(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 def predict(
     cfg: RunConfig, world_size: int, device: Device, memory: int, failed: bool
 ) -> Prediction:
-    """Plan a run, and the changes that make it fit. Creates a fake process group.
+    """Plan a run and, if it does not fit, changes that make it fit. Creates a fake process group.
 
     Args:
         cfg: the settings of the run.
         world_size: the number of ranks.
         device: the figures of their devices.
         memory: bytes of each device.
-        failed: the run has run out of memory, whatever its plan says. Then only changes whose peak
-            is a tenth lower count as fitting.
+        failed: the run has already run out of memory. Then its plan is not trusted: a change must
+            lower the peak by a tenth to count as fitting.
     """
     patience = _PATIENCE_FAILED if failed else _PATIENCE
     plan = make_plan(cfg, world_size, device, memory)
@@ -298,6 +311,7 @@ def predict(
 
 
 def _format_remedies(plan: Plan, remedies: list[Plan]) -> str:
+    """Format up to three changes with their memory, and their time relative to `plan`."""
     cost = plan.estimate.device_time
     texts = []
     for remedy in remedies[:_MAX_LISTED]:
@@ -311,7 +325,15 @@ def _format_remedies(plan: Plan, remedies: list[Plan]) -> str:
 def _refuse(
     cfg: RunConfig, world_size: int, device: Device, memory: int, parts: dict[str, int]
 ) -> None:
-    """Raise a MemoryShortageError that names the parts and the cheapest changes."""
+    """Raise a MemoryShortageError that lists the needed memory and the cheapest changes.
+
+    Args:
+        cfg: the settings of the run.
+        world_size: the number of ranks.
+        device: the figures of their devices.
+        memory: bytes that each rank may use.
+        parts: part of the memory -> bytes that a rank holds at least.
+    """
     listed = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
     missing = size_text(sum(parts.values()) - memory)
     advice = _plan_advice(cfg, world_size, device, memory)
@@ -322,7 +344,7 @@ def _refuse(
 
 
 def _format_prediction(cfg: RunConfig, world_size: int, device: Device, memory: int) -> str:
-    """Plan a run in a separate process, and format the log line; a plan that fails is a note."""
+    """Plan a run in a new process; return a log line, a warning, or a note if planning fails."""
     try:
         prediction = in_subprocess(predict, cfg, world_size, device, memory, False)
     except Exception as error:  # the run may fit, even if it cannot be planned
@@ -335,7 +357,7 @@ def _format_prediction(cfg: RunConfig, world_size: int, device: Device, memory: 
 
 
 def _plan_advice(cfg: RunConfig, world_size: int, device: Device, memory: int) -> str:
-    """Plan changes in a separate process with limited time, and format them or the failure."""
+    """Plan changes that would fit in a new process; return them as text, or why there are none."""
     try:
         return in_subprocess(_plan_remedies, cfg, world_size, device, memory)
     except BrokenProcessPool:
@@ -345,7 +367,7 @@ def _plan_advice(cfg: RunConfig, world_size: int, device: Device, memory: int) -
 
 
 def _plan_remedies(cfg: RunConfig, world_size: int, device: Device, memory: int) -> str:
-    """Plan changes that would fit, and end this process if that takes too long."""
+    """Return changes that would fit, as text; SIGALRM kills this process after a minute."""
     signal.alarm(_ADVICE_TIMEOUT)
     return predict(cfg, world_size, device, memory, True).remedies
 
@@ -354,9 +376,9 @@ def _plan_remedies(cfg: RunConfig, world_size: int, device: Device, memory: int)
 def _advise_if_out_of_memory(
     cfg: RunConfig, run: Run, device: Device, memory: int
 ) -> Iterator[None]:
-    """Turn an out-of-memory error into a MemoryShortageError that names changes that would fit.
+    """Within the context, turn an out-of-memory error into a MemoryShortageError with advice.
 
-    Each rank that fails reports its error at once; the first of them plans the changes.
+    Each rank that fails prints its error. The first one plans the changes, and the others wait.
     """
     try:
         yield

@@ -20,7 +20,7 @@ _FILE = Path(__file__).with_name("published.json")
 
 @functools.cache
 def published() -> dict[str, dict[str, Any]]:
-    """Read name -> `config` and `parameters` of each model, tuned ones under their own names."""
+    """Read the shapes of well-known models: name -> `config` and `parameters`. Cached."""
     content = json.loads(_FILE.read_text("utf-8"))
     models = content["models"]
     tuned = {name: models[base] for name, base in content["same_shape"].items()}
@@ -31,8 +31,8 @@ def with_known_shape(cfg: Any) -> tuple[Any, str]:
     """Use the toolkit's own config.json of a well-known model if the Hub's cannot be read.
 
     Returns:
-        The settings of the run, whose model may now be a temporary folder, and a note that says so;
-        the note is empty if nothing changed.
+        The settings, with a temporary folder as the model if the toolkit's copy is used; and a
+        note that says so, or an empty text.
     """
     name = cfg.model.name_or_path
     if name not in published():
@@ -53,13 +53,14 @@ _temporary_folders: list[tempfile.TemporaryDirectory[str]] = []
 
 @functools.cache
 def _temporary_folder(name: str) -> Path:
+    """Create a folder with config.json of a well-known model; it exists until the process ends."""
     folder = tempfile.TemporaryDirectory(prefix="toolkit-shape-")
     _temporary_folders.append(folder)
     return write_shape(name, Path(folder.name))
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """Write config.json of a well-known model below `folder`, and return its folder."""
+    """Write config.json of a well-known model to `folder / name`, and return that folder."""
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(published()[name]["config"]), encoding="utf-8")

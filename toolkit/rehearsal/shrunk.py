@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from toolkit.adapters.lora import add_adapters
-from toolkit.adapters.peft_folder import adapter_file_keys
+from toolkit.adapters.peft_folder import map_file_keys
 from toolkit.adapters.targets import check_target_names
 from toolkit.checkpoint.adapter_source import parse_adapter_settings
 from toolkit.config.lora import LoraConfig
@@ -166,7 +166,7 @@ def write_small_adapter(lora: LoraConfig, model: PreTrainedModel, folder: Path) 
     generator = torch.Generator().manual_seed(0)
     tensors = {
         key: torch.randn(parameters[name].shape, generator=generator) * 0.02
-        for key, name in adapter_file_keys(adapted).items()
+        for key, name in map_file_keys(adapted).items()
     }
     folder.mkdir(parents=True)
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})

@@ -36,7 +36,10 @@ _MEASURED = 2  # steps; the optimizer creates its state at the end of the first
 
 
 class Accumulation:
-    """Prepares the units of a sharded model for each micro-batch; see [Note: accumulation]."""
+    """Decides what FSDP2 does between the micro-batches of a step; see [Note: accumulation].
+
+    A unit is one FSDP2 communication group: a module that `fully_shard` was applied to.
+    """
 
     def __init__(self, model: nn.Module, cfg: ShardingConfig) -> None:
         self._model = model
@@ -56,16 +59,18 @@ class Accumulation:
         self._shapes: set[torch.Size] = set()
 
     def begin(self, targets: torch.Tensor, index: int, count: int) -> None:
-        """Prepare the units for micro-batch `index` of `count`. Collective in the first one.
+        """Set the FSDP2 flags of all units for micro-batch `index`, before its forward.
+
+        Collective at the first call, which decides `accumulation: auto` for the gradients.
 
         Args:
-            targets: of the micro-batch; its device and shape are used.
-            index: of the micro-batch in its step, from 0.
+            targets: labels of the micro-batch; only their device and shape are used.
+            index: number of the micro-batch in its step, from 0.
             count: number of micro-batches in the step.
         """
         if self.reduce_each is None and count > 1:
-            total = ranks.min_over_ranks(_memory(targets.device)[1])
-            shards = _shards(self._model)
+            total = ranks.min_over_ranks(_measure_memory(targets.device)[1])
+            shards = _count_shards(self._model)
             self.reduce_each = should_reduce_each(self._model, self._reduce_size, total, shards)
         last = index == count - 1
         keep = self.keep and count > 1
@@ -80,9 +85,10 @@ class Accumulation:
         self._shapes.add(targets.shape)
 
     def end(self, device: torch.device, count: int) -> None:
-        """Note the memory of a step, and after two steps decide what stays gathered.
+        """End a step; after the second one, decide whether parameters stay gathered in later steps.
 
-        The decision is collective.
+        The decision measures the device's memory, is logged, and is collective. Does nothing if the
+        settings fix the choice, or if the step has one micro-batch.
         """
         if not self._to_measure or count == 1:
             return
@@ -97,8 +103,8 @@ class Accumulation:
             )
 
     def _room(self, device: torch.device) -> float:
-        """Estimate the bytes that would be free next to the gathered model."""
-        free, total, activations = _memory(device)
+        """Estimate the bytes that stay free if all parameters are gathered; may be negative."""
+        free, total, activations = _measure_memory(device)
         sharded = (p for p in self._model.parameters() if isinstance(p, DTensor))
         gathered = sum(p.numel() for p in sharded) * self._gathered_size
         # If samples have many lengths, the longest one may not have come in two steps.
@@ -107,23 +113,24 @@ class Accumulation:
 
 
 def should_reduce_each(model: nn.Module, itemsize: int, memory: float, shards: int) -> bool:
-    """Decide whether `auto` reduces gradients after each micro-batch.
+    """Decide for `accumulation: auto` whether each micro-batch reduces its gradients.
 
-    It does if a complete gradient is too large for the device, or if a shard is the complete
-    parameter, so that reducing moves nothing.
+    Otherwise the last micro-batch of a step reduces them. True if complete gradients take more than
+    a quarter of the memory. True as well if parameters are not split, since reducing then moves
+    nothing.
 
     Args:
-        model: sharded or not.
-        itemsize: bytes of a gradient's value.
+        model: sharded or not; only trained parameters count.
+        itemsize: bytes of one value of a gradient.
         memory: bytes of the device.
-        shards: number of ranks that share one copy.
+        shards: number of ranks over which each parameter is split.
     """
     values = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return shards == 1 or values * itemsize > _WHOLE_GRADIENT * memory
 
 
-def _shards(model: nn.Module) -> int:
-    """Count the ranks that share one copy of the parameters."""
+def _count_shards(model: nn.Module) -> int:
+    """Return the number of ranks over which each parameter is split; 1 for an unsharded model."""
     parameter = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
     if parameter is None:
         return 1
@@ -134,35 +141,35 @@ def _shards(model: nn.Module) -> int:
 def can_replicate_frozen(
     parameters: list[nn.Parameter], shards: int, device_type: str, free: float | None = None
 ) -> tuple[bool, str]:
-    """Decide whether complete copies of frozen parameters fit on every rank. Collective.
+    """Decide whether each rank has memory for complete copies of frozen parameters.
 
-    See `sharding.frozen`.
+    Collective if `free` is None. See the setting `sharding.frozen`.
 
     Args:
-        parameters: the frozen parameters.
-        shards: number of ranks that share one copy.
-        device_type: of the devices.
-        free: bytes that are free on each device; None: as many as on the fullest device.
+        parameters: the frozen parameters, before sharding.
+        shards: number of ranks over which they would be split otherwise.
+        device_type: type of the run's devices, such as `cuda`.
+        free: free bytes of each device. None: measure them, and use the smallest over the ranks.
 
     Returns:
-        The decision, and the figures.
+        The decision, and a text with the bytes that the copies add and the bytes that are free.
     """
     extra_bytes = sum(p.numel() * p.element_size() for p in parameters) * (1 - 1 / shards)
     if free is None:
         index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
-        free = ranks.min_over_ranks(_memory(torch.device(device_type, index))[0])
+        free = ranks.min_over_ranks(_measure_memory(torch.device(device_type, index))[0])
     return (
         extra_bytes <= _FROZEN_SHARE * free,
         f"{extra_bytes / 1e9:,.2f} GB more, {free / 1e9:,.2f} GB are free",
     )
 
 
-def _memory(device: torch.device) -> tuple[int, int, int]:
-    """Measure the memory of a device, or this process's part of a host's.
+def _measure_memory(device: torch.device) -> tuple[int, int, int]:
+    """Measure the memory of a device, or for a CPU this process's share of the host's.
 
     Returns:
-        Bytes free at this process's peak, bytes in all, and bytes of the peak that are not held
-        now.
+        Three numbers of bytes: free at this process's peak; total; and how far the peak exceeds
+        what the process uses now.
     """
     if device.type != "cpu":
         api = torch.get_device_module(device)

@@ -14,11 +14,15 @@ from toolkit.sharding.units import UnitPlan, is_inside
 
 
 def compile_forward(module: nn.Module, **options: Any) -> None:
-    """Compile `module`'s call, in place, to code without cuDNN's attention.
+    """Compile `module` in place by `Module.compile`; its compiled calls avoid cuDNN's attention.
 
-    cuDNN's softmax statistics have another layout than its fake kernel says, and compiled code
-    stops there (seen on an H100 with torch 2.11). Evaluations and generation are not compiled and
-    keep that kernel.
+    Compiled code fails with that kernel, because cuDNN's softmax statistics have another layout
+    than its fake kernel says (seen on an H100 with torch 2.11). Calls that run eagerly, as in
+    evaluation and generation, may still use it.
+
+    Args:
+        module: usually a decoder layer.
+        options: arguments of `torch.compile`; see `compile_options`.
     """
     module.compile(**options)
     # `Module.compile` stores the compiled call there, in torch 2.11 to 2.15.
@@ -43,20 +47,21 @@ def compile_forward(module: nn.Module, **options: Any) -> None:
 def should_compile_layers(
     plan: UnitPlan, cfg: ShardingConfig, device_type: str, fixed_length: bool, own_kernels: bool
 ) -> tuple[bool, str]:
-    """Decide whether layers are compiled.
+    """Decide whether each decoder layer is compiled.
 
     Args:
-        plan: the units of the model.
-        cfg: the settings of the run.
-        device_type: of the run's devices.
-        fixed_length: all samples have one length.
-        own_kernels: the model runs with `model.kernels`.
+        plan: the FSDP2 units of the model.
+        cfg: the sharding settings; `torch_compile` decides, or leaves it to the facts below.
+        device_type: type of the run's devices; `auto` compiles on `cuda` only.
+        fixed_length: True if all samples have one length.
+        own_kernels: True if `model.kernels` replaces parts of the model.
 
     Returns:
-        The decision, and the reason.
+        The decision, and its reason. The reason is empty if the settings fix the decision.
 
     Raises:
-        ShardingError: a unit lies inside a compiled layer, so that its hooks would not run.
+        ShardingError: `torch_compile: layer` is set, and an FSDP2 unit lies inside a layer. The
+            compiled graph would skip the unit's hooks.
     """
     units = (name for unit in plan.units for name in unit.modules)
     inside = next((name for name in units if is_inside(name, plan.layers)), None)
@@ -82,10 +87,10 @@ def should_compile_layers(
 
 
 def compile_options(cfg: ShardingConfig) -> dict[str, Any]:
-    """Build the options of `torch.compile`.
+    """Build the arguments of `torch.compile` (backend and mode) from the settings.
 
     Raises:
-        ShardingError: this torch does not have the backend.
+        ShardingError: torch has no backend of that name.
     """
     backends = torch.compiler.list_backends(exclude_tags=())
     if cfg.torch_compile_backend not in backends:

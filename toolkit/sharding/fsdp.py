@@ -47,16 +47,17 @@ _IDLE_EXPERTS = {"longcat_flash"}  # types whose tokens may skip all experts
 
 
 class Prefetch:
-    """Gathers units ahead of their use, in the order in which they ran in the first forward.
+    """Sets FSDP2's explicit prefetching, by the order in which units ran in the first forward.
 
-    The order of definition may be wrong: layers may run several times, be skipped, or interleave
-    two stacks. A wrong order costs all-gathers and memory without an error. A unit that runs more
-    than once in a forward is skipped, because it has no unique successor.
+    A unit is a module that `fully_shard` was applied to. The order of definition may be wrong:
+    layers may run several times, be skipped, or interleave two stacks. A wrong order costs all-
+    gathers and memory without an error. A unit that runs more than once in a forward is not
+    prefetched, because it has no unique successor.
 
     Args:
         root: the sharded model.
-        units: name -> modules of all units except the root.
-        cfg: says how many units are gathered ahead.
+        units: unit name -> its modules, for all units except the root.
+        cfg: `forward_prefetch` and `backward_prefetch`, the numbers of units to gather ahead.
     """
 
     def __init__(self, root: nn.Module, units: dict[str, list[nn.Module]], cfg: ShardingConfig):
@@ -77,18 +78,25 @@ class Prefetch:
             self._handles += [begin, end]
 
     def _begin(self, *_: Any) -> None:
-        """Forget the order of an earlier forward, which may have ended in an error."""
+        """Clear the recorded order, because an earlier forward may have ended in an error."""
         self.begun.clear()  # an earlier forward may have ended in an error
         self.ended.clear()
 
     def _finish(self, *_: Any) -> None:
-        """Remove the hooks after the first forward, and set the prefetches."""
+        """After the first complete forward, remove the hooks and set the prefetches."""
         for handle in self._handles:
             handle.remove()
-        self._wire(_unique(self.begun), _unique(self.ended))
+        self._wire(_drop_repeated(self.begun), _drop_repeated(self.ended))
 
     def _wire(self, begun: list[str], ended: list[str]) -> None:
-        """Set which units each unit gathers ahead; the root comes first in either order."""
+        """Tell FSDP2 which units to gather ahead of each unit, in the forward and in the backward.
+
+        Fills `wired`. The root counts as the first unit in both directions.
+
+        Args:
+            begun: names of units in the order in which their forward began.
+            ended: names of units in the order in which their forward ended.
+        """
         forward, backward = self._depths
         begun = ["", *begun]
         back = ["", *reversed(ended)]
@@ -103,8 +111,8 @@ class Prefetch:
             self.wired[name] = ahead[name], behind.get(name, [])
 
 
-def _unique(order: list[str]) -> list[str]:
-    """Keep the names that appear once."""
+def _drop_repeated(order: list[str]) -> list[str]:
+    """Return the names that appear exactly once in `order`, and drop all copies of the others."""
     return [name for name in order if order.count(name) == 1]
 
 
@@ -130,7 +138,7 @@ class Sharded:
 def apply_fsdp(
     model: nn.Module, mesh: Mesh, cfg: ShardingConfig, *, fixed_length: bool = False
 ) -> Sharded:
-    """Shard `model` in place, bottom up: inner units first, the root with the remainder last.
+    """Shard `model` in place with FSDP2: inner modules first, the root with the remainder last.
 
     Every parameter becomes a DTensor sharded over dim 0, in its storage dtype, except replicated
     ones (see `units`). On a meta model nothing is allocated. Recomputation is applied first, then
@@ -139,14 +147,14 @@ def apply_fsdp(
 
     Args:
         model: on meta or with values, with or without adapters.
-        mesh: of all ranks.
-        cfg: the settings of the run.
-        fixed_length: all samples have one length, which `torch_compile: auto` requires, together
-            with a model without its own kernels.
+        mesh: the device mesh of all ranks.
+        cfg: the sharding settings of the run.
+        fixed_length: True if all samples have one length. `torch_compile: auto` compiles only then,
+            and only if `model.kernels` is `none`.
 
     Raises:
         ShardingError: there is nothing to shard, or settings contradict each other.
-        ModelError: a pattern matches nothing.
+        ModelError: a pattern in the settings matches no module or parameter.
     """
     if isinstance(model, FSDPModule):
         raise ShardingError("the model is sharded already; build it again to shard it differently")
@@ -158,9 +166,9 @@ def apply_fsdp(
     replicated, frozen_why = should_replicate_frozen(model, cfg, shards, device_type)
     cfg = dataclasses.replace(cfg, frozen="replicated" if replicated else "sharded")
     plan = plan_units(model, cfg)
-    _refuse_dtypes(model, plan, cfg)
+    _refuse_unsupported_dtypes(model, plan, cfg)
     _cast_buffers(base_of(model), getattr(torch, cfg.param_dtype))
-    recomputed = _recompute(model, plan, cfg)
+    recomputed = _apply_recomputation(model, plan, cfg)
     assets = getattr(base_of(model), "hf_assets", None)
     own_kernels = assets is not None and assets.kernels != "none"
     compiled, compile_why = should_compile_layers(plan, cfg, device_type, fixed_length, own_kernels)
@@ -170,7 +178,7 @@ def apply_fsdp(
     for unit in plan.units:
         modules = _shard_unit(model, unit, mesh.fsdp, cfg, _reshard_argument(unit, shards))
         if len(modules) > 1 or any(is_inside(name, recomputed) for name in unit.modules):
-            _cast_each(modules, unit)
+            _add_cast_hooks(modules, unit)
         # A rank whose tokens reached no expert must reduce zeros, not a smaller buffer. Outside the
         # layers a parameter that no rank uses (a tower's embedding) must get no gradient, or AdamW
         # would decay it.
@@ -212,7 +220,7 @@ def _shard_unit(
     cfg: ShardingConfig,
     reshard_after_forward: bool | int | None,
 ) -> list[nn.Module]:
-    """Apply FSDP2 to one unit of the plan, and return its modules."""
+    """Apply `fully_shard` to the modules of one unit of the plan, and return these modules."""
     modules = [model.get_submodule(name) for name in unit.modules]
     unit_parameters = {model.get_parameter(name) for name in unit.parameters}
     inside = {p for module in modules for p in module.parameters()}
@@ -226,7 +234,7 @@ def _shard_unit(
             reduce_dtype=getattr(torch, cfg.reduce_dtype),
             output_dtype=unit.output_dtype,
         ),
-        offload_policy=offload_policy(cfg, mesh.device_type),
+        offload_policy=build_offload_policy(cfg, mesh.device_type),
         ignored_params=ignored or None,
     )
     if mesh.size() > 1:  # on one rank the factor would only cost a copy of the gradient
@@ -235,10 +243,10 @@ def _shard_unit(
 
 
 def _sum_gradients(unit: Any) -> None:
-    """Let FSDP2 sum the gradients of a unit over the ranks instead of averaging them.
+    """Make FSDP2 sum the gradients of a unit over the ranks instead of averaging them.
 
-    The loss of a step is a sum over ranks. The division by the size of the unit's mesh, which FSDP2
-    does by default, would be wrong if two units had meshes of different sizes.
+    The loss of a step is a sum over ranks. FSDP2 divides by the number of ranks in the unit's mesh,
+    which would be wrong if two units had meshes of different sizes.
     """
     unit.set_gradient_divide_factor(1.0)
     # By default a custom factor is multiplied inside the collective, which gloo cannot do. A sum
@@ -246,17 +254,18 @@ def _sum_gradients(unit: Any) -> None:
     unit.set_force_sum_reduction_for_comms(True)
 
 
-def offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
-    """Choose where sharded parameters live; memory is pinned only if a device copies from it."""
+def build_offload_policy(cfg: ShardingConfig, device_type: str) -> OffloadPolicy:
+    """Build FSDP2's offload policy from `cpu_offload`; pin memory unless the device is a CPU."""
     if not cfg.cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
 
 def _cast_buffers(model: Any, dtype: torch.dtype) -> None:
-    """Cast buffers that no checkpoint holds to the dtype that they have in a model of `dtype`.
+    """Cast non-persistent floating-point buffers as if `model` had been built in `dtype`. In place.
 
-    FSDP2 casts parameters and inputs. A layer that multiplies a float32 buffer with bfloat16 fails.
+    FSDP2 casts parameters and inputs, but not buffers. A layer that multiplies a float32 buffer
+    with a bfloat16 tensor fails. Buffers that transformers keeps in float32 are not changed.
     """
     if not hasattr(model, "hf_assets") or dtype == model.dtype:
         return
@@ -273,7 +282,10 @@ def _cast_buffers(model: Any, dtype: torch.dtype) -> None:
 
 
 def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
-    """Refuse model types whose experts may get no token of a rank, if torch cannot reduce them."""
+    """Raise a ShardingError if a rank may use no expert, and this torch cannot reduce unused ones.
+
+    Only model types whose tokens may skip all experts are refused (`_IDLE_EXPERTS`).
+    """
     kind = getattr(getattr(model, "config", None), "model_type", "")
     if kind in _IDLE_EXPERTS and ranks > 1 and not hasattr(FSDPModule, _REDUCE_UNUSED):
         raise ShardingError(
@@ -282,8 +294,11 @@ def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
         )
 
 
-def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> None:
-    """Refuse float16, and units whose parameters have dtypes that FSDP2 cannot handle together."""
+def _refuse_unsupported_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> None:
+    """Raise a ShardingError for float16, and for units with trained parameters of several dtypes.
+
+    4-bit weights are refused too if their unit would cast them to another dtype.
+    """
     if {"float16"} & {cfg.param_dtype, cfg.reduce_dtype, *cfg.param_dtype_overrides.values()}:
         raise ShardingError(
             "float16 needs loss scaling, which this toolkit does not implement; use bfloat16"
@@ -312,8 +327,15 @@ def _refuse_dtypes(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> Non
             )
 
 
-def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[str]:
-    """Apply activation checkpointing as `cfg` says, and return the names of those modules."""
+def _apply_recomputation(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[str]:
+    """Apply activation checkpointing to the layers in place, as the settings say.
+
+    Returns:
+        Names of the layers that are recomputed in the backward.
+
+    Raises:
+        ShardingError: `activation_checkpointing` is still `auto`.
+    """
     mode: Any = cfg.activation_checkpointing
     if mode is False or mode == "none":
         return []
@@ -335,10 +357,10 @@ def _recompute(model: nn.Module, plan: UnitPlan, cfg: ShardingConfig) -> list[st
 
 
 def should_split_embeddings(model: nn.Module, cfg: ShardingConfig, device_type: str) -> bool:
-    """Decide whether embedding and head become separate units.
+    """Decide whether the embedding and the head become separate FSDP2 units.
 
-    In the root, both are gathered before anything runs and reduced after everything. A tied pair is
-    one matrix in either case.
+    As parts of the root, both are gathered before anything runs and reduced after everything.
+    `auto` splits them on accelerators, unless they are tied, because a tied pair is one matrix.
     """
     if cfg.embedding_units != "auto":
         return cfg.embedding_units
@@ -357,17 +379,21 @@ def should_replicate_frozen(
     device_type: str,
     free: float | None = None,
 ) -> tuple[bool, str]:
-    """Decide whether every rank holds a full copy of frozen parameters.
+    """Decide whether every rank holds a complete copy of the frozen parameters.
 
     Args:
         model: not yet sharded.
-        cfg: the settings of the run.
-        shards: number of ranks that share one copy of the model.
-        device_type: of the run's devices.
-        free: bytes of each device; None: they are measured, which is collective.
+        cfg: the sharding settings; `frozen` decides, or leaves it to the memory.
+        shards: number of ranks over which each parameter is split.
+        device_type: type of the run's devices.
+        free: free bytes of each device. None: measure them, which is collective.
 
     Returns:
-        The decision, and the reason (empty if it is trivial).
+        The decision, and its reason. The reason is empty if the settings fix the decision.
+
+    Raises:
+        ShardingError: `frozen: replicated` is set, but a frozen parameter is stored in another
+            dtype than it computes in.
     """
     frozen = frozen_parameters(model)
     if cfg.frozen == "sharded" or not frozen:
@@ -394,7 +420,10 @@ def should_replicate_frozen(
 
 
 def _reshard_argument(unit: Unit, shards: int) -> bool | int | None:
-    """Convert a unit's `reshard_after_forward` to the argument of `fully_shard`."""
+    """Convert a unit's `reshard_after_forward` to the argument that `fully_shard` expects.
+
+    A number of ranks that equals 1 or `shards` becomes False or True.
+    """
     value = unit.reshard_after_forward
     if isinstance(value, bool) or value not in (1, shards):
         return value
@@ -402,8 +431,8 @@ def _reshard_argument(unit: Unit, shards: int) -> bool | int | None:
     return value != 1
 
 
-def _cast_each(modules: list[nn.Module], unit: Unit) -> None:
-    """Cast the inputs and the output of each of a unit's modules; see [Note: casts]."""
+def _add_cast_hooks(modules: list[nn.Module], unit: Unit) -> None:
+    """Add hooks that cast the inputs and the output of each module of a unit; see [Note: casts]."""
     to_tensors = torch_private("distributed.utils", "_apply_to_tensors")  # FSDP2 casts with it
 
     def cast(value: Any, dtype: torch.dtype | None) -> Any:

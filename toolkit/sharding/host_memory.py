@@ -17,7 +17,7 @@ TO_HOST = "activations to host"
 
 
 class HostMemory:
-    """Host memory for the tensors that the layers of one model keep for their backward.
+    """Keeps activations of one model's layers in host memory between forward and backward.
 
     Args:
         pin: use page-locked memory.
@@ -25,34 +25,37 @@ class HostMemory:
 
     def __init__(self, pin: bool) -> None:
         self.pin = pin
-        self._latest: weakref.ref[_Group] | None = None
+        self._latest: weakref.ref[_LayerActivations] | None = None
 
-    def group(self) -> "_Group":
-        """Begin the group of a layer whose forward begins now."""
-        group = _Group(self.pin, self._latest)
+    def group(self) -> "_LayerActivations":
+        """Create the group for a layer whose forward begins now; it refers to the layer before."""
+        group = _LayerActivations(self.pin, self._latest)
         self._latest = weakref.ref(group)
         return group
 
 
-class _Group:
-    """The tensors of one layer that are in host memory."""
+class _LayerActivations:
+    """The activations of one layer that are in host memory."""
 
     # It refers to its tensors weakly. With a cycle they would stay until garbage is collected,
     # which happens at few steps only.
-    def __init__(self, pin: bool, before: "weakref.ref[_Group] | None") -> None:
+    def __init__(self, pin: bool, before: "weakref.ref[_LayerActivations] | None") -> None:
         self._pin = pin
         self._before = before
         self._tensors: list[weakref.ref[OnHost]] = []
 
     def keep(self, tensor: torch.Tensor) -> "OnHost":
-        """Start copying a tensor to host memory; nothing may write to it afterwards."""
+        """Start copying a tensor to host memory, and return the handle that brings it back.
+
+        Nothing may write to the tensor afterwards.
+        """
         with torch.profiler.record_function(TO_HOST):
             stored = OnHost(tensor.detach(), self, self._pin)
         self._tensors.append(weakref.ref(stored))
         return stored
 
     def fetch(self) -> None:
-        """Start copying back the tensors of this layer and of the one before."""
+        """Start copying back the tensors of this layer and of the layer before it."""
         before = None if self._before is None else self._before()
         for ref in [*self._tensors, *(before._tensors if before is not None else ())]:
             if (stored := ref()) is not None:
@@ -60,9 +63,9 @@ class _Group:
 
 
 class OnHost:
-    """A tensor in host memory."""
+    """One activation in host memory; creating it starts the copy to the host."""
 
-    def __init__(self, tensor: torch.Tensor, group: _Group, pin: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, group: _LayerActivations, pin: bool) -> None:
         self._device = tensor.device
         self._group = group
         self._is_returned = False
@@ -81,7 +84,7 @@ class OnHost:
         self._copied = out.record_event()
 
     def start(self) -> None:
-        """Start copying the tensor back to its device, once."""
+        """Start copying the tensor back to its device; later calls do nothing."""
         if self._back is not None or self._is_returned:
             return
         if (streams := _streams(self._device)) is None:
@@ -94,9 +97,10 @@ class OnHost:
         self._copied = back.record_event()
 
     def get(self) -> torch.Tensor:
-        """Return the tensor on its device.
+        """Copy the tensor back to the device it came from, and return the copy.
 
-        The current stream waits for the copy, the host does not.
+        Starts the copies of the rest of its group and of the group before, too. The current stream
+        waits for the copy; the CPU does not.
         """
         if self._is_returned:
             return self._host.to(self._device)
@@ -114,7 +118,7 @@ class OnHost:
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[Any, Any] | None:
-    """Return a stream to the host and one back; None for a CPU."""
+    """Create a stream for copies to the host and one for copies back; None for a CPU. Cached."""
     if device.type == "cpu":
         return None
     api = torch.get_device_module(device)

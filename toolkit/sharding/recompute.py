@@ -77,13 +77,15 @@ def recompute_in_backward(
     selective: bool = False,
     host: HostMemory | None = None,
 ) -> None:
-    """Recompute `module`'s forward in the backward pass, in place. Training only.
+    """Replace `module.forward`, so that the backward pass recomputes it. Only in training mode.
 
     Args:
-        module: a layer.
+        module: a layer, changed in place.
         name: its name, for messages.
-        selective: keep the results of attention and of all but thin matrix products.
-        host: memory of the host that holds what is kept until the backward; None: the device.
+        selective: keep the results of attention and of large matrix products, and recompute only
+            the rest. If False, keep only the layer's inputs.
+        host: memory of the host that stores kept tensors until the backward. None: they stay on
+            the device.
     """
     forward: Callable = module.forward
     draws: bool | None = None  # the forward draws random numbers; None before the first forward
@@ -122,7 +124,7 @@ def recompute_in_backward(
 
 
 def _saved_tensor_hooks(group: Any) -> Any:
-    """Save tensors for the backward through `group`, if there is one."""
+    """Build a context in which autograd saves its tensors through `group`; None: no change."""
     if group is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(group.keep, lambda stored: stored.get())
@@ -130,7 +132,10 @@ def _saved_tensor_hooks(group: Any) -> Any:
 
 @functools.cache
 def _kept_operations() -> frozenset[Any]:
-    """Collect the operations whose results a selective recomputation keeps."""
+    """Collect the operations whose results a selective recomputation may keep.
+
+    They are matrix products, convolutions and attention kernels. Cached.
+    """
     spaces = [(getattr(torch.ops, space), names) for space, names in _KEPT_OF.items()]
     operations = ((torch.ops.aten, (*_PRODUCTS, *_ATTENTION)), *spaces)
     packets = [getattr(ops, n) for ops, names in operations for n in names if hasattr(ops, n)]
@@ -140,7 +145,10 @@ def _kept_operations() -> frozenset[Any]:
 
 
 def _worth_keeping(func: Any, args: Sequence[Any]) -> bool:
-    """Return True if an operation costs more than reading and writing its result; see `_THIN`."""
+    """Return True unless an operation is a product over at most `_THIN` values per result.
+
+    Recomputing such a thin product costs no more than reading and writing its result.
+    """
     side = _PRODUCTS.get(func._schema.name.removeprefix("aten::"))
     if side is None:
         return True
@@ -150,13 +158,13 @@ def _worth_keeping(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Tell the compiler which results are kept."""
+    """Tell torch's compiler whether an operation's result is kept or computed again."""
     keeps = func in _kept_operations() and _worth_keeping(func, args)
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Layer:
-    """Facts about one layer that hold for all its forwards."""
+    """Name, class and writing operations of one layer; all its forwards share this object."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.name = name
@@ -165,7 +173,7 @@ class _Layer:
         """Operations whose results it writes to past PyTorch."""
 
     def unrepeatable(self, reason: str) -> ShardingError:
-        """Build the error for a forward that the backward cannot run again."""
+        """Build the error that this layer cannot be recomputed, with the reason and a remedy."""
         return ShardingError(
             f"activation_checkpointing: {self.name} ({self.kind}) cannot be recomputed: {reason}; "
             f"{_INSTEAD}"
@@ -173,13 +181,16 @@ class _Layer:
 
 
 class _Keep(TorchDispatchMode):
-    """In the forward, keeps results that nothing writes to; see [Note: kept and written to]."""
+    """Dispatch mode of a layer's forward: keeps the results that the recomputation will reuse.
+
+    Results that an operation writes to in place are dropped; see [Note: kept and written to].
+    """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled while this mode is active."""
+        """Return True, so that compiled functions run compiled while this mode is active."""
         return True
 
     def __init__(
@@ -216,7 +227,7 @@ class _Keep(TorchDispatchMode):
         return out
 
     def _keep(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        """Keep the result of one operation, if it is worth it."""
+        """Record a call of one operation, and keep its result if that is worth the memory."""
         calls = self.calls.setdefault(func, [])
         call = [_shapes(args), None]
         calls.append(call)
@@ -232,7 +243,11 @@ class _Keep(TorchDispatchMode):
             self._sums += [(*place, t.detach(), bit_sums(t.detach()[None])) for t in results]
 
     def _note_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Drop the results that an operation writes to."""
+        """Drop the kept results that an operation writes to.
+
+        Raises:
+            ShardingError: it writes to an input of the layer, so the forward cannot run again.
+        """
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -242,14 +257,21 @@ class _Keep(TorchDispatchMode):
             self._written |= {func_of_result for func_of_result, _ in self._drop(storages)}
 
     def _drop(self, storages: set[StorageWeakRef]) -> list[tuple[Any, int]]:
-        """Drop the results that lie in `storages`, and return their operations."""
+        """Drop the kept results that lie in `storages`.
+
+        Returns:
+            (operation, index among its calls) of each dropped result.
+        """
         places = [self._places.pop(storage) for storage in storages & self._places.keys()]
         for func, index in places:
             self.calls[func][index][1] = None
         return places
 
     def guarded(self, forward: Callable) -> Callable:
-        """Wrap `forward` so that a failure of its first recomputation names the layer."""
+        """Wrap `forward`: if the layer's first recomputation fails, the error names the layer.
+
+        Errors of the device or the network are raised unchanged.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -264,7 +286,14 @@ class _Keep(TorchDispatchMode):
         return run
 
     def end(self, out: Any) -> None:
-        """End the forward with the output `out`, and check for writes past PyTorch."""
+        """End the forward: drop results that leave the layer, or that a kernel wrote to unseen.
+
+        A layer's first forward finds unseen writes by checksums, and logs which operations will run
+        again. Later forwards do not keep the results of those operations.
+
+        Args:
+            out: output of the layer; other code may write to it.
+        """
         self._ended = True
         self._drop(_storages(out))
         changed = [
@@ -289,13 +318,16 @@ class _Keep(TorchDispatchMode):
 
 
 class _Reuse(TorchDispatchMode):
-    """In the recomputation, returns the kept results instead of computing them."""
+    """Dispatch mode of the recomputation: returns kept results instead of computing them.
+
+    Raises a ShardingError if the layer runs other operations than in its forward.
+    """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled while this mode is active."""
+        """Return True, so that compiled functions run compiled while this mode is active."""
         return True
 
     def __init__(self, keep: _Keep) -> None:
@@ -325,7 +357,7 @@ class _Reuse(TorchDispatchMode):
 
 
 def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value`, and those inside of wrappers such as DTensors."""
+    """Yield the plain tensors in a nested value, also those inside DTensors and other wrappers."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and is_traceable_wrapper_subclass(leaf):
             yield from _iterate_tensors(
@@ -336,10 +368,10 @@ def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _storages(value: Any) -> set[StorageWeakRef]:
-    """Collect the storages of the tensors in `value`."""
+    """Collect weak references to the storages of all tensors in a nested value."""
     return {StorageWeakRef(tensor.untyped_storage()) for tensor in _iterate_tensors(value)}
 
 
 def _shapes(args: Sequence[Any]) -> list[tuple[int, ...]]:
-    """List the shapes of the tensors among arguments."""
+    """List the shapes of those arguments that are tensors."""
     return [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]

@@ -29,7 +29,7 @@ class UnitRow:
 
 
 def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
-    """List a row for each unit of a sharded model, the root first, replicated parameters last."""
+    """List one table row per FSDP2 unit, the root first; replicated parameters are the last row."""
     plan = sharded.plan
     model = sharded.model
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -69,7 +69,7 @@ def unit_rows(sharded: Sharded, cfg: ShardingConfig) -> list[UnitRow]:
 
 
 def format_unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
-    """Format the units as a table; neighbours that differ only in their numbers share a line."""
+    """Format the FSDP2 units as a text table; equal neighbours, such as layers, share a line."""
     head = "unit,units,modules,parameters,MB a rank,MB gathered,stored,computed,reduced,freed"
     ahead = f"{cfg.forward_prefetch or 'auto'} / {cfg.backward_prefetch or 'auto'}"
     rows = unit_rows(sharded, cfg)
@@ -92,7 +92,7 @@ def format_unit_table(sharded: Sharded, cfg: ShardingConfig) -> str:
 
 
 def dtype_ledger(sharded: Sharded, cfg: ShardingConfig) -> dict[str, str]:
-    """Map each purpose (storage, compute, reduction, optimizer, export) to its dtypes."""
+    """Map each purpose (storage, compute, reduction, optimizer, export) to a text of its dtypes."""
     plan = sharded.plan
     model = sharded.model
     reduced = getattr(torch, cfg.reduce_dtype)
@@ -111,12 +111,12 @@ def dtype_ledger(sharded: Sharded, cfg: ShardingConfig) -> dict[str, str]:
 
 
 def format_dtype_ledger(sharded: Sharded, cfg: ShardingConfig, optimizer: str | None = None) -> str:
-    """Format the ledger as one line, with a warning if the storage is not fp32.
+    """Format the ledger as one line; add a warning line if trained parameters are in bfloat16.
 
     Args:
         sharded: the model.
-        cfg: the settings of the run.
-        optimizer: dtype of the optimizer's state, if it is not that of the parameters.
+        cfg: the sharding settings of the run.
+        optimizer: dtype of the optimizer's state; None: that of the trained parameters.
     """
     ledger = dtype_ledger(sharded, cfg)
     entries = ledger | ({} if optimizer is None else {"optimizer": optimizer})
@@ -130,7 +130,12 @@ def format_dtype_ledger(sharded: Sharded, cfg: ShardingConfig, optimizer: str | 
 
 
 def _format_counts(units: list[torch.dtype], replicated: list[torch.dtype]) -> str:
-    """Format the root's dtype, then the other dtypes with their number of units or parameters."""
+    """Format the root's dtype, then how many units or replicated parameters have other dtypes.
+
+    Args:
+        units: dtype of each unit, the root's last.
+        replicated: dtype of each replicated parameter.
+    """
     parts = [_dtype_name(units[-1])]
     for kinds, of in ((units, f"of {len(units)} units"), (replicated, "replicated parameters")):
         other_dtypes = sorted({*kinds} - {units[-1]}, key=str)
@@ -149,12 +154,17 @@ def _format_export_dtypes(model: nn.Module) -> str:
 
 
 def _format_storage(parameters: dict[str, Any], packed: dict[str, PackedLinear]) -> str:
-    """Format the storage dtypes; for 4-bit parameters the format, not the dtype of their bytes."""
+    """Format the storage dtypes of parameters, joined by "/"; "-" if there are none.
+
+    Args:
+        parameters: name -> parameter.
+        packed: name of a 4-bit weight -> its layer; its format (such as nf4) is named.
+    """
     dtypes = {n: _dtype_name(p.dtype) for n, p in parameters.items()}
     kinds = {packed[name].quant_type if name in packed else dtype for name, dtype in dtypes.items()}
     return "/".join(sorted(kinds)) or "-"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    """Format a dtype without the prefix "torch."."""
+    """Return the name of a dtype without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")

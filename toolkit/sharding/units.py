@@ -58,13 +58,13 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """The first module's name, or "(root)"."""
+        """Name of the unit's first module, or "(root)"."""
         return self.modules[0] or "(root)"
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The units of a model, bottom up, and the parameters that are not sharded."""
+    """The FSDP2 units of a model, inner ones first, and the parameters that are not sharded."""
 
     units: tuple[Unit, ...]  # inner units before outer ones; the root last
     layers: tuple[str, ...]  # for recomputation and compilation
@@ -75,15 +75,17 @@ class UnitPlan:
 
 
 def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
-    """Plan the units of `model` as `cfg` says.
+    """Plan which modules of `model` become FSDP2 units, and which parameters stay replicated.
 
     Args:
         model: with or without adapters, not yet sharded.
-        cfg: with `embedding_units` and `frozen` decided; `auto` counts as off.
+        cfg: the sharding settings. `auto` in `embedding_units` or `frozen` counts as off, so decide
+            them first.
 
     Raises:
-        ShardingError: no unit but the root would hold a parameter.
-        ModelError: a pattern matches nothing.
+        ShardingError: all parameters would be in the root, a unit would have two compute dtypes, or
+            two units would own one parameter.
+        ModelError: a pattern in the settings matches nothing.
     """
     modules = dict(model.named_modules())
     replicated = _replicated_ids(model, cfg)
@@ -124,7 +126,14 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
 
 
 def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | None]:
-    """Find the names of the layers, and the reason if they cannot be units."""
+    """Find the names of the decoder layers, or of the modules that `layer_classes` names.
+
+    Returns:
+        The names, and the reason why they cannot be FSDP2 units; None if they can.
+
+    Raises:
+        ShardingError: the model has no decoder layers.
+    """
     if cfg.layer_classes:
         names = matching_modules(model, cfg.layer_classes, "sharding.layer_classes", called=True)
         return list(names), None
@@ -138,14 +147,20 @@ def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | Non
 
 
 def _name_of(module: nn.Module | None, modules: dict[str, nn.Module]) -> str | None:
-    """Find the name of a module that has a forward; None for containers."""
+    """Look up a module's name in `modules`; None for a container or for a module that is not there.
+
+    A container is a ModuleList or ModuleDict: it has no forward, so FSDP2 cannot hook it.
+    """
     if module is None or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return None
     return next((name for name, candidate in modules.items() if candidate is module), None)
 
 
 def _replicated_ids(model: nn.Module, cfg: ShardingConfig) -> set[int]:
-    """Collect the ids of parameters that are not sharded; see [Note: replicated parameters]."""
+    """Collect the `id()` of each parameter that every rank keeps complete.
+
+    See [Note: replicated parameters].
+    """
     names = matching_parameters(model, cfg.ignored_parameters, "sharding.ignored_parameters")
     replicated = {id(model.get_parameter(name)) for name in names}
     if cfg.frozen == "replicated":
@@ -174,14 +189,15 @@ def _replicated_ids(model: nn.Module, cfg: ShardingConfig) -> set[int]:
 
 
 def is_inside(name: str, outer: Iterable[str]) -> bool:
-    """Return True if a module's name lies inside any of the modules `outer`."""
+    """Return True if the module `name` lies inside one of the modules `outer`."""
     return any(name.startswith(module + ".") for module in outer)
 
 
 def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List the frozen parameters on the text path.
+    """List the frozen parameters that a forward of text uses.
 
-    The originals of modules that are trained in full are skipped: their copies are used instead.
+    Towers for images or sound are skipped. So are originals of modules that are trained in full
+    (`modules_to_save`), because their copies are used instead.
     """
     apart = {id(original) for original, _ in trained_copies(model)}
     apart |= {id(model.get_parameter(name)) for name in parameters_outside_text(model)}
@@ -191,10 +207,16 @@ def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
 def _dtype_overrides(
     model: nn.Module, cfg: ShardingConfig, members: list[Member], head: str | None
 ) -> dict[Member, torch.dtype]:
-    """Find the units whose compute dtype is not `param_dtype`, one per dtype in each other unit.
+    """Find the units that compute in another dtype than `param_dtype`, by `param_dtype_overrides`.
+
+    An overridden module that is no unit yet becomes one. Such modules inside one unit that have the
+    same dtype are joined; the head stays separate.
 
     Returns:
-        Unit -> dtype.
+        Unit (names of its modules) -> dtype.
+
+    Raises:
+        ShardingError: the modules of one unit would have different dtypes.
     """
     named_dtypes: dict[str, torch.dtype] = {}
     for pattern, dtype_name in cfg.param_dtype_overrides.items():
@@ -234,7 +256,7 @@ def _dtype_overrides(
 
 
 def _modules_with_forward(name: str, module: nn.Module) -> list[str]:
-    """List `name`, or for a container, which has no forward, the names of its modules."""
+    """Return [`name`]; for a container (ModuleList, ModuleDict), the names of the modules in it."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [name]
     children = module.named_children()
@@ -244,14 +266,30 @@ def _modules_with_forward(name: str, module: nn.Module) -> list[str]:
 
 
 def _dtype_for(path: list[str], named_dtypes: dict[str, torch.dtype], default: Any) -> torch.dtype:
-    """Return the dtype of the innermost module of `path` that an override names."""
+    """Return the dtype of the innermost module that has an override, else `default`.
+
+    Args:
+        path: names of nested modules, the outermost first.
+        named_dtypes: name of a module -> its override.
+        default: dtype without an override.
+    """
     return next((named_dtypes[name] for name in reversed(path) if name in named_dtypes), default)
 
 
 def _join_tied_units(
     model: nn.Module, members: list[Member], replicated: set[int], own_dtype: Set[Member]
 ) -> list[Member]:
-    """Join units that share parameters; see [Note: shared parameters]."""
+    """Join units that share parameters into one; see [Note: shared parameters].
+
+    Args:
+        model: not yet sharded.
+        members: units, each as the names of its modules.
+        replicated: `id()` of the parameters that no unit owns.
+        own_dtype: units with a dtype override.
+
+    Returns:
+        The units after joining.
+    """
     families = {id(model.get_parameter(n[0])): n for n in tied_families(model).values()}
     shared = {k: n for k, n in families.items() if len(n) > 1 and k not in replicated}
     apart: dict[frozenset[Member], list[list[str]]] = {}
@@ -274,7 +312,16 @@ def _join_tied_units(
 
 
 def _shared_top(model: nn.Module, name: str, shared: dict[int, list[str]]) -> str | None:
-    """Find the outermost module around a parameter that holds only shared parameters."""
+    """Find the outermost module around the parameter `name` whose parameters are all shared.
+
+    Args:
+        model: the model.
+        name: of a shared parameter.
+        shared: `id()` of each shared parameter -> its names.
+
+    Returns:
+        The module's name; None if there is no such module with a forward.
+    """
     top = None
     for outer in reversed(enclosing_module_names(name)):
         if any(id(p) not in shared for p in model.get_submodule(outer).parameters()):
@@ -287,7 +334,14 @@ def _shared_top(model: nn.Module, name: str, shared: dict[int, list[str]]) -> st
 def _assign_parameters(
     model: nn.Module, members: list[Member], replicated: set[int]
 ) -> dict[Member, tuple[str, ...]]:
-    """Map each unit to the first names of the parameters that it owns."""
+    """Assign each parameter to the unit that owns it; replicated parameters are skipped.
+
+    Returns:
+        Unit -> names of its parameters; of a tied parameter the first name.
+
+    Raises:
+        ShardingError: two units would own a tied parameter.
+    """
     owned: dict[Member, list[str]] = {member: [] for member in members}
     for first, aliases in tied_families(model).items():
         if id(model.get_parameter(first)) in replicated:
@@ -305,14 +359,14 @@ def _assign_parameters(
 
 
 def _innermost_unit(name: str, members: list[Member]) -> Member:
-    """Find the innermost unit around a parameter's name."""
+    """Return the innermost unit that contains the parameter or module `name`; else the root."""
     by_module = {module: member for member in members for module in member}
     inside = [outer for outer in enclosing_module_names(name) if outer in by_module]
     return by_module[inside[-1]] if inside else (ROOT,)
 
 
 def _enclosing_unit(homes: Iterable[Member]) -> Member | None:
-    """Find the unit that encloses all others; None if there is none."""
+    """Return the unit of `homes` that contains all the others; None if none does."""
     for home in homes:
         other_modules = [module for other in homes if other != home for module in other]
         around = tuple(module + "." if module else ROOT for module in home)
@@ -329,7 +383,16 @@ def _build_unit(
     dtypes: dict[Member, torch.dtype],
     head: str | None,
 ) -> Unit:
-    """Build one unit with its dtypes and its resharding."""
+    """Build one `Unit`: choose its compute dtype, output dtype and resharding.
+
+    Args:
+        cfg: the sharding settings.
+        member: names of the unit's modules.
+        parameters: names of the parameters that it owns.
+        members: all units, to find the one around this unit.
+        dtypes: unit -> dtype override.
+        head: name of the output head; None: it is no separate module.
+    """
     own_dtypes = [dtypes[part] for part in dtypes if set(part) <= set(member)]
     default = getattr(torch, cfg.param_dtype)
     output_dtype = None
@@ -347,10 +410,11 @@ def _build_unit(
 
 
 def _override_reshard(model: nn.Module, cfg: ShardingConfig, units: list[Unit]) -> list[Unit]:
-    """Apply `reshard_after_forward_overrides`.
+    """Return the units with `reshard_after_forward_overrides` applied.
 
     Raises:
         ShardingError: a pattern matches no unit.
+        ModelError: a pattern matches no module.
     """
     for pattern, value in cfg.reshard_after_forward_overrides.items():
         setting = "sharding.reshard_after_forward_overrides"

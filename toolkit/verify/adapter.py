@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from toolkit.adapters.base import base_digest
 from toolkit.adapters.peft_folder import (
     PeftLayout,
+    build_peft_layout,
     fill_without_memory,
     load_with_peft,
-    peft_layout,
     read_adapter_config,
 )
 from toolkit.checkpoint.sources import find_base, is_adapter_asset, read_base_entry
@@ -122,7 +122,7 @@ def read_adapter(export: AdapterExport) -> None:
             else:  # then nothing is compared with the checkpoint either
                 export.add(ADAPTER_FILE, None, problem)
             return
-        export.layout = peft_layout(base, export.config)
+        export.layout = build_peft_layout(base, export.config)
         export.model = base
     except ExportError as error:
         export.add(ADAPTER_FILE, None, str(error))
@@ -219,7 +219,7 @@ def prove_adapter_weights(export: AdapterExport) -> None:
     source = export.source
     assert source is not None
     # The names are those of the checkpoint's own config.
-    layout = peft_layout(model_on_meta(source.hf), read_adapter_config(source.hf))
+    layout = build_peft_layout(model_on_meta(source.hf), read_adapter_config(source.hf))
     keys = layout.keys.items()
     groups = [LoadGroup((key,), name, None) for key, name in keys if key in export.entries]
     proof = Proof(layout.model, export.entries, groups, export.findings)

@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 from toolkit.adapters.peft_folder import (
     AdapterLayer,
+    build_peft_layout,
+    compute_weight_delta,
     merge_layer,
-    peft_layout,
     read_adapter_config,
-    weight_delta,
 )
 from toolkit.checkpoint.sources import Source, check_complete, map_parameter_names
 from toolkit.errors import ExportError, LoadingError
@@ -199,7 +199,7 @@ class MergeProof(Proof):
         Raises:
             ExportError: the checkpoint is damaged or does not fit its adapter's config.
         """
-        self.layout = peft_layout(model_on_meta(source.hf), read_adapter_config(source.hf))
+        self.layout = build_peft_layout(model_on_meta(source.hf), read_adapter_config(source.hf))
         self.trained = find_expected_tensors(source)
         if unmatched := sorted(set(self.layout.keys.values()) ^ self.trained.keys()):
             raise ExportError(
@@ -292,13 +292,13 @@ class MergeProof(Proof):
             (lowest, highest) value of each element, before rounding to the export's dtype.
         """
         magnitude = {r: t.abs() for r, t in factors.items() if r != "magnitude"}
-        spread = weight_delta(self.layout, layer, magnitude).abs()
+        spread = compute_weight_delta(self.layout, layer, magnitude).abs()
         spread *= 2 * (layer.rank + 2) * _EPSILON
         if "magnitude" in factors:
             value = merge_layer(self.layout, layer, weight.float(), factors)
             spread = 2 * spread + 64 * _EPSILON * value.abs()
             return value - spread, value + spread
-        delta = weight_delta(self.layout, layer, factors)
+        delta = compute_weight_delta(self.layout, layer, factors)
         low, high = delta - spread, delta + spread
         if layer.kind in ("experts", "embedding"):  # PEFT rounds the summand here
             low, high = low.to(weight.dtype), high.to(weight.dtype)
