@@ -27,7 +27,7 @@ _MAX_LINES = 50  # to print of a long list, at its beginning and at its end
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
+    """Run a `toolkit` command and return its exit code.
 
     Args:
         argv: the arguments; None: those of the process.
@@ -84,7 +84,10 @@ def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands; each sets `run`, the function to call."""
+    """Build the parser of all commands.
+
+    Each command sets `run`, a function that takes the parsed arguments and returns an exit code.
+    """
     parser = argparse.ArgumentParser(
         prog="toolkit",
         description="Train models; inspect sharded checkpoints; export Hugging Face folders.",
@@ -146,7 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_export_commands(command: Callable) -> None:
-    """Add `consolidate` and `verify`."""
+    """Add the subcommands `consolidate` and `verify` to the parser."""
     assets = (
         "config and tokenizer, if the checkpoint of another tool has none; for adapters: their "
         "base model"
@@ -193,7 +196,7 @@ def _add_export_commands(command: Callable) -> None:
 
 
 def _add_inspect(command: Callable) -> None:
-    """Add `inspect`."""
+    """Add the subcommand `inspect` to the parser."""
     add = command(
         _run_inspect,
         "show what a run or a checkpoint holds, its sharding, or what its data supervises",
@@ -221,7 +224,7 @@ def _add_inspect(command: Callable) -> None:
 
 
 def _add_report(command: Callable) -> None:
-    """Add `report`."""
+    """Add the subcommand `report` to the parser."""
     add = command(
         _run_report,
         "draw the logs of runs: one page for a browser and one picture",
@@ -236,14 +239,14 @@ def _add_report(command: Callable) -> None:
 
 
 def _parse_seconds(text: str) -> float:
-    """Parse a number of seconds between 0.1 and a day; ValueError otherwise."""
+    """Parse a number of seconds; raise ValueError if it is not between 0.1 and a day."""
     if not 0.1 <= (value := float(text)) <= 86400:
         raise ValueError(text)
     return value
 
 
 def _start_recipe(recipe: str, args: argparse.Namespace) -> int:
-    """Run `toolkit train` and the other recipes."""
+    """Run a command that starts a recipe, such as `toolkit train`; return its exit code."""
     return recipes.start_recipe(recipe, args.arguments)
 
 
@@ -280,7 +283,7 @@ def _run_convert_config(args: argparse.Namespace) -> int:
 
 
 def _add_plan(command: Callable) -> None:
-    """Add `plan`."""
+    """Add the subcommand `plan` to the parser."""
     add = command(
         _run_plan,
         "estimate what a run will need, and whether it fits, before it starts",
@@ -347,7 +350,7 @@ def _run_plan(args: argparse.Namespace) -> int:
 
 
 def _add_rehearse(command: Callable) -> None:
-    """Add `rehearse`."""
+    """Add the subcommand `rehearse` to the parser."""
     add = command(
         _run_rehearse,
         "run every stage of a run on this machine's CPU with a small model, before the real run",
@@ -439,7 +442,7 @@ def _run_consolidate(args: argparse.Namespace) -> int:
 
 
 def _loading_code(folder: Path) -> Iterator[str]:
-    """Yield the Python lines that load an export."""
+    """Yield the lines of Python code that load an export, to show to the user."""
     from toolkit.formats import export_manifest, read_config
     from toolkit.models.classes import auto_class_name, reward_loading_code
 
@@ -576,7 +579,7 @@ def _run_push(args: argparse.Namespace) -> int:
 
 
 def _allow_remote_code(args: argparse.Namespace) -> None:
-    """Allow code that comes with a model if the user has."""
+    """Allow Python code that comes with a model if `--trust_remote_code` was given."""
     if args.trust_remote_code:
         from toolkit.models import allow_remote_code
 
@@ -593,6 +596,6 @@ def _silence_transformers(progress: bool = True) -> None:
 
 
 def _fail(message: str, code: int = 1) -> int:
-    """Print an error on one line of stderr; return the exit code."""
+    """Print an error on one line of stderr, and return the exit code `code`."""
     print(f"toolkit: error: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -30,8 +30,9 @@ def read_command_line(file: Path) -> tuple[str, str, dict[str, Any], dict[str, s
     """Read the flags of the first training command in a shell script.
 
     Returns:
-        The tool; its subcommand (such as `dpo` in `openrlhf.cli.train_dpo`); flag without dashes ->
-        value; and flag whose value only the shell knows -> a note.
+        (tool, subcommand, flags, notes). The subcommand is, for example, `dpo` of
+        `openrlhf.cli.train_dpo`. `flags` maps names without dashes to values. `notes` maps flags
+        whose value only the shell can compute to a text for the user.
 
     Raises:
         ConfigError: there is no known command, or the command reads its settings from a file.
@@ -51,7 +52,7 @@ def read_command_line(file: Path) -> tuple[str, str, dict[str, Any], dict[str, s
 
 
 def _find_variables(lines: list[str]) -> dict[str, str]:
-    """Find the variables that a script sets exactly once, to a literal."""
+    """Map the shell variables that a script sets exactly once, to a literal, to their values."""
     values: dict[str, list[str]] = {}
     for line in lines:
         if match := re.fullmatch(
@@ -64,6 +65,14 @@ def _find_variables(lines: list[str]) -> dict[str, str]:
 def _parse_flags(
     line: str, variables: dict[str, str], file: Path
 ) -> tuple[dict[str, Any], dict[str, str]]:
+    """Parse the flags of a command line, after replacing shell variables by their values.
+
+    Returns:
+        Flag without dashes -> value, and flag whose value only the shell can compute -> note.
+
+    Raises:
+        ConfigError: the line cannot be split, or it names a file of settings.
+    """
     line = re.sub(r"\$\([^()]*(\([^()]*\))?[^()]*\)|`[^`]*`", _COMPUTED, line)
     line = re.sub(
         r"\$\{?(\w+)\}?",
@@ -101,6 +110,7 @@ def _parse_flags(
 
 
 def _parse_values(words: list[str]) -> Any:
+    """Parse the words after a flag: True if there is none, one value, or a list of values."""
     if not words:
         return True
     values = [_parse_scalar(word) for word in words]
@@ -108,6 +118,7 @@ def _parse_values(words: list[str]) -> Any:
 
 
 def _parse_scalar(word: str) -> Any:
+    """Parse a word as an integer, float, boolean or None; return any other word as it is."""
     if re.fullmatch(r"[-+]?\d+", word):
         return int(word)
     if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", word):

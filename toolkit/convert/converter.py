@@ -42,7 +42,7 @@ _TRANSLATORS: dict[str, Callable[[Mapping[str, Any], str], Translation]] = {
 
 @dataclass
 class Conversion:
-    """The outcome of a conversion."""
+    """The result of converting a config: dotted settings, notes, the recipe, and the YAML text."""
 
     tool: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def convert_settings(
     Args:
         settings: key of the other tool -> value.
         tool: as in `convert_config`.
-        computed: for a script: key whose value is only known when the script runs -> its note.
+        computed: None, or for a script: key whose value the script computes -> its note.
     """
     tool = tool or recognise_tool(settings) or "trainer"
     tool = tool.replace("unsloth", "trl")
@@ -131,7 +131,7 @@ def convert_settings(
 
 
 def _recognise(file: Path, content: dict[str, Any]) -> str:
-    """Recognise the tool of a config by its keys.
+    """Return the tool that a config was written for, recognised by its keys.
 
     Raises:
         ConfigError: the tool is unknown, or its configs cannot be converted.
@@ -152,7 +152,11 @@ def _recognise(file: Path, content: dict[str, Any]) -> str:
 
 
 def _keep_toolkit_config(file: Path, content: dict[str, Any]) -> Conversion:
-    """Return a config of this toolkit unchanged, if a recipe can parse it."""
+    """Return a config that is already one of this toolkit, unchanged and with a note.
+
+    Raises:
+        ConfigError: no recipe can parse it.
+    """
     recipe = "prefer" if "preference" in content else "finetune"
     errors = []
     for name in (recipe, *([] if recipe == "prefer" else ["pretrain"])):
@@ -167,7 +171,7 @@ def _keep_toolkit_config(file: Path, content: dict[str, Any]) -> Conversion:
 
 
 def _render(file: Path, out: Conversion) -> str:
-    """Render the settings as YAML, with the sections in the order of the recipe's settings."""
+    """Render the converted settings as YAML, in the order of the recipe's settings."""
     nested: dict[str, Any] = {}
     for name, value in out.settings.items():
         section, _, leaf = name.rpartition(".")
@@ -178,7 +182,7 @@ def _render(file: Path, out: Conversion) -> str:
 
 
 def _check_parsing(file: Path, out: Conversion) -> None:
-    """Raise a `ConfigError` if the recipe cannot parse the YAML."""
+    """Raise ConfigError if the recipe cannot parse the converted YAML."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "converted.yaml")
         written.write_text(out.text, encoding="utf-8")

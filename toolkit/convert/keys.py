@@ -8,11 +8,11 @@ from toolkit.errors import ConfigError, is_secret_name, looks_secret
 
 
 class Keys:
-    """The keys of a config that are still to be converted, with the results so far.
+    """Keys of another tool's config that are not converted yet, with settings and notes so far.
 
     Args:
-        unconverted: key -> value. Keys are taken out when they are converted.
-        notes: first notes.
+        unconverted: key -> value. Each key is removed when it is converted.
+        notes: notes to begin with.
     """
 
     def __init__(self, unconverted: dict[str, Any], notes: Iterable[str] = ()) -> None:
@@ -21,29 +21,26 @@ class Keys:
         self.settings: dict[str, Any] = {}
 
     def note(self, key: str, reason: str, value: Any = None) -> None:
-        """Add a note on a key that is not converted, or has another meaning here.
-
-        Secrets are not shown.
-        """
+        """Add a note on a key that is not converted or changes its meaning; hide secret values."""
         is_secret = is_secret_name(key) or looks_secret(str(value))
         text = "" if value is None or is_secret else f" {str(value)[:60]}"
         self.notes.append(f"{key}{text}: {reason}")
 
     def take(self, *names: str) -> tuple[str, Any]:
-        """Take out the first of the keys that is present, which then counts as converted.
+        """Remove the first of `names` that is present, so that it counts as converted.
 
         Returns:
-            The key and its value; an empty key and None if none is present.
+            The key and its value; "" and None if none is present.
         """
         name = next((name for name in names if name in self.unconverted), "")
         return name, self.unconverted.pop(name, None)
 
     def take_all(self, names: Iterable[str]) -> dict[str, Any]:
-        """Take out all of the keys that are present, which then count as converted."""
+        """Remove all of `names` that are present, so that they count as converted; return them."""
         return {name: self.unconverted.pop(name) for name in names if name in self.unconverted}
 
     def note_settings(self, reasons: Mapping[str, str], harmless: Sequence[Any] = ()) -> None:
-        """Take out settings that cannot be converted, and note those that have an effect.
+        """Remove settings that cannot be converted, and add a note for those that have an effect.
 
         Args:
             reasons: names of a setting, separated by spaces -> why it is not converted.
@@ -56,19 +53,22 @@ class Keys:
                 self.note(key, reason, value)
 
     def note_all(self, section: str, settings: Mapping[str, Any], reason: str) -> None:
-        """Note every setting of a section as not converted."""
+        """Add a note for each of `settings` that says why it is not converted.
+
+        `section` is put before their names; "" if there is none.
+        """
         for name, value in settings.items():
             self.note(f"{section}.{name}" if section else name, reason, value)
 
     def finish(
         self, settings: dict[str, Any], objective: str, without_effect: Set[str]
     ) -> "Translation":
-        """Build the translation of a config from its translated and its remaining keys.
+        """Build the `Translation` from the translated keys, the remaining ones and the notes.
 
         Args:
-            settings: the translated keys.
+            settings: the translated keys. A remaining key of the same name overrides one.
             objective: what is trained, as in `Translation`.
-            without_effect: keys that are dropped with one note for all.
+            without_effect: keys to drop; one note lists those that are present.
         """
         if unused := sorted(without_effect & {*self.unconverted}):
             self.take_all(unused)
@@ -78,7 +78,7 @@ class Keys:
 
 @dataclass
 class Translation:
-    """Settings of another tool under the names of Trainer, TRL and PEFT."""
+    """A config of another tool, translated to the names of Trainer, TRL and PEFT."""
 
     settings: dict[str, Any]
     """Key of transformers' TrainingArguments, TRL or PEFT -> value. Includes the tool's defaults
@@ -89,7 +89,7 @@ class Translation:
 
 
 def rename_keys(keys: Keys, names: Mapping[str, str]) -> dict[str, Any]:
-    """Take settings out of `keys`, and return them under new names.
+    """Remove settings from `keys`, and return those that are present under new names.
 
     Args:
         keys: the keys of the config.
@@ -111,10 +111,10 @@ def split_names(value: Any) -> Any:
 
 
 def refuse_settings(keys: Keys, tool: str, reasons: Mapping[str, str]) -> None:
-    """Raise a `ConfigError` if a setting is on that has no equivalent and affects the training.
+    """Raise ConfigError if a setting is on that has no equivalent and affects the training.
 
     Args:
-        keys: the keys of the config, from which the settings are taken out.
+        keys: the keys of the config, from which the settings are removed.
         tool: name of the tool.
         reasons: setting -> why it cannot be converted. False, 0 and empty values are harmless.
     """

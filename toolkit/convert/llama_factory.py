@@ -76,6 +76,8 @@ _WITHOUT_EFFECT = {
 def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> Translation:
     """Translate a config of LLaMA-Factory to the names of Trainer and TRL.
 
+    `command` is not used; the config itself names the stage.
+
     Raises:
         ConfigError: the stage, the method of fine-tuning or the loss has no equivalent.
     """
@@ -129,7 +131,11 @@ def translate_llama_factory(settings: Mapping[str, Any], command: str = "") -> T
 
 
 def _translate_loss(keys: Keys, stage: str) -> dict[str, Any]:
-    """Translate the settings of the preference loss to those of TRL."""
+    """Translate the settings of the preference loss to those of TRL; {} without one.
+
+    Raises:
+        ConfigError: the loss has no equivalent.
+    """
     kind, beta = keys.take("pref_loss")[1] or "sigmoid", keys.take("pref_beta")[1]
     weight, gamma = keys.take("pref_ftx")[1] or 0.0, keys.take("simpo_gamma")[1]
     if stage == "dpo":
@@ -156,7 +162,7 @@ def _translate_loss(keys: Keys, stage: str) -> dict[str, Any]:
 
 
 def _translate_precision(keys: Keys) -> dict[str, Any]:
-    """Translate the precision. Trained weights are float32 unless `pure_bf16` is set."""
+    """Translate the precision to `bf16` or `fp16`, and `pure_bf16` to bfloat16 parameters."""
     pure = keys.take("pure_bf16")[1]
     precisions = {key: keys.take(key)[1] for key in ("bf16", "fp16")}
     if not (pure or precisions["bf16"] or precisions["fp16"]):
@@ -167,7 +173,14 @@ def _translate_precision(keys: Keys) -> dict[str, Any]:
 
 
 def _translate_adapters(keys: Keys, method: str) -> dict[str, Any]:
-    """Translate the settings of adapters and of a quantised base to those of PEFT."""
+    """Translate the settings of adapters and of a quantised base to those of PEFT.
+
+    Returns:
+        Setting -> value; {} if all parameters are trained.
+
+    Raises:
+        ConfigError: a combination of settings has no equivalent.
+    """
     names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
     options = keys.take_all([*names, "use_rslora", "use_dora"])
     bits, kind = keys.take("quantization_bit")[1], keys.take("quantization_method")[1]
@@ -222,6 +235,7 @@ def _translate_adapters(keys: Keys, method: str) -> dict[str, Any]:
 
 
 def _translate_packing(keys: Keys, out: dict[str, Any], stage: str) -> None:
+    """Translate the settings of packing into `out`, and note differences between the tools."""
     packed, apart = keys.take("packing")[1], keys.take("neat_packing")[1]
     if stage == "pt":
         keys.note("stage", "every token of the texts is trained on, in samples that are full", "pt")
@@ -239,6 +253,7 @@ def _translate_packing(keys: Keys, out: dict[str, Any], stage: str) -> None:
 
 
 def _translate_supervision(keys: Keys, out: dict[str, Any]) -> None:
+    """Translate which tokens are supervised into `out`."""
     if keys.take("train_on_prompt")[1]:
         out["train_on_inputs"] = True
     if keys.take("mask_history")[1]:
@@ -246,6 +261,7 @@ def _translate_supervision(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_attention(keys: Keys, out: dict[str, Any]) -> None:
+    """Translate the attention implementation into `out`."""
     names = {"fa2": "flash_attention_2", "fa3": "flash_attention_3"} | {
         "sdpa": "sdpa",
         "disabled": "eager",
@@ -255,7 +271,7 @@ def _translate_attention(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
-    """Take out the data sets and the template, whose names only LLaMA-Factory can resolve."""
+    """Remove the names of data sets and template, with a note: only LLaMA-Factory knows them."""
     names = keys.take("dataset")[1]
     if names:
         reason = "names in LLaMA-Factory's dataset_info.json; set data.train_files or data.sources"

@@ -59,14 +59,14 @@ _LIGER = (
 
 
 class Converter(Keys):
-    """Convert the settings of one config; keys that no method converts are noted at the end.
+    """Converter of one config of axolotl, TRL or Trainer. Keys that no method converts are noted.
 
     Args:
-        source: keys of axolotl, TRL or Trainer, with their values.
+        source: key -> value.
         tool: axolotl, trl or trainer, followed by a dash and the objective if it is known; for a
             translation, the original tool.
-        computed: for a script: key whose value is only known when the script runs -> its note.
-        translation: the translation from which `source` comes, which includes the tool's defaults.
+        computed: None, or for a script: key whose value the script computes -> its note.
+        translation: the translation that `source` comes from. It includes the tool's defaults.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Converter(Keys):
                 self.unconverted[key] = value
 
     def run(self) -> tuple[str, dict[str, Any], list[str]]:
-        """Convert the config.
+        """Convert all keys of the config.
 
         Returns:
             The recipe, dotted setting -> value, and the notes.
@@ -155,7 +155,11 @@ class Converter(Keys):
         return "prefer" if self.objective else "finetune", self.settings, self.notes
 
     def convert_by_name(self, key: str, value: Any) -> None:
-        """Convert a key whose value needs no conversion, or note why it is not converted."""
+        """Convert a key whose value needs no conversion; add a note if there is no such setting.
+
+        Raises:
+            ConfigError: an unknown key seems to change what is trained.
+        """
         if is_secret_name(key):
             self.note(key, "a config contains no token; use `hf auth login` or HF_TOKEN")
         elif reason := reason_not_converted(key):
@@ -354,7 +358,7 @@ class Converter(Keys):
     # ---- Optimiser and schedule
 
     def convert_optimisation(self) -> None:
-        """Convert optimizer, schedule and router loss."""
+        """Convert optimizer, learning-rate schedule, warm-up and router loss."""
         key, value = self.take("optimizer", "optim")
         if key:
             name = _OPTIMIZERS.get(str(value))
@@ -392,7 +396,7 @@ class Converter(Keys):
             self.settings["train.router_aux_loss"] = "none"
 
     def convert_warmup(self, steps: Any, ratio: Any) -> None:
-        """Convert the warm-up, given as steps or as a share."""
+        """Convert the warm-up from a number of steps, or from a ratio of all steps."""
         warmup = steps if steps or ratio is None else ratio
         if steps and ratio is not None:
             self.note("warmup_ratio", "warmup_steps wins, as there", ratio)
@@ -411,7 +415,7 @@ class Converter(Keys):
             self.settings["optim.warmup_steps"] = warmup
 
     def convert_intervals(self) -> None:
-        """Convert when the run evaluates, saves and logs, and which checkpoints it keeps."""
+        """Convert how often the run evaluates, saves and logs, and which checkpoints it keeps."""
         key, strategy = self.take("eval_strategy", "evaluation_strategy")
         if strategy in ("no", False):
             if "eval_steps" in self.unconverted:
@@ -501,7 +505,11 @@ class Converter(Keys):
                 self.note(key, reason, value)
 
     def _continue_adapter(self, adapter: Any) -> None:
-        """Set `lora.from`, and note the settings that are taken from that adapter."""
+        """Set `lora.from` to the adapter to continue, and note settings that it overrides.
+
+        Raises:
+            ConfigError: there are several adapters.
+        """
         adapters = adapter if isinstance(adapter, list) else [adapter]
         if len(adapters) != 1 or not isinstance(adapters[0], str):
             raise ConfigError(
@@ -521,7 +529,7 @@ class Converter(Keys):
             self.note(key, "taken from the adapter that lora.from continues", value)
 
     def convert_targets(self) -> None:
-        """Convert the modules that adapters are added to."""
+        """Convert the names of the modules that get adapters."""
         linear = self.take("lora_target_linear")[1]
         key, modules = self.take("lora_target_modules", "target_modules")
         if linear:

@@ -115,7 +115,11 @@ def translate_ms_swift(settings: Mapping[str, Any], command: str = "") -> Transl
 
 
 def _translate_loss(keys: Keys, kind: str) -> dict[str, Any]:
-    """Convert ms-swift's settings of the objective to TRL's names and defaults."""
+    """Translate ms-swift's settings of the objective `kind` to TRL's names and defaults.
+
+    Returns:
+        Setting -> value; {} if there is no preference objective.
+    """
     if not kind:
         return {}
     beta, loss = keys.take("beta")[1], keys.take("loss_type")[1]
@@ -134,7 +138,14 @@ def _translate_loss(keys: Keys, kind: str) -> dict[str, Any]:
 
 
 def _translate_adapters(keys: Keys, method: str) -> dict[str, Any]:
-    """Translate the settings of adapters and of a quantised base to those of PEFT."""
+    """Translate the settings of adapters and of a quantised base to those of PEFT.
+
+    Returns:
+        Setting -> value; {} if all parameters are trained.
+
+    Raises:
+        ConfigError: a combination of settings has no equivalent.
+    """
     names = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save")
     options = keys.take_all([*names, "use_rslora", "use_dora", "lora_bias"])
     bits, method_name = keys.take("quant_bits")[1], keys.take("quant_method")[1]
@@ -181,9 +192,9 @@ def _translate_adapters(keys: Keys, method: str) -> dict[str, Any]:
 
 
 def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
-    """Convert the datasets, written as `ID:SUBSET#ROWS`, and `packing` into `out`.
+    """Translate the data sets, written as `ID:SUBSET#ROWS`, and `packing` into `out`.
 
-    Subsets and numbers of rows are not converted; a note names them.
+    Subsets and numbers of rows are not translated; a note lists them.
     """
     names = keys.take("dataset")[1]
     names = [names] if isinstance(names, str) else names or []

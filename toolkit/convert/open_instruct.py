@@ -107,7 +107,14 @@ def translate_open_instruct(settings: Mapping[str, Any], command: str = "") -> T
 
 
 def _translate_loss(keys: Keys) -> tuple[dict[str, Any], str]:
-    """Translate the settings of the loss to those of TRL, and find the objective."""
+    """Translate the settings of the preference loss to those of TRL.
+
+    Returns:
+        The settings, and the objective: `dpo`, or `cpo` for SimPO.
+
+    Raises:
+        ConfigError: the loss has no equivalent.
+    """
     kind = str(keys.take("loss_type", "dpo_loss_type")[1] or "dpo_norm")
     if kind not in _LOSSES:
         raise refusal(_TOOL, f"loss_type {kind}", f"expected one of {', '.join(_LOSSES)}")
@@ -129,7 +136,11 @@ def _translate_loss(keys: Keys) -> tuple[dict[str, Any], str]:
 
 
 def _translate_adapters(keys: Keys) -> dict[str, Any]:
-    """Translate the settings of adapters to those of PEFT."""
+    """Translate the settings of adapters to those of PEFT; {} if all parameters are trained.
+
+    Raises:
+        ConfigError: the base is quantised and no adapters are trained.
+    """
     lora, four = keys.take("use_lora")[1], keys.take("use_qlora")[1]
     rank = keys.take("lora_rank")[1]
     alpha, dropout = keys.take("lora_alpha")[1], keys.take("lora_dropout")[1]
@@ -153,6 +164,7 @@ def _translate_adapters(keys: Keys) -> dict[str, Any]:
 
 
 def _translate_checkpoints(keys: Keys, out: dict[str, Any]) -> None:
+    """Translate how often checkpoints are saved, and how many are kept, into `out`."""
     key, every = keys.take("checkpointing_steps")
     if str(every).isdecimal():
         out["save_steps"] = int(every)
@@ -164,7 +176,7 @@ def _translate_checkpoints(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the mixture: `[NAME, SHARE, NAME, SHARE]` becomes a mapping."""
+    """Translate the mixture of data sets from `[NAME, SHARE, ...]` to a mapping in `out`."""
     mixed = keys.take("dataset_mixer_list")[1]
     if isinstance(mixed, str):
         mixed = mixed.split()

@@ -91,7 +91,7 @@ def translate_openrlhf(settings: Mapping[str, Any], command: str = "") -> Transl
 
     Args:
         settings: option without its dashes -> value.
-        command: what follows `train_` in the module's name: sft, dpo, rm or kto.
+        command: end of the module's name after `train_`: sft, dpo, rm or kto.
 
     Raises:
         ConfigError: the command or an option has no equivalent.
@@ -138,7 +138,11 @@ def translate_openrlhf(settings: Mapping[str, Any], command: str = "") -> Transl
 
 
 def _translate_loss(keys: Keys, command: str) -> dict[str, Any]:
-    """Translate the settings of the objective to those of TRL."""
+    """Translate the settings of the objective that `command` trains to those of TRL.
+
+    Raises:
+        ConfigError: the loss of a reward model has no equivalent.
+    """
     beta = keys.take("model.beta", "beta")[1]
     smoothing = keys.take("model.label_smoothing", "label_smoothing")[1]
     nll = keys.take("model.nll_loss_coef", "nll_loss_coef")[1]
@@ -161,6 +165,7 @@ def _translate_loss(keys: Keys, command: str) -> dict[str, Any]:
 
 
 def _translate_optimizer(keys: Keys, out: dict[str, Any]) -> None:
+    """Translate the optimizer, its betas and its offloading into `out`."""
     kind = keys.take("optim")[1] or "adam"
     out["optim"] = "adamw_torch_fused" if kind == "adam" else kind
     betas = keys.take("adam.betas", "adam_betas")[1]
@@ -172,7 +177,11 @@ def _translate_optimizer(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_adapters(keys: Keys) -> dict[str, Any]:
-    """Translate the settings of adapters to those of PEFT."""
+    """Translate the settings of adapters to those of PEFT; {} if all parameters are trained.
+
+    Raises:
+        ConfigError: the base is quantised and no adapters are trained.
+    """
     rank = keys.take("ds.lora.rank", "lora_rank")[1]
     alpha = keys.take("ds.lora.alpha", "lora_alpha")[1]
     dropout = keys.take("ds.lora.dropout", "lora_dropout")[1]
@@ -195,7 +204,10 @@ def _translate_adapters(keys: Keys) -> dict[str, Any]:
 
 
 def _translate_intervals(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the intervals of saves and evaluations; -1 means only at the end of the run."""
+    """Translate after how many steps the run saves and evaluates into `out`.
+
+    OpenRLHF's -1 means only at the end of the run.
+    """
     save = keys.take("ckpt.save_steps", "save_steps")[1]
     if isinstance(save, int) and save > 0:
         out["save_steps"] = save
@@ -207,7 +219,7 @@ def _translate_intervals(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_deepspeed(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the settings of DeepSpeed."""
+    """Translate dtype, ZeRO stage and packing of DeepSpeed into `out`, or note why not."""
     dtype = keys.take("ds.param_dtype", "param_dtype")[1]
     if dtype == "fp16":
         out["fp16"] = True
@@ -229,7 +241,7 @@ def _translate_deepspeed(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_data(keys: Keys, out: dict[str, Any], command: str) -> None:
-    """Translate the data sets and the names of their columns."""
+    """Translate the data sets and the names of their columns into `out`."""
     names = split_names(keys.take("data.dataset", "dataset")[1])
     shares = split_names(keys.take("data.dataset_probs", "dataset_probs")[1])
     if isinstance(names, list):

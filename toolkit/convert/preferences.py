@@ -78,15 +78,15 @@ def find_script_objective(trainers: Collection[str]) -> str:
 
 
 def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
-    """Convert the settings of an objective.
+    """Convert the settings of a preference objective into `keys.settings`.
 
     Args:
-        keys: the keys of the config.
-        objective: the objective.
-        is_named: True if the user named the objective, False if its keys show it.
+        keys: the keys of the config, from which converted ones are removed.
+        objective: name of the objective, such as dpo or kto.
+        is_named: True if the user named the objective, False if it was derived from the keys.
 
     Raises:
-        ConfigError: the settings describe another objective.
+        ConfigError: the settings describe an objective that is not supported.
     """
     dpo_marks = OBJECTIVE_MARKS["dpo"] - {"beta", "max_prompt_length"} | {"loss_type"}
     is_guess = objective == "dpo" and not is_named and not dpo_marks & {*keys.unconverted}
@@ -130,7 +130,7 @@ def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
 
 
 def _refuse_other_objectives(keys: Keys, objective: str) -> None:
-    """Raise a `ConfigError` if a setting changes the objective."""
+    """Raise ConfigError if a setting turns the objective into one that is not supported."""
     for name, (harmless, reason) in REFUSED.items():
         key, value = keys.take(name)
         if key and value not in harmless:
@@ -140,9 +140,12 @@ def _refuse_other_objectives(keys: Keys, objective: str) -> None:
 
 
 def _convert_loss(keys: Keys, objective: str) -> str:
-    """Convert the loss to a value of `preference.loss_type`.
+    """Determine the value of `preference.loss_type` from the loss settings.
 
-    DPO together with the cross entropy of chosen answers also sets `preference.rpo_alpha`.
+    Also sets `preference.rpo_alpha` if DPO is combined with a cross entropy of chosen answers.
+
+    Raises:
+        ConfigError: the loss is not supported for this objective.
     """
     kind = keys.take("rl")[1]
     keys.take("reward_model")
@@ -171,7 +174,7 @@ def _convert_loss(keys: Keys, objective: str) -> str:
 
 
 def _convert_smoothing(keys: Keys, loss: str) -> None:
-    """Convert label smoothing, which not every loss has."""
+    """Convert label smoothing if the loss supports it; add a note if it does not."""
     key, value = keys.take("label_smoothing", "dpo_label_smoothing")
     if value and loss not in SMOOTHED_LOSSES:
         keys.note(key, f"has no effect with loss {loss} in either tool", value)
@@ -182,7 +185,10 @@ def _convert_smoothing(keys: Keys, loss: str) -> None:
 
 
 def _convert_length(keys: Keys, objective: str) -> None:
-    """Convert the length limit of one side to that of a complete sample."""
+    """Convert the length limit to `data.sequence_length`, doubled.
+
+    The other tools limit one side of a pair; the toolkit's limit includes both sides.
+    """
     for key in [key for key in keys.unconverted if find_setting(key) == "data.sequence_length"]:
         value = keys.unconverted.pop(key)
         keys.settings["data.sequence_length"] = 2 * value if isinstance(value, int) else value
@@ -194,7 +200,11 @@ def _convert_length(keys: Keys, objective: str) -> None:
 
 
 def _drop_regularisation(keys: Keys) -> None:
-    """Drop settings with which model and reference would not be the same function."""
+    """Remove settings that preference tuning does not support, with a note for those that are on.
+
+    They are dropout and noise, which would make model and reference different functions, label
+    smoothing of tokens, and the choice of supervised tokens.
+    """
     same_function = "off here: model and reference must be the same function"
     for setting, reason in {
         "lora.lora_dropout": same_function,

@@ -73,15 +73,15 @@ _BUILDERS = ("json", "csv", "text", "parquet")
 
 
 def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str], set[str], bool]:
-    """Read the settings that a script passes to Trainer, TRL, PEFT or Unsloth.
+    """Read the settings that a script passes to Trainer, TRL, PEFT or Unsloth, without running it.
 
     A variable that is assigned once, to a literal, has that value. `torch.bfloat16` is read as the
     text bfloat16.
 
     Returns:
-        Setting -> literal value; notes on settings that the script computes and on changes of its
-        rows; names of the TRL classes that it calls, without `Trainer` and `Config`; and True if it
-        uses Unsloth.
+        (settings, notes, trainers, uses_unsloth). `settings` maps names to literal values. `notes`
+        are for settings that the script computes, and for changes of its rows. `trainers` are the
+        TRL classes that it calls, without `Trainer` and `Config`.
 
     Raises:
         ConfigError: the file is not Python; it trains other adapters than LoRA; or its adapters, or
@@ -117,7 +117,7 @@ def _read_argument(
     settings: dict[str, Any],
     notes: dict[str, str],
 ) -> None:
-    """Add an argument of a call to `settings`, or a reason why it is not added to `notes`."""
+    """Add an argument of a call to `settings`; if it cannot be read, add a reason to `notes`."""
     name, value = _last_name(call.func), _evaluate_literal(node, assignments)
     if key in _OBJECTS and not (key == "model" and isinstance(value, str)):
         return
@@ -143,10 +143,10 @@ def _read_argument(
 def _refuse_unreadable(
     file: Path, tree: ast.AST, calls: list[ast.Call], assignments: dict[str, ast.expr]
 ) -> None:
-    """Raise a `ConfigError` if the script does not contain the settings of what it trains.
+    """Raise ConfigError if the script does not contain all settings of what it trains.
 
-    That is the case if it describes no LoRA adapters but trains adapters, or if all settings come
-    from the command line.
+    Examples are adapters other than LoRA, adapters without a LoraConfig in the script, and settings
+    that come from the command line.
     """
     names = {_last_name(call.func) for call in calls}
     all_calls = {
@@ -192,7 +192,7 @@ def _refuse_unreadable(
 
 
 def _find_model_loads(tree: ast.AST) -> Iterator[Any]:
-    """Find the calls of `OWNER.from_pretrained` in a script."""
+    """Yield the calls of `OWNER.from_pretrained` in a script."""
     for node in ast.walk(tree):
         func = node.func if isinstance(node, ast.Call) else None
         if isinstance(func, ast.Attribute) and func.attr == "from_pretrained":
@@ -230,7 +230,7 @@ def _add_unsloth_defaults(
 
 
 def _note_row_changes(tree: ast.AST) -> dict[str, str]:
-    """Write a note for each call with which a script changes its rows, or masks parts of them."""
+    """Return a note for each call that changes the script's rows or masks parts of them."""
     notes = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -253,7 +253,7 @@ def _note_row_changes(tree: ast.AST) -> dict[str, str]:
 
 
 def _find_calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """Find the calls whose arguments are settings."""
+    """Yield the calls in a script whose arguments are settings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = _last_name(node.func)
@@ -263,7 +263,7 @@ def _find_calls(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def _is_model_load(func: ast.expr) -> bool:
-    """Return True for a model's `from_pretrained`; a tokenizer's is not needed."""
+    """Return True if a called function is a model's `from_pretrained`, not a tokenizer's."""
     if not isinstance(func, ast.Attribute) or func.attr != "from_pretrained":
         return False
     owner = _last_name(func.value)
@@ -271,13 +271,14 @@ def _is_model_load(func: ast.expr) -> bool:
 
 
 def _is_unsloth_method(func: ast.expr) -> bool:
-    """Return True for a method of Unsloth's model classes."""
+    """Return True if a called function is a method of Unsloth's model classes."""
     return isinstance(func, ast.Attribute) and _last_name(func.value) in _UNSLOTH
 
 
 def _find_arguments(
     call: ast.Call, name: str, assignments: dict[str, ast.expr]
 ) -> Iterator[tuple[str, ast.expr]]:
+    """Yield (name of the setting, expression) for each argument of a call to `name`."""
     positional: list[str | None] = [_FIRST_ARGUMENTS.get(name)]
     if name in ("DPOTrainer", "KTOTrainer"):
         positional.append("ref_model")
@@ -313,7 +314,7 @@ def _find_arguments(
 
 
 def _find_assignments(tree: ast.AST) -> dict[str, ast.expr]:
-    """Find the names that a script binds exactly once, by a plain assignment."""
+    """Map each name that a script assigns exactly once, by plain assignment, to its expression."""
     values: dict[str, list[ast.expr | None]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -327,6 +328,11 @@ def _find_assignments(tree: ast.AST) -> dict[str, ast.expr]:
 
 
 def _evaluate_literal(node: ast.expr, assignments: dict[str, ast.expr], depth: int = 0) -> Any:
+    """Evaluate an expression that is a literal or a name assigned to one.
+
+    Returns:
+        The value, or `_COMPUTED` if only running the script could tell.
+    """
     if isinstance(node, ast.Name) and node.id in assignments and depth < 5:
         return _evaluate_literal(assignments[node.id], assignments, depth + 1)
     if isinstance(node, ast.Attribute) and _last_name(node.value) in ("torch", "TaskType"):

@@ -42,11 +42,11 @@ _PAIR_FUNCTIONS = {
 
 
 def take_sources(keys: Keys, objective: str) -> None:
-    """Convert the data sets.
+    """Convert the data sets and their columns into `data.*` settings of `keys.settings`.
 
     Args:
-        keys: the keys of the config.
-        objective: what is trained; see `preferences`.
+        keys: the keys of the config, from which converted ones are removed.
+        objective: the preference objective; empty for supervised training.
 
     Raises:
         ConfigError: the data sets are not a list.
@@ -85,7 +85,10 @@ def take_sources(keys: Keys, objective: str) -> None:
 
 
 def _convert_source(keys: Keys, entry: Any, index: int, objective: str) -> dict[str, Any]:
-    """Convert one data set to an entry of `data.sources`, and note what is not converted."""
+    """Convert one data set to an entry of `data.sources`; add notes on unconverted keys.
+
+    `index` is the position of the data set in its list, for the notes.
+    """
     entry = dict(entry) if isinstance(entry, dict) else {"path": entry}
     entry = {key: value for key, value in entry.items() if value is not None}
     path = entry.pop("path", None) or entry.pop("id", None)
@@ -111,7 +114,7 @@ def _convert_source(keys: Keys, entry: Any, index: int, objective: str) -> dict[
 
 
 def _reason_not_converted(key: str, value: Any) -> str | None:
-    """Explain why a key of a data set is not converted; None if the toolkit does not need it."""
+    """Explain why a key of a data set is not converted; None if that has no consequence."""
     kind = str(value).partition(".")[0]
     if key == "type" and kind == "alpaca":
         return "rendered by the chat template, not in Alpaca's own words"
@@ -126,14 +129,15 @@ def _reason_not_converted(key: str, value: Any) -> str | None:
 
 
 def _is_file(name: str) -> bool:
+    """Return True if the name of a data set is a path, by its beginning or its extension."""
     return name.startswith((".", "/", "~")) or name.endswith(_FILES)
 
 
 def take_columns(entry: dict[str, Any]) -> dict[str, str]:
-    """Take the names of columns, keys of turns and roles out of an axolotl data set.
+    """Remove the names of columns, turn keys and roles from an axolotl data set.
 
     Returns:
-        They as `data.columns`, without names that the toolkit recognises.
+        The value of `data.columns`, without names that the toolkit recognises by itself.
     """
     columns = dict[str, str]()
     axolotl_names = {key: entry.pop(key) for key in _ROW_NAMES if key in entry}
@@ -153,10 +157,10 @@ def take_columns(entry: dict[str, Any]) -> dict[str, str]:
 
 
 def take_pair_columns(entry: dict[str, Any], objective: str) -> tuple[dict[str, str], str | None]:
-    """Take the type out of an axolotl data set of pairs, or of answers with a label.
+    """Remove the `type` of an axolotl data set of preference rows, and convert it.
 
     Returns:
-        `data.columns` for it, and a reason if the type is not converted exactly.
+        The value of `data.columns`, and a reason if the type is not converted exactly, else None.
     """
     row_type = entry.pop("type", None)
     if isinstance(row_type, dict):  # axolotl's user_defined type

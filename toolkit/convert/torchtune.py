@@ -47,6 +47,8 @@ _WITHOUT_EFFECT = {
 def translate_torchtune(settings: Mapping[str, Any], command: str = "") -> Translation:
     """Translate a config of torchtune to the names of Trainer and TRL.
 
+    `command` is not used; the components of the config decide.
+
     Raises:
         ConfigError: the model, the loss or the recipe has no equivalent.
     """
@@ -74,7 +76,7 @@ def translate_torchtune(settings: Mapping[str, Any], command: str = "") -> Trans
 
 
 def _split_component(section: Any) -> tuple[str, dict[str, Any]]:
-    """Split a section into the last name of its `_component_` and its other settings."""
+    """Split a section into the last name of its `_component_` and a dict of its other settings."""
     if not isinstance(section, Mapping):
         return "", {}
     more = {str(key): value for key, value in section.items() if key != "_component_"}
@@ -82,7 +84,14 @@ def _split_component(section: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _translate_objective(keys: Keys, out: dict[str, Any]) -> str:
-    """Translate the loss, and return the objective that it trains."""
+    """Translate the loss into `out`.
+
+    Returns:
+        The objective: `dpo`, or "" for a cross entropy.
+
+    Raises:
+        ConfigError: the loss has no equivalent.
+    """
     name, more = _split_component(keys.take("loss")[1])
     keys.take_all(("loss_fn",))
     if name == "DPOLoss":
@@ -97,7 +106,14 @@ def _translate_objective(keys: Keys, out: dict[str, Any]) -> str:
 
 
 def _translate_model(keys: Keys, out: dict[str, Any]) -> bool:
-    """Translate the model and its adapters; return True if there are adapters."""
+    """Translate the model, its tokenizer and its adapters into `out`.
+
+    Returns:
+        True if adapters are trained.
+
+    Raises:
+        ConfigError: the adapters have no equivalent.
+    """
     name, more = _split_component(keys.take("model")[1])
     reader, checkpointer = _split_component(keys.take("checkpointer")[1])
     builder, tokenizer = _split_component(keys.take("tokenizer")[1])
@@ -153,7 +169,7 @@ def _translate_model(keys: Keys, out: dict[str, Any]) -> bool:
 
 
 def _translate_precision(keys: Keys, out: dict[str, Any], adapters: bool) -> None:
-    """Translate the dtype, in which torchtune also stores the trained weights."""
+    """Translate the dtype into `out`; without adapters, it is also the dtype of the parameters."""
     dtype = str(keys.take("dtype")[1] or "bf16")
     if dtype == "fp32":
         out["bf16"] = False
@@ -166,6 +182,7 @@ def _translate_precision(keys: Keys, out: dict[str, Any], adapters: bool) -> Non
 
 
 def _translate_optimizer(keys: Keys, out: dict[str, Any]) -> None:
+    """Translate optimizer, schedule and gradient clipping into `out`."""
     name, more = _split_component(keys.take("optimizer")[1])
     if more.pop("fused", True) is False:
         keys.note("optimizer.fused", "the fused AdamW is used", False)
@@ -187,7 +204,11 @@ def _translate_optimizer(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the data set, which its builder may name."""
+    """Translate the data set and its options into `out`.
+
+    Raises:
+        ConfigError: there is a list of data sets.
+    """
     section = keys.take("dataset")[1]
     if isinstance(section, list):
         raise refusal(_TOOL, "list of datasets", "give one of them")
@@ -223,6 +244,7 @@ def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_memory(keys: Keys, out: dict[str, Any]) -> None:
+    """Translate recomputation, offloading, compilation and parallelism into `out`."""
     out["gradient_checkpointing"] = bool(keys.take("enable_activation_checkpointing")[1])
     if keys.take("enable_activation_offloading")[1]:
         out["activation_offloading"] = True
@@ -244,7 +266,7 @@ def _translate_memory(keys: Keys, out: dict[str, Any]) -> None:
 
 
 def _translate_run(keys: Keys, out: dict[str, Any]) -> None:
-    """Translate the length of the run, the seed and the loggers."""
+    """Translate the length of the run and the logger into `out`; note unresolved references."""
     key, most = keys.take("max_steps_per_epoch")
     if most and out["num_train_epochs"] == 1:
         out["max_steps"] = most

@@ -56,8 +56,10 @@ def verify_export(
 
     With a checkpoint, every value must be the checkpoint's, cast to the export's dtype, and config
     and tokenizer must be equal. A PEFT folder is compared in the same way. A merged model must
-    equal its base plus the adapter. Reads the export twice and the checkpoint's weights once. Each thread
-    holds two blocks of 1 MB (or one row); two converted groups are in memory.
+    equal its base plus the adapter.
+
+    Reads the export twice and the checkpoint's weights once. Each thread holds two blocks of 1 MB
+    (or one row); two converted groups are in memory.
 
     Args:
         checkpoint: a run, a checkpoint, or one of another tool; None: the export by itself.
