@@ -296,7 +296,7 @@ def test_one_that_is_cut_off_in_the_middle_of_a_line_is_gone(tmp_path) -> None:
 )
 def test_the_first_of_the_deepest_causes_is_told_once(tmp_path, capfd, heard, code, told) -> None:
     judge, _ = _judge(tmp_path)
-    judge._end_failed(heard)
+    judge._end_after_failure(heard)
     assert judge._order["leave"] == code
     assert judge._order["finish"] == (15.0 if "gone" in told else 300.0)
     said = capfd.readouterr().err.splitlines()
