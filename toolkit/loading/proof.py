@@ -172,8 +172,8 @@ def check_finite(model: nn.Module, path: str) -> None:
         raise ranks.mark_collective(
             LoadingError(
                 f"the checkpoint {path} already has non-finite values (NaN or infinity) in "
-                f"{_format_first_names(trained)}. Training would keep and spread them: use another copy "
-                "or revision of the checkpoint, or replace these values"
+                f"{_format_first_names(trained)}. Training would keep and spread them: use another "
+                "copy or revision of the checkpoint, or replace these values"
             )
         )
     if bad:

@@ -55,14 +55,17 @@ _IDLE = frozenset(
 
 
 def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Compute the borders of the documents in a micro-batch, as the forward takes them.
+    """Compute the borders of the documents in a micro-batch, as arguments of the model's forward.
 
-    Call it on the host: it reads the values of `position_ids` [B, T], which restart with each
-    document. Without them each row of `input_ids` [B, T] is one document.
+    Reads tensor values, so call it while the batch is on the CPU.
+
+    Args:
+        batch: `input_ids` [B, T], and for packed rows `position_ids` [B, T], which restart at 0
+            with each document. Without `position_ids`, each row is one document.
 
     Returns:
-        `cu_seq_lens_*`, int32 [documents + 1], borders over the flattened rows; `max_length_*`,
-        int.
+        `cu_seq_lens_q` and `cu_seq_lens_k`: int32 [documents + 1], offsets in the flattened batch.
+        `max_length_q` and `max_length_k`: int, tokens of the longest document.
     """
     rows, length = batch["input_ids"].shape
     positions = batch.get("position_ids")
@@ -75,14 +78,14 @@ def document_borders(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def attend_within_documents(model: PreTrainedModel) -> None:
-    """Let `model` attend without a mask to batches with `document_borders`, in place.
+    """Patch `model` in place to use document borders instead of a mask, if a forward gets them.
 
-    Every other forward (padded rows, generation) attends and masks as before. See [Note: one
-    graph].
+    A forward without the arguments of `document_borders` (padded rows, generation) builds masks and
+    attends as before. See [Note: one graph].
 
     Raises:
         ModelError: the model's attention is neither SDPA nor flash attention. A later forward
-            raises it if the model attends by more than borders.
+            raises it if the model's attention needs a mask of its own or other inputs.
     """
     configs_by_id = {
         id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None
@@ -116,9 +119,16 @@ def attend_within_documents(model: PreTrainedModel) -> None:
 
 
 def fix_length_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Fix the arguments of a forward with document borders, except the borders themselves.
+    """Replace the lengths in a forward's arguments by the row length, so that they never change.
 
-    So layers get equal arguments in all micro-batches of a run. See [Note: one graph].
+    Equal arguments in all micro-batches keep compiled layers from recompiling. See [Note: one
+    graph].
+
+    Args:
+        inputs: keyword arguments of the forward, with document borders.
+
+    Returns:
+        A changed copy; `inputs` itself if it has neither `input_ids` nor `inputs_embeds`.
     """
     if not torch.compiler.is_compiling():
         mark_document_count_dynamic(inputs)
@@ -132,7 +142,7 @@ def fix_length_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def mark_document_count_dynamic(inputs: dict[str, Any]) -> None:
-    """Tell the compiler that the number of documents in `inputs` changes."""
+    """Mark the number of documents as dynamic for torch.compile, if that is loaded."""
     # Importing the compiler takes seconds, and only a compiled run needs it.
     compiler = sys.modules.get("torch._dynamo")
     for borders in map(inputs.get, BORDERS[:2]):
@@ -141,7 +151,7 @@ def mark_document_count_dynamic(inputs: dict[str, Any]) -> None:
 
 
 def _set_attention_implementation(configs: list[PreTrainedConfig], kernel: str) -> None:
-    """Set the attention implementation of configs."""
+    """Set the attention implementation of several configs to `kernel`."""
     for config in configs:
         config._attn_implementation = kernel
 
@@ -160,9 +170,24 @@ def _attention_forward(
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention [B, T, heads, width] as `kernel` does; within documents given borders.
+    """Compute attention for one layer; within documents if document borders are passed.
 
-    The contract is `AttentionInterface`'s.
+    It has the interface of transformers' `AttentionInterface` functions.
+
+    Args:
+        kernel: name of the model's own implementation, such as "sdpa".
+        module: the attention layer.
+        query: [B, heads, T, width].
+        key: [B, key heads, T, width].
+        value: [B, key heads, T, value width].
+        attention_mask: None if there are borders.
+        unused: the borders, and arguments of other implementations.
+
+    Returns:
+        ([B, T, heads, value width], None).
+
+    Raises:
+        ModelError: there are borders, and the layer also needs a mask or unknown arguments.
     """
     borders = {name: unused.pop(name, None) for name in BORDERS}
     whole_rows = unused.pop(_ONE_DOCUMENT_A_ROW, False)
@@ -197,7 +222,9 @@ def _attention_forward(
 
 
 def check_varlen_kernel(device: torch.device) -> None:
-    """Compare the GPU's kernel on two documents with the plain computation.
+    """Run torch's varlen attention on a CUDA device, and compare it with SDPA per document.
+
+    Does nothing on other devices.
 
     Raises:
         ModelError: the kernel does not run, or its values are wrong.
@@ -217,7 +244,7 @@ def check_varlen_kernel(device: torch.device) -> None:
 
 
 def _can_use_varlen_kernel(query: torch.Tensor, dropout: float) -> bool:
-    """Return True if torch's varlen flash attention takes a query [tokens, heads, width]."""
+    """Return True if torch's varlen flash attention supports this query and dropout."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     return query.device.type == "cuda" and half and query.shape[-1] <= 256 and not dropout
 
@@ -225,7 +252,18 @@ def _can_use_varlen_kernel(query: torch.Tensor, dropout: float) -> bool:
 def _attend_varlen(
     qkv: _Heads, borders: torch.Tensor, longest: int, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """Compute attention [tokens, heads, width] by one kernel over all documents."""
+    """Compute causal attention within documents by one call of torch's varlen flash attention.
+
+    Args:
+        qkv: query, key and value, each [tokens, heads, width].
+        borders: int32 [documents + 1], offsets of the documents.
+        longest: upper bound of a document's length.
+        scaling: factor of the scores.
+        window: tokens that a token sees, including itself; None: all earlier ones.
+
+    Returns:
+        [tokens, heads, value width].
+    """
     # The kernel takes one width for all tensors, a multiple of 8. Padding with zeros changes no
     # score.
     out_width = qkv[2].shape[-1]
@@ -248,7 +286,12 @@ def _pad_width(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _repeat_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Repeat the key heads of a tensor [tokens, key heads, width] once per group of query heads."""
+    """Repeat the key or value heads until there are as many as query heads.
+
+    Args:
+        tensor: [tokens, key heads, width].
+        query: [tokens, heads, width].
+    """
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
@@ -257,10 +300,10 @@ def _repeat_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 def _attend_each_document(
     qkv: _Heads, borders: torch.Tensor, scaling: float, window: int | None, dropout: float
 ) -> torch.Tensor:
-    """Compute attention [tokens, heads, width] document by document.
+    """Compute causal attention within documents by one call of SDPA per document.
 
-    At most `_BLOCK` rows of scores exist at a time. On a device the host waits for `borders`, once
-    a micro-batch.
+    It has the arguments and the result of `_attend_varlen`. At most `_BLOCK` rows of scores exist
+    at a time. On an accelerator, the host waits once per micro-batch to read `borders`.
     """
     # All layers get the same tensor, so its lengths are computed once.
     if not hasattr(borders, "lengths"):
@@ -301,7 +344,11 @@ def _attend_flash(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute flash attention `kernel`; transformers' function would look up this one's name."""
+    """Compute attention by transformers' flash attention, with `kernel` as its name.
+
+    transformers' own function would look for a kernel under the registered name of this module's
+    function. The arguments are those of `_attention_forward`.
+    """
     out_width = value.shape[-1]
     length = query.shape[2]
     query, key, value = (

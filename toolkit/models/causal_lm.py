@@ -51,13 +51,13 @@ _ROUTER = "output_router_logits"
 
 
 def build_on_meta(cfg: ModelConfig) -> PreTrainedModel:
-    """Build the model of `cfg` on the meta device, with its ties; no weights are needed.
+    """Build the model of `cfg` on the meta device, with tied weights. Reads no weights.
 
-    Parameters have the storage dtype `cfg.dtype`, or fp32 if transformers keeps them so.
-    `model.hf_assets` holds what an export needs.
+    Parameters get the storage dtype `cfg.dtype`, except those that transformers always keeps in
+    fp32. Frozen parameters do not require a gradient. `model.hf_assets` holds what an export needs.
 
     Raises:
-        ModelError: the folder has no usable config of a causal LM.
+        ModelError: the folder has no usable config of a causal LM or reward model.
     """
     if cfg.trust_remote_code:
         allow_remote_code()
@@ -125,7 +125,7 @@ def _instantiate_on_meta(
     config: PreTrainedConfig,
     dtype: torch.dtype,
 ) -> PreTrainedModel:
-    """Build a model of `model_class` on meta, with the attention implementation of `cfg`.
+    """Instantiate `model_class` on meta, with the attention implementation of `cfg`.
 
     Raises:
         ModelError: a package is missing, or the class does not accept the config.
@@ -158,7 +158,17 @@ def _instantiate_on_meta(
 def _read_assets(
     cfg: ModelConfig, folder: Path, reader: Any, config: PreTrainedConfig
 ) -> tuple[formats.HFAssets, Path]:
-    """Read the asset files of a model, and find the folder of its tokenizer."""
+    """Read the small files and the tensor names of a model folder.
+
+    Args:
+        cfg: settings of the model and its tokenizer.
+        folder: the model folder.
+        reader: quantiser from `make_dequantiser`, or None.
+        config: config of the complete checkpoint.
+
+    Returns:
+        (assets, folder of the tokenizer).
+    """
     pristine = formats.read_config(folder)
     files = formats.asset_files(folder)
     source = formats.source_dtypes(folder) if cfg.init == "pretrained" else None
@@ -195,9 +205,11 @@ def _read_assets(
 def model_on_meta(
     folder: Path, init: Literal["pretrained", "random"] = "random"
 ) -> PreTrainedModel:
-    """Build the model that a folder's config describes, on meta, for its names and shapes.
+    """Build the model that a folder's config.json describes, on meta.
 
-    With `init` "pretrained" its assets also describe the weights in the folder.
+    Args:
+        folder: a local folder.
+        init: with "pretrained", the assets also describe the weights in the folder.
     """
     architectures = formats.read_config(folder).get("architectures") or [None]
     kind = RewardModelConfig if architectures[0] in classifier_names() else ModelConfig
@@ -205,20 +217,20 @@ def model_on_meta(
 
 
 def allow_remote_code() -> None:
-    """Let `model_on_meta` run code that comes with a model, until this process ends."""
+    """Allow `model_on_meta` to run Python code from model folders, in this process."""
     _process["trusts_code"] = True
 
 
 def allows_remote_code() -> bool:
-    """Return True if this process may run code that comes with a model."""
+    """Return True if `allow_remote_code` was called in this process."""
     return _process["trusts_code"]
 
 
 def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | str) -> None:
-    """Refuse a model that this run cannot train, by its config and the headers of its weights.
+    """Raise unless this run can train the model, judged by its config and file headers. Collective.
 
-    It must be a causal LM with enough positions, have its weights, and `device` must be able to run
-    its kernels. For a Hub id, all files that an export copies are downloaded. Collective.
+    Checks that it is a causal LM or reward model with enough positions, that its weights exist, and
+    that its kernels run on `device`. Downloads the files of a Hub id that an export copies.
 
     Raises:
         ModelError: the model cannot be trained.
@@ -235,7 +247,7 @@ def check_usable(cfg: ModelConfig, sequence_length: int, device: torch.device | 
 def _check_usable_on_this_rank(
     cfg: ModelConfig, sequence_length: int, device: torch.device | str
 ) -> None:
-    """Run the checks of `check_usable` on every rank, after the download."""
+    """Run the checks of `check_usable` after the download. Collective."""
     if cfg.kernels == "liger":
         check_kernels(device)
     if cfg.trust_remote_code:
@@ -270,11 +282,13 @@ def _check_usable_on_this_rank(
 
 @ranks.collective
 def prepare(cfg: ModelConfig) -> PreTrainedModel:
-    """Build the model of `cfg` on meta, with its kernels, after `check_usable`. Collective.
+    """Build the model of `cfg` on meta with its kernels, for training. Collective.
+
+    Call it after `check_usable`.
 
     Raises:
-        ModelError: as in `build_on_meta`; also if the model sees future tokens (BERT and its kin
-            without `is_decoder`), or drops layers at random.
+        ModelError: as in `build_on_meta`; also if tokens attend to later ones (BERT without
+            `is_decoder`), or if the config drops layers at random.
     """
     model = build_on_meta(cfg)
     marks = [(getattr(m, "is_decoder", 1), getattr(m, "is_causal", 1)) for m in model.modules()]
@@ -297,11 +311,11 @@ def prepare(cfg: ModelConfig) -> PreTrainedModel:
 
 
 def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
-    """Read transformers' config of the model.
+    """Read a model's config.json as a transformers config, with checks of its values.
 
     Raises:
-        ModelError: the model type is unknown, or the weights are quantised in a way that cannot be
-            read.
+        ModelError: the model type is unknown, a value is impossible, or the weights are quantised
+            by a method that transformers cannot read in full precision.
     """
     file = folder / "config.json"
     content = formats.read_config(folder)
@@ -337,12 +351,12 @@ def _load_config(cfg: ModelConfig, folder: Path) -> PreTrainedConfig:
 
 
 def _is_reward_config(cfg: ModelConfig) -> bool:
-    """Return True if `cfg` describes a reward model."""
+    """Return True if `cfg` is the settings of a reward model."""
     return isinstance(cfg, RewardModelConfig)
 
 
 def _find_model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTrainedModel]:
-    """Find the class for `config`: a causal LM, or a reward model if `cfg` describes one.
+    """Find the class to train for `config`: a causal LM, or a reward model if `cfg` asks for one.
 
     Raises:
         ModelError: the checkpoint is an encoder, a classifier, or another kind of model.
@@ -378,9 +392,12 @@ def _find_model_class(config: Any, cfg: ModelConfig, folder: Path) -> type[PreTr
 
 
 def _choose_storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Path) -> torch.dtype:
-    """Choose the dtype that parameters are stored in.
+    """Choose the dtype in which parameters are stored.
 
-    `auto` is the checkpoint's dtype, or bfloat16 if that is unknown.
+    For `auto` it is the checkpoint's dtype, or bfloat16 if that is unknown.
+
+    Raises:
+        ModelError: `auto` would choose float16.
     """
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype or "float32")
@@ -402,15 +419,15 @@ def _choose_storage_dtype(cfg: ModelConfig, config: PreTrainedConfig, folder: Pa
 def find_fp32_tensors(
     model: nn.Module, *, buffers: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """Find the parameters that transformers keeps in fp32 in a model of `dtype`.
+    """Find the parameters that transformers keeps in fp32 if the model is loaded in `dtype`.
 
     Args:
-        model: not sharded, or sharded.
+        model: sharded or not.
         buffers: include buffers.
-        dtype: of the model.
+        dtype: dtype in which the model is loaded.
 
     Returns:
-        Name -> tensor.
+        Name -> tensor; {} if `model` is not a transformers model.
     """
     if not isinstance(model, PreTrainedModel):
         return {}
@@ -425,13 +442,13 @@ def find_fp32_tensors(
 def loaded_dtype(
     model: nn.Module, parameter: str, stored: torch.dtype, requested: torch.dtype
 ) -> torch.dtype:
-    """Compute the dtype in which transformers loads a parameter of a floating dtype.
+    """Return the dtype that a floating parameter has after transformers loads it.
 
     Args:
         model: not sharded and without adapters.
-        parameter: its name.
+        parameter: name of the parameter.
         stored: its dtype in the checkpoint.
-        requested: dtype that the model is loaded in; the wider one of both counts.
+        requested: dtype in which the model is loaded. The wider one of both is used.
     """
     dtype = torch.promote_types(stored, requested)
     fp32_names = find_fp32_tensors(model, dtype=dtype) if dtype.itemsize < 4 else {}
@@ -439,7 +456,7 @@ def loaded_dtype(
 
 
 def requests_router_loss(model: PreTrainedModel) -> bool:
-    """Return True if the config.json of a model turns on the loss of its routers."""
+    """Return True if the model's config.json enables the auxiliary loss of MoE routers."""
     assets = getattr(model, "hf_assets", None)
     settings = model.config.to_dict() if assets is None else assets.config
     return any(value is True for name, value in formats.nested_items(settings) if name == _ROUTER)
@@ -451,7 +468,11 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:
-    """Find the folder of a tokenizer that is given as a folder or a Hub id."""
+    """Return the folder of a tokenizer; a Hub id is downloaded into the cache.
+
+    Raises:
+        ModelError: `name` is neither a folder nor on the Hub.
+    """
     if (path := Path(name).expanduser()).is_dir():
         return path
     revision = (
@@ -466,10 +487,19 @@ def _tokenizer_folder(cfg: ModelConfig, name: str) -> Path:
 def _resize_embeddings(
     model: Any, pristine: dict[str, Any], folder: Path, cfg: ModelConfig
 ) -> dict[str, int]:
-    """Give embeddings and head one row per token of the tokenizer.
+    """Resize embedding and head of `model` to the tokenizer's number of tokens, in place.
+
+    Args:
+        model: on meta.
+        pristine: content of the exported config.json, which is updated.
+        folder: folder of the tokenizer.
+        cfg: `resize_embeddings` gives the multiple to which the size is rounded up.
 
     Returns:
-        Name of each changed parameter -> its number of rows before.
+        Name of each changed parameter -> number of rows before.
+
+    Raises:
+        ModelError: transformers cannot resize this model.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     multiple = int(cfg.resize_embeddings)  # true is 1
@@ -520,10 +550,11 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def check_config_values(content: dict[str, Any], file: Path) -> None:
-    """Refuse a config.json with a number that no forward can use.
+    """Raise ModelError if config.json has a number that no model can use, such as a dropout of 2.
 
-    Raises:
-        ModelError: names the setting, before anything is built.
+    Args:
+        content: content of the config.json.
+        file: its path, for the message.
     """
     for name, value in nested_items(content):
         if isinstance(value, bool) or not isinstance(value, int | float):

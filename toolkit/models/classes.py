@@ -16,48 +16,52 @@ _CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
 
 
 def build_from_config(model_class: Any, config: Any, dtype: Any, **options: Any) -> Any:
-    """Build a new model of `model_class` without changing `config`."""
+    """Build a model of `model_class` with new weights, from a copy of `config`.
+
+    Args:
+        options: other arguments of transformers' `_from_config`.
+    """
     return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
 
 
 def original_class(model: nn.Module) -> Any:
-    """Return the class of a model as it was before sharding replaced it."""
+    """Return the model's class before sharding; FSDP2 replaces the class of a module."""
     return assets_of(model).model_class or type(model)
 
 
 def model_class_name(model: nn.Module) -> str:
-    """Return the name of a model's class as it was before sharding replaced it."""
+    """Return the name of `original_class`."""
     return original_class(model).__name__
 
 
 def causal_lm_names() -> set[str]:
-    """List the names of transformers' causal LM classes."""
+    """Return the names of transformers' causal LM classes."""
     return _class_names("MODEL_FOR_CAUSAL_LM_MAPPING")
 
 
 def causal_lm_class(config: PreTrainedConfig) -> Any:
-    """Find transformers' causal LM class for this type of config; None if there is none."""
+    """Return transformers' causal LM class for the class of `config`; None if there is none."""
     return _find_class("MODEL_FOR_CAUSAL_LM_MAPPING", config)
 
 
 def classifier_names() -> set[str]:
-    """List the names of transformers' sequence classification classes."""
+    """Return the names of transformers' sequence classification classes."""
     return _class_names(_CLASSIFIERS)
 
 
 def classifier_class(config: PreTrainedConfig) -> Any:
-    """Find transformers' sequence classification class for this type of config, or None."""
+    """Return transformers' sequence classification class for the class of `config`, or None."""
     return _find_class(_CLASSIFIERS, config)
 
 
 def multimodal_class(
     config: PreTrainedConfig, class_name: str | None
 ) -> type[PreTrainedModel] | None:
-    """Find the class for text with images or sound; None if there is none.
+    """Return transformers' class for a model of text with images or sound; None if there is none.
 
     Args:
-        config: decides the class if `class_name` is None.
-        class_name: name of the class from the config's `architectures`.
+        config: config of the checkpoint.
+        class_name: class in the config's `architectures`; None: search by the class of `config`.
     """
     for table in _CONDITIONAL:
         if class_name is not None and class_name in _class_names(table):
@@ -69,7 +73,7 @@ def multimodal_class(
 
 
 def auto_class_name(class_name: str) -> str:
-    """Return the name of the Auto class that loads a checkpoint of this class."""
+    """Return the name of the Auto class that loads a checkpoint of class `class_name`."""
     for table, auto in zip(_CONDITIONAL, ("ImageTextToText", "MultimodalLM"), strict=True):
         if class_name in _class_names(table) - causal_lm_names():
             return f"AutoModelFor{auto}"
@@ -79,15 +83,15 @@ def auto_class_name(class_name: str) -> str:
 
 
 def reward_loading_code(auto: str, config: dict[str, Any]) -> tuple[str, str]:
-    """Format the code by which readers of an adapter load its base as a reward model.
+    """Return the code that users need to load the base of a reward model's adapter.
 
     Args:
         auto: name of the Auto class that loads the base.
-        config: content of the config.json that the base was trained with.
+        config: content of the config.json with which the base was trained.
 
     Returns:
-        An argument for `from_pretrained`, and a line of code that follows it. Both are empty if the
-        base is not a reward model.
+        (text to add to the arguments of `from_pretrained`, line of code to run after it). Both are
+        "" if the base is not a reward model.
     """
     if auto != "AutoModelForSequenceClassification":
         return "", ""
@@ -97,12 +101,12 @@ def reward_loading_code(auto: str, config: dict[str, Any]) -> tuple[str, str]:
 
 
 def _class_names(table: str) -> set[str]:
-    """List the class names in one of transformers' tables."""
+    """Return all class names in a table of transformers' Auto classes."""
     values = getattr(modeling_auto, f"{table}_NAMES").values()
     return {name for value in values for name in ([value] if isinstance(value, str) else value)}
 
 
 def _find_class(table: str, config: PreTrainedConfig) -> Any:
-    """Look up the class for this type of config in one of transformers' tables."""
+    """Return the class for the class of `config` in one of transformers' Auto tables, or None."""
     classes: Any = getattr(modeling_auto, table).get(type(config), None)
     return classes[0] if isinstance(classes, tuple) else classes

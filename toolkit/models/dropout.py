@@ -38,22 +38,21 @@ _SEEDS = (1, 2)
 
 @dataclass(frozen=True)
 class NoiseSetting:
-    """A number that adds noise to training: an attribute of modules of a class, or of a config."""
+    """A numeric attribute of a module class or config class that makes training forwards random."""
 
     owner: str  # name of the class
     attribute: str
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Make `model` compute the same in training as in eval mode, in place. Collective.
+    """Disable everything random in a training forward of `model`, in place. Collective.
 
-    Sets to 0 the rates of dropout modules, attributes that are named dropout, and other settings
-    that add noise to a tiny copy of the model. Takes seconds. Logs what it set besides dropout
-    modules, or why no copy could be tried.
+    Sets to 0 the rates of dropout modules, and other settings that a trial on a tiny copy of the
+    model finds to add noise. Takes seconds. Logs those other settings, or why there was no trial.
 
     Raises:
-        ModelError: a module computes something else in training than in eval mode, or in each
-            forward, whatever its settings are; the error names it.
+        ModelError: a module behaves differently in training and eval mode, or in each forward, and
+            no setting disables that; the error names the module.
     """
     disable_dropout_modules(model)
     base = base_of(model)
@@ -76,15 +75,15 @@ def disable_dropout(model: nn.Module) -> None:
 def find_noise_settings(
     model_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> tuple[list[NoiseSetting], str]:
-    """Find the settings, besides dropout modules, that add noise to training, on a tiny copy.
+    """Find the settings, besides dropout modules, that make training random. Not collective.
 
-    Not collective.
+    Tries a tiny copy of the model on the CPU.
 
     Returns:
-        The settings, and why no copy could be tried (empty if one was tried).
+        (settings, reason why no copy could be tried). The reason is "" if a copy was tried.
 
     Raises:
-        ModelError: no setting switches the noise off.
+        ModelError: the copy is random, and no setting disables that.
     """
     try:
         kinds = describe_layer_kinds(build_meta_model(model_class, config))
@@ -109,16 +108,16 @@ def find_noise_settings(
 
 
 def _use_plain_attention(config: PreTrainedConfig, model_class: Any) -> None:
-    """Choose an attention that runs on a CPU and on rows that are not packed."""
+    """Set the config's attention to SDPA or eager, which run on a CPU, if it is another one."""
     kernel = str(config._attn_implementation)
     if kernel not in ("eager", "sdpa"):
         config._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
 
 
 def disable_dropout_modules(model: nn.Module) -> None:
-    """Set the rates of dropout modules, and attributes of modules named dropout, to 0.
+    """Set to 0 the rates of dropout modules, and float attributes of modules named like dropout.
 
-    Not collective. `disable_dropout` also finds what else adds noise.
+    Not collective. Only `disable_dropout` finds other sources of noise.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -129,13 +128,13 @@ def disable_dropout_modules(model: nn.Module) -> None:
 
 
 def _find_configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """List the configs that modules of a model read in their forwards, each once."""
+    """Return the distinct transformers configs that are attributes of the model's modules."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     return [config for config in configs.values() if isinstance(config, PreTrainedConfig)]
 
 
 def _find_owners(model: nn.Module, setting: NoiseSetting) -> list[Any]:
-    """List the modules and configs of a model that have a setting."""
+    """Return the modules and configs of a model that have the attribute of `setting`."""
     owners: list[Any] = [*model.modules(), *_find_configs(model)]
     return [
         owner
@@ -146,7 +145,7 @@ def _find_owners(model: nn.Module, setting: NoiseSetting) -> list[Any]:
 
 @dataclass
 class _NoiseTrial:
-    """A tiny copy of a model, and its logits in eval mode."""
+    """A tiny copy of a model, with the logits that it computes in eval mode for fixed tokens."""
 
     model: PreTrainedModel
     ids: torch.Tensor = field(init=False)
@@ -165,11 +164,11 @@ class _NoiseTrial:
     def compute_logits(
         self, *, training: bool, mode: Callable[[], Any] = contextlib.nullcontext
     ) -> Any:
-        """Run one forward without gradients and return its float32 logits.
+        """Run a forward on the fixed tokens without gradients, and return fp32 logits.
 
         Args:
-            training: run the model in training mode.
-            mode: a context manager that replaces the random numbers of the forward.
+            training: run in training mode instead of eval mode.
+            mode: makes a context that controls the random numbers of the forward.
         """
         self.model.train(training)
         with (
@@ -181,24 +180,24 @@ class _NoiseTrial:
             return self.model(input_ids=self.ids, use_cache=False).logits.float()
 
     def matches_eval_mode(self, logits: torch.Tensor) -> bool:
-        """Return True if the logits equal those of eval mode up to rounding."""
+        """Return True if `logits` equal those of eval mode up to rounding."""
         spread = float(self.expected.std()) or 1.0
         if logits.shape != self.expected.shape or not logits.isfinite().all():
             return False
         return float((logits - self.expected).abs().max()) <= _ROUNDING * spread
 
     def find_differing_mode(self) -> Callable[[], Any] | None:
-        """Find draws with which a training forward differs from eval mode, or None."""
+        """Return a random-number mode in which training differs from eval mode, or None."""
         for mode in _random_number_modes():
             if not self.matches_eval_mode(self.compute_logits(training=True, mode=mode)):
                 return mode
         return None
 
     def disable_noise(self) -> list[NoiseSetting]:
-        """Set every setting that adds noise to 0, and return those settings.
+        """Set every setting that adds noise to 0 in the copy, and return those settings.
 
         Raises:
-            ModelError: noise is left; the error names its module.
+            ModelError: the copy is still random; the error names the module.
         """
         chosen = [*self._zero_harmless_numbers(hinted=True)]
         if self.find_differing_mode() is None:
@@ -215,13 +214,13 @@ class _NoiseTrial:
         return chosen
 
     def _zero_harmless_numbers(self, *, hinted: bool) -> dict[NoiseSetting, list[float]]:
-        """Set to 0 the numbers between 0 and 1 that change nothing in eval mode.
+        """Set to 0 every float setting in (0, 1] whose change does not affect eval mode.
 
         Args:
-            hinted: numbers with telling names such as "jitter", or all others.
+            hinted: True: only settings with names like "jitter" or "drop". False: only the others.
 
         Returns:
-            Setting -> its values before.
+            Changed setting -> previous value of each owner.
         """
         settings = dict.fromkeys(
             NoiseSetting(module_class_name(owner), name)
@@ -244,12 +243,16 @@ class _NoiseTrial:
         return zeroed
 
     def _set_values(self, setting: NoiseSetting, values: list[float]) -> None:
-        """Set a setting of all its owners to `values`."""
+        """Set a setting of its owners to `values`, one for each owner."""
         for owner, value in zip(_find_owners(self.model, setting), values, strict=True):
             setattr(owner, setting.attribute, value)
 
     def _raise_for_noise(self, mode: Callable[[], Any]) -> None:
-        """Raise a ModelError that names the first module with other outputs for equal inputs."""
+        """Raise a ModelError that names the first module whose outputs differ for equal inputs.
+
+        Args:
+            mode: mode of random numbers in which training differs from eval mode.
+        """
         calls = [
             self._record_module_calls(training=False),
             self._record_module_calls(training=True, mode=mode),
@@ -275,7 +278,14 @@ class _NoiseTrial:
     def _record_module_calls(
         self, **options: Any
     ) -> list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]:
-        """List the module calls of a forward in the order of their ends: name, inputs, outputs."""
+        """Run a forward and record each module call, in the order in which the calls end.
+
+        Args:
+            options: arguments of `compute_logits`.
+
+        Returns:
+            (module name, input tensors, output tensors) of each call.
+        """
         calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = []
         with contextlib.ExitStack() as stack:
             before: dict[str, list[torch.Tensor]] = {}
@@ -295,7 +305,7 @@ class _NoiseTrial:
 
 
 def _copy_float_tensors(value: Any) -> list[torch.Tensor]:
-    """Copy the floating tensors in nested arguments."""
+    """Copy the floating tensors in nested dicts, lists and tuples, as a flat list."""
     if torch.is_tensor(value):
         return [value.detach().clone()] if value.is_floating_point() else []
     if isinstance(value, dict):
@@ -306,7 +316,7 @@ def _copy_float_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _are_close(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
-    """Return True if two lists of tensors are equal up to rounding."""
+    """Return True if two lists of tensors have equal shapes, and equal values up to rounding."""
     return len(expected) == len(actual) and all(
         x.shape == y.shape and torch.allclose(x, y, rtol=_ROUNDING, atol=1e-6, equal_nan=True)
         for x, y in zip(expected, actual, strict=True)
@@ -314,7 +324,7 @@ def _are_close(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool
 
 
 def _random_number_modes() -> list[Callable[[], Any]]:
-    """List contexts for a forward that force draws to an end of their range, or fix the seed."""
+    """Return functions that make a context with extreme random numbers, or with a fixed seed."""
 
     def seeded(seed: int) -> Callable[[], Any]:
         def mode() -> Any:
@@ -327,7 +337,7 @@ def _random_number_modes() -> list[Callable[[], Any]]:
 
 
 class _ExtremeDraws(TorchDispatchMode):
-    """Force uniform draws to one end of their range, and Bernoulli draws to all or nothing."""
+    """Replace uniform draws by one end of their range, and Bernoulli draws by all 0 or all 1."""
 
     def __init__(self, end: float) -> None:
         super().__init__()

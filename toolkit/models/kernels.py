@@ -24,11 +24,7 @@ _CHOSEN = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def check_kernels(device: torch.device | str) -> None:
-    """Check that the kernels are installed and can run on `device`.
-
-    Raises:
-        ConfigError: they cannot run there, or are not installed.
-    """
+    """Raise ConfigError unless Liger's kernels are installed and support the type of `device`."""
     if (kind := torch.device(device).type) not in _DEVICES:
         raise ConfigError(
             f"{_SETTING} needs a device that Triton compiles for ({' or '.join(_DEVICES)}); this "
@@ -38,13 +34,14 @@ def check_kernels(device: torch.device | str) -> None:
 
 
 def use_kernels(model: PreTrainedModel) -> None:
-    """Let `model` compute with Liger's kernels, in place; parameters and names stay.
+    """Replace forwards in `model` by Liger's kernels, in place, and log which.
 
-    Call it before adapters and sharding. Only this model changes. transformers' classes are
-    restored, because copies for trials and random starts are built from them on the host.
+    Call it before adapters and sharding. Parameters and names stay. Only this model changes:
+    transformers' classes are restored, because other copies of the model run on the CPU.
 
     Raises:
-        ModelError: Liger does not know the model type, or fails on it.
+        ModelError: Liger does not support the model type, or cannot be applied to it.
+        ConfigError: Liger cannot be imported.
     """
     kind = model.config.model_type
     if kind not in (types := _load_liger_functions()):
@@ -79,7 +76,12 @@ def use_kernels(model: PreTrainedModel) -> None:
 
 
 def _replace_called_functions(model: nn.Module, functions: dict[str, types.FunctionType]) -> None:
-    """Let the modules of `model` that call functions of these names call the given ones."""
+    """Replace global functions that the forwards in `model` call, for this model only.
+
+    Args:
+        model: the model, which is changed in place.
+        functions: name of a global function -> its replacement.
+    """
     for module in model.modules():
         # transformers 5.24 accepts old argument names in a wrapper, which our calls do not need.
         forward = inspect.unwrap(type(module).forward, stop=_is_unwrapped_forward)
@@ -99,16 +101,12 @@ def _replace_called_functions(model: nn.Module, functions: dict[str, types.Funct
 
 
 def _is_unwrapped_forward(forward: Any) -> bool:
-    """Return True if a forward is the model's own, and no wrapper for deprecated arguments."""
+    """Return True if a forward is not transformers' wrapper for deprecated arguments."""
     return getattr(forward, "__globals__", {}).get("__name__") != "transformers.utils.deprecation"
 
 
 def _load_liger_functions() -> dict[str, Any]:
-    """Read Liger's functions by model_type.
-
-    Raises:
-        ConfigError: Liger cannot be imported.
-    """
+    """Return Liger's patch functions by model_type; raise ConfigError without Liger."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:

@@ -20,13 +20,13 @@ _CHOSEN = re.compile(r"num_experts_per_tok(en)?|moe_(topk|top_k|k)|top_k_experts
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the decoder layers of `model`: name -> module, in the order of definition.
+    """Return the decoder layers of `model` as name -> module, in the order of definition.
 
-    Candidates are the elements of the model's stacks, and the modules of the classes in
-    `_no_split_modules`. A stack is an outermost `ModuleList` with more than a fiftieth of the
-    parameters. Of nested candidates the outermost counts, except that the layers are preferred to a
-    stage that stacks several of them. A layer never holds an embedding, the head, or a parameter
-    that is tied to something outside the layers, and never belongs to a tower for images or sound.
+    Candidates are modules of the classes in `_no_split_modules`, and elements of large
+    `ModuleList`s (those with over a fiftieth of the parameters that are in no other list). Of
+    nested candidates the outer one is used, unless it is a stage with several layers. A layer never
+    holds the embedding, the head or a parameter that is tied to one outside the layers, and is
+    never part of a tower for images or sound.
     """
     layer_classes: set[str] = set()
     for module in model.modules():
@@ -61,13 +61,13 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def enclosing_module_names(name: str) -> list[str]:
-    """List the names of the modules around a name, outermost first, without the root."""
+    """Return the names of the modules around `name`, outermost first: "a.b.c" gives a, a.b."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _stack_elements(model: nn.Module) -> set[str]:
-    """List the names of the elements of large stacks; only outermost lists count."""
+    """Return the names of the elements of large, outermost `ModuleList`s; see `decoder_layers`."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
     total = sum(p.numel() for p in model.parameters())
     total -= sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
@@ -84,9 +84,15 @@ def _stack_elements(model: nn.Module) -> set[str]:
 def _parameters_outside_layers(
     model: nn.Module, modules: dict[str, nn.Module], layers: set[str]
 ) -> set[int]:
-    """Collect the ids of parameters that no layer may hold.
+    """Return the ids of parameters that no decoder layer may hold.
 
-    They are the parameters of embedding and head, and parameters that are tied beyond layers.
+    They are the parameters of embedding and head, and parameters with a tied name outside the
+    layers.
+
+    Args:
+        model: the model.
+        modules: name -> module.
+        layers: names of candidates for decoder layers.
     """
     apart: set[int] = set()
     base = base_of(model)
@@ -103,24 +109,23 @@ def _parameters_outside_layers(
 
 
 def expert_counts(model: PreTrainedModel) -> set[int]:
-    """Collect the possible numbers of routed experts in a layer from the config's settings."""
+    """Return all numbers of routed experts that the config has; empty without experts."""
     settings = nested_items(model.config.to_dict())
     return {n for name, n in settings if type(n) is int and n > 1 and _EXPERTS.search(str(name))}
 
 
 def experts_per_token(model: nn.Module) -> int | None:
-    """Read from the config how many routed experts of a layer process each token."""
+    """Return from the config how many routed experts process each token; None without experts."""
     settings = nested_items(base_of(model).config.get_text_config().to_dict())
     chosen = (n for name, n in settings if type(n) is int and _CHOSEN.fullmatch(str(name)))
     return next(chosen, None)
 
 
 def active_expert_shares(model: nn.Module) -> dict[str, float]:
-    """Compute which share of each routed expert parameter processes one token.
+    """Return the share of each expert parameter that processes one token, for parameter counts.
 
     Returns:
-        Name of a parameter -> experts per token / number of experts. Empty if the model is not a
-        mixture of experts.
+        Parameter name -> experts per token / number of experts. {} if the model has no experts.
     """
     chosen = experts_per_token(model)
     if not chosen or not (counts := expert_counts(base_of(model))):
@@ -134,7 +139,7 @@ def active_expert_shares(model: nn.Module) -> dict[str, float]:
 
 
 def tied_families(model: nn.Module) -> dict[str, list[str]]:
-    """Map the first name of every parameter to all its names."""
+    """Map the first name of each parameter to the list of all its names; tied ones have several."""
     first: dict[int, str] = {}
     families: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -143,15 +148,15 @@ def tied_families(model: nn.Module) -> dict[str, list[str]]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map every further name of a tied parameter to its first name."""
+    """Map each further name of a tied parameter to its first name."""
     return {alias: names[0] for names in tied_families(model).values() for alias in names[1:]}
 
 
 def modules_outside_text(model: nn.Module) -> list[str]:
-    """List the outermost modules that text does not pass through.
+    """Return the names of the outermost modules through which text does not pass.
 
-    They are towers for images and sound, and the projections behind them. A model for text alone
-    has none. See [Note: text path].
+    They are encoders of images and sound, and their projections. A text model has none. See [Note:
+    text path].
     """
     base = base_of(model)
     text_parts = _find_text_modules(base)
@@ -177,7 +182,7 @@ def modules_outside_text(model: nn.Module) -> list[str]:
 
 
 def parameters_outside_text(model: nn.Module) -> set[str]:
-    """Collect every name of the parameters outside the text path; see [Note: text path]."""
+    """Return all names of the parameters that text does not use; see [Note: text path]."""
     text_parts = _find_text_modules(base_of(model))
     text_ids = {id(p) for module in text_parts for p in module.parameters()}
     parameters = model.named_parameters(remove_duplicate=False)
@@ -185,7 +190,7 @@ def parameters_outside_text(model: nn.Module) -> set[str]:
 
 
 def format_frozen_towers(model: nn.Module) -> str:
-    """Format the log line about parameters outside the text path; "" if there are none."""
+    """Format the log line about modules that text does not use; "" if there are none."""
     base = base_of(model)
     towers = {name: base.get_submodule(name) for name in modules_outside_text(base)}
     total = sum(p.numel() for module in towers.values() for p in module.parameters())
@@ -197,7 +202,7 @@ def format_frozen_towers(model: nn.Module) -> str:
 
 
 def _find_text_modules(base: nn.Module) -> list[nn.Module]:
-    """Find decoder, embedding and head of a multimodal model; [] for a text model."""
+    """Return decoder, embedding and head of a multimodal model; [] for a text model."""
     config = getattr(base, "config", None)
     if (
         not isinstance(base, PreTrainedModel)
@@ -213,10 +218,9 @@ def _find_text_modules(base: nn.Module) -> list[nn.Module]:
 
 
 def _find_output_head(base: PreTrainedModel) -> nn.Module | None:
-    """Find the head that computes logits.
+    """Return the head that computes logits, or None.
 
-    A class without one may contain a language model with one (nemotron_h_omni:
-    `language_model.lm_head`).
+    If the model's class has none, it is searched in nested models (`language_model.lm_head`).
     """
     inner = (module for module in base.modules() if isinstance(module, PreTrainedModel))
     heads = (module.get_output_embeddings() for module in inner)
