@@ -181,6 +181,10 @@ def _attention_forward(
         key: [B, key heads, T, width].
         value: [B, key heads, T, value width].
         attention_mask: None if there are borders.
+        dropout: probability with which attention weights are dropped.
+        scaling: factor of the scores; None: width**-0.5.
+        is_causal: whether tokens see earlier tokens only; None: as `module.is_causal` says.
+        sliding_window: tokens that a token sees, including itself; None: no limit.
         unused: the borders, and arguments of other implementations.
 
     Returns:

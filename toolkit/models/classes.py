@@ -16,10 +16,9 @@ _CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
 
 
 def build_from_config(model_class: Any, config: Any, dtype: Any, **options: Any) -> Any:
-    """Build a model of `model_class` with new weights, from a copy of `config`.
+    """Build a model of `model_class` from a copy of `config`.
 
-    Args:
-        options: other arguments of transformers' `_from_config`.
+    The `options` are passed to transformers' `_from_config`.
     """
     return model_class._from_config(copy.deepcopy(config), dtype=dtype, **options)
 

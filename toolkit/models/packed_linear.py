@@ -28,22 +28,26 @@ _ALIGNED = 16  # bytes to which every part of a column is aligned
 
 
 def packed_weights(model: nn.Module) -> dict[str, "PackedLinear"]:
-    """Map every name of each 4-bit parameter to its layer."""
+    """Return the name of each 4-bit weight (tied names included) -> its layer."""
     modules = model.named_modules(remove_duplicate=False)
     return {f"{name}.weight": m for name, m in modules if isinstance(m, PackedLinear)}
 
 
 def count_values(model: nn.Module) -> int:
-    """Count the values that the parameters of `model` represent; shared ones count once."""
+    """Count the values that a model's parameters represent, once for tied ones.
+
+    A 4-bit weight counts the values of its matrix, not its packed elements.
+    """
     packed = packed_weights(model)
     parameters = model.named_parameters()
     return sum(packed[n].elements if n in packed else p.numel() for n, p in parameters)
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is a column of bytes; see [Note: packed weights].
+    """A linear layer with a frozen 4-bit weight in one tensor of bytes that FSDP2 can shard.
 
-    PEFT treats it as bitsandbytes' `Linear4bit`. Only the input gets a gradient.
+    The tensor is called the column; see [Note: packed weights]. PEFT treats the layer as
+    bitsandbytes' `Linear4bit`. Only the input gets a gradient.
     """
 
     weight: nn.Parameter
@@ -73,7 +77,7 @@ class PackedLinear(nn.Module):
         self.train(linear.training)
 
     def _set_weight_attributes(self) -> None:
-        """Set the attributes of bitsandbytes' parameter that PEFT reads."""
+        """Set the attributes of the weight that PEFT reads from bitsandbytes' parameters."""
         self.weight.quant_type = self.quant_type  # type: ignore[attr-defined]
         self.weight.compress_statistics = self.double_quant  # type: ignore[attr-defined]
 
@@ -95,7 +99,11 @@ class PackedLinear(nn.Module):
         return self.in_features * self.out_features
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantise a full matrix [out_features, in_features] into its column, on its device."""
+        """Quantise a full matrix [out_features, in_features] into its column, on its device.
+
+        Returns:
+            [n, 1] in the storage dtype: the bytes of 4-bit values and scales.
+        """
         state: Any
         source = weight.to(self.source_dtype).contiguous()
         nibbles, state = _quantise_matrix(source, self.quant_type, self.double_quant)
@@ -109,7 +117,11 @@ class PackedLinear(nn.Module):
         return column.view(self.compute_dtype).reshape(-1, 1)
 
     def unpack(self, column: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Split a full column into nibbles and bitsandbytes' state; both are views of it."""
+        """Split a full column into 4-bit values and scales, without a copy.
+
+        Returns:
+            (4-bit values as uint8 [n, 1], bitsandbytes' quantisation state).
+        """
         flat = column.detach().reshape(-1).view(torch.uint8)
         values = [flat[place].view(dtype) for place, dtype in self.parts]
         if self._tables is None or self._tables.code.device != column.device:
@@ -133,7 +145,7 @@ class PackedLinear(nn.Module):
         return values[0].reshape(-1, 1), state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `x` by the dequantised matrix, add the bias, and return the dtype of `x`."""
+        """Multiply `x` by the dequantised matrix and add the bias; return the dtype of `x`."""
         nibbles, state = self.unpack(self.weight)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         product = self._product(x.to(self.compute_dtype), nibbles, quant_state=state, bias=bias)
@@ -146,11 +158,15 @@ class PackedLinear(nn.Module):
 def _column_layout(
     elements: int, double_quant: bool
 ) -> tuple[tuple[tuple[slice, torch.dtype], ...], int]:
-    """Compute the layout of a column, in bytes.
+    """Compute where the parts of a column lie.
+
+    Args:
+        elements: number of values in the matrix.
+        double_quant: quantise the scales, too.
 
     Returns:
-        (slice, dtype) of nibbles, scales and, with double quantisation, the scales of scales and
-        their offset; and the column's number of bytes.
+        ((byte slice, dtype) of each part, total bytes). The parts are the 4-bit values and the
+        scales; with double quantisation also the scales of the scales and their offset.
     """
     blocks = elements // BLOCK
     kinds = [(elements // 2, torch.uint8), (blocks, torch.float32)]
@@ -168,7 +184,11 @@ def _column_layout(
 
 @functools.cache
 def packed_linear_class() -> type[PackedLinear]:
-    """Create the class of packed layers, as a subclass of bitsandbytes' for PEFT."""
+    """Create the class of 4-bit layers, which also inherits bitsandbytes' `Linear4bit` for PEFT.
+
+    Raises:
+        ConfigError: bitsandbytes cannot be imported.
+    """
     base = import_bitsandbytes().nn.Linear4bit
     attributes = {
         "_product": staticmethod(import_bitsandbytes().matmul_4bit),
@@ -180,7 +200,7 @@ def packed_linear_class() -> type[PackedLinear]:
 
 
 def _get_code_tables(quant_type: str, double_quant: bool, device: torch.device) -> Any:
-    """Return a bitsandbytes state whose tables of values all layers share."""
+    """Return a cached bitsandbytes state with the tables that map codes to values."""
     # The tensors of a plan are fake and have no values, so a run must not use their tables.
     return _create_code_tables(type(torch.empty(0)), quant_type, double_quant, device)
 
@@ -189,13 +209,20 @@ def _get_code_tables(quant_type: str, double_quant: bool, device: torch.device) 
 def _create_code_tables(
     kind: type, quant_type: str, double_quant: bool, device: torch.device
 ) -> Any:
-    """Quantise one block, for its tables."""
+    """Quantise one block of ones and return its state, for its tables. Cached.
+
+    Args:
+        kind: class of new tensors. The fake tensors of a plan need tables of their own.
+        quant_type: name of the 4-bit format.
+        double_quant: quantise the scales, too.
+        device: device of the tables.
+    """
     _, state = _quantise_matrix(torch.ones(BLOCK, device=device), quant_type, double_quant)
     return state
 
 
 def _quantise_matrix(weight: torch.Tensor, quant_type: str, double_quant: bool) -> tuple[Any, Any]:
-    """Quantise `weight` into nibbles and a bitsandbytes state."""
+    """Quantise `weight` with bitsandbytes; return (4-bit values, quantisation state)."""
     functional = import_bitsandbytes().functional
     shared_tables = functional.name2qmap
     # The library builds its tables once, for all calls. The fake tensors of a plan have no values,
@@ -211,10 +238,10 @@ def _quantise_matrix(weight: torch.Tensor, quant_type: str, double_quant: bool) 
 
 
 def check_4bit_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Refuse a `device` whose 4-bit products do not reproduce a small matrix.
+    """Raise unless bitsandbytes multiplies a small 4-bit matrix correctly on `device`.
 
     Raises:
-        ConfigError: the products fail, or are wrong.
+        ConfigError: bitsandbytes is missing, or the products fail or are wrong.
     """
     library = f"lora.load_in_4bit: bitsandbytes {import_bitsandbytes().__version__}"
     try:
@@ -233,7 +260,10 @@ def check_4bit_device(device: torch.device, lora: LoraConfig, dtype: torch.dtype
 
 
 def _largest_product_error(device: torch.device, lora: LoraConfig, dtype: torch.dtype) -> float:
-    """Compute the largest error of 4-bit products, as a share of its block's largest value."""
+    """Return the largest error of 4-bit products, relative to the block's largest value.
+
+    Covers the forward, the backward and single rows, which use different kernels.
+    """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 3 * BLOCK, generator=generator).to(dtype).to(device)
     like = nn.Linear(weight.shape[1], weight.shape[0], False, device="meta")
@@ -252,10 +282,13 @@ def _largest_product_error(device: torch.device, lora: LoraConfig, dtype: torch.
 
 
 def import_bitsandbytes(setting: str = "lora.load_in_4bit") -> Any:
-    """Import bitsandbytes; `setting` is named in the error.
+    """Import and return bitsandbytes.
+
+    Args:
+        setting: name of the setting that needs it, for the message.
 
     Raises:
-        ConfigError: it is not installed, or cannot be loaded.
+        ConfigError: it cannot be imported.
     """
     try:
         import bitsandbytes as library

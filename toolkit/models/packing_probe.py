@@ -40,7 +40,7 @@ _SURE = 0.3  # rounding never makes as large a difference
 
 @dataclass(frozen=True)
 class PackingVerdict:
-    """Whether packed samples stay apart, and whether that takes a mask."""
+    """The result of a trial: whether packed samples are independent, and if that needs a mask."""
 
     ok: bool
     why: str  # the reason, in words for a user
@@ -57,21 +57,20 @@ def probe_packing(
     device: torch.device | str = "cpu",
     packed: bool = True,
 ) -> PackingVerdict:
-    """Try on a tiny copy of the model whether packed samples stay apart. Not collective.
+    """Try on a tiny copy of the model whether samples packed into a row stay independent.
 
-    Takes a second; half a minute for the few types whose layers cannot be skipped. Runs packed rows
-    as training does, without dropout: later samples must not move when the first one changes, and
-    each must get the logits that it gets alone. If `document_borders` do not achieve that, the mask
-    that transformers builds from `position_ids` is tried. A failure on the way counts as a no, with
-    its reason.
+    Takes a second, or half a minute for a few model types. Not collective. Two things are compared:
+    later samples must not change with the first one, and each must have the logits that it has
+    alone. Document borders are tried first, then the mask that transformers builds from
+    `position_ids`. If the trial fails, the verdict is no, with the reason.
 
     Args:
-        config: of the model.
-        model_class: before sharding; None: transformers' class for the config.
-        sequence_length: of a packed row; windows and chunks that are as long are not reduced.
-        rows: of a micro-batch. Flash attention keeps apart the samples of one row only.
-        device: of the run, for an attention implementation that does not run on a CPU.
-        packed: False: each row is one document; tells whether that takes a mask.
+        config: config of the model.
+        model_class: class before sharding; None: transformers' class for the config.
+        sequence_length: length of a packed row. Attention windows that are as long are not reduced.
+        rows: rows of a micro-batch. Flash attention separates samples only if there is one row.
+        device: device of the run, for attention implementations that do not run on a CPU.
+        packed: if False, each row is one document, and only the need of a mask is tried.
     """
     try:
         model_class = model_class or causal_lm_class(config)
@@ -101,7 +100,13 @@ def probe_packing(
 def _probe_tiny_copies(
     make: Callable[[], PreTrainedModel], batches: Batches, device: torch.device
 ) -> PackingVerdict:
-    """Try tiny copies with document borders first, then with a mask."""
+    """Probe a copy with document borders, and if samples are not independent a new one with a mask.
+
+    Args:
+        make: function that builds a copy.
+        batches: for each micro-batch, the sample lengths of each row.
+        device: device of the copies.
+    """
     model = make()
     try:
         check_varlen_kernel(device)
@@ -117,7 +122,13 @@ def _probe_tiny_copies(
 
 
 def _probe_copy(model: PreTrainedModel, batches: Batches, *, borders: bool) -> PackingVerdict:
-    """Judge `model` in its dtype, and in fp64 if the result is not clear."""
+    """Probe one copy in its dtype; repeat in fp64 if a difference could be rounding.
+
+    Args:
+        model: the copy.
+        batches: for each micro-batch, the sample lengths of each row.
+        borders: pass document borders to the forward.
+    """
     is_half = next(model.parameters()).dtype == torch.bfloat16
     # Compiling flex attention would take longer than the trial.
     with forked_rng(model.device), torch.compiler.set_stance("force_eager"):
@@ -134,11 +145,11 @@ def _probe_copy(model: PreTrainedModel, batches: Batches, *, borders: bool) -> P
 
 @torch.no_grad()
 def _compare_logits(model: PreTrainedModel, batches: Batches, borders: bool) -> PackingVerdict:
-    """Compare the logits of packed rows with changed rows, and with each sample alone.
+    """Compare logits of packed rows after the first sample changes, and with each sample alone.
 
     Args:
-        model: a tiny copy.
-        batches: packings to try.
+        model: the copy.
+        batches: for each micro-batch, the sample lengths of each row.
         borders: pass document borders to the forward.
     """
     parameter = next(model.parameters())
@@ -184,7 +195,7 @@ def _compare_logits(model: PreTrainedModel, batches: Batches, borders: bool) -> 
 
 
 def _generate_packings(rows: int) -> Iterator[Batch]:
-    """Yield packings of `rows` rows that differ from row to row."""
+    """Yield micro-batches as sample lengths of each row, which differ from row to row."""
     for first in range(len(_PACKED) if rows == 1 else 2):
         packed = [_PACKED[(first + i) % len(_PACKED)] for i in range(rows)]
         if any(len(lengths) > 1 for lengths in packed):
@@ -192,7 +203,7 @@ def _generate_packings(rows: int) -> Iterator[Batch]:
 
 
 def _compute_logits(model: PreTrainedModel, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Compute the logits of each token; of a reward model the values of its head."""
+    """Return the logits of each token; for a reward model the outputs of its head."""
     if (head := reward_head(model)) is None:
         return model(input_ids=ids, **inputs).logits
     outputs = list[torch.Tensor]()

@@ -13,16 +13,19 @@ from toolkit.errors import ModelError
 def matching_modules(
     model: nn.Module, patterns: Iterable[str], setting: str, called: bool = False
 ) -> dict[str, nn.Module]:
-    """Find the modules that match any of `patterns`, in the order of definition.
+    """Find the modules whose name or class matches any pattern, in the order of definition.
 
-    A pattern is a class name, a module's full name, or the end of a full name after a dot. `*`
-    matches any text, dots included.
+    A pattern is a class name, a full module name, or the last parts of one. `*` matches any text,
+    dots included.
 
     Args:
         model: sharded or not.
-        patterns: from the config.
-        setting: name of the setting, for the error.
-        called: skip containers (`ModuleList`, `ModuleDict`), which have no forward.
+        patterns: patterns from the config.
+        setting: name of the setting, for the message.
+        called: skip containers (`ModuleList`, `ModuleDict`), which are never called.
+
+    Returns:
+        Name -> module.
 
     Raises:
         ModelError: a pattern matches no module; the error lists similar names.
@@ -48,9 +51,9 @@ def matching_modules(
 
 
 def matching_parameters(model: nn.Module, patterns: Iterable[str], setting: str) -> list[str]:
-    """Find the parameters that match `patterns`; each name of a tied one counts.
+    """Find the names of parameters that match any pattern; see `matching_modules`.
 
-    See `matching_modules`.
+    Every name of a tied parameter is matched separately.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     matches = [_match_names(p, dict.fromkeys(names), setting, "parameter") for p in patterns]
@@ -60,7 +63,14 @@ def matching_parameters(model: nn.Module, patterns: Iterable[str], setting: str)
 def _match_names(
     pattern: str, classes: Mapping[str, str | None], setting: str, kind_of_name: str
 ) -> set[str]:
-    """Find the names that a pattern matches; `classes` maps names to class names."""
+    """Return the names that match a pattern by name or class; raise ModelError if none does.
+
+    Args:
+        pattern: the pattern.
+        classes: name -> class name, or None.
+        setting: name of the setting, for the message.
+        kind_of_name: "module" or "parameter", for the message.
+    """
     matched = {
         name
         for name, class_name in classes.items()
@@ -73,19 +83,19 @@ def _match_names(
 
 
 def module_class_name(module: object) -> str:
-    """Return the name of an object's class as it was before sharding replaced it."""
+    """Return the class name of an object without the prefix "FSDP" that FSDP2 adds."""
     name = type(module).__name__
     before = type(module).__mro__[2:3]
     return before[0].__name__ if before and name == f"FSDP{before[0].__name__}" else name
 
 
 def replace_numbers(name: str) -> str:
-    """Replace the numbers in a name by `*`, so that the layers of a stack share a name."""
+    """Replace the numbers in a module name by `*`, so that all layers have the same name."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def format_no_match(setting: str, pattern: str, kind_of_name: str, candidates: set[str]) -> str:
-    """Format the error for a pattern that matches nothing, with the most similar names."""
+    """Format the error for a pattern that matches nothing, with the most similar candidates."""
     ends = {k.rpartition(".")[2]: k for k in sorted(candidates)} | {k: k for k in candidates}
     near = difflib.get_close_matches(pattern.rpartition(".")[2], ends, n=4, cutoff=0.5)
     near += [

@@ -31,23 +31,23 @@ _ADAPTER_PARTS = (
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return True if `model` is a PeftModel as `add_adapters` returns it, sharded or not."""
+    """Return True if `model` is a PeftModel, sharded or not."""
     kind = type(model)
     return hasattr(kind, "get_base_model") and hasattr(kind, "active_peft_config")
 
 
 def base_of(model: nn.Module) -> "PreTrainedModel":
-    """Return the transformers model inside the adapters, its modules still wrapped; or `model`."""
+    """Return the transformers model inside a PeftModel, with LoRA layers in place; else `model`."""
     adapted: Any = model
     return adapted.get_base_model() if has_adapters(model) else adapted
 
 
 @contextlib.contextmanager
 def unwrapped_base(model: nn.Module) -> Iterator["PreTrainedModel"]:
-    """Yield the base as it was before the adapters: same modules, names and parameters.
+    """Yield the base model with its original modules in place of the adapters' wrappers.
 
-    Loaders know a model by its names, so they run in this context. A forward inside it would not
-    use the adapters.
+    Parameters have their original names within the context, as loaders expect. A forward within it
+    ignores the adapters. Without adapters it yields `model`.
     """
     base = base_of(model)
     replaced = []
@@ -65,7 +65,7 @@ def unwrapped_base(model: nn.Module) -> Iterator["PreTrainedModel"]:
 
 
 def _unwrap_module(module: nn.Module | None) -> nn.Module | None:
-    """Return the innermost module that an adapter wraps, or `module` if nothing wraps it."""
+    """Return the original module inside PEFT's wrappers; `module` itself if it has none."""
     for inner, added in _WRAPS:
         if hasattr(module, added) and (wrapped := getattr(module, inner, None)) is not None:
             return _unwrap_module(wrapped)
@@ -74,11 +74,10 @@ def _unwrap_module(module: nn.Module | None) -> nn.Module | None:
 
 @contextlib.contextmanager
 def disabled_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch off all adapters within the context, so that forwards are those of the base.
+    """Disable all adapters within the context, so that forwards compute the base model.
 
-    PEFT's own `disable_adapter` also sets `requires_grad`. FSDP2 reads that in the model's first
-    forward, to decide in which dtype it reduces gradients and returns them. A first forward with
-    frozen adapters would lose both, so this context changes PEFT's switch only.
+    PEFT's own `disable_adapter` also changes `requires_grad`. FSDP2 reads that in the first forward
+    to choose how it reduces gradients, so this context only sets PEFT's private switch.
 
     Raises:
         ModelError: `model` has no adapters, or PEFT has renamed its switch.
@@ -100,9 +99,9 @@ def disabled_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def trained_module(module: nn.Module | None) -> nn.Module | None:
-    """Return the copy that is trained in full instead of `module`, or `module` itself.
+    """Return the trained copy of a module in `modules_to_save`; any other module itself.
 
-    While adapters are off it is the original module.
+    If the adapters are disabled, the original module is returned.
     """
     wrapper: Any = module
     if not hasattr(module, "modules_to_save"):
@@ -111,7 +110,7 @@ def trained_module(module: nn.Module | None) -> nn.Module | None:
 
 
 def trained_copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """List (parameter of the base, its trained copy) of all modules that are trained in full."""
+    """List (original parameter, trained copy) of all modules in `modules_to_save`."""
     pairs = []
     for original, copy in copied_modules(model).values():
         base_parameters = dict(original.named_parameters())
@@ -120,20 +119,20 @@ def trained_copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Map the base's name of each adapted module to its outermost LoRA layer."""
+    """Map names in the base model to the outermost LoRA layer that wraps the module."""
     wrapped = _find_outermost_wrappers(base_of(model), "")
     return {name: module for name, module in wrapped if hasattr(module, "lora_A")}
 
 
 def copied_modules(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Map the base's name of each module trained in full to (module of the base, its copy)."""
+    """Map names in the base model to (original module, trained copy), for `modules_to_save`."""
     wrapped: Any = _find_outermost_wrappers(base_of(model), "")
     pairs = ((n, m) for n, m in wrapped if hasattr(m, "modules_to_save"))
     return {n: (m.original_module, m.modules_to_save[ADAPTER]) for n, m in pairs}
 
 
 def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:
-    """Collect the parameters of one LoRA layer's adapter under PEFT's names (`lora_A`, ...)."""
+    """Return the adapter's parameters in one LoRA layer, by PEFT's names such as `lora_A`."""
     parameters = {}
     for name in _ADAPTER_PARTS:
         table: Any = getattr(layer, name, ())
@@ -144,9 +143,9 @@ def layer_parameters(layer: Any) -> dict[str, nn.Parameter]:
 
 
 def adapted_parameters(model: nn.Module) -> dict[str, nn.Module]:
-    """Map the base's name of each adapted parameter to its LoRA layer.
+    """Map each adapted parameter's name in the base model to its LoRA layer.
 
-    One module may have several adapted parameters.
+    A module may have several adapted parameters, each with its own layer.
     """
     layers = {}
     for name, module in adapted_modules(model).items():
@@ -159,20 +158,17 @@ def adapted_parameters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Collect trained parameters, and persistent buffers of modules trained in full.
-
-    Names are those of the adapted model.
-    """
+    """Return trained parameters, and persistent buffers of trained copies, by name."""
     copy_prefix = f".modules_to_save.{ADAPTER}."
     tensors = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     return tensors | {n: b for n, b in persistent_buffers(model).items() if copy_prefix in n}
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Collect the tensors that a checkpoint holds, as `model.<name>` -> tensor.
+    """Return the model tensors that a checkpoint holds, as `model.<name>` -> tensor.
 
-    They are parameters (tied ones once) and persistent buffers; of a model with adapters only
-    `trained_tensors`.
+    They are all parameters (tied ones once) and persistent buffers. With adapters they are only
+    `trained_tensors`. Frees all-gathered parameters first.
     """
     # A forward outside of a step may have left the root gathered.
     reshard(model)
@@ -184,20 +180,25 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Collect the buffers that belong to the model's state dict."""
+    """Return the buffers that are in the model's state dict, by name."""
     # Without `keep_vars` each parameter would be detached.
     persistent = model.state_dict(keep_vars=True).keys()
     return {n: b for n, b in model.named_buffers() if n in persistent}
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:
-    """Return the adapters' configuration as adapter_config.json holds it, with sorted sets."""
+    """Return the content of adapter_config.json, with sets as sorted lists."""
     content = cast(Any, model).peft_config[ADAPTER].to_dict() | {"inference_mode": True}
     return json.loads(json.dumps(dict(sorted(content.items())), default=sorted))
 
 
 def _find_outermost_wrappers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name in the base, wrapper) of every wrapped module; only outermost wrappers."""
+    """Yield (name in the base model, wrapper) of PEFT's outermost wrappers.
+
+    Args:
+        module: the module to search.
+        prefix: text before the names, such as "model.".
+    """
     for name, child in module._modules.items():
         if child is None:
             continue

@@ -39,7 +39,10 @@ def check_quantisation(
     model: ModelConfig,
     device: torch.device | str,
 ) -> None:
-    """Refuse 4-bit settings that cannot work, with a tiny trial on `device`. Collective."""
+    """Raise ConfigError if the 4-bit settings conflict or do not work on `device`. Collective.
+
+    Does nothing without `lora.load_in_4bit`. Else multiplies a small 4-bit matrix on `device`.
+    """
     if lora is None or not lora.load_in_4bit:
         return
     for setting, is_set, why in (
@@ -100,11 +103,10 @@ def quantise_on_meta(model: PreTrainedModel, cfg: LoraConfig, param_dtype: str) 
 def _choose_layers(
     model: PreTrainedModel, cfg: LoraConfig
 ) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
-    """Choose the layers to quantise.
+    """Choose the linear layers to quantise.
 
     Returns:
-        Every name of each chosen layer -> the layer; and reason -> names of the matrices that keep
-        their dtype.
+        (layers to quantise by every name, names of all other matrices by the reason to keep them).
     """
     fp32 = set(find_fp32_tensors(model))
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -151,7 +153,7 @@ def _choose_layers(
 
 @functools.cache
 def _is_plain_linear_class(kind: Any) -> bool:
-    """Try whether a class of linear layers computes what `nn.Linear` does (as Falcon's does)."""
+    """Return True if a linear class computes the same as `nn.Linear`, by a small trial."""
     if kind is nn.Linear:
         return True
     with forked_rng():
@@ -169,7 +171,10 @@ def _is_plain_linear_class(kind: Any) -> bool:
 
 @functools.cache
 def _children_read_directly(kind: Any) -> frozenset[str]:
-    """List the children whose weight the module's source reads (Mamba's out_proj, by a kernel)."""
+    """Return the child modules whose weight the source of class `kind` uses without their forward.
+
+    An example is `out_proj` in Mamba, which a kernel reads. 4-bit layers cannot be used so.
+    """
     names: set[str] = set()
     for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         # A class that was created at run time has no source.
@@ -180,12 +185,12 @@ def _children_read_directly(kind: Any) -> frozenset[str]:
 
 
 def _matches_module(name: str, pattern: str) -> bool:
-    """Return True if `pattern` matches a module or one around it: in full, or after a dot."""
+    """Return True if `pattern` equals a name, or its last parts, of a module or one around it."""
     return any(f".{path}".endswith(f".{pattern}") for path in (*enclosing_module_names(name), name))
 
 
 def _format_reasons(unpacked: dict[str, list[str]]) -> str:
-    """Format the reasons for which layers keep their dtype."""
+    """Format why matrices keep their dtype, with up to four names for each reason."""
     parts = []
     for reason, names in unpacked.items():
         kinds = list(dict.fromkeys(map(replace_numbers, names)))
@@ -195,7 +200,7 @@ def _format_reasons(unpacked: dict[str, list[str]]) -> str:
 
 
 def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
-    """Collect the settings that decide the base's values, as JSON; None without 4-bit weights."""
+    """Return the settings that determine the 4-bit values, as JSON; None without 4-bit weights."""
     with unwrapped_base(model) as base:
         packed = packed_linear.packed_weights(base)
     if not packed:
@@ -211,11 +216,11 @@ def quantisation_settings(model: nn.Module) -> dict[str, Any] | None:
 
 
 def describe_quantisation(model: nn.Module, shards: int) -> str | None:
-    """Describe in two lines which layers are in 4 bits, and how many bytes a rank holds.
+    """Format two log lines: which layers are in 4 bits, and how many bytes each rank holds.
 
     Args:
         model: sharded or not.
-        shards: number of ranks that share the packed weights.
+        shards: number of ranks that share the weights.
 
     Returns:
         The lines; None if nothing is in 4 bits.

@@ -28,7 +28,7 @@ _OF_ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def reward_head(model: nn.Module) -> nn.Linear | None:
-    """Return the head of a reward model, or its trained copy; None for other models."""
+    """Return the linear head of a reward model, or its trained copy; None for other models."""
     base = base_of(model)
     if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is not None:
         return None
@@ -37,7 +37,7 @@ def reward_head(model: nn.Module) -> nn.Linear | None:
 
 
 def reward_class(config: PreTrainedConfig, name_or_path: str) -> type[PreTrainedModel]:
-    """Find the reward model's class for `config`, and set the config to one label.
+    """Return transformers' class of the reward model for `config`, and set the config to one label.
 
     Raises:
         ModelError: transformers has no such class, or the checkpoint is neither a causal LM nor a
@@ -69,17 +69,18 @@ def reward_class(config: PreTrainedConfig, name_or_path: str) -> type[PreTrained
 
 
 def set_reward_assets(model: PreTrainedModel, config: PreTrainedConfig, assets: HFAssets) -> None:
-    """Adapt the `assets` of a causal LM to the reward model that is built from it.
+    """Change `assets` in place for a reward model, and set the model's pad token if missing.
 
-    The config becomes that of the new class, and the causal LM's head is skipped.
+    For a causal LM's checkpoint, the config gets the new class, the old head is skipped, and the
+    new head is marked as drawn at random.
 
     Args:
-        model: the reward model, as it was built.
-        config: of the model.
-        assets: changed in place.
+        model: the reward model.
+        config: config of the source checkpoint.
+        assets: assets of the source checkpoint.
 
     Raises:
-        ModelError: the head is not one matrix with one output.
+        ModelError: the head is not a linear layer with one output.
     """
     name = type(model).__name__
     head = getattr(model, HEAD, None)
@@ -105,13 +106,13 @@ def set_reward_assets(model: PreTrainedModel, config: PreTrainedConfig, assets: 
 
 
 def _find_causal_lm_class(config: PreTrainedConfig) -> Any:
-    """Find the class of causal LMs from which a reward model may be built."""
+    """Return the causal LM class of the source checkpoint, multimodal ones included; or None."""
     class_name = next(iter(config.architectures or ()), None)
     return multimodal_class(config, class_name) or causal_lm_class(config)
 
 
 def _causal_lm_head_keys(config: PreTrainedConfig, assets: HFAssets) -> list[str]:
-    """List the tensors of a causal LM's checkpoint that belong to its head, tied or not."""
+    """List the tensors of a causal LM's checkpoint that are loaded into its head."""
     causal_class = _find_causal_lm_class(config)
     if causal_class is None:
         return []
@@ -126,7 +127,7 @@ def _causal_lm_head_keys(config: PreTrainedConfig, assets: HFAssets) -> list[str
 
 
 def set_pad_token_id(model: PreTrainedModel, assets: HFAssets, pad: int) -> None:
-    """Let a reward model return the number of the last token that is not `pad`."""
+    """Set the pad token by which a reward model finds the last token, for exports too."""
     model.config.get_text_config().pad_token_id = pad
     text = assets.config.get("text_config")
     (text if isinstance(text, dict) else assets.config)["pad_token_id"] = pad

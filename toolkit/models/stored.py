@@ -21,10 +21,10 @@ _SCALES = (".scale", ".qscale_weight", "_scale_inv")
 
 
 def make_dequantiser(config: PreTrainedConfig) -> Any:
-    """Build transformers' quantiser that reads the weights of `config` in full precision.
+    """Create transformers' quantiser with which quantised weights are read in full precision.
 
     Returns:
-        The quantiser; None if the weights are not quantised, or it cannot read them.
+        The quantiser; None if the weights are not quantised, or it cannot dequantise them.
     """
     settings = getattr(config, QUANTISED, None)
     if not settings:
@@ -44,9 +44,9 @@ def make_dequantiser(config: PreTrainedConfig) -> Any:
 
 
 def _with_padded_blocks(operation: type) -> type:
-    """Extend the operation to matrices that the blocks of their scales do not divide.
+    """Return a subclass of a dequantising operation that accepts incomplete blocks of scales.
 
-    An example is the 576 rows of DeepSeek-V3's `kv_a_proj_with_mqa`, which transformers refuses.
+    DeepSeek-V3's `kv_a_proj_with_mqa` has 576 rows, for example, which transformers refuses.
     """
 
     class WholeBlocks(operation):  # type: ignore[misc, valid-type]
@@ -71,7 +71,12 @@ def _with_padded_blocks(operation: type) -> type:
 
 
 def group_stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str, ...]]:
-    """Map the name of each tensor that is stored in several parts to the keys of its parts."""
+    """Map each matrix that is stored in several parts (values, scales) to the parts' keys.
+
+    Args:
+        keys: keys of the checkpoint.
+        reader: quantiser from `make_dequantiser`.
+    """
     stored_keys = set(keys)
     parts = dict[str, list[str]]()
     for parameter, names in reader.serialized_names.items():
@@ -98,7 +103,13 @@ def group_stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str,
 def dtypes_after_dequantising(
     source: dict[str, str], parts: dict[str, tuple[str, ...]], dtype: torch.dtype
 ) -> dict[str, str]:
-    """Map each key that is read to its safetensors dtype; parts become one tensor of `dtype`."""
+    """Return key -> safetensors dtype after matrices in several parts are dequantised.
+
+    Args:
+        source: key -> dtype as stored.
+        parts: result of `group_stored_parts`.
+        dtype: dtype of the dequantised matrices.
+    """
     kind = {torch.float32: "F32", torch.float16: "F16"}.get(dtype, "BF16")
     inner = {key for keys in parts.values() for key in keys}
     unchanged = {key: stored for key, stored in source.items() if key not in inner}
@@ -108,14 +119,14 @@ def dtypes_after_dequantising(
 def dequantise_parts(
     reader: Any, keys: tuple[str, ...], entries: dict[str, StoredTensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Build the matrix of the parts `keys` on the CPU, for a tensor without a parameter."""
+    """Read the stored parts of one matrix and dequantise them on the CPU."""
     return _dequantise(reader, [read_tensor(entries[key]) for key in keys], dtype)
 
 
 def dequantised_shape(
     reader: Any, keys: tuple[str, ...], entries: dict[str, StoredTensor], dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Compute the shape of that matrix on meta, without reading values."""
+    """Compute the shape that `dequantise_parts` would return. Reads no values."""
     parts_entries = (entries[key] for key in keys)
     parts = [torch.empty(e.shape, dtype=e.dtype, device="meta") for e in parts_entries]
     return tuple(_dequantise(reader, parts, dtype).shape)
