@@ -77,7 +77,7 @@ _NARROW = 64
 def build_meta_model(
     model_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> PreTrainedModel:
-    """Build the model of a config on the meta device, in fp32."""
+    """Build a model from a config on the meta device, in fp32."""
     with forked_rng(), torch.device("meta"):
         return build_from_config(model_class, config, torch.float32)
 
@@ -85,9 +85,10 @@ def build_meta_model(
 def build_noisy_copy(
     model_class: Any, config: PreTrainedConfig, device: torch.device
 ) -> PreTrainedModel:
-    """Build a model of `config` with noise added to all its parameters.
+    """Build a model of `config` in eval mode, with noise added to all its parameters.
 
-    The zeros and ones of a fresh initialisation would hide a leak between samples.
+    Initial zeros and ones would hide errors such as a leak between samples. The values are the same
+    in each call. The dtype is fp32, or bf16 for flash attention.
     """
     # Flash attention runs in half precision only.
     is_flash = "flash" in str(config._attn_implementation)
@@ -103,15 +104,14 @@ def build_noisy_copy(
 
 
 def describe_layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = None) -> list[str]:
-    """Describe the kind of each decoder layer, as JSON.
+    """Describe the kind of each decoder layer, as a JSON string; equal strings mean equal kinds.
 
-    A kind is made of the layer's modules, their switches and the layer's settings. Numbers count
-    only by whether they are present, because widths and a layer's own index do not make another
-    kind.
+    A kind consists of the layer's modules, their non-numeric attributes, and the layer's entries in
+    lists of the config. Numbers are ignored, because widths and layer indices make no new kind.
 
     Args:
         model: on meta or not.
-        full: the model of which `model` is a tiny copy. Layers and settings are located in it.
+        full: the model of which `model` is a tiny copy, if it is one. Layers are located in it.
     """
     full = model if full is None else full
     names = list(decoder_layers(full))
@@ -135,7 +135,7 @@ def describe_layer_kinds(model: PreTrainedModel, full: PreTrainedModel | None = 
 
 
 def _describe_modules(layer: nn.Module) -> list[str]:
-    """Describe the modules of a layer with their settings, as sorted JSON lines."""
+    """Describe the modules of a layer and their attributes, as sorted JSON strings."""
     lines = set()
     for name, module in layer.named_modules():
         attributes = {
@@ -149,7 +149,7 @@ def _describe_modules(layer: nn.Module) -> list[str]:
 
 
 def _reduce_value(value: Any) -> Any:
-    """Reduce a value to what distinguishes kinds of layers."""
+    """Replace a number by "number" and an object by its type; keep None, bools and strings."""
     if value is None or isinstance(value, bool | str):
         return value
     return "number" if isinstance(value, int | float) else type(value).__name__
@@ -158,13 +158,14 @@ def _reduce_value(value: Any) -> Any:
 def shrunk_configs(
     config: PreTrainedConfig, kinds: list[str], length: int | None, *, real_text: bool = False
 ) -> Iterator[PreTrainedConfig]:
-    """Yield configs of tiny copies, smallest first.
+    """Yield reduced configs for tiny copies of a model, from the smallest to the largest.
 
     Args:
-        config: of the full model.
-        kinds: the kind of each of its layers.
-        length: of a row; windows that are as long are not reduced.
-        real_text: keep the model's own tokens, and at least two layers.
+        config: config of the full model; it is not changed.
+        kinds: kind of each of its layers, from `describe_layer_kinds`.
+        length: length of a row. Attention windows that are as long are not reduced. None: reduce
+            all.
+        real_text: keep vocabulary, positions and windows, and at least two layers.
     """
     depth = max(kinds.index(kind) for kind in set(kinds)) + 1
     if real_text:
@@ -206,7 +207,13 @@ def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _shrink_section(section: PreTrainedConfig, length: int | None, real_text: bool) -> None:
-    """Reduce the sizes in one section of a config."""
+    """Reduce experts, widths, vocabulary, positions and windows in one config, in place.
+
+    Args:
+        section: a config without the configs nested in it.
+        length: see `shrunk_configs`.
+        real_text: see `shrunk_configs`.
+    """
     vocabularies = [name for name in vars(section) if "vocab_size" in name]
     sizes = ((_EXPERTS, 4), (_CHOSEN, 2), (_GROUPS, 1), (_INNER, 64))
     for names, most in sizes if real_text else (*sizes, (_POSITIONS, 512)):
@@ -232,10 +239,10 @@ def _shrink_section(section: PreTrainedConfig, length: int | None, real_text: bo
 
 
 def _shrink_longrope(section: Any, cut: Callable[[int], int]) -> bool:
-    """Reduce the length at which `longrope` changes its factors.
+    """Apply `cut` to the length at which `longrope` positions change their factors, in place.
 
     Returns:
-        True if the section uses `longrope`.
+        True if the config uses `longrope`.
     """
     has_longrope = False
     ropes = [v for k, v in vars(section).items() if k in _ROPES and isinstance(v, dict)]
@@ -253,7 +260,7 @@ def _shrink_longrope(section: Any, cut: Callable[[int], int]) -> bool:
 def _change_integers(
     section: PreTrainedConfig, names: Iterable[str], cut: Callable[[int], int]
 ) -> None:
-    """Apply `cut` to those of the settings `names` that are integers or lists of integers."""
+    """Apply `cut` to the settings `names` that are positive integers or lists of integers, in place."""
     for name in names:
         value = vars(section).get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -263,7 +270,7 @@ def _change_integers(
 
 
 def _shrink_widths(section: PreTrainedConfig) -> None:
-    """Divide heads and widths by the largest factor that leaves four heads and no fractions."""
+    """Divide heads and widths by the largest common factor that leaves about four heads, in place."""
     heads, widths, keys = (
         [n for name in names if isinstance(n := vars(section).get(name), int) and n > 0]
         for names in (_HEADS, _WIDTHS, _KEY_HEADS)
@@ -282,24 +289,27 @@ def _shrink_widths(section: PreTrainedConfig) -> None:
 
 
 def _set_one_state_group(section: PreTrainedConfig) -> None:
-    """Set the number of state groups to 1."""
+    """Set the number of Mamba's state groups to 1, in place."""
     _change_integers(section, _STATE_GROUPS, lambda _: 1)
 
 
 def _shrink_hidden_size(section: PreTrainedConfig) -> None:
-    """Set the hidden width to 64, if there is one width."""
+    """Set all widths of the hidden state to 64 if they are equal and larger, in place."""
     widths = [n for name in _WIDTHS if isinstance(n := vars(section).get(name), int) and n > 0]
     if len({*widths}) == 1 and widths[0] > _NARROW:
         _change_integers(section, _WIDTHS, lambda _: _NARROW)
 
 
 def _shrink_head_sizes(section: PreTrainedConfig) -> None:
-    """Halve the sizes of heads down to 16."""
+    """Halve the sizes of heads, in place, until they are below 32."""
     _change_integers(section, _HEAD_SIZES, lambda n: n // 2 ** max(0, (n // 16).bit_length() - 1))
 
 
 def _halve_widths_and_heads(section: PreTrainedConfig) -> None:
-    """Halve widths and the sizes of heads together, down to a width of 64 and heads of 8."""
+    """Halve widths and head sizes together, in place, as long as widths stay at 64 or more.
+
+    Head sizes stay at 8 or more.
+    """
     while True:
         widths, heads = (
             [n for name in names if isinstance(n := vars(section).get(name), int) and n > 0]
@@ -318,13 +328,12 @@ _faults: dict[tuple[type, str], str] = {}
 
 
 def find_text_fault(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
-    """Try on a tiny copy whether `model_class` can be trained on text alone.
+    """Try with a tiny copy if a multimodal class can be trained on text alone, and return why not.
 
-    Takes a second, once a process.
+    Takes a second. The result is cached for this process.
 
     Returns:
-        Why it cannot, in the words of the error. Empty if it can, or if no tiny copy could be
-        built.
+        The reason; "" if it can, or if no tiny copy could be built.
     """
     key = (model_class, config.to_json_string(use_diff=False))
     if key not in _faults:
@@ -333,7 +342,7 @@ def find_text_fault(model_class: type[PreTrainedModel], config: PreTrainedConfig
 
 
 def _find_fault_in_copies(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
-    """Try tiny copies until one of them runs; see `find_text_fault`."""
+    """Build tiny copies until one of them runs, and return its fault; see `find_text_fault`."""
     fault = ""
     try:
         kinds = describe_layer_kinds(build_meta_model(model_class, config))
@@ -358,7 +367,11 @@ def _find_fault_in_copies(model_class: type[PreTrainedModel], config: PreTrained
 
 @torch.no_grad()
 def _find_fault_in_copy(model: PreTrainedModel) -> str:
-    """Check the shape of the logits, and that no token sees later ones."""
+    """Return why a copy is no causal LM: wrong logit shape, or logits that depend on later tokens.
+
+    Returns:
+        The reason; "" if there is no fault.
+    """
     with forked_rng(), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         ids = torch.randint(SPECIAL, VOCABULARY, (2, 8))
