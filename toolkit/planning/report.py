@@ -35,7 +35,7 @@ _COMPILED = "Layers are planned as torch_compile makes them: what its partitione
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The result of `toolkit plan`."""
+    """The result of `toolkit plan`: the plan of a run, and the plans of changes to it."""
 
     plan: Plan
     last: State
@@ -60,7 +60,7 @@ class PlanReport:
     # ---- Facts -----------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Collect all facts as values for JSON, in bytes and seconds."""
+        """Collect all results as a dict for JSON, in bytes and seconds."""
         sim = self.plan.sim
         estimate = self.plan.estimate
         calibration = self.plan.calibration
@@ -94,6 +94,7 @@ class PlanReport:
         return facts
 
     def _change_facts(self, plan: Plan) -> dict[str, Any]:
+        """Collect memory, time and relative cost of a changed plan, for JSON and the table."""
         return {
             "change": plan.change,
             "memory": plan.estimate.memory,
@@ -105,11 +106,13 @@ class PlanReport:
         }
 
     def _disk_facts(self) -> dict[str, int]:
+        """Return the bytes of a checkpoint and of an export, and the number of checkpoints on disk."""
         sim = self.plan.sim
         count = count_checkpoints_on_disk(self.plan.cfg.checkpoint, self._run_facts()["max_steps"])
         return {"checkpoint": sim.checkpoint, "checkpoints": count, "export": sim.export}
 
     def _run_facts(self) -> dict[str, Any]:
+        """Return steps, tokens and seconds of the complete run; None if `max_steps` is not set."""
         steps = self.plan.cfg.train.max_steps
         if steps < 1:
             return {"max_steps": None, "tokens": None, "seconds": None}
@@ -122,7 +125,7 @@ class PlanReport:
     # ---- Text ------------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Format all facts for people, in 80 columns."""
+        """Format the report for the terminal, in 80 columns."""
         sim = self.plan.sim
         lines = [
             *self._run_lines(),
@@ -161,7 +164,7 @@ class PlanReport:
         return "\n".join(lines)
 
     def _run_lines(self) -> list[str]:
-        """Format model, mesh, batch and what `auto` becomes."""
+        """Format model, mesh, batch and the values chosen for `auto`."""
         sim = self.plan.sim
         train = self.plan.cfg.train
         length = self.plan.cfg.data.sequence_length
@@ -179,6 +182,7 @@ class PlanReport:
         return lines
 
     def _calibration_lines(self) -> list[str]:
+        """Format the sentence about the calibration that was used; empty if there is none."""
         calibration = self.plan.calibration
         if calibration is None:
             return []
@@ -189,6 +193,7 @@ class PlanReport:
         )
 
     def _state_table(self) -> list[str]:
+        """Format a table of the bytes between two steps, of the first and of the last rank."""
         first = asdict(self.plan.sim.state)
         last = asdict(self.last)
         rows = [["", "first rank", "last rank"]]
@@ -198,6 +203,7 @@ class PlanReport:
         return format_table(rows, right={1, 2})
 
     def _peak_table(self) -> list[str]:
+        """Format a table of the peak of each phase, by kind of memory."""
         peaks = self.plan.sim.peaks
         rows = [["", *peaks]]
         largest: dict[str, int] = {}
@@ -215,6 +221,7 @@ class PlanReport:
         return format_table(rows, right={1, 2, 3})
 
     def _estimate_table(self) -> list[str]:
+        """Format a table of time, speed, traffic, host memory and disk."""
         sim = self.plan.sim
         estimate = self.plan.estimate
         run = self._run_facts()
@@ -253,6 +260,7 @@ class PlanReport:
         return format_table(rows, right=set())
 
     def _change_table(self, plans: list[Plan]) -> list[str]:
+        """Format a table of changed plans: memory, time, relative cost, and whether each fits."""
         rows = [["", "needs", "step", "cost", "fits"]]
         for plan in plans:
             facts = self._change_facts(plan)
@@ -282,21 +290,21 @@ def plan_run(
     sweep: bool = False,
     sizes: bool = False,
 ) -> PlanReport:
-    """Plan a run, and with `memory` find out what makes it fit.
+    """Plan a run and, if it does not fit into `memory`, changes that make it fit.
 
-    Takes seconds for each layout or change that is tried: each simulates a step.
+    Takes seconds for each plan, because each simulates a step. Shows a progress bar.
 
     Args:
         cfg: the settings of the run.
-        world_size: the number of processes; None if the settings fix the mesh.
+        world_size: the number of ranks; None: the product of the mesh in the settings.
         device: the figures of the devices.
-        memory: bytes of each device that the run must fit into.
-        sweep: compare meshes and recomputation, too.
-        sizes: find the longest sequence and the largest batch that fit into `memory`, by default
-            that of the device.
+        memory: bytes of each device that the run must fit into; None: no limit.
+        sweep: also compare several meshes, each with three kinds of activation checkpointing.
+        sizes: also find the longest sequence and the largest micro-batch that fit into `memory`, or
+            if it is None into the memory of the device.
 
     Raises:
-        ConfigError: the number of processes is not known.
+        ConfigError: the number of ranks is not known.
         PlanningError: the run cannot be simulated.
     """
     world_size = planned_ranks(cfg.sharding, world_size)
@@ -327,14 +335,17 @@ def plan_run(
 
 
 def _indent(lines: list[str]) -> list[str]:
+    """Indent each line by two spaces."""
     return [f"  {line}" for line in lines]
 
 
 def _gigabytes(nbytes: int) -> str:
+    """Format bytes as a number of GB with three decimals, without the unit."""
     return f"{nbytes / 1e9:,.3f}"
 
 
 def _format_duration(seconds: float) -> str:
+    """Format seconds as minutes, hours or days."""
     if seconds < 7200:
         minutes = math.ceil(seconds / 60)
         return f"{minutes} minute{'s' if minutes > 1 else ''}"
@@ -345,14 +356,16 @@ def _format_duration(seconds: float) -> str:
 
 
 def summarise_units(cfg: RunConfig, world_size: int | None = None) -> dict[str, Any]:
-    """Collect how a run would be sharded on GPUs as values for JSON, without weights.
+    """Collect for JSON how a run would be sharded on GPUs: units, dtypes and tables as text.
+
+    Shards the model on meta in a fake process group, without weights.
 
     Args:
         cfg: the settings of the run.
-        world_size: the number of processes; None if the settings fix the mesh.
+        world_size: the number of ranks; None: the product of the mesh in the settings.
 
     Raises:
-        ConfigError: the number of processes is not known.
+        ConfigError: the number of ranks is not known.
     """
     world_size = planned_ranks(cfg.sharding, world_size)
     # Recomputation changes no unit, and deciding its `auto` would take plans.

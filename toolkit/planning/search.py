@@ -30,7 +30,7 @@ _MAX_MICRO_BATCH = 1024
 
 @dataclass(frozen=True)
 class Change:
-    """A run with some settings changed."""
+    """The settings of a run after a change, not planned yet."""
 
     name: str
     """The changed settings and their values, for reports."""
@@ -41,13 +41,16 @@ class Change:
 
     @property
     def setting(self) -> str:
-        """The setting that is changed, or the first of several."""
+        """Name of the changed setting; of several the first."""
         return self.name.split()[0]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and time of a run on a device; `change` says how its settings differ."""
+    """The simulated step of a run, and its estimated memory and time on a device.
+
+    `change` names the settings that differ from the user's run; it is empty for that run itself.
+    """
 
     change: str
     cfg: RunConfig
@@ -60,7 +63,7 @@ class Plan:
     """The measurement that corrected the estimate."""
 
     def fits(self, memory: int | None) -> bool:
-        """Return True if a device with `memory` bytes is enough, or if `memory` is None."""
+        """Return True if the run needs at most `memory` bytes of each device; None: no limit."""
         return memory is None or self.estimate.memory <= memory
 
 
@@ -72,9 +75,15 @@ def make_plan(
     change: str = "",
     same_training: bool = True,
 ) -> Plan:
-    """Plan a run: simulate a step of it, and estimate memory and time on a device.
+    """Simulate a step of a run, and estimate its memory and time on a device.
 
-    `auto` of some settings depends on `memory`, in bytes, by default that of the device.
+    Args:
+        cfg: the settings of the run.
+        world_size: the number of ranks.
+        device: the figures of the devices.
+        memory: bytes of each device, which decide some `auto` settings; None: the device's own.
+        change: name of the change that led to `cfg`.
+        same_training: False if the change trains the model differently.
 
     Raises:
         ToolkitError: the run cannot be simulated; see `simulate`.
@@ -87,13 +96,13 @@ def make_plan(
 
 
 def with_settings(cfg: Any, section: str, **settings: Any) -> Any:
-    """Copy a config with other settings in one of its sections."""
+    """Return a copy of a config with new values for settings of one section."""
     return replace(cfg, **{section: replace(getattr(cfg, section), **settings)})
 
 
 @dataclass
 class Planner:
-    """Plans changes of a run on one device, and records those that cannot be planned."""
+    """Plans changes of a run on one device, and records which ones cannot be planned."""
 
     device: Device
     memory: int | None
@@ -102,7 +111,11 @@ class Planner:
     """Name of a change -> why it cannot be planned."""
 
     def plan(self, change: Change, name: str | None = None) -> Plan | None:
-        """Plan a change, reported as `name`; None if the run would refuse it."""
+        """Report a change as `name`, and plan it.
+
+        Returns:
+            None if the run would refuse the change. Its reason is reported, and stored in `failed`.
+        """
         name = name or change.name
         self.report(name)
         try:
@@ -126,20 +139,19 @@ def search(
     memory: float,
     known_needs: Mapping[float, float] | None = None,
 ) -> int:
-    """Count the candidates that fit into the memory, by computing few of their needs.
+    """Find how many of the candidates fit into the memory, with few calls of `needs`.
 
-    Each guess is the place where a line through the two nearest known needs meets the memory. Takes
-    about four to eight calls of `needs` for a thousand candidates.
+    Each guess interpolates between the two known needs nearest to the memory. Takes four to eight
+    calls for a thousand candidates, because needs grow almost linearly.
 
     Args:
-        candidates: in the order of what they need, the smallest first.
+        candidates: sorted by the memory they need, the smallest first.
         needs: computes the bytes of a candidate; infinite if it cannot be run.
-        memory: bytes that there are.
-        known_needs: place of a candidate, counted from 1 -> its need. A place may be a fraction,
-            between two candidates.
+        memory: bytes that are available.
+        known_needs: position of a candidate, from 1 -> its bytes. A fraction lies between two.
 
     Returns:
-        How many of the first candidates fit; 0 if none does. The last of them is the largest.
+        n if exactly the first n candidates fit; 0 if none does.
     """
     needs_by_place: dict[float, float] = dict(known_needs or {})
     fitting = 0
@@ -161,7 +173,14 @@ def search(
 
 
 def _guess_place(needs: dict[float, float], memory: float, fitting: int, too_large: int) -> int:
-    """Guess the place of the last candidate that fits, by a line through the two nearest needs."""
+    """Guess the position of the last candidate that fits, by linear interpolation.
+
+    Args:
+        needs: position of a candidate, from 1 -> its bytes.
+        memory: bytes that are available.
+        fitting: the last position that is known to fit; 0 if none is.
+        too_large: the first position that is known not to fit.
+    """
     places = [place for place, need in needs.items() if math.isfinite(need)]
     nearest = sorted(places, key=lambda place: abs(needs[place] - memory))[:2]
     if not nearest:
@@ -180,7 +199,7 @@ def _guess_place(needs: dict[float, float], memory: float, fitting: int, too_lar
 
 @dataclass(frozen=True)
 class Longest:
-    """The largest sizes that fit; 0 if none does."""
+    """The longest sequence and the largest micro-batch that fit; 0 if none does."""
 
     sequence_length: int
     batch: int
@@ -196,8 +215,14 @@ class Longest:
 def find_longest(plan: Plan, device: Device, memory: int, report: Report) -> Longest:
     """Find the longest sequence and the largest micro-batch that fit into `memory` bytes.
 
-    Each is searched with the other as in `plan`. Makes four to eight plans in all, because what a
-    step needs grows almost linearly.
+    Each is searched for while the other keeps its value in `plan`. Makes four to eight plans in
+    all, each of which takes seconds.
+
+    Args:
+        plan: plan of the run as it is.
+        device: the figures of the devices.
+        memory: bytes of each device.
+        report: called with a line before each plan.
     """
     start_time = time.monotonic()
     cfg = with_settings(plan.cfg, "train", global_batch_size=None)

@@ -58,16 +58,16 @@ _MAX_MICRO_BATCHES = 2
 
 
 class PlanningError(ToolkitError):
-    """A run that cannot be planned."""
+    """A run cannot be planned."""
 
 
 class _CompilationError(PlanningError):
-    """A run that can be planned only without compiled layers."""
+    """A run can be planned only if its layers are not compiled."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Bytes that one rank holds between two steps."""
+    """Bytes of parameters, gradients and optimizer state that one rank holds between two steps."""
 
     parameters: int
     gradients: int
@@ -82,7 +82,7 @@ class State:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Memory, operations and traffic of a step of one rank."""
+    """Memory, operations and traffic of one simulated step of one rank."""
 
     model: str
     """Class of the model."""
@@ -114,12 +114,12 @@ class Simulation:
 
     @property
     def peak(self) -> Peak:
-        """The largest peak of all phases."""
+        """The largest of the peaks of all phases."""
         return max(self.peaks.values(), key=lambda peak: peak.nbytes)
 
     @property
     def phase(self) -> str:
-        """The phase with the largest peak."""
+        """Name of the phase with the largest peak."""
         return max(self.peaks, key=lambda phase: self.peaks[phase].nbytes)
 
 
@@ -141,9 +141,9 @@ def simulate(
         cfg: the settings of the run.
         world_size: the number of ranks.
         rank: the rank to simulate.
-        device_type: `auto` is decided as on devices of this type.
-        device_memory: bytes of a device, which some settings on `auto` depend on.
-        gloo: on CPUs, count the copies that gloo makes of what it sends.
+        device_type: type of the run's devices; decides settings that are `auto`.
+        device_memory: bytes of each device; decides settings that are `auto`. None: unlimited.
+        gloo: on CPUs, count the copies that gloo makes of tensors that it reduces.
 
     Raises:
         PlanningError: the model's forward needs the values of tensors.
@@ -168,7 +168,15 @@ def _simulate(
     gloo: bool,
     compiled: bool,
 ) -> Simulation:
-    """Simulate a step; with `compiled`, layers are compiled if the run compiles them."""
+    """Simulate a step once; see `simulate`.
+
+    If `compiled` is False, no layers are compiled. If it is True, they are if the run compiles
+    them.
+
+    Raises:
+        PlanningError: the step cannot run without values.
+        _CompilationError: the same, while layers are compiled.
+    """
     backend = TRACED if compiled and cfg.sharding.torch_compile_backend == "inductor" else None
     on_host = device_type == "cpu"
     with sharded(cfg, world_size, rank, device_type, device_memory, compile_by=backend) as (
@@ -227,12 +235,19 @@ def _simulate(
 
 
 def _find_loss(base: Any, model: nn.Module) -> list[str]:
-    """Find out with a tiny copy how a model computes its logits, and mark `model` accordingly.
+    """Try on a tiny copy how a model computes its logits, and record it on `model` for the loss.
 
-    A reward model computes none.
+    Does nothing for a reward model, which has no logits of tokens.
+
+    Args:
+        base: the base model, without adapters.
+        model: the model of the run, on meta.
 
     Returns:
         Notes for the user.
+
+    Raises:
+        PlanningError: no tiny copy can compute its loss.
     """
     if reward_head(model) is not None:
         return []
@@ -258,7 +273,7 @@ def _find_loss(base: Any, model: nn.Module) -> list[str]:
 
 
 def state_of(cfg: RunConfig, world_size: int, rank: int) -> State:
-    """Count the bytes that a rank holds between two steps, without a step."""
+    """Count the bytes that a rank on GPUs holds between two steps, without running a step."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with sharded(cfg, world_size, rank, "cuda") as (sharded_model, _):
         model = sharded_model.model
@@ -275,7 +290,7 @@ def state_of(cfg: RunConfig, world_size: int, rank: int) -> State:
 def materialise_run(
     model: Any, cfg: RunConfig, device: Device
 ) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
-    """Allocate a sharded model on meta, and the state of its optimizer.
+    """Allocate the parameters and buffers of a sharded meta model, and its optimizer's state.
 
     Returns:
         The optimizer, and the tensors of its state.
@@ -287,7 +302,7 @@ def materialise_run(
 
 
 def _materialise_model(model: Any, device: Device) -> None:
-    """Allocate the parameters and buffers of a sharded model on meta, with small values."""
+    """Allocate the parameters and buffers of a sharded meta model, with small random values."""
     for names in tied_families(model).values():
         reference = model.get_parameter(names[0])
         shard = torch.zeros_like(local_tensor(reference), device=device)
@@ -307,18 +322,18 @@ def run_step(
     *,
     around: Callable[[Callable[[], object]], object] = lambda step: step(),
 ) -> State:
-    """Run a step of a sharded model on meta, after allocating it; see [Note: fake step].
+    """Allocate a sharded meta model and its optimizer, and run a step; see [Note: fake step].
 
     Args:
         sharded: the model.
         objective: computes the loss; its frozen models are allocated, too.
-        meter: gets the phases of the step and the kinds of its memory.
+        meter: gets the phases of the step, and which tensors are parameters, gradients and so on.
         device: where memory is allocated.
         batch: on the host; every micro-batch of the step is a copy of it.
-        around: gets a function that runs the step, and calls it.
+        around: called with a function that runs the step; may call it several times.
 
     Returns:
-        What the rank holds after the step.
+        The bytes that the rank holds after the step.
     """
     model = sharded.model
     cfg = objective.cfg
@@ -372,7 +387,7 @@ def run_step(
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of an optimizer as the first step does, by a step on zero gradients."""
+    """Create the optimizer's state by a step on zero gradients, then remove the gradients."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -381,17 +396,18 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Sum the bytes of this rank's shards of tensors."""
+    """Sum the bytes of this rank's shards of the tensors."""
     shards = [local_tensor(t.detach()) for t in tensors]
     return sum(t.numel() * t.element_size() for t in shards)
 
 
 @contextlib.contextmanager
 def _real_masks(has_mask: bool) -> Iterator[None]:
-    """Make transformers build the attention mask that the run builds.
+    """Within the context, make transformers build the attention masks that the real run builds.
 
-    With fake tensors it always builds a mask, which is right for padded rows. For full rows the run
-    reads from the tensors that they are not packed, and builds none; `Meter` answers that read.
+    With fake tensors transformers always builds a mask, which is right if rows are padded. For full
+    rows the run reads from the tensors that they are not packed, and builds no mask. `Meter`
+    answers that read.
     """
     if has_mask:
         yield
@@ -403,10 +419,10 @@ def _real_masks(has_mask: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Suppress what torch logs.
+    """Within the context, suppress warnings and torch's logs.
 
-    That is about operations without values, whose error is reported, and about compilation, which
-    the run logs again.
+    They concern operations without values, whose error is reported, and compilation, which the run
+    logs again.
     """
     disabled_level = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -419,7 +435,7 @@ def _silence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _follow_layers(model: nn.Module, meter: Meter) -> Iterator[None]:
-    """Keep `meter.layer` up to date in forward and backward."""
+    """Within the context, set `meter.layer` to the layer that runs its forward or backward."""
     with contextlib.ExitStack() as hooks:
         for name, layer in decoder_layers(base_of(model)).items():
             # Not compiled, because each layer's name would make a separate graph.

@@ -50,13 +50,15 @@ _STATEMENT = re.compile(rf'File "[^"]*?([\w-]+\.py)", line \d+, in \w+\n\s*{_RAN
 
 
 class Launch:
-    """A command that runs in the background and writes to a log file.
+    """A command that starts at once, runs in the background and writes to a log file.
 
-    As a context manager it kills its processes at the end.
+    As a context manager, it kills the command's processes when the block ends.
 
     Args:
+        command: the program and its arguments.
+        log: file that the output is appended to.
         cache: folder for the cache of `datasets`.
-        blame: the stage that a failure belongs to; None to find it by the traceback in the log.
+        blame: stage of the rehearsal that a failure counts for; None: find it in the log.
     """
 
     def __init__(self, command: list[str], log: Path, cache: Path, blame: str | None = None):
@@ -84,10 +86,10 @@ class Launch:
         self.kill()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition is true.
+        """Wait until `condition` returns True.
 
         Raises:
-            StageError: the processes ended before that, or it took too long.
+            StageError: the processes ended before that, or the launch took over ten minutes.
         """
         while not condition():
             if (code := self._process.poll()) is not None:
@@ -100,7 +102,7 @@ class Launch:
             time.sleep(_POLL_SECONDS)
 
     def wait(self) -> None:
-        """Wait until the processes have ended successfully."""
+        """Wait until the command has ended; raise a StageError if it failed or took too long."""
         self.wait_for(lambda: self._process.poll() == 0)
 
     @property
@@ -109,7 +111,7 @@ class Launch:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End all processes at once, by SIGKILL."""
+        """Kill the command and its child processes with SIGKILL, and wait for its end."""
         if self.running:
             parent = psutil.Process(self._process.pid)
             # Children first, because their launcher would shut them down in an orderly way.
@@ -121,7 +123,7 @@ class Launch:
         self._process.wait()
 
     def _failure(self, code: int) -> StageError:
-        """Build the error of processes that have ended, from their exit code and log."""
+        """Build the error for a command that has ended, from its exit code and its log."""
         text = self.log.read_text("utf-8", "replace")
         if code == 0:
             message = "the processes ended without an error before the expected event"
@@ -134,10 +136,10 @@ class Launch:
 
 
 def find_cause(log: str) -> tuple[str | None, str | None]:
-    """Find the stage in which a launch failed, and the message of its error.
+    """Find in a log the stage in which a launch failed, and its error message.
 
     Returns:
-        Each None if the log does not show it.
+        The stage and the message; each is None if the log does not show it.
     """
     cause = None
     if reported := _ERROR.search(log):
@@ -154,7 +156,7 @@ def find_cause(log: str) -> tuple[str | None, str | None]:
 
 
 def recipe_command(recipe: str, config: Path, world_size: int) -> list[str]:
-    """Build the command that starts a recipe on CPU processes, as users start it."""
+    """Build the `accelerate launch` command that starts a recipe on CPUs, with a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

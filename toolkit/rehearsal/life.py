@@ -40,10 +40,17 @@ _LOSS_TOLERANCE = 0.05
 
 @dataclass
 class Life:
-    """One run of the small model in `folder`, with the settings `cfg`.
+    """The small run of a rehearsal: trains, is killed, resumes, and is exported.
+
+    Its public methods are stages, called in order. Each returns a text for the report, and raises a
+    StageError if it fails, or a SkippedError if it does not apply.
 
     Args:
+        recipe: name of the recipe to start.
         real_cfg: the config of the user's run.
+        cfg: the config of the small run.
+        world_size: the number of processes.
+        folder: for all files of the rehearsal.
         logs: folder for the output of the processes.
     """
 
@@ -81,7 +88,7 @@ class Life:
         return f"{self.world_size} processes started as {command[-3]}, first step done"
 
     def train(self) -> str:
-        """Wait for the step of the first checkpoint, and check that losses are finite."""
+        """Wait for the step of the first checkpoint, and check that all losses are finite."""
         self.first_launch.wait_for(lambda: self._has_logged(SAVE_STEPS))
         losses = [line["loss"] for line in read_metrics(self.run) if "loss" in line]
         if not all(map(math.isfinite, losses)):
@@ -90,13 +97,13 @@ class Life:
         return f"loss {losses[0]:.4f} at step 1, {last:.4f} at step {SAVE_STEPS}"
 
     def save(self) -> str:
-        """Wait for two checkpoints."""
+        """Wait until two checkpoints are committed."""
         steps = {SAVE_STEPS, _REPEATED_STEP}
         self.first_launch.wait_for(lambda: steps <= committed_steps(self.run).keys())
         return f"checkpoints of steps {SAVE_STEPS} and {_REPEATED_STEP}"
 
     def kill(self) -> str:
-        """Kill all processes, verify the checkpoints, and move the second one away."""
+        """Kill all processes, verify both checkpoints, and move the second one to another folder."""
         has_ended = not self.first_launch.running
         self.first_launch.kill()
         steps = committed_steps(self.run)
@@ -114,7 +121,10 @@ class Life:
     # ---- The resumed run -------------------------------------------------------------------------
 
     def resume(self) -> str:
-        """Resume to the last step; metrics and the second checkpoint must repeat bit for bit."""
+        """Start the recipe again: it resumes from the first checkpoint and runs to the last step.
+
+        Metrics and the second checkpoint must be bitwise identical to those before the kill.
+        """
         log = self._run_to_end("resume", self.world_size)
         if "resuming " not in log.read_text("utf-8"):
             raise StageError("the recipe started from scratch instead of resuming", log=log)
@@ -141,7 +151,7 @@ class Life:
         return f"{steps} again, bitwise identical; then to step {LAST_STEP}"
 
     def evaluate(self) -> str:
-        """Check that the last step was evaluated, with finite losses."""
+        """Check that the resumed run evaluated its last step, with finite losses."""
         metrics = read_metrics(self.run)[-1]
         losses = {
             name: value
@@ -161,7 +171,11 @@ class Life:
         return text
 
     def other_ranks(self) -> str:
-        """Do the last steps again on half of the ranks (on two if there is one)."""
+        """Resume on another number of ranks, and repeat the last steps.
+
+        It is half of the ranks, or two if there is one. The position in the data must be the same,
+        and the last loss may differ by rounding.
+        """
         layout = plan_other_ranks(self.cfg.train, self.world_size)
         if layout is None:
             raise SkippedError("a step of one sample cannot be divided over two ranks")
@@ -194,7 +208,7 @@ class Life:
     # ---- The export ------------------------------------------------------------------------------
 
     def consolidate(self) -> str:
-        """Export the last checkpoint; an adapter merged into its base, too."""
+        """Export the last checkpoint; with adapters, also export them merged into the base."""
         consolidate(self.run, self.export)
         if self.has_adapter:
             consolidate(self.run, self.merged, merge=True)
@@ -202,7 +216,7 @@ class Life:
         return f"{size_text(nbytes)}{', an adapter, and merged' if self.has_adapter else ''}"
 
     def verify(self) -> str:
-        """Verify the last checkpoint, and each export against it."""
+        """Verify the last checkpoint, and compare each export with it."""
         checkpoint = committed_steps(self.run)[LAST_STEP]
         _check_report(verify_checkpoint(checkpoint))
         for folder in [self.export, *([self.merged] if self.has_adapter else [])]:
@@ -210,7 +224,10 @@ class Life:
         return "every file and tensor is bitwise identical"
 
     def reload(self) -> str:
-        """Start the reader of the export, and wait until transformers has loaded it."""
+        """Start `reader.py` on the export, and wait until transformers has loaded it.
+
+        The program is separate, and uses transformers and PEFT but not the toolkit.
+        """
         folder = self.merged if self.has_adapter else self.export
         script = Path(__file__).with_name("reader.py")
         command = [sys.executable, "-P", str(script), str(folder)]
@@ -225,17 +242,17 @@ class Life:
         return self._wait_for_reader("reload")
 
     def generate(self) -> str:
-        """Wait until the reader has generated tokens."""
+        """Wait until `reader.py`, started by `reload`, has generated tokens."""
         return self._wait_for_reader("generate")
 
     def adapter(self) -> str:
-        """Wait until the reader has merged the adapter with PEFT and compared the result."""
+        """Wait until `reader.py` has merged the adapter with PEFT and compared the result."""
         if not self.has_adapter:
             raise SkippedError("no adapters: lora.r is 0")
         return self._wait_for_reader("adapter")
 
     def push(self) -> str:
-        """Find out what a push would send, without sending it."""
+        """Report which files of the export `push` would send; nothing is sent."""
         hub_cfg = self.real_cfg.hub
         folder = self.merged if self.has_adapter else self.export
         if hub_cfg.hub_model_id is None:
@@ -249,13 +266,19 @@ class Life:
     # ---- Helpers ---------------------------------------------------------------------------------
 
     def _has_logged(self, step: int) -> bool:
+        """Return True if metrics.jsonl has the loss of `step`."""
         return any(line["step"] == step and "loss" in line for line in read_metrics(self.run))
 
     def _run_to_end(self, name: str, world_size: int, *flags: str) -> Path:
-        """Run the recipe until it ends.
+        """Start the recipe and wait until it has written the last checkpoint.
+
+        Args:
+            name: for the log file, and for the stage that a failure counts for.
+            world_size: the number of processes.
+            flags: additional command-line arguments.
 
         Returns:
-            Its log.
+            Its log file.
         """
         command = [*recipe_command(self.recipe, self.config, world_size), *flags]
         log = self.logs / f"{name}.log"
@@ -266,7 +289,7 @@ class Life:
         return log
 
     def _wait_for_reader(self, stage: str) -> str:
-        """Wait until the reader reports a stage, and return the text of its report."""
+        """Wait until `reader.py` prints the JSON line of a stage, and return the text in it."""
         texts: list[str] = []
 
         def has_reported() -> bool:
@@ -281,7 +304,10 @@ class Life:
 
 
 def _compare_checkpoints(first: Path, second: Path) -> list[str]:
-    """List the differences between two checkpoints of a step that must be bitwise identical."""
+    """Compare two checkpoints of one step, and name what is not bitwise identical.
+
+    Compares weights, optimizer state, position in the data, and random state.
+    """
     differences = []
     first_sums = read_manifest(first)[ROW_SUMS]
     second_sums = read_manifest(second)[ROW_SUMS]
@@ -298,11 +324,11 @@ def _compare_checkpoints(first: Path, second: Path) -> list[str]:
 
 
 def _read_position(checkpoint: Path) -> Any:
-    """Read the position in the data from a checkpoint."""
+    """Read the data entry of a checkpoint's state.json; None if there is none."""
     return json.loads((checkpoint / "state.json").read_text("utf-8")).get("data")
 
 
 def _check_report(report: Any) -> None:
-    """Raise a ToolkitError with the first findings of a verification that failed."""
+    """Raise a ToolkitError with the first three findings if a verification failed."""
     if not report.ok:
         raise ToolkitError("; ".join(report.lines()[:3]))

@@ -37,11 +37,11 @@ from toolkit.start_checks import RunStart, run_checks
 
 
 def count_processes(cfg: ShardingConfig, world_size: int) -> int:
-    """Count the processes of the real run, as far as its mesh fixes them.
+    """Return the number of processes of the real run, as far as its mesh fixes it.
 
     Args:
-        cfg: has the mesh of the run.
-        world_size: the processes of the rehearsal, used for an axis that the mesh leaves open.
+        cfg: the sharding settings of the run.
+        world_size: the number of processes of the rehearsal, used for mesh dimensions that are -1.
     """
     fixed_sizes = [size for size in (cfg.dp_replicate, cfg.dp_shard) if size != -1]
     product = math.prod(fixed_sizes)
@@ -51,9 +51,10 @@ def count_processes(cfg: ShardingConfig, world_size: int) -> int:
 
 @dataclass
 class Rehearsal:
-    """The stages of a rehearsal, and what each leaves for the later ones.
+    """Runs the stages of a rehearsal in order, and keeps their results for later stages.
 
-    A stage returns the text that is reported, and raises what the run would raise.
+    Each stage is a method that returns a text for the report. It raises the error that the real run
+    would raise.
     """
 
     file: Path
@@ -71,7 +72,11 @@ class Rehearsal:
     life: Life | None = None
 
     def run(self) -> None:
-        """Run the stages up to the first that fails; those before the first start always run."""
+        """Run all stages and record their results.
+
+        The stages that check the config without a start run even if an unrelated one has failed.
+        From the first start on, the first failure ends the rehearsal.
+        """
         record = self.recorder.run
         record("settings", self.read_settings)
         record("packages", lambda: self.check("packages"), ("settings",))
@@ -91,11 +96,11 @@ class Rehearsal:
                 record(name, getattr(self.life, name.replace(" ", "_")))
 
     def check(self, name: str) -> str:
-        """Run the checks of a stage; see `toolkit.start_checks.CHECKS`."""
+        """Run the start checks of a stage (`toolkit.start_checks.CHECKS`), and return their text."""
         return run_checks(self.start, "rehearse", name).get(name, "")
 
     def read_settings(self) -> str:
-        """Read the config, and find the recipe that it is for."""
+        """Read the config, find its recipe, and fill `cfg`, `start` and the notes of the result."""
         kind, self.cfg, note = recipes.load_config(self.file, self.flags, self.recipe, remote=True)
         self.cfg = apply_adapter_settings(self.cfg)
         script = recipes.find_script(kind.name)
@@ -110,14 +115,18 @@ class Rehearsal:
         return f"of the recipe {script}" + (f" ({note})" if note else "")
 
     def check_hub(self) -> str:
-        """Run the checks of publishing; they create no repository."""
+        """Check what publishing needs, such as the token; creates no repository."""
         text = self.check("hub")
         if not self.cfg.hub.push_to_hub:
             raise SkippedError("hub.push_to_hub is off")
         return text
 
     def check_rows(self) -> str:
-        """Read the first rows; refuse what the run would, and sources with too many long rows."""
+        """Read the first rows of each source into `heads`, and check them as the real run will.
+
+        Raises:
+            DataError: the run would refuse the data, or too many rows of a source are too long.
+        """
         self.check("data")
         cfg, model = self.cfg, self.start.model
         tokenizer = load_tokenizer(self.start.model_cfg)
@@ -146,7 +155,7 @@ class Rehearsal:
         return _describe_rows(train_heads, eval_heads, trains_tokenizer)
 
     def load(self) -> str:
-        """Start the small run, and wait for its first step."""
+        """Write the files of the small run, start it, and wait for its first step."""
         shrunk, cfg = self.write_small_run()
         recipe = self.recorder.result.recipe
         logs = self.recorder.logs
@@ -154,10 +163,12 @@ class Rehearsal:
         return f"{self.life.load()}; {shrunk}"
 
     def write_small_run(self) -> tuple[Shrunk, Any]:
-        """Write the small model and the first rows.
+        """Write the scaled-down models, a small adapter if needed, and the first rows.
+
+        Records in the result which settings differ, and what is not rehearsed.
 
         Returns:
-            The small model, and the config of the rehearsal.
+            The small model, and the config of the small run.
         """
         cfg, cpu_cfg = self.cfg, self.start.build_cfg
         shrunk = shrink(cpu_cfg.model, cfg.sharding.param_dtype, self.folder / "model")
@@ -194,7 +205,13 @@ class Rehearsal:
 
 
 def _describe_rows(train: list[Head], evals: list[Head], trains_tokenizer: bool) -> str:
-    """Format what was read of the sources for the report."""
+    """Format counts of the rows that were read: tokens, supervised share, too long, skipped.
+
+    Args:
+        train: the first rows of each training source.
+        evals: the first rows of each evaluation source.
+        trains_tokenizer: there is no tokenizer yet, so tokens are not counted.
+    """
     rows = sum(head.counts.rows or len(head.rows) for head in train)
     is_complete = all(head.is_complete for head in train)
     parts = [f"{'all' if is_complete else 'the first'} {rows:,} rows"]

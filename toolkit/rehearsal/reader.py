@@ -19,7 +19,7 @@ _MERGE_TOLERANCE = 0.01
 
 
 def main() -> None:
-    """Load the export, generate with it, and compare a merged adapter with PEFT's merge."""
+    """Load the export and generate with it; with --adapter, compare the merge with PEFT's."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--adapter")
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def model_class(folder: str, options: dict[str, Any]) -> Any:
-    """Find the class that loads the export: the one in config.json, or AutoModelForCausalLM."""
+    """Return the class that loads the export: that in config.json, else AutoModelForCausalLM."""
     name = (AutoConfig.from_pretrained(folder, **options).architectures or [""])[0]
     if name.endswith("ForCausalLM"):
         return AutoModelForCausalLM
@@ -46,7 +46,10 @@ def model_class(folder: str, options: dict[str, Any]) -> Any:
 
 
 def reload(folder: str, with_tokenizer: bool, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Load model and tokenizer.
+    """Load model and tokenizer from a folder, and print the JSON line of the stage `reload`.
+
+    Returns:
+        The model, and the tokenizer; None without `with_tokenizer`.
 
     Raises:
         ValueError: transformers reports keys that it did not load.
@@ -64,7 +67,11 @@ def reload(folder: str, with_tokenizer: bool, options: dict[str, Any]) -> tuple[
 
 
 def generate(model: Any, tokenizer: Any) -> None:
-    """Generate some tokens, or compute a reward, from finite logits."""
+    """Generate some tokens, or compute a reward, and print the JSON line of the stage.
+
+    Raises:
+        ValueError: the logits are not finite, or no token was generated.
+    """
     if tokenizer is None:
         ids = torch.arange(1, 5)[None]
     elif tokenizer.chat_template:
@@ -93,7 +100,13 @@ def generate(model: Any, tokenizer: Any) -> None:
 
 
 def compare_merge(merged: Any, adapter: str, base: str, options: dict[str, Any]) -> None:
-    """Merge the adapter with PEFT, and compare every weight with those of the merged export.
+    """Merge the adapter with PEFT, and compare each weight with the exported merged model.
+
+    Args:
+        merged: the exported merged model.
+        adapter: folder of the exported adapter.
+        base: folder of the base model.
+        options: arguments of `from_pretrained`.
 
     Raises:
         ValueError: a weight differs by more than rounding.
@@ -119,7 +132,7 @@ def compare_merge(merged: Any, adapter: str, base: str, options: dict[str, Any])
 
 
 def report(stage: str, text: str) -> None:
-    """Print the JSON line of a stage that passed."""
+    """Print the JSON line that tells the rehearsal that a stage passed."""
     print(json.dumps({"stage": stage, "said": text}), flush=True)
 
 

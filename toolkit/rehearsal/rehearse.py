@@ -25,25 +25,29 @@ def rehearse(
     keep: bool = False,
     show: Callable[[str], None] = print,
 ) -> Result:
-    """Rehearse the run of a config on this machine's CPU.
+    """Rehearse the run of a config on this machine's CPU, with a scaled-down model.
 
     Takes about a minute and a half on two cores: four starts of Python with its libraries, and a
-    dozen steps of a small model. Works in a temporary folder, which stays if a stage failed. Writes
-    one file to the run's own output_dir and removes it. Uses the recipe in the current folder, or
-    the toolkit's own.
+    dozen steps. Works in a temporary folder, which stays if a stage failed. Writes one file to the
+    run's own output_dir and removes it. Uses the recipe in the current folder, or else the
+    toolkit's own.
 
     Args:
-        file: the config.
-        world_size: the processes of the rehearsal.
+        file: the config of the run.
+        world_size: the number of processes of the rehearsal.
         settings: `--section.field value`, which override the file.
-        recipe: name of a kind of run; None to let the config decide (`recipes.load_config`).
-        skip: stages that check this machine and are omitted: packages, output, hub, disk.
-        most_too_long: share of a source's rows that may be longer than data.sequence_length.
-        keep: keep the temporary folder in any case.
+        recipe: name of a kind of run; None: find it from the config (`recipes.load_config`).
+        skip: stages to skip because they check this machine: packages, output, hub, disk.
+        most_too_long: the largest share (0 to 1) of a source's rows that may exceed
+            data.sequence_length.
+        keep: keep the temporary folder even if all stages passed.
         show: called with a line for each stage when it ends.
 
+    Returns:
+        The result of each stage; a failed stage raises no error.
+
     Raises:
-        ConfigError: there is no such file, stage, recipe or number of processes.
+        ConfigError: there is no such file, stage or recipe, or `world_size` is less than 1.
     """
     file = Path(file)
     if not file.is_file():

@@ -36,7 +36,7 @@ _LENGTH_REASONS = ("too long", "no supervised token within sequence_length")
 
 @dataclass
 class Head:
-    """The first rows of one source."""
+    """The first rows of one data source, and counts of their tokens."""
 
     source: DataSource
     counts: Counts = field(default_factory=Counts)
@@ -54,12 +54,14 @@ class Head:
 
     @property
     def too_long(self) -> float:
-        """Share of the rows that are truncated or dropped because of `sequence_length`."""
+        """Share (0 to 1) of the rows that are truncated or dropped because they are too long."""
         dropped = sum(self.counts.dropped.get(reason, 0) for reason in _LENGTH_REASONS)
         return (self.counts.truncated + dropped) / max(1, self.counts.rows)
 
     def write(self, folder: Path, max_tokens: int) -> Path:
-        """Write the rows as a file of JSON lines, without examples of more than `max_tokens`.
+        """Write the rows to a JSON Lines file in a new `folder`, at most 256 rows or about 512 kB.
+
+        Examples of more than `max_tokens` tokens are skipped.
 
         Returns:
             The file.
@@ -83,11 +85,11 @@ class Head:
 
 
 def read_heads(cfg: RunConfig, encoder: Encoder | None, purpose: Purpose = "train") -> list[Head]:
-    """Read the first rows of each source of the config, and check them as the run will.
+    """Read the first rows of each data source, and check and encode them as the run will.
 
     Args:
         cfg: the settings of the run.
-        encoder: None if the tokenizer is yet to be trained on the rows.
+        encoder: None if the tokenizer will be trained on the rows.
         purpose: read the sources for training or for evaluation.
 
     Raises:
@@ -119,7 +121,10 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, purpose: Purpose = "trai
 
 
 def _read_batches(head: Head) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield (number of the first row, rows) until the limits are reached."""
+    """Yield (number of the first row, rows) of at most 50 rows, up to 1000 rows or about 4 MB.
+
+    Sets `head.is_complete` to whether the source has no further rows.
+    """
     rows = iter(head.source.rows)
     first = 0
     bytes_left = LOOK_BYTES
@@ -135,7 +140,14 @@ def _read_batches(head: Head) -> Iterator[tuple[int, list[dict[str, Any]]]]:
 def _add_rows(
     head: Head, stored_rows: list[dict[str, Any]], encoded_rows: Sequence[EncodedRow | None]
 ) -> None:
-    """Count the encoded rows, and keep the columns of those that can be trained on."""
+    """Add rows to `head`: their counts, lengths, and the columns that the run uses.
+
+    Args:
+        head: changed in place.
+        stored_rows: the rows as stored.
+        encoded_rows: result of the encoder for each row; None if there is no encoder. Bad rows are
+            counted, but not kept.
+    """
     layout = head.source.layout
     has_text_only = layout.shape == "pieces"
     names = ("text",) if has_text_only else (*layout.columns, *layout.optional)
@@ -154,7 +166,13 @@ def _add_rows(
 
 
 def refuse_long(heads: list[Head], sequence_length: int, max_share: float) -> None:
-    """Raise a DataError if more than `max_share` of a source's rows are truncated or dropped."""
+    """Raise a DataError if too many rows of a source are truncated or dropped.
+
+    Args:
+        heads: the first rows of each source.
+        sequence_length: the setting, for the error.
+        max_share: the largest share (0 to 1) of a source's rows.
+    """
     for head in heads:
         if head.too_long <= max_share:
             continue
@@ -176,8 +194,12 @@ def refuse_long(heads: list[Head], sequence_length: int, max_share: float) -> No
 def choose_length(heads: list[Head], affordable: int, sequence_length: int) -> int:
     """Choose the sequence length of the rehearsal, in tokens.
 
-    It is the `affordable` length, raised until some rows of each source fit, and at most the run's
-    own `sequence_length`.
+    It is `affordable`, raised until some rows of each source fit, and at most `sequence_length`.
+
+    Args:
+        heads: the first rows of each source.
+        affordable: see `affordable_length`.
+        sequence_length: that of the run.
     """
     length = min(affordable, sequence_length)
     for head in heads:

@@ -26,9 +26,9 @@ _GPU_ATTENTION = ("flash", "paged", "/")  # parts of the names of attention kern
 
 
 def settings_for_cpu(cfg: Any) -> Any:
-    """Remove kernels that only GPUs have from a config, and decide `auto`.
+    """Return the config without GPU kernels, and with `auto` replaced by what suits a CPU.
 
-    That is a micro-batch of one sample, recomputation of all layers, and no compilation.
+    `auto` becomes a micro-batch of 1, full activation checkpointing, and no compilation.
     """
     models = {"model": cfg.model, **cfg.frozen_models}
     models = {role: _without_gpu_kernels(model) for role, model in models.items()}
@@ -44,19 +44,20 @@ def settings_for_cpu(cfg: Any) -> Any:
 
 
 def _without_gpu_kernels(model: ModelConfig) -> ModelConfig:
+    """Return a model's settings without custom kernels and without attention kernels for GPUs."""
     kernel = model.attn_implementation or ""
     needs_gpu = any(part in kernel for part in _GPU_ATTENTION)
     return replace(model, kernels="none", attn_implementation=None if needs_gpu else kernel or None)
 
 
 def plan_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:
-    """Choose another number of ranks that can do a step again, and their micro-batch.
+    """Choose another number of ranks, and a micro-batch, that keep the global batch.
 
-    It is two for one rank; otherwise the largest number up to half of the ranks that divides the
+    It is 2 for one rank; otherwise the largest number, up to half of the ranks, that divides the
     samples of a step.
 
     Returns:
-        (ranks, micro-batch); None if the step of a single rank has a single sample.
+        (ranks, micro-batch); None for a single rank with an odd number of samples per step.
     """
     samples = train.micro_batch * train.gradient_accumulation_steps * world_size
     candidates = [2] if world_size == 1 else range(world_size // 2, 0, -1)
@@ -67,10 +68,10 @@ def plan_other_ranks(train: Any, world_size: int) -> tuple[int, int] | None:
 
 
 def affordable_length(cfg: RunConfig, shrunk: Shrunk) -> int:
-    """Compute the tokens of a sample with which a step is quick.
+    """Compute the sequence length, in tokens, with which a step of the small model is quick.
 
     Args:
-        cfg: the config for a CPU; see `settings_for_cpu`.
+        cfg: the result of `settings_for_cpu`.
         shrunk: the small model.
     """
     rows = min(cfg.train.micro_batch, _MAX_MICRO_BATCH)
@@ -88,16 +89,16 @@ def rehearsal_config(
     files: tuple[list[Path], list[Path]],
     output: Path,
 ) -> RunConfig:
-    """Build the config of the rehearsal from that of the run.
+    """Build the config of the small run from that of the real run.
 
     Args:
-        cfg: the config of the run.
+        cfg: the config of the real run.
         shrunk: the small model's folder and dtype.
         model: the small model, on meta.
-        world_size: the processes of the rehearsal.
+        world_size: the number of processes of the rehearsal.
         length: tokens of a sample.
-        files: the rows for training and for evaluation, one file for each source.
-        output: the output_dir of the rehearsal.
+        files: (training files, evaluation files), one file for each source.
+        output: output_dir of the small run.
     """
     small: Any = settings_for_cpu(cfg)
     sharding = {**_mesh(cfg.sharding, world_size), **_sharding(small.sharding, shrunk)}
@@ -117,12 +118,12 @@ def rehearsal_config(
 
 
 def list_not_rehearsed(cfg: ShardingConfig, processes: int, world_size: int) -> list[str]:
-    """List what differs between run and rehearsal apart from settings.
+    """List differences between the real run and the rehearsal that no setting shows, as sentences.
 
     Args:
         cfg: the sharding settings of the run.
-        processes: the processes of the run.
-        world_size: processes of the rehearsal.
+        processes: the number of processes of the run.
+        world_size: the number of processes of the rehearsal.
     """
     entries = [
         "GPU kernels, NCCL, what `auto` chooses on GPUs",
@@ -139,6 +140,7 @@ def list_not_rehearsed(cfg: ShardingConfig, processes: int, world_size: int) -> 
 
 
 def _mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:
+    """Choose dp_replicate and dp_shard of the rehearsal: the same kind of mesh as in the run."""
     if cfg.dp_shard == 1:
         return {"dp_replicate": -1, "dp_shard": 1}
     if cfg.dp_replicate > 1 and world_size % 4 == 0:
@@ -147,6 +149,7 @@ def _mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:
 
 
 def _sharding(cfg: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
+    """Return changes of the section sharding that a CPU and another number of ranks need."""
     overrides = cfg.reshard_after_forward_overrides.items()
     changes: dict[str, Any] = {
         "param_dtype": shrunk.dtype,
@@ -161,6 +164,7 @@ def _sharding(cfg: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
 
 
 def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> dict[str, Any]:
+    """Return changes of the section data, which replace the sources by the rehearsal's files."""
     train_files, eval_files = ([str(file) for file in purpose_files] for purpose_files in files)
     # The rows were written under their standard column names.
     source_changes: dict[str, Any] = {"dataset_name": None, "dataset_config_name": None}
@@ -197,6 +201,7 @@ def _optim(cfg: OptimConfig) -> dict[str, Any]:
 
 
 def _train(cfg: RunConfig) -> dict[str, Any]:
+    """Return changes of the section train: fewer steps and smaller batches."""
     train: Any = cfg.train
     changes: dict[str, Any] = {
         "max_steps": LAST_STEP,
@@ -215,6 +220,7 @@ def _train(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _checkpoint(cfg: CheckpointConfig) -> dict[str, Any]:
+    """Return changes of the section checkpoint: frequent saves, in the local run folder only."""
     return {
         "save_steps": SAVE_STEPS,
         "root": None,
@@ -246,7 +252,7 @@ def _drop_unmatched_patterns(cfg: Any, model: nn.Module) -> Any:
 
 
 def build_notes(cfg: RunConfig) -> list[str]:
-    """List what a run of the config will do that the user may not intend."""
+    """List notes about settings whose effect the user may not intend, as sentences."""
     notes = list[str]()
     if isinstance(cfg, FinetuneConfig) and cfg.lora.from_ is not None:
         notes.append(

@@ -38,7 +38,7 @@ _TARGET_SETTINGS = ("target_modules", "target_parameters", "exclude_modules", "m
 
 @dataclass(frozen=True)
 class Shrunk:
-    """The folder of a small model, and how it differs from the real one."""
+    """Folder and size of the scaled-down model, and how it differs from the real one."""
 
     folder: Path
     parameters: int
@@ -56,11 +56,11 @@ class Shrunk:
 
 
 def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
-    """Write a scaled-down model of the same kind into `folder`.
+    """Write a scaled-down copy of the run's model, with random weights, into `folder`.
 
     Args:
         cfg: the settings of the run's model, without kernels for GPUs.
-        param_dtype: the dtype in which the run computes.
+        param_dtype: the compute dtype of the run.
         folder: is created.
 
     Raises:
@@ -90,7 +90,11 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
 
 
 def _build_small(real: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """Build a model of the class of `real` with random weights, unless it is too large."""
+    """Build a model of the class of `real` on the CPU, with random float32 weights.
+
+    Raises:
+        ModelError: it would have more than 2^28 parameters.
+    """
     with torch.device("meta"), forked_rng():
         size = sum(
             p.numel()
@@ -104,7 +108,10 @@ def _build_small(real: PreTrainedModel, config: Any) -> PreTrainedModel:
 
 
 def _can_step(model: Any, dtype: torch.dtype) -> bool:
-    """Return True if this machine can compute a forward and a backward in `dtype`."""
+    """Return True if this machine can compute a forward and a backward in `dtype`.
+
+    The model is in float32 afterwards, without gradients. A failure in float32 is raised.
+    """
     ids = torch.arange(1, 9)[None]
     try:
         with forked_rng():
@@ -120,7 +127,10 @@ def _can_step(model: Any, dtype: torch.dtype) -> bool:
 
 
 def _write(small: Any, real: PreTrainedModel, cfg: ModelConfig, folder: Path) -> None:
-    """Write config, tokenizer and code, and weights if the real model has them in files."""
+    """Write the small model's folder: config, tokenizer and code files like those of `real`.
+
+    Weights are written only if the real model has weight files.
+    """
     assets = assets_of(real)
     common = Counter((assets.source or {}).values()).most_common(1)
     stored_dtype = assets.config.get("dtype", assets.config.get("torch_dtype"))
@@ -175,7 +185,10 @@ def write_small_adapter(lora: LoraConfig, model: PreTrainedModel, folder: Path) 
 
 
 def drop_unmatched_targets(lora: LoraConfig, model: PreTrainedModel) -> LoraConfig:
-    """Remove the names from adapter settings that match no layer of the small model."""
+    """Return the LoRA settings without names that match nothing in the small model.
+
+    A setting whose names all match nothing is not changed.
+    """
     for setting in _TARGET_SETTINGS:
         names = getattr(lora, setting)
         if not isinstance(names, list):

@@ -48,7 +48,7 @@ _MAX_VALUE_LENGTH = 40  # characters of a setting's value in the report
 
 @dataclass
 class Stage:
-    """One stage of a rehearsal; `ok` is None if it was not run, for the reason in `said`."""
+    """Outcome of one stage of a rehearsal; `ok` is None if it was not run."""
 
     stage: str
     ok: bool | None = None
@@ -59,7 +59,7 @@ class Stage:
     log: str | None = None
 
     def line(self) -> str:
-        """Format the stage as a line, with marks that the terminal can show."""
+        """Format the outcome as one line, with ✓ and ✗ if the terminal uses UTF-8."""
         is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         marks = {True: "ok", False: "NO", None: "-"}
         if is_utf8:
@@ -69,7 +69,7 @@ class Stage:
 
 
 class StageError(ToolkitError):
-    """A stage failed; `stage` names the one to blame if it is not the one that ran."""
+    """A stage failed. `stage` names an earlier stage that is to blame; None: the one that runs."""
 
     def __init__(self, message: str, stage: str | None = None, log: Path | None = None) -> None:
         super().__init__(message)
@@ -78,12 +78,12 @@ class StageError(ToolkitError):
 
 
 class SkippedError(Exception):
-    """The config does not ask for what a stage checks."""
+    """A stage does not apply to the config; not a failure."""
 
 
 @dataclass
 class Result:
-    """The outcome of a rehearsal."""
+    """The outcome of a rehearsal: its stages, notes, and changed settings."""
 
     recipe: str = ""
     stages: list[Stage] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """True if stages ran and none of them failed."""
+        """True if at least one stage ran and none failed."""
         return self.failed is None and bool(self.stages)
 
     def summary(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Result:
         return {"ok": self.ok, "failed": failed, **asdict(self)}
 
     def text(self) -> str:
-        """Format the text that follows the lines of the stages."""
+        """Format failures with advice, notes, and changed settings; stage lines are not repeated."""
         lines = []
         for stage in (stage for stage in self.stages if stage.ok is False):
             lines += ["", f"{stage.stage} failed: {stage.said}", f"  what to do: {stage.advice}"]
@@ -132,7 +132,7 @@ class Result:
 
 
 def _shorten_value(value: Any) -> str:
-    """Format a setting's value, and cut the middle out of a long one."""
+    """Format a setting's value as JSON, or as it is if it is text; cut the middle if it is long."""
     text = value if isinstance(value, str) else json.dumps(value)
     if len(text) <= _MAX_VALUE_LENGTH:
         return text
@@ -141,7 +141,15 @@ def _shorten_value(value: Any) -> str:
 
 
 class Recorder:
-    """Runs stages in order, redirects what they print to log files, and stops after a failure."""
+    """Runs the stages of a rehearsal, records their outcome, and sends their output to log files.
+
+    A stage is not run if one that it needs has failed.
+
+    Args:
+        logs: folder of the log files.
+        skip: stages that the user skips.
+        show: called with the line of each stage that ends.
+    """
 
     def __init__(self, logs: Path, skip: tuple[str, ...], show: Callable[[str], None]) -> None:
         self.result = Result()
@@ -150,12 +158,14 @@ class Recorder:
         self._show = show
 
     def run(self, name: str, work: Callable[[], str], needs: tuple[str, ...] | None = None) -> None:
-        """Run a stage, unless one that it needs has failed, and add it to the result.
+        """Run a stage unless one that it needs has failed, and record and show its outcome.
+
+        An error in the stage is recorded, not raised.
 
         Args:
             name: a key of `STAGES`.
-            work: does the work of the stage and describes what it found.
-            needs: the stages that must not have failed; None for all earlier ones.
+            work: does the work, and returns the text for the report.
+            needs: stages that must not have failed; None: all earlier ones.
         """
         stage = Stage(name)
         reported = stage
@@ -181,7 +191,7 @@ class Recorder:
         self._show(reported.line())
 
     def _record_failure(self, stage: Stage, error: Exception, log: Path) -> Stage:
-        """Mark the stage that failed: the one that ran, or an earlier one that the error blames."""
+        """Mark as failed the stage that the error blames, or else the one that ran; return it."""
         name = getattr(error, "stage", None) or stage.stage
         blamed = next((earlier for earlier in self.result.stages if earlier.stage == name), stage)
         blamed.stage = name
@@ -198,6 +208,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def _redirect_output(file: Path) -> Iterator[None]:
+    """Within the context, append stdout and stderr of this process to `file`."""
     with (
         open(file, "a", encoding="utf-8") as log,
         contextlib.redirect_stdout(log),
