@@ -350,13 +350,13 @@ def test_compiled_thin_products_are_not_kept():
 def test_attention_scores_and_depthwise_convolutions_are_thin():
     ops, rand = torch.ops.aten, torch.rand
     scores, values = (rand(2, 300, 64), rand(2, 64, 300)), (rand(2, 300, 300), rand(2, 300, 64))
-    assert not recompute._worth_keeping(ops.bmm.default, scores)
-    assert recompute._worth_keeping(ops.bmm.default, values)
-    assert recompute._worth_keeping(ops.addmm.default, (rand(9), rand(4, 300), rand(300, 9)))
-    assert not recompute._worth_keeping(ops.addmm.default, (rand(900), rand(4, 9), rand(9, 900)))
+    assert not recompute._is_worth_keeping(ops.bmm.default, scores)
+    assert recompute._is_worth_keeping(ops.bmm.default, values)
+    assert recompute._is_worth_keeping(ops.addmm.default, (rand(9), rand(4, 300), rand(300, 9)))
+    assert not recompute._is_worth_keeping(ops.addmm.default, (rand(900), rand(4, 9), rand(9, 900)))
     for channels, kept in ((1, False), (300, True)):
         convolution = (rand(1, 300, 9), rand(300, channels, 4))
-        assert recompute._worth_keeping(ops.convolution.default, convolution) is kept
+        assert recompute._is_worth_keeping(ops.convolution.default, convolution) is kept
 
 
 @pytest.mark.slow

@@ -68,11 +68,11 @@ def find_remedies(
     if has_time and not any(p.same_training for p in fitting):
         fitting += _combine_changes(plan, plans, replace(planner, failed={}))
     listed = fitting or sorted(plans, key=lambda p: p.estimate.memory)
-    listed.sort(key=lambda p: (not p.fits(memory), not p.same_training, _cost(p)))
+    listed.sort(key=lambda p: (not p.fits(memory), not p.same_training, _device_seconds(p)))
     return listed, planner.failed
 
 
-def _cost(plan: Plan) -> float:
+def _device_seconds(plan: Plan) -> float:
     """Return the device-seconds that one token takes."""
     return plan.estimate.device_time
 
@@ -271,4 +271,4 @@ def compare_layouts(plan: Plan, device: Device, memory: int | None, report: Repo
                 continue
             if (changed := planner.plan(Change(name, cfg, world_size))) is not None:
                 plans.append(changed)
-    return sorted(plans, key=lambda p: (not p.fits(memory), _cost(p)))
+    return sorted(plans, key=lambda p: (not p.fits(memory), _device_seconds(p)))

@@ -52,7 +52,7 @@ def measure(
             step()
             seconds = time.perf_counter() - start_time
             # The meter knows what is held between two steps; the profiler adds what a step needs.
-            measured.append((sum(meter.live.values()) + host_peak(step), seconds))
+            measured.append((sum(meter.live.values()) + measure_host_peak(step), seconds))
         else:
             api = torch.get_device_module(device)
             api.reset_peak_memory_stats(device)
@@ -124,7 +124,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
 
 
-def host_peak(step: Callable[[], Any]) -> int:
+def measure_host_peak(step: Callable[[], Any]) -> int:
     """Run `step`, and measure the peak of what torch allocates in host memory, in bytes.
 
     Bytes that were allocated before do not count. Uses torch's profiler, whose trace takes about 10

@@ -202,7 +202,7 @@ class Meter(TorchDispatchMode):
 
         def compile_and_count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
             run = compile_graph(graph, inputs)
-            operations = fused_operations(graph.graph, _flops)
+            operations = fused_operations(graph.graph, _count_flops)
 
             def run_and_count(args: Any) -> Any:
                 if meter._part:
@@ -377,10 +377,10 @@ class Meter(TorchDispatchMode):
         nbytes = sum(t.numel() * t.itemsize for t in tensors)
         is_half = min((t.itemsize for t in inputs if t.is_floating_point()), default=4) <= 2
         operations = self.work[self._part].operations
-        operations[float(_flops(func, args, kwargs, out)), nbytes, is_half] += 1
+        operations[float(_count_flops(func, args, kwargs, out)), nbytes, is_half] += 1
 
 
-def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
+def _count_flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
     """Return the floating-point operations of a matrix product or attention; else 0."""
     name = func._schema.name
     if "flash_attention_for_cpu" in name:
@@ -433,8 +433,8 @@ def fused_operations(graph: fx.Graph, flops: Callable[[Any, Any, Any, Any], floa
         if target is operator.getitem or getattr(target, "is_view", False):
             base_of[node] = base_of.get(args[0], args[0])
             continue
-        arg_values, kwarg_values = tree_map_only(fx.Node, _value, (args, node.kwargs))
-        count = flops(target, arg_values, kwarg_values, _value(node))
+        arg_values, kwarg_values = tree_map_only(fx.Node, _fake_value, (args, node.kwargs))
+        count = flops(target, arg_values, kwarg_values, _fake_value(node))
         if count or not can_extend:
             kernel_flops.append(count)
         can_extend = not count
@@ -455,20 +455,20 @@ def fused_operations(graph: fx.Graph, flops: Callable[[Any, Any, Any, Any], floa
                     writes[kernel_of[source]][source] = None
     operations: Operations = Counter()
     for kernel, count in enumerate(kernel_flops):
-        tensors = [t for node in (*reads[kernel], *writes[kernel]) for t in _tensors(node)]
-        inputs = [t for n in reads[kernel] for t in _tensors(n) if t.is_floating_point()]
+        tensors = [t for node in (*reads[kernel], *writes[kernel]) for t in _list_tensors(node)]
+        inputs = [t for n in reads[kernel] for t in _list_tensors(n) if t.is_floating_point()]
         is_half = min((t.itemsize for t in inputs), default=4) <= 2
         nbytes = sum(t.numel() * t.itemsize for t in tensors)
         operations[count, nbytes, is_half] += 1
     return operations
 
 
-def _value(node: fx.Node) -> Any:
+def _fake_value(node: fx.Node) -> Any:
     """Return the result of a graph node as fake tensors; None if it has none."""
     return node.meta.get("val")
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
+def _list_tensors(node: fx.Node) -> list[torch.Tensor]:
     """List the fake tensors of a graph node's result; skip random states, which have no size."""
-    tensors = (t for t in tree_leaves(_value(node)) if isinstance(t, torch.Tensor))
+    tensors = (t for t in tree_leaves(_fake_value(node)) if isinstance(t, torch.Tensor))
     return [t for t in tensors if isinstance(t.numel(), int)]

@@ -110,7 +110,7 @@ def resolve_auto(cfg: RunConfig, model: nn.Module, run: Run, folder: RunFolder) 
     parts = minimum_bytes(cfg, model, world_size, run.device.type)
     needed = sum(parts.values())
     if needed > memory:
-        ranks.on_main(lambda: _refuse(cfg, world_size, device, memory, parts))
+        ranks.on_main(lambda: _raise_shortage(cfg, world_size, device, memory, parts))
     decided = automatic.reuse_decision(cfg, folder.before, world_size)
     decided = shard_within_machines(decided, model, run, memory)
     if automatic.auto_settings(decided):
@@ -197,7 +197,7 @@ def choose_candidate(cfg: RunConfig, run: Run, device: Device, memory: int) -> R
     local_memory = free_memory(cfg.sharding, run.device)
     local_device = with_index(run.device)
     place, planned = ranks.on_main(
-        lambda: in_subprocess(_choose_place, cfg, world_size, device, memory)
+        lambda: in_subprocess(_choose_by_plan, cfg, world_size, device, memory)
     )
     for candidate in automatic.candidates_from(cfg, world_size, place):
         args = (candidate, world_size, run.rank, local_device, local_memory, reserve)
@@ -215,7 +215,9 @@ def choose_candidate(cfg: RunConfig, run: Run, device: Device, memory: int) -> R
     )
 
 
-def _choose_place(cfg: RunConfig, world_size: int, device: Device, memory: int) -> tuple[int, int]:
+def _choose_by_plan(
+    cfg: RunConfig, world_size: int, device: Device, memory: int
+) -> tuple[int, int]:
     """Return the index of the first candidate whose plan fits, and the bytes of that plan."""
     place, plan = automatic.choose(cfg, world_size, device, memory)
     return place, plan.estimate.memory
@@ -322,7 +324,7 @@ def _format_remedies(plan: Plan, remedies: list[Plan]) -> str:
     return "; ".join(texts)
 
 
-def _refuse(
+def _raise_shortage(
     cfg: RunConfig, world_size: int, device: Device, memory: int, parts: dict[str, int]
 ) -> None:
     """Raise a MemoryShortageError that lists the needed memory and the cheapest changes.

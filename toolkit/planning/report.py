@@ -106,7 +106,7 @@ class PlanReport:
         }
 
     def _disk_facts(self) -> dict[str, int]:
-        """Return the bytes of a checkpoint and of an export, and the number of checkpoints on disk."""
+        """Return the bytes of a checkpoint and an export, and how many checkpoints are on disk."""
         sim = self.plan.sim
         count = count_checkpoints_on_disk(self.plan.cfg.checkpoint, self._run_facts()["max_steps"])
         return {"checkpoint": sim.checkpoint, "checkpoints": count, "export": sim.export}

@@ -185,7 +185,7 @@ def _simulate(
     ):
         model = sharded_model.model
         base: Any = base_of(model)
-        notes = _find_loss(base, model)
+        notes = _probe_loss(base, model)
         # Computed while the model is on meta, because the step replaces its tensors.
         facts: dict[str, Any] = {
             "model": model_class_name(base),
@@ -211,7 +211,11 @@ def _simulate(
         has_mask = "attention_mask" in batch.inputs
         with FakeTensorMode(allow_non_fake_inputs=True):
             try:
-                with meter.running(compiled=is_compiled), _silence(), _real_masks(has_mask):
+                with (
+                    meter.running(compiled=is_compiled),
+                    _suppress_logs(),
+                    _use_run_masks(has_mask),
+                ):
                     state = run_step(sharded_model, objective, meter, "cpu", batch)
             except ToolkitError:
                 raise
@@ -234,7 +238,7 @@ def _simulate(
         )
 
 
-def _find_loss(base: Any, model: nn.Module) -> list[str]:
+def _probe_loss(base: Any, model: nn.Module) -> list[str]:
     """Try on a tiny copy how a model computes its logits, and record it on `model` for the loss.
 
     Does nothing for a reward model, which has no logits of tokens.
@@ -297,7 +301,7 @@ def materialise_run(
     """
     _materialise_model(model, device)
     optimizer = build_optimizer(model, cfg.optim)
-    begin_state(optimizer)
+    create_optimizer_state(optimizer)
     return optimizer, [t for state in optimizer.state.values() for t in state.values()]
 
 
@@ -386,7 +390,7 @@ def run_step(
     return State(parameter_bytes, gradient_bytes, local_bytes(state))
 
 
-def begin_state(optimizer: torch.optim.Optimizer) -> None:
+def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer's state by a step on zero gradients, then remove the gradients."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -402,7 +406,7 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 @contextlib.contextmanager
-def _real_masks(has_mask: bool) -> Iterator[None]:
+def _use_run_masks(has_mask: bool) -> Iterator[None]:
     """Within the context, make transformers build the attention masks that the real run builds.
 
     With fake tensors transformers always builds a mask, which is right if rows are padded. For full
@@ -418,7 +422,7 @@ def _real_masks(has_mask: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def _suppress_logs() -> Iterator[None]:
     """Within the context, suppress warnings and torch's logs.
 
     They concern operations without values, whose error is reported, and compilation, which the run

@@ -39,7 +39,7 @@ _LOSS_TOLERANCE = 0.05
 
 
 @dataclass
-class Life:
+class SmallRun:
     """The small run of a rehearsal: trains, is killed, resumes, and is exported.
 
     Its public methods are stages, called in order. Each returns a text for the report, and raises a
@@ -71,7 +71,7 @@ class Life:
         self.config = self.folder / "rehearsal.yaml"
         self.config.write_text(config.dump(self.cfg), "utf-8")
 
-    def __enter__(self) -> "Life":
+    def __enter__(self) -> "SmallRun":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,7 +103,7 @@ class Life:
         return f"checkpoints of steps {SAVE_STEPS} and {_REPEATED_STEP}"
 
     def kill(self) -> str:
-        """Kill all processes, verify both checkpoints, and move the second one to another folder."""
+        """Kill all processes, verify both checkpoints, and move the second one away."""
         has_ended = not self.first_launch.running
         self.first_launch.kill()
         steps = committed_steps(self.run)

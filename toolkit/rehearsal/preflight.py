@@ -22,8 +22,8 @@ from toolkit.errors import DataError
 from toolkit.mesh import View
 from toolkit.models import build_on_meta
 from toolkit.planning.fake_ranks import fake_world
-from toolkit.rehearsal.life import Life
-from toolkit.rehearsal.rows import Head, choose_length, read_heads, refuse_long
+from toolkit.rehearsal.life import SmallRun
+from toolkit.rehearsal.rows import SourceHead, choose_length, read_heads, refuse_long_rows
 from toolkit.rehearsal.settings import (
     affordable_length,
     build_notes,
@@ -67,9 +67,9 @@ class Rehearsal:
     cfg: Any = None
     start: Any = None
     """The `Start` of the real run; its model is on meta."""
-    heads: tuple[list[Head], list[Head]] = field(default_factory=lambda: ([], []))
+    heads: tuple[list[SourceHead], list[SourceHead]] = field(default_factory=lambda: ([], []))
     """First rows of each source for training, and for evaluation."""
-    life: Life | None = None
+    life: SmallRun | None = None
 
     def run(self) -> None:
         """Run all stages and record their results.
@@ -96,7 +96,7 @@ class Rehearsal:
                 record(name, getattr(self.life, name.replace(" ", "_")))
 
     def check(self, name: str) -> str:
-        """Run the start checks of a stage (`toolkit.start_checks.CHECKS`), and return their text."""
+        """Run the start checks of a stage, and return their text; see `start_checks.CHECKS`."""
         return run_checks(self.start, "rehearse", name).get(name, "")
 
     def read_settings(self) -> str:
@@ -135,7 +135,7 @@ class Rehearsal:
         train_heads = read_heads(cfg, encoder)
         eval_heads = read_heads(cfg, encoder, "eval")
         self.heads = (train_heads, eval_heads)
-        refuse_long([*train_heads, *eval_heads], cfg.data.sequence_length, self.max_too_long)
+        refuse_long_rows([*train_heads, *eval_heads], cfg.data.sequence_length, self.max_too_long)
         formats = {head.source.layout.format for head in train_heads}
         if tokenizer is None and not trains_tokenizer and formats != {"tokenised"}:
             raise DataError(
@@ -159,7 +159,7 @@ class Rehearsal:
         shrunk, cfg = self.write_small_run()
         recipe = self.recorder.result.recipe
         logs = self.recorder.logs
-        self.life = Life(recipe, self.cfg, cfg, self.world_size, self.folder, logs)
+        self.life = SmallRun(recipe, self.cfg, cfg, self.world_size, self.folder, logs)
         return f"{self.life.load()}; {shrunk}"
 
     def write_small_run(self) -> tuple[Shrunk, Any]:
@@ -204,7 +204,7 @@ class Rehearsal:
         return shrunk, small_run
 
 
-def _describe_rows(train: list[Head], evals: list[Head], trains_tokenizer: bool) -> str:
+def _describe_rows(train: list[SourceHead], evals: list[SourceHead], trains_tokenizer: bool) -> str:
     """Format counts of the rows that were read: tokens, supervised share, too long, skipped.
 
     Args:

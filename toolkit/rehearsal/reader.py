@@ -37,7 +37,7 @@ def main() -> None:
         compare_merge(model, args.adapter, args.base, options)
 
 
-def model_class(folder: str, options: dict[str, Any]) -> Any:
+def find_model_class(folder: str, options: dict[str, Any]) -> Any:
     """Return the class that loads the export: that in config.json, else AutoModelForCausalLM."""
     name = (AutoConfig.from_pretrained(folder, **options).architectures or [""])[0]
     if name.endswith("ForCausalLM"):
@@ -54,7 +54,7 @@ def reload(folder: str, with_tokenizer: bool, options: dict[str, Any]) -> tuple[
     Raises:
         ValueError: transformers reports keys that it did not load.
     """
-    model, info = model_class(folder, options).from_pretrained(
+    model, info = find_model_class(folder, options).from_pretrained(
         folder, output_loading_info=True, **options
     )
     not_loaded = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
@@ -113,7 +113,7 @@ def compare_merge(merged: Any, adapter: str, base: str, options: dict[str, Any])
     """
     from peft import PeftModel
 
-    model: Any = model_class(base, options).from_pretrained(base, **options)
+    model: Any = find_model_class(base, options).from_pretrained(base, **options)
     rows = merged.get_input_embeddings().weight.shape[0]
     if model.get_input_embeddings().weight.shape[0] != rows:
         model.resize_token_embeddings(rows, mean_resizing=False)

@@ -35,7 +35,7 @@ _LENGTH_REASONS = ("too long", "no supervised token within sequence_length")
 
 
 @dataclass
-class Head:
+class SourceHead:
     """The first rows of one data source, and counts of their tokens."""
 
     source: DataSource
@@ -84,7 +84,9 @@ class Head:
         return file
 
 
-def read_heads(cfg: RunConfig, encoder: Encoder | None, purpose: Purpose = "train") -> list[Head]:
+def read_heads(
+    cfg: RunConfig, encoder: Encoder | None, purpose: Purpose = "train"
+) -> list[SourceHead]:
     """Read the first rows of each data source, and check and encode them as the run will.
 
     Args:
@@ -105,7 +107,7 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, purpose: Purpose = "trai
         rows = source.rows
         if isinstance(rows, datasets.Dataset):
             source = replace(source, rows=rows.select(range(min(len(rows), LOOK_ROWS + 1))))
-        head = Head(source)
+        head = SourceHead(source)
         for first, stored_rows in _read_batches(head):
             encoded_rows: Sequence[EncodedRow | None] = [None] * len(stored_rows)
             if encoder is not None:
@@ -120,7 +122,7 @@ def read_heads(cfg: RunConfig, encoder: Encoder | None, purpose: Purpose = "trai
     return heads
 
 
-def _read_batches(head: Head) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _read_batches(head: SourceHead) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yield (number of the first row, rows) of at most 50 rows, up to 1000 rows or about 4 MB.
 
     Sets `head.is_complete` to whether the source has no further rows.
@@ -138,7 +140,7 @@ def _read_batches(head: Head) -> Iterator[tuple[int, list[dict[str, Any]]]]:
 
 
 def _add_rows(
-    head: Head, stored_rows: list[dict[str, Any]], encoded_rows: Sequence[EncodedRow | None]
+    head: SourceHead, stored_rows: list[dict[str, Any]], encoded_rows: Sequence[EncodedRow | None]
 ) -> None:
     """Add rows to `head`: their counts, lengths, and the columns that the run uses.
 
@@ -165,7 +167,7 @@ def _add_rows(
         head.rows.append((tokens, used))
 
 
-def refuse_long(heads: list[Head], sequence_length: int, max_share: float) -> None:
+def refuse_long_rows(heads: list[SourceHead], sequence_length: int, max_share: float) -> None:
     """Raise a DataError if too many rows of a source are truncated or dropped.
 
     Args:
@@ -191,7 +193,7 @@ def refuse_long(heads: list[Head], sequence_length: int, max_share: float) -> No
         )
 
 
-def choose_length(heads: list[Head], affordable: int, sequence_length: int) -> int:
+def choose_length(heads: list[SourceHead], affordable: int, sequence_length: int) -> int:
     """Choose the sequence length of the rehearsal, in tokens.
 
     It is `affordable`, raised until some rows of each source fit, and at most `sequence_length`.

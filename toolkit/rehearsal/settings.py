@@ -101,15 +101,18 @@ def rehearsal_config(
         output: output_dir of the small run.
     """
     small: Any = settings_for_cpu(cfg)
-    sharding = {**_mesh(cfg.sharding, world_size), **_sharding(small.sharding, shrunk)}
+    sharding = {
+        **_choose_mesh(cfg.sharding, world_size),
+        **_sharding_changes(small.sharding, shrunk),
+    }
     small = replace(
         small,
         model=replace(small.model, name_or_path=str(shrunk.folder), revision=None),
         sharding=replace(small.sharding, **sharding),
-        data=replace(small.data, sequence_length=length, **_data(cfg, files, length)),
-        train=replace(small.train, **_train(small)),
-        optim=replace(small.optim, **_optim(cfg.optim)),
-        checkpoint=replace(small.checkpoint, **_checkpoint(cfg.checkpoint)),
+        data=replace(small.data, sequence_length=length, **_data_changes(cfg, files, length)),
+        train=replace(small.train, **_train_changes(small)),
+        optim=replace(small.optim, **_optim_changes(cfg.optim)),
+        checkpoint=replace(small.checkpoint, **_checkpoint_changes(cfg.checkpoint)),
         metrics=replace(small.metrics, report_to="none"),
         hub=type(small.hub)(),
         output_dir=str(output),
@@ -139,7 +142,7 @@ def list_not_rehearsed(cfg: ShardingConfig, processes: int, world_size: int) -> 
     return entries
 
 
-def _mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:
+def _choose_mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:
     """Choose dp_replicate and dp_shard of the rehearsal: the same kind of mesh as in the run."""
     if cfg.dp_shard == 1:
         return {"dp_replicate": -1, "dp_shard": 1}
@@ -148,7 +151,7 @@ def _mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:
     return {"dp_replicate": 1, "dp_shard": -1}
 
 
-def _sharding(cfg: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
+def _sharding_changes(cfg: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
     """Return changes of the section sharding that a CPU and another number of ranks need."""
     overrides = cfg.reshard_after_forward_overrides.items()
     changes: dict[str, Any] = {
@@ -163,7 +166,9 @@ def _sharding(cfg: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
     return changes
 
 
-def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> dict[str, Any]:
+def _data_changes(
+    cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int
+) -> dict[str, Any]:
     """Return changes of the section data, which replace the sources by the rehearsal's files."""
     train_files, eval_files = ([str(file) for file in purpose_files] for purpose_files in files)
     # The rows were written under their standard column names.
@@ -191,7 +196,7 @@ def _data(cfg: RunConfig, files: tuple[list[Path], list[Path]], length: int) -> 
     return changes
 
 
-def _optim(cfg: OptimConfig) -> dict[str, Any]:
+def _optim_changes(cfg: OptimConfig) -> dict[str, Any]:
     """Shorten the schedule's numbers of steps for a run of `LAST_STEP` steps."""
     schedule = {"warmup_steps": cfg.warmup_steps, **cfg.lr_scheduler_kwargs}
     for name, value in schedule.items():
@@ -200,7 +205,7 @@ def _optim(cfg: OptimConfig) -> dict[str, Any]:
     return {"warmup_steps": schedule.pop("warmup_steps"), "lr_scheduler_kwargs": schedule}
 
 
-def _train(cfg: RunConfig) -> dict[str, Any]:
+def _train_changes(cfg: RunConfig) -> dict[str, Any]:
     """Return changes of the section train: fewer steps and smaller batches."""
     train: Any = cfg.train
     changes: dict[str, Any] = {
@@ -219,7 +224,7 @@ def _train(cfg: RunConfig) -> dict[str, Any]:
     return changes
 
 
-def _checkpoint(cfg: CheckpointConfig) -> dict[str, Any]:
+def _checkpoint_changes(cfg: CheckpointConfig) -> dict[str, Any]:
     """Return changes of the section checkpoint: frequent saves, in the local run folder only."""
     return {
         "save_steps": SAVE_STEPS,

@@ -77,7 +77,7 @@ def shrink(cfg: ModelConfig, param_dtype: str, folder: Path) -> Shrunk:
             small = _build_small(real, config)
             dtypes = (param_dtype, "float32")
             dtype = next(d for d in dtypes if _can_step(small, getattr(torch, d)))
-            _write(small, real, cfg, folder)
+            _write_model(small, real, cfg, folder)
         except StopIteration:
             reason = "no step can be computed on this machine's CPU"
         except Exception as error:  # the next config is closer to the real one
@@ -126,7 +126,7 @@ def _can_step(model: Any, dtype: torch.dtype) -> bool:
     return True
 
 
-def _write(small: Any, real: PreTrainedModel, cfg: ModelConfig, folder: Path) -> None:
+def _write_model(small: Any, real: PreTrainedModel, cfg: ModelConfig, folder: Path) -> None:
     """Write the small model's folder: config, tokenizer and code files like those of `real`.
 
     Weights are written only if the real model has weight files.

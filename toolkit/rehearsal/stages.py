@@ -113,7 +113,7 @@ class Result:
         return {"ok": self.ok, "failed": failed, **asdict(self)}
 
     def text(self) -> str:
-        """Format failures with advice, notes, and changed settings; stage lines are not repeated."""
+        """Format failures with advice, notes, and changed settings."""
         lines = []
         for stage in (stage for stage in self.stages if stage.ok is False):
             lines += ["", f"{stage.stage} failed: {stage.said}", f"  what to do: {stage.advice}"]

@@ -86,9 +86,9 @@ class Prefetch:
         """After the first complete forward, remove the hooks and set the prefetches."""
         for handle in self._handles:
             handle.remove()
-        self._wire(_drop_repeated(self.begun), _drop_repeated(self.ended))
+        self._set_prefetches(_drop_repeated(self.begun), _drop_repeated(self.ended))
 
-    def _wire(self, begun: list[str], ended: list[str]) -> None:
+    def _set_prefetches(self, begun: list[str], ended: list[str]) -> None:
         """Tell FSDP2 which units to gather ahead of each unit, in the forward and in the backward.
 
         Fills `wired`. The root counts as the first unit in both directions.

@@ -71,7 +71,7 @@ class OnHost:
         self._is_returned = False
         self._back: torch.Tensor | None = None
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=pin)
-        if (streams := _streams(tensor.device)) is None:
+        if (streams := _copy_streams(tensor.device)) is None:
             self._host.copy_(tensor)
             return
         api = torch.get_device_module(tensor.device)
@@ -87,7 +87,7 @@ class OnHost:
         """Start copying the tensor back to its device; later calls do nothing."""
         if self._back is not None or self._is_returned:
             return
-        if (streams := _streams(self._device)) is None:
+        if (streams := _copy_streams(self._device)) is None:
             self._back = self._host.to(self._device)
             return
         back = streams[1]
@@ -109,7 +109,7 @@ class OnHost:
         tensor: Any = self._back
         self._back = None
         self._is_returned = True
-        if _streams(self._device) is not None:
+        if _copy_streams(self._device) is not None:
             current = torch.get_device_module(self._device).current_stream(self._device)
             current.wait_event(self._copied)
             tensor.record_stream(current)
@@ -117,7 +117,7 @@ class OnHost:
 
 
 @functools.cache
-def _streams(device: torch.device) -> tuple[Any, Any] | None:
+def _copy_streams(device: torch.device) -> tuple[Any, Any] | None:
     """Create a stream for copies to the host and one for copies back; None for a CPU. Cached."""
     if device.type == "cpu":
         return None

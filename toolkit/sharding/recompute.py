@@ -89,7 +89,7 @@ def recompute_in_backward(
     """
     forward: Callable = module.forward
     draws: bool | None = None  # the forward draws random numbers; None before the first forward
-    layer = _Layer(name, type(module).__name__)
+    layer = _LayerFacts(name, type(module).__name__)
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,9 @@ def recompute_in_backward(
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws is not False}
         if torch.compiler.is_compiling():
             if selective:
-                options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+                options["context_fn"] = partial(
+                    create_selective_checkpoint_contexts, _compiler_policy
+                )
             return checkpoint(forward, *args, **options, **kwargs)
         group = None if host is None else host.group()
         if draws is not None and not selective:
@@ -111,10 +113,12 @@ def recompute_in_backward(
                 return checkpoint(forward, *args, **options, **kwargs)
         before = get_random_state() if draws is None else None
         store = torch.Tensor.detach if group is None else group.keep
-        keep = _Keep(layer, store if selective else None, (args, kwargs), first=draws is None)
-        options["context_fn"] = lambda: (keep, _Reuse(keep))
+        keep = _KeepResults(
+            layer, store if selective else None, (args, kwargs), first=draws is None
+        )
+        options["context_fn"] = lambda: (keep, _ReuseResults(keep))
         with _saved_tensor_hooks(group):
-            out = checkpoint(keep.guarded(forward), *args, **options, **kwargs)
+            out = checkpoint(keep.wrap_forward(forward), *args, **options, **kwargs)
         keep.end(out)
         if before is not None:
             draws = not all(map(torch.equal, before, get_random_state()))
@@ -144,7 +148,7 @@ def _kept_operations() -> frozenset[Any]:
     return frozenset(op for op in overloads if not op._schema.is_mutable)
 
 
-def _worth_keeping(func: Any, args: Sequence[Any]) -> bool:
+def _is_worth_keeping(func: Any, args: Sequence[Any]) -> bool:
     """Return True unless an operation is a product over at most `_THIN` values per result.
 
     Recomputing such a thin product costs no more than reading and writing its result.
@@ -157,13 +161,13 @@ def _worth_keeping(func: Any, args: Sequence[Any]) -> bool:
     return not isinstance(summed, int) or summed > _THIN
 
 
-def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _compiler_policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Tell torch's compiler whether an operation's result is kept or computed again."""
-    keeps = func in _kept_operations() and _worth_keeping(func, args)
+    keeps = func in _kept_operations() and _is_worth_keeping(func, args)
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Layer:
+class _LayerFacts:
     """Name, class and writing operations of one layer; all its forwards share this object."""
 
     def __init__(self, name: str, kind: str) -> None:
@@ -172,7 +176,7 @@ class _Layer:
         self.unseen = set[Any]()
         """Operations whose results it writes to past PyTorch."""
 
-    def unrepeatable(self, reason: str) -> ShardingError:
+    def build_error(self, reason: str) -> ShardingError:
         """Build the error that this layer cannot be recomputed, with the reason and a remedy."""
         return ShardingError(
             f"activation_checkpointing: {self.name} ({self.kind}) cannot be recomputed: {reason}; "
@@ -180,7 +184,7 @@ class _Layer:
         )
 
 
-class _Keep(TorchDispatchMode):
+class _KeepResults(TorchDispatchMode):
     """Dispatch mode of a layer's forward: keeps the results that the recomputation will reuse.
 
     Results that an operation writes to in place are dropped; see [Note: kept and written to].
@@ -194,7 +198,7 @@ class _Keep(TorchDispatchMode):
         return True
 
     def __init__(
-        self, layer: _Layer, store: Callable[[Any], Any] | None, inputs: Any, *, first: bool
+        self, layer: _LayerFacts, store: Callable[[Any], Any] | None, inputs: Any, *, first: bool
     ) -> None:
         """Begin a forward.
 
@@ -221,7 +225,7 @@ class _Keep(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
-            self._note_writes(func, args, kwargs)
+            self._drop_written(func, args, kwargs)
         elif func in self.operations:
             self._keep(func, args, out)
         return out
@@ -229,9 +233,9 @@ class _Keep(TorchDispatchMode):
     def _keep(self, func: Any, args: Sequence[Any], out: Any) -> None:
         """Record a call of one operation, and keep its result if that is worth the memory."""
         calls = self.calls.setdefault(func, [])
-        call = [_shapes(args), None]
+        call = [_tensor_shapes(args), None]
         calls.append(call)
-        if self._store is None or func in self.layer.unseen or not _worth_keeping(func, args):
+        if self._store is None or func in self.layer.unseen or not _is_worth_keeping(func, args):
             return
         call[1] = tree_map_only(torch.Tensor, self._store, out)
         place = func, len(calls) - 1
@@ -242,7 +246,7 @@ class _Keep(TorchDispatchMode):
             ]
             self._sums += [(*place, t.detach(), bit_sums(t.detach()[None])) for t in results]
 
-    def _note_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _drop_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Drop the kept results that an operation writes to.
 
         Raises:
@@ -253,7 +257,7 @@ class _Keep(TorchDispatchMode):
                 continue
             storages = _storages(args[i] if i < len(args) else kwargs.get(argument.name))
             if storages & self._inputs:
-                raise self.layer.unrepeatable(f"it writes to its own input in place ({func})")
+                raise self.layer.build_error(f"it writes to its own input in place ({func})")
             self._written |= {func_of_result for func_of_result, _ in self._drop(storages)}
 
     def _drop(self, storages: set[StorageWeakRef]) -> list[tuple[Any, int]]:
@@ -267,7 +271,7 @@ class _Keep(TorchDispatchMode):
             self.calls[func][index][1] = None
         return places
 
-    def guarded(self, forward: Callable) -> Callable:
+    def wrap_forward(self, forward: Callable) -> Callable:
         """Wrap `forward`: if the layer's first recomputation fails, the error names the layer.
 
         Errors of the device or the network are raised unchanged.
@@ -281,7 +285,7 @@ class _Keep(TorchDispatchMode):
                 outside = torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError
                 if not (self._ended and self._first) or isinstance(error, outside):
                     raise
-                raise self.layer.unrepeatable(f"the second time it ends with {error}") from error
+                raise self.layer.build_error(f"the second time it ends with {error}") from error
 
         return run
 
@@ -317,7 +321,7 @@ class _Keep(TorchDispatchMode):
             )
 
 
-class _Reuse(TorchDispatchMode):
+class _ReuseResults(TorchDispatchMode):
     """Dispatch mode of the recomputation: returns kept results instead of computing them.
 
     Raises a ShardingError if the layer runs other operations than in its forward.
@@ -330,7 +334,7 @@ class _Reuse(TorchDispatchMode):
         """Return True, so that compiled functions run compiled while this mode is active."""
         return True
 
-    def __init__(self, keep: _Keep) -> None:
+    def __init__(self, keep: _KeepResults) -> None:
         super().__init__()
         self._layer = keep.layer
         self._calls = keep.calls
@@ -345,9 +349,9 @@ class _Reuse(TorchDispatchMode):
         if func not in self._operations:
             return func(*args, **(kwargs or {}))
         call = next(self._next.get(func, iter(())), None)
-        if call is None or call[0] != (now := _shapes(args)):
+        if call is None or call[0] != (now := _tensor_shapes(args)):
             which = "more often" if call is None else f"on {now}, not on {call[0]}"
-            raise self._layer.unrepeatable(f"the second time it runs {func} {which}")
+            raise self._layer.build_error(f"the second time it runs {func} {which}")
         # Give up the reference, so that the memory is free once the backward has used the result.
         result = call[1]
         call[1] = None
@@ -372,6 +376,6 @@ def _storages(value: Any) -> set[StorageWeakRef]:
     return {StorageWeakRef(tensor.untyped_storage()) for tensor in _iterate_tensors(value)}
 
 
-def _shapes(args: Sequence[Any]) -> list[tuple[int, ...]]:
+def _tensor_shapes(args: Sequence[Any]) -> list[tuple[int, ...]]:
     """List the shapes of those arguments that are tensors."""
     return [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]

@@ -89,12 +89,12 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     """
     modules = dict(model.named_modules())
     replicated = _replicated_ids(model, cfg)
-    layers, root_only = _layers(model, cfg)
+    layers, root_only = _find_layers(model, cfg)
     base = base_of(model)
     embedding = head = None
     if isinstance(base, PreTrainedModel):
-        embedding = _name_of(base.get_input_embeddings(), modules)
-        head = _name_of(base.get_output_embeddings(), modules)
+        embedding = _find_name(base.get_input_embeddings(), modules)
+        head = _find_name(base.get_output_embeddings(), modules)
     members: list[Member] = []
     if root_only is None:
         members += [(name,) for name in layers]
@@ -106,7 +106,7 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     members += [
         (n,) for tower in towers for n in _modules_with_forward(tower, model.get_submodule(tower))
     ]
-    dtypes = _dtype_overrides(model, cfg, members, head)
+    dtypes = _find_dtype_overrides(model, cfg, members, head)
     members = list(dict.fromkeys([*members, *dtypes, (ROOT,)]))
     members = _join_tied_units(model, members, replicated, dtypes.keys())
     owned = _assign_parameters(model, members, replicated)
@@ -120,12 +120,12 @@ def plan_units(model: nn.Module, cfg: ShardingConfig) -> UnitPlan:
     depth = {name: len(name.split(".")) if name else 0 for name in modules}
     filled.sort(key=lambda m: (-max(depth[name] for name in m), order[m[0]]))
     units = [_build_unit(cfg, m, owned[m], members, dtypes, head) for m in filled]
-    units = _override_reshard(model, cfg, units)
+    units = _apply_reshard_overrides(model, cfg, units)
     names = [n for n, p in model.named_parameters() if id(p) in replicated]
     return UnitPlan(tuple(units), tuple(layers), tuple(names), root_only)
 
 
-def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | None]:
+def _find_layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | None]:
     """Find the names of the decoder layers, or of the modules that `layer_classes` names.
 
     Returns:
@@ -146,7 +146,7 @@ def _layers(model: nn.Module, cfg: ShardingConfig) -> tuple[list[str], str | Non
     return layers, _ROOT_ONLY.get(getattr(getattr(model, "config", None), "model_type", ""))
 
 
-def _name_of(module: nn.Module | None, modules: dict[str, nn.Module]) -> str | None:
+def _find_name(module: nn.Module | None, modules: dict[str, nn.Module]) -> str | None:
     """Look up a module's name in `modules`; None for a container or for a module that is not there.
 
     A container is a ModuleList or ModuleDict: it has no forward, so FSDP2 cannot hook it.
@@ -204,7 +204,7 @@ def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if not p.requires_grad and id(p) not in apart]
 
 
-def _dtype_overrides(
+def _find_dtype_overrides(
     model: nn.Module, cfg: ShardingConfig, members: list[Member], head: str | None
 ) -> dict[Member, torch.dtype]:
     """Find the units that compute in another dtype than `param_dtype`, by `param_dtype_overrides`.
@@ -229,7 +229,7 @@ def _dtype_overrides(
     groups: dict[tuple[Member, torch.dtype], list[str]] = {}
     for member in members:
         unit_dtypes = {
-            _dtype_for([*enclosing_module_names(name), name], named_dtypes, default)
+            _innermost_dtype([*enclosing_module_names(name), name], named_dtypes, default)
             for name in member
         }
         if len(unit_dtypes) > 1:
@@ -245,7 +245,7 @@ def _dtype_overrides(
         if (
             name in units
             or not holds
-            or dtype == _dtype_for(enclosing_module_names(name), named_dtypes, default)
+            or dtype == _innermost_dtype(enclosing_module_names(name), named_dtypes, default)
         ):
             continue
         if name == head:
@@ -265,7 +265,9 @@ def _modules_with_forward(name: str, module: nn.Module) -> list[str]:
     ]
 
 
-def _dtype_for(path: list[str], named_dtypes: dict[str, torch.dtype], default: Any) -> torch.dtype:
+def _innermost_dtype(
+    path: list[str], named_dtypes: dict[str, torch.dtype], default: Any
+) -> torch.dtype:
     """Return the dtype of the innermost module that has an override, else `default`.
 
     Args:
@@ -298,7 +300,9 @@ def _join_tied_units(
         if len(homes) > 1 and (_enclosing_unit(homes) is None or homes & own_dtype):
             apart.setdefault(homes, []).append(aliases)
     for homes, tied in apart.items():
-        tops = [_shared_top(model, name, shared) for aliases in tied for name in aliases]
+        tops = [
+            _outermost_shared_module(model, name, shared) for aliases in tied for name in aliases
+        ]
         if None in tops:
             # The outer unit owns the parameter.
             if _enclosing_unit(homes) is not None:
@@ -311,7 +315,9 @@ def _join_tied_units(
     return members
 
 
-def _shared_top(model: nn.Module, name: str, shared: dict[int, list[str]]) -> str | None:
+def _outermost_shared_module(
+    model: nn.Module, name: str, shared: dict[int, list[str]]
+) -> str | None:
     """Find the outermost module around the parameter `name` whose parameters are all shared.
 
     Args:
@@ -409,7 +415,9 @@ def _build_unit(
     )
 
 
-def _override_reshard(model: nn.Module, cfg: ShardingConfig, units: list[Unit]) -> list[Unit]:
+def _apply_reshard_overrides(
+    model: nn.Module, cfg: ShardingConfig, units: list[Unit]
+) -> list[Unit]:
     """Return the units with `reshard_after_forward_overrides` applied.
 
     Raises:
