@@ -84,10 +84,7 @@ def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands.
-
-    Each command sets `run`, a function that takes the parsed arguments and returns an exit code.
-    """
+    """Build the parser of all commands. Each sets `run`, called with the parsed arguments."""
     parser = argparse.ArgumentParser(
         prog="toolkit",
         description="Train models; inspect sharded checkpoints; export Hugging Face folders.",
