@@ -460,7 +460,10 @@ def set_timeouts(timeout: datetime.timedelta) -> None:
 
 
 def _timeout_access() -> tuple[Any, list[dist.ProcessGroup]]:
-    """Return torch's function that sets a group's timeout (None if it has none), and all groups."""
+    """Return torch's private function that sets a group's timeout, and all process groups.
+
+    The function is None if this torch has none.
+    """
     # Private in torch 2.11 to 2.15, and the only way to change it.
     set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     groups = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", None)

@@ -470,7 +470,7 @@ class PretrainConfig(RunConfig):
 
 @dataclass(frozen=True)
 class FinetuneConfig(RunConfig):
-    """Settings of a fine-tuning run, of all parameters or of adapters."""
+    """Settings of a fine-tuning run, of all parameters or of adapters (lora.r or lora.from)."""
 
     model: FinetuneModelConfig
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)

@@ -117,7 +117,16 @@ def _read_argument(
     settings: dict[str, Any],
     notes: dict[str, str],
 ) -> None:
-    """Add an argument of a call to `settings`; if it cannot be read, add a reason to `notes`."""
+    """Add an argument of a call to `settings`; if it cannot be read, add a reason to `notes`.
+
+    Args:
+        call: the call.
+        key: name of the argument.
+        node: expression of its value.
+        assignments: name -> expression of variables that the script assigns once.
+        settings: receives the setting -> its value.
+        notes: receives the setting -> the reason.
+    """
     name, value = _last_name(call.func), _evaluate_literal(node, assignments)
     if key in _OBJECTS and not (key == "model" and isinstance(value, str)):
         return

@@ -26,7 +26,10 @@ _HASH_THREADS = 4
 
 @dataclass(frozen=True)
 class LocalExport:
-    """The files of an export by their names in the repository, including the model card."""
+    """The files of an export to publish, by name in the repository, with their hashes.
+
+    The model card is one of them.
+    """
 
     entries: dict[str, dict[str, Any]]  # name -> {"size", "sha256", "xxh3"}
     contents: dict[str, Path | bytes]

@@ -127,7 +127,13 @@ def _check_hashes(subject: CheckpointSubject) -> None:
 
 
 def _add_damage_findings(subject: CheckpointSubject, name: str, problem: str) -> None:
-    """Add a finding for each damaged tensor of the damaged file `name`, or one for the file."""
+    """Add a finding for each damaged tensor of the file `name`, or one for the file itself.
+
+    Args:
+        subject: the checkpoint.
+        name: a file that differs from the manifest.
+        problem: how the file differs.
+    """
     file = subject.folder / name
     metadata = subject.metadata
     damage: dict[str, str] = {}

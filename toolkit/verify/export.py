@@ -168,7 +168,12 @@ def check_hashes(export: Export) -> None:
 
 
 def _add_damage_findings(export: Export, name: str, problem: str) -> bool:
-    """Add a finding for each damaged tensor of the damaged file `name`, or one for the file.
+    """Add a finding for each damaged tensor of the file `name`, or one for the file itself.
+
+    Args:
+        export: the subject.
+        name: a file that differs from the manifest.
+        problem: how the file differs.
 
     Returns:
         True if the file has the right length and every tensor in it differs.
