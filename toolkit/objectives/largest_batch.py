@@ -50,8 +50,8 @@ def _build_pairs(cfg: RunConfig, shape: SampleShape, rows: int) -> Batch:
 
     Packed pairs have two sides of equal length. Padded pairs have one side of nearly full length.
     If the format compares rows, only the row's own answer is trained, so that side is the long one.
-    The last of several rows has a long second side instead: second sides form a separate
-    batch that is as wide as its longest row.
+    Of several rows, the last one has a long second side instead, since all second sides form a
+    separate batch that is as wide as its longest row.
     """
     length, compares_rows = shape.sequence_length, shape.row_format.compares_rows
     is_equal = shape.packing != "none" and not compares_rows

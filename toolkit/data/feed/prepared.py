@@ -186,11 +186,13 @@ class PreparedFeed(Feed):
     def _read_batches(
         self, run: DataRank, count: int, size: int, accumulation: int, workers: int
     ) -> Batches:
+        """Build the data loader for this rank's micro-batches of the next `count` steps."""
         order, start = self._sample_order(), self.position.samples_seen
         batches = train_batches(order, start, count, size, accumulation, run.rank, run.world_size)
         return run.loader(self.data, batches, workers, self.shape.batch)
 
     def _mean_tokens_and_weights(self) -> list[tuple[float, float]]:
+        """Compute a pair for each source: the mean tokens of a sample, and the mixing weight."""
         shares = self.order.shares
         if len(shares) < len(self.parts):
             # There is one order over all sources.

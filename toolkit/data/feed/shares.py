@@ -52,7 +52,7 @@ class RowPlace(NamedTuple):
     """Number of rows of the group before it in this pass."""
 
     def after(self) -> "RowPlace":
-        """Return the place of the next row of the group, if it follows this row in the file."""
+        """Return the place directly after this row in the same file."""
         return self._replace(row=self.row + 1, number=self.number + 1)
 
 

@@ -35,9 +35,9 @@ _BATCH = "batch"
 class StreamFeed(Feed):
     """The micro-batches of sources that are read and encoded while training; see `Feed`.
 
-    Rows are divided among lanes, and a rank encodes only the rows of its lanes; see [Note: streams]
-    in `stream.py`. Evaluation sources are encoded before training. No evaluation split is taken
-    from a stream.
+    A stream is divided into lanes, independent sequences of rows. A rank encodes only the rows of
+    its lanes; see [Note: streams] in `stream.py`. Evaluation sources are encoded before training. No
+    evaluation split is taken from a stream.
 
     Args:
         sources: the streams, at least one.
@@ -150,6 +150,7 @@ class StreamFeed(Feed):
         return streams
 
     def _mean_tokens_and_weights(self) -> list[tuple[float, float]]:
+        """Estimate the mean tokens of a sample from `first_windows`, paired with each source's weight."""
         return [
             (sum(item.length for item in s.items) / len(s.items), s.source.weight or 1)
             for s in self.first_windows
@@ -158,6 +159,13 @@ class StreamFeed(Feed):
     def _read_batches(
         self, run: DataRank, count: int, size: int, accumulation: int, workers: int
     ) -> Batches:
+        """Yield this rank's micro-batches of the next `count` steps, and update the position.
+
+        After the last micro-batch of a step, `position.after_step` has the new states of lanes.
+
+        Raises:
+            DataError: `max_repeats` ends the data, or a row is refused.
+        """
         batches = RankBatches(
             self.sources,
             self.shape,

@@ -133,7 +133,7 @@ class Mixture:
         return [drawn + here.get(source, 0) for source, drawn in enumerate(phase.drawn)]
 
     def _compute_phases(self) -> int | None:
-        """Fill `_phases`; return the position at which the data ends, or None if it never ends."""
+        """Fill `_phases`; return the number of positions, or None if the sequence never ends."""
         start, drawn = 0, [0] * len(self.sizes)
         active = tuple(range(len(self.sizes)))
         while active:

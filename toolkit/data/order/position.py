@@ -58,7 +58,7 @@ def eval_batches(
 
 
 class Position:
-    """The number of samples that a run has read, and the data that it counts; part of a checkpoint.
+    """The position of a run in its data: the samples read so far; part of every checkpoint.
 
     Args:
         n_samples: number of training samples; None for streams, whose length is not known.

@@ -24,14 +24,14 @@ import pyarrow as pa
 
 @dataclass(frozen=True)
 class Column:
-    """The declaration of values that accompany a row's tokens into micro-batches.
+    """A declared column: extra values per token, sequence or row that micro-batches contain.
 
     See [Note: columns].
 
     Args:
         dtype: NumPy's name of the dtype, such as "float32".
-        per: what each value belongs to: a token, a sequence or the row. A pair of answers has two
-            sequences. A token's value is at the position of the token; it is not shifted.
+        per: the object to which each value belongs. A row that is a pair of answers has two
+            sequences. The value of a token is at the token's own position; it is not shifted.
         shape: shape of one value; () for a number.
         fill: value for padding, and for rows without a value.
         late: True if the values are set after encoding (`EncodedRows.fill_column`); False if
