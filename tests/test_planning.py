@@ -703,7 +703,7 @@ def test_what_a_model_cannot_be_run_with_is_left_out(monkeypatch) -> None:
     made = [[{"activation_checkpointing": mode}] for mode in modes]
     monkeypatch.setattr(automatic, "list_candidates", lambda cfg, world: made)
     monkeypatch.setattr(changes, "with_settings", lambda cfg, section, **settings: settings)
-    monkeypatch.setattr(changes, "_cost", lambda plan: 0)
+    monkeypatch.setattr(changes, "_device_seconds", lambda plan: 0)
     for module in (automatic, search):
         monkeypatch.setattr(module, "make_plan", plan)
     refused = {"selective"}
