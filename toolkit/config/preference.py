@@ -101,7 +101,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True)
 class PreferConfig(FinetuneConfig):
-    """Settings of a preference tuning run, of all parameters or of adapters (lora.r or lora.from)."""
+    """Settings of a preference tuning run of all parameters or adapters (lora.r or lora.from)."""
 
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
