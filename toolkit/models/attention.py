@@ -85,7 +85,7 @@ def attend_within_documents(model: PreTrainedModel) -> None:
 
     Raises:
         ModelError: the model's attention is neither SDPA nor flash attention. A later forward
-            raises it if the model's attention needs a mask of its own or other inputs.
+            raises it if the model needs a separate mask or other inputs of attention.
     """
     configs_by_id = {
         id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None

@@ -260,7 +260,7 @@ def _shrink_longrope(section: Any, cut: Callable[[int], int]) -> bool:
 def _change_integers(
     section: PreTrainedConfig, names: Iterable[str], cut: Callable[[int], int]
 ) -> None:
-    """Apply `cut` to the settings `names` that are positive integers or lists of integers, in place."""
+    """Apply `cut` to the positive integers (also in lists) of the settings `names`, in place."""
     for name in names:
         value = vars(section).get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -270,7 +270,7 @@ def _change_integers(
 
 
 def _shrink_widths(section: PreTrainedConfig) -> None:
-    """Divide heads and widths by the largest common factor that leaves about four heads, in place."""
+    """Divide heads and widths by the largest factor that leaves four heads, in place."""
     heads, widths, keys = (
         [n for name in names if isinstance(n := vars(section).get(name), int) and n > 0]
         for names in (_HEADS, _WIDTHS, _KEY_HEADS)
