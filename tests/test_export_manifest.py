@@ -127,6 +127,8 @@ def test_files_are_compared_by_xxh3_and_pushed_by_sha256(folder, monkeypatch):
         changed = bytearray(raws[name])
         changed[-1] ^= 1
         (folder / name).write_bytes(changed)
-        assert findings.find_damaged_files(folder, files) == {name: "has other bytes than were saved"}
+        assert findings.find_damaged_files(folder, files) == {
+            name: "has other bytes than were saved"
+        }
         with pytest.raises(ExportError, match="changed after it was verified"):
             local.read_export(folder, "org/name", None)
