@@ -36,8 +36,8 @@ class StreamFeed(Feed):
     """The micro-batches of sources that are read and encoded while training; see `Feed`.
 
     A stream is divided into lanes, independent sequences of rows. A rank encodes only the rows of
-    its lanes; see [Note: streams] in `stream.py`. Evaluation sources are encoded before training. No
-    evaluation split is taken from a stream.
+    its lanes; see [Note: streams] in `stream.py`. Evaluation sources are encoded before training.
+    No evaluation split is taken from a stream.
 
     Args:
         sources: the streams, at least one.
@@ -150,7 +150,7 @@ class StreamFeed(Feed):
         return streams
 
     def _mean_tokens_and_weights(self) -> list[tuple[float, float]]:
-        """Estimate the mean tokens of a sample from `first_windows`, paired with each source's weight."""
+        """Estimate pairs (mean tokens of a sample, weight) from `first_windows`, per source."""
         return [
             (sum(item.length for item in s.items) / len(s.items), s.source.weight or 1)
             for s in self.first_windows
