@@ -48,7 +48,7 @@ _TAG = re.compile(r"^\s*(<[^<>\s/]+>|\[[A-Z_]+\]|◁\w+▷)")
 def check_all_printed(
     search: EdgeSearch, supervised: Sequence[int], *, has_tools: bool
 ) -> Counter[str]:
-    """Check that the rendering contains all parts of a conversation.
+    """Check that the rendering contains all parts of a conversation; count lesser omissions.
 
     Costs a rendering for each tool call, each short part, the tools, and unusual keys of turns.
 
@@ -58,7 +58,7 @@ def check_all_printed(
         has_tools: the conversation has tools.
 
     Returns:
-        Counts of parts that may be missing, by the text of a warning.
+        Warning -> count, for earlier reasoning and unusual keys that the template omits.
 
     Raises:
         BadRow: the template omits or cuts a content, a tool call, the tools, or the reasoning of
@@ -85,7 +85,14 @@ def check_all_printed(
 
 
 def _is_printed(search: EdgeSearch, i: int, part: str, changed_to: Changed) -> bool:
-    """Return True if the template prints a part of turn `i`."""
+    """Return True if the rendering has a part of turn `i`. Costs a rendering if the part is short.
+
+    Args:
+        search: the conversation and its rendering.
+        i: index of the turn.
+        part: text of the content or the reasoning.
+        changed_to: returns the turn with another word in place of the part.
+    """
     if not part or (len(part) >= SURELY and part in search.text):
         return True
     # The template may cut long parts, so the word should be as long as the part.
@@ -95,7 +102,10 @@ def _is_printed(search: EdgeSearch, i: int, part: str, changed_to: Changed) -> b
 
 
 def _find_printed_short_contents(search: EdgeSearch) -> set[int]:
-    """Find the turns with short contents that are printed, with one rendering for all of them."""
+    """Return the turns whose short contents are printed, after one rendering for all of them.
+
+    Returns an empty set if fewer than `_MANY` turns are short; they are checked one by one.
+    """
     contents = {i: (m.get("content") or "").strip() for i, m in enumerate(search.messages)}
     words = {i: f"{search.words[0]}q{i}q" for i, c in contents.items() if 0 < len(c) < SURELY}
     if len(words) < _MANY:
@@ -105,7 +115,11 @@ def _find_printed_short_contents(search: EdgeSearch) -> set[int]:
 
 
 def _check_call(search: EdgeSearch, i: int, at: int) -> None:
-    """Check that a tool call of turn `i` is printed, with its arguments as JSON."""
+    """Check that tool call number `at` of turn `i` is printed, and its arguments as JSON.
+
+    Raises:
+        BadRow: the call is not printed, or its arguments are printed as a Python dict.
+    """
     function = search.messages[i]["tool_calls"][at]["function"]
     text, mark = search.text, (name := function["name"])
     for where in ("argument", "name"):
@@ -132,7 +146,11 @@ def _check_call(search: EdgeSearch, i: int, at: int) -> None:
 
 
 def _check_reasoning(search: EdgeSearch, supervised: Sequence[int]) -> Counter[str]:
-    """Check the reasoning of the last supervised turn, and count earlier ones not printed."""
+    """Check that the last supervised turn has its reasoning printed; count earlier omissions.
+
+    Raises:
+        BadRow: the reasoning of the last supervised turn is not printed.
+    """
     notes = Counter[str]()
     for i in supervised:
         if all(
@@ -153,7 +171,7 @@ def _check_reasoning(search: EdgeSearch, supervised: Sequence[int]) -> Counter[s
 
 
 def _iterate_reasoning(search: EdgeSearch, message: Message) -> Iterator[tuple[str, Changed]]:
-    """Yield each reasoning of a turn, and a function that replaces it by a word."""
+    """Yield each text of reasoning in a turn, with a function that replaces it by a word."""
     for key in REASONING:
         if isinstance(thought := message.get(key), str):
             yield thought.strip(), partial(_replace_key, message, key)
@@ -167,11 +185,12 @@ def _iterate_reasoning(search: EdgeSearch, message: Message) -> Iterator[tuple[s
 
 
 def _replace_key(message: Message, key: str, word: str) -> Message:
+    """Return a copy of a message with `word` as the value of `key`."""
     return {**message, key: word}
 
 
 def _count_unused_keys(search: EdgeSearch) -> Counter[str]:
-    """Count the keys of turns that do not change the rendering."""
+    """Return a warning with count 1 for each unusual key of turns that the template ignores."""
     keys = dict.fromkeys(
         key
         for message in search.messages
@@ -189,6 +208,7 @@ def _count_unused_keys(search: EdgeSearch) -> Counter[str]:
 
 
 def _not_printed_error(part: str, kind: str) -> BadRow:
+    """Create the error for a part that is not printed; `kind` names the kind of part in counts."""
     return BadRow(
         f"the chat template prints nothing, or only a part, of the {part}; use another template "
         "(data.chat_template), or skip such rows (data.on_bad_row: skip)",
@@ -253,7 +273,10 @@ def align_beginnings(
 
 
 def _find_inserted_tags(search: EdgeSearch, i: int, span: Span) -> str:
-    """Extract the tags that begin turn `i`, before its content; empty if there are none."""
+    """Return the tags that the template prints between the start and the content of turn `i`.
+
+    Empty if there is other text, or none.
+    """
     low = search.lows.get(i)
     if low is None or low <= span[0]:
         return ""
@@ -263,7 +286,7 @@ def _find_inserted_tags(search: EdgeSearch, i: int, span: Span) -> str:
 
 
 def _is_added_to_last_only(search: EdgeSearch, i: int, span: Span, inserted: str) -> bool:
-    """Return True if turn `i` would not begin with `inserted` if other turns followed it."""
+    """Return True if turn `i` would not begin with the tags `inserted` if more turns followed."""
     more = [
         {"role": "user", "content": search.words[0]},
         {"role": "assistant", "content": search.words[1]},

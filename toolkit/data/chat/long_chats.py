@@ -18,7 +18,7 @@ _SEARCHED = 8  # number of answers that are searched one by one
 
 
 def find_spans_of_similar_answers(search: EdgeSearch, turns: Sequence[int]) -> Rendered | None:
-    """Find the spans of answers like `EdgeSearch.find_spans`, in time linear in the text.
+    """Find the same spans as `EdgeSearch.find_spans`, in time linear in the text.
 
     Args:
         search: the conversation and its rendering.
@@ -27,6 +27,9 @@ def find_spans_of_similar_answers(search: EdgeSearch, turns: Sequence[int]) -> R
     Returns:
         The rendering with its spans; None if the answers are few, have tool calls or reasoning, or
         are not printed alike.
+
+    Raises:
+        EdgesNotFound: the edges of an answer that is searched separately cannot be determined.
     """
     if len(turns) < MANY or any(_has_calls_or_reasoning(search, i) for i in turns):
         return None
@@ -72,7 +75,7 @@ def _has_calls_or_reasoning(search: EdgeSearch, i: int) -> bool:
 
 
 def _find_content_spans(search: EdgeSearch, turns: Sequence[int]) -> list[Span] | None:
-    """Find the positions of the contents of the answers; None if they cannot be determined."""
+    """Return (begin, end) of the content of each answer in the text; None if they are ambiguous."""
     parts: list[list[str]] = []
     for word in search.words:
         words = {i: f"{word}q{i}q" for i in turns}
@@ -102,7 +105,17 @@ def _find_content_spans(search: EdgeSearch, turns: Sequence[int]) -> list[Span] 
 
 
 def _find_answer_header(search: EdgeSearch, i: int, before: Span, span: Span) -> str | None:
-    """Extract the text between the turn before an answer and the answer; None if it is unknown."""
+    """Return the text between the content of the turn before answer `i` and the answer.
+
+    Args:
+        search: the conversation and its rendering.
+        i: index of the answer.
+        before: span of the content of the previous answer.
+        span: span of the content of this answer.
+
+    Returns:
+        The header; None if the turn before is empty or is not found.
+    """
     content = (search.messages[i - 1].get("content") or "").strip()
     between = search.text[before[1] : span[0]]
     return between.rpartition(content)[2] if content and content in between else None

@@ -56,7 +56,7 @@ OTHER_PROMPT = "last turns before which the chat template prints something else 
 
 
 class EdgesNotFound(BadRow):
-    """The edges of a turn cannot be found. Generation markers may still mark them."""
+    """The start or end of a turn cannot be found. Generation markers may still give its span."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "no edges")
@@ -64,7 +64,7 @@ class EdgesNotFound(BadRow):
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text with all special tokens. Tokenise it without adding further ones."""
+    """The text of a conversation with all special tokens. A tokenizer must not add more of them."""
 
     text: str
     spans: list[Span]
@@ -74,7 +74,7 @@ class Rendered:
 
 
 class EdgeSearch:
-    """Find the edges of the turns of a conversation by comparing its rendering with changed ones.
+    """Find where turns begin and end in a rendering, by rendering the conversation with changes.
 
     Args:
         render: renders messages; see `traits.Render`.
@@ -107,13 +107,14 @@ class EdgeSearch:
         self.words = [_make_absent_word(word, self.text) for word in WORDS[:2]]
 
     def find_spans(self, turns: list[int]) -> Rendered:
-        """Find the characters of turns of the assistant.
+        """Find the characters of turns of the assistant, from after the prompt to the stop token.
 
         Args:
             turns: indices of the turns, ascending.
 
         Raises:
             EdgesNotFound: the edges of a turn cannot be determined.
+            BadRow: the template prints a turn several times.
         """
         spans, before = [], 0
         for i in turns:
@@ -129,7 +130,7 @@ class EdgeSearch:
         return Rendered(self.text, spans, +self.notes)
 
     def make_words_like(self, content: str) -> list[str]:
-        """Build two words of the same length as `content`; none if it is too short."""
+        """Return two words as long as `content` that are not in the text; else an empty list."""
         words = [(word * (1 + len(content) // len(word)))[: len(content)] for word in self.words]
         return words if len(content) > 3 and not any(w in self.text for w in words) else []
 
@@ -149,7 +150,7 @@ class EdgeSearch:
             return None
 
     def _describe_refusal(self, error: Exception) -> BadRow:
-        """Describe a refusal with the first turn that makes the template raise."""
+        """Create the error for a refused conversation, which names the turn that is refused."""
         message = " ".join(str(error).split())[:200] or type(error).__name__
         for turn in range(len(self.messages)):
             try:
@@ -161,17 +162,18 @@ class EdgeSearch:
         return BadRow(f"{refuses}{self._advice_on_first_turn()}", REFUSED)
 
     def _advice_on_first_turn(self) -> str:
+        """Return advice if the conversation begins with the assistant; else an empty text."""
         roles = [m.get("role") for m in self.messages if m.get("role") != "system"]
         return ". Let it begin with a turn of the user" if roles[:1] == ["assistant"] else ""
 
     # ---- Contents
 
     def find_content(self, i: int) -> tuple[int, int, tuple[Message, str] | None]:
-        """Find the content of turn `i`.
+        """Find where the content of turn `i`, including its tool calls, begins and ends.
 
         Returns:
-            A lower bound of its start, its end without the stop token, and the changed message with
-            its marker if a changed tool call found them.
+            A lower bound of its start; its end without the stop token; and, if only a changed tool
+            call revealed them, the changed message and the text to search for, else None.
         """
         message = self.messages[i]
         content, calls = message.get("content") or "", message.get("tool_calls")
@@ -206,7 +208,7 @@ class EdgeSearch:
         raise EdgesNotFound(f"cannot tell where {self.describe_turn(i)} ends in the rendering")
 
     def _find_arguments_end(self, i: int, end: int) -> int:
-        """Find the end of the last argument of the calls of turn `i`, or return `end`."""
+        """Return the end of the last argument of the calls of turn `i`; `end` if unknown."""
         try:
             bare = self._is_bare_call(i)
             return self._find_changed_part(i, self._change_last_call(i), new_argument=bare)[1]
@@ -215,10 +217,10 @@ class EdgeSearch:
             return end
 
     def _find_calls_end(self, i: int, inner: int, end: int) -> int:
-        """Find the end of the tool calls of turn `i` if the template prints no stop token.
+        """Return the end of the last tag from `inner` to `end`: the end of the calls of turn `i`.
 
-        They end with the last tag between `inner`, the end of their last argument, and `end`. Text
-        after that tag may be the beginning of their results.
+        For templates without stop tokens. `inner` is the end of the last argument. Returns `end` if
+        there is no tag; raises EdgesNotFound if other text follows the tag.
         """
         marks = [*compile_marks(self.specials, tags=True).finditer(self.text, inner, end)]
         if not marks:
@@ -231,16 +233,23 @@ class EdgeSearch:
         return marks[-1].end()
 
     def _change_last_call(self, i: int) -> list[tuple[Message, str]]:
+        """Return two versions of turn `i` with another last tool call, each with its new text."""
         pairs = zip(self.words, NUMBERS, strict=True)
         return [change_call(self.messages[i], -1, "argument", *pair) for pair in pairs]
 
     def _find_changed_part(
         self, i: int, changes: list[tuple[Message, str]], *, new_argument: bool = False
     ) -> Span:
-        """Find the length of the common start of all renderings, and the offset after the words.
+        """Find the part of the text that changes with turn `i`.
 
-        With `new_argument` the words are in an argument that the true rendering does not have. The
-        end of that argument is new, too, so the offset is where all renderings agree again.
+        Args:
+            i: index of the turn.
+            changes: changed versions of the turn, each with the word to find in its rendering.
+            new_argument: the words are in an argument that the original turn does not have.
+
+        Returns:
+            Length of the text before the first change, and offset of the unchanged text after the
+            word. Raises EdgesNotFound if they are not clear.
         """
         renderings = (self.render_changed({i: message}) for message, _ in changes)
         texts = [text for text in renderings if text is not None]
@@ -272,11 +281,10 @@ class EdgeSearch:
         return bool(calls) and calls[-1]["function"]["arguments"] in ({}, "{}")
 
     def _is_next_turn_after(self, i: int, low: int, end: int) -> bool:
-        """Return True if the turn after turn `i`, with its header, is printed after `end`.
+        """Return True if the turn after turn `i` is printed, with its header, after offset `end`.
 
-        Two offsets decide: the one at which the text changes if the next turn has another content,
-        and the one at which it changes if a user's turn replaces it. The latter counts only if turn
-        `i`, from `low` on, is printed in the same way before both.
+        The text must change only after `end` if that turn has another content, or is replaced by a
+        user's turn. The second test is ignored if the text changes before `low` already.
         """
         if i == len(self.messages) - 1:
             return True
@@ -290,7 +298,7 @@ class EdgeSearch:
         return end <= agreed or agreed <= low
 
     def _check_content(self, i: int, content: str, end: int) -> None:
-        """Check that the template prints the content of a turn, and not a stub in its place."""
+        """Raise EdgesNotFound if the template prints something else for the content of turn `i`."""
         before = self.text[:end].rstrip()
         if any(before.endswith(part) for part in printable_parts(content)):
             return
@@ -341,7 +349,11 @@ class EdgeSearch:
     def _find_texts_after(
         self, i: int, following_text: str, call: tuple[Message, str] | None
     ) -> tuple[str, str]:
-        """Find the text after turn `i`: at the end of a conversation, and within one."""
+        """Return the text after turn `i` at the end of a conversation, and before another turn.
+
+        One of them is `following_text`, the text after the turn in the rendering. The other one is
+        rendered with a marker in the turn.
+        """
         amid = i < len(self.messages) - 1
         if amid and self.messages[i].get("tool_calls"):
             ended = self.try_render(self.messages[: i + 1]) or ""
@@ -366,10 +378,13 @@ class EdgeSearch:
     # ---- Starts
 
     def find_start(self, i: int, low: int, end: int, before: int) -> tuple[int, bool]:
-        """Find the start of turn `i`, after its prompt.
+        """Find the start of turn `i`, at which the prompt for it ends. Sets `self.prompt`.
+
+        `low` and `end` are the result of `find_content`; `before` is the end of the previous span.
 
         Returns:
-            The offset, and True if all text before it equals the prompt.
+            The offset, and True if the text begins with the exact prompt for this turn. Raises
+            EdgesNotFound if the start is not clear.
         """
         prompt_text = self.try_render(self.messages[:i], prompt=True)
         self.prompt = prompt_text or ""
@@ -402,7 +417,7 @@ class EdgeSearch:
         ), True
 
     def _count_header_characters(self, i: int, constant: str, prompted: bool) -> int:
-        """Count the characters before the content of turn `i` that the model does not write.
+        """Return the number of characters of `constant` that the prompt supplies, not the model.
 
         Args:
             i: index of the turn.
@@ -410,7 +425,7 @@ class EdgeSearch:
             prompted: True if the generation prompt has added text before it.
 
         Raises:
-            EdgesNotFound: nothing tells whether the model has to write the text.
+            EdgesNotFound: it is not clear if the model has to write the text.
         """
         if not constant.strip():
             return 0
@@ -432,11 +447,11 @@ class EdgeSearch:
         return compile_marks(self.specials, tags=True).sub("", text).strip()
 
     def _find_start_after_previous(self, i: int) -> int:
-        """Find the start of turn `i` by comparing the texts that follow the turn before it.
+        """Find the start of turn `i` by comparing the texts that can follow the previous turn.
 
-        Each text follows a word in place of that turn's content: `full` in the conversation,
-        `prompt` in the prompt for turn `i`, `bare` without the prompt. `tries` has a word in place
-        of turn `i`, and ends before that word.
+        A marker replaces the content of the previous turn. Each text follows that marker: `full` in
+        the conversation, `prompt` in the prompt for turn `i`, and `bare` without a generation
+        prompt. `tries` are the texts between this marker and another one in turn `i`.
         """
         word = f"{self.words[0]}b"
         turns = [*self.messages]
@@ -469,7 +484,10 @@ class EdgeSearch:
         return len(self.text) - len(full) + self._find_prompt_end(i, full, prompt, bare, tries)
 
     def _find_prompt_end(self, i: int, full: str, prompt: str, bare: str, tries: list[str]) -> int:
-        """Find the end of the prompt in `full`; see `_find_start_after_previous` for the texts."""
+        """Return the length of the prompt in `full`; see `_find_start_after_previous` for texts.
+
+        Raises EdgesNotFound if the prompt and the conversation continue differently.
+        """
         if full.startswith(prompt):
             constant = tries[0][len(prompt) :] if tries[0].startswith(prompt) else ""
             return len(prompt) + self._count_header_characters(i, constant, prompt != bare)
@@ -503,14 +521,12 @@ class EdgeSearch:
     # ---- Checks
 
     def check_prompt(self, i: int, begin: int, end: int) -> None:
-        """Check that the prompt for turn `i` does not contain the beginning of the turn.
+        """Check that the prompt for turn `i` does not contain the beginning of its span already.
 
-        A note counts a last turn whose prompt is not in the text. Earlier turns may differ from
-        their prompt.
+        A note counts a last turn whose prompt is not in the text.
 
         Raises:
-            EdgesNotFound: the prompt ends with the beginning of the turn, which the conversation
-                prints only once.
+            EdgesNotFound: the prompt ends with tags that the span begins with.
         """
         prompt, inside = self.prompt, self.text[begin:end]
         most = min(len(inside), _LONGEST_PROMPT)
@@ -575,7 +591,7 @@ class EdgeSearch:
 
 
 def _make_absent_word(word: str, text: str) -> str:
-    """Lengthen a word until it does not occur in the text."""
+    """Repeat the first letter of a word until the word does not occur in the text."""
     while word in text:
         word = word[0] + word
     return word

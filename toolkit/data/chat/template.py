@@ -164,15 +164,15 @@ class Template:
             ) from error
 
     def render_and_mark(self, conversation: Conversation, turns: list[int]) -> Rendered | BadRow:
-        """Render a conversation and mark the characters of its supervised turns.
+        """Render a conversation and find the characters of its supervised turns.
 
         Args:
             conversation: messages, tools and arguments of the template.
             turns: indices of the supervised turns.
 
         Returns:
-            The text with its spans, or the reason for the refusal. The reason names a switch of
-            the template that would help, if there is one.
+            The text with its spans, or the reason why it cannot be used. The reason names a boolean
+            variable of the template that would help, if there is one.
         """
         rendered = self._mark_any_spelling(conversation, turns)
         if isinstance(rendered, Rendered):
@@ -190,7 +190,7 @@ class Template:
         return rendered
 
     def _mark_any_spelling(self, conversation: Conversation, turns: list[int]) -> Rendered | BadRow:
-        """Mark the first spelling of a conversation that the template accepts."""
+        """Render the first form of a conversation that the template accepts, and find its spans."""
         refusal: BadRow | None = None
         for messages in _iterate_spellings(conversation.messages):
             try:
@@ -204,11 +204,7 @@ class Template:
         return refusal or BadRow("no messages")
 
     def _mark_spelling(self, conversation: Conversation, turns: list[int]) -> Rendered:
-        """Mark the turns of a conversation in the given spelling.
-
-        Raises:
-            BadRow: the template refuses the conversation, or the turns cannot be found.
-        """
+        """Render one form of a conversation and find the spans of these turns, or raise BadRow."""
         messages, tools = conversation.messages, conversation.tools
         traits = self._find_traits(conversation.template_kwargs)
         render = partial(self._render_text, tools=tools, kwargs=conversation.template_kwargs)
@@ -243,7 +239,7 @@ class Template:
         return align_beginnings(search, rendered, turns, advice_for)
 
     def _find_advice(self, conversation: Conversation, inserted: str, turn: int) -> str:
-        """Explain in a sentence how to make the prompt for a turn end with `inserted`."""
+        """Return a sentence on how to make the prompt for a turn end with `inserted`. Cached."""
         kwargs = conversation.template_kwargs
         key = inserted, json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._advice:
@@ -281,7 +277,7 @@ class Template:
         )
 
     def _find_traits(self, kwargs: dict[str, Any]) -> TemplateTraits:
-        """Determine the traits of the template with some arguments, or read them from a cache."""
+        """Return the traits of the template with these arguments, from a cache if possible."""
         key = json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._traits:
             if len(self._traits) > 100:
@@ -294,11 +290,13 @@ class Template:
     def _render_text(
         self, turns: list[Message], prompt: bool = False, *, tools: Any, kwargs: Any
     ) -> str:
+        """Render turns to text, with a generation prompt if `prompt` is True."""
         return self._render_with_markers(turns, tools, kwargs, add_generation_prompt=prompt)[0]
 
     def _render_with_markers(
         self, messages: list[Message], tools: Any, kwargs: dict[str, Any], **options: bool
     ) -> tuple[str, list[Span]]:
+        """Render with a fixed date and seed; return the text and the spans of its markers."""
         with _fixed_clock_and_random():
             texts, markers = _transformers_render(
                 conversations=[messages],
@@ -319,7 +317,7 @@ def _format_yaml_mapping(values: dict[str, bool]) -> str:
 def _check_markers(
     text: str, turns: dict[int, Span], markers: list[Span], supervised: list[int], specials: Marks
 ) -> list[Span]:
-    """Check the spans of turns against the generation markers of the template.
+    """Check that the spans of turns agree with the generation markers of the template.
 
     At the edges the two may differ in special tokens, tags, white space and the prompt, because
     markers often begin within the prompt, or end before or after the stop token.
@@ -332,7 +330,7 @@ def _check_markers(
         specials: texts that may differ at the edges.
 
     Returns:
-        The spans of the supervised turns.
+        The spans of the supervised turns, unchanged.
 
     Raises:
         BadRow: spans and markers disagree.
@@ -373,10 +371,10 @@ def _check_markers(
 
 
 def _iterate_spellings(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the forms of a conversation that templates expect, the usual one first.
+    """Yield a conversation in all forms that templates may expect, the usual one first.
 
-    The forms differ in tool calls. Arguments are a mapping or JSON text. If a turn has no other
-    text, its content is missing, null or empty.
+    The forms differ only in turns with tool calls. Arguments are a mapping or JSON text. A missing
+    content stays missing, or is null or empty.
     """
     plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
     yield plain
@@ -389,7 +387,13 @@ def _iterate_spellings(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _spell_calls(message: Message, silent: Message, as_text: bool) -> Message:
-    """Write the tool calls of a turn in another form, with `silent` in place of no content."""
+    """Return a turn with its tool calls in another form; return a turn without calls unchanged.
+
+    Args:
+        message: the turn.
+        silent: replaces the content of a turn that has no text.
+        as_text: write arguments as JSON text.
+    """
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -404,13 +408,17 @@ def _spell_calls(message: Message, silent: Message, as_text: bool) -> Message:
 
 
 class _FixedDatetime(datetime.datetime):
+    """A `datetime` whose `now` is always `TODAY`."""
+
     @classmethod
     def now(cls, tz: Any = None) -> "_FixedDatetime":
+        """Return `TODAY` with this time zone."""
         return cls(*TODAY.timetuple()[:6], tzinfo=tz)
 
 
 @contextmanager
 def _fixed_clock_and_random() -> Iterator[None]:
+    """Make templates see a fixed date and a seeded `random`; restore both at the end."""
     clock, state = chat_template_utils.datetime, random.getstate()
     chat_template_utils.datetime = _FixedDatetime  # type: ignore[misc]
     random.seed(0)
@@ -422,7 +430,11 @@ def _fixed_clock_and_random() -> Iterator[None]:
 
 
 def select_supervised_turns(conversation: Conversation, supervise: Supervise) -> list[int]:
-    """Select the indices of the assistant's turns that the loss covers; none for `all`."""
+    """Return the indices of the turns that the loss covers; empty if `supervise` is `all`.
+
+    Raises:
+        BadRow: `supervise` is `all`, and some turns are marked as not supervised.
+    """
     turns = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
     if supervise == "all" and conversation.context:
         raise BadRow(
@@ -489,6 +501,11 @@ def load_chat_templates(
 
 
 def _read_template_file(name: str, names: list[str]) -> str:
+    """Read a template file. `names` are the tokenizer's templates, for the error.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     file = Path(name).expanduser()
     try:
         return file.read_text("utf-8")
@@ -556,6 +573,7 @@ def _find_variables(text: str) -> set[str]:
 
 
 def _prepend_defaults(text: str, values: Mapping[str, Any]) -> str:
+    """Prepend Jinja statements that set variables to default values if they are not defined."""
     # Jinja does not print the newline after a block, so the output begins as before.
     blocks = (
         f"{{% if {name} is not defined %}}{{% set {name} = {_jinja_literal(value)} %}}"

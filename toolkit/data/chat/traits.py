@@ -28,7 +28,7 @@ _USER, _ANSWER, _NEXT = WORDS
 
 
 def common_prefix_length(first: str, *texts: str) -> int:
-    """Compute the length of the longest prefix that all texts share."""
+    """Return the length of the longest prefix that all texts share."""
 
     def differ(length: int) -> bool:
         return not all(text.startswith(first[:length]) for text in texts)
@@ -38,14 +38,14 @@ def common_prefix_length(first: str, *texts: str) -> int:
 
 @lru_cache(maxsize=64)
 def compile_marks(words: Marks, tags: bool = False) -> re.Pattern[str]:
-    """Compile a pattern that matches any of `words`, and with `tags` also tags like `<think>`."""
+    """Compile a pattern for any of these texts and, if `tags`, for tags such as `<think>`."""
     longest_first = sorted(filter(None, words), key=len, reverse=True)
     either = [*map(re.escape, longest_first), *([_TAG] if tags else [])]
     return re.compile("|".join(either) or "(?!)")
 
 
 def align_to_mark(text: str, at: int, specials: Marks) -> int:
-    """Return `at`, or the start of the tag or special token that `at` would cut."""
+    """Return the offset `at`, moved to the start of the tag or special token that contains it."""
     for match in compile_marks(specials, tags=True).finditer(text):
         if match.start() < at < match.end():
             return match.start()
@@ -125,10 +125,13 @@ def find_traits(
 
 
 def _find_answer_opener(between: str, ends: str, before_next: str, specials: Marks) -> list[str]:
-    """Find the special token that ends the header of an answer, as a list of at most one token.
+    """Return a list with the special token that ends the header of an answer, or an empty list.
 
-    It is the last one `between` a question and its answer. If it also follows an answer, at the end
-    (`ends`) or before the next turn (`before_next`), it is a stop token and no header has one.
+    Args:
+        between: text between a question and its answer. The token is the last one in it.
+        ends: text after an answer at the end. Its first special token is no opener.
+        before_next: text after an answer before the next turn, likewise.
+        specials: special tokens.
     """
     pattern = compile_marks(specials)
     stops = {match.group() for text in (ends, before_next) if (match := pattern.search(text))}
@@ -144,18 +147,18 @@ def find_closings(
     calls: bool = False,
     only_amid: bool = False,
 ) -> Marks:
-    """Find the texts that may close a turn, each ending with a stop token.
+    """Find the texts that may follow a turn, up to and including its stop token.
 
     Args:
         last: text after the turn at the end of a conversation.
         middle: text after the turn within a conversation.
         specials: special tokens.
         openers: special tokens that begin a turn.
-        calls: the turn has tool calls, which special tokens apart from each other may end.
-        only_amid: a turn within a conversation may have a stop token that the last one lacks.
+        calls: the turn has tool calls, so its special tokens need not be adjacent.
+        only_amid: allow that only a turn within a conversation has a stop token.
 
     Returns:
-        The texts; empty if nothing closes a turn, or if it is ambiguous.
+        The texts; empty if there is no stop token, or if it is ambiguous.
     """
     whole = last.rstrip()
     ends = any(s and whole.endswith(s) and s not in openers for s in specials)
@@ -189,7 +192,7 @@ def find_closings(
 
 
 def _replace_words(header: str) -> str:
-    """Replace each word of a header by a letter."""
+    """Replace each word of a header by the letter w, so that headers of the same form are equal."""
     return re.sub(r"[^\W_]+", "w", header)
 
 
@@ -217,7 +220,7 @@ def change_call(
         number: replaces any other value.
 
     Returns:
-        The message, and the text to search in its rendering.
+        The changed copy, and the new value as text, to search for in its rendering.
     """
     message = copy.deepcopy(message)
     inner: Any = message["tool_calls"][at]["function"]
@@ -250,17 +253,17 @@ def join_texts(message: Message) -> str:
 
 
 def _list_printed_forms(value: Any) -> list[str]:
-    """List a value as text and as JSON, and each value within it likewise."""
+    """List the texts of a value and of all values within it, as Python text and as JSON."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     as_json = [json.dumps(value, ensure_ascii=ascii, default=str) for ascii in (True, False)]
     return [str(value), *as_json] + [text for part in inner for text in _list_printed_forms(part)]
 
 
 def common_prefix_ignoring_space(prompt: str, text: str) -> Span:
-    """Compute the common start of two texts, ignoring white space.
+    """Compute the common prefix of two texts, ignoring white space.
 
     Returns:
-        Its length in `prompt` and in `text`.
+        Its length in `prompt`, and its length in `text`.
     """
     a = b = 0
     while a < len(prompt):
@@ -276,7 +279,7 @@ def common_prefix_ignoring_space(prompt: str, text: str) -> Span:
 
 
 def printable_parts(content: str) -> list[str]:
-    """List a content and its parts after each tag; a template may drop reasoning up to a tag."""
+    """List a content and its endings after each tag; a template may drop what precedes a tag."""
     tags = compile_marks((), tags=True).finditer(content)
     parts = [content, *(content[tag.end() :] for tag in tags)]
     return [part.strip() for part in parts if part.strip()]

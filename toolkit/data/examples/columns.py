@@ -30,7 +30,7 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True)
 class NameMapping:
-    """Other names in the rows of a source, as `data.columns` maps them."""
+    """The setting `data.columns`: how names in the rows of a source map to standard names."""
 
     columns: Mapping[str, str]
     """Standard name of a column -> name in the rows."""
@@ -77,21 +77,21 @@ class NameMapping:
         return cls(columns, keys, roles, skipped)
 
     def with_columns(self, columns: Mapping[str, str]) -> "NameMapping":
-        """Add columns that recognition found; those of the setting take precedence."""
+        """Return a copy with more columns (standard name -> name in the rows).
+
+        Columns of the setting take precedence over the new ones.
+        """
         return replace(self, columns={**columns, **self.columns})
 
     def find_absent_names(self, rows: Sequence[Row], where: str) -> list[str]:
-        """Check that the first rows have the mapped columns and keys.
+        """List the skipped names and the roles of `data.columns` that are not in the first rows.
 
         Args:
-            rows: the first rows of the source.
+            rows: the first rows of the source, with their original names.
             where: the source, for messages.
 
-        Returns:
-            Skipped names and names of roles that these rows do not have.
-
         Raises:
-            DataError: a column or key is missing; the error names the nearest one.
+            DataError: a mapped column or key is missing, or a skipped name looks misspelled.
         """
         columns = dict.fromkeys(name for row in rows for name in row)
         turns = [turn for row in rows for name in columns for turn in _read_turns(row.get(name))]
@@ -143,12 +143,12 @@ class NameMapping:
                 )
 
     def rename_row(self, row: Row, json_turns: Collection[str] = ()) -> Row:
-        """Rename the columns, keys and roles of a row to standard names, and drop skipped ones.
+        """Return a row with standard names of columns, turn keys and roles, without skipped ones.
 
         Args:
             row: a row as it was read.
-            json_turns: columns whose JSON text is turns, in addition to those that hold turns by
-                their name.
+            json_turns: columns whose text is parsed as a JSON list of turns. The columns in
+                `TURN_COLUMNS` are always parsed.
         """
         dropped = {*self.columns.values(), *self.skipped}
         row = {name: value for name, value in row.items() if name not in dropped} | {
@@ -159,6 +159,7 @@ class NameMapping:
         return {name: self._rename_value(name, value, json_turns) for name, value in row.items()}
 
     def _rename_value(self, name: str, value: Any, json_turns: Collection[str]) -> Any:
+        """Rename the keys and roles of turns in column `name`; return other values unchanged."""
         if name not in _MAY_HOLD_TURNS:
             return value
         if isinstance(value, dict) and {"role", "from", *self.keys} & {*value}:
@@ -169,6 +170,7 @@ class NameMapping:
         return [self._rename_turn(turn) for turn in turns] if turns else value
 
     def _rename_turn(self, turn: Row) -> Row:
+        """Return a turn with standard keys and roles, without skipped keys and reasoning."""
         skips_reasoning = REASONING[0] in self.skipped
         skipped = {*self.skipped, *(REASONING if skips_reasoning else ())}
         turn = {self.keys.get(k, k): v for k, v in turn.items() if k not in skipped}
@@ -182,10 +184,10 @@ class NameMapping:
         return turn
 
     def parse_json_turns(self, rows: Sequence[Row], name: str) -> list[list[Row]] | None:
-        """Parse the turns of each row in a column of JSON text, and rename their keys and roles.
+        """Parse column `name`, which holds JSON text of turns, and rename the keys and roles.
 
         Returns:
-            One list of turns per row; None if the column of a row has no such text.
+            One list of turns per row. None if any row has another value, or if there are no rows.
         """
         column = []
         for row in rows:
@@ -198,12 +200,13 @@ class NameMapping:
 
 
 def _suggest_name(name: str, names: Collection[Any]) -> str:
+    """Return "; did you mean NAME?" with the most similar of `names`; empty if none is similar."""
     near = difflib.get_close_matches(name, [*map(str, names)], 1, 0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _read_turns(value: Any) -> list[Row]:
-    """Read turns from a list, JSON text of a list, or a single turn; empty for other values."""
+    """Return the turns in a list, in JSON text of a list, or in a mapping; else an empty list."""
     try:
         value = parse_json(value) if isinstance(value, str) and value[:1] == "[" else value
     except (ValueError, RecursionError):
@@ -250,7 +253,7 @@ _LABELS = ("kto_tag", "is_good", "good", "desirable", "feedback", "thumbs_up", "
 
 
 def suggest_example_columns(rows: Sequence[Row]) -> str:
-    """Suggest a mapping of columns, as a sentence, for rows without a known format."""
+    """Return a sentence that suggests `data.columns` for rows whose format is not known."""
     names = {name for row in rows for name in row}
     prompt, response = _first_existing(_PROMPTS, names), _first_existing(_RESPONSES, names)
     if turns := next(
@@ -282,7 +285,7 @@ def suggest_example_columns(rows: Sequence[Row]) -> str:
 
 
 def suggest_pair_columns(rows: Sequence[Row]) -> str:
-    """Suggest a mapping of columns, as a sentence, for rows that are not recognised as pairs.
+    """Return a sentence that suggests `data.columns` for rows that are not recognised as pairs.
 
     If no mapping suffices, the sentence explains how to rewrite the rows.
     """
@@ -310,7 +313,11 @@ def suggest_pair_columns(rows: Sequence[Row]) -> str:
 
 
 def suggest_answer_columns(names: Sequence[str]) -> str:
-    """Suggest a mapping of columns, as a sentence, for rows that have no label."""
+    """Return a sentence that suggests `data.columns` for rows that have no label.
+
+    Args:
+        names: the columns of the rows.
+    """
     label = "label" if "label" in names else _first_existing(_LABELS, {*names})
     response = _first_existing(("completion", *_RESPONSES), {*names})
     if label is None or response is None:
@@ -328,12 +335,15 @@ def format_mapping(mapping: Mapping[str, str]) -> str:
 
 
 def _first_existing(candidates: Sequence[str], names: set[Any]) -> str | None:
+    """Return the first candidate that is in `names`; None if there is none."""
     return next((name for name in candidates if name in names), None)
 
 
 def _are_ranked_answers(value: Any) -> bool:
+    """Return True if a value is a list of mappings that all have a key `rank`."""
     return _is_list_of_mappings(value) and all("rank" in answer for answer in value)
 
 
 def _is_list_of_mappings(value: Any) -> bool:
+    """Return True if a value is a list of mappings that is not empty."""
     return isinstance(value, list) and bool(value) and all(isinstance(t, dict) for t in value)

@@ -53,7 +53,7 @@ _OTHER_PROMPT = "prompts that differ"
 
 @dataclass(frozen=True)
 class Pair:
-    """A preferred answer and another one; both begin with the same prompt."""
+    """Two answers to the same prompt, each including the prompt. The first answer is preferred."""
 
     chosen: PromptCompletion | Conversation
     rejected: PromptCompletion | Conversation
@@ -67,13 +67,17 @@ class Pair:
 
 @dataclass(frozen=True)
 class Answer:
-    """A single answer with a label."""
+    """A prompt with one answer, and a label that says if the answer is desirable."""
 
     example: PromptCompletion | Conversation
     desirable: bool
 
     def with_partner(self, other: "Answer | None") -> Pair | BadRow:
-        """Pair this answer with another row's answer, which is put after this answer's prompt."""
+        """Return a pair of this answer and another row's answer, both after the prompt of this one.
+
+        Returns a `SkippedRow`, without raising it, if `other` is None or of another type (text or
+        conversation).
+        """
         example = self.example
         partner = other and other.example
         if isinstance(example, Conversation) and isinstance(partner, Conversation):
@@ -86,11 +90,11 @@ class Answer:
 
 
 def parse_pair(row: Row, layout: Layout | None = None) -> Pair:
-    """Parse the pair in a row.
+    """Parse a row to a pair.
 
     Args:
         row: a row with standard names.
-        layout: layout of its source; None: that of the row alone.
+        layout: the layout of the source. None: recognise the layout from this row.
 
     Raises:
         SkippedRow: the pair has no training signal, for example because both answers are equal.
@@ -124,7 +128,12 @@ def _unpack_prompt(row: Row) -> Row:
 
 
 def _add_sides(row: Row, layout: Layout) -> Row:
-    """Add the columns `chosen` and `rejected` to a row, whatever its layout calls them."""
+    """Return the row with its answers in the columns `chosen` and `rejected`, for any layout.
+
+    Raises:
+        SkippedRow: a preference or the ranks prefer neither answer.
+        BadRow: an answer, a preference or a rank is invalid.
+    """
     if layout.columns == COMPARED:
         return row | dict(zip(SIDES, _sort_by_preference(row), strict=True))
     if layout.columns == (RANKED,):
@@ -142,6 +151,7 @@ def _add_sides(row: Row, layout: Layout) -> Row:
 
 
 def _read_margin(row: Row) -> float | None:
+    """Read the column `margin`; None if it is null or missing. Raises BadRow if it is no number."""
     if (margin := row.get("margin")) is None:
         return None
     if not _is_number(margin):
@@ -150,12 +160,20 @@ def _read_margin(row: Row) -> float | None:
 
 
 def _is_number(value: Any) -> bool:
+    """Return True if a value is a finite number, and not a boolean."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and math.isfinite(value)
 
 
 def _sort_by_preference(row: Row) -> tuple[Any, Any]:
-    """Order two answers by the column `preference`, the better one first."""
+    """Return `response_1` and `response_2`, the better one first.
+
+    The first is better if the number in the column `preference` is below 0.
+
+    Raises:
+        SkippedRow: the preference is 0.
+        BadRow: the preference is not a number.
+    """
     preference = row["preference"]
     if not _is_number(preference):
         refuse_value(preference, "preference", "a number, below 0 if the first answer is better")
@@ -166,7 +184,12 @@ def _sort_by_preference(row: Row) -> tuple[Any, Any]:
 
 
 def _sort_by_rank(completions: Any) -> tuple[Any, Any]:
-    """Order two answers by their ranks, the better one (the lower rank) first."""
+    """Return the two answers in a list of ranked answers, the one with the lower rank first.
+
+    Raises:
+        SkippedRow: both ranks are the same.
+        BadRow: the list does not hold two mappings of `rank` and `completion`.
+    """
     answers = read_list(completions, RANKED)
     mappings = all(isinstance(a, dict) and {"rank", "completion"} <= {*a} for a in answers)
     if len(answers) != 2 or not mappings:
@@ -186,7 +209,10 @@ def _sort_by_rank(completions: Any) -> tuple[Any, Any]:
 
 
 def _read_answer(value: Any, name: str, layout: Layout) -> str | list[Row]:
-    """Read an answer as text or as messages; a single turn becomes a list."""
+    """Read the answer in column `name` as text or as a list of messages.
+
+    A single turn becomes a list. Raises BadRow for other values, and for text in a column of turns.
+    """
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
@@ -201,11 +227,16 @@ def _read_answer(value: Any, name: str, layout: Layout) -> str | list[Row]:
 def _read_prompt(
     row: Row, layout: Layout, answers: Sequence[str | list[Row]]
 ) -> str | list[Row] | None:
-    """Read the prompt that a row has in columns next to its answers: text or messages.
+    """Read the prompt of a row: text, messages, or None if the answers contain it or there is none.
+
+    Args:
+        row: the row.
+        layout: the layout of the source.
+        answers: the answers of the row, which may begin with the prompt.
 
     Raises:
-        BadRow: the source has a column of prompts, and it is null, missing or, before turns, empty
-            in this row, or has another name.
+        BadRow: the row lacks the prompt that the layout expects, or the prompt may be in a column
+            that nothing uses.
     """
     if "instruction" in layout.prompt:
         if row.get("instruction") is None:
@@ -239,12 +270,22 @@ def _read_prompt(
 
 
 def _has_user_turn(answer: str | list[Row]) -> bool:
+    """Return True if an answer is a conversation with a turn of the user."""
     return isinstance(answer, list) and any(turn["role"] == "user" for turn in answer)
 
 
 def _parse_text_pair(
     row: Row, layout: Layout, prompt: str | list[Row] | None, chosen: str, rejected: str
 ) -> Pair:
+    """Build a pair from two answers that are texts.
+
+    The layout decides if the texts are dialogues, answers of the assistant or plain text. Without a
+    prompt, plain texts are split after their common beginning.
+
+    Raises:
+        SkippedRow: an answer is empty, or the prompts of two dialogues differ.
+        BadRow: the row has a system text, or a text is not a dialogue as the layout expects.
+    """
     if layout.dialogue and not layout.chat:
         prompt, chosen = _split_dialogue(chosen, "chosen")
         other, rejected = _split_dialogue(rejected, "rejected")
@@ -276,13 +317,19 @@ def _parse_text_pair(
 
 
 def _assistant_turn(text: str) -> Row:
+    """Return a turn of the assistant with this text."""
     return {"role": "assistant", "content": text}
 
 
 def _parse_dialogue(text: str, name: str) -> list[Row]:
-    """Split a text into turns that begin with "Human:" and "Assistant:".
+    """Split a text at "Human:" and "Assistant:" into messages, without the space after the colon.
 
-    The blank after the colon does not belong to the content.
+    Args:
+        text: the text.
+        name: its column, for messages.
+
+    Raises:
+        BadRow: the text does not begin with such a mark.
     """
     before, *parts = _SPEAKER.split(text)
     if before.strip() or not parts:
@@ -295,7 +342,13 @@ def _parse_dialogue(text: str, name: str) -> list[Row]:
 
 
 def _split_dialogue(text: str, name: str) -> tuple[str, str]:
-    """Split a dialogue after its last "Assistant:"; the answer begins with the blank after it."""
+    """Split a dialogue into its prompt, which ends with the last "Assistant:", and its answer.
+
+    The answer keeps the space after the colon. `name` is the column, for messages.
+
+    Raises:
+        BadRow: the text does not end with a turn of the assistant.
+    """
     prompt, mark, answer = text.rpartition("\n\nAssistant:")
     if not mark or _parse_dialogue(text, name)[-1]["role"] != "assistant":
         refuse_value(text, name, "a dialogue that ends with a turn of 'Assistant:'", "no dialogue")
@@ -303,9 +356,9 @@ def _split_dialogue(text: str, name: str) -> tuple[str, str]:
 
 
 def _find_common_prompt(text: str, other: str) -> str:
-    """Find the common beginning of two texts, up to the end of a word.
+    """Return the common beginning of two texts, up to the end of a word.
 
-    A blank at its end belongs to the answer, because tokenizers join it to the next word.
+    A space at its end is left to the answer, because tokenizers join it to the next word.
     """
     pairs = enumerate(zip(text, other, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
@@ -317,6 +370,17 @@ def _find_common_prompt(text: str, other: str) -> str:
 
 
 def _parse_turn_pair(row: Row, prompt: str | list[Row] | None, sides: Sequence[Any]) -> Pair:
+    """Build a pair from two lists of turns that differ only in their last turn, the answer.
+
+    Args:
+        row: the row, for system text, tools and arguments of the template.
+        prompt: the prompt that precedes both lists, if there is one.
+        sides: the turns of the chosen and of the rejected side.
+
+    Raises:
+        SkippedRow: an answer is empty.
+        BadRow: an answer is not a turn of the assistant, or the sides differ before the answer.
+    """
     messages = [_join_turns(prompt, side, sides[0]) for side in sides]
     messages = [turns.add_system(row, side) for side in messages]
     common = 0
@@ -340,9 +404,12 @@ def _parse_turn_pair(row: Row, prompt: str | list[Row] | None, sides: Sequence[A
 
 
 def _join_turns(prompt: str | list[Row] | None, answer: list[Row], chosen: list[Row]) -> list[Row]:
-    """Join the turns of a prompt and an answer.
+    """Return the turns of a prompt followed by those of an answer.
 
-    A prompt that ends with the chosen answer loses that turn.
+    If the prompt ends with the chosen answer, that turn is dropped from the prompt.
+
+    Raises:
+        BadRow: the prompt ends with another turn of the assistant.
     """
     before = turns.find_missing_prompt_turns(prompt, answer)
     if before and before[-1]["role"] == "assistant" and answer[0]["role"] == "assistant":
@@ -358,18 +425,18 @@ def _join_turns(prompt: str | list[Row] | None, answer: list[Row], chosen: list[
 
 
 def _make_conversation(row: Row, messages: list[Row]) -> Conversation:
-    """Make a conversation of which only the last turn is supervised."""
+    """Return a conversation with the row's tools. The loss covers only the last turn."""
     messages = [{k: v for k, v in turn.items() if k != "weight"} for turn in messages]
     tools, kwargs = turns.read_tools(row), turns.read_template_kwargs(row)
     return Conversation(messages, tools, kwargs, len(messages) - 1)
 
 
 def parse_answer(row: Row, layout: Layout | None = None) -> Answer:
-    """Parse the labelled answer in a row.
+    """Parse a row to an answer with a label.
 
     Args:
         row: a row with standard names.
-        layout: layout of its source; None: that of the row alone.
+        layout: the layout of the source. None: recognise the layout from this row.
 
     Raises:
         SkippedRow: the answer is empty.
@@ -394,7 +461,7 @@ def parse_answer(row: Row, layout: Layout | None = None) -> Answer:
 
 
 def _read_label(value: Any) -> bool:
-    """Convert a label to a boolean; in CSV files it is text."""
+    """Convert a label, which may be a boolean, 0 or 1, or text; raise BadRow for other values."""
     text = str(value).strip().lower()
     if text in ("true", "1", "1.0", "chosen"):
         return True
@@ -404,11 +471,15 @@ def _read_label(value: Any) -> bool:
 
 
 def _check_answer(turn: Row, where: str) -> None:
-    """Check that the last turn is an answer of the assistant.
+    """Check that a turn is an answer of the assistant to train on.
+
+    Args:
+        turn: the last turn of a conversation.
+        where: its column, for messages.
 
     Raises:
         SkippedRow: the answer is empty.
-        BadRow: it is another turn, or marked as not supervised.
+        BadRow: the turn has another role, or is marked as not supervised.
     """
     if turn["role"] != "assistant":
         raise BadRow(

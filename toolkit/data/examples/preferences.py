@@ -83,7 +83,7 @@ _DIALOGUE_TEXTS = Remark(
 
 
 def list_candidate_columns() -> tuple[str, ...]:
-    """List the columns that recognition reads, under all names that it knows."""
+    """List the names of all columns that the recognition of pairs and answers looks at."""
     groups = (*_SIDES, *_COMPARED, _REJECTED_ALONE, _ANSWERS, _LABELS, _PROMPT_TURNS, _QUESTIONS)
     names = (*(name for group in groups for name in group), *PROMPT_COLUMNS, RANKED)
     return tuple(dict.fromkeys(names))
@@ -107,27 +107,36 @@ class _FirstRows:
     dialogue: bool = False
 
     def non_null_values(self, column: str) -> list[Any]:
-        """List the values of a column that are not null."""
+        """List the values of a column, without nulls."""
         return [value for row in self.rows if (value := row.get(column)) is not None]
 
     def has_values(self, column: str) -> bool:
-        """Return True if a column has a value that is not null."""
+        """Return True if any row has a value in the column that is not null."""
         return bool(self.non_null_values(column))
 
     def most_values_pass(self, column: str, test: Callable[[Any], bool]) -> bool:
-        """Return True if most values of a column pass a test."""
+        """Return True if more than half of the non-null values of a column pass a test."""
         values = self.non_null_values(column)
         return bool(values) and 2 * sum(map(test, values)) > len(values)
 
     def are_all_texts(self, columns: Iterable[str]) -> bool:
-        """Return True if the prompt and the columns with these standard names are all texts."""
+        """Return True if no value of the prompt or of these columns is a list or a mapping.
+
+        Args:
+            columns: standard names of columns.
+        """
         names = (self.fields.get(name, name) for name in ("prompt", *columns))
         return not any(
             isinstance(v, list | dict) for name in names for v in self.non_null_values(name)
         )
 
     def build_layout(self, shape: Any, columns: tuple[str, ...]) -> Layout:
-        """Build the layout from the columns that were recognised."""
+        """Build a layout from the fields of this object.
+
+        Args:
+            shape: `pairs` or `answers`.
+            columns: standard names of the columns that every row must have.
+        """
         return Layout(
             shape,
             columns,
@@ -185,7 +194,10 @@ def recognise_pairs(rows: Sequence[Row], names: NameMapping) -> Layout:
 
 
 def keep_dialogues_as_text(layout: Layout) -> Layout:
-    """Adapt a layout to a tokenizer without a chat template: dialogues remain texts."""
+    """Return the layout for a tokenizer without a chat template, with dialogues as plain text.
+
+    Other layouts, and dialogues next to a system text, are returned unchanged.
+    """
     if not layout.dialogue or layout.system:
         return layout
     remarks = (_DIALOGUE_TEXTS if remark == _DIALOGUE else remark for remark in layout.remarks)
@@ -226,10 +238,10 @@ def recognise_answers(rows: Sequence[Row], names: NameMapping) -> Layout:
 
 
 def _find_answer_columns(first: _FirstRows) -> tuple[str, ...] | None:
-    """Find the columns of the two answers.
+    """Find the columns of the two answers, and record their names in `first.fields`.
 
     Returns:
-        Their standard names; None if there are no such columns.
+        Standard names of the columns that determine both answers; None if there are none.
     """
 
     def together(names: Sequence[str]) -> bool:
@@ -257,13 +269,13 @@ def _find_answer_columns(first: _FirstRows) -> tuple[str, ...] | None:
 
 
 def _refuse_answer_numbers(first: _FirstRows) -> None:
-    """Refuse a preference that is the number of the better answer, counted from 0 or from 1.
+    """Refuse a `preference` that seems to be the number of the better answer (0 or 1, or 1 or 2).
 
-    Read as a difference, 1 and 2 would both mean that the second answer is better. A few rows may
-    have such differences by chance.
+    The toolkit reads a preference as a difference, so 1 and 2 would both prefer the second answer.
+    Fewer than `_ENOUGH_ROWS` values are not judged.
 
     Raises:
-        BadRow: all values are such numbers.
+        BadRow: the values are exactly such numbers.
     """
     name = first.fields["preference"]
     values = first.non_null_values(name)
@@ -279,14 +291,15 @@ def _refuse_answer_numbers(first: _FirstRows) -> None:
 
 
 def _is_ranked_answer(value: Any) -> bool:
+    """Return True if a value is a mapping with `rank` and `completion`."""
     return isinstance(value, dict) and {"rank", "completion"} <= {*value}
 
 
 def _detect_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
-    """Decide once for the source if the texts of its answers are JSON text of turns.
+    """Decide if the answers are JSON text of turns, and record their columns in `first`.
 
-    All first rows must have such text, and the turns must contain their prompt or have it in
-    `prompt`. Otherwise an answer that happens to be JSON is a text.
+    All first rows must have JSON text of turns, and these turns must contain the prompt or have it
+    in the column `prompt`. Otherwise the answers are plain texts.
     """
     turns = [first.names.parse_json_turns(first.rows, first.fields[name]) for name in answers]
     if any(column is None for column in turns):
@@ -313,20 +326,24 @@ def _detect_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
 
 
 def _are_json_prompts(first: _FirstRows) -> bool:
+    """Return True if all prompts are JSON text of turns that do not end with the assistant."""
     prompts = first.names.parse_json_turns(first.rows, "prompt")
     return prompts is not None and not any(_is_assistant_turn(p[-1]) for p in prompts)
 
 
 def _is_assistant_turn(turn: Row) -> bool:
+    """Return True if the role of a turn, under any known name, is the assistant."""
     return SPELLINGS.get(str(turn.get("role", turn.get("from"))).lower()) == "assistant"
 
 
 def _has_prompt_column(first: _FirstRows) -> bool:
+    """Return True if a column that usually holds a prompt has a value."""
     names = ("prompt", "instruction", *_PROMPT_TURNS, *_QUESTIONS)
     return any(first.has_values(name) for name in names)
 
 
 def _are_dialogues(values: Sequence[Any]) -> bool:
+    """Return True if all values are texts with "Human:" at the start and "Assistant:" later."""
     return all(
         isinstance(value, str) and _HUMAN.match(value) and "\n\nAssistant:" in value
         for value in values
@@ -336,13 +353,18 @@ def _are_dialogues(values: Sequence[Any]) -> bool:
 def _find_prompt_columns(
     first: _FirstRows, answers: Sequence[str], *, within: bool, texts: bool
 ) -> None:
-    """Find the columns of the prompt.
+    """Find the columns of the prompt and of the system text, and record them in `first`.
 
     Args:
-        first: the first rows, whose layout is completed.
+        first: the first rows. Its fields `prompt`, `fields`, `chat`, `system` and `remarks` are
+            set.
         answers: standard names of the columns of the answers.
         within: the answers are conversations that begin with the prompt.
         texts: the answers are texts.
+
+    Raises:
+        BadRow: several columns may be the prompt, an unused column may be it, a required prompt is
+            missing, or the answers repeat it.
     """
     chat = not texts
     if within:
@@ -396,6 +418,7 @@ def _find_prompt_columns(
 
 
 def _record_system_column(first: _FirstRows, *, chat: bool) -> None:
+    """Find the column of system texts, and set `first.fields`, `system`, `chat` and `remarks`."""
     column, first.system = find_system_column(first.rows)
     if column is not None:
         first.fields["system"] = column
@@ -405,7 +428,7 @@ def _record_system_column(first: _FirstRows, *, chat: bool) -> None:
 
 
 def _find_conversation_column(first: _FirstRows) -> str | None:
-    """Find the column with the conversation up to the answers."""
+    """Return the column with the turns before the answers; None if there is none."""
     for name in _PROMPT_TURNS:
         if name in TURN_COLUMNS and first.has_values(name):
             return name
@@ -427,10 +450,10 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _find_question_column(first: _FirstRows) -> str | None:
-    """Find the column of the user's question.
+    """Return the column with the user's question; None if there is none.
 
     Raises:
-        BadRow: several columns may be it.
+        BadRow: several columns may be the question.
     """
     if first.most_values_pass("instruction", lambda value: isinstance(value, str)):
         return "instruction"
@@ -447,12 +470,12 @@ def _find_question_column(first: _FirstRows) -> str | None:
 
 
 def _refuse_repeated_prompts(first: _FirstRows, answers: Sequence[str]) -> None:
-    """Refuse texts that begin with their prompt in all first rows.
+    """Refuse answers that repeat the text of the column `prompt` at their start in all first rows.
 
-    The prompt would occur twice, and the loss would cover it.
+    Training would read such a prompt twice, and the loss would cover it.
 
     Raises:
-        BadRow: they do.
+        BadRow: all answers begin with their prompt.
     """
     columns = [first.fields[name] for name in answers]
     for row in first.rows:
@@ -474,14 +497,15 @@ def _refuse_repeated_prompts(first: _FirstRows, answers: Sequence[str]) -> None:
 
 
 def _begins_with_prompt(prompt: str, text: str) -> bool:
+    """Return True if a text begins with the prompt and is longer than it."""
     return text.startswith(prompt) and len(text) > len(prompt)
 
 
 def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
-    """Refuse answers without a prompt next to a column that may be the prompt.
+    """Refuse answers without a prompt if a column that nothing uses may be the prompt.
 
     Raises:
-        BadRow: names the columns.
+        BadRow: there is such a column; the error suggests `data.columns`.
     """
     possible = find_possible_prompts(first.rows, first.fields.values())
     if not possible:
@@ -500,7 +524,7 @@ def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
 
 
 def find_possible_prompts(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
-    """List the columns, apart from `used`, that may be a prompt by their names and values."""
+    """List the columns outside `used` whose names and values could be those of a prompt."""
     skipped = {*used, "system", "tools", "functions", "label", "margin"}
     columns = dict.fromkeys(name for row in rows for name in row)
     return [

@@ -47,6 +47,8 @@ RowShape = ChatShape | Preferred | Literal["text", "pieces", "prompt_completion"
 
 
 class _Shape(NamedTuple):
+    """The format, title and optional columns that belong to a value of `RowShape`."""
+
     format: Format
     title: str
     extras: tuple[str, ...] = ()  # optional columns
@@ -75,7 +77,7 @@ _SHAPES: dict[RowShape, _Shape] = {
 
 @dataclass(frozen=True)
 class Text:
-    """A text that is supervised completely. A large document consists of several of them."""
+    """A text, or a part of a large document. The loss covers all of it."""
 
     text: str
     start: bool = True
@@ -122,7 +124,7 @@ Example = Text | PromptCompletion | Conversation | Tokens
 
 
 class Remark(NamedTuple):
-    """A decision about columns, in words for the report."""
+    """A sentence of the data report about how some columns are read."""
 
     text: str
     """The decision; `{}` is replaced by the names of the columns."""
@@ -132,9 +134,9 @@ class Remark(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The format of a source and the columns that it is read from. See [Note: formats].
+    """The format of a source, and the columns from which its rows are read. See [Note: formats].
 
-    A layout is recognised once, from the first rows of a source. Every row is then read by it.
+    It is recognised once from the first rows, and used to parse every row.
     """
 
     shape: RowShape
@@ -165,17 +167,17 @@ class Layout:
 
     @property
     def format(self) -> Format:
-        """Kind of example that a row becomes."""
+        """Type of the examples that rows become, such as `conversation`."""
         return _SHAPES[self.shape].format
 
     @property
     def title(self) -> str:
-        """Name of the format, for messages."""
+        """Description of the format, for messages."""
         return _SHAPES[self.shape].title
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Standard names of further columns that are read if a row has them."""
+        """Standard names of the columns that a row may have in addition to `columns`."""
         if self.whole:
             return ()
         extras = _SHAPES[self.shape].extras
@@ -245,7 +247,10 @@ SYSTEM_REMARK = Remark("system texts in {}", ("system",))
 
 
 def _add_system_column(layout: Layout, rows: Sequence[Row]) -> Layout:
-    """Add the column of system texts to a layout; a prompt next to one becomes turns."""
+    """Return the layout with the column of system texts, if the rows have one.
+
+    A plain prompt and completion next to a system text become turns of a conversation.
+    """
     name, some = find_system_column(rows)
     if name is None or layout.format not in ("conversation", "prompt_completion"):
         return layout
@@ -259,7 +264,7 @@ def find_system_column(rows: Sequence[Row]) -> tuple[str | None, bool]:
     """Find the column of system texts.
 
     Returns:
-        The column, None if there is none, and True if a row has a text in it.
+        The name of the column, or None if there is none; and True if a row has a text in it.
     """
     for name in _SYSTEM_NAMES:
         if any(has_text(row, name) for row in rows):
@@ -268,11 +273,7 @@ def find_system_column(rows: Sequence[Row]) -> tuple[str | None, bool]:
 
 
 def refuse_system_text(row: Row) -> None:
-    """Check that a row of a source that is read as plain text has no system text.
-
-    Raises:
-        BadRow: the row has a system text.
-    """
+    """Raise BadRow if a row that is read as plain text has a system text."""
     if has_text(row, "system"):
         raise BadRow(
             "expected no text in 'system', since the first rows have none and are read as plain "
@@ -288,10 +289,14 @@ def has_text(row: Row, name: str) -> bool:
 
 
 def recognise_documents(rows: Sequence[Row], *, text: bool = False) -> Layout:
-    """Recognise the layout of documents: token ids if rows have any, else text.
+    """Recognise the layout of documents to pretrain on: token ids if rows have any, else text.
+
+    Args:
+        rows: first rows of the source, with standard names.
+        text: `data.columns` maps the column `text`. It affects only the error.
 
     Raises:
-        BadRow: the rows have neither.
+        BadRow: the rows have neither `input_ids` nor `text`.
     """
     if any("input_ids" in row for row in rows):
         return Layout("tokenised", ("input_ids",), whole=True)
@@ -314,11 +319,15 @@ def list_standard_columns() -> tuple[str, ...]:
 
 
 def list_candidate_columns() -> tuple[str, ...]:
-    """List the columns that recognition reads, under all names that it knows."""
+    """List the names of all columns that the recognition of documents and examples looks at."""
     return (*list_standard_columns(), *OF_A_TREE, *_SYSTEM_NAMES)
 
 
 def _recognise_row(row: Row, text: bool) -> Layout | None:
+    """Return the layout that a single row has; None if its format is not known.
+
+    With `text`, a column `text` wins over turns and prompts.
+    """
     if "input_ids" in row:
         masks = [name for name in _MASKS if row.get(name) is not None]
         return Layout("tokenised", ("input_ids", *masks))
@@ -335,6 +344,10 @@ def _recognise_row(row: Row, text: bool) -> Layout | None:
 
 
 def _recognise_turn_style(value: Any, column: str) -> RowShape:
+    """Return `sharegpt` if turns have `from` and no `role`, else `messages`.
+
+    Turns without both keys are `sharegpt` if the column is `conversations`.
+    """
     try:
         value = parse_json(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -346,10 +359,10 @@ def _recognise_turn_style(value: Any, column: str) -> RowShape:
 
 
 def parse_example(row: Row, layout: Layout) -> Example:
-    """Parse a row by the layout of its source.
+    """Convert a row to an example, as the layout of its source says.
 
     Raises:
-        BadRow: the first thing that is wrong with the row.
+        BadRow: the row cannot be used; the error describes its first problem.
     """
     # A row without the mask that other rows have would be supervised completely.
     empty = [name for name in _MASKS if name in row and row[name] is None]
@@ -364,6 +377,7 @@ def parse_example(row: Row, layout: Layout) -> Example:
 
 
 def _parse_by_shape(row: Row, layout: Layout) -> Example:
+    """Convert a row with all required columns to an example, by `layout.shape`."""
     column = layout.columns[0]
     match layout.shape:
         case "text" | "pieces":
@@ -399,7 +413,11 @@ def _parse_by_shape(row: Row, layout: Layout) -> Example:
 
 
 def _join_prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], int]:
-    """Join the turns of a prompt and its completion, and count those of the prompt."""
+    """Join a prompt and a completion to one list of messages.
+
+    Returns:
+        The messages, and the number of those that belong to the prompt.
+    """
     if isinstance(completion, str):
         text = read_text(completion, "completion")
         if not text.strip():
@@ -419,6 +437,13 @@ def _join_prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], in
 
 
 def _make_conversation(row: Row, messages: list[Row], supervised_from: int = 0) -> Conversation:
+    """Build a conversation from messages and from the system text, tools and arguments of a row.
+
+    Messages before index `supervised_from` belong to the prompt.
+
+    Raises:
+        BadRow: a turn of the assistant is empty, or there is no turn to train on.
+    """
     turns_before = len(messages)
     messages = turns.add_system(row, messages)
     if supervised_from:
@@ -477,7 +502,12 @@ def _read_ids_and_labels(row: Row) -> tuple[list[int], list[int] | None]:
 
 
 def _read_mask(value: Any, name: str, ids: list[int]) -> list[bool]:
-    """Read the labels or the mask in column `name` as one flag per token of `ids`."""
+    """Convert the labels or the mask in column `name` to one boolean per token of `ids`.
+
+    Raises:
+        BadRow: the lengths differ, a mask has values other than 0 and 1, or a label is neither -100
+            nor its token.
+    """
     values = _read_integers(value, name)
     if len(values) != len(ids):
         message = f"expected as many {name} as input_ids ({len(ids)}), got {len(values)}"
@@ -497,6 +527,7 @@ def _read_mask(value: Any, name: str, ids: list[int]) -> list[bool]:
 
 
 def _read_integers(value: Any, where: str) -> list[int]:
+    """Read a list of integers from column `where`, in which masks may also have booleans."""
     values = read_list(value, where)
     allowed = {int} if where in ("input_ids", "labels") else {int, bool}
     if not set(map(type, values)) <= allowed:

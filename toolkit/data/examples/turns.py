@@ -40,7 +40,7 @@ _PART_KEYS = ("train_detail", "training_detail")
 
 
 def convert_messages(value: Any, where: str) -> list[Row]:
-    """Convert turns with `role` and `content` to messages."""
+    """Convert turns with `role` and `content` to normalised messages; see `_convert_turn`."""
     return [
         _convert_turn(turn, at)
         for turn, at in _iterate_checked_turns(value, where, ("role",), "content")
@@ -48,7 +48,7 @@ def convert_messages(value: Any, where: str) -> list[Row]:
 
 
 def convert_sharegpt(value: Any, where: str) -> list[Row]:
-    """Convert ShareGPT's turns with `from` and `value` to messages."""
+    """Convert ShareGPT's turns with `from` and `value` to normalised messages."""
     return [
         _convert_sharegpt_turn(turn, at)
         for turn, at in _iterate_checked_turns(value, where, ("from", "value"))
@@ -56,7 +56,7 @@ def convert_sharegpt(value: Any, where: str) -> list[Row]:
 
 
 def read_turns(value: Any, where: str) -> list[Row]:
-    """Convert turns with `role` and `content` or with `from` and `value` to messages."""
+    """Convert turns in either style, `role`/`content` or `from`/`value`, to normalised messages."""
     turns = read_list(value, where)
     if any(isinstance(turn, dict) and "from" in turn for turn in turns):
         return convert_sharegpt(turns, where)
@@ -64,7 +64,7 @@ def read_turns(value: Any, where: str) -> list[Row]:
 
 
 def convert_instruction(row: Row) -> list[Row]:
-    """Convert Alpaca's `history`, `instruction` and `input` to messages that end with the user."""
+    """Convert Alpaca's `history`, `instruction` and `input` to messages; the last is the user's."""
     texts: list[str] = []
     for i, pair in enumerate(read_list(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -83,7 +83,7 @@ def convert_instruction(row: Row) -> list[Row]:
 
 
 def convert_alpaca(row: Row) -> list[Row]:
-    """Convert an Alpaca row to messages: `history`, the instruction, and the output or calls."""
+    """Convert an Alpaca row to messages that end with its `output` or its `tool_calls`."""
     messages, calls = convert_instruction(row), row.get("tool_calls")
     if calls is None:
         return [*messages, {"role": "assistant", "content": read_text(row["output"], "output")}]
@@ -93,7 +93,7 @@ def convert_alpaca(row: Row) -> list[Row]:
 
 
 def add_system(row: Row, messages: list[Row]) -> list[Row]:
-    """Put the text of the column `system`, if the row has one, before the messages.
+    """Return the messages, with the text of the column `system` first if the row has one.
 
     Raises:
         BadRow: the conversation begins with another system text.
@@ -110,10 +110,10 @@ def add_system(row: Row, messages: list[Row]) -> list[Row]:
 
 
 def begins_with_prompt(messages: Any) -> bool:
-    """Return True if a conversation begins with a user's turn, apart from system texts.
+    """Return True if a value is a list of turns whose first turn after system texts is the user's.
 
     Args:
-        messages: turns as they are in a row, which may be malformed.
+        messages: any value of a row, which may be malformed.
     """
     if not isinstance(messages, list):
         return False
@@ -126,13 +126,13 @@ def begins_with_prompt(messages: Any) -> bool:
 
 
 def find_missing_prompt_turns(prompt: list[Row] | str | None, answer: list[Row]) -> list[Row]:
-    """Find the turns of a prompt that the answer does not repeat.
+    """Return the turns of a prompt that have to be put before an answer.
 
-    An answer may be a complete conversation. In that case the text of the prompt has to be in it,
-    and turns of the prompt may be its first ones.
+    An answer may be a complete conversation that repeats the prompt. Turns that it repeats are not
+    returned.
 
     Raises:
-        BadRow: the answer is a conversation that does not hold the text of the prompt.
+        BadRow: the prompt is a text, and the answer is a conversation without this text.
     """
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         return []
@@ -160,18 +160,19 @@ def find_missing_prompt_turns(prompt: list[Row] | str | None, answer: list[Row])
 
 
 def _comparison_key(turn: Row) -> tuple[Any, ...]:
-    """Compute a key that is equal for copies of a turn, apart from surrounding white space."""
+    """Return a key that is equal for equal turns. Surrounding white space does not count."""
     return turn["role"], (turn.get("content") or "").strip(), str(turn.get("tool_calls"))
 
 
 def _remove_white_space(text: Any) -> str:
+    """Return a text without white space; empty for None."""
     return "".join(str(text or "").split())
 
 
 def read_tools(row: Row) -> list[dict[str, Any]] | None:
     """Read the JSON schemas in the columns `tools` and `functions`; None if there are none.
 
-    A column may be a list or JSON text.
+    A column may be a list or JSON text. Raises BadRow if a schema is not a mapping.
     """
     tools: list[dict[str, Any]] = []
     for name in ("tools", "functions"):
@@ -188,7 +189,11 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
 
 
 def read_template_kwargs(row: Row) -> dict[str, Any]:
-    """Read further arguments of the template from the column `chat_template_kwargs`."""
+    """Read the column `chat_template_kwargs`: additional arguments for the chat template.
+
+    Raises:
+        BadRow: the value is not a mapping, or sets an argument that the toolkit sets.
+    """
     name = "chat_template_kwargs"
     value = {} if row.get(name) in (None, "") else parse_json_text(row[name], name)
     if not isinstance(value, dict):
@@ -206,13 +211,16 @@ def read_template_kwargs(row: Row) -> dict[str, Any]:
 def _iterate_checked_turns(
     value: Any, where: str, keys: tuple[str, ...], *more: str
 ) -> Iterator[tuple[Row, str]]:
-    """Check the turns in a value and yield each with its place in the row.
+    """Yield each turn of a list with its place, such as `messages[0]`, after checking its keys.
 
     Args:
         value: a list of turns, or JSON text of one.
         where: the column.
         keys: keys that every turn must have.
-        more: keys that the error names in addition to `keys`.
+        more: optional keys that the error lists after `keys`.
+
+    Raises:
+        BadRow: the list is empty, or a turn is not a mapping or lacks a key.
     """
     turns = read_list(value, where)
     if not turns:
@@ -230,6 +238,7 @@ def _iterate_checked_turns(
 
 
 def _convert_turn(turn: Row, where: str) -> Row:
+    """Normalise the role, content, tool calls and weight of a turn; `where` is its place."""
     message = _normalise_weight(turn, where)
     message["role"] = role = _read_role(turn["role"], where)
     calls = turn.get("tool_calls")
@@ -259,6 +268,7 @@ def _convert_turn(turn: Row, where: str) -> Row:
 
 
 def _read_role(name: Any, where: str) -> str:
+    """Convert the name of a role, in any known spelling, to one of `ROLES`; else raise BadRow."""
     role = SPELLINGS.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         refuse_value(
@@ -268,10 +278,13 @@ def _read_role(name: Any, where: str) -> str:
 
 
 def _normalise_weight(turn: Row, where: str) -> Row:
-    """Copy a turn, and replace its signs of supervision by a `weight` of 0 if it is context.
+    """Copy a turn, replacing all keys that exclude it from the loss by `weight: 0`.
 
-    Tools use many names for such a sign, and all of them are understood. Texts under the same names
-    have another meaning and are kept.
+    Tools name such keys `weight`, `train`, `masked` and so on. Keys that include the turn are
+    removed. A text under one of these names has another meaning and is kept.
+
+    Raises:
+        BadRow: a key has an invalid value, or supervises parts of the turn.
     """
     message = dict(turn)
     is_supervised = True
@@ -294,7 +307,11 @@ def _normalise_weight(turn: Row, where: str) -> Row:
 
 
 def _read_flag(value: Any, name: str, where: str) -> bool | None:
-    """Convert a sign of supervision to a boolean; None if the value has another meaning."""
+    """Convert the value of a key such as `train` or `masked` to a boolean.
+
+    Returns None if the value is empty or has another meaning. Raises BadRow for other weights and
+    numbers than 0 and 1.
+    """
     text = str("" if value is None else value).strip().lower()
     if text in ("0", "0.0", "false"):
         return False
@@ -306,7 +323,11 @@ def _read_flag(value: Any, name: str, where: str) -> bool | None:
 
 
 def _read_content(value: Any, where: str) -> str:
-    """Read the text of a turn. Parts of text are joined; templates would print them as a list."""
+    """Read the text of a turn, joining the texts of a list of parts.
+
+    Raises:
+        BadRow: a part is not text, or is excluded from the loss.
+    """
     if not isinstance(value, list):
         return read_text(value, where)
     for i, part in enumerate(value):
@@ -323,6 +344,7 @@ def _read_content(value: Any, where: str) -> str:
 
 
 def _convert_sharegpt_turn(turn: Row, where: str) -> Row:
+    """Convert a turn with `from` and `value` to a message; `where` is its place in the row."""
     name = turn["from"]
     message = _normalise_weight(turn, where)
     message = {key: text for key, text in message.items() if key not in ("from", "value")}
@@ -336,6 +358,7 @@ def _convert_sharegpt_turn(turn: Row, where: str) -> Row:
 
 
 def _convert_tool_call(call: Any, where: str) -> Row:
+    """Convert a tool call to `{"function": {"name", "arguments"}}`, with arguments as a mapping."""
     if not isinstance(call, dict):
         refuse_value(call, where, "a tool call (a mapping)")
     # A bare call has the fields of a function without a `function` around them.
