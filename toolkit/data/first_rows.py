@@ -37,10 +37,12 @@ class RowCheck:
     """Whether the source has no other rows."""
 
     def check(self, source: DataSource, sequence_length: int) -> None:
-        """Refuse a source of which no row can be used, if enough rows or all were checked.
+        """Refuse a source if none of its checked rows can be used.
+
+        Nothing is refused before all rows or at least 200 rows were checked.
 
         Raises:
-            DataError: names the reasons, and how many rows were checked.
+            DataError: the source is refused; the error lists the reasons and counts.
         """
         if self.is_complete or self.counts.rows >= _MIN_ROWS_TO_REFUSE:
             no_rows = datasets.Dataset.from_dict({})
@@ -48,10 +50,15 @@ class RowCheck:
 
 
 def check_some_rows(source: DataSource, encoder: Encoder, seconds: float) -> RowCheck:
-    """Encode some rows of a stream, for about `seconds` at most.
+    """Encode the first rows of a stream and some rows of other shards, and count them.
+
+    Args:
+        source: the source.
+        encoder: encodes the rows.
+        seconds: time after which no further rows are read.
 
     Raises:
-        DataError: a row that the run would refuse, or a file that cannot be read.
+        DataError: a row ends the run, or a file cannot be read.
     """
     check, end = RowCheck(), time.monotonic() + seconds
     rows = iter(source.rows)
@@ -79,7 +86,7 @@ def check_some_rows(source: DataSource, encoder: Encoder, seconds: float) -> Row
 
 
 def _last_rows(rows: Iterable[dict[str, Any]], end: float) -> list[dict[str, Any]]:
-    """Read the last rows, which are incomplete in a broken copy; none if `end` comes before."""
+    """Read the last rows of a shard, which a broken copy truncates; none after the time `end`."""
     last = deque[dict[str, Any]](maxlen=SHARD_ROWS)
     for number, row in enumerate(rows):
         last.append(row)
@@ -95,5 +102,6 @@ def _encode_and_count(
     rows: Iterable[dict[str, Any]],
     first: int,
 ) -> None:
+    """Encode rows, of which the first has number `first`, and add them to the counts of `check`."""
     for row in encoder.encode_rows(source, list(rows), first):
         check.counts.add(row)

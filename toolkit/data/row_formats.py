@@ -29,12 +29,12 @@ _SAMPLE_FIELDS = ("input_ids", "labels", "used", "position_ids", "sequences", "e
 
 
 def one_text(example: Example) -> Sequence[Example]:
-    """Return `[example]`: the texts of a row, in formats with one text per row."""
+    """Return `[example]`. For row formats with one text per row."""
     return [example]
 
 
 def encode_one(example: Example, encoded: Sequence[EncodedExample], cfg: DataConfig) -> EncodedRow:
-    """Return the encoded text of a row that is a single example, unchanged."""
+    """Return the only encoded text of a row. For row formats with one text per row."""
     return encoded[0]
 
 
@@ -96,31 +96,36 @@ class RowFormat:
             )
 
     def has_fixed_width(self, packing: str) -> bool:
-        """Check that all micro-batches of a run have one width, so that layers compile only once.
+        """Return True if all micro-batches have one width, so that layers compile only once.
 
-        Rows that are not packed are as wide as the longest of them. The halves of a micro-batch
-        are as wide as their fullest row.
+        Padded rows are as wide as the longest of them. The halves of a micro-batch are as wide as
+        their fullest row.
         """
         return packing != "none" and not self.compares_rows
 
 
 def _recognise_documents(rows: Sequence[Row], names: NameMapping) -> Layout:
+    """Recognise the layout of documents; a `RowFormat.recognise`."""
     return recognise.recognise_documents(rows, text="text" in names.columns)
 
 
 def _recognise_examples(rows: Sequence[Row], names: NameMapping) -> Layout:
+    """Recognise the layout of examples; a `RowFormat.recognise`."""
     return recognise.recognise_layout(rows, text="text" in names.columns)
 
 
 def _built_in_conversations() -> tuple[datasets.Dataset, Layout]:
+    """Return the built-in conversations and their layout."""
     return instructions.build_conversations(), Layout("messages", ("messages",))
 
 
 def _built_in_pairs() -> tuple[datasets.Dataset, Layout]:
+    """Return the built-in pairs of answers and their layout."""
     return instructions.build_preferences(), Layout("pairs", preferences.SIDES, prompt=("prompt",))
 
 
 def _list_sides(pair: pairs.Pair) -> Sequence[Example]:
+    """Return both sides of a pair, the chosen one first."""
     return [pair.chosen, pair.rejected]
 
 

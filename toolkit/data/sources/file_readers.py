@@ -57,13 +57,17 @@ def line_tables(
 ) -> Iterator[pa.Table]:
     """Read a file of JSON lines, a JSON list or CSV as tables with the schema `LINES`.
 
-    Holds a few megabytes in memory, but of a JSON list the complete file.
+    Memory: a few megabytes; a JSON list is read completely.
 
     Args:
         file: its path.
-        bounds: read only the JSON lines that begin within these bytes.
+        bounds: (begin, end) in bytes. Read only the JSON lines that begin within them; None: all
+            rows.
         kind: `csv` or `json`.
-        limit: maximum number of bytes of a row.
+        limit: maximum number of bytes of a row. A longer row is stored as a fault.
+
+    Raises:
+        DataError: a JSON list or the header of a CSV file is broken.
     """
     if os.path.getsize(file) == 0:
         return
@@ -110,11 +114,12 @@ def decode_row(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_named_json_lines(file: str) -> bool:
+    """Return True if the name of a file has the ending .jsonl or .ndjson, also before .gz."""
     return not {".jsonl", ".ndjson"}.isdisjoint(Path(file.lower()).suffixes)
 
 
 def first_row(file: Path) -> dict[str, Any] | None:
-    """Parse the first line that is not empty, as in JSON lines; None if it is no mapping."""
+    """Parse the first line of a file that is not empty; None if it is no JSON mapping."""
     with open(file, "rb") as stream:
         for _, line in _iterate_bounded_lines(stream, _BLOCK):
             if line is None:
@@ -126,6 +131,7 @@ def first_row(file: Path) -> dict[str, Any] | None:
 
 
 def _open_decompressed(file: str) -> IO[bytes]:
+    """Open a file to read its bytes, decompressing .gz, .bz2, .xz and .zst."""
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     ending = Path(file).suffix.lower()
     if ending == ".zst":
@@ -134,7 +140,11 @@ def _open_decompressed(file: str) -> IO[bytes]:
 
 
 def cut_lines(file: str, count: int) -> list[tuple[Bounds, int]]:
-    """Split JSON lines into `count` parts by bytes, if the file allows it; see `Cut`."""
+    """Split a file of JSON lines into `count` byte ranges of equal length; see `Cut`.
+
+    Returns:
+        ((begin, end), length) of each part; empty for a compressed file and a JSON list.
+    """
     try:
         with _open_decompressed(file) as stream:
             packed = not isinstance(stream, io.BufferedReader) or file.lower().endswith(".zst")
@@ -148,6 +158,7 @@ def cut_lines(file: str, count: int) -> list[tuple[Bounds, int]]:
 
 
 def _iterate_lines(stream: IO[bytes], file: str, limit: int, bounds: Bounds | None = None) -> _Rows:
+    """Yield the number and the bytes of each JSON line that is not empty, or its `BadRow`."""
     for number, line in _iterate_bounded_lines(stream, limit, bounds):
         if line is None:
             yield number, _too_long_error(limit)
@@ -158,9 +169,9 @@ def _iterate_lines(stream: IO[bytes], file: str, limit: int, bounds: Bounds | No
 def _iterate_bounded_lines(
     stream: IO[bytes], limit: int, bounds: Bounds | None = None
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the number and bytes of each line that begins within `bounds`.
+    """Yield the number (from 1) and the bytes of each line that begins within `bounds`.
 
-    A line that is longer than `limit` is None; the rest of it is skipped.
+    The bytes are None for a line longer than `limit` bytes.
     """
     begin, end = bounds or (0, None)
     if begin:
@@ -178,11 +189,13 @@ def _iterate_bounded_lines(
 
 
 def _skip_line(stream: IO[bytes]) -> None:
+    """Advance a stream to the beginning of the next line."""
     while (part := stream.readline(_BLOCK)) and not part.endswith(b"\n"):
         pass
 
 
 def _begins_with_list(stream: IO[bytes]) -> bool:
+    """Return True if the first character that is not white space is "[". Advances the stream."""
     block = stream.read(_BLOCK).removeprefix(codecs.BOM_UTF8)
     while block and not block.strip():
         block = stream.read(_BLOCK)
@@ -190,6 +203,11 @@ def _begins_with_list(stream: IO[bytes]) -> bool:
 
 
 def _iterate_json_list(stream: IO[bytes], file: str, limit: int) -> _Rows:
+    """Yield the number (from 0) and the JSON bytes of each row of a list, or its `BadRow`.
+
+    Raises:
+        DataError: the list is too large or broken.
+    """
     content = stream.read(LIST_BYTES + 1)
     if len(content) > LIST_BYTES or sum(map(content.count, b",[{")) > LIST_VALUES:
         raise DataError(
@@ -209,9 +227,12 @@ def _iterate_json_list(stream: IO[bytes], file: str, limit: int) -> _Rows:
 
 
 def _iterate_csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
-    """Read a header and rows as in RFC 4180, and convert each row to a JSON mapping of texts.
+    """Yield the line and the JSON bytes of each row of a CSV file (RFC 4180), or its `BadRow`.
 
-    In a .tsv file, tabs separate the fields.
+    All values are texts. In a .tsv file, tabs separate the fields.
+
+    Raises:
+        DataError: the header is broken, or has empty or repeated names.
     """
     csv.field_size_limit(max(csv.field_size_limit(), limit))
     read = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="\n")
@@ -251,10 +272,12 @@ def _iterate_csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
 
 
 def _too_long_error(limit: int) -> BadRow:
+    """Create the error for a row of more than `limit` bytes."""
     return BadRow(f"expected a row of at most {limit:,} bytes, got a longer one", "too long")
 
 
 def _not_utf8_error(byte: int, where: str = "") -> BadRow:
+    """Create the error for a byte that is not UTF-8."""
     return BadRow(f"expected UTF-8, got byte 0x{byte:02x}{where}", "not UTF-8")
 
 
@@ -312,10 +335,10 @@ def _split_at_cuts(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def find_cut_offset(block: bytes) -> int:
-    """Find the offset at which to cut UTF-8 text so that no token is likely to be cut.
+    """Find the offset at which to cut UTF-8 bytes so that no token is likely to be cut.
 
-    That is after a newline between two lines that neither end nor begin with white space. If there
-    is none, it is after any newline, else before a space, else between two characters.
+    It is after the last newline between two lines that neither end nor begin with white space. Else
+    it is after the last newline, else before the last space, else between two characters.
     """
     at = block.rfind(b"\n", 1, -1)
     while at > 0 and (block[at - 1 : at].isspace() or block[at + 1 : at + 2].isspace()):

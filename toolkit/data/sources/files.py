@@ -40,10 +40,10 @@ def list_sources(cfg: DataConfig, purpose: Purpose = "train") -> list[tuple[str,
     """List the sources that a config names for training or for evaluation.
 
     Each entry of `eval_files` is a source; those of `eval_sources` follow. A source without a name
-    gets the name of its first file or data set, and repeated names are numbered.
+    is named after its first file or data set. Repeated names get a number.
 
     Returns:
-        (setting, source) of each source.
+        (setting, source) of each source, such as ("data.train_files", SourceConfig(...)).
     """
     sources: list[tuple[str, SourceConfig]] = []
     if purpose == "eval":
@@ -70,6 +70,7 @@ def list_sources(cfg: DataConfig, purpose: Purpose = "train") -> list[tuple[str,
 
 
 def _default_name(source: SourceConfig, setting: str) -> str:
+    """Name a source after its data set or its first file, without the ending."""
     if source.dataset_name:
         return Path(source.dataset_name).name or source.dataset_name
     first = find_files(source.files, setting)[0]
@@ -126,6 +127,7 @@ def find_stdlib_files() -> list[Path]:
 
 
 def _find_matches(pattern: str, setting: str) -> list[Path]:
+    """List the files that a single pattern matches; raise DataError if there is none."""
     path = Path(pattern).expanduser()
     if is_saved_data_set(path):
         raise DataError(f"{setting}: {pattern} is a data set folder; set data.dataset_name to it")
@@ -170,7 +172,8 @@ def find_split(folder: Path, setting: str) -> Split | None:
 
     Args:
         folder: any folder.
-        setting: the setting that names it, which determines the split, and for messages.
+        setting: the setting that names the folder. Settings of evaluation prefer the validation
+            split, others the training split.
 
     Returns:
         The split; None if the folder has another layout.
@@ -212,7 +215,7 @@ def _walk_files(root: Path) -> Iterator[Path]:
 
 
 def is_saved_data_set(folder: Path) -> bool:
-    """Return True if `save_to_disk` of `datasets` wrote the folder."""
+    """Return True if a folder was written by `save_to_disk` of the library `datasets`."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 

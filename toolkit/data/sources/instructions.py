@@ -47,7 +47,7 @@ def build_conversations() -> datasets.Dataset:
 
 
 def build_preferences() -> datasets.Dataset:
-    """Build two thousand pairs; the rejected answer is the chosen one with superfluous text."""
+    """Build and cache two thousand pairs. The rejected answer is the chosen one and more text."""
     files = find_stdlib_files()
     key = compute_digest(_VERSION, f"longer {_PAIRS}", digest_contents(files, _WHERE))
     tables = to_tables(islice(_iterate_preferences(files), _PAIRS), _PREFERENCES)
@@ -55,6 +55,7 @@ def build_preferences() -> datasets.Dataset:
 
 
 def _iterate_conversations(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]]]]:
+    """Yield a row (messages,) for each distinct question and answer in the files."""
     for question, answer in dict.fromkeys(
         pair for file in files for pair in _iterate_questions(file)
     ):
@@ -63,6 +64,7 @@ def _iterate_conversations(files: Sequence[Path]) -> Iterator[tuple[list[dict[st
 
 
 def _iterate_preferences(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]], ...]]:
+    """Yield (prompt, chosen, rejected). Rejected is chosen plus the previous similar answer."""
     last = dict[bool, list[dict[str, str]]]()  # whether it is code -> the answer before
     for (turns,) in _iterate_conversations(files):
         answer, kind = turns[1:], turns[1]["content"].startswith(" ")
@@ -73,6 +75,7 @@ def _iterate_preferences(files: Sequence[Path]) -> Iterator[tuple[list[dict[str,
 
 
 def _iterate_questions(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield (question, answer) about the functions of a file; nothing if it is not Python."""
     source = file.read_bytes().decode("utf-8", "replace")
     with warnings.catch_warnings(action="ignore"):  # of escapes in old strings
         try:
@@ -115,7 +118,7 @@ def _split_function(node: _Function, lines: list[str]) -> tuple[str, str, str] |
 
 
 def _shorten_docstring(docstring: str) -> str:
-    """Select the first short paragraphs of a docstring; empty if the first one is long."""
+    """Return the first short paragraphs of a docstring; empty if the first is too long."""
     if '"""' in docstring or "\\" in docstring or "\0" in docstring:
         return ""
     text = ""

@@ -15,11 +15,11 @@ Row = dict[str, Any]  # column -> value; a turn of a conversation has this form 
 
 
 class BadRow(Exception):
-    """A row that cannot be used. The caller that knows its file and number adds them.
+    """A row that cannot be used. Its file and number are added by code that knows them.
 
     Args:
         message: expected and actual content.
-        reason: a short text that is equal for all rows with this problem, to count them by.
+        reason: a short text for counting, equal for all rows with this problem.
     """
 
     def __init__(self, message: str, reason: str = "cannot be used") -> None:
@@ -35,7 +35,7 @@ class SkippedRow(BadRow):
 
 
 def catch_bad_row(fn: Callable[[Any], T], value: Any) -> T | BadRow:
-    """Call `fn` with a value and return its result, or the BadRow that it raises."""
+    """Return `fn(value)`; return a raised BadRow instead of raising it."""
     try:
         return fn(value)
     except BadRow as bad:
@@ -43,7 +43,7 @@ def catch_bad_row(fn: Callable[[Any], T], value: Any) -> T | BadRow:
 
 
 def describe_value(value: Any) -> str:
-    """Describe a value for a message: its type and its beginning, escaped and on one line."""
+    """Describe a value for a message: its type and shortened content, escaped and on one line."""
     return "null" if value is None else f"{type(value).__name__} {_short.repr(value)}"
 
 
@@ -82,10 +82,10 @@ def refuse_value(value: Any, where: str, expected: str, reason: str = "wrong typ
 
 
 def read_list(value: Any, where: str) -> list[Any]:
-    """Read a list, or JSON text of a list.
+    """Return a list, parsing it if it is JSON text. `where` is its place in the row.
 
     Raises:
-        BadRow: the value is another one.
+        BadRow: the value is not a list.
     """
     value = parse_json_text(value, where)
     if not isinstance(value, list):
@@ -94,10 +94,10 @@ def read_list(value: Any, where: str) -> list[Any]:
 
 
 def read_text(value: Any, where: str, *, nul: bool = False) -> str:
-    """Read text, which `check_text` accepts.
+    """Return a text unchanged, after checking it with `check_text`.
 
     Raises:
-        BadRow: the value is another one.
+        BadRow: the value is not text, or `check_text` refuses it.
     """
     if not isinstance(value, str):
         refuse_value(value, where, "text")

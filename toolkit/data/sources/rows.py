@@ -36,7 +36,7 @@ LOOK_AT = 100  # number of first rows that determine the format of a source
 
 @dataclass(frozen=True)
 class DataSource:
-    """Rows of one format, with name, weight and max_repeats of their `SourceConfig`."""
+    """The rows of one source, with their format, layout and weight in a mixture."""
 
     name: str
     where: str
@@ -60,10 +60,11 @@ class DataSource:
 
     @cached_property
     def _features(self) -> dict[str, Any]:
+        """Column -> type of the stored rows; empty if not known."""
         return dict(self.rows.features or {})
 
     def read(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """Decode a stored row, with the names of its columns in the file.
+        """Decode a stored row, keeping the names that its columns have in the file.
 
         Raises:
             BadRow: the row cannot be read.
@@ -77,7 +78,7 @@ class DataSource:
         }
 
     def row(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns of a stored row by their standard names.
+        """Decode a stored row and rename its columns to standard names.
 
         Raises:
             BadRow: the row cannot be read.
@@ -85,7 +86,7 @@ class DataSource:
         return self.names.rename_row(self.read(stored), self.layout.json_turns)
 
     def example(self, stored: dict[str, Any]) -> Parsed:
-        """Return the example, pair or answer in a stored row.
+        """Decode and parse a stored row to an example, pair or answer.
 
         Raises:
             BadRow: the row cannot be used.
@@ -93,7 +94,7 @@ class DataSource:
         return self.parse_example(self.read(stored))
 
     def parse_example(self, row: dict[str, Any]) -> Parsed:
-        """Return the example, pair or answer in a row that `read` returned.
+        """Parse a row that `read` returned to an example, pair or answer.
 
         Raises:
             BadRow: the row cannot be used.
@@ -114,7 +115,7 @@ class DataSource:
         return f"{self.where} row {number}{of_shard} (counted from 0)"
 
     def make_error(self, stored: dict[str, Any], number: int, bad: BadRow) -> DataError:
-        """Create the error that ends the run for a bad row."""
+        """Create the error that ends the run for a bad row, with its place and advice."""
         return DataError(
             f"{self.describe_place(stored, number)}: {bad}. Repair or remove the row, or set "
             "data.on_bad_row: skip"
@@ -175,6 +176,18 @@ def load_sources(
 def _load_source(
     source: SourceConfig, setting: str, cfg: DataConfig, streaming: bool, row_format: RowFormat
 ) -> DataSource:
+    """Load one source, recognise its layout, and open its rows as a data set or as a stream.
+
+    Args:
+        source: settings of the source.
+        setting: name of the setting, for messages.
+        cfg: section `data` of the settings.
+        streaming: load the rows as a stream.
+        row_format: format of the rows.
+
+    Raises:
+        DataError: the files cannot be read, are empty, or do not fit the row format.
+    """
     standard = row_format.standard_names
     renamed = NameMapping.from_setting(source.columns or cfg.columns, standard)
     columns = (*standard, *row_format.candidate_names, *renamed.columns.values())
@@ -243,11 +256,10 @@ def _log_splits(patterns: str | list[str], setting: str) -> None:
 
 
 def _check_text_files(files: list[Path], where: str) -> None:
-    """Check that text files are not JSON lines, whose ending would have to tell.
+    """Refuse text files that are JSON lines of a known format; warn of unknown JSON lines.
 
     Raises:
-        DataError: a file is JSON lines of a known format. Of an unknown format, a warning is
-        logged.
+        DataError: a file is JSON lines of a known format.
     """
     for file in files[:LOOK_AT]:
         if (row := file_readers.first_row(file)) is None:
@@ -260,7 +272,7 @@ def _check_text_files(files: list[Path], where: str) -> None:
 
 
 def _warn_of_unused_prompts(where: str, unused: tuple[str, ...], rows: list[Row]) -> None:
-    """Log the columns that usually belong to a prompt and that the layout does not use."""
+    """Warn of unused columns whose names are usual for a part of a prompt."""
     for name in unused:
         if name in _PROMPT_NAMES and any(recognise.has_text(row, name) for row in rows):
             ranks.log_once(
@@ -271,11 +283,14 @@ def _warn_of_unused_prompts(where: str, unused: tuple[str, ...], rows: list[Row]
 
 
 def _recognise_source(source: DataSource, unread: list[Row]) -> DataSource:
-    """Recognise the layout of a source, and select the columns that it uses.
+    """Recognise the layout of a source from its first rows, and select the columns that it uses.
 
     Args:
         source: the source, whose layout is not known yet.
         unread: first values of columns that the rows of `source` do not have.
+
+    Returns:
+        A copy of the source with its layout, names and columns.
 
     Raises:
         DataError: no row can be read, the rows have no known layout, or data.columns does not fit.

@@ -51,7 +51,7 @@ _SHARDS, _SHARD_BYTES = 256, 1 << 20
 
 
 class FileShard(NamedTuple):
-    """A shard of a stream: a file or a part of it."""
+    """A shard of a stream: a file, or a range of bytes or row groups of it."""
 
     file: str
     number: int
@@ -101,10 +101,10 @@ def compute_digest(*parts: Any) -> str:
 def load_or_build(
     name: str, parts: Iterable[pa.Table], schema: pa.Schema, title: str, total: int | None = None
 ) -> datasets.Dataset:
-    """Load rows from the cache, or write them there first.
+    """Load rows from their cache file, writing the file first if it does not exist.
 
     Args:
-        name: name of the cache file, which identifies the rows.
+        name: name of the cache file without its ending, which identifies the rows.
         parts: tables of the rows, which are iterated only if the cache has no such file.
         schema: schema of the tables.
         title: text of the progress bar.
@@ -129,7 +129,7 @@ def load_or_build(
 def group_by_size(
     items: Iterable[T], size: Callable[[T], int], most: int, count: int | None = None
 ) -> Iterator[list[T]]:
-    """Group consecutive items so that the sizes in a group add up to at most `most`.
+    """Yield groups of consecutive items whose sizes add up to at most `most`.
 
     A larger item is a group by itself.
 
@@ -153,7 +153,7 @@ def group_by_size(
 
 
 def to_tables(rows: Iterable[tuple], schema: pa.Schema) -> Iterator[pa.Table]:
-    """Convert rows to tables of a few megabytes, by the length of their first values."""
+    """Convert rows to tables of at most 1000 rows, and about 8 MiB in the first column."""
     for group in group_by_size(rows, lambda row: len(row[0]), _TABLE_BYTES, _TABLE_ROWS):
         columns = zip(zip(*group, strict=True), schema, strict=True)
         yield pa.table([pa.array(values, f.type) for values, f in columns], schema=schema)
@@ -222,7 +222,13 @@ def _common_schema(shards: list[FileShard], reader: Reader) -> pa.Schema | None:
 def _iterate_tables(
     shards: list[FileShard], reader: Reader, schema: pa.Schema | None
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (key, table) of each shard. `datasets` divides the list `shards` among its readers."""
+    """Yield (key, table) for each table of the shards, cast to `schema` and with the column `FILE`.
+
+    `datasets` divides the list `shards` among its readers.
+
+    Raises:
+        DataError: a file cannot be read, or has other columns than the schema.
+    """
     for file, at, _, bounds in shards:
         row = 0
         try:
@@ -251,11 +257,11 @@ def _iterate_tables(
 def arrow_tables(
     file: str, bounds: Bounds | None = None, *, kind: Kind, columns: Sequence[str]
 ) -> Iterator[pa.Table]:
-    """Read a Parquet or Arrow file as tables, with text as bytes.
+    """Read a Parquet or Arrow file as tables, with texts as bytes and a column `PLACE`.
 
     Args:
         file: its path.
-        bounds: row groups of Parquet to read; None: all.
+        bounds: (begin, end) of the row groups of a Parquet file; None: the complete file.
         kind: `parquet` or `arrow`.
         columns: columns to read; all if the file has none of them.
     """
@@ -274,7 +280,7 @@ def _iterate_batches(
     columns: Sequence[str],
     size: int = _TABLE_ROWS,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield (the number of its first row in the file, batch)."""
+    """Yield each batch with the number of its first row; see `arrow_tables` for the arguments."""
     if kind == "parquet":
         with pq.ParquetFile(file) as opened:
             names = _select_existing(opened.schema_arrow.names, columns)
@@ -320,6 +326,7 @@ def read_first_values(file: str, kind: Kind, columns: Sequence[str]) -> list[dic
 
 
 def _read_schema(file: str, kind: Kind) -> pa.Schema:
+    """Read the schema of a Parquet or Arrow file."""
     if kind == "parquet":
         return pq.read_schema(file)
     with pa.memory_map(file) as stream:
@@ -339,7 +346,11 @@ def _holds_text(kind: pa.DataType) -> bool:
 
 
 def cut_parquet(file: str, count: int) -> list[tuple[Bounds, int]]:
-    """Split the row groups of a Parquet file into about `count` parts; see `Cut`."""
+    """Split a Parquet file into about `count` ranges of row groups; see `Cut`.
+
+    Returns:
+        ((first, end), bytes) of each range; empty if the file cannot be read.
+    """
     try:
         with pq.ParquetFile(file) as opened:
             meta = opened.metadata
@@ -352,13 +363,14 @@ def cut_parquet(file: str, count: int) -> list[tuple[Bounds, int]]:
 
 
 def _select_existing(names: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Return the names that are in `columns`; all names if none is."""
     return [name for name in names if name in columns] or list(names)
 
 
 def load_named_data_set(
     source: SourceConfig, where: str, columns: Sequence[str], *, streaming: bool
 ) -> tuple[RowDataset, list[dict[str, Any]]]:
-    """Load a data set by name: a folder of `save_to_disk`, or an id on the Hub.
+    """Load a data set by its name: a folder of `save_to_disk`, or an id on the Hub.
 
     Args:
         source: names the data set and its split.
@@ -367,10 +379,10 @@ def load_named_data_set(
         streaming: load a stream.
 
     Returns:
-        The rows, with text as bytes, and the first rows of the other columns.
+        The rows with texts as bytes, and the first values of the columns that are not read.
 
     Raises:
-        DataError: it cannot be loaded, or has no such split.
+        DataError: the data set cannot be loaded, or has no such split.
     """
     name, split = str(source.dataset_name), source.dataset_split
     folder = Path(name).expanduser()
@@ -414,7 +426,7 @@ def load_named_data_set(
 
 
 def _read_first_unread_values(rows: RowDataset, names: list[str]) -> list[dict[str, Any]]:
-    """Read the first values of columns of a data set, as `read_first_values` does for a file."""
+    """Read the first values of some columns of a data set; like `read_first_values` for a file."""
     schema = datasets.Features(rows.features or {}).arrow_schema
     texts = [name for name in names if name in schema.names]
     texts = [name for name in texts if _holds_text(schema.field(name).type)]
@@ -429,7 +441,7 @@ def _read_first_unread_values(rows: RowDataset, names: list[str]) -> list[dict[s
 
 
 def to_data_error(error: BaseException, where: str) -> DataError:
-    """Find the DataError within the causes of `error`, or create one with the deepest cause.
+    """Return the DataError among the causes of `error`; else a new one with the deepest cause.
 
     `datasets` wraps errors in other errors.
     """
@@ -443,6 +455,7 @@ def to_data_error(error: BaseException, where: str) -> DataError:
 
 
 def _text_as_binary(feature: Any) -> Any:
+    """Return the type of a column with every text type in it replaced by binary."""
     if isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string"):
         return datasets.Value(feature.dtype.replace("string", "binary"))
     if isinstance(feature, dict):
@@ -453,9 +466,9 @@ def _text_as_binary(feature: Any) -> Any:
 
 
 def decode_and_drop_nulls(value: Any, where: str, feature: Any = None) -> Any:
-    """Decode the bytes in a value to text, and drop keys that are null.
+    """Decode the bytes in a value to text, and drop keys that are null, at any depth.
 
-    Arrow adds such keys to give all mappings the same ones. The `content` of a turn is kept,
+    Arrow adds such keys to give all mappings the same keys. The `content` of a turn is kept,
     because it may be null next to tool calls.
 
     Args:
@@ -501,12 +514,10 @@ _SAMPLES = 64  # blocks of each file of a larger source, its first and last amon
 
 
 def digest_contents(files: Sequence[Path], where: str) -> list[tuple[str | int, ...]]:
-    """Return for each file its name, size and a digest of its content.
+    """Return the name, size and a content digest of each file, as a cache key.
 
-    Up to `WHOLE_BYTES` the digest covers every byte, and depends on nothing else: a file that is
-    copied or touched has the same one, and one that changed has another, even if size and time of
-    change are the same. Of larger sources it covers the first and the last megabyte and others in
-    between, and the times of the file, which a log line says.
+    If the files have at most `WHOLE_BYTES` together, the digest covers every byte. Otherwise it
+    covers 64 blocks of 1 MiB per file, the times of the file are appended, and this is logged.
     """
     stats = [os.stat(file) for file in files]
     total = sum(stat.st_size for stat in stats)
@@ -528,6 +539,7 @@ def digest_contents(files: Sequence[Path], where: str) -> list[tuple[str | int, 
 # A start asks several times. What a process has read does not change under another time or inode.
 @lru_cache(maxsize=10_000)
 def _digest_file(file: str, size: int, times: tuple[int, int], inode: int, whole: bool) -> str:
+    """Return a digest of every byte of a file if `whole`, else of 64 blocks. Cached."""
     digest = xxhash.xxh3_128()
     with open(file, "rb") as stream:
         if whole or size <= _SAMPLES * _BLOCK:

@@ -239,7 +239,7 @@ class Encoder:
         return encoded  # type: ignore[return-value]
 
     def _render_example(self, example: Example | BadRow) -> Rendered | EncodedRow:
-        """Render an example as text with its supervised characters; encode one of token ids."""
+        """Render an example as text with its supervised characters; encode token ids directly."""
         if isinstance(example, BadRow):
             return example
         if isinstance(example, Tokens):
@@ -261,6 +261,7 @@ class Encoder:
 
     @cached_property
     def _chat_renderer(self) -> Chat:
+        """The renderer of conversations, created at the first use."""
         assert self.tokenizer is not None
         template = self.finetune.chat_template if self.finetune else None
         kwargs = self.finetune.chat_template_kwargs if self.finetune else None
@@ -272,7 +273,7 @@ class Encoder:
         )
 
     def _check_supervise(self, rows: str, *choices: str) -> None:
-        """Refuse a `data.supervise` that does not fit such rows."""
+        """Raise DataError if `data.supervise` is not one of the choices for these rows."""
         if self.supervise not in choices:
             raise DataError(
                 f"data.supervise {self.supervise} does not go with {rows}; expected one of "
@@ -309,7 +310,7 @@ class Encoder:
     def _add_special_tokens(
         self, example: object, ids: np.ndarray, spans: list[Span]
     ) -> tuple[np.ndarray, list[Span]]:
-        """Add the tokenizer's special tokens before and after a text."""
+        """Add the tokenizer's special tokens around a text, and move the spans accordingly."""
         start, end = (example.start, example.end) if isinstance(example, Text) else (True, True)
         if not len(ids) and start and end:
             return ids, []
@@ -338,7 +339,12 @@ class Encoder:
         spans: list[Span],
         notes: dict[str, int] | None = None,
     ) -> EncodedRow:
-        """Truncate an example that is too long, and skip one without a supervised token."""
+        """Build an encoded example of at most `data.sequence_length` tokens, or return why not.
+
+        Plain text is not truncated. A longer example is truncated, skipped or ends the run, as
+        `data.too_long` says. One without supervised tokens is a `BadRow`, which is returned, not
+        raised.
+        """
         limit, piece, is_part = self.limit, None, False
         if isinstance(example, Text):
             # Packing cuts a text into pieces. A part of a text may be a single token.
@@ -405,7 +411,7 @@ def encode_source(source: DataSource, encoder: Encoder) -> EncodedSource:
 def _build_schema(
     source: DataSource, row_format: RowFormat, columns: dict[str, Column]
 ) -> pa.Schema:
-    """Return the columns of a source's encoded rows; see `EncodedSource`."""
+    """Return the schema of a source's encoded rows; see `EncodedSource`."""
     stored = [("input_ids", pa.list_(pa.int32()))]
     if not source.layout.whole:
         stored += [("spans", pa.list_(pa.int32())), ("row", pa.int64())]
@@ -448,7 +454,7 @@ def _encode_tables(
 def _build_table(
     encoded: list[tuple[int, EncodedRow]], schema: pa.Schema, columns: dict[str, Column]
 ) -> pa.Table:
-    """Build a table of the examples among numbered rows."""
+    """Build a table of the encoded rows, dropping each `BadRow`. `encoded` has (number, row)."""
     examples = [(number, row) for number, row in encoded if isinstance(row, EncodedExample)]
     arrays = dict[str, pa.Array]()
     arrays["input_ids"] = _build_list_array([row.input_ids for _, row in examples])
@@ -474,7 +480,11 @@ def _build_table(
 def _encode_in_processes(
     encode_from: Callable[[int], list[EncodedRow]], starts: range, processes: int, where: str
 ) -> Iterator[list[EncodedRow]]:
-    """Yield the encoded rows from each start to the next, in order."""
+    """Yield the encoded rows of each block that begins at one of `starts`, in order.
+
+    Raises:
+        DataError: a worker process was killed.
+    """
     if processes == 1:
         yield from map(encode_from, starts)
         return
@@ -503,6 +513,7 @@ def _encode_rows_from(
 
 
 def _set_up_worker(encode_from: Callable[[int], list[EncodedRow]]) -> None:
+    """Store the function that this worker process runs, and turn off tokenizer threads."""
     global _encode_from
     _encode_from = encode_from
     # The processes share the cores.
@@ -510,6 +521,7 @@ def _set_up_worker(encode_from: Callable[[int], list[EncodedRow]]) -> None:
 
 
 def _encode_in_worker(first: int) -> list[EncodedRow]:
+    """Encode the block of rows that begins at `first`, in a worker process."""
     return _encode_from(first)
 
 
@@ -540,7 +552,7 @@ def _build_list_array(values: list[np.ndarray]) -> pa.ListArray:
 
 
 def _may_use_template(source: DataSource, tokenizer: Tokenizer | None, cfg: DataConfig) -> bool:
-    """Check if there is a chat template that may render rows of `source`."""
+    """Return True if rows of `source` may be rendered by a chat template."""
     if tokenizer is None or source.layout.format not in ("conversation", "preferences"):
         return False
     is_set = isinstance(cfg, FinetuneDataConfig) and cfg.chat_template is not None
@@ -548,14 +560,17 @@ def _may_use_template(source: DataSource, tokenizer: Tokenizer | None, cfg: Data
 
 
 def _stable_text(value: Any, title: str, names: Sequence[str]) -> bytes:
-    """Format the fields of a dataclass under fixed names, which enter digests of earlier runs."""
+    """Format a dataclass for a digest, with these names instead of those of its fields.
+
+    The names must not change, because a stream resumes only if its digest is unchanged.
+    """
     values = [getattr(value, entry.name) for entry in fields(value)]
     text = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
     return f"{title}({text})".encode()
 
 
 def compute_encoding_digest(source: DataSource, encoder: Encoder) -> str:
-    """Compute a digest of all settings that determine what a row of `source` becomes."""
+    """Compute a digest of all settings that determine the tokens of the rows of `source`."""
     tokenizer = encoder.tokenizer
     cfg = encoder.cfg
     templates: dict[str, str] = {}

@@ -31,7 +31,7 @@ _BLOCK = 1000
 
 
 class _AnswerDigests(NamedTuple):
-    """Digests of one answer. Texts and conversations are not compared with each other."""
+    """Digests of an answer and its prompt, and 1 for a conversation or 0 for a text."""
 
     is_chat: int
     prompt: int
@@ -64,7 +64,11 @@ def choose_partners(source: DataSource) -> np.ndarray:
 
 
 def choose_partners_among(examples: Sequence[Any]) -> list[Answer | None]:
-    """Choose the partner of each answer among `examples`; None for other rows and without one."""
+    """Choose for each answer the answer it is compared with, among the same examples.
+
+    Returns:
+        One entry per example: an answer, or None if it is no answer or has no partner.
+    """
     answers = [example for example in examples if isinstance(example, Answer)]
     places = iter(_find_partner_indices([_compute_key(answer) for answer in answers]))
     partners = list[Answer | None]()
@@ -75,7 +79,11 @@ def choose_partners_among(examples: Sequence[Any]) -> list[Answer | None]:
 
 
 def join_partner(example: Any, other: Any) -> Any:
-    """Pair an answer with its partner, put after the same prompt; return other rows unchanged."""
+    """Return an answer as a pair with its partner; return anything else unchanged.
+
+    Both sides of the pair have the prompt of `example`. Without a partner, a `SkippedRow` is
+    returned.
+    """
     if not isinstance(example, Answer):
         return example
     partner = other if isinstance(other, Answer) else None
@@ -91,7 +99,7 @@ def have_same_prompt(first: Answer, second: Answer) -> bool:
 
 
 def read_stored_rows(source: DataSource, numbers: Any) -> list[dict[str, Any]]:
-    """Read rows of a source, as they are stored, by their numbers (a range or a list)."""
+    """Read stored rows of a source by their numbers, a range or a list, without decoding them."""
     if isinstance(numbers, range):
         columns = source.rows[numbers.start : numbers.stop]
     else:
@@ -100,7 +108,7 @@ def read_stored_rows(source: DataSource, numbers: Any) -> list[dict[str, Any]]:
 
 
 def _find_partner_indices(keys: Sequence[_AnswerDigests]) -> list[int]:
-    """Find the index of the partner of each key among `keys`; `NO_PARTNER` if there is none."""
+    """Return the index of the partner of each key; `NO_PARTNER` if there is none."""
     table = np.array(keys, np.uint64).reshape(-1, 3)
     partners = np.full(len(table), NO_PARTNER, np.int64)
     for kind in (0, 1):
@@ -111,7 +119,12 @@ def _find_partner_indices(keys: Sequence[_AnswerDigests]) -> list[int]:
 
 
 def _choose_shifted(prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Choose the partner of each of two or more answers, by digests of prompts and answers."""
+    """Return the index of the partner of each answer; see [Note: KL partners].
+
+    Args:
+        prompts: digests of the prompts of two or more answers.
+        answers: digests of the answers.
+    """
     total = len(prompts)
     order = np.lexsort((answers, prompts))
     _, begins, sizes = np.unique(prompts[order], return_index=True, return_counts=True)

@@ -103,7 +103,7 @@ class TextTokenizer:
         return [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in ids_of_texts]
 
     def compute_id_lists(self, texts: list[str], special: bool = False) -> list[list[int]]:
-        """Compute the ids of texts as lists, without truncation.
+        """Tokenise texts to lists of ids, without truncation.
 
         Args:
             texts: the texts.
@@ -131,7 +131,7 @@ class TextTokenizer:
         )
 
     def _encode_partial(self, pairs: list[tuple[str, Sequence[Span]]]) -> list[TokenSpans | BadRow]:
-        """Tokenise texts with their spans, which do not cover the complete text."""
+        """Tokenise texts with some supervised characters; a text too long is a BadRow."""
         short = [pair for pair in pairs if len(pair[0]) <= BATCH_BYTES]
         if self.backend is None:
             encoded = iter([self._encode_pieces(*pair) for pair in short])
@@ -148,7 +148,7 @@ class TextTokenizer:
     def _encode_by_offsets(
         self, backend: Tokenizer, pairs: list[tuple[str, Sequence[Span]]]
     ) -> list[TokenSpans | BadRow]:
-        """Tokenise each text as a unit, or cut at its edges if tokens lie across them.
+        """Tokenise each text at once, or in parts if a token crosses the edge of a span.
 
         See [Note: tokens across an edge].
         """
@@ -209,11 +209,13 @@ class TextTokenizer:
         return TokenSpans(ids, [(first, last) for first, last in token_spans if first < last])
 
     def _wrap_encoding(self, text: str, encoded: Encoding) -> "_Encoded":
+        """Combine a text and its encoding with the added tokens of the tokenizer."""
         assert self.backend is not None
         return _Encoded(text, encoded, self.backend.id_to_token, self._added, self._unknown)
 
     @cached_property
     def _added(self) -> np.ndarray:
+        """Ids of the added tokens, which no other token can cross; int32."""
         assert self.backend is not None
         return np.array([*self.backend.get_added_tokens_decoder()], np.int32)
 
@@ -232,9 +234,9 @@ class TextTokenizer:
 
     @cached_property
     def _continuation_tokenizers(self) -> tuple[Tokenizer, Tokenizer, bool]:
-        """The tokenizer; the same without the space before a text; and whether it marks words.
+        """The tokenizer, a copy that adds no space before a text, and if tokens mark word edges.
 
-        If its tokens mark the beginning or the end of a word, words cannot be cut.
+        If tokens mark the beginning or the end of a word, a word cannot be cut.
         """
         assert self.backend is not None
         content = json.loads(self.backend.to_str())
@@ -281,7 +283,7 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> bytes:
 
 
 def _disable_prefix_space(part: Any) -> Any:
-    """Change the JSON of a normalizer or pre-tokenizer so that it puts nothing before a text."""
+    """Change the JSON of a normalizer or pre-tokenizer so that it adds nothing before a text."""
     if isinstance(part, list):
         return [_disable_prefix_space(inner) for inner in part]
     if not isinstance(part, dict):
@@ -315,7 +317,7 @@ class _Encoded:
         return TokenSpans(self.ids, [(first, last) for first, last in token_spans if first < last])
 
     def find_token(self, edge: int) -> int:
-        """Find the first token without a character before `edge`."""
+        """Return the index of the first token that begins at or after character `edge`."""
         return bisect_left(range(len(self.ids)), edge, key=lambda at: self._token_chars(at)[0])
 
     def has_token_across(self, edge: int) -> bool:
@@ -324,7 +326,7 @@ class _Encoded:
         return complete < self.find_token(edge)
 
     def tokens_since_added(self, edge: int) -> tuple[str, list[int]] | None:
-        """Return the text from the last added token up to `edge`, and its tokens.
+        """Return the text from the last added token up to `edge`, and the ids of its tokens.
 
         Tokens do not depend on what precedes an added token. None if no token lies between.
         """
@@ -336,17 +338,17 @@ class _Encoded:
         return self.text[begin:edge], self.ids[first or 0 : at].tolist()
 
     def _find_added_tokens(self, end: int) -> list[int]:
-        """Find the added tokens before the token `end`, except those for unknown characters."""
+        """Return the indices of the added tokens before index `end`, except unknown characters."""
         places = np.flatnonzero(np.isin(self.ids[:end], self._added)).tolist()
         return [at for at in places if self.ids[at] != self._unknown or self._is_spelled_out(at)]
 
     def _is_spelled_out(self, at: int) -> bool:
-        """Return True if the text contains a token literally."""
+        """Return True if the characters of token `at` are the name of the token."""
         begin, end = self._encoded.token_to_chars(at) or (0, 0)
         return self.text[begin:end].strip() == self._id_to_token(int(self.ids[at]))
 
     def cut_at_added(self) -> "_Encoded":
-        """Return the part of the text before the first added token, and its tokens."""
+        """Return a copy that ends before the first added token."""
         at = min(self._find_added_tokens(len(self.ids)), default=len(self.ids))
         short = copy.copy(self)
         short.text = self.text[: self._token_chars(at)[0]] if at < len(self.ids) else self.text
@@ -354,7 +356,7 @@ class _Encoded:
         return short
 
     def _token_chars(self, at: int) -> Span:
-        """Find the characters of a token, including white space that its offsets exclude."""
+        """Return (begin, end) of a token's characters, with the space that its offsets exclude."""
         begin, end = self._encoded.token_to_chars(at) or (0, 0)
         if begin == end or not self.text[begin].isspace():
             for sign in self._id_to_token(int(self.ids[at])) or "":
