@@ -67,7 +67,7 @@ class RunRecord:
 
     @property
     def is_finished(self) -> bool:
-        """True if the last logged step has reached the number of steps that the latest start set."""
+        """True if the last logged step has reached the number of steps of the latest start."""
         max_steps = self.starts[-1].get("max_steps") if self.starts else None
         return isinstance(max_steps, int) and 0 < max_steps <= self.last_step
 
