@@ -1,5 +1,6 @@
 """8-bit AdamW, Adafactor and Muon on several ranks, saved and resumed; groups and schedules."""
 
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit import checkpoint
-from toolkit.config.settings import CheckpointConfig, ModelConfig, OptimConfig, ShardingConfig
+from toolkit.config.settings import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimConfig,
+    Schedule,
+    ShardingConfig,
+)
 from toolkit.errors import CheckpointError, ConfigError
 from toolkit.loading.pretrained import load_pretrained
 from toolkit.models.causal_lm import build_on_meta
@@ -377,6 +384,22 @@ def test_a_least_rate_that_the_schedule_does_not_know_is_refused():
     check_optimizer(OptimConfig(lr_scheduler_type="cosine_with_min_lr", **given))
     with pytest.raises(ConfigError, match=r"min_lr_rate.* are not those of linear"):
         check_optimizer(OptimConfig(**given))
+
+
+@pytest.mark.parametrize("kind", typing.get_args(Schedule))
+def test_every_schedule_passes_the_check_before_a_run(kind: str) -> None:
+    check_optimizer(OptimConfig(learning_rate=1e-3, lr_scheduler_type=kind), 100)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["cosine_with_min_lr", "cosine_warmup_with_min_lr"])
+def test_a_least_rate_is_an_absolute_one(kind: str) -> None:
+    given: dict[str, Any] = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": {"min_lr": 1e-4}}
+    check_optimizer(OptimConfig(learning_rate=1e-3, **given), 100)
+    given["lr_scheduler_kwargs"] = {"min_lr": 0.25}
+    assert rates(200, **given)[-1] == pytest.approx(0.25, abs=1e-3)
+    given["lr_scheduler_kwargs"] = {"min_lr": 1e-4}
+    with pytest.raises(ConfigError, match="learning_rate 0 has no schedule"):
+        check_optimizer(OptimConfig(learning_rate=0.0, **given), 100)
 
 
 def test_a_schedule_longer_than_the_run_is_refused():

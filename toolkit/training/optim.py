@@ -49,7 +49,7 @@ def check_optimizer(cfg: OptimConfig, max_steps: int = -1) -> None:
         except ShardingError as error:
             raise ConfigError(f"optim.optim: muon: {error}") from error
     steps = max_steps if max_steps > 0 else 10**9
-    _create_schedule(torch.optim.SGD([torch.zeros(1)], lr=0.0), cfg, steps)
+    _create_schedule(torch.optim.SGD([torch.zeros(1)], lr=cfg.learning_rate), cfg, steps)
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
@@ -232,6 +232,10 @@ def _create_schedule(
         from transformers import get_scheduler  # its file imports PEFT; see adapters.lora
 
         return get_scheduler(kind, optimizer, warmup, max_steps, scheduler_specific_kwargs=kwargs)
+    except ZeroDivisionError as error:  # min_lr is divided by the rate
+        raise ConfigError(
+            f"optim.learning_rate 0 has no schedule {kind} down to min_lr; set a rate above 0"
+        ) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optim.lr_scheduler_kwargs {cfg.lr_scheduler_kwargs} are not those of {kind}: {error}"
