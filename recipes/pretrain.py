@@ -45,6 +45,7 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
     checkpoint.restore(state, saved)
     folder.save_config(state, data)
     metrics = training.start_metrics(cfg, run, folder.path, sharded, data, state)
+    exporter = export.Exporter(model, folder.path, cfg.checkpoint)
 
     # ---- The loop --------------------------------------------------------------------------------
     model.train()
@@ -75,17 +76,17 @@ def pretrain(cfg: PretrainConfig, run: Run) -> None:
         if training.is_due(step, cfg.checkpoint.export_steps):
             metrics.check_finite(step)
             with metrics.pause():
-                run.log(export.export_step(model, folder.path, step, may_fail=not is_last))
+                run.log(*exporter.export(step, may_fail=not is_last))
         if is_last:
             break
 
     # ---- Export and publish ----------------------------------------------------------------------
     checkpoint.wait()
     training.leave_loop(state.step)
-    if cfg.checkpoint.export_at_end and not export.has_export(folder.path, state.step):
-        run.log(export.export_step(model, folder.path, state.step))
+    run.log(*exporter.finish(state.step))
     run.log(metrics.close(), *folder.next_lines(state.step))
     hub.publish(folder.path, cfg.hub, run.log)
+    run.log(*exporter.wait())
 
 
 if __name__ == "__main__":

@@ -56,6 +56,12 @@ class CheckpointConfig:
     export_at_end: bool = False
     """Export the model after the last step. `false`: `toolkit consolidate` can do so at any time,
     in one process."""
+    after_export: str | None = None
+    """Shell command to run on rank 0 for each export, such as
+    `lm_eval --model hf --model_args pretrained={export} --tasks hellaswag`. `{export}` is the
+    folder, `{step}` the step. Training continues meanwhile, and the run waits for it at its end.
+    `after_export/` in the run directory gets its output and exit code, which does not end the run.
+    Empty: none."""
     preemption_signals: list[Signal] = field(default_factory=lambda: [*_PREEMPTION])
     """Signals to the launcher or to any rank that end the run after a checkpoint."""
     grace_seconds: Positive = 300.0
@@ -69,6 +75,11 @@ class CheckpointConfig:
             raise ConfigError(
                 "checkpoint.keep_best has no effect if save_total_limit is empty, because all "
                 "checkpoints are kept; remove one of them"
+            )
+        if self.after_export is not None and self.export_steps is None and not self.export_at_end:
+            raise ConfigError(
+                "checkpoint.after_export has no effect without exports; set "
+                "checkpoint.export_steps or checkpoint.export_at_end"
             )
 
     def best_metric(self) -> tuple[str, bool]:

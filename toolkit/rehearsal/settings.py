@@ -230,6 +230,7 @@ def _checkpoint_changes(cfg: CheckpointConfig) -> dict[str, Any]:
         "save_steps": SAVE_STEPS,
         "root": None,
         "export_at_end": False,
+        "after_export": None,
         "export_steps": SAVE_STEPS if cfg.export_steps else None,
     }
 
@@ -263,6 +264,8 @@ def build_notes(cfg: RunConfig) -> list[str]:
         notes.append(
             "lora.from: the small model continues an adapter of the same kind with random values"
         )
+    if cfg.checkpoint.after_export is not None:
+        notes.append("checkpoint.after_export: the command is not run in a rehearsal")
     steps = cfg.train.max_steps
     if steps < 1:
         return notes

@@ -1,0 +1,178 @@
+"""Run a user's command on each export of a run, such as an evaluation, while training continues.
+
+This file is also the program of the process that runs the commands (`python after_export.py
+RESULTS`), one after the other. The process reads one JSON object per line from its standard input
+and ends when the input says so. If the input closes before, the run has died or was stopped; the
+process then ends the command, so that no command outlives its run. It imports the standard library
+only.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+RESULTS = "results.jsonl"
+"""File in the folder `after_export` of a run: one line per command that ended."""
+_TERM_SECONDS = 10.0  # between SIGTERM and SIGKILL
+_CLOSING = "close"
+_LAUNCHER_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "ROLE_")
+_LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+)
+
+
+class ExportCommands:
+    """The commands of a run on its exports, in the order of the exports, one at a time.
+
+    Each command runs in a shell, in the folder in which the run was started. Its output goes to
+    `after_export/step-N.log` of the run, and `after_export/results.jsonl` gets its exit code. The
+    variables of the launcher (RANK and the like) are removed from its environment, because a
+    program that sees them would wait for other ranks.
+
+    Args:
+        command: the command; `{export}` is the folder of the export, `{step}` its step.
+        run_dir: the run directory.
+    """
+
+    def __init__(self, command: str, run_dir: str | Path) -> None:
+        self._command = command
+        self._folder = Path(run_dir) / "after_export"
+        self._process: subprocess.Popen[str] | None = None
+        self._logged = 0  # bytes of the results that are reported
+
+    def start(self, export: Path, step: int) -> str:
+        """Start the command on an export, or queue it; return the log line."""
+        command = self._command.replace("{export}", str(export)).replace("{step}", str(step))
+        log = self._folder / f"{export.name}.log"
+        if self._process is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            results = self._folder / RESULTS
+            self._logged = results.stat().st_size if results.exists() else 0
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(results)],
+                stdin=subprocess.PIPE,
+                text=True,
+                env=_environment_of_a_user(),
+                start_new_session=True,  # a signal to the run's process group is not for it
+            )
+        self._send({"step": step, "command": command, "log": str(log)})
+        return f"after_export started on {export}; its output goes to {log}"
+
+    def poll(self) -> list[str]:
+        """Return a log line for each command that ended since the last call."""
+        file = self._folder / RESULTS
+        if self._process is None or not file.exists():
+            return []
+        with file.open("rb") as results:
+            results.seek(self._logged)
+            content = results.read()
+        complete = content[: content.rfind(b"\n") + 1]
+        self._logged += len(complete)
+        return [_describe(json.loads(line)) for line in complete.splitlines()]
+
+    def has_ended(self) -> bool:
+        """Return True if no command runs or waits. Call `close` before."""
+        return self._process is None or self._process.poll() is not None
+
+    def close(self) -> None:
+        """Let the process end after the commands that are queued."""
+        if self._process is not None and self._process.poll() is None:
+            self._send({_CLOSING: True})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # `poll` has no result of this command then
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+
+def _environment_of_a_user() -> dict[str, str]:
+    """Copy the environment without the variables by which the launcher describes a rank."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+
+
+def _describe(result: dict[str, Any]) -> str:
+    """Format the result of a command as a log line."""
+    text = f"after_export of step {result['step']}"
+    log = result["log"]
+    if result["exit_code"] is None:
+        return f"WARNING: {text} was ended with the run; its output is in {log}"
+    if result["exit_code"] != 0:
+        return (
+            f"WARNING: {text} failed with exit code {result['exit_code']} after "
+            f"{result['seconds']:.1f} s; its output is in {log}"
+        )
+    return f"{text} done in {result['seconds']:.1f} s; its output is in {log}"
+
+
+# ---- The process that runs the commands
+
+
+def _run_commands(results: Path) -> None:
+    """Run the commands that arrive on the standard input, and append their results to a file."""
+    commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    running: list[subprocess.Popen[bytes]] = []
+    is_orphan = threading.Event()
+
+    def read() -> None:
+        for line in sys.stdin:
+            message = json.loads(line)
+            if _CLOSING in message:
+                commands.put(None)
+                return
+            commands.put(message)
+        is_orphan.set()
+        commands.put(None)
+        for process in running:
+            _end(process)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (message := commands.get()) is not None and not is_orphan.is_set():
+        start = time.monotonic()
+        with open(message["log"], "wb") as log:
+            process = subprocess.Popen(
+                message["command"],
+                shell=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            running[:] = [process]
+            if is_orphan.is_set():
+                _end(process)
+            code = process.wait()
+        result = message | {
+            "exit_code": None if is_orphan.is_set() else code,
+            "seconds": round(time.monotonic() - start, 3),
+        }
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Terminate a command and the processes that it started; kill them if they stay."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_TERM_SECONDS)
+            return
+
+
+if __name__ == "__main__":
+    _run_commands(Path(sys.argv[1]))
