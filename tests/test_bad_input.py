@@ -508,7 +508,7 @@ def test_positions_of_a_model_without_rotary_embeddings(start, tmp_path) -> None
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe", "gemma2"])
 def test_whether_weights_fit_is_known_from_headers(tmp_path, kind) -> None:
-    """`check_weights_fit` says of good and of bad weights what the load would say, and touches nothing."""
+    """`check_weights_fit` refuses what the load would refuse, and changes nothing."""
     folder = save_tiny_model(tmp_path / kind, kind)
     meta = build_on_meta(ModelConfig(str(folder)))
     loading.check_weights_fit(meta, ModelConfig(str(folder)))
