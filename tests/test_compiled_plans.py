@@ -1,6 +1,7 @@
 """Plans of runs that compile their layers: what a layer keeps, and what it computes."""
 
 import json
+import os
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -31,6 +32,11 @@ from toolkit.planning.simulation import simulate
 CPU = torch.device("cpu")
 TRACED = "--sharding.torch_compile_backend=aot_eager_decomp_partition"
 LORA = ("--lora.r", "8")
+# With this variable, Inductor of torch 2.13 writes vector code without the header of its vectors.
+NEEDS_INDUCTOR = pytest.mark.skipif(
+    os.environ.get("ATEN_CPU_CAPABILITY") == "default",
+    reason="Inductor's C++ code does not compile with ATEN_CPU_CAPABILITY=default",
+)
 
 
 def _llama(layers: int, compiled: str, *flags: str) -> RunConfig:
@@ -82,7 +88,7 @@ def planned_and_kept(
     [
         ("none", LORA),
         ("layer", (*LORA, TRACED)),
-        ("layer", LORA),  # inductor
+        pytest.param("layer", LORA, marks=NEEDS_INDUCTOR),
         ("layer", (TRACED,)),
     ],
 )
