@@ -378,13 +378,13 @@ def test_shapes_of_what_is_carried_are_found_without_its_values(
     """The extra layer of DeepSeek-V3 has 14 B parameters: an export reads them once, to write."""
     source = layout("deepseek_v3 fp8", tmp_path)
     model = build_on_meta(ModelConfig(str(source), dtype="float32"))
-    read, block = list[StoredTensor](), StoredTensor.block
+    read, read_rows = list[StoredTensor](), StoredTensor.read_rows
 
     def counted(tensor: StoredTensor, *rows: int) -> torch.Tensor:
         read.append(tensor)
-        return block(tensor, *rows)
+        return read_rows(tensor, *rows)
 
-    monkeypatch.setattr(StoredTensor, "block", counted)
+    monkeypatch.setattr(StoredTensor, "read_rows", counted)
     found = find_carried_tensors(model, assets_of(model), source)
     made = {name: one for name, one in found.items() if one.stored is None}
     assert any(name.endswith("kv_a_proj_with_mqa.weight") for name in made)  # blocks do not divide

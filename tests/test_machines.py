@@ -71,7 +71,7 @@ def test_the_run_keeps_what_was_asked_for(monkeypatch) -> None:
     monkeypatch.setattr(preflight, "_format_prediction", lambda *_: "")
     monkeypatch.setattr(preflight, "_advise_if_out_of_memory", lambda *_: contextlib.nullcontext())
     kept: list[Any] = []
-    folder: Any = SimpleNamespace(before=None, use=kept.append)
+    folder: Any = SimpleNamespace(before=None, set_config=kept.append)
     run: Any = SimpleNamespace(
         world_size=8,
         rank=0,

@@ -29,6 +29,7 @@ WITHOUT_TENSORS = {
     "checkpoint/commit.py",
     "checkpoint/lock.py",
     "checkpoint/object_store.py",
+    "export/after_export.py",
     "hub/local.py",
     "training/guards/preemption.py",
     "training/guards/watchdog.py",

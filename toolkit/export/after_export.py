@@ -164,7 +164,7 @@ def _run_commands(results: Path) -> None:
             file.write(json.dumps(result) + "\n")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: "subprocess.Popen[bytes]") -> None:
     """Terminate a command and the processes that it started; kill them if they stay."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
