@@ -655,13 +655,13 @@ def test_a_document_of_any_length_costs_little_memory(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"line 2: expected a row of at most 12,582,912 bytes"):
         documents(path)
     given: list[int] = []
-    plain = TextTokenizer.lists
+    plain = TextTokenizer.compute_id_lists
 
     def lists(self, texts, special=False):
         given.append(sum(map(len, texts)))
         return plain(self, texts, special)
 
-    monkeypatch.setattr(TextTokenizer, "lists", lists)
+    monkeypatch.setattr(TextTokenizer, "compute_id_lists", lists)
     (first, last) = documents(path, "skip")
     assert last == []
     assert len(first) == len(text)
