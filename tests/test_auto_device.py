@@ -105,3 +105,13 @@ def test_the_device_of_this_process_has_an_index(driver: Driver) -> None:
     assert with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert with_index(torch.device("cpu")) == torch.device("cpu")
     assert devices.figures_of(torch.device("cuda")) == figures
+
+
+def test_cpu_figures_are_measured_on_the_cpu(driver: Driver, tmp_path: Path) -> None:
+    assert device_here("cpu") == (devices.this_host(), torch.device("cpu"))
+    assert device_here("h200") == (DEVICES["h200"], torch.device("cuda", INDEX))
+    file = tmp_path / "host.yaml"
+    file.write_text(
+        "{name: host, kind: cpu, memory: 64e9, bf16: 1e12, fp32: 1e12, bandwidth: 2e10, link: 5e9}"
+    )
+    assert device_here(str(file))[1] == torch.device("cpu")

@@ -48,10 +48,14 @@ PRODUCTS, MEMORY, LINKS, KERNEL = 0.78, 0.90, 0.75, 5e-6
 _MAX_FIGURE = 1e24  # in a file
 
 
-def _device(
+def _build_device(
     name: str, memory: float, fp32: float, bandwidth: float, link: float, sheet: str
 ) -> Device:
-    """Build a device from figures in GB, TFLOP/s and GB/s."""
+    """Build a `Device` from figures in GB, TFLOP/s and GB/s; the bf16 peak is looked up by name.
+
+    Raises:
+        KeyError: `find_peak_flops` does not know the name.
+    """
     bf16 = find_peak_flops(name)
     if bf16 is None:
         raise KeyError(f"training.flops has no peak FLOP/s of {name}")
@@ -60,15 +64,17 @@ def _device(
 
 _SHEET = "data sheet of NVIDIA"
 DEVICES = {
-    "a100-40gb": _device("A100 SXM 40 GB", 40, 19.5, 1555, 300, f"{_SHEET} A100"),
-    "a100-80gb": _device("A100 SXM 80 GB", 80, 19.5, 2039, 300, f"{_SHEET} A100"),
-    "h100": _device("H100 SXM", 80, 67, 3350, 450, f"{_SHEET} H100"),
-    "h100-pcie": _device("H100 PCIe", 80, 51, 2000, 64, f"{_SHEET} H100 PCIe; PCIe 5 links"),
-    "h200": _device("H200 SXM", 141, 67, 4800, 450, f"{_SHEET} H200"),
-    "b200": _device("B200 SXM", 180, 75, 8000, 900, f"{_SHEET} HGX B200"),
-    "l40s": _device("L40S", 48, 91.6, 864, 32, f"{_SHEET} L40S; PCIe 4 links"),
-    "rtx4090": _device("RTX 4090", 24, 82.6, 1008, 32, "NVIDIA's Ada white paper; PCIe 4 links"),
-    "mi300x": _device("MI300X", 192, 163.4, 5300, 448, "data sheet of AMD Instinct MI300X"),
+    "a100-40gb": _build_device("A100 SXM 40 GB", 40, 19.5, 1555, 300, f"{_SHEET} A100"),
+    "a100-80gb": _build_device("A100 SXM 80 GB", 80, 19.5, 2039, 300, f"{_SHEET} A100"),
+    "h100": _build_device("H100 SXM", 80, 67, 3350, 450, f"{_SHEET} H100"),
+    "h100-pcie": _build_device("H100 PCIe", 80, 51, 2000, 64, f"{_SHEET} H100 PCIe; PCIe 5 links"),
+    "h200": _build_device("H200 SXM", 141, 67, 4800, 450, f"{_SHEET} H200"),
+    "b200": _build_device("B200 SXM", 180, 75, 8000, 900, f"{_SHEET} HGX B200"),
+    "l40s": _build_device("L40S", 48, 91.6, 864, 32, f"{_SHEET} L40S; PCIe 4 links"),
+    "rtx4090": _build_device(
+        "RTX 4090", 24, 82.6, 1008, 32, "NVIDIA's Ada white paper; PCIe 4 links"
+    ),
+    "mi300x": _build_device("MI300X", 192, 163.4, 5300, 448, "data sheet of AMD Instinct MI300X"),
 }
 
 
@@ -119,19 +125,22 @@ def figures_of(device: torch.device) -> Device:
 
 
 def device_here(name: str | None = None) -> tuple[Device, torch.device]:
-    """Find this process's device and its figures; the CPU if torch sees no accelerator.
+    """Find the device of this process to measure on, and its figures.
+
+    It is the accelerator, or the CPU if torch sees no accelerator or `name` requests the CPU.
 
     Args:
-        name: name or file of the figures to use, or "cpu". None: look them up for the device.
+        name: as for `device_of`. None: look the figures up by the device's name.
 
     Returns:
-        The figures, and the torch device.
+        (figures, torch device). An accelerator has an index.
 
     Raises:
-        ConfigError: torch sees no accelerator and `name` is not "cpu", or there are no figures.
+        ConfigError: torch sees no accelerator, but `name` is given and is not "cpu"; or the figures
+            are not known or their file is invalid.
     """
     if not torch.accelerator.is_available():
-        if name not in (None, "cpu"):
+        if name is not None and name.lower() != "cpu":
             raise ConfigError(f"--device {name}: torch sees no such device here; give --device cpu")
         return this_host(), torch.device("cpu")
     device = with_index(torch.device(torch.accelerator.current_accelerator() or "cuda"))
@@ -139,7 +148,8 @@ def device_here(name: str | None = None) -> tuple[Device, torch.device]:
     figures_name = name or find_device_name(torch_name)
     if figures_name is None:
         raise ConfigError(f"the figures of {torch_name} are not known; give --device FILE")
-    return device_of(figures_name), device
+    figures = device_of(figures_name)
+    return figures, torch.device("cpu") if figures.kind == "cpu" else device
 
 
 def device_of(name: str) -> Device:
