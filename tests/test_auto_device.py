@@ -71,7 +71,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(measuring, "base_of", lambda model: model)
     monkeypatch.setattr(measuring, "planned_packing", lambda *_: "bfd")
     step = lambda *_, around, **__: around(lambda: None)  # noqa: E731
-    monkeypatch.setattr(measuring, "run_step", step)
+    monkeypatch.setattr(measuring, "allocate_and_run_step", step)
     planned = lambda fn, *args: (0, 10**9) if fn is preflight._choose_by_plan else fn(*args)  # noqa: E731
     monkeypatch.setattr(preflight, "in_subprocess", planned)
     return Driver(monkeypatch)

@@ -203,7 +203,7 @@ def test_experts_come_back_one_by_one(root: Path, tmp_path: Path) -> None:
     model = export_plan.build_model_from_assets(root / "mixtral/source")
     state = trained(root / "mixtral/source").state_dict()
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in state.items()}
-    plan = export_plan.make_plan(model, shapes, None, 10**9, where="a test")
+    plan = export_plan.make_model_plan(model, shapes, None, 10**9, where="a test")
     fused = [group for group in plan.groups if group.converted]
     assert fused
     for group in fused:
@@ -232,7 +232,7 @@ def test_a_random_start_asks_for_its_names_once(
     monkeypatch.setattr(conversion_mapping, mapping.__name__, counted)
     model = export_plan.build_model_from_assets(tmp_path)  # no weights there: no source
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in model.state_dict().items()}
-    plan = export_plan.make_plan(model, shapes, None, 10**9, where="a test")
+    plan = export_plan.make_model_plan(model, shapes, None, 10**9, where="a test")
     assert len(plan.groups) > 10
     assert len(calls) == 2  # to build the model, and to name what it exports
     assert any(group.converted for group in plan.groups) == (name == "mixtral")

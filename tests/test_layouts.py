@@ -31,7 +31,7 @@ from toolkit.config.lora import LoraConfig
 from toolkit.config.settings import CheckpointConfig, ModelConfig, ShardingConfig
 from toolkit.errors import ExportError, LoadingError, ModelError
 from toolkit.export import consolidate
-from toolkit.export.plan import build_model_from_assets, make_plan
+from toolkit.export.plan import build_model_from_assets, make_model_plan
 from toolkit.formats import StoredTensor, assets_of, export_manifest
 from toolkit.loading import load_pretrained
 from toolkit.loading.pretrained import check_weights_fit
@@ -190,7 +190,7 @@ def exported_names(source: Path, hf: Path) -> set[str]:
     state = {n: t for n, t in model.state_dict().items() if n not in aliases}
     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in state.items()}
     carried = Carried.find(model, assets_of(model))
-    return set(make_plan(model, shapes, None, 10**12, where="", carried=carried).tensors)
+    return set(make_model_plan(model, shapes, None, 10**12, where="", carried=carried).tensors)
 
 
 @pytest.mark.parametrize("spelling", ["published", "parameters"])

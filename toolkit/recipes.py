@@ -133,10 +133,14 @@ def start_recipe(recipe: str, arguments: Sequence[str]) -> int:
 
 
 def _read_launch_yaml(arguments: Sequence[str]) -> dict[str, Any]:
-    """Read the Accelerate YAML that `accelerate launch` with these arguments will use.
+    """Read the Accelerate YAML that `accelerate launch` will use.
+
+    Args:
+        arguments: `launch`, then `--config_file` and its path. A path elsewhere in the arguments is
+            not found. Without a path, the user's default file is read.
 
     Returns:
-        Its content; {} if there is no such file.
+        Content of the file; {} if it does not exist.
 
     Raises:
         LaunchError: the YAML is for DeepSpeed, Megatron-LM or XLA.
@@ -153,7 +157,12 @@ def _read_launch_yaml(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_paths(cfg: Any) -> None:
-    """Raise if the model folder does not exist or data files match nothing; imports no torch."""
+    """Check that the model and the data files of a run exist. Does not import torch.
+
+    Raises:
+        ToolkitError: the model folder does not exist, a file pattern of the data matches nothing,
+            or HF_HUB_OFFLINE is set and the Hub model is not in the cache.
+    """
     check_folder(cfg.model.name_or_path)
     for purpose in ("train", "eval"):
         for setting, source in list_sources(cfg.data, purpose):  # type: ignore[arg-type]

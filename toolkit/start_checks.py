@@ -189,9 +189,15 @@ def _has_remote_rows(cfg: RunConfig) -> bool:
 
 
 def check_packages(start: RunStart) -> str:
-    """Raise ConfigError if a package that settings, recipe or model code import is missing.
+    """Check that the packages that settings, recipe and model code import are installed.
 
-    Returns a summary.
+    Model code is checked only if `trust_remote_code` is set and the model is a local folder.
+
+    Returns:
+        A summary for the report.
+
+    Raises:
+        ConfigError: a package is missing, or the store of `checkpoint.root` has no driver.
     """
     cfg = start.cfg
     cfg.metrics.trackers()
@@ -421,7 +427,12 @@ def check_prompts(start: RunStart) -> str:
 
 
 def check_router(start: RunStart) -> str:
-    """Raise if the settings cannot balance the experts of the model. Collective. Returns ""."""
+    """Check that the settings can balance the experts of the model. Returns "".
+
+    Raises:
+        ModelError: the model lacks what `train.router_*` requests.
+        ConfigError: updates of a bias are configured with adapters.
+    """
     plan_router(start.model, start.cfg)
     return ""
 

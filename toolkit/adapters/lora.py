@@ -176,7 +176,7 @@ def _build_peft_config(targets: Targets) -> "PeftConfig":
         use_dora=cfg.use_dora,
         rank_pattern=dict(cfg.rank_pattern),
         alpha_pattern=dict(cfg.alpha_pattern),
-        ensure_weight_tying=targets.ties,
+        ensure_weight_tying=targets.needs_weight_tying,
         bias="none",
     )
 

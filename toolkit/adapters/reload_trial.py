@@ -33,8 +33,9 @@ _TRIAL_RESULTS: dict[str, dict[str, str]] = {}  # digest of a model and its adap
 def find_lost_adapters(adapted: nn.Module) -> dict[str, str]:
     """Find the adapters that PEFT would not load again from an export of this model.
 
-    Loads an export of a copy of the model through PEFT. Its tensors share memory, so the trial
-    takes milliseconds and no memory. The result is cached for each model and adapter config.
+    Loads an export through PEFT into a copy of the model. Each tensor of the copy is one expanded
+    element, so the trial takes milliseconds and hardly any memory. The result is cached for each
+    model and adapter config.
 
     Args:
         adapted: with adapters, on meta; not changed.

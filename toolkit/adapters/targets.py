@@ -64,8 +64,8 @@ class Targets:
         return replace(self, modules=modules, excluded=excluded, unfit=self.unfit | ends)
 
     @property
-    def ties(self) -> bool:
-        """True if the tied embedding is trained in full, so that PEFT must keep its copies tied."""
+    def needs_weight_tying(self) -> bool:
+        """Whether PEFT must keep copies tied, because a tied embedding is trained in full."""
         return bool(self.saved & self.tied)
 
 
@@ -504,13 +504,13 @@ def check_adapted(adapted: "PeftModel", targets: Targets) -> None:
         )
     copied = copied_modules(adapted)
     tied = targets.tied
-    expected_saved = targets.saved | (tied if targets.ties else set())
+    expected_saved = targets.saved | (tied if targets.needs_weight_tying else set())
     if copied.keys() != expected_saved:
         raise ModelError(
             f"lora.modules_to_save names {', '.join(sorted(expected_saved))}, and PEFT would train "
             f"{', '.join(sorted(copied))}, since it compares the ends of names; name other modules"
         )
-    if targets.ties and len({id(copied[name][1].weight) for name in tied}) != 1:
+    if targets.needs_weight_tying and len({id(copied[name][1].weight) for name in tied}) != 1:
         raise ModelError(
             f"{', '.join(sorted(tied))} are one matrix, and PEFT's copies are not; leave them out "
             "of lora.modules_to_save"

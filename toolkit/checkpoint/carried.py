@@ -143,7 +143,12 @@ class Carried:
             ranks.print_line(f"carried    {summarise_names(self.tensors, keys)}{source}")
 
     def manifest_entry(self) -> dict[str, Any]:
-        """Build the export manifest's entries on carried and omitted tensors; may be empty."""
+        """Build the export manifest's entries on carried and omitted tensors.
+
+        Returns:
+            `carried`: name, revision and digest of the source model, and the number of carried
+            tensors. `left_out`: the omitted tensors. An entry without tensors is absent.
+        """
         entry: dict[str, Any] = {}
         origin = self.assets.origin
         if self.omitted:

@@ -298,7 +298,15 @@ def describe_damage(
 
 
 def hash_file(file: Any, kind: str = "sha256") -> str:
-    """Hash a file or an object with `kind` (`sha256` or `xxh3`); return hexadecimal digits."""
+    """Hash a local file (`Path`) or an object of a store (`RemotePath`).
+
+    Args:
+        file: the file or object.
+        kind: `xxh3` (128 bits), or an algorithm of hashlib such as `sha256`.
+
+    Returns:
+        The digest as hexadecimal digits.
+    """
     with file.open("rb") as f:
         return hashlib.file_digest(f, xxhash.xxh3_128 if kind == "xxh3" else kind).hexdigest()
 
@@ -432,7 +440,8 @@ def delete_attempts(folders: Iterable[Any]) -> None:
 def list_attempts(run: str | store.Folder) -> list[Attempt]:
     """List all folders of a run that hold a save of a step, committed or not.
 
-    They are sorted by step. If several saves of one step are committed, the last one is valid.
+    They are sorted by step, then by the order of saving. If several saves of one step are
+    committed, the last of them is valid.
     """
     unsorted = storage_of(store.parse_location(run) / CHECKPOINTS).attempts()
     # `step-000000007` would be a second folder of step 7.

@@ -96,14 +96,14 @@ class LocalFolder:
         return shutil.disk_usage(nearest_existing_folder(self.path)).free
 
     def attempts(self) -> Iterator[Attempt]:
-        """Yield each checkpoint folder in this one, with its step and kind from the name."""
+        """Yield the checkpoint folders in this folder, with the step and the kind from the name."""
         for path in self.path.iterdir() if self.path.is_dir() else ():
             if match := _ATTEMPT.fullmatch(path.name):
                 kind = match[2] or ("tmp" if _is_unfinished(path) else "saved")
                 yield Attempt(path, int(match[1]), kind, 0 if kind == "old" else 1)
 
     def new_attempt(self, step: int, number: int) -> Path:
-        """Create an empty folder `step-N.tmp-*` in this one; `number` has no effect."""
+        """Create an empty folder `step-N.tmp-*` in this folder; `number` has no effect."""
         self.path.mkdir(parents=True, exist_ok=True)
         fsync_with_parents(self.path)
         folder = new_attempt_name(self.path / step_name(step), "tmp")
@@ -115,7 +115,7 @@ class LocalFolder:
         return self.path
 
     def committed_path(self, step: int) -> Path:
-        """Return the path of this checkpoint after its commit: `step-N` in the same folder."""
+        """Return the path that this attempt is renamed to by its commit: `step-N` next to it."""
         return self.path.with_name(step_name(step))
 
     def commit(self, step: int, manifest: str, seal: str, verifies: Callable[[Path], bool]) -> Path:

@@ -90,7 +90,7 @@ def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
             raise _in_use_error(setting, folder, before)
         lock = _HeldLock(file, descriptor, os.urandom(8).hex(), threading.Event())
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _format_note(job, lock), 0)
+        os.pwrite(descriptor, _format_lock_content(job, lock), 0)
         os.fsync(descriptor)
         undo.pop_all()
     _held_locks[folder.resolve()] = lock
@@ -109,7 +109,7 @@ def _acquire_on_store(place: Any, job: str) -> str:
     """
     lock = _HeldLock(place / LOCK, -1, os.urandom(8).hex(), threading.Event())
     before = _read_note(lock.file)
-    lock.file.write_bytes(_format_note(job, lock))
+    lock.file.write_bytes(_format_lock_content(job, lock))
     _held_locks[place] = lock
     if not before:
         return ""
@@ -141,7 +141,12 @@ def release(folder: Folder) -> None:
 
 
 def check_held() -> None:
-    """Raise a CheckpointError if another process has taken over a folder that this one locked."""
+    """Check that this process still holds the folders that it has locked.
+
+    Raises:
+        CheckpointError: another process has taken over a folder, or a lock file was removed or
+            emptied or cannot be read.
+    """
     for lock in _held_locks.values():
         with raise_disk_errors(f"{lock.file} cannot be read"):
             note = _read_note(lock.file)
@@ -160,7 +165,7 @@ def _in_use_error(setting: str, folder: Path, owner: dict[str, Any]) -> ConfigEr
     )
 
 
-def _format_note(job: str, lock: _HeldLock) -> bytes:
+def _format_lock_content(job: str, lock: _HeldLock) -> bytes:
     """Format the content of the lock file: a JSON object on this process, with the lock's token."""
     owner = {"host": platform.node(), "pid": os.getpid(), "job": job, "kernel": _kernel_id()}
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -194,7 +199,7 @@ def _parse_note(content: bytes) -> dict[str, Any]:
 
 
 def _is_owner_alive(file: Path, owner: dict[str, Any]) -> bool:
-    """Watch the lock file for up to 75 s; return True if its owner touches it and keeps the lock.
+    """Watch the lock file for up to 75 s; return True if it changes and still has an owner.
 
     Prints a line before it waits.
     """

@@ -142,7 +142,11 @@ def read_parts(root: Folder) -> ReferenceParts:
 
 
 def delete_part(root: Folder, name: str) -> None:
-    """Delete the file `name` of `reference.parts`."""
+    """Delete the file `name` of `reference.parts`. A missing object of a store is no error.
+
+    Raises:
+        CheckpointError: the file cannot be deleted, or a local file does not exist.
+    """
     file = root / PARTS / name
     with raise_disk_errors(f"{file} cannot be deleted"):
         file.unlink()

@@ -76,8 +76,10 @@ def _state_by_name(state: TrainState) -> dict[str, dict[str, Any]]:
 def _describe_optimizer(state: TrainState) -> dict[str, Any] | None:
     """Build the optimizer's entry of state.json; None without an optimizer.
 
-    It holds the class, the names of state tensors by the parameter's number of dimensions, the
-    values of scalars by name and parameter, and the trained parameters without state.
+    Returns:
+        `class`: name of the optimizer's class. `tensors`: number of dimensions of a parameter, as
+        text -> names of its state tensors, such as `exp_avg`. `scalars`: name of a scalar ->
+        parameter -> value. `without`: trained parameters that have no state.
     """
     if state.optimizer is None:
         return None
@@ -102,7 +104,8 @@ def read_state(checkpoint: Folder) -> dict[str, Any]:
     """Read state.json of a checkpoint as a dict (step, tokens, world size, data position, ...).
 
     Raises:
-        CheckpointError: the file is missing, or a required entry is absent or of another type.
+        CheckpointError: the file is missing, or a required entry is absent or neither null nor of
+            its type.
     """
     file = checkpoint / STATE
     saved = read_json_object(file)

@@ -86,7 +86,7 @@ def translate_environment(env: Env) -> tuple[dict[str, Any], list[str]]:
 
 
 def is_fsdp(env: Env) -> bool:
-    """Return True if the launch configuration selects FSDP (`distributed_type: FSDP`)."""
+    """Return True if the launch configuration selects FSDP (ACCELERATE_USE_FSDP is true)."""
     return _read_bool(env, "ACCELERATE_USE_FSDP")
 
 

@@ -485,7 +485,7 @@ class FinetuneConfig(RunConfig):
 
     @property
     def rows(self) -> str:
-        """Name of the row format, `examples`: rows in which some tokens are supervised."""
+        """Name of the format of the training rows, `examples`: some tokens are supervised."""
         return "examples"
 
     def __post_init__(self) -> None:

@@ -80,8 +80,9 @@ def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str], set[str], b
 
     Returns:
         (settings, notes, trainers, uses_unsloth). `settings` maps names to literal values. `notes`
-        are for settings that the script computes, and for changes of its rows. `trainers` are the
-        TRL classes that it calls, without `Trainer` and `Config`.
+        maps each setting that the script computes, and each call that changes its rows, to a note.
+        `trainers` holds the names of the TRL classes that it calls, without the ending `Trainer` or
+        `Config`.
 
     Raises:
         ConfigError: the file is not Python; it trains other adapters than LoRA; or its adapters, or

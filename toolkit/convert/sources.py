@@ -114,7 +114,7 @@ def _convert_source(keys: Keys, entry: Any, index: int, objective: str) -> dict[
 
 
 def _reason_not_converted(key: str, value: Any) -> str | None:
-    """Explain why a key of a data set is not converted; None if that has no consequence."""
+    """Explain why a key of a data set is not converted; None if the run does not need it."""
     kind = str(value).partition(".")[0]
     if key == "type" and kind == "alpaca":
         return "rendered by the chat template, not in Alpaca's own words"

@@ -86,7 +86,10 @@ def check_some_rows(source: DataSource, encoder: Encoder, seconds: float) -> Row
 
 
 def _last_rows(rows: Iterable[dict[str, Any]], end: float) -> list[dict[str, Any]]:
-    """Read the last rows of a shard, which a broken copy truncates; none after the time `end`."""
+    """Return the last `SHARD_ROWS` rows of a shard, which a broken copy would truncate.
+
+    Reads the complete shard. Returns [] if that lasts beyond `end`, a time of `time.monotonic`.
+    """
     last = deque[dict[str, Any]](maxlen=SHARD_ROWS)
     for number, row in enumerate(rows):
         last.append(row)

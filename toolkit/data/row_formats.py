@@ -33,8 +33,10 @@ def one_text(example: Example) -> Sequence[Example]:
     return [example]
 
 
-def encode_one(example: Example, encoded: Sequence[EncodedExample], cfg: DataConfig) -> EncodedRow:
-    """Return the only encoded text of a row. For row formats with one text per row."""
+def take_only_example(
+    example: Example, encoded: Sequence[EncodedExample], cfg: DataConfig
+) -> EncodedRow:
+    """Return `encoded[0]`. For row formats with one text per row."""
     return encoded[0]
 
 
@@ -79,7 +81,7 @@ class RowFormat:
     standard_names: tuple[str, ...]
     candidate_names: tuple[str, ...]
     texts: Callable[[Parsed], Sequence[Example]] = one_text
-    encode: Callable[[Parsed, Sequence[EncodedExample], DataConfig], EncodedRow] = encode_one
+    encode: Callable[[Parsed, Sequence[EncodedExample], DataConfig], EncodedRow] = take_only_example
     columns: Mapping[str, Column] = field(default_factory=dict)
     sequences_per_row: int = 0
     is_chat: bool = True

@@ -77,7 +77,7 @@ class ExportCommands:
             content = results.read()
         complete = content[: content.rfind(b"\n") + 1]
         self._logged += len(complete)
-        return [_describe(json.loads(line)) for line in complete.splitlines()]
+        return [_format_outcome(json.loads(line)) for line in complete.splitlines()]
 
     def has_ended(self) -> bool:
         """Return True if no command runs or waits. Call `close` before."""
@@ -105,8 +105,11 @@ def _environment_of_a_user() -> dict[str, str]:
     }
 
 
-def _describe(result: dict[str, Any]) -> str:
-    """Format the result of a command as a log line."""
+def _format_outcome(result: dict[str, Any]) -> str:
+    """Format the outcome of the `after_export` command as a log line.
+
+    The line is a warning if the command failed or was ended with the run.
+    """
     text = f"after_export of step {result['step']}"
     log = result["log"]
     if result["exit_code"] is None:

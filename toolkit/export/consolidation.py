@@ -34,7 +34,7 @@ from toolkit.export.plan import (
     build_model_from_assets,
     describe_adapter_origin,
     make_adapter_plan,
-    make_plan,
+    make_model_plan,
     parse_options,
 )
 from toolkit.export.readers import AdapterMerge, SavedTensors
@@ -136,7 +136,7 @@ def _prepare_model(
     tensors = SavedTensors(source, model.state_dict())
     assets = _load_assets(model, source, hf_assets)
     carried = Carried.find(model, assets, omit=without_carried)
-    plan = make_plan(
+    plan = make_model_plan(
         model,
         tensors.shapes(),
         override,
@@ -158,9 +158,10 @@ def _prepare_merge(
     without_carried: bool,
     origin: dict[str, Any],
 ) -> _ExportInputs:
-    """Plan the export of a base model with the adapter merged in, and add both to `origin`.
+    """Plan the export of a base model with the adapter merged in, and log the carried tensors.
 
-    For the arguments see `_prepare_model`.
+    Adds to `origin`: `adapter` (its settings, base model and class), `merged`, and the entries of
+    `Carried.manifest_entry`. For the arguments see `_prepare_model`.
     """
     tensors = SavedTensors(source)
     base = find_base(source, hf_assets)
@@ -181,9 +182,10 @@ def _prepare_adapter(
     override: torch.dtype | None,
     origin: dict[str, Any],
 ) -> _ExportInputs:
-    """Plan the export of an adapter as a PEFT folder, and add its base model to `origin`.
+    """Plan the export of an adapter as a PEFT folder.
 
-    For the arguments see `_prepare_model`.
+    Adds `adapter` (its settings, base model and class) to `origin`. For the arguments see
+    `_prepare_model`.
     """
     base_entry = describe_base(source, hf_assets)
     tensors = SavedTensors(source)
@@ -195,7 +197,11 @@ def _prepare_adapter(
 
 
 def _load_assets(model: PreTrainedModel, source: Source, hf_assets: str | Path | None) -> HFAssets:
-    """Return the assets of `model`, with `hf_assets` (if given) as the name of the source model."""
+    """Return the assets of `model`, including the origin of carried tensors.
+
+    If `hf_assets` is given and a checkpoint is exported, it replaces the name of the model that
+    carried tensors are copied from. The files of the assets are not read from it.
+    """
     assets = assets_of(model)
     if hf_assets is not None and source.checkpoint is not None:
         saved_origin = HFAssets.load(source.checkpoint / HF).origin

@@ -34,7 +34,7 @@ from toolkit.export.plan import (
     build_model_from_assets,
     describe_adapter_origin,
     make_adapter_plan,
-    make_plan,
+    make_model_plan,
     parse_options,
 )
 from toolkit.export.writer import resolve_output, write_export
@@ -175,7 +175,9 @@ def _plan_live(
         if not has_adapters(model):
             exported_model = build_model_from_assets(hf)
             carried = Carried.find(exported_model, assets_of(exported_model))
-            plan = make_plan(exported_model, shapes, override, limit, where=where, carried=carried)
+            plan = make_model_plan(
+                exported_model, shapes, override, limit, where=where, carried=carried
+            )
             carried.log()
             return plan, carried.manifest_entry()
         entry = build_adapter_entry(model)

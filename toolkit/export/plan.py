@@ -161,7 +161,7 @@ def build_model_from_assets(hf: Path) -> PreTrainedModel:
     return model
 
 
-def make_plan(
+def make_model_plan(
     model: PreTrainedModel,
     stored: TensorShapes,
     override: torch.dtype | None,
@@ -171,17 +171,18 @@ def make_plan(
     prefix: str = "",
     carried: Carried | None = None,
 ) -> ExportPlan:
-    """Decide names, dtypes and files of an exported `model` (of `build_model_from_assets`).
+    """Decide names, dtypes and files of an exported model.
 
     Args:
-        model: the model on meta.
+        model: the model on meta, from `build_model_from_assets`.
         stored: parameter name -> dtype and shape of the stored weights.
         override: dtype of all floating tensors; None keeps the dtypes of the source.
         limit: largest size of a weight file in bytes.
         where: location of the weights, for error messages.
         prefix: prefix of the stored names there, for error messages.
-        carried: tensors of the source that are no parameters; config.json does not declare those
-            that are omitted. None: there are none.
+        carried: tensors of the source that are not parameters of `model`. `carried.tensors` are
+            exported. If `carried.omitted` is not empty, config.json does not declare the layers of
+            the omitted tensors. None: the source has no such tensors.
 
     Raises:
         ExportError: `stored` and the model do not fit together (the error names the tensor), or a

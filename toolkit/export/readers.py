@@ -34,7 +34,7 @@ from toolkit.export.plan import (
     ExportPlan,
     TensorShapes,
     build_model_from_assets,
-    make_plan,
+    make_model_plan,
 )
 from toolkit.export.writer import TensorValues
 from toolkit.formats import (
@@ -208,7 +208,7 @@ class AdapterMerge:
         self.model, self.aliases, state = model, tied_names(model), model.state_dict()
         stored = {n: (t.dtype, tuple(t.shape)) for n, t in state.items() if n not in self.aliases}
         self.carried = Carried.find(model, assets_of(model), folder, omit=without_carried)
-        self.plan = make_plan(
+        self.plan = make_model_plan(
             model, stored, override, limit, where=str(folder), carried=self.carried
         )
         for group in filter(self.needs_base, self.plan.groups):

@@ -462,5 +462,5 @@ def _locate_in_folder(place: StoredTensor, folder: Path) -> StoredTensor:
 
 
 def _sum_tensor_in_memory(tensor: torch.Tensor) -> int:
-    """Compute the checksum of a tensor in memory; see [Note: bit sums]."""
+    """Compute the row sum of a tensor in memory; see [Note: bit sums]."""
     return int(byte_and_row_sums(tensor if tensor.ndim > 1 else tensor.reshape(-1, 1), 0)[1])

@@ -289,9 +289,10 @@ def _parse_sizes(value: Any) -> tuple[int, ...]:
 
 
 def _parse_planner_path(value: Any) -> Any:
-    """Return a DCP planner's path if it is a flat list of names and indices; else raise TypeError.
+    """Return a DCP planner's path if it is a flat list of at most 100 names and indices.
 
-    Nested lists are refused, because code that walks through them might never end.
+    Raises:
+        TypeError: it is anything else. Code that walks through nested lists might never end.
     """
     is_short = isinstance(value, list | tuple) and len(value) <= 100
     if not is_short or not all(isinstance(part, str | int) for part in value):

@@ -22,7 +22,10 @@ def is_inner_path(name: str) -> bool:
 
 
 def is_hub_cache_link(path: Path) -> bool:
-    """Return True if `path` is a link from a snapshot of the Hub's cache to one of its blobs."""
+    """Return True if `path` is a link from a snapshot of the Hub's cache to one of its blobs.
+
+    Files in subfolders of a snapshot are not recognised.
+    """
     of_snapshot = path.is_symlink() and path.parent.parent.name == "snapshots"
     blobs = path.parent.parent.parent / "blobs"
     return of_snapshot and path.resolve().parent == blobs.resolve()

@@ -122,9 +122,9 @@ def summarise_names(names: Collection[str], keys: Iterable[str]) -> str:
 def use_source_names(model: "PreTrainedModel", assets: HFAssets) -> None:
     """Set the conversions with which `model` is exported under its source's key names.
 
-    Sets `model._weight_conversions`. An architecture's mapping covers every spelling of keys, and
-    only the conversions that this source used may be reverted. They are found by mapping the
-    source's keys again. Without a source, transformers' current names are used.
+    Sets `model._weight_conversions`. The mapping of an architecture accepts several spellings of a
+    key, so only the conversions that apply to the source's keys are kept: the export then has the
+    source's spelling. Without a source, transformers' current names are used.
     """
     if assets.source is None:
         # For `revert_weight_conversion`, which would walk through the model for each tensor.

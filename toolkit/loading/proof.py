@@ -53,7 +53,7 @@ def compute_base_sums(model: PreTrainedModel) -> dict[str, int]:
     Run checkpoints record them, and a resume compares them. See [Note: proof of a load].
 
     Raises:
-        LoadingError: the ranks hold different replicas of a tensor.
+        LoadingError: the replicas of a tensor on different ranks are not equal.
     """
     sums = whole_sums(untied_tensors(model)) or {}
     if different := sorted(name for name, total in sums.items() if not total.copies_agree()):
@@ -258,7 +258,8 @@ def _checksum_in_files(
         group: the tensors.
         entries: tensor name -> location.
         dtype: the parameter's dtype.
-        in_rows: compute the row sum. If False, compute the sum that ignores the order of elements.
+        in_rows: compute the row sum, which depends on the order of the rows. If False, compute the
+            sum that ignores the order of elements. See [Note: bit sums].
     """
     total = 0
     for key in group.keys:

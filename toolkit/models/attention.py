@@ -142,7 +142,10 @@ def fix_length_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def mark_document_count_dynamic(inputs: dict[str, Any]) -> None:
-    """Mark the number of documents as dynamic for torch.compile, if that is loaded."""
+    """Mark the number of documents as dynamic for torch.compile.
+
+    Does nothing if `torch._dynamo` has not been imported.
+    """
     # Importing the compiler takes seconds, and only a compiled run needs it.
     compiler = sys.modules.get("torch._dynamo")
     for borders in map(inputs.get, BORDERS[:2]):

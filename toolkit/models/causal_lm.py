@@ -448,7 +448,11 @@ def loaded_dtype(
         model: not sharded and without adapters.
         parameter: name of the parameter.
         stored: its dtype in the checkpoint.
-        requested: dtype in which the model is loaded. The wider one of both is used.
+        requested: dtype that is passed to `from_pretrained`.
+
+    Returns:
+        The wider dtype of `stored` and `requested`, or float32 if transformers keeps this parameter
+        in float32.
     """
     dtype = torch.promote_types(stored, requested)
     fp32_names = find_fp32_tensors(model, dtype=dtype) if dtype.itemsize < 4 else {}

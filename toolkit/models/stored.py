@@ -76,6 +76,9 @@ def group_stored_parts(keys: Iterable[str], reader: Any) -> dict[str, tuple[str,
     Args:
         keys: keys of the checkpoint.
         reader: quantiser from `make_dequantiser`.
+
+    Returns:
+        Name of a matrix -> the keys of its parts, in alphabetical order.
     """
     stored_keys = set(keys)
     parts = dict[str, list[str]]()

@@ -294,7 +294,7 @@ def _set_one_state_group(section: PreTrainedConfig) -> None:
 
 
 def _shrink_hidden_size(section: PreTrainedConfig) -> None:
-    """Set all widths of the hidden state to 64 if they are equal and larger, in place."""
+    """Set all widths of the hidden state to 64, in place, if they are equal and exceed 64."""
     widths = [n for name in _WIDTHS if isinstance(n := vars(section).get(name), int) and n > 0]
     if len({*widths}) == 1 and widths[0] > _NARROW:
         _change_integers(section, _WIDTHS, lambda _: _NARROW)

@@ -87,9 +87,10 @@ class RowTable:
 
 
 def row_tables(data: TrainingData) -> list[RowTable]:
-    """List the rows of every source, with the samples that the run reads from its position on.
+    """Return a table of each training source, then of each source to evaluate on.
 
-    If no step is left, the run reads no samples.
+    A table holds the rows of the source, and which samples the run still reads from its current
+    position on. If no step is left, the run reads none.
     """
     feed = data.feed
     assert isinstance(feed, PreparedFeed)
@@ -104,7 +105,7 @@ def row_tables(data: TrainingData) -> list[RowTable]:
             reads.append(_all_samples(held_out[source.name], has_steps))
         tables.append(RowTable(f"train.{source.name}", tuple(parts), tuple(reads)))
     for name, samples in feed.eval_sets.items() if feed.eval_sources else ():
-        # It may have the name of a source that is trained on; the rows are others.
+        # It may have the name of a training source, but it has other rows.
         tables.append(RowTable(f"eval.{name}", (samples,), (_all_samples(samples, has_steps),)))
     return tables
 

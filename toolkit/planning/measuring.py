@@ -28,7 +28,7 @@ from toolkit.planning.estimates import calibrate, estimate, save_calibration
 from toolkit.planning.fake_ranks import planned_packing, sharded
 from toolkit.planning.meter import Meter
 from toolkit.planning.search import with_settings
-from toolkit.planning.simulation import run_step, simulate
+from toolkit.planning.simulation import allocate_and_run_step, simulate
 
 
 def measure(
@@ -70,7 +70,7 @@ def measure(
         objective = build(cfg, sharded_model.mesh, kind)
         objective.shard_models()
         batch = objective.largest_batch(planned_packing(cfg, base_of(sharded_model.model)))
-        run_step(sharded_model, objective, meter, device, batch, around=measure_step)
+        allocate_and_run_step(sharded_model, objective, meter, device, batch, around=measure_step)
     return measured[0]
 
 
@@ -156,7 +156,7 @@ def calibrate_here(cfg: RunConfig, world_size: int, device_name: str | None = No
         The figures of the device.
 
     Raises:
-        ConfigError: torch sees no accelerator for `device_name`, or there are no figures.
+        ConfigError: torch sees no accelerator for `device_name`, or the figures are not known.
         PlanningError: the measurement does not match the plan.
     """
     figures, device = device_here(device_name)

@@ -369,7 +369,10 @@ def _plan_advice(cfg: RunConfig, world_size: int, device: Device, memory: int) -
 
 
 def _plan_remedies(cfg: RunConfig, world_size: int, device: Device, memory: int) -> str:
-    """Return changes that would fit, as text; SIGALRM kills this process after a minute."""
+    """Describe changes of the settings with which the run would fit in memory.
+
+    Call it in a child process: it sets an alarm that kills its process after a minute.
+    """
     signal.alarm(_ADVICE_TIMEOUT)
     return predict(cfg, world_size, device, memory, True).remedies
 

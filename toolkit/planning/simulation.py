@@ -67,12 +67,14 @@ class _CompilationError(PlanningError):
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of parameters, gradients and optimizer state that one rank holds between two steps."""
+    """Bytes of parameters, gradients and optimizer state that one rank holds."""
 
     parameters: int
+    """After the step, including those of frozen models."""
     gradients: int
-    """At the end of the backward."""
+    """After the backward, because the end of the step deletes them."""
     optimizer: int
+    """After the step."""
 
     @property
     def total(self) -> int:
@@ -170,8 +172,8 @@ def _simulate(
 ) -> Simulation:
     """Simulate a step once; see `simulate`.
 
-    If `compiled` is False, no layers are compiled. If it is True, they are if the run compiles
-    them.
+    If `compiled` is True, the simulation compiles the layers that the run compiles. If False, it
+    compiles none.
 
     Raises:
         PlanningError: the step cannot run without values.
@@ -216,7 +218,7 @@ def _simulate(
                     _suppress_logs(),
                     _use_run_masks(has_mask),
                 ):
-                    state = run_step(sharded_model, objective, meter, "cpu", batch)
+                    state = allocate_and_run_step(sharded_model, objective, meter, "cpu", batch)
             except ToolkitError:
                 raise
             except Exception as error:  # the model's code may do anything
@@ -239,9 +241,10 @@ def _simulate(
 
 
 def _probe_loss(base: Any, model: nn.Module) -> list[str]:
-    """Try on a tiny copy how a model computes its logits, and record it on `model` for the loss.
+    """Run a tiny copy of a model to learn how it computes its logits.
 
-    Does nothing for a reward model, which has no logits of tokens.
+    Stores the result on `model`, where the loss reads it. Does nothing for a reward model, which
+    has no logits of tokens.
 
     Args:
         base: the base model, without adapters.
@@ -317,7 +320,7 @@ def _materialise_model(model: Any, device: Device) -> None:
         set_tensor(model, name, torch.zeros_like(buffer, device=device))
 
 
-def run_step(
+def allocate_and_run_step(
     sharded: Sharded,
     objective: Objective,
     meter: Meter,
@@ -326,7 +329,10 @@ def run_step(
     *,
     around: Callable[[Callable[[], object]], object] = lambda step: step(),
 ) -> State:
-    """Allocate a sharded meta model and its optimizer, and run a step; see [Note: fake step].
+    """Allocate a sharded meta model and its optimizer, and run a step.
+
+    `simulate` calls it with fake tensors (see [Note: fake step]), `measure` with real ones. It runs
+    at most two micro-batches, and counts the work of the others in `meter`.
 
     Args:
         sharded: the model.
@@ -337,7 +343,8 @@ def run_step(
         around: called with a function that runs the step; may call it several times.
 
     Returns:
-        The bytes that the rank holds after the step.
+        Bytes of parameters and optimizer state after the step, and of gradients before the
+        optimizer's step.
     """
     model = sharded.model
     cfg = objective.cfg

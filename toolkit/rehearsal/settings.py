@@ -152,7 +152,14 @@ def _choose_mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:
 
 
 def _sharding_changes(cfg: ShardingConfig, shrunk: Shrunk) -> dict[str, Any]:
-    """Return changes of the section sharding that a CPU and another number of ranks need."""
+    """Return changes of the section sharding that a CPU and another number of ranks need.
+
+    Numbers of ranks in `reshard_after_forward` and its overrides become true or false. The dtype
+    becomes that of the small model. If layers are compiled, the backend only captures their graphs.
+
+    Returns:
+        Setting of the section -> new value.
+    """
     overrides = cfg.reshard_after_forward_overrides.items()
     changes: dict[str, Any] = {
         "param_dtype": shrunk.dtype,

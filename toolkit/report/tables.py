@@ -229,9 +229,10 @@ def _default_settings(config: dict[str, Any]) -> dict[str, Any]:
 def _flatten_settings(
     config: dict[str, Any], defaults: dict[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Flatten nested settings to dotted setting -> value; a dict that is one setting's value stays.
+    """Flatten nested settings to dotted name -> value.
 
-    `defaults` has the dotted names of all settings, and `prefix` is put before each name.
+    `defaults` has the dotted names of all settings. A dict with one of these names is the value of
+    a setting, and is kept. `prefix` is put before each name.
     """
     values: dict[str, Any] = {}
     for key, value in config.items():

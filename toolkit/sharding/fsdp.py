@@ -282,9 +282,13 @@ def _cast_buffers(model: Any, dtype: torch.dtype) -> None:
 
 
 def _refuse_idle_experts(model: nn.Module, ranks: int) -> None:
-    """Raise a ShardingError if a rank may use no expert, and this torch cannot reduce unused ones.
+    """Refuse models whose tokens may all skip the experts, if this torch does not support it.
 
-    Only model types whose tokens may skip all experts are refused (`_IDLE_EXPERTS`).
+    FSDP2 reduces the gradients of parameters that a rank did not use only from torch 2.13 on.
+
+    Raises:
+        ShardingError: the model's type is in `_IDLE_EXPERTS`, there are several ranks, and torch is
+            older.
     """
     kind = getattr(getattr(model, "config", None), "model_type", "")
     if kind in _IDLE_EXPERTS and ranks > 1 and not hasattr(FSDPModule, _REDUCE_UNUSED):

@@ -337,8 +337,8 @@ def log_odds(logps: torch.Tensor) -> torch.Tensor:
     """Compute log(p / (1 - p)) for log-probabilities log p <= 0, in float64.
 
     Value and gradient are finite and exact for all float32 numbers below 0. A log-probability of 0
-    is treated as the largest number below 0 and gets no gradient. The gradient grows as 1 / log p
-    and is clamped to the largest float32 number. log(1 - p) is computed with `expm1` for large p
+    is treated as the largest number below 0 and gets no gradient. Near p = 1 the gradient grows as
+    1 / |log p|; it is clamped to the largest float32 number. log(1 - p) uses `expm1` for large p
     and with `log1p` for small p: Mächler 2012, "Accurately computing log(1 - exp(-|a|))".
     """
     wide = logps.double().clamp(max=-_SMALLEST_FLOAT32)

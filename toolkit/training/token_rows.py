@@ -40,10 +40,10 @@ class _Row(NamedTuple):
 def describe_untrained_tokens(
     model: nn.Module, feed: Feed, tokenizer: Tokenizer | None
 ) -> list[str]:
-    """Find special tokens of the data whose rows look untrained and are frozen. Collective.
+    """Find special tokens that the data uses but a frozen embedding or head has not learned.
 
-    See [Note: untrained rows]. Reads a few hundred rows of the loaded embedding and output head,
-    and exchanges their properties.
+    Collective. A token counts as not learned if its row of the matrix looks untrained; see
+    [Note: untrained rows]. Reads a few hundred rows, and exchanges their properties.
 
     Args:
         model: the loaded, sharded model.

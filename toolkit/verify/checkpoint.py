@@ -166,9 +166,12 @@ def _add_damage_findings(subject: CheckpointSubject, name: str, problem: str) ->
 
 
 def _describe_tensor_damage(subject: CheckpointSubject, key: str) -> str | None:
-    """Describe how a stored tensor differs from its checksum of live memory, or return None.
+    """Compare a stored tensor with the checksum that was computed from memory when it was saved.
 
     Reads the tensor once. If the manifest has no checksum of it, only reading is checked.
+
+    Returns:
+        A description of the damage; None if there is none.
     """
     metadata = subject.metadata
     assert metadata is not None

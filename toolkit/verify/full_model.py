@@ -137,9 +137,9 @@ def compare_assets(export: Export) -> None:
 
 
 def prove_weights(export: Export) -> None:
-    """Compare every parameter with the checkpoint, and other tensors with the run's base model.
+    """Compare exported parameters with the checkpoint, and other tensors with the run's base model.
 
-    Differences are findings.
+    Each difference is added to `export.findings`.
     """
     model, source = _require_model(export), _require_source(export)
     Proof(model, export.entries, export.groups, export.findings).run(source)

@@ -248,8 +248,11 @@ class EdgeSearch:
             new_argument: the words are in an argument that the original turn does not have.
 
         Returns:
-            Length of the text before the first change, and offset of the unchanged text after the
-            word. Raises EdgesNotFound if they are not clear.
+            (begin, end) in `self.text`: the text before and after is in every rendering.
+
+        Raises:
+            EdgesNotFound: a version is refused or not printed, or the end is not clear.
+            BadRow: the template prints the turn more than once.
         """
         renderings = (self.render_changed({i: message}) for message, _ in changes)
         texts = [text for text in renderings if text is not None]

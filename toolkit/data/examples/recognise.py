@@ -247,9 +247,10 @@ SYSTEM_REMARK = Remark("system texts in {}", ("system",))
 
 
 def _add_system_column(layout: Layout, rows: Sequence[Row]) -> Layout:
-    """Return the layout with the column of system texts, if the rows have one.
+    """Add the column of system texts to a layout of conversations, or of prompts and completions.
 
-    A plain prompt and completion next to a system text become turns of a conversation.
+    If the rows hold plain prompts and completions and a system text, they become turns of a
+    conversation. Other layouts, and those of rows without such a column, are returned unchanged.
     """
     name, some = find_system_column(rows)
     if name is None or layout.format not in ("conversation", "prompt_completion"):

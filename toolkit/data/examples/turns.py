@@ -238,7 +238,11 @@ def _iterate_checked_turns(
 
 
 def _convert_turn(turn: Row, where: str) -> Row:
-    """Normalise the role, content, tool calls and weight of a turn; `where` is its place."""
+    """Normalise the role, content, tool calls and weight of a turn; `where` is its place.
+
+    Raises:
+        BadRow: the turn is invalid.
+    """
     message = _normalise_weight(turn, where)
     message["role"] = role = _read_role(turn["role"], where)
     calls = turn.get("tool_calls")
@@ -344,7 +348,17 @@ def _read_content(value: Any, where: str) -> str:
 
 
 def _convert_sharegpt_turn(turn: Row, where: str) -> Row:
-    """Convert a turn with `from` and `value` to a message; `where` is its place in the row."""
+    """Convert a turn with `from` and `value` to a message; `where` is its place in the row.
+
+    Other keys of the turn are kept.
+
+    Returns:
+        A message with `role` and `content`. If `value` holds tool calls as JSON, the message is one
+        of the assistant with `tool_calls` and without `content`.
+
+    Raises:
+        BadRow: the turn is invalid.
+    """
     name = turn["from"]
     message = _normalise_weight(turn, where)
     message = {key: text for key, text in message.items() if key not in ("from", "value")}

@@ -240,7 +240,9 @@ def split_held_out(
 def _describe_order(
     sources: Sequence[EncodedSource], train: list[Samples], shape: SampleShape
 ) -> dict[str, Any]:
-    """List the settings and data properties that determine the sample order, for `Position`.
+    """List the settings and data properties that determine the sample order, apart from the seed.
+
+    `Position` records them with the seed and the number of samples.
 
     The name of a source is included only if there are several sources, so that a single source can
     be renamed.

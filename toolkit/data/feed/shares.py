@@ -130,7 +130,11 @@ class GroupReader:
         self._formatter = PythonFormatter(features=assignment.rows.features)
 
     def begin_at(self, turn: int, place: RowPlace) -> None:
-        """Set the first row of lane `turn` of the group to `place`; discard buffered rows."""
+        """Set the first row of lane `turn` of the group to `place`.
+
+        Discards the buffered rows of all lanes, so set the first row of every lane of the group
+        that this rank uses before `next` is called again.
+        """
         self._begins[turn] = place
         self._waiting, self._in_hand, self._reading = {}, {}, None
 

@@ -136,9 +136,10 @@ class StreamFeed(Feed):
 
     @cached_property
     def first_windows(self) -> list[SourceStream]:
-        """One stream per source that has read its first window with samples, to inspect the data.
+        """New streams, one per source, that have read their first window with samples.
 
-        These streams have a single lane, and they do not change the position of the run.
+        They are for inspecting the data: they have a single lane, and do not change the position of
+        the run.
         """
         seed, window = self.position.seed, self.window
         streams = [

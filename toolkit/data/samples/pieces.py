@@ -220,7 +220,8 @@ class EncodedRows:
     def piece(self, begin: int, count: int) -> Piece:
         """Read tokens `begin` to `begin + count` of all rows joined; ids and labels are copies.
 
-        `per_row` and `second` are those of the row in which the piece begins.
+        The fields `per_row` and `second` of the result have the values of the row in which the
+        piece begins.
         """
         ids = self._joined.slice(begin, count).to_numpy().astype(np.int64)
         first, last = self.rows_of(begin, count)

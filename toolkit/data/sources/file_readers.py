@@ -49,7 +49,7 @@ RAW, FAULT = "_raw", "_fault"
 LINES = pa.schema({RAW: pa.large_binary(), PLACE: pa.string(), FAULT: pa.string()})
 _BLOCK = 1 << 20
 
-_Rows = Iterator[tuple[int, bytes | BadRow]]  # number of a row, and its bytes or its problem
+_Rows = Iterator[tuple[int, bytes | BadRow]]  # number of a row or its line; its bytes or problem
 
 
 def line_tables(
@@ -143,7 +143,8 @@ def cut_lines(file: str, count: int) -> list[tuple[Bounds, int]]:
     """Split a file of JSON lines into `count` byte ranges of equal length; see `Cut`.
 
     Returns:
-        ((begin, end), length) of each part; empty for a compressed file and a JSON list.
+        ((begin, end), end - begin) of each part, in bytes. Empty for a compressed file, a JSON list
+        and a file that cannot be opened.
     """
     try:
         with _open_decompressed(file) as stream:
@@ -203,10 +204,13 @@ def _begins_with_list(stream: IO[bytes]) -> bool:
 
 
 def _iterate_json_list(stream: IO[bytes], file: str, limit: int) -> _Rows:
-    """Yield the number (from 0) and the JSON bytes of each row of a list, or its `BadRow`.
+    """Read a JSON list completely; yield (index, row as JSON bytes) for each row.
+
+    The bytes are formatted again, so they may differ from those of the file. For a row of more than
+    `limit` bytes, a `BadRow` takes the place of the bytes.
 
     Raises:
-        DataError: the list is too large or broken.
+        DataError: the list is broken, or has more than `LIST_BYTES` bytes or `LIST_VALUES` values.
     """
     content = stream.read(LIST_BYTES + 1)
     if len(content) > LIST_BYTES or sum(map(content.count, b",[{")) > LIST_VALUES:
@@ -227,9 +231,11 @@ def _iterate_json_list(stream: IO[bytes], file: str, limit: int) -> _Rows:
 
 
 def _iterate_csv(stream: IO[bytes], file: str, limit: int) -> _Rows:
-    """Yield the line and the JSON bytes of each row of a CSV file (RFC 4180), or its `BadRow`.
+    """Yield (number of its first line, row as JSON bytes) for each row of a CSV file (RFC 4180).
 
-    All values are texts. In a .tsv file, tabs separate the fields.
+    For a row that is broken or longer than `limit`, a `BadRow` takes the place of the bytes. Lines
+    are counted from 1, including the header. All values are texts. In a .tsv file, tabs separate
+    the fields.
 
     Raises:
         DataError: the header is broken, or has empty or repeated names.

@@ -64,7 +64,11 @@ def _iterate_conversations(files: Sequence[Path]) -> Iterator[tuple[list[dict[st
 
 
 def _iterate_preferences(files: Sequence[Path]) -> Iterator[tuple[list[dict[str, str]], ...]]:
-    """Yield (prompt, chosen, rejected). Rejected is chosen plus the previous similar answer."""
+    """Yield (prompt, chosen, rejected), each a list of turns.
+
+    The rejected answer is the chosen one, followed by the previous answer of the same kind: code or
+    text.
+    """
     last = dict[bool, list[dict[str, str]]]()  # whether it is code -> the answer before
     for (turns,) in _iterate_conversations(files):
         answer, kind = turns[1:], turns[1]["content"].startswith(" ")

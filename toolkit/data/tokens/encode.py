@@ -281,7 +281,12 @@ class Encoder:
             )
 
     def _encode_ids(self, example: Tokens) -> EncodedRow:
-        """Check token ids that came with the data, and turn their labels into spans."""
+        """Check token ids that came with the data, and turn their labels into spans.
+
+        Returns:
+            The encoded row, which may be truncated. If the row cannot be used, a BadRow or FatalRow
+            with the reason; it is not raised.
+        """
         # Compared as Python's integers, which may be of any size.
         ids = example.input_ids
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:

@@ -56,7 +56,11 @@ class EncodedExample:
 
     @property
     def supervised(self) -> int:
-        """Number of tokens that the loss covers. Nothing predicts the first token of a piece."""
+        """Number of tokens that the loss covers.
+
+        A token at the beginning of a piece (see `piece`) is not counted, because nothing predicts
+        it. For a pair, the second side counts only if `trains_second` is true.
+        """
         if self.second is not None:
             # Encoding leaves the first token of either side out of the spans.
             spans = [s for s in self.spans if self.trains_second or s[0] < self.second]

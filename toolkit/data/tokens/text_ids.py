@@ -356,7 +356,10 @@ class _Encoded:
         return short
 
     def _token_chars(self, at: int) -> Span:
-        """Return (begin, end) of a token's characters, with the space that its offsets exclude."""
+        """Return (begin, end) of a token's characters.
+
+        Includes the leading spaces that belong to the token but that its offsets do not cover.
+        """
         begin, end = self._encoded.token_to_chars(at) or (0, 0)
         if begin == end or not self.text[begin].isspace():
             for sign in self._id_to_token(int(self.ids[at])) or "":

@@ -346,9 +346,10 @@ def _write_to_stderr(line: str) -> None:
 
 
 def _request_signal_at_launcher_exit() -> None:
-    """Let the kernel send SIGTERM to this process when its launcher dies. Linux only.
+    """Let the kernel send SIGTERM to this process when its launcher dies.
 
-    A launcher that is killed cannot send the signal itself.
+    A launcher that is killed cannot send the signal itself. Does nothing on other systems than
+    Linux, or if neither torchrun nor accelerate started the process.
 
     Raises:
         Preempted: the launcher is already gone.

@@ -343,7 +343,10 @@ def send_message(link: socket.socket, message: State) -> None:
 
 
 def fail_when_lost(link: socket.socket) -> None:
-    """Configure a socket to fail if the other host does not answer for 15 seconds."""
+    """Configure a socket to fail if the other host does not answer for 15 seconds.
+
+    On other systems than Linux, only keep-alive is enabled, with the system's timeout.
+    """
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT // 5)
