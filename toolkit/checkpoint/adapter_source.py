@@ -70,7 +70,7 @@ def apply_adapter_settings(cfg: Any) -> Any:
         A new config; `cfg` itself if it sets no `lora.from`.
 
     Raises:
-        ConfigError: there is no such adapter, it cannot be continued, or a setting contradicts it.
+        ConfigError: the adapter does not exist or cannot be continued, or a setting contradicts it.
     """
     if not isinstance(cfg, FinetuneConfig) or cfg.lora.from_ is None:
         return cfg
@@ -91,7 +91,7 @@ def _merge_adapter_settings(lora: LoraConfig, source: AdapterSource) -> LoraConf
     """Return `lora` with the adapter's settings.
 
     Raises:
-        ConfigError: the user has set one of them to another value.
+        ConfigError: the user has set one of the adapter's settings to another value.
     """
     theirs = parse_adapter_settings(source.config, source.name)
     for name, value in lora.requested_structure().items():
@@ -232,7 +232,7 @@ def _find_on_hub(name: str, revision: str | None) -> Path:
     """Download the adapter of a Hub repository if necessary; return its folder in the HF cache.
 
     Raises:
-        ConfigError: the name is a path that does not exist, or the Hub has no such adapter.
+        ConfigError: the name is a path, or the Hub gives no adapter of this name.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -303,7 +303,7 @@ def _read_checked_origin(folder: Path) -> dict[str, Any]:
     """Return the entry of an export's manifest that says where its weights come from.
 
     Raises:
-        ExportError: weights or config differ from the manifest in size or hash.
+        ExportError: weights or config are not in the manifest, or differ from it in size or hash.
     """
     manifest = export_manifest.read(folder)
     for name in (ADAPTER_WEIGHTS, ADAPTER_FILE):
@@ -372,10 +372,13 @@ def _get_dict(content: Any, name: str) -> dict[str, Any]:
 
 
 def _copy_stage_entry(entry: Any, depth: int = 0) -> dict[str, Any] | None:
-    """Copy the valid fields of an untrusted entry on an adapter that was trained before this one.
+    """Copy the valid fields of an untrusted entry on an adapter that a later adapter continued.
 
-    Its `continued` field holds the entry of the adapter before that one, and is copied recursively,
-    up to `_MOST_STAGES`. Returns None if `entry` is not a dict.
+    Its `continued` field is the entry on the adapter that it continued itself. It is copied
+    recursively.
+
+    Returns:
+        Field -> value; None if `entry` is not a dict, or at depth `_MOST_STAGES`.
     """
     if not isinstance(entry, dict) or depth == _MOST_STAGES:
         return None

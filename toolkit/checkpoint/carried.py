@@ -61,8 +61,8 @@ def find_carried_tensors(
 ) -> dict[str, CarriedTensor]:
     """Find the tensors of the source model that belong to no parameter of `model`.
 
-    Reads no values. If there are such tensors and `folder` is None, it reads 16 kB per tensor of
-    the source, to check that the source has not changed.
+    Reads no values. If it finds tensors and `folder` is None, it reads 16 kB per tensor of the
+    source, to check that the source has not changed.
 
     Args:
         model: the exported model, on meta.
@@ -73,7 +73,7 @@ def find_carried_tensors(
         Key in the source -> tensor; its values are read later.
 
     Raises:
-        ExportError: there are such tensors, and the source is missing or has changed.
+        ExportError: tensors were found, but the source is missing or has changed.
     """
     names = group_source_keys(model, assets.source or ()).carried
     if not names:
@@ -125,8 +125,8 @@ class Carried:
     ) -> "Carried":
         """Find the carried tensors with `find_carried_tensors`.
 
-        With `omit`, only the keys are listed, for an export that leaves these tensors out; the
-        source model is then not needed.
+        With `omit`, it only lists their keys, for an export without these tensors. The source model
+        is then not needed.
         """
         if omit:
             return cls({}, group_source_keys(model, assets.source or ()).carried, assets)

@@ -90,7 +90,11 @@ _MARKS = (
 
 
 def committed_steps(run: str | store.Folder) -> dict[int, Any]:
-    """Map the steps of a run's committed checkpoints to their folders, in ascending order."""
+    """Map the steps of a run's committed checkpoints to their folders, in ascending order.
+
+    Raises:
+        CheckpointError: the manifest of a folder records another step than the folder's name.
+    """
     return {step: a.folder for step, a in latest_attempts(list_attempts(run)).items()}
 
 
@@ -194,6 +198,10 @@ def read_manifest(checkpoint: store.Folder) -> dict[str, Any]:
 def parse_manifest(content: bytes, source: object) -> dict[str, Any]:
     """Parse the JSON of a manifest and validate it; `source` names the file in errors.
 
+    Returns:
+        The manifest. `files` maps each file to its `size` and `sha256`. `step` (int) and `row_sums`
+        (tensor -> int) may be absent.
+
     Raises:
         CheckpointError: an entry has an unexpected form, or a file name leaves the folder.
     """
@@ -228,7 +236,7 @@ def find_damaged_files(
         folder: the checkpoint.
         only: names of the files to check. None checks all, and also reports files that are not in
             the manifest.
-        hashed: names of the files to read and hash; of all others, only the size is compared. None
+        hashed: names of the files to read and hash. Of other files, only the size is compared. None
             hashes every file.
         files: the manifest's entries, if they are known already.
 
@@ -383,6 +391,7 @@ def store_files(folder: Path, names: Iterable[str], to: store.Folder | None = No
     """
 
     def store_file(name: str) -> dict[str, Any]:
+        """Store a file; return its manifest entry (size in bytes, and sha256)."""
         file = folder / name
         storage_of((to or folder) / name).put(file)
         return {"size": file.stat().st_size, "sha256": hash_file(file)}
@@ -395,9 +404,9 @@ def store_files(folder: Path, names: Iterable[str], to: store.Folder | None = No
 def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
     """Commit the checkpoint that `begin_attempt` started; return its final location.
 
-    After the return, a power loss cannot undo the commit. Only folders are synced here, so every
-    rank must have fsynced its files (`store_files` does). One process that synced the files of a
-    thousand ranks would wait for as many round trips of a network disk. See [Note: order of
+    After the return, a power loss cannot undo the commit. This function only syncs folders, so
+    every rank must have fsynced its files (`store_files` does). One process that synced the files
+    of a thousand ranks would wait for as many round trips of a network disk. See [Note: order of
     operations].
 
     Raises:
@@ -421,8 +430,10 @@ def commit(folder: Any, step: int, manifest: dict[str, Any]) -> Any:
 def delete_attempts(folders: Iterable[Any]) -> None:
     """Delete checkpoints, committed or not, so that a half-deleted one is never valid.
 
-    If one cannot be deleted (on NFS, a process may have a file open), the others are deleted before
-    its error is raised.
+    Tries every folder, then raises the first error. On NFS, a process may have a file open.
+
+    Raises:
+        OSError or CheckpointError: a checkpoint cannot be deleted.
     """
     resisted = []
     for folder in folders:

@@ -29,7 +29,7 @@ _ADAMW = OptimConfig()
 
 @dataclass(frozen=True)
 class DiskEstimate:
-    """The largest disk space that a run will need at any time, and what is free; sizes in bytes."""
+    """The largest disk space that a run will need at any time, and the free space, in bytes."""
 
     checkpoint: int
     checkpoints: int

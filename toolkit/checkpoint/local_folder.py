@@ -35,9 +35,9 @@ class LocalFolder:
     is_disk: ClassVar[bool] = True
 
     def files(self, only: Collection[str] | None = None) -> dict[str, int]:
-        """Map the relative names of files to their sizes in bytes; -1 for no regular file.
+        """Map the relative names of files to their sizes in bytes; -1 for links and special files.
 
-        With `only`, look only for these names; missing files are skipped.
+        With `only`, look only for these names. Files that are missing or below a link are skipped.
         """
         folder = self.path
         if only is None:

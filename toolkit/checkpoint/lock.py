@@ -48,7 +48,7 @@ _held_locks: dict[Folder, _HeldLock] = {}
 
 
 def acquire(folder: Any, job: str = "", setting: str = "output_dir") -> str:
-    """Lock a run's folder, so that no other process writes there until this one ends.
+    """Lock a run's folder, so that no other process writes there until this process ends.
 
     The lock is a file with a note on its owner: host, process id and job. `release` unlocks it.
     Takes 75 s if the note is from another host, and two requests on a store.

@@ -180,7 +180,7 @@ class RemotePath:
     def commit(self, step: int, manifest: str, seal: str, verifies: Callable[[Any], bool]) -> Any:
         """Write the manifest and then COMMIT, which makes the checkpoint valid; return this path.
 
-        `step` and `verifies` have no effect here.
+        `step` and `verifies` have no effect on an object store.
         """
         (self / MANIFEST).write_bytes(manifest.encode())
         (self / COMMIT).write_bytes(seal.encode())

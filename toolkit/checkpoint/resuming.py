@@ -174,6 +174,7 @@ def _find_damage(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
     start_time = time.perf_counter()
 
     def list_files() -> tuple[commit.Files, list[tuple[str, str]]]:
+        """Return (files of the manifest, (file, fault) pairs of those of another size)."""
         files = commit.read_manifest(checkpoint)["files"]
         entries = {n: {key: e[key] for key in ("size", "sha256")} for n, e in files.items()}
         # Files that the manifest does not list (a note, .DS_Store) are ignored.
@@ -245,7 +246,14 @@ def restore(state: TrainState, saved: Folder | None) -> int | None:
     table = ranks.on_main(lambda: table_from_metadata(_read_dcp_metadata(checkpoint)))
 
     def check() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Check that the checkpoint has all parts of `state`; allocate the optimizer state."""
+        """Check that the checkpoint has all parts of `state`; allocate the optimizer state.
+
+        Returns:
+            The content of state.json, and the result of `allocate_optimizer_state`.
+
+        Raises:
+            CheckpointError: a part is missing or does not match.
+        """
         content = read_state(checkpoint)
         check_model_tensors(tensors, table.tensors, checkpoint)
         with raise_bad_state(checkpoint):

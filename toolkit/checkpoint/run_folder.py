@@ -238,8 +238,8 @@ def local_copy(path: str | Path) -> Iterator[Path]:
     at the end, and a line on stderr reports it.
 
     Raises:
-        CheckpointError: there is no committed checkpoint, the store cannot be read, or the copy
-            does not fit.
+        CheckpointError: no checkpoint is committed, the store cannot be read, or the disk has no
+            room for the copy.
     """
     place: Any = parse_location(path)
     if not is_url(path):

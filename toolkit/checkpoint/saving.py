@@ -297,14 +297,20 @@ class _Snapshot:
         return path
 
     def _prune(self) -> None:
-        """Delete old checkpoints, and reference values that this one holds. On rank 0."""
+        """Delete old checkpoints, and the parts of reference values if this checkpoint holds them.
+
+        Called on rank 0.
+        """
         prune_checkpoints(self.run, self.cfg)
         # The committed checkpoint holds them.
         if FILE in self.files:
             delete_reference_parts(self.run)
 
     def _write_small_files(self, shards: Files) -> Files:
-        """Write this rank's files other than shards: random state and, on rank 0, all others.
+        """Write this rank's files except for the shards.
+
+        Every rank writes its random state and the additional files that it has (`files`). Rank 0
+        also writes state.json, the assets and the settings of the adapter.
 
         Args:
             shards: name -> size and sha256 of the shards that this rank has written.

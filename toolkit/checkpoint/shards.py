@@ -279,7 +279,7 @@ def read_tensors(folder: Folder, table: ChunkTable, tensors: dict[str, torch.Ten
 
 
 def _local_offsets_and_sizes(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes, per dimension, of this rank's part in the full tensor."""
+    """Return (offsets, sizes) of this rank's part in the full tensor, per dimension."""
     if not isinstance(tensor, DTensor):
         return [0] * tensor.ndim, list(tensor.shape)
     slices = local_slices(tensor)
@@ -322,7 +322,7 @@ class _WrittenChunks:
     """The chunks that one save wrote, kept so that the next save sends only changes."""
 
     local_chunks: bytes = b""
-    chunks_by_rank: list[bytes] = field(default_factory=list)  # on rank 0, as the next two are
+    chunks_by_rank: list[bytes] = field(default_factory=list)  # on rank 0, like both fields below
     tensors_metadata: TensorsMetadata = field(default_factory=dict)
     metadata: bytes = b""  # some 100 bytes a chunk
 

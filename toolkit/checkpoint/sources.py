@@ -166,7 +166,7 @@ def describe_base(source: Source, elsewhere: str | Path | None = None) -> dict[s
 
     Args:
         source: an adapter checkpoint.
-        elsewhere: folder or Hub id that the export names as its base; None uses the run's.
+        elsewhere: folder or Hub id that the export names as its base; None: the base of the run.
 
     Raises:
         ExportError: `elsewhere` is not found, or is another model.
@@ -253,7 +253,13 @@ def check_complete(source: Source, keys: Iterable[str]) -> None:
 
 
 def _read_toolkit_checkpoint(checkpoint: Path, hf_assets: str | Path | None) -> Source:
-    """Describe the weights in a checkpoint of this toolkit, and compare it with its manifest."""
+    """Describe the weights in a checkpoint of this toolkit, and compare it with its manifest.
+
+    Compares the sizes of all model files, and the hashes of those that are not shards.
+
+    Raises:
+        CheckpointError: the checkpoint is not committed, has no metadata of tensors, or is damaged.
+    """
     metadata = f"{DCP}/{formats.METADATA_FILE}"
     manifest = commit.read_manifest(checkpoint)
     files = manifest["files"]
@@ -314,7 +320,8 @@ def _read_sharded_safetensors(folder: Path, files: list[Path], hf: Path) -> Sour
         hf: the folder with the model's config.
 
     Raises:
-        CheckpointError: a header is damaged, or does not give the offsets of its tensor parts.
+        CheckpointError: a header is damaged, or does not give the offsets of its tensor parts; or
+            the parts of a tensor differ in dtype or number of dimensions.
     """
     parts: dict[str, dict[Any, formats.Chunk]] = {}
     for file in files:

@@ -312,7 +312,11 @@ def rng_device() -> str:
 
 
 def snapshot_rng() -> dict[str, torch.Tensor]:
-    """Copy the random state of Python, numpy, torch and the current device into named tensors."""
+    """Copy the random state of Python, numpy, torch and the current device into named tensors.
+
+    Returns:
+        Name -> tensor. Names begin with `python` or `numpy`, or are `torch` or the device type.
+    """
     _version, words, gauss = random.getstate()
     # The legacy form is a tuple; numpy's stubs allow the other one too.
     _, keys, position, has_gauss, cached = cast(tuple, numpy.random.get_state(legacy=True))

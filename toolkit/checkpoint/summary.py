@@ -273,7 +273,7 @@ def _find_output_dir(run: Path, config: dict[str, Any]) -> Path:
 
 
 def _read_last_state(run: Path, step: int | None) -> dict[str, Any]:
-    """Read state.json of the last checkpoint up to `step` (None: of all); {} if there is none."""
+    """Read state.json of the last checkpoint up to `step` (None: any step); {} without one."""
     files = sorted((run / CHECKPOINTS).glob("step-" + "[0-9]" * 8 + "/state.json"))
     before = [f for f in files if step is None or f.parent.name <= step_name(step)]
     return (read_json_object(before[-1]) if before else None) or {}

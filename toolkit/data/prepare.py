@@ -167,7 +167,8 @@ def _use_chat_template(
 def build_feed(cfg: RunConfig, encoder: Encoder, choice: "PackingChoice", world_size: int) -> Feed:
     """Read and encode the sources of a run, and build the feed of its micro-batches.
 
-    Encoded rows are cached on disk. Call this on one rank first, so that the others read the cache.
+    Encoded rows are cached on disk. Call this on one rank first, so that other ranks read the
+    cache.
 
     Args:
         cfg: settings of the run.

@@ -21,7 +21,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "
 
 
 def get_finite_number(line: dict[str, Any], key: str) -> float | int | None:
-    """Return `line[key]` if it is a finite int or float below `_MAX_NUMBER`, else None."""
+    """Return `line[key]` if it is an int or float between -1e300 and 1e300, else None."""
     value = line.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

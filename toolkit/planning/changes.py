@@ -244,7 +244,7 @@ def compare_layouts(plan: Plan, device: Device, memory: int | None, report: Repo
         report: called with a line before each plan.
 
     Returns:
-        The plans that fit, the fastest first; then the others.
+        First the plans that fit, then those that do not; the fastest first in each group.
     """
     planner = Planner(device, memory, report)
     world_size = plan.world_size

@@ -15,7 +15,7 @@ from toolkit.training.flops import find_peak_flops
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, and its connections to others."""
+    """Figures of one device, and of its connections to other devices and to the host."""
 
     name: str
     memory: float
@@ -159,7 +159,7 @@ def device_of(name: str) -> Device:
         name: `cpu` (this machine's), a key, or a file whose keys are the fields of `Device`.
 
     Raises:
-        ConfigError: there is no such device, or the file is invalid.
+        ConfigError: the name is neither a known device nor a YAML file, or the file is invalid.
     """
     if name.lower() == "cpu":
         return this_host()

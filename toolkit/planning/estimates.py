@@ -93,10 +93,10 @@ def load_calibration(device: Device, model: str, dtype: str) -> Calibration | No
     """Load the stored calibration for a device, class of model, dtype and this torch version.
 
     Returns:
-        None if there is none.
+        The calibration; None if none is stored.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file of calibrations is damaged.
     """
     entry = _read_calibrations().get(_calibration_key(device, model, dtype))
     if entry is None:
@@ -128,7 +128,7 @@ def _calibration_key(device: Device, model: str, dtype: str) -> str:
 
 
 def _read_calibrations() -> dict:
-    """Read all stored calibrations; empty if there is no file. A damaged file is a ConfigError."""
+    """Read all stored calibrations; {} without a file. Raises ConfigError if it is no mapping."""
     file = calibration_file()
     entries = read_yaml(file, ConfigError) if file.is_file() else {}
     if not isinstance(entries, dict):

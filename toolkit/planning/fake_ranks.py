@@ -90,7 +90,7 @@ def sharded(
 ) -> Iterator[tuple[Sharded, ShardingConfig]]:
     """Build the model of a run on meta, and shard it in a fake process group, within the context.
 
-    Yields the sharded model, and the sharding settings with `auto` decided.
+    Yields (sharded model, sharding settings with `auto` decided).
 
     Args:
         cfg: the settings of the run.
@@ -160,7 +160,7 @@ def planned_packing(cfg: RunConfig, base: nn.Module) -> Packing:
 def _compiles_layers(
     model: Any, cfg: RunConfig, sharding: ShardingConfig, device_type: str
 ) -> bool:
-    """Return True if a run on such devices would compile its decoder layers.
+    """Return True if a run on devices of `device_type` would compile its decoder layers.
 
     Args:
         model: with adapters, on meta.

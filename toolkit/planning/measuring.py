@@ -40,7 +40,7 @@ def measure(
     is raised; see `is_out_of_memory`.
 
     Returns:
-        The peak of memory in bytes, and the seconds of a step without communication.
+        (peak of memory in bytes, seconds of a step without communication).
     """
     measured: list[tuple[int, float]] = []
     meter = Meter()

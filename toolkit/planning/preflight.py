@@ -218,7 +218,7 @@ def choose_candidate(cfg: RunConfig, run: Run, device: Device, memory: int) -> R
 def _choose_by_plan(
     cfg: RunConfig, world_size: int, device: Device, memory: int
 ) -> tuple[int, int]:
-    """Return the index of the first candidate whose plan fits, and the bytes of that plan."""
+    """Return (index, planned bytes) of the candidate that `automatic.choose` finds."""
     place, plan = automatic.choose(cfg, world_size, device, memory)
     return place, plan.estimate.memory
 
@@ -383,7 +383,8 @@ def _advise_if_out_of_memory(
 ) -> Iterator[None]:
     """Within the context, turn an out-of-memory error into a MemoryShortageError with advice.
 
-    Each rank that fails prints its error. The first one plans the changes, and the others wait.
+    Each rank that fails prints its error. The first rank that fails plans the changes, and other
+    ranks that fail wait.
     """
     try:
         yield

@@ -31,8 +31,8 @@ def with_known_shape(cfg: Any) -> tuple[Any, str]:
     """Use the toolkit's own config.json of a well-known model if the Hub's cannot be read.
 
     Returns:
-        The settings, with a temporary folder as the model if the toolkit's copy is used; and a
-        note that says so, or an empty text.
+        (settings, note). If the toolkit's copy is used, the model is a temporary folder, and the
+        note says so. Otherwise `cfg` and an empty note are returned.
     """
     name = cfg.model.name_or_path
     if name not in published():

@@ -106,13 +106,16 @@ class PlanReport:
         }
 
     def _disk_facts(self) -> dict[str, int]:
-        """Return the bytes of a checkpoint and an export, and how many checkpoints are on disk."""
+        """Return the bytes of a `checkpoint` and an `export`, and the number of `checkpoints`.
+
+        The number is the largest that is on the disk at one time.
+        """
         sim = self.plan.sim
         count = count_checkpoints_on_disk(self.plan.cfg.checkpoint, self._run_facts()["max_steps"])
         return {"checkpoint": sim.checkpoint, "checkpoints": count, "export": sim.export}
 
     def _run_facts(self) -> dict[str, Any]:
-        """Return steps, tokens and seconds of the complete run; None if `max_steps` is not set."""
+        """Return `max_steps`, `tokens` and `seconds` of the run; all None without `max_steps`."""
         steps = self.plan.cfg.train.max_steps
         if steps < 1:
             return {"max_steps": None, "tokens": None, "seconds": None}

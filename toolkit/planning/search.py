@@ -208,7 +208,7 @@ class Longest:
     """The report for people."""
 
     def summary(self) -> dict[str, Any]:
-        """Convert the sizes to values for JSON."""
+        """Return the two sizes by the names of their settings, for JSON."""
         return {"sequence_length": self.sequence_length, "per_device_train_batch_size": self.batch}
 
 

@@ -300,7 +300,7 @@ def materialise_run(
     """Allocate the parameters and buffers of a sharded meta model, and its optimizer's state.
 
     Returns:
-        The optimizer, and the tensors of its state.
+        (optimizer, tensors of its state).
     """
     _materialise_model(model, device)
     optimizer = build_optimizer(model, cfg.optim)
@@ -332,7 +332,7 @@ def allocate_and_run_step(
     """Allocate a sharded meta model and its optimizer, and run a step.
 
     `simulate` calls it with fake tensors (see [Note: fake step]), `measure` with real ones. It runs
-    at most two micro-batches, and counts the work of the others in `meter`.
+    at most two micro-batches, and adds the work of the remaining ones to `meter`.
 
     Args:
         sharded: the model.

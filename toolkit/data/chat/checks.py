@@ -171,7 +171,10 @@ def _check_reasoning(search: EdgeSearch, supervised: Sequence[int]) -> Counter[s
 
 
 def _iterate_reasoning(search: EdgeSearch, message: Message) -> Iterator[tuple[str, Changed]]:
-    """Yield each text of reasoning in a turn, with a function that replaces it by a word."""
+    """Yield (text, replace) for each text of reasoning in a turn.
+
+    `replace(word)` returns a copy of the turn with a word in place of the text.
+    """
     for key in REASONING:
         if isinstance(thought := message.get(key), str):
             yield thought.strip(), partial(_replace_key, message, key)

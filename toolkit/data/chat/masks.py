@@ -172,8 +172,8 @@ class EdgeSearch:
         """Find where the content of turn `i`, including its tool calls, begins and ends.
 
         Returns:
-            A lower bound of its start; its end without the stop token; and, if only a changed tool
-            call revealed them, the changed message and the text to search for, else None.
+            (lower bound of the start, end without the stop token, call). `call` is None, or a
+            message with another tool call and its new text, if only they revealed the end.
         """
         message = self.messages[i]
         content, calls = message.get("content") or "", message.get("tool_calls")
@@ -233,7 +233,7 @@ class EdgeSearch:
         return marks[-1].end()
 
     def _change_last_call(self, i: int) -> list[tuple[Message, str]]:
-        """Return two versions of turn `i` with another last tool call, each with its new text."""
+        """Return two pairs (turn `i` with another last tool call, new text in this call)."""
         pairs = zip(self.words, NUMBERS, strict=True)
         return [change_call(self.messages[i], -1, "argument", *pair) for pair in pairs]
 
@@ -352,10 +352,10 @@ class EdgeSearch:
     def _find_texts_after(
         self, i: int, following_text: str, call: tuple[Message, str] | None
     ) -> tuple[str, str]:
-        """Return the text after turn `i` at the end of a conversation, and before another turn.
+        """Return (text after turn `i` if it is the last turn, text after it if a turn follows).
 
-        One of them is `following_text`, the text after the turn in the rendering. The other one is
-        rendered with a marker in the turn.
+        One of the two is `following_text`, the text after the turn in the rendering. The other is
+        found by rendering again; EdgesNotFound if no conversation can end with the turn.
         """
         amid = i < len(self.messages) - 1
         if amid and self.messages[i].get("tool_calls"):
@@ -386,7 +386,7 @@ class EdgeSearch:
         `low` and `end` are the result of `find_content`; `before` is the end of the previous span.
 
         Returns:
-            The offset, and True if the text begins with the exact prompt for this turn. Raises
+            (offset, True if the text begins with the exact prompt for this turn). Raises
             EdgesNotFound if the start is not clear.
         """
         prompt_text = self.try_render(self.messages[:i], prompt=True)

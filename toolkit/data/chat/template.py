@@ -296,7 +296,7 @@ class Template:
     def _render_with_markers(
         self, messages: list[Message], tools: Any, kwargs: dict[str, Any], **options: bool
     ) -> tuple[str, list[Span]]:
-        """Render with a fixed date and seed; return the text and the spans of its markers."""
+        """Render with a fixed date and seed; return (text, spans between generation markers)."""
         with _fixed_clock_and_random():
             texts, markers = _transformers_render(
                 conversations=[messages],
@@ -418,7 +418,7 @@ class _FixedDatetime(datetime.datetime):
 
 @contextmanager
 def _fixed_clock_and_random() -> Iterator[None]:
-    """Make templates see a fixed date and a seeded `random`; restore both at the end."""
+    """Make templates see a fixed date and a seeded `random`; restore clock and state at the end."""
     clock, state = chat_template_utils.datetime, random.getstate()
     chat_template_utils.datetime = _FixedDatetime  # type: ignore[misc]
     random.seed(0)
@@ -541,7 +541,7 @@ def add_template_defaults(
         Name -> Jinja text with the defaults.
 
     Raises:
-        ConfigError: no template has such a variable.
+        ConfigError: a variable of `values` is in no template.
     """
     used = {name: _find_variables(text) for name, text in templates.items()}
     variables = set().union(*used.values())

@@ -74,7 +74,8 @@ def find_traits(
 ) -> TemplateTraits:
     """Determine the traits of a template from renderings of a question, an answer and a question.
 
-    The traits are empty if the template refuses such a conversation.
+    The traits are empty if the template cannot render this conversation, not even after a system
+    text.
     """
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
     following = {"role": "user", "content": _NEXT}

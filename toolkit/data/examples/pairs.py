@@ -73,10 +73,11 @@ class Answer:
     desirable: bool
 
     def with_partner(self, other: "Answer | None") -> Pair | BadRow:
-        """Return a pair of this answer and another row's answer, both after the prompt of this one.
+        """Build a pair of this answer and the answer of another row, with the prompt of this row.
 
-        Returns a `SkippedRow`, without raising it, if `other` is None or of another type (text or
-        conversation).
+        Returns:
+            The pair; a `SkippedRow`, which is not raised, if `other` is None or of another type
+            (text or conversation).
         """
         example = self.example
         partner = other and other.example
@@ -97,7 +98,7 @@ def parse_pair(row: Row, layout: Layout | None = None) -> Pair:
         layout: the layout of the source. None: recognise the layout from this row.
 
     Raises:
-        SkippedRow: the pair has no training signal, for example because both answers are equal.
+        SkippedRow: the pair has no training signal, for example because its answers are equal.
         BadRow: anything else is wrong with the row.
     """
     layout = layout or recognise_pairs([row], NameMapping({}, {}, {}, ()))
@@ -184,11 +185,12 @@ def _sort_by_preference(row: Row) -> tuple[Any, Any]:
 
 
 def _sort_by_rank(completions: Any) -> tuple[Any, Any]:
-    """Return the two answers in a list of ranked answers, the one with the lower rank first.
+    """Return (better, worse), the two answers in a list of ranked answers. A low rank is better.
 
     Raises:
-        SkippedRow: both ranks are the same.
-        BadRow: the list does not hold two mappings of `rank` and `completion`.
+        SkippedRow: the ranks are equal.
+        BadRow: the list does not hold two mappings of `rank` and `completion`, or a rank is not a
+            number.
     """
     answers = read_list(completions, RANKED)
     mappings = all(isinstance(a, dict) and {"rank", "completion"} <= {*a} for a in answers)
@@ -329,7 +331,7 @@ def _parse_dialogue(text: str, name: str) -> list[Row]:
         name: its column, for messages.
 
     Raises:
-        BadRow: the text does not begin with such a mark.
+        BadRow: the text does not begin with one of these two marks.
     """
     before, *parts = _SPEAKER.split(text)
     if before.strip() or not parts:

@@ -241,7 +241,7 @@ def _find_answer_columns(first: _FirstRows) -> tuple[str, ...] | None:
     """Find the columns of the two answers, and record their names in `first.fields`.
 
     Returns:
-        Standard names of the columns that determine both answers; None if there are none.
+        Standard names of the columns that determine the two answers; None if they are not found.
     """
 
     def together(names: Sequence[str]) -> bool:
@@ -275,7 +275,7 @@ def _refuse_answer_numbers(first: _FirstRows) -> None:
     Fewer than `_ENOUGH_ROWS` values are not judged.
 
     Raises:
-        BadRow: the values are exactly such numbers.
+        BadRow: the values are exactly 0 and 1, or 1 and 2.
     """
     name = first.fields["preference"]
     values = first.non_null_values(name)
@@ -438,7 +438,7 @@ def _find_conversation_column(first: _FirstRows) -> str | None:
 
 
 def _is_conversation(value: Any) -> bool:
-    """Return True if a value is a list of turns, or a mapping with such a list in `messages`."""
+    """Return True if a value is a list of turns, or a mapping with such a list as `messages`."""
     if isinstance(value, dict):
         value = value.get("messages")
     keys = {"role", "from"}
@@ -505,7 +505,7 @@ def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
     """Refuse answers without a prompt if a column that nothing uses may be the prompt.
 
     Raises:
-        BadRow: there is such a column; the error suggests `data.columns`.
+        BadRow: a column may be the prompt; the error suggests `data.columns`.
     """
     possible = find_possible_prompts(first.rows, first.fields.values())
     if not possible:

@@ -265,7 +265,8 @@ def find_system_column(rows: Sequence[Row]) -> tuple[str | None, bool]:
     """Find the column of system texts.
 
     Returns:
-        The name of the column, or None if there is none; and True if a row has a text in it.
+        (name of the column, True if a row has a text in it). The name is None without such a
+        column.
     """
     for name in _SYSTEM_NAMES:
         if any(has_text(row, name) for row in rows):
@@ -347,7 +348,7 @@ def _recognise_row(row: Row, text: bool) -> Layout | None:
 def _recognise_turn_style(value: Any, column: str) -> RowShape:
     """Return `sharegpt` if turns have `from` and no `role`, else `messages`.
 
-    Turns without both keys are `sharegpt` if the column is `conversations`.
+    Turns that have neither key are `sharegpt` if the column is `conversations`.
     """
     try:
         value = parse_json(value) if isinstance(value, str) else value
@@ -417,7 +418,10 @@ def _join_prompt_and_answer(prompt: Any, completion: Any) -> tuple[list[Row], in
     """Join a prompt and a completion to one list of messages.
 
     Returns:
-        The messages, and the number of those that belong to the prompt.
+        (messages, number of messages of the prompt).
+
+    Raises:
+        BadRow: a text is empty, or a value is neither text nor a list of turns.
     """
     if isinstance(completion, str):
         text = read_text(completion, "completion")
@@ -481,7 +485,11 @@ def _read_ids_and_labels(row: Row) -> tuple[list[int], list[int] | None]:
     padding and are removed.
 
     Returns:
-        Token ids, and labels; None if all tokens are supervised.
+        (token ids, labels). `labels` is None if the row has no mask but `attention_mask`; then all
+        tokens are supervised.
+
+    Raises:
+        BadRow: a column is invalid, or no token is supervised.
     """
     ids = _read_integers(row["input_ids"], "input_ids")
     if not ids:

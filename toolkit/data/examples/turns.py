@@ -64,7 +64,11 @@ def read_turns(value: Any, where: str) -> list[Row]:
 
 
 def convert_instruction(row: Row) -> list[Row]:
-    """Convert Alpaca's `history`, `instruction` and `input` to messages; the last is the user's."""
+    """Convert Alpaca's `history`, `instruction` and `input` to messages; the last is the user's.
+
+    Raises:
+        BadRow: `instruction` and `input` are empty, or a value is invalid.
+    """
     texts: list[str] = []
     for i, pair in enumerate(read_list(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:

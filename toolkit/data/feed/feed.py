@@ -251,4 +251,4 @@ class Feed(ABC):
 
     @abstractmethod
     def _mean_tokens_and_weights(self) -> list[tuple[float, float]]:
-        """Compute a pair for each source: the mean tokens of a sample, and the mixing weight."""
+        """Compute (mean tokens of a sample, mixing weight) for each source."""

@@ -192,7 +192,7 @@ class PreparedFeed(Feed):
         return run.loader(self.data, batches, workers, self.shape.batch)
 
     def _mean_tokens_and_weights(self) -> list[tuple[float, float]]:
-        """Compute a pair for each source: the mean tokens of a sample, and the mixing weight."""
+        """Compute (mean tokens of a sample, mixing weight) for each source."""
         shares = self.order.shares
         if len(shares) < len(self.parts):
             # There is one order over all sources.

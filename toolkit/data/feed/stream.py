@@ -376,7 +376,8 @@ class SourceStream:
         """Reorder samples so that all lanes give similar lengths to the same global batch.
 
         The n-th sample is taken at a quantile of the lengths that are still unused in the window.
-        The quantile depends only on the global batch of the sample, so all lanes use the same one.
+        The quantile depends only on the global batch of the sample, so it is the same for all
+        lanes.
         """
         by_length, order = sorted(samples, key=lambda sample: sample.length), []
         number, lanes, batch = self.lane

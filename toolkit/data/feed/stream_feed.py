@@ -151,7 +151,7 @@ class StreamFeed(Feed):
         return streams
 
     def _mean_tokens_and_weights(self) -> list[tuple[float, float]]:
-        """Estimate pairs (mean tokens of a sample, weight) from `first_windows`, per source."""
+        """Estimate (mean tokens of a sample, mixing weight) per source from `first_windows`."""
         return [
             (sum(item.length for item in s.items) / len(s.items), s.source.weight or 1)
             for s in self.first_windows

@@ -26,6 +26,9 @@ def permute(index: int | np.ndarray, n: int, seed: int, epoch: int) -> np.ndarra
 
     Returns:
         The permuted indices, int64, of the shape of `index`.
+
+    Raises:
+        IndexError: `n` is below 1, or an index is outside of `range(n)`.
     """
     index = np.asarray(index)
     if n < 1 or (index.size and not (index.min() >= 0 and index.max() < n)):

@@ -213,7 +213,7 @@ class EncodedRows:
             )
 
     def rows_of(self, begin: int, count: int) -> tuple[int, int]:
-        """Find the rows of the first and the last token of a range of all rows' tokens."""
+        """Find (first row, last row) of tokens `begin` to `begin + count` of all rows joined."""
         first, last = self.ends.searchsorted([begin, begin + count - 1], "right").tolist()
         return first, last
 
@@ -288,7 +288,7 @@ class Pieces:
         return np.full(len(self), self.tokens) if isinstance(self.tokens, int) else self.tokens
 
     def _token_range(self, number: int) -> tuple[int, int]:
-        """Return the first token of a piece, counted over all rows joined, and its token count."""
+        """Return (first token, number of tokens) of a piece; tokens count over all rows joined."""
         length = self.tokens if isinstance(self.tokens, int) else self.tokens[number]
         return int(self.begins[number]), int(length)
 
@@ -297,7 +297,7 @@ class Pieces:
         return self.rows.piece(*self._token_range(number))
 
     def rows_of(self, number: int) -> tuple[int, int]:
-        """Find the rows that contain the first and the last token of piece `number`."""
+        """Find (first row, last row) of the tokens of piece `number`."""
         return self.rows.rows_of(*self._token_range(number))
 
 

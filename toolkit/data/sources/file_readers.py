@@ -119,7 +119,7 @@ def _is_named_json_lines(file: str) -> bool:
 
 
 def first_row(file: Path) -> dict[str, Any] | None:
-    """Parse the first line of a file that is not empty; None if it is no JSON mapping."""
+    """Parse the first non-empty line of a file; None if it is too long or not a JSON mapping."""
     with open(file, "rb") as stream:
         for _, line in _iterate_bounded_lines(stream, _BLOCK):
             if line is None:
@@ -170,7 +170,7 @@ def _iterate_lines(stream: IO[bytes], file: str, limit: int, bounds: Bounds | No
 def _iterate_bounded_lines(
     stream: IO[bytes], limit: int, bounds: Bounds | None = None
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the number (from 1) and the bytes of each line that begins within `bounds`.
+    """Yield (number from 1, bytes) of each line that begins within `bounds`.
 
     The bytes are None for a line longer than `limit` bytes.
     """

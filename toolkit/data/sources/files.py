@@ -173,7 +173,7 @@ def find_split(folder: Path, setting: str) -> Split | None:
     Args:
         folder: any folder.
         setting: the setting that names the folder. Settings of evaluation prefer the validation
-            split, others the training split.
+            split, all other settings the training split.
 
     Returns:
         The split; None if the folder has another layout.

@@ -100,7 +100,7 @@ def _iterate_questions(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _split_function(node: _Function, lines: list[str]) -> tuple[str, str, str] | None:
-    """Split a function into signature, docstring and body; None if it is not suitable."""
+    """Split a function into (signature, docstring, body); None if it is no suitable example."""
     docstring = _shorten_docstring(ast.get_docstring(node) or "")
     if not docstring or len(node.body) < 2:
         return None

@@ -136,7 +136,7 @@ def load_sources(
     document). Only one split is read from a data set folder with the layout of the Hub. A data set
     by name is a folder of `save_to_disk`, or an id on the Hub. If no source to train on is
     configured, documents are the files of Python's standard library, and examples are instructions
-    made of them, if the row format has such rows.
+    made of them, if the row format has built-in rows.
 
     Args:
         cfg: section `data` of the settings.
@@ -144,12 +144,13 @@ def load_sources(
         row_format: format of the rows. Documents are texts or token ids, whatever other columns
             the rows have.
         has_template: the tokenizer has a chat template. Without one, dialogues remain texts.
-        streaming: load the rows as streams; others are read once and cached. None: as `cfg` sets
-            it for training rows.
+        streaming: True: load the rows as streams; False: read them once, and cache them. None: as
+            `cfg` sets it for training rows.
 
     Raises:
         DataError: a pattern matches no file, kinds of files are mixed, a file cannot be read, there
-            is no row, or the first rows have no known format.
+            is no row, or the first rows have no known format; or no source is configured, and the
+            row format has no built-in rows.
     """
     if streaming is None:
         streaming = cfg.streaming and purpose == "train"

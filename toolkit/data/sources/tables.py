@@ -105,7 +105,7 @@ def load_or_build(
 
     Args:
         name: name of the cache file without its ending, which identifies the rows.
-        parts: tables of the rows, which are iterated only if the cache has no such file.
+        parts: tables of the rows, which are iterated only if the file is not in the cache.
         schema: schema of the tables.
         title: text of the progress bar.
         total: number of rows for the progress bar, if it is known.
@@ -173,8 +173,8 @@ def read_files(
         reader: yields the tables of a file.
         shards: shards of the source.
         where: the source, for messages.
-        schema: schema of the tables; None: one that fits the first table of each file, because a
-            file may have null or fewer keys where others have more.
+        schema: schema of the tables; None: one that fits the first table of each file, because
+            values and keys that some files have may be null or missing in other files.
         streaming: return a stream, which reads while it is iterated and skips by tables. Otherwise
             the rows are read once, and cached until the content of a file changes.
 
@@ -201,7 +201,11 @@ def read_files(
 
 
 def _common_schema(shards: list[FileShard], reader: Reader) -> pa.Schema | None:
-    """Unify the schemas of all files; None if no file has a row."""
+    """Unify the schemas of all files; None if no file has a row.
+
+    Raises:
+        DataError: a column has incompatible types in two files.
+    """
     schema: pa.Schema | None = None
     for shard in {shard.number: shard for shard in shards}.values():
         for _, table in itertools.islice(_iterate_tables([shard], reader, None), 1):
@@ -280,7 +284,7 @@ def _iterate_batches(
     columns: Sequence[str],
     size: int = _TABLE_ROWS,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield each batch with the number of its first row; see `arrow_tables` for the arguments."""
+    """Yield (number of the first row, batch); see `arrow_tables` for the arguments."""
     if kind == "parquet":
         with pq.ParquetFile(file) as opened:
             names = _select_existing(opened.schema_arrow.names, columns)
@@ -379,10 +383,11 @@ def load_named_data_set(
         streaming: load a stream.
 
     Returns:
-        The rows with texts as bytes, and the first values of the columns that are not read.
+        (rows, unread). `rows` has texts as bytes. `unread` has the first values of the columns that
+        are not read.
 
     Raises:
-        DataError: the data set cannot be loaded, or has no such split.
+        DataError: the data set cannot be loaded, is a file, or lacks the split.
     """
     name, split = str(source.dataset_name), source.dataset_split
     folder = Path(name).expanduser()
@@ -468,7 +473,7 @@ def _text_as_binary(feature: Any) -> Any:
 def decode_and_drop_nulls(value: Any, where: str, feature: Any = None) -> Any:
     """Decode the bytes in a value to text, and drop keys that are null, at any depth.
 
-    Arrow adds such keys to give all mappings the same keys. The `content` of a turn is kept,
+    Arrow adds null keys to give all mappings the same keys. The `content` of a turn is kept,
     because it may be null next to tool calls.
 
     Args:
@@ -514,10 +519,11 @@ _SAMPLES = 64  # blocks of each file of a larger source, its first and last amon
 
 
 def digest_contents(files: Sequence[Path], where: str) -> list[tuple[str | int, ...]]:
-    """Return the name, size and a content digest of each file, as a cache key.
+    """Return (name, size, content digest) of each file, as a cache key.
 
     If the files have at most `WHOLE_BYTES` together, the digest covers every byte. Otherwise it
-    covers 64 blocks of 1 MiB per file, the times of the file are appended, and this is logged.
+    covers 64 blocks of 1 MiB per file, the times of modification and change are appended in ns, and
+    a note is logged.
     """
     stats = [os.stat(file) for file in files]
     total = sum(stat.st_size for stat in stats)

@@ -158,7 +158,7 @@ class Encoder:
         Args:
             source: where the rows come from.
             stored: the rows as they are stored.
-            first: number of the first of them.
+            first: number of the first row in the source.
             partners: for rows that are compared, the stored rows whose answers they are compared
                 with; None: chosen among `stored`. See [Note: KL partners] in `partners.py`.
 
@@ -239,7 +239,10 @@ class Encoder:
         return encoded  # type: ignore[return-value]
 
     def _render_example(self, example: Example | BadRow) -> Rendered | EncodedRow:
-        """Render an example as text with its supervised characters; encode token ids directly."""
+        """Render an example as text with its supervised characters; encode token ids directly.
+
+        Raises DataError without a tokenizer for text, or if `data.supervise` does not fit.
+        """
         if isinstance(example, BadRow):
             return example
         if isinstance(example, Tokens):
@@ -315,7 +318,7 @@ class Encoder:
     def _add_special_tokens(
         self, example: object, ids: np.ndarray, spans: list[Span]
     ) -> tuple[np.ndarray, list[Span]]:
-        """Add the tokenizer's special tokens around a text, and move the spans accordingly."""
+        """Return (ids, spans) with the tokenizer's special tokens added around a text."""
         start, end = (example.start, example.end) if isinstance(example, Text) else (True, True)
         if not len(ids) and start and end:
             return ids, []

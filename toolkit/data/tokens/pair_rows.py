@@ -31,7 +31,7 @@ def encode_pair(pair: Pair, sides: Sequence[EncodedExample], cfg: DataConfig) ->
         cfg: settings of the data.
 
     Returns:
-        The row, or the reason why the pair is skipped.
+        The row; a SkippedRow or FatalRow, which is not raised, if the pair cannot be used.
     """
     chosen, rejected = sides
     answer_begins = [side.spans[0][0] for side in sides]
@@ -88,7 +88,7 @@ def encode_pair(pair: Pair, sides: Sequence[EncodedExample], cfg: DataConfig) ->
 
 
 def _notes_on_pair(pair: Pair) -> dict[str, int]:
-    """List what the report counts of a pair."""
+    """Return the notes on a pair for the report: note -> 1."""
     notes = [WITH_MARGIN] if pair.margin is not None else []
     notes += [] if pair.desirable is None else [LABELS[pair.desirable]]
     notes += [SAME_PROMPT] if pair.same_prompt else []

@@ -116,7 +116,7 @@ class TextTokenizer:
         return [encoded.ids for encoded in batch]
 
     def special_tokens(self) -> tuple[list[int], list[int]]:
-        """Find the special tokens that the tokenizer puts before and after a text.
+        """Find (ids before, ids after): the special tokens that the tokenizer puts around a text.
 
         Raises:
             DataError: the tokenizer also changes the tokens of the text.
@@ -234,7 +234,7 @@ class TextTokenizer:
 
     @cached_property
     def _continuation_tokenizers(self) -> tuple[Tokenizer, Tokenizer, bool]:
-        """The tokenizer, a copy that adds no space before a text, and if tokens mark word edges.
+        """(tokenizer, copy that adds no space before a text, True if its tokens mark word edges).
 
         If tokens mark the beginning or the end of a word, a word cannot be cut.
         """
@@ -326,7 +326,7 @@ class _Encoded:
         return complete < self.find_token(edge)
 
     def tokens_since_added(self, edge: int) -> tuple[str, list[int]] | None:
-        """Return the text from the last added token up to `edge`, and the ids of its tokens.
+        """Return (text, token ids) from the last added token up to character `edge`.
 
         Tokens do not depend on what precedes an added token. None if no token lies between.
         """

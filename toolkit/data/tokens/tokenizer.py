@@ -99,7 +99,21 @@ def use_model_tokenizer(model: ModelConfig) -> ModelConfig:
 
 
 def _train_if_needed(model: ModelConfig, data: DataConfig, folder: Path, keep: bool) -> ModelConfig:
-    """Set the tokenizer in `folder`, trained again unless it is to be kept."""
+    """Set the model's tokenizer to the one in `folder`, after training it.
+
+    Args:
+        model: settings of the model.
+        data: settings of the data, whose text is the training text.
+        folder: the folder for the tokenizer.
+        keep: use a trained tokenizer that is in `folder` already.
+
+    Returns:
+        The new settings; `model` unchanged if the data is token ids.
+
+    Raises:
+        DataError: `model.train_tokenizer` is false, or the data has no text or mixes text and ids.
+        ModelError: the vocabulary size of the model cannot be read.
+    """
     is_trained = model.train_tokenizer and (folder / "tokenizer.json").is_file()
     with_trained = replace(model, tokenizer_name_or_path=str(folder))
     if is_trained and keep:
@@ -261,7 +275,7 @@ def _has_tokenizer_files(folder: Path) -> bool:
 
 
 def _read_vocab_size(model: ModelConfig) -> int:
-    """Read the vocabulary size of a model from its config.json."""
+    """Read the vocabulary size of a model from its config.json; raise ModelError if that fails."""
     try:
         folder = local_folder(model.name_or_path, model.revision)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
