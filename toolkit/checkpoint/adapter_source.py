@@ -374,8 +374,8 @@ def _get_dict(content: Any, name: str) -> dict[str, Any]:
 def _copy_stage_entry(entry: Any, depth: int = 0) -> dict[str, Any] | None:
     """Copy the valid fields of an untrusted entry on an adapter that a later adapter continued.
 
-    Its `continued` field is the entry on the adapter that it continued itself. It is copied
-    recursively.
+    The adapter may itself have continued another one: the field `continued` is the entry on that
+    adapter, and is copied recursively.
 
     Returns:
         Field -> value; None if `entry` is not a dict, or at depth `_MOST_STAGES`.

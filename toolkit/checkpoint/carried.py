@@ -61,8 +61,8 @@ def find_carried_tensors(
 ) -> dict[str, CarriedTensor]:
     """Find the tensors of the source model that belong to no parameter of `model`.
 
-    Reads no values. If it finds tensors and `folder` is None, it reads 16 kB per tensor of the
-    source, to check that the source has not changed.
+    Reads headers only. If it finds tensors and `folder` is None, it also reads 16 kB per tensor of
+    the source, to check that the source has not changed.
 
     Args:
         model: the exported model, on meta.
@@ -147,7 +147,7 @@ class Carried:
 
         Returns:
             `carried`: name, revision and digest of the source model, and the number of carried
-            tensors. `left_out`: the omitted tensors. An entry without tensors is absent.
+            tensors. `left_out`: keys of the omitted tensors. An entry without tensors is absent.
         """
         entry: dict[str, Any] = {}
         origin = self.assets.origin

@@ -174,7 +174,7 @@ def _find_damage(checkpoint: Folder, verify: str) -> list[tuple[str, str]]:
     start_time = time.perf_counter()
 
     def list_files() -> tuple[commit.Files, list[tuple[str, str]]]:
-        """Return (files of the manifest, (file, fault) pairs of those of another size)."""
+        """Return (files of the manifest, (file, fault) pairs of missing or resized files)."""
         files = commit.read_manifest(checkpoint)["files"]
         entries = {n: {key: e[key] for key in ("size", "sha256")} for n, e in files.items()}
         # Files that the manifest does not list (a note, .DS_Store) are ignored.

@@ -44,7 +44,10 @@ def settings_for_cpu(cfg: Any) -> Any:
 
 
 def _without_gpu_kernels(model: ModelConfig) -> ModelConfig:
-    """Return a model's settings without custom kernels and without attention kernels for GPUs."""
+    """Return a model's settings without custom kernels and without attention kernels for GPUs.
+
+    Instead of an attention kernel for GPUs, None lets transformers choose one.
+    """
     kernel = model.attn_implementation or ""
     needs_gpu = any(part in kernel for part in _GPU_ATTENTION)
     return replace(model, kernels="none", attn_implementation=None if needs_gpu else kernel or None)

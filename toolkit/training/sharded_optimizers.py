@@ -40,7 +40,10 @@ class _AdamWWithSpecialGroups(torch.optim.AdamW):
         super().__init__(groups, fused=True, **defaults)
 
     def init_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Create the state of a parameter before the first step, sharded like the parameter."""
+        """Create the state of a parameter before the first step, sharded like the parameter.
+
+        Parameters of groups with `special` get the state of `init_special_state` instead of Adam's.
+        """
         special = (p for g in self.param_groups if g["special"] for p in g["params"])
         if not any(parameter is p for p in special):
             zeros = {n: torch.zeros_like(parameter.detach()) for n in ("exp_avg", "exp_avg_sq")}

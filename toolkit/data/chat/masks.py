@@ -248,7 +248,7 @@ class EdgeSearch:
             new_argument: the words are in an argument that the original turn does not have.
 
         Returns:
-            (begin, end) in `self.text`: the text before and after is in every rendering.
+            (begin, end): all texts begin with `self.text[:begin]` and end with `self.text[end:]`.
 
         Raises:
             EdgesNotFound: a version is refused or not printed, or the end is not clear.
