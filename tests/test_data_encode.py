@@ -26,7 +26,7 @@ from toolkit.data.sources.row_values import BadRow, SkippedRow
 from toolkit.data.sources.rows import load_sources
 from toolkit.data.tokens import encode as encode_module
 from toolkit.data.tokens.encode import Encoder, encode_source
-from toolkit.data.tokens.encoded import Counts, EncodedExample, FatalRow
+from toolkit.data.tokens.encoded import EMPTY_PROMPT, Counts, EncodedExample, FatalRow
 from toolkit.data.tokens.text_ids import TextTokenizer
 from toolkit.errors import DataError
 
@@ -297,7 +297,8 @@ def test_an_answer_is_learned_whole_after_the_tokens_of_its_prompt(merging):
             assert learned(tokenizer, example.input_ids, example.spans) == [rest], prompt
             ((begin, end),) = example.spans
             assert example.input_ids[:begin].tolist() == tokenizer(prompt)["input_ids"], prompt
-            assert (end, example.notes) == (len(example.input_ids), {})
+            notes = {} if prompt else {EMPTY_PROMPT: 1}
+            assert (end, example.notes) == (len(example.input_ids), notes)
             whole = tokenizer(prompt + completion)["input_ids"]
             assert (example.input_ids.tolist() != [*whole, EOS]) == cut, prompt
 

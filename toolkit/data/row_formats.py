@@ -113,7 +113,7 @@ def _recognise_documents(rows: Sequence[Row], names: NameMapping) -> Layout:
 
 def _recognise_examples(rows: Sequence[Row], names: NameMapping) -> Layout:
     """Recognise the layout of examples; a `RowFormat.recognise`."""
-    return recognise.recognise_layout(rows, text="text" in names.columns)
+    return recognise.recognise_layout(rows, text="text" in names.columns, names=names.columns)
 
 
 def _built_in_conversations() -> tuple[datasets.Dataset, Layout]:

@@ -27,10 +27,10 @@ from toolkit.data.examples.preferences import (
     COMPARED,
     RANKED,
     SIDES,
-    find_possible_prompts,
     recognise_answers,
     recognise_pairs,
 )
+from toolkit.data.examples.prompt_checks import find_common_prompt, find_possible_prompts
 from toolkit.data.examples.recognise import (
     Conversation,
     Layout,
@@ -310,7 +310,7 @@ def _parse_text_pair(
         )
     refuse_system_text(row)
     if prompt is None:
-        prompt = _find_common_prompt(chosen, rejected)
+        prompt = find_common_prompt(chosen, rejected)
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     for text, name in zip((chosen, rejected), SIDES, strict=True):
         if not text.strip():
@@ -355,20 +355,6 @@ def _split_dialogue(text: str, name: str) -> tuple[str, str]:
     if not mark or _parse_dialogue(text, name)[-1]["role"] != "assistant":
         refuse_value(text, name, "a dialogue that ends with a turn of 'Assistant:'", "no dialogue")
     return prompt + mark, answer
-
-
-def _find_common_prompt(text: str, other: str) -> str:
-    """Return the common beginning of two texts, up to the end of a word.
-
-    A space at its end is left to the answer, because tokenizers join it to the next word.
-    """
-    pairs = enumerate(zip(text, other, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
-    while at and not (text[at - 1].isspace() or text[at - 1] == ":"):
-        at -= 1
-    if at and text[at - 1] == " ":
-        at -= 1
-    return text[:at]
 
 
 def _parse_turn_pair(row: Row, prompt: str | list[Row] | None, sides: Sequence[Any]) -> Pair:

@@ -33,6 +33,13 @@ from toolkit.data.examples.columns import (
     suggest_answer_columns,
     suggest_pair_columns,
 )
+from toolkit.data.examples.prompt_checks import (
+    is_conversation,
+    refuse_earlier_turns,
+    refuse_possible_prompt,
+    refuse_repeated_prompts,
+    warn_of_missing_prompts,
+)
 from toolkit.data.examples.recognise import (
     SYSTEM_REMARK,
     Layout,
@@ -66,14 +73,6 @@ _ANSWERS = ("completion", "output", "response")
 _LABELS = ("label", "kto_tag", "preference")
 _PROMPT_TURNS = (*TURN_COLUMNS, "context", "history", "input")
 _QUESTIONS = ("question", "query", "input")
-# A text column with such a word in its name is not a prompt.
-_NO_PROMPT = re.compile(
-    r"(^|_)(ids?|uuid|hash|sources?|dataset|models?|policy|split|subset|categor(y|ies)|lang(uage)?"
-    r"|urls?|date|timestamp|licen[cs]e|chosen|rejected|preferred)(_|$|\d)",
-    re.IGNORECASE,
-)
-_IDENTIFIER = re.compile(r"[\w./:+-]*\d[\w./:+-]*")  # such as 8.0, a hash or a path
-_SHORTEST_PROMPT = 8  # characters: a shorter text may begin an answer by chance
 _ENOUGH_ROWS = 4  # rows that suffice to tell numbers of answers from differences
 _HUMAN = re.compile(r"\s*Human:")
 _DIALOGUE = Remark("dialogues of 'Human:' and 'Assistant:', read as turns")
@@ -100,6 +99,7 @@ class _FirstRows:
     json_turns: list[str] = field(default_factory=list)
     """Standard names of the columns with JSON text of turns."""
     remarks: list[Remark] = field(default_factory=list)
+    warnings: tuple[str, ...] = ()
     prompt: list[str] = field(default_factory=list)
     """Standard names of the columns of the prompt."""
     system: bool = False
@@ -149,6 +149,7 @@ class _FirstRows:
             plain=not self.chat and self.are_all_texts(columns),
             mostly_prompts=2 * len(self.non_null_values("prompt")) >= max(1, len(self.rows)),
             remarks=tuple(self.remarks),
+            warnings=self.warnings,
         )
 
 
@@ -214,6 +215,9 @@ def recognise_answers(rows: Sequence[Row], names: NameMapping) -> Layout:
     label = next((name for name in _LABELS if first.has_values(name)), None)
     answer = next((name for name in _ANSWERS if first.has_values(name)), None)
     chat = next((name for name in TURN_COLUMNS if first.has_values(name)), None)
+    _refuse_null_column(rows, label, _LABELS, "true or false")
+    if chat is None:
+        _refuse_null_column(rows, answer, _ANSWERS, "an answer")
     if label is None or (answer is None and chat is None):
         raise BadRow(
             f"expected answers with a label ('prompt', 'completion' and 'label'), got "
@@ -235,6 +239,29 @@ def recognise_answers(rows: Sequence[Row], names: NameMapping) -> Layout:
     within = within or first.most_values_pass(answer, begins_with_prompt)
     _find_prompt_columns(first, ("completion",), within=within, texts=texts)
     return first.build_layout("answers", ("completion", "label"))
+
+
+def _refuse_null_column(
+    rows: Sequence[Row], with_values: str | None, candidates: Sequence[str], expected: str
+) -> None:
+    """Refuse rows that have a column for the label or the answer, but only null in it.
+
+    Args:
+        rows: the first rows of a source.
+        with_values: the candidate that has values; None if none has any.
+        candidates: names of the column.
+        expected: description of its values.
+
+    Raises:
+        BadRow: a candidate exists, and all of its values are null.
+    """
+    name = next((name for name in candidates if any(name in row for row in rows)), None)
+    if with_values is None and name is not None:
+        raise BadRow(
+            f"expected {expected} in {name!r}, got null in all of the first {len(rows)} row(s). "
+            f"Write the values to {name!r}, or name the column that holds them in data.columns",
+            "column of nulls",
+        )
 
 
 def _find_answer_columns(first: _FirstRows) -> tuple[str, ...] | None:
@@ -293,6 +320,12 @@ def _refuse_answer_numbers(first: _FirstRows) -> None:
 def _is_ranked_answer(value: Any) -> bool:
     """Return True if a value is a mapping with `rank` and `completion`."""
     return isinstance(value, dict) and {"rank", "completion"} <= {*value}
+
+
+def _hold_ranked_prompts(first: _FirstRows) -> bool:
+    """Return True if ranked answers are conversations that begin with the prompt."""
+    answers = (a.get("completion") for v in first.non_null_values(RANKED) for a in v)
+    return any(map(begins_with_prompt, answers))
 
 
 def _detect_json_turns(first: _FirstRows, answers: Sequence[str]) -> None:
@@ -377,8 +410,13 @@ def _find_prompt_columns(
             chat = True
         chat = chat or first.most_values_pass("prompt", lambda value: not isinstance(value, str))
         first.remarks.append(Remark("the prompt in {}", ("prompt",)))
+        columns = [first.fields[name] for name in answers]
         if texts and not chat:
-            _refuse_repeated_prompts(first, answers)
+            cure = "set data.columns {prompt: null}, which takes the prompt out of them"
+            if len(answers) == 1:
+                cure = "write it without the prompt"
+            refuse_repeated_prompts(first.rows, columns, cure)
+        refuse_earlier_turns(first.rows, first.names.columns, ("prompt", *columns))
     elif (column := _find_conversation_column(first)) is not None:
         first.fields["prompt"] = column
         first.prompt.append("prompt")
@@ -393,7 +431,8 @@ def _find_prompt_columns(
         chat = True
         first.remarks.append(Remark("the prompt in {}, the user's turn", tuple(first.prompt)))
     else:
-        _refuse_possible_prompt(first, texts)
+        used = [*first.fields.values()]
+        refuse_possible_prompt(first.rows, used, texts=texts)
         if len(answers) == 1:
             raise BadRow(
                 f"expected a prompt next to the answer, got {list_names(first.rows[0])}. Set "
@@ -410,6 +449,9 @@ def _find_prompt_columns(
                 "{system: null} to learn without the system texts",
                 "no prompt",
             )
+        columns = [first.fields[name] for name in answers]
+        if columns or not _hold_ranked_prompts(first):
+            first.warnings += warn_of_missing_prompts(first.rows, used, columns, texts=texts)
     _record_system_column(first, chat=chat)
     first.chat = first.dialogue or chat or first.system
     if texts and not chat and first.chat and not first.dialogue:
@@ -432,21 +474,9 @@ def _find_conversation_column(first: _FirstRows) -> str | None:
     for name in _PROMPT_TURNS:
         if name in TURN_COLUMNS and first.has_values(name):
             return name
-        if first.most_values_pass(name, _is_conversation):
+        if first.most_values_pass(name, is_conversation):
             return name
     return None
-
-
-def _is_conversation(value: Any) -> bool:
-    """Return True if a value is a list of turns, or a mapping with such a list as `messages`."""
-    if isinstance(value, dict):
-        value = value.get("messages")
-    keys = {"role", "from"}
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(turn, dict) and keys & {*turn} for turn in value)
-    )
 
 
 def _find_question_column(first: _FirstRows) -> str | None:
@@ -467,79 +497,3 @@ def _find_question_column(first: _FirstRows) -> str | None:
             "several prompts",
         )
     return columns[0] if columns else None
-
-
-def _refuse_repeated_prompts(first: _FirstRows, answers: Sequence[str]) -> None:
-    """Refuse answers that repeat the text of the column `prompt` at their start in all first rows.
-
-    Training would read such a prompt twice, and the loss would cover it.
-
-    Raises:
-        BadRow: all answers begin with their prompt.
-    """
-    columns = [first.fields[name] for name in answers]
-    for row in first.rows:
-        prompt, texts = str(row.get("prompt")).strip(), [row.get(column) for column in columns]
-        if len(prompt) < _SHORTEST_PROMPT:
-            return
-        if not all(
-            isinstance(text, str) and _begins_with_prompt(prompt, text.strip()) for text in texts
-        ):
-            return
-    cure = "set data.columns {prompt: null}, which takes the prompt out of them"
-    if len(answers) == 1:
-        cure = "write it without the prompt"
-    raise BadRow(
-        f"expected answers that follow the text in 'prompt', got {list_names(columns)} that begin "
-        f"with it in all first rows; {cure}",
-        "prompt in the answer",
-    )
-
-
-def _begins_with_prompt(prompt: str, text: str) -> bool:
-    """Return True if a text begins with the prompt and is longer than it."""
-    return text.startswith(prompt) and len(text) > len(prompt)
-
-
-def _refuse_possible_prompt(first: _FirstRows, texts: bool) -> None:
-    """Refuse answers without a prompt if a column that nothing uses may be the prompt.
-
-    Raises:
-        BadRow: a column may be the prompt; the error suggests `data.columns`.
-    """
-    possible = find_possible_prompts(first.rows, first.fields.values())
-    if not possible:
-        return
-    name = possible[0]
-    turns = first.most_values_pass(name, _is_conversation)
-    mapping = f"{{prompt: {name}}}"
-    if not turns:
-        mapping = f"{{instruction: {name}}} (the user's turn)"
-        mapping += f" or {{prompt: {name}}} (plain text)" if texts else ""
-    raise BadRow(
-        f"expected a prompt, got answers without one next to {list_names(possible)}, which nothing "
-        f"uses. Set data.columns: {mapping}, or {{{name}: null}} if it is no prompt",
-        "no prompt",
-    )
-
-
-def find_possible_prompts(rows: Sequence[Row], used: Iterable[str]) -> list[str]:
-    """List the columns outside `used` whose names and values could be those of a prompt."""
-    skipped = {*used, "system", "tools", "functions", "label", "margin"}
-    columns = dict.fromkeys(name for row in rows for name in row)
-    return [
-        name
-        for name in columns
-        if name not in skipped
-        and not _NO_PROMPT.search(name)
-        and _may_be_prompt([row.get(name) for row in rows])
-    ]
-
-
-def _may_be_prompt(values: Sequence[Any]) -> bool:
-    """Return True if some values are texts or turns, not numbers, hashes or other identifiers."""
-    return any(
-        _is_conversation(value)
-        or (isinstance(value, str) and value.strip() and not _IDENTIFIER.fullmatch(value))
-        for value in values
-    )

@@ -21,12 +21,17 @@ see [Note: data.columns] in `columns.py`.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from toolkit.data.examples import turns
 from toolkit.data.examples.columns import suggest_example_columns
+from toolkit.data.examples.prompt_checks import (
+    refuse_earlier_turns,
+    refuse_repeated_prompts,
+    refuse_unused_answers,
+)
 from toolkit.data.samples.batch import IGNORED
 from toolkit.data.sources.row_values import (
     BadRow,
@@ -36,6 +41,7 @@ from toolkit.data.sources.row_values import (
     parse_json,
     parse_json_text,
     read_list,
+    read_optional_text,
     read_text,
     refuse_value,
 )
@@ -110,6 +116,11 @@ class Conversation:
     context: frozenset[int] = frozenset()
     """Indices of further turns that are not supervised."""
 
+    @property
+    def has_prompt(self) -> bool:
+        """True if any turn is the user's or a tool's."""
+        return any(turn["role"] in ("user", "tool") for turn in self.messages)
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -164,6 +175,8 @@ class Layout:
     """True if at least half of the first rows have a `prompt`."""
     remarks: tuple["Remark", ...] = ()
     """Decisions that the report lists."""
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    """Sentences about the first rows, which are logged once when the source is loaded."""
 
     @property
     def format(self) -> Format:
@@ -204,7 +217,9 @@ class Layout:
 PIECE_LAYOUT = Layout("pieces", ("text", "start", "end"))  # of text files
 
 
-def recognise_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
+def recognise_layout(
+    rows: Sequence[Row], *, text: bool = False, names: Mapping[str, str] | None = None
+) -> Layout:
     """Recognise the layout of a source: the one that most of its first rows have.
 
     If a row fits several formats, the first of these wins: `input_ids`, a `text` that
@@ -213,9 +228,11 @@ def recognise_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
     Args:
         rows: first rows of the source, with standard names.
         text: `data.columns` maps the column `text`.
+        names: standard name -> name in the file, of columns that `data.columns` maps.
 
     Raises:
-        BadRow: the rows have no known format.
+        BadRow: the rows have no known format, or a part of the prompt or of the answer would be
+            lost; see [Note: lost prompts] in `prompt_checks.py`.
     """
     if all(name in row for row in rows for name in (*OF_A_TREE, "text")):
         raise BadRow(
@@ -226,7 +243,9 @@ def recognise_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
         )
     layouts = Counter(layout for row in rows if (layout := _recognise_row(row, text)) is not None)
     if layouts:
-        return _add_system_column(layouts.most_common(1)[0][0], rows)
+        layout = _add_system_column(layouts.most_common(1)[0][0], rows)
+        _refuse_lost_parts(layout, rows, names or {})
+        return layout
     if all(name in row for row in rows for name in ("chosen", "rejected")):
         raise BadRow(
             f"expected examples, got pairs of answers ({list_names(rows[0])}). `toolkit prefer` "
@@ -241,6 +260,20 @@ def recognise_layout(rows: Sequence[Row], *, text: bool = False) -> Layout:
         f"'labels', 'completion_mask' or 'assistant_masks'). {suggest_example_columns(rows)}",
         "unknown format",
     )
+
+
+def _refuse_lost_parts(layout: Layout, rows: Sequence[Row], names: Mapping[str, str]) -> None:
+    """Raise BadRow if prompts are repeated in completions, or turns or answers are not used."""
+    if layout.shape in ("prompt_completion", "turn_texts"):
+        completion = names.get("completion", "completion")
+        advice = (
+            "write it without the prompt, or set data.columns "
+            f"{{text: {completion}}} to train on the prompt too"
+        )
+        refuse_repeated_prompts(rows, ("completion",), advice)
+        refuse_earlier_turns(rows, names, layout.columns, output="completion")
+    elif layout.columns[0] in turns.TURN_COLUMNS:
+        refuse_unused_answers(rows, names, layout.columns[0])
 
 
 SYSTEM_REMARK = Remark("system texts in {}", ("system",))
@@ -275,8 +308,8 @@ def find_system_column(rows: Sequence[Row]) -> tuple[str | None, bool]:
 
 
 def refuse_system_text(row: Row) -> None:
-    """Raise BadRow if a row that is read as plain text has a system text."""
-    if has_text(row, "system"):
+    """Raise BadRow if a row that is read as plain text has a `system` that is not blank."""
+    if read_optional_text(row, "system").strip():
         raise BadRow(
             "expected no text in 'system', since the first rows have none and are read as plain "
             "text, got one. Put a row with a system text first, so that all rows become turns, or "

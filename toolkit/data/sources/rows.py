@@ -1,6 +1,7 @@
 """Load the sources of a config, and read their rows with the place of each row in its file."""
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice, repeat
@@ -13,6 +14,8 @@ from toolkit import ranks
 from toolkit.config.data import DataConfig, SourceConfig
 from toolkit.data.examples import preferences, recognise
 from toolkit.data.examples.columns import NameMapping
+from toolkit.data.examples.prompt_checks import has_lost_text
+from toolkit.data.examples.turns import TURN_COLUMNS
 from toolkit.data.row_formats import EXAMPLES, Parsed, RowFormat
 from toolkit.data.sources import file_readers, tables
 from toolkit.data.sources.file_readers import PIECES, text_tables
@@ -29,7 +32,11 @@ from toolkit.errors import DataError
 
 _PLACE_COLUMNS = (tables.FILE, tables.PLACE)
 
-_PROMPT_NAMES = ("instruction", "question", "query", "input", "context", "passage", "history")
+_PROMPT_NAMES = (
+    *("prompt", "instruction", "question", "query", "input", "context", "passage", "history"),
+    *TURN_COLUMNS,
+)
+_ANSWER_NAMES = ("completion", "output", "response")
 
 LOOK_AT = 100  # number of first rows that determine the format of a source
 
@@ -272,14 +279,32 @@ def _check_text_files(files: list[Path], where: str) -> None:
         ranks.log_once(f"WARNING: {file} looks like JSON lines and is read as plain text; {advice}")
 
 
-def _warn_of_unused_prompts(where: str, unused: tuple[str, ...], rows: list[Row]) -> None:
-    """Warn of unused columns whose names are usual for a part of a prompt."""
-    for name in unused:
-        if name in _PROMPT_NAMES and any(recognise.has_text(row, name) for row in rows):
+def _warn_of_unused_columns(
+    where: str, layout: recognise.Layout, used: Collection[str], rows: list[Row]
+) -> None:
+    """Warn of unused columns that are named like a part of an example and hold a text of their own.
+
+    A text that the used columns hold too is not lost: `messages` may repeat the prompt and the
+    answer. Token ids cannot be compared with texts, so columns next to them are not checked.
+
+    Args:
+        where: the source, for messages.
+        layout: its layout.
+        used: names in the file of the columns that are used.
+        rows: the first rows, with their original names.
+    """
+    if layout.format == "tokenised":
+        return
+    is_answer_read = layout.format != "preferences"  # other answers may be next to a pair
+    for name in layout.unused:
+        part = "prompt" if name in _PROMPT_NAMES else ""
+        if is_answer_read and name in _ANSWER_NAMES:
+            part = "answer"
+        if part and any(has_lost_text(row, name, used) for row in rows):
             ranks.log_once(
                 f"WARNING: {where}: the column {name!r} is not used, and its name is that of a "
-                f"part of a prompt. Map it in data.columns, or set {{{name}: null}} if the prompt "
-                "is complete without it"
+                f"part of the {part}. Map it in data.columns, or set {{{name}: null}} if the "
+                f"{part} is complete without it"
             )
 
 
@@ -330,13 +355,14 @@ def _recognise_source(source: DataSource, unread: list[Row]) -> DataSource:
     used = tuple(names.columns.get(name, name) for name in used)
     existing = dict.fromkeys(name for row in rows for name in row)
     unused = tuple(name for name in existing if name not in {*used, *names.skipped})
-    if not source.row_format.is_documents:
-        _warn_of_unused_prompts(source.where, unused, rows)
     layout = replace(
         layout,
         renamed=tuple((name, names.columns[name]) for name in names.columns),
         unused=() if source.row_format.is_documents else unused,
     )
+    _warn_of_unused_columns(source.where, layout, used, rows)
+    for warning in layout.warnings:
+        ranks.log_once(f"WARNING: {source.where}: {warning}")
     stored_columns = dict.fromkeys((*used, file_readers.RAW, file_readers.FAULT, *_PLACE_COLUMNS))
     columns = [name for name in stored_columns if name in source.rows.column_names]
     return replace(

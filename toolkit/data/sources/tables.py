@@ -310,8 +310,8 @@ def _iterate_batches(
 def read_first_values(file: str, kind: Kind, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Read the first rows of a Parquet or Arrow file, without the columns in `columns`.
 
-    Only texts and lists of texts are read; other values are None. A file that cannot be read yields
-    no rows, because the reader of its rows reports the error.
+    Only values with texts and without bytes (such as images) are read; other values are None. A
+    file that cannot be read yields no rows, because the reader of its rows reports the error.
     """
     try:
         schema = _read_schema(file, kind)
@@ -341,12 +341,23 @@ def _read_schema(file: str, kind: Kind) -> pa.Schema:
 
 
 def _holds_text(kind: pa.DataType) -> bool:
-    """Return True if a type is text, or consists of text only."""
+    """Return True if a type is or contains text, and contains no bytes (such as an image)."""
+    types = [*_list_plain_types(kind)]
+    has_bytes = any(pa.types.is_binary(t) or pa.types.is_large_binary(t) for t in types)
+    return not has_bytes and any(
+        pa.types.is_string(t) or pa.types.is_large_string(t) for t in types
+    )
+
+
+def _list_plain_types(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """Yield the types within structs and lists, at any depth."""
     if pa.types.is_struct(kind):
-        return all(_holds_text(kind.field(i).type) for i in range(kind.num_fields))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _holds_text(kind.value_type)
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        for i in range(kind.num_fields):
+            yield from _list_plain_types(kind.field(i).type)
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        yield from _list_plain_types(kind.value_type)
+    else:
+        yield kind
 
 
 def cut_parquet(file: str, count: int) -> list[tuple[Bounds, int]]:

@@ -8,6 +8,7 @@ processes] in `text_ids.py`.
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -32,6 +33,7 @@ from toolkit.data.sources import tables
 from toolkit.data.sources.row_values import BadRow, Row, SkippedRow, catch_bad_row
 from toolkit.data.sources.rows import DataSource
 from toolkit.data.tokens.encoded import (
+    EMPTY_PROMPT,
     LATE_COLUMN,
     Counts,
     EncodedExample,
@@ -60,6 +62,7 @@ _ROWS_PER_PROCESS = 200
 _VERSION = 8
 # The same for conversations: raise it when the same conversation gives another loss mask.
 _MASK_VERSION = 4
+_COUNTS_VERSION = 1  # of cached examples alone: raise it when a row counts in another way
 
 # Names of the fields of `Layout` and `Names` in digests. They must not change with the fields,
 # because a stream resumes only if the digest is that of its checkpoint.
@@ -259,8 +262,12 @@ class Encoder:
             self._check_supervise("prompts and completions", "auto", "completion", "all")
             text = example.prompt + example.completion
             begin = 0 if self.supervise == "all" else len(example.prompt)
-            return Rendered(text, [(begin, len(text))])
-        return self._chat_renderer.render(example)
+            notes = Counter({} if example.prompt.strip() else {EMPTY_PROMPT: 1})
+            return Rendered(text, [(begin, len(text))], notes)
+        rendered = self._chat_renderer.render(example)
+        if isinstance(rendered, Rendered) and not example.has_prompt:
+            rendered.notes[EMPTY_PROMPT] += 1
+        return rendered
 
     @cached_property
     def _chat_renderer(self) -> Chat:
@@ -396,7 +403,8 @@ def encode_source(source: DataSource, encoder: Encoder) -> EncodedSource:
     # The cached counts name the places of rows, so the key includes the paths of the files.
     settings = compute_encoding_digest(source, encoder)
     columns = stored_columns(encoder.row_format.columns)
-    parts = (source.rows._fingerprint, source.files, settings, rendered_by)
+    counted_by = [] if source.layout.whole else [_COUNTS_VERSION]
+    parts = (source.rows._fingerprint, source.files, settings, rendered_by, *counted_by)
     key = tables.compute_digest(*parts, *([sorted(columns.items())] if columns else []))
     name = f"encoded-{key}"
     counts_file = tables.cache_folder() / f"{name}.json"
@@ -568,11 +576,11 @@ def _may_use_template(source: DataSource, tokenizer: Tokenizer | None, cfg: Data
 
 
 def _stable_text(value: Any, title: str, names: Sequence[str]) -> bytes:
-    """Format a dataclass for a digest, with these names instead of those of its fields.
+    """Format a dataclass for a digest, with these names instead of those of its compared fields.
 
     The names must not change, because a stream resumes only if its digest is unchanged.
     """
-    values = [getattr(value, entry.name) for entry in fields(value)]
+    values = [getattr(value, entry.name) for entry in fields(value) if entry.compare]
     text = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
     return f"{title}({text})".encode()
 

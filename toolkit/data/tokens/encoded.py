@@ -15,6 +15,7 @@ _PLACES = 3  # rows that are reported for each reason
 
 # Notes on encoded rows, which are counted by their text and shown in the data report.
 LATE_COLUMN = "rows with a column {!r}, which the first rows do not have and nothing uses"
+EMPTY_PROMPT = "examples whose prompt is empty"
 OTHER_PROMPT = "pairs whose prompts end in other tokens"
 WITH_MARGIN = "pairs with a margin, which preference.loss_type reward asks for"
 LABELS = {True: "answers with the label true", False: "answers with the label false"}
