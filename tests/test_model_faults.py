@@ -146,7 +146,9 @@ def test_a_head_with_fewer_rows_than_the_embedding_is_not_resized(kind, tmp_path
     config = tiny.tiny_config(kind, unpadded_vocab_size=150)
     tiny.save(tiny.tiny_class(kind)(config), tmp_path, kind)
     save_byte_tokenizer(tmp_path)
-    with pytest.raises(ModelError, match=r"^model.resize.* is 150, expected vocab_size 160. Remove"):
+    with pytest.raises(
+        ModelError, match=r"^model.resize.* is 150, expected vocab_size 160. Remove"
+    ):
         build_on_meta(ModelConfig(str(tmp_path), resize_embeddings=True))
 
 
