@@ -444,7 +444,7 @@ def test_a_separate_loss_is_refused(text, named, tmp_path) -> None:
 
 def test_calls_of_subclasses_and_aliases_are_read(tmp_path) -> None:
     text = (
-        "from trl import DPOConfig as C\nclass My(DPOTrainer):\n  def log(self, x): pass\n"
+        "from trl import DPOConfig as C\nclass My(DPOTrainer):\n  def log_loss(self): pass\n"
         "class Unused(Trainer):\n  def compute_loss(self): pass\n"
         "My(model, args=C('o', beta=0.5), compute_loss_func=None)\n"
     )
