@@ -155,3 +155,6 @@ def test_a_head_with_fewer_rows_than_the_embedding_is_not_resized(kind, tmp_path
 def test_a_model_that_cannot_be_resized_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"ProphetNetForCausalLM .* still has 160 rows, expected"):
         resized("prophetnet", tmp_path)
+    # Its embedding has eight rows more than its head, which no config of another size describes.
+    with pytest.raises(ModelError, match=r"embed_tokens.weight has shape \(257, 32\), but its res"):
+        resized("mllama", tmp_path / "mllama")

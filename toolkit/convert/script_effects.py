@@ -17,7 +17,8 @@ from toolkit.errors import ConfigError
 
 # Methods and attributes of a trainer that decide its loss.
 _LOSS_NAMES = re.compile(
-    r"^(?!_?(log|plot|print|save|report|on)_)(?!.*history).*loss|^(train|training_step|_inner_training_loop|_run_epoch|forward|concatenated_forward"
+    r"^(?!_?(log|plot|print|save|report|on)_)(?!.*history).*loss"
+    r"|^(train|training_step|_inner_training_loop|_run_epoch|forward|concatenated_forward"
     r"|get_batch_logps|get_batch_loss_metrics)$"
 )
 _REPLACED_METHODS = {"compute_loss", "compute_loss_func", "training_step"} | {

@@ -1,6 +1,7 @@
 """Build a causal LM on the meta device from a checkpoint folder or Hub id, with its assets."""
 
 import contextlib
+import copy
 import inspect
 import math
 import os
@@ -43,7 +44,7 @@ from toolkit.models.stored import (
     group_stored_parts,
     make_dequantiser,
 )
-from toolkit.models.tiny_copy import find_text_fault
+from toolkit.models.tiny_copy import build_meta_model, find_text_fault
 
 _process = {"trusts_code": False}
 _GENERATION = "generation_config.json"
@@ -526,6 +527,7 @@ def _resize_embeddings(
         text_config.unpadded_vocab_size = size
     if not fault and (rows := vocabulary_size(model)) != size:
         fault = f"its embedding still has {rows} rows, expected {size}"
+    fault = fault or _find_unstored_size(model)
     if fault:
         raise ModelError(
             f"model.resize_embeddings: {type(model).__name__} cannot get another number of tokens: "
@@ -546,6 +548,17 @@ def _resize_embeddings(
         section.update(changed)
     parameters = model.named_parameters(remove_duplicate=False)
     return {n: shapes[n][0] for n, p in parameters if n in shapes and p.shape != shapes[n]}
+
+
+def _find_unstored_size(model: PreTrainedModel) -> str:
+    """Describe a parameter that the config of a resized model gives another shape; "" if none."""
+    rebuilt = build_meta_model(type(model), copy.deepcopy(model.config))
+    shapes = {n: tuple(p.shape) for n, p in rebuilt.named_parameters(remove_duplicate=False)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shape = tuple(parameter.shape)
+        if shapes.get(name, shape) != shape:
+            return f"{name} has shape {shape}, but its resized config describes {shapes[name]}"
+    return ""
 
 
 _PROBABILITY = re.compile(r"dropout(_prob|_rate|_p)?$|_pdrop$|layer_?drop$|drop_path_rate$")
