@@ -34,8 +34,9 @@ SETTINGS = """# Settings
 Every setting of `toolkit train` (pretrain), `toolkit finetune` and `toolkit prefer`, written by
 `docs/make_reference.py` from the dataclasses in `toolkit/config/`. A setting is given in the YAML
 file of `--config`, by section, or as a flag `--section.setting VALUE`, which wins. `--print_config`
-shows all values of a run. "Empty" is `null` in YAML. Where a default has parts, they are those of
-pretraining, fine-tuning and preference tuning, the last that of the rest too.
+shows all values of a run. "Empty" is `null` in YAML. If the kinds of runs have different defaults,
+`/` separates them in the order pretraining, fine-tuning, preference tuning. The last default also
+applies to the kinds after it.
 """
 COMMANDS = """# Commands
 
@@ -216,10 +217,10 @@ def table(cls: type, prefix: str, defaults: dict[str, dict]) -> Iterator[str]:
         if shown:
             recipe = "all" if len(shown) == len(defaults) else ", ".join(shown)
             cells = [f"`{full}`", recipe, describe_type(kind)]
-            cells += [
-                " / ".join(dict.fromkeys(map(in_yaml, shown.values()))),
-                in_markdown(meanings[name]),
-            ]
+            values = [in_yaml(value) for value in shown.values()]
+            while values[-2:-1] == values[-1:]:
+                values.pop()
+            cells += [" / ".join(values), in_markdown(meanings[name])]
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

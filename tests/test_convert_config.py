@@ -292,6 +292,168 @@ def test_a_script_calls_peft_and_bitsandbytes_with_their_own_defaults(tmp_path) 
     assert convert_config(tmp_path / "a.yaml", "trl").settings == yaml_too
 
 
+HEAD = "model = AutoModelForCausalLM.from_pretrained('m')\n"
+ARGS = "a = SFTConfig('o', learning_rate=1e-5, max_steps=7)\n"
+END = "SFTTrainer(model, args=a)\n"
+
+
+def converted(folder: Path, text: str) -> Conversion:
+    file = folder / "train.py"
+    file.write_text(text)
+    return convert_config(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ARGS + "a.learning_rate = 1e-4\na.learning_rate = 1e-3\na.max_steps = 10\n" + END,
+        ARGS + "setattr(a, 'learning_rate', 1e-3)\na.max_steps: int = 10\n" + END,
+        ARGS + "a.learning_rate, a.max_steps = 1e-3, 10\n" + END,
+        "RATE = 1e-3\n" + ARGS + "a.learning_rate = RATE\na.max_steps = 10\n" + END,
+        ARGS + "t = trainer = " + END + "trainer.args.learning_rate = 1e-3\na.max_steps = 10\n",
+        "def main():\n  a = SFTConfig('o')\n  a.learning_rate = 1e-3\n  a.max_steps = 10\n  "
+        + END
+        + "if __name__ == '__main__':\n    main()\n",
+        "if __name__ == '__main__':\n    a = SFTConfig('o')\n    a.learning_rate = 1e-3\n"
+        "    a.max_steps = 10\n    " + END,
+        "class C:\n def f(self):\n  self.a = TrainingArguments('o')\n"
+        "  self.a.learning_rate = 1e-3\n  self.a.max_steps = 10\n",
+    ],
+)
+def test_settings_assigned_later_are_read(text, tmp_path) -> None:
+    out = converted(tmp_path, HEAD + text)
+    assert out.settings["optim.learning_rate"] == 1e-3
+    assert out.settings["train.max_steps"] == 10
+    assert not [note for note in out.notes if note.startswith(("learning_rate", "max_steps"))]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (ARGS + "a.learning_rate = pick()\n", "computed by the script"),
+        (ARGS + "a.learning_rate = rate\n", "computed by the script"),
+        (ARGS + "a.learning_rate *= 2\n", "computed by the script"),
+        (ARGS + "if big:\n    a.learning_rate = 1.0\n", "assigned in a branch or a loop"),
+        (ARGS + "for _ in x:\n    a.learning_rate = 1.0\n", "assigned in a branch or a loop"),
+        (ARGS + "def f():\n    a.learning_rate = 1.0\n", "this scope does not create"),
+        (ARGS + "def f(args):\n    args.learning_rate = 1.0\n", "this scope does not create"),
+        (
+            ARGS + "b = SFTConfig('o')\nb.learning_rate = 1.0\n",
+            "one of several objects of its kind",
+        ),
+    ],
+)
+def test_an_assigned_setting_that_cannot_be_read_is_noted(text, reason, tmp_path) -> None:
+    out = converted(tmp_path, HEAD + text + END)
+    assert "optim.learning_rate" not in out.settings  # nor the default in its place
+    (note,) = [note for note in out.notes if note.startswith("learning_rate (line ")]
+    assert note.endswith(f"{reason}; set it yourself")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("for k, v in x.items():\n    setattr(a, k, v)\n", "** (line 4) setattr(a, k, v): comp"),
+        ("args = dataclasses.replace(args, beta=2)\n", "replace(args, beta=2) (line 3): not"),
+        ("training_args.set_lr_scheduler('cosine')\n", "set_lr_scheduler('cosine') (line 3): not"),
+        ("vars(args).update(x)\n", "vars(args).update(x) (line 3): not converted; set its"),
+        ("tokenizer.chat_template = T\n", "(line 3): not converted; set data.chat_template"),
+        ("model.config.attention_dropout = 0.1\n", "not converted; write it into config.json"),
+        ("model.resize_token_embeddings(9)\n", "not converted; set model.resize_embeddings: true"),
+        ("parser = TrlParser(SFTConfig)\n", "TrlParser (line 3): settings from the command line"),
+        ("DistillTrainer(model, lmbda=1)\n", "DistillTrainer (line 3): a trainer that is not"),
+        ("c = {'seed': 1}\nc['seed'] = 2\nLoraConfig(**c)\n", "** (LoraConfig, line 5) c: comp"),
+        (
+            "class My(SFTTrainer):\n  def log(self, logs): pass\nMy(model, args=a)\n",
+            "class My(SFTTrainer) (line 3): not converted are log",
+        ),
+    ],
+)
+def test_a_change_that_a_script_makes_by_a_statement_is_noted(text, named, tmp_path) -> None:
+    out = converted(tmp_path, HEAD + ARGS + text + END)
+    assert [note for note in out.notes if named in note], out.notes
+    assert out.settings["optim.learning_rate"] == 1e-5
+    # Statements without an effect on the training get no note.
+    plain = "model.config.use_cache = False\ntokenizer.pad_token = tokenizer.eos_token\n"
+    plain += "generation_config.max_length = 9\nwandb.config.seed = 3\n"
+    assert converted(tmp_path, HEAD + ARGS + plain + END).notes == (
+        converted(tmp_path, HEAD + ARGS + END).notes
+    )
+
+
+FREEZING = [
+    "for p in model.parameters(): p.requires_grad = False\n",
+    "model.lm_head.requires_grad_(False)\n",
+    "for n, p in model.named_parameters():\n    p.requires_grad = 'lm_head' in n\n",
+    "setattr(model.lm_head.weight, 'requires_grad', False)\n",
+    "[p.requires_grad_(requires_grad=False) for p in model.model.parameters()]\n",
+    "freeze_layers(model, 3)\n",
+]
+
+
+@pytest.mark.parametrize("text", FREEZING)
+def test_a_partly_frozen_script_is_refused(text, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"line [23]: .* freezes parameters.*model.frozen_param"):
+        converted(tmp_path, HEAD + text + ARGS + END)
+    # PEFT freezes the base, so freezing it before changes nothing.
+    lora = ARGS + "SFTTrainer(model, args=a, peft_config=LoraConfig(r=4))\n"
+    out = converted(tmp_path, HEAD + text + lora)
+    assert out.settings["lora.r"] == 4
+    assert [note for note in out.notes if note.endswith("adapters freeze the base anyway")]
+    for line in (text, "model.lm_head.requires_grad_(True)\n"):  # after it, parts change
+        with pytest.raises(ConfigError, match="freezes parameters"):
+            converted(tmp_path, HEAD + "model = get_peft_model(model, LoraConfig(r=4))\n" + line)
+
+
+def test_frozen_references_and_hooks_are_not_refused(tmp_path) -> None:
+    text = (
+        "old = AutoModelForCausalLM.from_pretrained('m')\nold.requires_grad_(False)\n"
+        "for p in ref_model.parameters(): p.requires_grad = False\n"
+        "model.requires_grad_(True)\nmultiprocessing.freeze_support()\n"
+        "def hook(module, inputs, output):\n    output.requires_grad_(True)\n"
+        "DPOTrainer(model, old, args=DPOConfig('o'))\n"
+    )
+    assert converted(tmp_path, HEAD + text).recipe == "prefer"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("class My(SFTTrainer):\n  def compute_loss(self): pass\nMy(model)\n", "compute_loss"),
+        ("class My(trl.DPOTrainer):\n  def dpo_loss(self): pass\nMy(model)\n", "dpo_loss"),
+        ("class My(Trainer):\n  training_step = f\nMy(model)\n", "defines training_step"),
+        (
+            "class A(Trainer):\n  def compute_loss(self): pass\nclass B(A): pass\nB(model)\n",
+            r"class A\(Trainer\) defines",
+        ),
+        (
+            "from trl import SFTTrainer as T\nclass My(T):\n  def compute_loss(self): pass\n"
+            "My(model)\n",
+            "defines compute_loss",
+        ),
+        ("Trainer(model, compute_loss_func=f)\n", "compute_loss_func=f replaces the loss"),
+        ("k = {'compute_loss_func': f}\nTrainer(model, **k)\n", "replaces the loss"),
+        ("trainer.compute_loss = f\n", "compute_loss = f replaces the loss"),
+        ("SFTTrainer.training_step = f\n", "training_step = f replaces the loss"),
+    ],
+)
+def test_a_separate_loss_is_refused(text, named, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=named):
+        converted(tmp_path, HEAD + ARGS + text)
+
+
+def test_calls_of_subclasses_and_aliases_are_read(tmp_path) -> None:
+    text = (
+        "from trl import DPOConfig as C\nclass My(DPOTrainer):\n  def log_loss(self): pass\n"
+        "class Unused(Trainer):\n  def compute_loss(self): pass\n"
+        "My(model, args=C('o', beta=0.5), compute_loss_func=None)\n"
+    )
+    out = converted(tmp_path, HEAD + text)
+    assert (out.recipe, out.settings["preference.beta"]) == ("prefer", 0.5)
+    out = converted(tmp_path, HEAD + "args = DPOConfig('o')\nargs.beta = 0.5\n")
+    assert out.settings["preference.beta"] == 0.5
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

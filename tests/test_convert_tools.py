@@ -347,6 +347,10 @@ def test_a_config_of_this_toolkit_is_kept(tmp_path, capsys) -> None:
         ("finetune", "# mine\nmodel:\n  name_or_path: m\nlora: {r: 4}\n"),
         ("prefer", "model: {name_or_path: m}\npreference: {beta: 0.3}\n"),
         ("pretrain", "model: {name_or_path: m, train_tokenizer: true}\n"),
+        # The kind decides, not the sections.
+        ("prefer", "kind: prefer\nmodel: {name_or_path: m}\n"),
+        ("pretrain", "kind: pretrain\nmodel: {name_or_path: m}\n"),
+        ("finetune", "kind: finetune\nmodel: {name_or_path: m}\n"),
     ):
         file = tmp_path / f"{name}.yaml"
         file.write_text(text)
@@ -355,6 +359,13 @@ def test_a_config_of_this_toolkit_is_kept(tmp_path, capsys) -> None:
         assert "already a config of this toolkit" in out.notes[0]
     assert main(["convert-config", str(file)]) == 0
     assert capsys.readouterr().out == text
+    for kind, said in (("distill", "start it with recipes/distill.py"), ("[a]", "must be text")):
+        file.write_text(f"kind: {kind}\nmodel: {{name_or_path: m}}\n")
+        assert main(["convert-config", str(file)]) == 2
+        assert said in capsys.readouterr().err
+    file.write_text("kind: finetune\nmodel: {name_or_path: m}\npreference: {beta: 1}\n")
+    assert main(["convert-config", str(file)]) == 2
+    assert "preference" in capsys.readouterr().err
     file.write_text("model: {name_or_path: m}\noptim: {learning_rat: 1}\n")
     assert main(["convert-config", str(file)]) == 2
     assert "did you mean optim.learning_rate?" in capsys.readouterr().err

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from toolkit.config.data import DataConfig, FinetuneDataConfig
+from toolkit.config.data import DataConfig, FinetuneDataConfig, SourceConfig
 from toolkit.data.row_formats import DOCUMENTS, EXAMPLES
 from toolkit.data.sources.rows import load_sources
-from toolkit.errors import DataError
+from toolkit.errors import ConfigError, DataError
 
 CARD = """---
 license: mit
@@ -129,3 +129,33 @@ def test_json_lines_are_not_read_as_text(tmp_path, capsys, name, documents):
         file.write_text(text)
         load()
         assert capsys.readouterr().out == ""
+
+
+def test_rows_in_memory_are_refused_and_the_advice_works(tmp_path) -> None:
+    rows = datasets.Dataset.from_list([{"text": "a"}])
+    for setting, build in (
+        ("data.train_files", lambda value: FinetuneDataConfig(train_files=value)),
+        ("data.eval_files", lambda value: DataConfig(eval_files=value)),
+        ("files of a data source", lambda value: SourceConfig(files=value)),
+    ):
+        for value, got in ((rows, "Dataset"), ([rows], "a list with Dataset"), ({"a": 1}, "dict")):
+            with pytest.raises(ConfigError, match=f"^{setting}: expected a path .* got {got}. For"):
+                build(value)
+        # Other forms of a path are valid.
+        assert build(Path("a.txt")) == build("a.txt")
+        assert build(("a.txt", Path("b.txt"))) == build(["a.txt", "b.txt"])
+    for build in (DataConfig, SourceConfig):
+        with pytest.raises(
+            ConfigError, match=r"dataset_name.*: expected the Hub id .* got Dataset"
+        ):
+            build(dataset_name=rows)
+    with pytest.raises(ConfigError, match=r"^data.sources: expected a list .* got dict"):
+        DataConfig(sources=[{"files": "a.txt"}])
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.save_to_disk(tmp_path / "folder")
+    for settings in (
+        {"train_files": tmp_path / "rows.parquet"},
+        {"dataset_name": str(tmp_path / "folder")},
+    ):
+        (source,) = load_sources(FinetuneDataConfig(**settings))
+        assert len(source.rows) == 1

@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import save_byte_tokenizer, save_tiny_model
+from conftest import ROOT, save_byte_tokenizer, save_tiny_model
 
+from toolkit import cli
+from toolkit.config.outputs import CheckpointConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneDataConfig, FinetuneModelConfig
 from toolkit.data.first_rows import LOOK_ROWS
-from toolkit.errors import DataError
-from toolkit.start_checks import check_start
+from toolkit.errors import ConfigError, DataError
+from toolkit.start_checks import CHECKS, RunStart, check_metric, check_start
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +81,57 @@ def test_the_line_says_what_was_looked_at(folder: Path, tmp_path: Path) -> None:
     assert f"checked    {LOOK_ROWS + 5:,} rows: up to {LOOK_ROWS:,} at the beginning" in line
     assert "toolkit inspect --data" in line
     assert checked(folder, tmp_path, pairs(9, "b"), PreferConfig).startswith("checked    9 rows")
+
+
+def test_an_unknown_best_metric_is_refused_before_the_launch(folder, tmp_path) -> None:
+    """Unless the recipe was changed, and may have other metrics."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b", "completion": "c"}))
+
+    def start(kind: str, config: type, metric: str, script: Path | None) -> None:
+        data = {"train_files": str(rows), "eval_files": [str(rows), str(rows)]}
+        cfg = config(
+            FinetuneModelConfig(str(folder)),
+            data=FinetuneDataConfig(**data),
+            checkpoint=CheckpointConfig(metric_for_best_model=metric),
+            output_dir=str(tmp_path / kind),
+        )
+        check_metric(RunStart(cfg, 1, script=script))
+
+    for kind, config, good_names, wrong in (
+        ("finetune", FinetuneConfig, ("loss", "accuracy", "eval_rows_perplexity"), "bleu"),
+        ("prefer", PreferConfig, ("loss", "margin", "rows-2_logps_chosen"), "perplexity"),
+    ):
+        recipe = ROOT / f"recipes/{kind}.py"
+        for name in good_names:
+            start(kind, config, name, recipe)
+        with pytest.raises(
+            ConfigError, match=rf"_model eval_{wrong}: expected a metric .* eval_rows"
+        ):
+            start(kind, config, wrong, recipe)
+        start(kind, config, wrong, None)
+        text = recipe.read_text()
+        for i, changed in enumerate(
+            (
+                text.replace("mesh, objective.metrics)", "mesh, [*objective.metrics, BLEU])"),
+                text.replace("objectives.build(cfg, mesh)", "Mine(cfg, mesh)"),
+                "import my_losses\n" + text,
+                text + "\n\nclass Mine(objectives.Objective): ...\n",
+            )
+        ):
+            assert changed != text
+            copy = tmp_path / f"{kind}{i}.py"
+            copy.write_text(changed)
+            start(kind, config, wrong, copy)
+    assert [check.name for check in CHECKS if check.run is check_metric] == ["data"]
+
+
+def test_the_command_refuses_an_unknown_best_metric_before_the_launch(folder, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "q", "completion": "c"}))
+    flags = ["--model.name_or_path", str(folder), "--data.train_files", str(rows)]
+    flags += ["--checkpoint.metric_for_best_model", "bleu", "--output_dir", str(tmp_path / "run")]
+    assert cli.main(["finetune", *flags]) == 2
+    out = capsys.readouterr()
+    assert "checkpoint.metric_for_best_model eval_bleu: expected a metric" in out.err
+    assert "accelerate" not in out.out

@@ -120,18 +120,41 @@ def resized(kind: str, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["qwen4_exp_text", "reformer", "llama"])
+INKLINGS = ["inkling_text", "inkling2_text", "inkling2_loop_text"]
+
+
+@pytest.mark.parametrize("kind", ["qwen4_exp_text", "reformer", "llama", *INKLINGS])
 def test_embeddings_are_resized(kind: str, tmp_path: Path) -> None:
     model = resized(kind, tmp_path)
-    source = load_file(tmp_path / FILE)
+    source = tiny.tiny_model(kind)
     for name, before in model.hf_assets.resized.items():
         value = model.get_parameter(name)
         assert len(value) == 257
-        assert torch.equal(value[:before], source[name]), name
+        assert torch.equal(value[:before], source.get_parameter(name)), name
     ids = torch.arange(200, 216)[None]
     assert model(input_ids=ids).logits.shape == (1, 16, 257)
+    # The exported config.json describes the resized model.
+    config = type(model.config).from_dict(model.hf_assets.config)
+    assert {n: p.shape for n, p in type(model)(config).named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("kind", INKLINGS)
+def test_a_head_with_fewer_rows_than_the_embedding_is_not_resized(kind, tmp_path: Path) -> None:
+    # The stored head is padded, so the mean of its rows would include the padding.
+    config = tiny.tiny_config(kind, unpadded_vocab_size=150)
+    tiny.save(tiny.tiny_class(kind)(config), tmp_path, kind)
+    save_byte_tokenizer(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"^model.resize.* is 150, expected vocab_size 160. Remove"
+    ):
+        build_on_meta(ModelConfig(str(tmp_path), resize_embeddings=True))
 
 
 def test_a_model_that_cannot_be_resized_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"ProphetNetForCausalLM .* still has 160 rows, expected"):
         resized("prophetnet", tmp_path)
+    # Its embedding has eight rows more than its head, which no config of another size describes.
+    with pytest.raises(ModelError, match=r"embed_tokens.weight has shape \(257, 32\), but its res"):
+        resized("mllama", tmp_path / "mllama")

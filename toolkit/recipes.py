@@ -122,7 +122,8 @@ def start_recipe(recipe: str, arguments: Sequence[str]) -> int:
         launcher += ["--config_file", str(_find_launch_file(options.accelerate_config))]
     _check_paths(cfg)
     yaml = _read_launch_yaml(launcher)
-    _check_before_launch(cfg, yaml | {n[2:]: v for n, v in launcher_flags.items() if v is not None})
+    launched = yaml | {n[2:]: v for n, v in launcher_flags.items() if v is not None}
+    _check_before_launch(cfg, launched, find_script(recipe))
     if _needs_port(yaml, launcher_flags):
         launcher_flags["--main_process_port"] = _find_free_port()
     for name, value in launcher_flags.items():
@@ -185,12 +186,13 @@ def _check_cache(name: str, revision: str | None) -> None:
         )
 
 
-def _check_before_launch(cfg: Any, launched: dict[str, Any]) -> None:
+def _check_before_launch(cfg: Any, launched: dict[str, Any], script: Path) -> None:
     """Check the run against the devices and files of this machine; print which rows were checked.
 
     Args:
         cfg: settings of the run.
         launched: launch configuration: keys of the Accelerate YAML, updated by the flags.
+        script: the recipe's file.
 
     Raises:
         ToolkitError: the run would fail.
@@ -213,7 +215,7 @@ def _check_before_launch(cfg: Any, launched: dict[str, Any]) -> None:
         raise build_no_gpu_error(world or 1)
     if kind == "cpu":
         _check_cores((world or 1) // max(1, machines if isinstance(machines, int) else 1))
-    if line := check_start(cfg, world, kind):
+    if line := check_start(cfg, world, kind, script):
         print(line, flush=True)
 
 

@@ -30,6 +30,7 @@ from toolkit.checkpoint.adapter_source import apply_adapter_settings, check_same
 from toolkit.checkpoint.commit import committed_steps
 from toolkit.checkpoint.run_folder import checkpoint_root, validate_run_folders
 from toolkit.checkpoint.store import is_url, parse_location
+from toolkit.config.best_metric import check_best_metric, recipe_metrics
 from toolkit.config.lora import ALL_LINEAR, LoraConfig
 from toolkit.config.settings import FinetuneConfig, ModelConfig, RunConfig, model_settings
 from toolkit.data.first_rows import LOOK_ROWS, LOOK_SHARDS, SHARD_ROWS, RowCheck, check_some_rows
@@ -129,7 +130,9 @@ def run_checks(start: RunStart, moment: Moment, name: str | None = None) -> dict
     return texts
 
 
-def check_start(cfg: RunConfig, world_size: int | None, device: str) -> str:
+def check_start(
+    cfg: RunConfig, world_size: int | None, device: str, script: Path | None = None
+) -> str:
     """Check a run before its processes start, with the files of this machine only.
 
     Takes seconds, most of them for imports. Reads no weights and starts no device. The weights of
@@ -139,6 +142,7 @@ def check_start(cfg: RunConfig, world_size: int | None, device: str) -> str:
         cfg: the settings of the run.
         world_size: the number of processes; None if it is not known yet.
         device: a device type of torch.
+        script: the recipe's file, if it is known.
 
     Returns:
         A log line that says which rows of the data were checked; empty if there were none.
@@ -151,7 +155,7 @@ def check_start(cfg: RunConfig, world_size: int | None, device: str) -> str:
         is_local = Path(cfg.model.name_or_path).expanduser().is_dir()
         build_cfg = cfg if is_local else replace(cfg, model=replace(cfg.model, init="random"))
         add_tokenizer = partial(_add_local_tokenizer, cfg)
-        start = RunStart(cfg, world_size, device, build_cfg, add_tokenizer)
+        start = RunStart(cfg, world_size, device, build_cfg, add_tokenizer, script=script)
         return run_checks(start, "train").get("data", "")
 
 
@@ -437,6 +441,17 @@ def check_router(start: RunStart) -> str:
     return ""
 
 
+def check_metric(start: RunStart) -> str:
+    """Raise if no evaluation of the recipe has `checkpoint.metric_for_best_model`. Returns ""."""
+    metrics = None if start.script is None else recipe_metrics(start.cfg, start.script)
+    name, _ = start.cfg.checkpoint.best_metric()
+    # Which sources there are to evaluate on is checked when the data is prepared.
+    if metrics and not any(name.endswith(f"_{metric.name}") for metric in metrics):
+        sources = [source.name or "" for _, source in list_sources(start.cfg.data, "eval")]
+        check_best_metric(start.cfg.checkpoint, sources, metrics, is_used=True)
+    return ""
+
+
 # ---- Data, sharding, disk ------------------------------------------------------------------------
 
 
@@ -556,6 +571,7 @@ CHECKS = (
     Check("packages", ("rehearse",), check_packages),
     Check("sharding", ("train",), check_mesh),
     Check("data", ("train", "rehearse"), check_batch),
+    Check("data", ("train",), check_metric),
     # A recipe does this when it opens its folder.
     Check("output", ("train", "rehearse"), check_output),
     Check("output", ("rehearse",), check_writable),

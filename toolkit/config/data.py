@@ -1,6 +1,7 @@
 """Settings of the data: sources, columns, packing, chat templates."""
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,6 +32,10 @@ class SourceConfig:
     max_repeats: Positive | None = None
     """Maximum number of passes over the source. After that, the other sources supply its samples.
     Empty: no limit."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "files", _read_paths(self.files, "files of a data source"))
+        _check_dataset_name(self.dataset_name, "dataset_name of a data source")
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,12 @@ class DataConfig:
     """Worker processes of each rank's DataLoader."""
 
     def __post_init__(self) -> None:
+        for setting in ("train_files", "eval_files"):
+            paths = _read_paths(getattr(self, setting), f"data.{setting}")
+            object.__setattr__(self, setting, paths)
+        _check_dataset_name(self.dataset_name, "data.dataset_name")
+        for setting in ("sources", "eval_sources"):
+            _check_source_list(getattr(self, setting), f"data.{setting}")
         sources = [n for n in ("dataset_name", "train_files", "sources") if getattr(self, n)]
         if len(sources) > 1:
             names = " and ".join(f"data.{name}" for name in sources)
@@ -177,3 +188,48 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or isinstance(value, str | int)
+
+
+_OBJECT_ADVICE = (
+    "For rows in memory, call dataset.to_parquet(FILE) and give FILE as data.train_files, or call "
+    "dataset.save_to_disk(FOLDER) and give FOLDER as data.dataset_name"
+)
+
+
+def _read_paths(value: Any, setting: str) -> str | list[str]:
+    """Convert a path or a list of paths, such as `data.train_files`, to text.
+
+    Raises:
+        ConfigError: the value is something else, such as a `datasets.Dataset`.
+    """
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    entries = value if isinstance(value, list | tuple) else [value]
+    for entry in entries:
+        if not isinstance(entry, str | os.PathLike):
+            is_inside = entry is not value
+            raise ConfigError(
+                f"{setting}: expected a path or a list of paths, got {'a list with ' * is_inside}"
+                f"{type(entry).__name__}. {_OBJECT_ADVICE}"
+            )
+    return [os.fspath(entry) for entry in entries]
+
+
+def _check_dataset_name(value: Any, setting: str) -> None:
+    """Raise ConfigError if the name of a data set is not text, such as a `datasets.Dataset`."""
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(
+            f"{setting}: expected the Hub id or the folder of a data set, got "
+            f"{type(value).__name__}. {_OBJECT_ADVICE}"
+        )
+
+
+def _check_source_list(value: Any, setting: str) -> None:
+    """Raise ConfigError if `data.sources` or `data.eval_sources` is no list of `SourceConfig`."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    for entry in entries:
+        if not isinstance(entry, SourceConfig):
+            raise ConfigError(
+                f"{setting}: expected a list of SourceConfig, got {type(entry).__name__}. Write "
+                "each source as SourceConfig(files=[...])"
+            )

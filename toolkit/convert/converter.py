@@ -157,9 +157,14 @@ def _keep_toolkit_config(file: Path, content: dict[str, Any]) -> Conversion:
     Raises:
         ConfigError: no recipe can parse it.
     """
-    recipe = "prefer" if "preference" in content else "finetune"
+    kind = content.get("kind")
+    if isinstance(kind, str) and kind in _SETTINGS:
+        recipes = [kind]
+    else:
+        # `parse` refuses a kind of a user's recipe, and names its script.
+        recipes = ["prefer"] if "preference" in content else ["finetune", "pretrain"]
     errors = []
-    for name in (recipe, *([] if recipe == "prefer" else ["pretrain"])):
+    for name in recipes:
         try:
             parse(_SETTINGS[name], ["--config", str(file)])
         except ConfigError as error:

@@ -5,6 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.convert.script_effects import (
+    check_frozen_parameters,
+    check_trainer_classes,
+    find_later_assignments,
+    note_later_changes,
+    refuse_assigned_losses,
+    resolve_classes,
+)
+from toolkit.convert.script_syntax import (
+    COMPUTED,
+    evaluate_literal,
+    find_assignments,
+    last_name,
+)
 from toolkit.convert.tables_of_tools import TRAINERS, UNSUPPORTED_TRAINERS
 from toolkit.errors import ConfigError
 from toolkit.parsing import read_bounded
@@ -15,11 +29,19 @@ _OF_TRL = {
     for name in (*TRAINERS, *UNSUPPORTED_TRAINERS)
     for reason in ("Config", "Trainer")
 }
-_CONFIGS = {"TrainingArguments", "Seq2SeqTrainingArguments", "LoraConfig", "BitsAndBytesConfig"} | {
-    *("Trainer", "UnslothTrainingArguments", "UnslothTrainer"),
+_CALLS_WITH_SETTINGS = {
+    "TrainingArguments",
+    "Seq2SeqTrainingArguments",
+    "LoraConfig",
+    "BitsAndBytesConfig",
+} | {
+    *("Trainer", "Seq2SeqTrainer", "UnslothTrainingArguments", "UnslothTrainer"),
     *_OF_TRL,
 }
-_TRAINER_NAMES = {"Trainer", "UnslothTrainer"} | {n for n in _OF_TRL if n.endswith("Trainer")}
+_TRAINER_NAMES = {"Trainer", "Seq2SeqTrainer", "UnslothTrainer"} | {
+    n for n in _OF_TRL if n.endswith("Trainer")
+}
+_ARGUMENTS = _CALLS_WITH_SETTINGS - _TRAINER_NAMES
 # Arguments that are objects; their settings are read where the objects are created.
 _OBJECTS = {"model", "args", "train_dataset", "eval_dataset", "tokenizer", "processing_class"} | {
     "peft_config",
@@ -30,6 +52,7 @@ _FIRST_ARGUMENTS = {
     "TrainingArguments": "output_dir",
     "Seq2SeqTrainingArguments": "output_dir",
     "Trainer": "model",
+    "Seq2SeqTrainer": "model",
     "from_pretrained": "model_name_or_path",
 } | {name: "output_dir" if name.endswith("Config") else "model" for name in _OF_TRL}
 # Configs of PEFT for other methods than LoRA.
@@ -68,7 +91,6 @@ _WITHOUT_EFFECT = {
     "use_exact_model_name",
     "fast_inference",
 }
-_COMPUTED = object()  # placeholder for a value that is only known when the script runs
 _BUILDERS = ("json", "csv", "text", "parquet")
 
 
@@ -85,28 +107,35 @@ def read_script(file: Path) -> tuple[dict[str, Any], dict[str, str], set[str], b
         `Config`.
 
     Raises:
-        ConfigError: the file is not Python; it trains other adapters than LoRA; or its adapters, or
-            all its settings, come from the command line.
+        ConfigError: the file is not Python; it trains other adapters than LoRA, a part of the
+            parameters or a separate loss; or its adapters, or all its settings, come from the
+            command line.
     """
     try:
         tree = ast.parse(read_bounded(file, _MAX_BYTES, ConfigError))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{file} cannot be read as Python: {error}") from error
-    assignments = _find_assignments(tree)
+    subclasses = resolve_classes(tree, _CALLS_WITH_SETTINGS)
+    assignments = find_assignments(tree)
     settings: dict[str, Any] = {}
     notes: dict[str, str] = {}
     trainers = set[str]()
     calls = sorted(_find_calls(tree), key=lambda call: (call.lineno, call.col_offset))
     for call in calls:
-        name = _last_name(call.func)
+        name = last_name(call.func)
         trainers |= {_OF_TRL[name]} if name in _OF_TRL else set()
         if name == "LoraConfig" or (name == "get_peft_model" and _is_unsloth_method(call.func)):
             settings["use_peft"] = True
         for key, node in _find_arguments(call, name, assignments):
             _read_argument(call, key, node, assignments, settings, notes)
     _refuse_unreadable(file, tree, calls, assignments)
+    _read_later_assignments(tree, assignments, settings, notes)
+    notes |= check_trainer_classes(file, subclasses)
+    refuse_assigned_losses(file, tree)
+    adapter_line, references = _find_adapters_and_references(tree, calls, assignments)
+    notes |= check_frozen_parameters(file, tree, adapter_line, references)
     unsloth = _add_unsloth_defaults(calls, settings, notes)
-    notes |= _note_row_changes(tree)
+    notes |= _note_row_changes(tree) | note_later_changes(tree) | _note_unread_calls(tree)
     return settings, notes, trainers, unsloth
 
 
@@ -128,7 +157,7 @@ def _read_argument(
         settings: receives the setting -> its value.
         notes: receives the setting -> the reason.
     """
-    name, value = _last_name(call.func), _evaluate_literal(node, assignments)
+    name, value = last_name(call.func), evaluate_literal(node, assignments)
     if key in _OBJECTS and not (key == "model" and isinstance(value, str)):
         return
     if key == "ref_model" and value is None:
@@ -139,7 +168,7 @@ def _read_argument(
         return
     key = {"model": "model_name_or_path", "model_name": "model_name_or_path"}.get(key, key)
     where = f"{key} ({name}, line {call.lineno})"
-    if value is _COMPUTED:
+    if value is COMPUTED:
         reason = "computed by the script; set it yourself"
         if key == "ref_model":
             reason = "the reference is the model that training begins with, no other one"
@@ -150,6 +179,68 @@ def _read_argument(
         settings[key] = value
 
 
+def _read_later_assignments(
+    tree: ast.Module,
+    assignments: dict[str, ast.expr],
+    settings: dict[str, Any],
+    notes: dict[str, str],
+) -> None:
+    """Apply assignments to attributes of the arguments objects, such as `args.max_steps = 10`.
+
+    Args:
+        tree: the script.
+        assignments: name -> expression of variables that the script assigns once.
+        settings: setting -> value, which is replaced, or removed if the new value is not known.
+        notes: receives the setting -> why its value is not known.
+    """
+    for later in find_later_assignments(tree, _ARGUMENTS, assignments):
+        if later.value is COMPUTED:
+            settings.pop(later.key, None)
+            reason = f"{later.reason}; set it yourself"
+            notes[later.key] = f"{later.key} (line {later.line}) {later.text}: {reason}"
+        else:
+            notes.pop(later.key, None)
+            settings[later.key] = later.value
+
+
+def _find_adapters_and_references(
+    tree: ast.AST, calls: list[ast.Call], assignments: dict[str, ast.expr]
+) -> tuple[int | None, set[str]]:
+    """Find the first line that adds adapters, and the variables of reference models.
+
+    Returns:
+        (line, variables). The line is None if the script adds no adapters.
+    """
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    lines = [n.lineno for n in nodes if last_name(n.func) in ("get_peft_model", "add_adapter")]
+    references = set[str]()
+    for call in calls:
+        for key, value in _find_arguments(call, last_name(call.func), assignments):
+            if key == "peft_config" and evaluate_literal(value, assignments) is not None:
+                lines.append(call.lineno)
+            if key == "ref_model" and isinstance(value, ast.Name):
+                references.add(value.id)
+    return min(lines, default=None), references
+
+
+def _note_unread_calls(tree: ast.AST) -> dict[str, str]:
+    """Return notes on trainer classes that are not known, and on parsers of the command line."""
+    notes = {}
+    for node in ast.walk(tree):
+        name = last_name(node.func) if isinstance(node, ast.Call) else ""
+        if name.endswith("Trainer") and name not in _TRAINER_NAMES and isinstance(node, ast.Call):
+            notes[f"class {name}"] = (
+                f"{name} (line {node.lineno}): a trainer that is not known, so its loss and its "
+                "arguments are not converted; check that it trains the plain loss"
+            )
+        elif name in _PARSERS and isinstance(node, ast.Call):
+            notes["command line"] = (
+                f"{name} (line {node.lineno}): settings from the command line are not converted; "
+                "set them yourself"
+            )
+    return notes
+
+
 def _refuse_unreadable(
     file: Path, tree: ast.AST, calls: list[ast.Call], assignments: dict[str, ast.expr]
 ) -> None:
@@ -158,9 +249,9 @@ def _refuse_unreadable(
     Examples are adapters other than LoRA, adapters without a LoraConfig in the script, and settings
     that come from the command line.
     """
-    names = {_last_name(call.func) for call in calls}
+    names = {last_name(call.func) for call in calls}
     all_calls = {
-        _last_name(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)
+        last_name(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)
     }
     for name in sorted(_OTHER_ADAPTERS & {*all_calls}):
         raise ConfigError(
@@ -169,12 +260,11 @@ def _refuse_unreadable(
         )
     parser = next((all_calls[name] for name in _PARSERS if name in all_calls), None)
     has_lora_config = "LoraConfig" in names or any(
-        _is_unsloth_method(call.func) and _last_name(call.func) == "get_peft_model"
-        for call in calls
+        _is_unsloth_method(call.func) and last_name(call.func) == "get_peft_model" for call in calls
     )
     for call in calls:
         for keyword in call.keywords:
-            value = _evaluate_literal(keyword.value, assignments)
+            value = evaluate_literal(keyword.value, assignments)
             if keyword.arg == "peft_config" and value is not None and not has_lora_config:
                 raise ConfigError(
                     f"{file}, line {call.lineno}: peft_config={ast.unparse(keyword.value)[:60]} "
@@ -188,14 +278,14 @@ def _refuse_unreadable(
             f"{file}, line {line}: get_peft_model trains adapters that the script does not "
             "describe with a LoraConfig; write r, lora_alpha and target_modules into it"
         )
-    if "PeftModel" in {_last_name(c.func.value) for c in _find_model_loads(tree)}:
+    if "PeftModel" in {last_name(c.func.value) for c in _find_model_loads(tree)}:
         raise ConfigError(
             f"{file} loads an adapter with PeftModel.from_pretrained; set lora.from to continue "
             "it, or merge it, and leave the call out of the script"
         )
     if parser is not None and not names - {"from_pretrained", "load_dataset", *_TRAINER_NAMES}:
         raise ConfigError(
-            f"{file}, line {parser.lineno}: {_last_name(parser.func)} takes the settings from the "
+            f"{file}, line {parser.lineno}: {last_name(parser.func)} takes the settings from the "
             "command line. Convert the YAML that the script is started with, or its command line "
             "in a .sh file"
         )
@@ -217,7 +307,7 @@ def _add_unsloth_defaults(
     Returns:
         True if the script uses Unsloth.
     """
-    names = {_last_name(call.func) for call in calls if _is_unsloth_method(call.func)}
+    names = {last_name(call.func) for call in calls if _is_unsloth_method(call.func)}
     if "from_pretrained" in names and not settings.pop("full_finetuning", False):
         for key, value in _UNSLOTH_MODEL.items():
             if key not in notes:
@@ -245,7 +335,7 @@ def _note_row_changes(tree: ast.AST) -> dict[str, str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        name = _last_name(node.func)
+        name = last_name(node.func)
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
         if name in _ROW_METHODS and (owner is not None or name.endswith("_datasets")):
             if isinstance(owner, ast.Name) and "pool" in owner.id.lower():
@@ -266,8 +356,10 @@ def _find_calls(tree: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls in a script whose arguments are settings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            name = _last_name(node.func)
-            has_settings = name in _CONFIGS or name == "load_dataset" or _is_model_load(node.func)
+            name = last_name(node.func)
+            has_settings = (
+                name in _CALLS_WITH_SETTINGS or name == "load_dataset" or _is_model_load(node.func)
+            )
             if has_settings or (name == "get_peft_model" and _is_unsloth_method(node.func)):
                 yield node
 
@@ -276,13 +368,13 @@ def _is_model_load(func: ast.expr) -> bool:
     """Return True if a called function is a model's `from_pretrained`, not a tokenizer's."""
     if not isinstance(func, ast.Attribute) or func.attr != "from_pretrained":
         return False
-    owner = _last_name(func.value)
+    owner = last_name(func.value)
     return owner.startswith("AutoModel") or "For" in owner or owner in _UNSLOTH
 
 
 def _is_unsloth_method(func: ast.expr) -> bool:
     """Return True if a called function is a method of Unsloth's model classes."""
-    return isinstance(func, ast.Attribute) and _last_name(func.value) in _UNSLOTH
+    return isinstance(func, ast.Attribute) and last_name(func.value) in _UNSLOTH
 
 
 def _find_arguments(
@@ -317,44 +409,7 @@ def _find_arguments(
         inner = assigned if assigned is not None else keyword.value
         if isinstance(inner, ast.Dict) and all(isinstance(k, ast.Constant) for k in inner.keys):
             yield from zip((str(k.value) for k in inner.keys), inner.values, strict=True)  # type: ignore[union-attr]
-        elif isinstance(inner, ast.Call) and _last_name(inner.func) == "dict" and not inner.args:
+        elif isinstance(inner, ast.Call) and last_name(inner.func) == "dict" and not inner.args:
             yield from ((k.arg or "**", k.value) for k in inner.keywords)
         else:
             yield "**", keyword.value
-
-
-def _find_assignments(tree: ast.AST) -> dict[str, ast.expr]:
-    """Map each name that a script assigns exactly once, by plain assignment, to its expression."""
-    values: dict[str, list[ast.expr | None]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            values.setdefault(node.id, []).append(None)
-        elif isinstance(node, ast.arg):
-            values.setdefault(node.arg, []).extend([None, None])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name):
-            values[target.id] = [node.value] if len(values[target.id]) == 1 else [None, None]
-    return {n: v[0] for n, v in values.items() if len(v) == 1 and v[0] is not None}
-
-
-def _evaluate_literal(node: ast.expr, assignments: dict[str, ast.expr], depth: int = 0) -> Any:
-    """Evaluate an expression that is a literal or a name assigned to one.
-
-    Returns:
-        The value, or `_COMPUTED` if only running the script could tell.
-    """
-    if isinstance(node, ast.Name) and node.id in assignments and depth < 5:
-        return _evaluate_literal(assignments[node.id], assignments, depth + 1)
-    if isinstance(node, ast.Attribute) and _last_name(node.value) in ("torch", "TaskType"):
-        return node.attr
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, RecursionError):
-        return _COMPUTED
-
-
-def _last_name(node: ast.expr) -> str:
-    """Return the last name of `a.b.c`."""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
+from toolkit.config.best_metric import check_best_metric
 from toolkit.config.data import DataConfig, FinetuneDataConfig
 from toolkit.config.measures import TOKEN_METRICS, Metric
 from toolkit.config.settings import (
@@ -373,15 +374,8 @@ def _check_evaluations(cfg: Any, sources: list[str], metrics: Sequence[Metric]) 
                 f"WARNING: {name} {value} has no effect, because there is nothing to evaluate on "
                 "(nothing is split off a stream); set data.eval_files"
             )
-    prefixes = ["eval", *(f"eval_{name}" for name in sources if len(sources) > 1)]
-    available = {f"{prefix}_{metric.name}" for prefix in prefixes for metric in metrics}
-    metric, _ = cfg.checkpoint.best_metric()
-    is_set = cfg.checkpoint.metric_for_best_model != type(cfg.checkpoint).metric_for_best_model
-    if metric not in available and (is_set or {*requiring} - {"train.eval_prompts"}):
-        raise ConfigError(
-            f"checkpoint.metric_for_best_model {metric}: expected a metric that an evaluation of "
-            f"this run has: {', '.join(sorted(available))}"
-        )
+    is_used = bool({*requiring} - {"train.eval_prompts"})
+    check_best_metric(cfg.checkpoint, sources, metrics, is_used=is_used)
 
 
 @dataclass(eq=False)

@@ -1,6 +1,7 @@
 """Build a causal LM on the meta device from a checkpoint folder or Hub id, with its assets."""
 
 import contextlib
+import copy
 import inspect
 import math
 import os
@@ -43,7 +44,7 @@ from toolkit.models.stored import (
     group_stored_parts,
     make_dequantiser,
 )
-from toolkit.models.tiny_copy import find_text_fault
+from toolkit.models.tiny_copy import build_meta_model, find_text_fault
 
 _process = {"trusts_code": False}
 _GENERATION = "generation_config.json"
@@ -511,22 +512,30 @@ def _resize_embeddings(
     before = vocabulary_size(model)
     if size == before:
         return {}
-    settings = model.config.get_text_config().to_dict()
+    text_config = model.config.get_text_config()
+    settings = text_config.to_dict()
+    # Inkling counts the rows of its head, or its logits, apart from those of its embedding.
+    head_rows = settings.get("unpadded_vocab_size")
     shapes = {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
     ties = tied_names(model)
     fault = ""
     try:
+        if head_rows not in (None, before):
+            raise ValueError(f"unpadded_vocab_size is {head_rows}, expected vocab_size {before}")
         with torch.device("meta"):
             model.resize_token_embeddings(size, mean_resizing=False)
             model.tie_weights()
     except Exception as error:  # the code of any model
         fault = one_line(error, 200)
+    if head_rows is not None:
+        text_config.unpadded_vocab_size = size
     if not fault and (rows := vocabulary_size(model)) != size:
         fault = f"its embedding still has {rows} rows, expected {size}"
+    fault = fault or _find_unstored_size(model)
     if fault:
         raise ModelError(
-            f"model.resize_embeddings: transformers cannot give {type(model).__name__} another "
-            f"number of tokens: {fault}. Remove the setting, and use a tokenizer of at most "
+            f"model.resize_embeddings: {type(model).__name__} cannot get another number of tokens: "
+            f"{fault}. Remove the setting, and use a tokenizer of at most "
             f"{before} tokens (model.tokenizer_name_or_path)"
         )
     # A setter may store one parameter in two places that the source keeps separate (reformer's
@@ -535,7 +544,7 @@ def _resize_embeddings(
         path, _, leaf = alias.rpartition(".")
         apart = nn.Parameter(torch.empty_like(model.get_parameter(alias)))
         setattr(model.get_submodule(path), leaf, apart)
-    now = model.config.get_text_config().to_dict().items()
+    now = text_config.to_dict().items()
     changed = {k: v for k, v in now if type(v) is int and v != settings.get(k)}
     # Sections for images or sound may have another vocabulary, which stays.
     sections = [pristine, *(v for v in pristine.values() if isinstance(v, dict))]
@@ -543,6 +552,17 @@ def _resize_embeddings(
         section.update(changed)
     parameters = model.named_parameters(remove_duplicate=False)
     return {n: shapes[n][0] for n, p in parameters if n in shapes and p.shape != shapes[n]}
+
+
+def _find_unstored_size(model: PreTrainedModel) -> str:
+    """Describe a parameter that the config of a resized model gives another shape; "" if none."""
+    rebuilt = build_meta_model(type(model), copy.deepcopy(model.config))
+    shapes = {n: tuple(p.shape) for n, p in rebuilt.named_parameters(remove_duplicate=False)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shape = tuple(parameter.shape)
+        if shapes.get(name, shape) != shape:
+            return f"{name} has shape {shape}, but its resized config describes {shapes[name]}"
+    return ""
 
 
 _PROBABILITY = re.compile(r"dropout(_prob|_rate|_p)?$|_pdrop$|layer_?drop$|drop_path_rate$")
