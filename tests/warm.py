@@ -152,11 +152,11 @@ def _make_what_is_made_once() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from toolkit.config import FinetuneConfig, PretrainConfig
-    from toolkit.config.parse import _build_parser
+    from toolkit.config.parse import config_parser
 
     get_checkpoint_conversion_mapping("llama")
     for settings in (PretrainConfig, FinetuneConfig):
-        _build_parser(settings)
+        config_parser(settings)
 
 
 def _run(request: bytes, outputs: list[int]) -> None:

@@ -78,7 +78,7 @@ def parse(
     for name in defaults:
         _find_setting_type(cls, name, "launch configuration")
     # A parser keeps its defaults, so the shared one must not get any.
-    parser = _build_parser.__wrapped__(cls) if defaults else _build_parser(cls)
+    parser = config_parser.__wrapped__(cls) if defaults else config_parser(cls)
     if defaults:
         parser.set_defaults(defaults)
     parser.prog = os.path.basename(sys.argv[0])
@@ -149,7 +149,7 @@ def find_differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 
 
 @functools.cache
-def _build_parser(cls: type) -> ArgumentParser:
+def config_parser(cls: type) -> ArgumentParser:
     """Build the jsonargparse parser for the settings class `cls`; cached for each class."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -421,7 +421,7 @@ def _check_section_list(value: Any, kind: Any, where: str) -> None:
                 _check_keys(item, entry, f"{where}[{i}]", unknown)  # type: ignore[arg-type]
                 unknown.refuse()
                 try:
-                    _build_parser(item).parse_object(entry)  # type: ignore[arg-type]
+                    config_parser(item).parse_object(entry)  # type: ignore[arg-type]
                 except ArgumentError as error:
                     message = _reword_error(item, " ".join(str(error).split()))  # type: ignore[arg-type]
                     raise ConfigError(f"{where}[{i}].{message}") from None
