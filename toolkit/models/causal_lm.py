@@ -449,11 +449,8 @@ def loaded_dtype(
         model: not sharded and without adapters.
         parameter: name of the parameter.
         stored: its dtype in the checkpoint.
-        requested: dtype that is passed to `from_pretrained`.
-
-    Returns:
-        The wider dtype of `stored` and `requested`, or float32 if transformers keeps this parameter
-        in float32.
+        requested: dtype that is passed to `from_pretrained`. The result is the wider one, or
+            float32 if transformers keeps this parameter in float32.
     """
     dtype = torch.promote_types(stored, requested)
     fp32_names = find_fp32_tensors(model, dtype=dtype) if dtype.itemsize < 4 else {}
@@ -512,8 +509,7 @@ def _resize_embeddings(
     before = vocabulary_size(model)
     if size == before:
         return {}
-    text_config = model.config.get_text_config()
-    settings = text_config.to_dict()
+    settings = (text_config := model.config.get_text_config()).to_dict()
     # Inkling counts the rows of its head, or its logits, apart from those of its embedding.
     head_rows = settings.get("unpadded_vocab_size")
     shapes = {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}

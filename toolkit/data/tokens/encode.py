@@ -242,10 +242,7 @@ class Encoder:
         return encoded  # type: ignore[return-value]
 
     def _render_example(self, example: Example | BadRow) -> Rendered | EncodedRow:
-        """Render an example as text with its supervised characters; encode token ids directly.
-
-        Raises DataError without a tokenizer for text, or if `data.supervise` does not fit.
-        """
+        """Render an example as text with its supervised characters; encode token ids directly."""
         if isinstance(example, BadRow):
             return example
         if isinstance(example, Tokens):
@@ -291,12 +288,7 @@ class Encoder:
             )
 
     def _encode_ids(self, example: Tokens) -> EncodedRow:
-        """Check token ids that came with the data, and turn their labels into spans.
-
-        Returns:
-            The encoded row, which may be truncated. If the row cannot be used, a BadRow or FatalRow
-            with the reason; it is not raised.
-        """
+        """Encode a row of token ids and labels; return a BadRow or FatalRow if it is unusable."""
         # Compared as Python's integers, which may be of any size.
         ids = example.input_ids
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
