@@ -81,6 +81,21 @@ def test_the_command_does_not_see_the_launcher(
     assert f"PATH={os.environ['PATH']}" in environment
 
 
+def test_commands_without_a_result_are_reported(tmp_path: Path) -> None:
+    commands = ExportCommands("sleep 1000", tmp_path)
+    first, second = exports(tmp_path, 2)
+    commands.start(first, 1)
+    assert commands._process is not None
+    commands._process.kill()
+    commands._process.wait()
+    commands.start(second, 2)  # nobody takes it
+    lines = commands.poll()
+    assert [line.split(":")[1].strip() for line in lines] == [
+        f"after_export of step {step} has no result" for step in (1, 2)
+    ]
+    assert commands.poll() == []
+
+
 _KILLED = """
 import os, signal, sys, time
 from pathlib import Path

@@ -48,6 +48,7 @@ class ExportCommands:
         self._folder = Path(run_dir) / "after_export"
         self._process: subprocess.Popen[str] | None = None
         self._logged = 0  # bytes of the results that are reported
+        self._unreported: dict[int, Path] = {}  # step -> log file of commands without a result
 
     def start(self, export: Path, step: int) -> str:
         """Start the command on an export, or queue it; return the log line."""
@@ -64,20 +65,42 @@ class ExportCommands:
                 env=_environment_of_a_user(),
                 start_new_session=True,  # a signal to the run's process group is not for it
             )
+        self._unreported[step] = log
         self._send({"step": step, "command": command, "log": str(log)})
         return f"after_export started on {export}; its output goes to {log}"
 
     def poll(self) -> list[str]:
-        """Return a log line for each command that ended since the last call."""
+        """Return a log line for each command that ended since the last call.
+
+        If the process that runs the commands has ended, commands without a result are reported too.
+        """
+        if self._process is None:
+            return []
+        exit_code = self._process.poll()  # before the results are read
+        outcomes = self._read_new_results()
+        for outcome in outcomes:
+            self._unreported.pop(outcome["step"], None)
+        lines = [_format_outcome(outcome) for outcome in outcomes]
+        if exit_code is not None:
+            lines += [
+                f"WARNING: after_export of step {step} has no result: the process that runs the "
+                f"commands ended with exit code {exit_code}. The output, if any, is in {log}"
+                for step, log in self._unreported.items()
+            ]
+            self._unreported.clear()
+        return lines
+
+    def _read_new_results(self) -> list[dict[str, Any]]:
+        """Read the results that were added to the file since the last call."""
         file = self._folder / RESULTS
-        if self._process is None or not file.exists():
+        if not file.exists():
             return []
         with file.open("rb") as results:
             results.seek(self._logged)
             content = results.read()
         complete = content[: content.rfind(b"\n") + 1]
         self._logged += len(complete)
-        return [_format_outcome(json.loads(line)) for line in complete.splitlines()]
+        return [json.loads(line) for line in complete.splitlines()]
 
     def has_ended(self) -> bool:
         """Return True if no command runs or waits. Call `close` before."""
@@ -91,7 +114,7 @@ class ExportCommands:
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `poll` has no result of this command then
+        with suppress(BrokenPipeError):  # `poll` reports that this command has no result
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
