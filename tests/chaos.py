@@ -68,7 +68,7 @@ PLACES = {
     "step": "toolkit.training.Update.step",
     "evaluate": "toolkit.training.evaluate_metrics",
     "save": "toolkit.checkpoint.save",
-    "export": "toolkit.export.export_step",
+    "export": "toolkit.export.Exporter.export",
 }
 """Phase -> the function that it is in; `start` lasts until the data is read."""
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
@@ -493,6 +493,8 @@ def signals(stage: Stage, args: argparse.Namespace) -> list[Row]:
     settings = stage.settings(steps, save_steps)
     expected = stage.undisturbed(settings)
     counts = Counter(line.split()[0] for line in phases(expected) if line.endswith(" in"))
+    missing = [PLACES[phase] for phase in PLACES if not counts[phase]]
+    assert not missing, f"an undisturbed run never calls {', '.join(missing)}: correct PLACES"
     chance = random.Random(args.seed)
     warm = distributed.warm_processes(WORLD)
     rows = []

@@ -73,7 +73,7 @@ PHASES = {
     "step": ("toolkit.training.Update.step", 3),
     "evaluate": ("toolkit.training.evaluate_metrics", 1),
     "save": ("toolkit.checkpoint.save", 1),
-    "export": ("toolkit.export.export_step", 1),
+    "export": ("toolkit.export.Exporter.export", 1),
     "exit": ("toolkit.training.launch._exit_process", 1),
 }
 DEATHS = {
