@@ -82,6 +82,7 @@ API: dict[str, tuple[str, ...] | None] = {
         "world_size",
     ),
 }
+OBJECTIVES = {"kto": "KTO", "reward": "reward model", "orpo": "ORPO", "simpo": "SimPO"}
 HELPERS = ("toolkit.lazy", "typing")
 """Modules whose names packages import for themselves and do not offer."""
 NO_MEMBERS = "    options: {members: false, show_signature: false}"
@@ -166,12 +167,24 @@ def configs_page() -> str:
         memory = f"{needed} GB of {size} GB"
         lines.append(f"| {model} | {what} | {count} | {memory} | `{file.name}` |")
     start = "toolkit finetune recipes/configs/llama3_8b_lora_1gpu.yaml --accelerate_config one_gpu"
-    lines += ["", "```bash", start, "```", "", "Those for pretraining start with `toolkit train`."]
+    lines += [
+        "",
+        "```bash",
+        start,
+        "```",
+        "",
+        "Those for pretraining start with `toolkit train`, those for preferences with "
+        "`toolkit prefer`.",
+    ]
     return "\n".join(lines) + "\n"
 
 
 def what_is_trained(config: dict[str, Any]) -> str:
     lora = config.get("lora") or {}
+    loss_type = (config.get("preference") or {}).get("loss_type")
+    if loss_type:
+        objective = OBJECTIVES.get(loss_type, "DPO")
+        return f"{objective}, {'LoRA' if lora.get('r') else 'all parameters'}"
     if lora.get("r"):
         return "QLoRA" if lora.get("load_in_4bit") else "LoRA"
     if config["model"].get("init") == "random":

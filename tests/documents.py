@@ -24,8 +24,10 @@ from markdown_it import MarkdownIt
 
 from toolkit import cli, recipes
 from toolkit.config import flatten_settings, parse
+from toolkit.config.other_tools import TOOL_TITLES
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, FinetuneModelConfig
+from toolkit.convert import convert_config
 from toolkit.errors import ConfigError
 
 PLACEHOLDERS = {"N": "1", "ADDRESS": "10.0.0.1", "SECONDS": "5", "SIZE": "80GB", "COMMAND": "plan"}
@@ -51,6 +53,9 @@ OTHERS = {
 }
 OTHER_PACKAGES = {"timm", "tensorboard", "vllm", "lm-eval", "wandb", "trackio", "mlflow", "s3fs"}
 OTHER_PACKAGES |= {"torch", "bitsandbytes", "liger-kernel", "matplotlib", "plotly"}
+
+FOREIGN = tuple(f"{tool}_" for tool in TOOL_TITLES)
+"""How the titles of other tools' configs begin."""
 
 
 class Wrong(AssertionError):
@@ -345,6 +350,10 @@ def settings() -> dict[str, object]:
 def check_yaml(block: Block, folder: Path) -> str:
     """Check a YAML block by what reads such a file; return what it is."""
     content = yaml.safe_load(block.text)
+    if (block.title or "").startswith(FOREIGN):
+        foreign = folder / str(block.title)
+        foreign.write_text(block.text, "utf-8")
+        return convert_config(foreign).tool
     if "compute_environment" in content or "distributed_type" in content:
         from accelerate.commands.config.config_args import load_config_from_file
 

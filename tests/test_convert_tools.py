@@ -164,6 +164,13 @@ def test_further_facts_of_published_configs() -> None:
     assert any("an adapter by its name" in note for note in notes)
 
 
+TT = {
+    "model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},
+    "checkpointer": {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": "m",
+    },
+}
 LF = {"model_name_or_path": "m", "output_dir": "o", "bf16": True}
 OPENRLHF = "deepspeed --module openrlhf.cli.train_{} --pretrain m --max_len 512 {}\n"
 SCRIPT = "model = AutoModelForCausalLM.from_pretrained('m')\nargs = SFTConfig('o')\n"
@@ -292,6 +299,21 @@ def test_harmless_values_are_not_refused(tmp_path) -> None:
         # A Trainer's YAML has no switch of adapters: the rank is one.
         ({"per_device_train_batch_size": 1, "lora_r": 4}, {"lora.r": 4}),
         ({"base_model": "m"}, {"data.train_files": "DATA"}),  # not the built-in text
+        # Builders of torchtune that make turns of columns with other names.
+        (
+            TT | {"dataset": {"_component_": "torchtune.datasets.samsum_dataset"}},
+            {"data.columns": {"instruction": "dialogue", "output": "summary"}},
+        ),
+        (
+            TT
+            | {
+                "dataset": {
+                    "_component_": "torchtune.datasets.stack_exchange_paired_dataset",
+                    "column_map": {"prompt": "q", "chosen": "a", "rejected": "b"},
+                }
+            },
+            {"data.columns": {"instruction": "q", "chosen": "a", "rejected": "b"}},
+        ),
     ],
 )
 def test_settings_of_tools(given, expected) -> None:

@@ -22,6 +22,15 @@ _DATASETS = {
     "wikitext_dataset": ("EleutherAI/wikitext_document_level", False),
     "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail", False),
 }
+# Builder of a data set -> setting in data.columns -> column of the data set on the Hub.
+_COLUMNS = {
+    "samsum_dataset": {"instruction": "dialogue", "output": "summary"},
+    "stack_exchange_paired_dataset": {
+        "instruction": "question",
+        "chosen": "response_j",
+        "rejected": "response_k",
+    },
+}
 _ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _OPTIMIZERS = {"AdamW": "adamw_torch_fused", "PagedAdamW": "adamw_torch_fused"} | {
@@ -229,6 +238,12 @@ def _translate_data(keys: Keys, out: dict[str, Any]) -> None:
     if column := more.pop("column", None):
         out["dataset_text_field"] = column
     columns = dict(more.pop("column_map", None) or {})
+    if name in _COLUMNS:
+        # These builders make a turn of the prompt, as `instruction` does; `prompt` stays text.
+        turns = {"prompt": "instruction", "input": "instruction"}
+        columns = {turns.get(k, k): v for k, v in columns.items()} or _COLUMNS[name]
+    if name == "stack_exchange_paired_dataset" and source == hub_id:
+        keys.note("dataset", "only its folder data/rl is read there; set data.train_files", name)
     if column := more.pop("conversation_column", None):
         columns["messages"] = column
     if columns:
