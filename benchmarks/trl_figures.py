@@ -49,6 +49,27 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "hinge": {"beta": 0.1},
     "ipo": {"beta": 0.1},
     "apo_zero": {"beta": 0.1},
+    "apo_down": {"beta": 0.1},
+    "bco_pair": {"beta": 0.1},
+    "nca_pair": {"beta": 0.1},
+    "exo_pair": {"beta": 0.1, "label_smoothing": 1e-3},
+    "sppo_hard": {"beta": 0.1},
+    "aot": {"beta": 0.1, "label_smoothing": 0.05},
+    "aot_unpaired": {"beta": 0.1},
+    "discopop": {"beta": 0.1},
+    "discopop_tau": {"loss_type": "discopop", "beta": 0.1, "discopop_tau": 0.5},
+    "mpo": {
+        "loss_type": ["sigmoid", "bco_pair", "sft"],
+        "loss_weights": [0.8, 0.2, 1.0],
+        "beta": 0.1,
+    },
+    "mpo_sorted": {
+        "loss_type": ["aot_unpaired", "exo_pair", "discopop"],
+        "loss_weights": [0.5, 2.0, 0.25],
+        "beta": 0.2,
+        "label_smoothing": 0.01,
+    },
+    "mpo_equal": {"loss_type": ["hinge", "nca_pair"], "beta": 0.3},
     "rpo": {"loss_type": "sigmoid", "beta": 0.1, "rpo_alpha": 0.7},
     "simpo": {"beta": 2.0, "simpo_gamma": 0.5},
     "orpo": {"beta": 0.2},
@@ -134,6 +155,8 @@ def stub(model: Any, reference: Any, settings: dict[str, Any]) -> Any:
         unwrap_model=lambda x: x,
     )
     alpha = settings.get("rpo_alpha")
+    kinds = kind if isinstance(kind, list) else [kind]
+    weights = settings.get("loss_weights", [1.0] * len(kinds))
     return SimpleNamespace(
         model=model,
         ref_model=reference,
@@ -150,14 +173,16 @@ def stub(model: Any, reference: Any, settings: dict[str, Any]) -> Any:
         beta=settings["beta"],
         simpo_gamma=settings.get("simpo_gamma"),
         loss_type=kind,
-        loss_types=[kind, "sft"] if alpha else [kind],
-        loss_weights=[1.0, alpha] if alpha else [1.0],
+        loss_types=[*kinds, "sft"] if alpha else kinds,
+        loss_weights=[*weights, alpha] if alpha else weights,
         calculate_KL=True,
         desirable_weight=settings.get("desirable_weight", 1.0),
         undesirable_weight=settings.get("undesirable_weight", 1.0),
         alpha=0.0,
         cpo_alpha=0.0,
-        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        args=SimpleNamespace(
+            gradient_checkpointing_kwargs=None, discopop_tau=settings.get("discopop_tau", 0.05)
+        ),
         _tp_size=1,
         _total_train_tokens=0,
         _metrics={"train": Lists(), "eval": Lists()},

@@ -72,6 +72,29 @@ def test_published_configs_keep_their_objective(name, expected, tmp_path) -> Non
         ),
         (
             None,
+            MODEL | {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+            {"loss": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+        ),
+        (None, MODEL | {"loss_type": ["aot", "nca_pair"]}, {"loss": ["aot", "nca_pair"]}),
+        (
+            None,
+            MODEL | {"loss_type": ["ipo", "sft"], "loss_weights": [0.8, 1.0]},
+            {"loss": ["ipo", "sft"], "loss_weights": [0.8, 1.0]},
+        ),
+        (
+            None,
+            MODEL | {"loss_type": "exo_pair", "label_smoothing": 0.001},
+            {"loss": "exo_pair", "label_smoothing": 0.001},
+        ),
+        (
+            None,
+            MODEL | {"loss_type": "discopop", "discopop_tau": 0.1},
+            {"loss": "discopop", "discopop_tau": 0.1},
+        ),
+        (None, MODEL | {"loss_type": "ipo", "discopop_tau": 0.05}, {"loss": "ipo"}),
+        (None, MODEL | {"loss_type": "apo_down"}, {"loss": "apo_down"}),
+        (
+            None,
             MODEL | {"loss_type": "simpo", "simpo_gamma": 1.5, "cpo_alpha": 0.0},
             {"loss": "simpo", "simpo_gamma": 1.5, "rpo_alpha": 0.0},
         ),
@@ -113,9 +136,11 @@ def test_objectives_and_their_settings(tool, given, expected) -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"loss_type": ["sigmoid", "bco_pair", "sft"]}, "loss_type sigmoid, bco_pair, sft of DPO"),
-        ({"loss_type": ["ipo", "sft"], "loss_weights": [0.8, 1.0]}, "with loss_weights [0.8, 1.0]"),
-        ({"loss_type": "exo_pair"}, "loss_type exo_pair of DPO: expected sigmoid or"),
+        ({"loss_type": ["sigmoid", "kto_pair"]}, "loss_type sigmoid, kto_pair of DPO: expected"),
+        ({"loss_type": ["ipo", "sft"], "loss_weights": [0.8]}, "with loss_weights [0.8]"),
+        ({"loss_type": ["ipo", "ipo"]}, "loss_type ipo, ipo of DPO"),
+        ({"loss_type": "ipo", "loss_weights": [0.8]}, "loss_type ipo with loss_weights [0.8]"),
+        ({"loss_type": "aot_pair"}, "loss_type aot_pair of DPO: expected sigmoid or"),
         ({"loss_type": "apo_zero_unpaired"}, "of KTO: expected kto"),
         ({"cpo_alpha": 1.0}, "loss_type sigmoid of CPO: expected simpo"),
         ({"loss_type": "simpo", "alpha": 0.25}, "AlphaPO is not supported"),
@@ -285,7 +310,7 @@ def test_scripts_tell_the_objective_by_the_classes_they_call(tmp_path) -> None:
             "SFTTrainer('m')\nDPOTrainer('m')",
             "trainers of DPO and SFT, but a config describes one run",
         ),
-        ("DPOTrainer('m', None, args=DPOConfig(loss_type=['ipo', 'hinge']))", "ipo, hinge of"),
+        ("DPOTrainer('m', None, args=DPOConfig(loss_type=['ipo', 'kto']))", "ipo, kto of"),
         (
             "DPOTrainer('m', 'other', DPOConfig('out'))",
             "ref_model other: the reference is the model",

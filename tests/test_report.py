@@ -245,6 +245,12 @@ def test_metrics_of_the_objective_have_panels_with_their_evaluations(tmp_path: P
         ),
         ({"loss_type": "simpo"}, "simpo, beta 0.1, simpo_gamma 0.5"),
         ({"loss_type": "reward"}, "reward"),
+        ({"loss_type": "discopop"}, "discopop, beta 0.1, discopop_tau 0.05"),
+        (
+            {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+            "0.8 sigmoid + 0.2 bco_pair + 1.0 sft, beta 0.1",
+        ),
+        ({"loss_type": ["ipo", "aot"], "beta": 1.0}, "1 ipo + 1 aot, beta 1.0"),
     ],
 )
 def test_the_head_names_the_objective(settings, objective, tmp_path: Path) -> None:

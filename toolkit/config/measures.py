@@ -5,7 +5,7 @@ objective lists its metrics (`toolkit.objectives`); everything that compares or 
 direction here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,8 +37,8 @@ _REWARDS = (
 _LOGPS = (Metric("logps_chosen", "max"), Metric("logps_rejected", "min"))
 
 
-def preference_metrics(loss_type: str) -> tuple[Metric, ...]:
-    """List the metrics of a preference objective."""
+def preference_metrics(loss_type: str | Sequence[str]) -> tuple[Metric, ...]:
+    """List the metrics of a preference objective, or of a weighted sum of several."""
     if loss_type == "reward":
         return (LOSS, *_REWARDS, ACCURACY)
     kl = (Metric("kl", "min"),) if loss_type == "kto" else ()

@@ -17,50 +17,77 @@ class RewardModelConfig(FinetuneModelConfig):
     """
 
 
-_WITH_REFERENCE = ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero")  # and kto
+DPO_FAMILY = (
+    *("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero", "apo_down", "bco_pair"),
+    *("nca_pair", "exo_pair", "sppo_hard", "aot", "aot_unpaired", "discopop"),
+)
+"""Objectives on pairs that compare with a reference. They can be combined in a list."""
+CROSS_ENTROPY = "sft"  # the cross entropy of chosen answers, as a part of a list
+SMOOTHED_LOSSES = (
+    *("sigmoid", "sigmoid_norm", "robust", "simpo", "exo_pair", "aot", "aot_unpaired"),
+)
+"""Objectives that use `label_smoothing`."""
 _USERS: dict[str, tuple[str, ...]] = {
-    "beta": (*_WITH_REFERENCE, "simpo", "orpo", "kto"),
-    "label_smoothing": ("sigmoid", "sigmoid_norm", "robust", "simpo"),
-    "rpo_alpha": (*_WITH_REFERENCE, "simpo"),
+    "beta": (*DPO_FAMILY, "simpo", "orpo", "kto"),
+    "label_smoothing": SMOOTHED_LOSSES,
+    "rpo_alpha": (*DPO_FAMILY, "simpo"),
     "simpo_gamma": ("simpo",),
+    "discopop_tau": ("discopop",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
     "center_rewards_coefficient": ("reward",),
 }
 """Setting -> the objectives that use it. All objectives use the settings that are not listed."""
 
+LossType = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "robust",
+    "hinge",
+    "ipo",
+    "apo_zero",
+    "apo_down",
+    "bco_pair",
+    "nca_pair",
+    "exo_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "discopop",
+    "sft",
+    "simpo",
+    "orpo",
+    "kto",
+    "reward",
+]
+"""Names of the objectives, as in TRL."""
+
 
 @dataclass(frozen=True)
 class PreferenceConfig:
     """Settings of the preference objective, such as DPO or KTO."""
 
-    loss_type: Literal[
-        "sigmoid",
-        "sigmoid_norm",
-        "robust",
-        "hinge",
-        "ipo",
-        "apo_zero",
-        "simpo",
-        "orpo",
-        "kto",
-        "reward",
-    ] = "sigmoid"
+    loss_type: LossType | list[LossType] = "sigmoid"
     """Objective. `sigmoid` is DPO, and `sigmoid_norm` is DPO on mean log-probabilities per token.
-    `robust`, `hinge`, `ipo` and `apo_zero` are variants of DPO. `simpo` and `orpo` need no
-    reference. `kto` trains on single answers with a label. `reward` trains a reward model.
-    Formulas: docs/preference.md."""
+    `robust` to `discopop` are variants of DPO. A list of them is a weighted sum (MPO), which may
+    include `sft`, the cross entropy of chosen answers. `simpo` and `orpo` need no reference. `kto`
+    trains on single answers with a label. `reward` trains a reward model. Formulas:
+    docs/preference.md."""
+    loss_weights: list[Positive] | None = None
+    """Weight of each objective in a list `loss_type`; null: 1 for each of them."""
     beta: Positive = 0.1
     """Strength of the reference: a smaller value lets the model move farther away from it. For
     simpo the scale of the margin, for orpo the weight of the odds ratio. Not used by reward."""
     label_smoothing: Fraction = 0.0
     """Assumed share of pairs whose sides are swapped, below 0.5. Used by sigmoid, sigmoid_norm,
-    robust and simpo."""
+    robust, exo_pair (which needs it, such as 1e-3), aot, aot_unpaired and simpo."""
     rpo_alpha: NonNegative = 0.0
     """Weight of the cross entropy of chosen answers (mean over their tokens), which is added to the
     loss. Not used by orpo, kto and reward."""
     simpo_gamma: NonNegative = 0.5
     """simpo: target margin between the two sides."""
+    discopop_tau: Positive = 0.05
+    """discopop: width of the transition between its two losses, at most 1."""
     desirable_weight: Positive = 1.0
     """kto: weight of answers whose label is true."""
     undesirable_weight: Positive = 1.0
@@ -69,8 +96,30 @@ class PreferenceConfig:
     """reward: weight of the squared sum of both rewards, which keeps their mean near 0."""
 
     @property
+    def loss_types(self) -> tuple[str, ...]:
+        """Names of the objectives: one, or those of a weighted sum."""
+        return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
+
+    @property
+    def weighted_losses(self) -> dict[str, float]:
+        """Weight of each objective on pairs or answers; the cross entropy is not included."""
+        names = self.loss_types
+        weights = dict(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
+        return {name: weight for name, weight in weights.items() if name != CROSS_ENTROPY}
+
+    @property
+    def cross_entropy_weight(self) -> float:
+        """Weight of the cross entropy of chosen answers (for ORPO also of prompts); 0: none."""
+        if self.loss_type == "orpo":
+            return 1.0
+        names = self.loss_types
+        if CROSS_ENTROPY not in names:
+            return self.rpo_alpha
+        return self.loss_weights[names.index(CROSS_ENTROPY)] if self.loss_weights else 1.0
+
+    @property
     def needs_reference(self) -> bool:
-        """True if the loss compares the model with a frozen copy of its start (the reference)."""
+        """True if the loss compares the model with a frozen reference model."""
         return self.loss_type not in ("simpo", "orpo", "reward")
 
     @property
@@ -84,18 +133,75 @@ class PreferenceConfig:
         return self.loss_type == "orpo"
 
     def __post_init__(self) -> None:
+        self._check_list()
+        names = self.loss_types
         for setting in dataclasses.fields(self):
-            users = _USERS.get(setting.name, (self.loss_type,))
+            users = _USERS.get(setting.name, names)
             value = getattr(self, setting.name)
-            if self.loss_type not in users and value != setting.default:
+            if not {*names} & {*users} and value != setting.default:
                 raise ConfigError(
-                    f"preference.{setting.name} has no effect with loss_type {self.loss_type}, got "
-                    f"{value}; remove it, or set loss_type to one of {', '.join(users)}"
+                    f"preference.{setting.name} has no effect with loss_type {', '.join(names)}, "
+                    f"got {value}; remove it, or set loss_type to one of {', '.join(users)}"
                 )
         if self.label_smoothing >= 0.5:
             raise ConfigError(
                 "preference.label_smoothing is the share of pairs whose sides are swapped; it "
                 f"must be below 0.5, got {self.label_smoothing}"
+            )
+        if "exo_pair" in names and not self.label_smoothing:
+            raise ConfigError(
+                "preference.loss_type exo_pair compares with the logarithm of "
+                "preference.label_smoothing, which must be above 0, got 0; its authors use 1e-3"
+            )
+        if self.discopop_tau > 1:
+            raise ConfigError(
+                "preference.discopop_tau must be at most 1, because the loss of a wrong pair would "
+                f"grow exponentially, got {self.discopop_tau}; its authors use 0.05"
+            )
+
+    def _check_list(self) -> None:
+        """Check `loss_type` as a list, and its weights; store a list of one name as the name.
+
+        Raises:
+            ConfigError: objectives that cannot be added up, a repeated one, or wrong weights.
+        """
+        names = self.loss_types
+        if not isinstance(self.loss_type, str) and len(names) == 1:
+            object.__setattr__(self, "loss_type", names[0])
+            if self.loss_weights == [1.0]:
+                object.__setattr__(self, "loss_weights", None)
+        weights = self.loss_weights
+        if names == (CROSS_ENTROPY,):
+            raise ConfigError(
+                "preference.loss_type sft alone does not compare answers; list it after another "
+                "objective, such as [sigmoid, sft], or fine-tune with `toolkit finetune`"
+            )
+        if isinstance(self.loss_type, str) and weights is not None:
+            raise ConfigError(
+                "preference.loss_weights needs a list of several objectives in "
+                f"preference.loss_type, got {self.loss_type}, whose weight would only scale the "
+                "gradients; remove it"
+            )
+        unsupported = [name for name in names if name not in (*DPO_FAMILY, CROSS_ENTROPY)]
+        if not names or (len(names) > 1 and unsupported):
+            raise ConfigError(
+                f"preference.loss_type as a list: expected several of {', '.join(DPO_FAMILY)} and "
+                f"sft, got {', '.join(unsupported) or 'an empty list'}"
+            )
+        if len({*names}) < len(names):
+            raise ConfigError(
+                f"preference.loss_type lists an objective twice: {', '.join(names)}; list it once, "
+                "with the sum of its weights"
+            )
+        if weights is not None and len(weights) != len(names):
+            raise ConfigError(
+                f"preference.loss_weights: expected {len(names)} weights, one for each objective "
+                f"of preference.loss_type ({', '.join(names)}), got {len(weights)}"
+            )
+        if CROSS_ENTROPY in names and self.rpo_alpha:
+            raise ConfigError(
+                "preference.rpo_alpha and sft in preference.loss_type are the same cross entropy; "
+                "remove one of them"
             )
 
 

@@ -123,6 +123,7 @@ def _translate_loss(keys: Keys, kind: str) -> dict[str, Any]:
     if not kind:
         return {}
     beta, loss = keys.take("beta")[1], keys.take("loss_type")[1]
+    weights = keys.take("loss_weights")[1]
     alpha, gamma = keys.take("cpo_alpha")[1], keys.take("simpo_gamma")[1]
     if kind == "rm":
         return {"reward_model": True}
@@ -134,6 +135,7 @@ def _translate_loss(keys: Keys, kind: str) -> dict[str, Any]:
         out["loss_type"] = "simpo" if kind == "simpo" else loss or "sigmoid"
     elif loss:
         out["loss_type"] = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+        out |= {"loss_weights": weights} if weights else {}
     return out
 
 

@@ -5,10 +5,11 @@ Settings that would train another objective here are refused; `tables_of_tools` 
 reasons.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from toolkit.config.other_tools import find_setting
+from toolkit.config.preference import CROSS_ENTROPY, SMOOTHED_LOSSES
 from toolkit.convert.keys import Keys
 from toolkit.convert.tables_of_tools import (
     AXOLOTL_OBJECTIVES,
@@ -16,7 +17,7 @@ from toolkit.convert.tables_of_tools import (
     OBJECTIVE_MARKS,
     ONLINE,
     REFUSED,
-    SMOOTHED_LOSSES,
+    SMOOTHED_ONLY_HERE,
     TRAINERS,
 )
 from toolkit.errors import ConfigError
@@ -91,8 +92,8 @@ def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
     dpo_marks = OBJECTIVE_MARKS["dpo"] - {"beta", "max_prompt_length"} | {"loss_type"}
     is_guess = objective == "dpo" and not is_named and not dpo_marks & {*keys.unconverted}
     _refuse_other_objectives(keys, objective)
-    loss = _convert_loss(keys, objective)
-    keys.settings["preference.loss_type"] = loss
+    losses = _convert_loss(keys, objective)
+    loss = ", ".join(losses)
     key, beta = keys.take("beta", "rl_beta", "dpo_beta", "orpo_alpha")
     section, inner = keys.take("trl")
     if section and not isinstance(inner, Mapping):
@@ -107,7 +108,12 @@ def take_preference(keys: Keys, objective: str, *, is_named: bool) -> None:
     if is_guess:
         reason = "a key of DPO, ORPO and KTO; DPO is assumed, else `--from trl-orpo` or `trl-kto`"
         keys.note(key or "max_prompt_length", reason)
-    _convert_smoothing(keys, loss)
+    _convert_smoothing(keys, losses)
+    key, tau = keys.take("discopop_tau")
+    if key and "discopop" in losses:
+        keys.settings["preference.discopop_tau"] = tau
+    elif key:
+        keys.note(key, f"has no effect with loss {loss} in either tool", tau)
     for setting, names, objectives in (
         ("rpo_alpha", ("rpo_alpha", "cpo_alpha"), ("dpo", "cpo")),
         ("simpo_gamma", ("simpo_gamma",), ("cpo",)),
@@ -139,13 +145,17 @@ def _refuse_other_objectives(keys: Keys, objective: str) -> None:
         raise ConfigError(f"alpha {alpha}: AlphaPO is not supported")
 
 
-def _convert_loss(keys: Keys, objective: str) -> str:
-    """Determine the value of `preference.loss_type` from the loss settings.
+def _convert_loss(keys: Keys, objective: str) -> list[str]:
+    """Convert the loss settings to `preference.loss_type` and `preference.loss_weights`.
 
-    Also sets `preference.rpo_alpha` if DPO is combined with a cross entropy of chosen answers.
+    A loss of DPO with weight 1 that is followed by a cross entropy of chosen answers becomes that
+    loss with `preference.rpo_alpha`.
+
+    Returns:
+        The names of the losses.
 
     Raises:
-        ConfigError: the loss is not supported for this objective.
+        ConfigError: the losses are not supported for this objective, or weights are missing.
     """
     kind = keys.take("rl")[1]
     keys.take("reward_model")
@@ -157,30 +167,39 @@ def _convert_loss(keys: Keys, objective: str) -> str:
         # CPO's default, sigmoid, is not a supported loss, so it is refused below.
         value = "sigmoid" if objective == "cpo" else LOSSES[objective][0]
     losses = value if isinstance(value, list) else [value]
-    parts = list(zip(losses, weights or [1.0] * len(losses), strict=False))
-    if objective == "dpo" and len(parts) == 2 and parts[1][0] == "sft":
-        keys.settings["preference.rpo_alpha"] = parts[1][1]
-        keys.note("loss_type", "preference.rpo_alpha replaces sft", losses)
-        parts = parts[:1]
     supported = LOSSES[objective]
-    if len(parts) != 1 or parts[0][0] not in supported or parts[0][1] != 1:
+    can_combine = objective == "dpo" and len(losses) > 1
+    fits = len(losses) == 1 or (can_combine and len({*losses}) == len(losses))
+    fits &= {*losses} <= {*supported, *([CROSS_ENTROPY] if can_combine else [])}
+    fits &= weights is None or (isinstance(weights, list) and len(weights) == len(losses))
+    # The weight of a single loss would only scale the gradients.
+    fits &= len(losses) > 1 or weights in (None, [1])
+    if not fits:
         weight_text = f" with loss_weights {weights}" if weights else ""
-        hint = ", alone or followed by sft, with the weight 1" if objective == "dpo" else ""
+        hint = ", or a list of them and sft with one weight each" if objective == "dpo" else ""
         raise ConfigError(
             f"loss_type {', '.join(map(str, losses))}{weight_text} of {objective.upper()}: "
             f"expected {' or '.join(supported)}{hint}"
         )
-    return str(parts[0][0])
+    weights = weights or [1.0] * len(losses)
+    if len(losses) == 2 and losses[1] == CROSS_ENTROPY and weights[0] == 1:
+        keys.settings["preference.rpo_alpha"] = weights[1]
+        keys.note("loss_type", "preference.rpo_alpha replaces sft", losses)
+        losses = losses[:1]
+    keys.settings["preference.loss_type"] = losses if len(losses) > 1 else losses[0]
+    if len(losses) > 1 and {*weights} != {1}:
+        keys.settings["preference.loss_weights"] = weights
+    return losses
 
 
-def _convert_smoothing(keys: Keys, loss: str) -> None:
-    """Convert label smoothing if the loss supports it; add a note if it does not."""
+def _convert_smoothing(keys: Keys, losses: Sequence[str]) -> None:
+    """Convert label smoothing if a loss supports it; add notes on losses that differ."""
     key, value = keys.take("label_smoothing", "dpo_label_smoothing")
-    if value and loss not in SMOOTHED_LOSSES:
-        keys.note(key, f"has no effect with loss {loss} in either tool", value)
+    if value and not {*losses} & {*SMOOTHED_LOSSES}:
+        keys.note(key, f"has no effect with loss {', '.join(losses)} in either tool", value)
     elif value:
         keys.settings["preference.label_smoothing"] = value
-        if loss in ("sigmoid", "sigmoid_norm"):
+        for loss in [loss for loss in losses if loss in SMOOTHED_ONLY_HERE]:
             keys.note(key, f"smooths {loss} here; in TRL 1.16 it has no effect on {loss}", value)
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from toolkit.config.preference import DPO_FAMILY
+
 # Reason why keys of other tools have no setting here with the same meaning -> these keys.
 NOT_CONVERTED = {
     "the class is that of config.json": "model_type tokenizer_type is_falcon_derived_model type",
@@ -113,27 +115,18 @@ OBJECTIVE_MARKS: dict[str, set[str]] = {
     "reward": {"center_rewards_coefficient", "SEQ_CLS"},
     "dpo": {"beta", "precompute_ref_log_probs", "max_prompt_length", "rpo_alpha", "loss_weights"}
     | {"sync_ref_model", "ld_alpha", "f_divergence_type", "reference_free", "use_weighting"}
-    | {"sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero", "apo_down", "exo_pair"}
-    | {
-        "nca_pair",
-        "bco_pair",
-        "sppo_hard",
-        "aot",
-        "aot_unpaired",
-        "aot_pair",
-        "discopop",
-        "kto_pair",
-    },
+    | {*DPO_FAMILY, "discopop_tau", "aot_pair", "kto_pair"},
 }
 ONLINE = {"num_generations", "reward_funcs", "reward_model_path", "use_vllm", "vllm_mode"}
 # Objective -> supported losses, the default first.
-LOSSES = {"dpo": ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero")} | {
+LOSSES = {"dpo": DPO_FAMILY} | {
     "orpo": ("orpo",),
     "kto": ("kto",),
     "cpo": ("simpo",),
     "reward": ("reward",),
 }
-SMOOTHED_LOSSES = ("sigmoid", "sigmoid_norm", "robust", "simpo")
+# Losses of DPOTrainer that TRL 1.16 does not smooth and the toolkit does.
+SMOOTHED_ONLY_HERE = ("sigmoid", "sigmoid_norm")
 # Key that changes the objective -> its harmless values, and why other values are refused.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sync_ref_model": ((False,), "the reference does not follow the model here"),

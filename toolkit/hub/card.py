@@ -21,7 +21,7 @@ _MARK = re.compile(r"<!-- toolkit card ([0-9a-f]{64}) -->\n?")
 # Settings in the first table; the others follow in a folded one.
 _MAIN_SETTINGS = (
     *("model.init", "data.sequence_length", "train.per_device_train_batch_size"),
-    *("preference.loss_type", "preference.beta"),
+    *("preference.loss_type", "preference.loss_weights", "preference.beta"),
     *("train.gradient_accumulation_steps", "optim.learning_rate", "optim.lr_scheduler_type"),
     *("optim.warmup_steps", "optim.weight_decay", "optim.adam_beta1", "optim.adam_beta2"),
     *("optim.max_grad_norm", "model.dtype", "sharding.param_dtype", "lora.r", "lora.lora_alpha"),
@@ -187,10 +187,12 @@ def _list_continued_adapters(entry: Any) -> list[Facts]:
     return stages
 
 
-def _objective_tags(loss_type: str | None) -> list[str]:
-    """List the Hub's tags for models of a preference objective."""
+def _objective_tags(loss_type: str | list[str] | None) -> list[str]:
+    """List the Hub's tags for models of a preference objective, or of a weighted sum of several."""
     if loss_type is None:
         return []
+    if isinstance(loss_type, list):
+        return ["preference-tuning", "dpo", "mpo"]
     tags = {"simpo": "simpo", "orpo": "orpo", "kto": "kto", "reward": "reward-model"}
     return ["preference-tuning", tags.get(loss_type, "dpo")]
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit import ranks
 from toolkit.config.measures import preference_metrics
 from toolkit.config.preference import PreferConfig
 from toolkit.data.prepare import TrainingData
@@ -14,6 +15,7 @@ from toolkit.objectives.objective import Objective, register
 from toolkit.objectives.reference import Reference, reference_bytes
 from toolkit.sharding import Sharded
 from toolkit.training.loss import LossSum
+from toolkit.training.pair_losses import SORTED_LOSSES
 from toolkit.training.preference import PreferenceLoss
 
 
@@ -34,7 +36,7 @@ class PreferenceTuning(Objective):
     ) -> None:
         super().__init__(cfg, mesh, device_type)
         among = View() if mesh is None else mesh.loss
-        self.loss = PreferenceLoss(cfg.preference, among, device_type)
+        self.loss = PreferenceLoss(cfg.preference, among, device_type, largest_pair_count(cfg))
         self.metrics = preference_metrics(cfg.preference.loss_type)
         self._reference: Reference | None = None
 
@@ -68,7 +70,20 @@ class PreferenceTuning(Objective):
             raise RuntimeError("call restore before prepare")
         line = self._reference.complete(sharded)
         self.files = self._reference.files
+        if SORTED_LOSSES & {*self.cfg.preference.loss_types}:
+            ranks.log_once(*self._warn_of_short_lists())
         return line
+
+    def _warn_of_short_lists(self) -> list[str]:
+        """Warn if a micro-batch of all ranks has one pair, which a sorted loss cannot sort."""
+        if self.cfg.data.packing != "none" or self.cfg.train.micro_batch * self.loss.among.size > 1:
+            return []
+        names = ", ".join(sorted(SORTED_LOSSES & {*self.cfg.preference.loss_types}))
+        return [
+            f"WARNING: preference.loss_type {names} sorts the pairs of a micro-batch of all ranks, "
+            "which has one pair here, so its loss is that of single pairs. Set "
+            "train.per_device_train_batch_size above 1, and gradient_accumulation_steps lower"
+        ]
 
     def file_bytes(self, data: TrainingData) -> int:
         """Estimate an upper limit of the bytes of reference values in each checkpoint."""
@@ -81,3 +96,11 @@ class PreferenceTuning(Objective):
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """Compute the loss of a micro-batch and its metrics, as sums (`PreferenceLoss`)."""
         return self.loss(model, batch)
+
+
+def largest_pair_count(cfg: PreferConfig) -> int:
+    """Compute an upper limit of the number of pairs in a micro-batch, the same on every rank."""
+    train = cfg.train
+    rows = max(train.micro_batch, train.per_device_eval_batch_size or 0)
+    # Each side of a pair has two tokens at least, since the first token of a row has no target.
+    return rows if cfg.data.packing == "none" else rows * max(1, cfg.data.sequence_length // 4)

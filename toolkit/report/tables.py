@@ -76,15 +76,28 @@ def describe_objective(run: RunRecord) -> str:
         return ", ".join([saved_kind_name(run.config), *settings]) if sections else ""
     defaults = vars(PreferenceConfig())
     kind = preference.get("loss_type", defaults["loss_type"])
+    names = kind if isinstance(kind, list) else [kind]
     always = {"beta"} if kind != "reward" else set()
     always |= {"simpo_gamma"} if kind == "simpo" else set()
+    always |= {"discopop_tau"} if "discopop" in names else set()
     always |= {"desirable_weight", "undesirable_weight"} if kind == "kto" else set()
     listed = [
         f"{name} {_format_setting(preference.get(name, default))}"
         for name, default in defaults.items()
-        if name != "loss_type" and (name in always or preference.get(name, default) != default)
+        if name not in ("loss_type", "loss_weights")
+        and (name in always or preference.get(name, default) != default)
     ]
-    return ", ".join([str(kind), *listed])
+    return ", ".join([_format_losses(names, preference.get("loss_weights")), *listed])
+
+
+def _format_losses(names: list[Any], weights: Any) -> str:
+    """Format the objectives of a run as a sum with their weights; a single one by its name."""
+    if len(names) == 1:
+        return str(names[0])
+    if not isinstance(weights, list) or len(weights) != len(names):
+        weights = [1] * len(names)
+    terms = zip(names, weights, strict=True)
+    return " + ".join(f"{_format_setting(weight)} {name}" for name, weight in terms)
 
 
 def make_evaluation_table(runs: list[RunRecord]) -> Table:

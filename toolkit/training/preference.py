@@ -1,31 +1,10 @@
-"""Preference losses of pairs of answers, and of single answers with a label.
+"""The loss of preference tuning: pairs of answers, single answers with a label, reward models.
 
-[Note: preference objectives] S is the sum of the log-probabilities of the supervised tokens of an
-answer, R the same sum by the reference model, n the number of these tokens. c is the chosen answer
-of a pair and w the rejected one; r = S - R, d = r_c - r_w, m = S / n. Sources:
-
-    sigmoid        DPO, Rafailov et al. 2023, arXiv:2305.18290; with label_smoothing cDPO
-    robust         Chowdhury et al. 2024, arXiv:2403.00409
-    hinge          SLiC, Zhao et al. 2023, arXiv:2305.10425
-    ipo            Azar et al. 2023, arXiv:2310.12036, on means of tokens
-    sigmoid_norm   DPO on means of tokens
-    apo_zero       D'Oosterlinck et al. 2024, arXiv:2408.06266
-    simpo          Meng et al. 2024, arXiv:2405.14734; without a reference
-    orpo           Hong et al. 2024, arXiv:2403.07691; without a reference
-    kto            Ethayarajh et al. 2024, arXiv:2402.01306; single answers with a label
-    reward         Bradley and Terry 1952, on rewards s; margins as in Touvron et al. 2023,
-                   arXiv:2307.09288; centring as in Eisenstein et al. 2023, arXiv:2312.09244
-    rpo_alpha      adds the cross entropy of chosen answers, Pang et al. 2024, arXiv:2404.19733
-
-Each loss is a mean over the pairs of the global batch. The cross entropy in rpo_alpha and orpo is a
-mean over the tokens of the chosen answers; in orpo also over their prompts, as in its authors'
-code. Everything after the sums S is computed in float64. These are a few numbers per pair, and
-float32 would round their differences by up to 0.004 if S is -7e4.
+The losses of pairs and the sources of all losses are in `toolkit.training.pair_losses`; see
+[Note: preference objectives] there.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -37,32 +16,7 @@ from toolkit.errors import TrainingError
 from toolkit.mesh import View
 from toolkit.models.peft_model import disabled_adapters, has_adapters
 from toolkit.training.loss import LossSum, sequence_rewards, token_logps
-
-_SMALLEST_FLOAT32 = 2.0**-149  # above zero
-_LOG_2 = math.log(2.0)
-
-
-@dataclass(frozen=True)
-class _PairLogps:
-    """Summed log-probabilities and token counts of chosen and rejected answers, [pairs] each."""
-
-    chosen: torch.Tensor
-    rejected: torch.Tensor
-    n_chosen: torch.Tensor
-    n_rejected: torch.Tensor
-
-    @property
-    def margin(self) -> torch.Tensor:
-        """Value of the chosen answer minus that of the rejected answer, [pairs]."""
-        return self.chosen - self.rejected
-
-    def means(self) -> "_PairLogps":
-        """Return a copy with log-probabilities divided by the numbers of tokens."""
-        return replace(
-            self,
-            chosen=self.chosen / self.n_chosen.clamp(min=1),
-            rejected=self.rejected / self.n_rejected.clamp(min=1),
-        )
+from toolkit.training.pair_losses import PairLogps, RankPairs, pair_losses
 
 
 def sequence_logps(
@@ -132,6 +86,9 @@ class PreferenceLoss:
     """The ranks whose micro-batches make up the global batch (`Mesh.loss`)."""
     device_type: str | None = None
     """Type of the device whose loss head is used, such as "cuda"; None: that of the batch."""
+    max_pairs: int = 0
+    """The largest number of pairs in a micro-batch of any rank; for losses that sort the pairs of
+    several ranks (`pair_losses.SORTED_LOSSES`)."""
 
     def counts(self, batch: Batch) -> torch.Tensor:
         """Return the number of terms of each mean in a micro-batch, for `Update`.
@@ -149,8 +106,8 @@ class PreferenceLoss:
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """Compute the loss and its metrics, summed over a micro-batch.
 
-        Collective for KTO. If a reference is needed and the batch has none, it is computed by a
-        forward with the adapters switched off.
+        Collective for KTO, aot and aot_unpaired. If a reference is needed and the batch has none,
+        it is computed by a forward with the adapters switched off.
 
         Returns:
             The summed preference loss and cross entropy, [2], with their counts, [2]; for reward
@@ -169,19 +126,15 @@ class PreferenceLoss:
             assert reference is not None
             return self._kto_loss(model, batch, reference.view(-1, 2))
         sums, counts = sequence_logps(model, batch, device_type=self.device_type)
-        sums = sums.double()  # see [Note: preference objectives]
-        policy = _PairLogps(sums[0:-1:2], sums[1:-1:2], counts[0:-1:2], counts[1:-1:2])
+        sums = sums.double()  # see [Note: preference objectives] in `pair_losses`
+        policy = PairLogps(sums[0:-1:2], sums[1:-1:2], counts[0:-1:2], counts[1:-1:2])
         rewards = policy
         if self.cfg.needs_reference and reference is not None:
-            rewards = replace(
-                policy,
-                chosen=policy.chosen - reference[::2],
-                rejected=policy.rejected - reference[1::2],
-            )
-        terms = _TERMS[self.cfg.loss_type](self.cfg, rewards)
-        weight = 1.0 if self.cfg.loss_type == "orpo" else self.cfg.rpo_alpha
+            rewards = policy.minus(reference)
+        loss = pair_losses(self.cfg, RankPairs(rewards, policy, self.among, self.max_pairs))
+        weight = self.cfg.cross_entropy_weight
         cross_entropy = -weight * (policy.chosen.sum() + sums[-1]) if weight else _zero_loss(batch)
-        total = torch.stack([terms.sum(), cross_entropy]).float()
+        total = torch.stack([loss, cross_entropy]).float()
         return LossSum(total, self.counts(batch), self._pair_metrics(rewards, policy))
 
     def _reward_loss(self, model: nn.Module, batch: Batch) -> LossSum:
@@ -195,7 +148,7 @@ class PreferenceLoss:
         metrics = _reward_metrics(chosen.detach(), rejected.detach())
         return LossSum(terms.sum()[None].float(), self.counts(batch), metrics)
 
-    def _pair_metrics(self, rewards: _PairLogps, policy: _PairLogps) -> dict[str, torch.Tensor]:
+    def _pair_metrics(self, rewards: PairLogps, policy: PairLogps) -> dict[str, torch.Tensor]:
         """Compute the metrics of a loss of pairs: rewards, margin, accuracy, logps, each summed.
 
         Args:
@@ -307,60 +260,3 @@ def _label_metrics(
     sums["margin"] = torch.stack([sums[sides[0]], -sums[sides[1]]])
     counts["margin"] = torch.stack([counts[side] for side in sides])
     return sums, counts
-
-
-def _smoothed_sigmoid_loss(cfg: PreferenceConfig, logits: torch.Tensor) -> torch.Tensor:
-    """Compute -log sigmoid, for labels that are wrong with probability `label_smoothing` (cDPO)."""
-    e = cfg.label_smoothing
-    return -(1 - e) * F.logsigmoid(logits) - e * F.logsigmoid(-logits)
-
-
-def _robust_loss(cfg: PreferenceConfig, pairs: _PairLogps) -> torch.Tensor:
-    """Compute the robust DPO loss of each pair, [pairs]; see [Note: preference objectives]."""
-    e, logits = cfg.label_smoothing, cfg.beta * pairs.margin
-    return (-(1 - e) * F.logsigmoid(logits) + e * F.logsigmoid(-logits)) / (1 - 2 * e)
-
-
-def _apo_zero_loss(cfg: PreferenceConfig, pairs: _PairLogps) -> torch.Tensor:
-    """Compute the APO-zero loss of each pair, [pairs]; see [Note: preference objectives]."""
-    return torch.sigmoid(-cfg.beta * pairs.chosen) + torch.sigmoid(cfg.beta * pairs.rejected)
-
-
-def _orpo_loss(cfg: PreferenceConfig, pairs: _PairLogps) -> torch.Tensor:
-    """Compute the odds-ratio term of ORPO for each pair, [pairs]."""
-    means = pairs.means()
-    ratio = log_odds(means.chosen) - log_odds(means.rejected)
-    return -cfg.beta * F.logsigmoid(ratio)
-
-
-def log_odds(logps: torch.Tensor) -> torch.Tensor:
-    """Compute log(p / (1 - p)) for log-probabilities log p <= 0, in float64.
-
-    Value and gradient are finite and exact for all float32 numbers below 0. A log-probability of 0
-    is treated as the largest number below 0 and gets no gradient. Near p = 1 the gradient grows as
-    1 / |log p|; it is clamped to the largest float32 number. log(1 - p) uses `expm1` for large p
-    and with `log1p` for small p: Mächler 2012, "Accurately computing log(1 - exp(-|a|))".
-    """
-    wide = logps.double().clamp(max=-_SMALLEST_FLOAT32)
-    if wide.requires_grad:
-        largest = torch.finfo(torch.float32).max
-        wide.register_hook(lambda grad: grad.clamp(-largest, largest))
-    # Each branch sees only values that it handles, since an infinity times 0 would be NaN.
-    near = wide.clamp(min=-_LOG_2)
-    far = wide.clamp(max=-_LOG_2)
-    log_complement = torch.where(wide > -_LOG_2, (-near.expm1()).log(), (-far.exp()).log1p())
-    return wide - log_complement
-
-
-_TERMS: dict[str, Callable[[PreferenceConfig, _PairLogps], torch.Tensor]] = {
-    "sigmoid": lambda cfg, p: _smoothed_sigmoid_loss(cfg, cfg.beta * p.margin),
-    "sigmoid_norm": lambda cfg, p: _smoothed_sigmoid_loss(cfg, cfg.beta * p.means().margin),
-    "robust": _robust_loss,
-    "hinge": lambda cfg, p: torch.relu(1 - cfg.beta * p.margin),
-    "ipo": lambda cfg, p: (p.means().margin - 1 / (2 * cfg.beta)) ** 2,
-    "apo_zero": _apo_zero_loss,
-    "simpo": lambda cfg, p: _smoothed_sigmoid_loss(
-        cfg, cfg.beta * p.means().margin - cfg.simpo_gamma
-    ),
-    "orpo": _orpo_loss,
-}
