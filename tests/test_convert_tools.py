@@ -381,7 +381,7 @@ def test_a_config_of_this_toolkit_is_kept(tmp_path, capsys) -> None:
         assert "already a config of this toolkit" in out.notes[0]
     assert main(["convert-config", str(file)]) == 0
     assert capsys.readouterr().out == text
-    for kind, said in (("distill", "start it with recipes/distill.py"), ("[a]", "must be text")):
+    for kind, said in (("mimic", "start it with recipes/mimic.py"), ("[a]", "must be text")):
         file.write_text(f"kind: {kind}\nmodel: {{name_or_path: m}}\n")
         assert main(["convert-config", str(file)]) == 2
         assert said in capsys.readouterr().err

@@ -32,18 +32,18 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class DistillConfig(FinetuneConfig):
-    """A run of distillation."""
+class MimicConfig(FinetuneConfig):
+    """A run that imitates a teacher."""
 
     teacher: Teacher = field(default_factory=Teacher)
 
 
-def distill(cfg, run):
+def mimic(cfg, run):
     raise NotImplementedError
 
 
 if __name__ == "__main__":
-    training.main(distill, DistillConfig, demo=Path("demo.yaml"))
+    training.main(mimic, MimicConfig, demo=Path("demo.yaml"))
 '''
 
 
@@ -55,7 +55,7 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class DistillConfig(FinetuneConfig):
+class MimicConfig(FinetuneConfig):
     """A run of a recipe of the user's own."""
 
     teacher: Teacher = field(default_factory=Teacher)
@@ -74,12 +74,12 @@ def write(path: str, **content: object) -> str:
 
 
 def test_each_class_of_settings_has_a_kind() -> None:
-    classes = (PretrainConfig, FinetuneConfig, PreferConfig, DistillConfig)
-    assert [kind_of(cls).name for cls in classes] == ["pretrain", "finetune", "prefer", "distill"]
+    classes = (PretrainConfig, FinetuneConfig, PreferConfig, MimicConfig)
+    assert [kind_of(cls).name for cls in classes] == ["pretrain", "finetune", "prefer", "mimic"]
     assert [kind_of(cls).command for cls in classes] == ["train", "finetune", "prefer", ""]
 
 
-@pytest.mark.parametrize("settings", [PretrainConfig, FinetuneConfig, PreferConfig, DistillConfig])
+@pytest.mark.parametrize("settings", [PretrainConfig, FinetuneConfig, PreferConfig, MimicConfig])
 def test_a_saved_config_names_its_kind(tmp_path: Path, settings: type) -> None:
     model = ModelConfig if settings is PretrainConfig else FinetuneModelConfig
     cfg = settings(model("model"), output_dir=str(tmp_path))
@@ -90,12 +90,12 @@ def test_a_saved_config_names_its_kind(tmp_path: Path, settings: type) -> None:
 
 
 def test_a_run_of_a_recipe_of_ones_own_is_recognised_when_it_starts_again(tmp_path: Path) -> None:
-    cfg = DistillConfig(FinetuneModelConfig("model"), output_dir=str(tmp_path))
+    cfg = MimicConfig(FinetuneModelConfig("model"), output_dir=str(tmp_path))
     save_config(cfg)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
     assert validate_run_folders(cfg) == cfg
     other = FinetuneConfig(FinetuneModelConfig("model"), output_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match="holds a run of distill; this is fine-tuning"):
+    with pytest.raises(ConfigError, match="holds a run of mimic; this is fine-tuning"):
         validate_run_folders(other)
 
 
@@ -103,8 +103,8 @@ def test_a_config_of_another_kind_is_refused_by_its_kind(folder: Path) -> None:
     file = write("prefer.yaml", kind="prefer", preference={"beta": 0.2})
     with pytest.raises(ConfigError, match=r"preference tuning \(kind: prefer, .*toolkit prefer"):
         config.load(FinetuneConfig, file)
-    with pytest.raises(ConfigError, match="expected a config of pretraining, got one of distill"):
-        config.load(PretrainConfig, write("own.yaml", kind="distill"))
+    with pytest.raises(ConfigError, match="expected a config of pretraining, got one of mimic"):
+        config.load(PretrainConfig, write("own.yaml", kind="mimic"))
     assert config.load(PreferConfig, file).preference.beta == 0.2
 
 
@@ -148,20 +148,20 @@ def test_an_unknown_kind_lists_those_that_there_are(folder: Path) -> None:
 
 def test_a_recipe_of_ones_own_is_planned(folder: Path, capsys: pytest.CaptureFixture) -> None:
     Path("recipes").mkdir()
-    Path("recipes/distill.py").write_text(OWN_RECIPE)
-    file = write("run.yaml", kind="distill", teacher={"temperature": 2.0}, lora={"r": 4})
+    Path("recipes/mimic.py").write_text(OWN_RECIPE)
+    file = write("run.yaml", kind="mimic", teacher={"temperature": 2.0}, lora={"r": 4})
     kind, cfg, _ = load_config(file)
-    assert (kind.name, cfg.teacher.temperature, cfg.lora.r) == ("distill", 2.0, 4)
+    assert (kind.name, cfg.teacher.temperature, cfg.lora.r) == ("mimic", 2.0, 4)
     flags = ["--world_size", "2", "--teacher.temperature", "3"]
     assert cli.main(["inspect", "--plan", file, *flags]) == 0
-    Path("recipes/distill.py").write_text("def distill(): ...\n")
+    Path("recipes/mimic.py").write_text("def mimic(): ...\n")
     assert cli.main(["inspect", "--plan", file, "--world_size", "2"]) == 2
-    assert "expected recipes/distill.py to end with `training.main(" in capsys.readouterr().err
+    assert "expected recipes/mimic.py to end with `training.main(" in capsys.readouterr().err
 
 
 def test_an_edited_copy_of_a_recipe_has_its_own_settings(folder: Path) -> None:
     Path("recipes").mkdir()
-    Path("recipes/finetune.py").write_text(OWN_RECIPE.replace("DistillConfig", "OwnConfig"))
+    Path("recipes/finetune.py").write_text(OWN_RECIPE.replace("MimicConfig", "OwnConfig"))
     cfg = find_kind("finetune").config(FinetuneModelConfig("model"))
     assert cfg.teacher.temperature == 1.0
     assert replace(cfg, seed=3).kind == "own"

@@ -1,7 +1,6 @@
 """A kind of run of the user's own: one recipe file, and every command of the toolkit works with it.
 
-No file of the toolkit knows these kinds. The first one trains with a focal loss, the second one
-imitates a frozen teacher.
+No file of the toolkit knows this kind, which trains with a focal loss.
 """
 
 import json
@@ -19,7 +18,6 @@ from safetensors.torch import load_file
 from toolkit import cli
 from toolkit.checkpoint.commit import committed_steps
 from toolkit.formats.metrics_file import read_metrics
-from toolkit.recipes import load_config
 
 STEPS = 6
 FOCAL = '''
@@ -58,38 +56,6 @@ class FocalLoss(objectives.CausalLM):
         logps = training.token_logps(model, batch)
         loss.parts["hard_tokens"] = (logps < math.log(0.5)).sum()
         return loss
-'''
-DISTILLATION = '''
-@dataclass(frozen=True)
-class TeacherConfig(FinetuneModelConfig):
-    """The frozen model that is imitated."""
-
-    temperature: float = 2.0
-    """Divides the logits of the teacher and of the trained model."""
-
-
-@dataclass(frozen=True)
-class DistillConfig(FinetuneConfig):
-    """A run of distillation."""
-
-    teacher: TeacherConfig = field(default_factory=lambda: TeacherConfig("teacher"))
-
-
-@objectives.register(DistillConfig)
-class Distillation(objectives.Objective):
-    """The forward KL divergence from the teacher, as a mean over the supervised tokens."""
-
-    has_dropout = False
-
-    def __call__(self, model: nn.Module, batch: Batch) -> training.LossSum:
-        temperature = self.cfg.teacher.temperature
-        with torch.no_grad():
-            teacher_logits = self.frozen["teacher"].model(**batch.inputs).logits
-        teacher_logps = (teacher_logits.float() / temperature).log_softmax(-1)
-        logps = (model(**batch.inputs).logits.float() / temperature).log_softmax(-1)
-        divergence = F.kl_div(logps, teacher_logps, reduction="none", log_target=True).sum(-1)
-        supervised = batch.targets != IGNORED
-        return training.LossSum(temperature**2 * (divergence * supervised).sum(), batch.count)
 '''
 IMPORTS = """import math
 from dataclasses import dataclass, field
@@ -229,34 +195,3 @@ def test_a_recipe_with_its_own_loss_lives_a_whole_life(folder, capsys) -> None:
     assert "focal, gamma 1.5" in page
     assert "hard_tokens" in page
     assert "settings that this version does not know" not in page
-
-
-@pytest.mark.slow
-def test_distillation_needs_no_change_of_the_toolkit(folder, capsys) -> None:
-    save_byte_tokenizer(folder / "teacher")
-    save_tiny_model(folder / "teacher", seed=1, num_hidden_layers=4)
-    line = "    training.seed_everything(cfg.seed, run.rank)\n"
-    prepare = {line: f"{line}    run.log(objective.prepare(sharded))  # loads the teacher\n"}
-    recipe = write_recipe("distill", DISTILLATION, prepare)
-    config = write_config("distill")
-    _, cfg, _ = load_config(config)
-    assert list(cfg.frozen_models) == ["teacher"]
-
-    # The plan holds the teacher's shards next to the trained model's.
-    plans = {}
-    for name in (config, write_config("finetune")):
-        assert cli.main(["plan", name, "--world_size", "2", "--json"]) == 0
-        plans[name] = json.loads(capsys.readouterr().out)["exact"]["last_rank"]["parameters"]
-    teacher = sum(x.numel() for x in load_file("teacher/model.safetensors").values())
-    assert plans[config] - plans["finetune.yaml"] == pytest.approx(4 * teacher / 2, rel=0.01)
-
-    result = json.loads(toolkit("rehearse", config, "--json"))
-    assert {"kill", "resume", "verify"} <= {s["stage"] for s in result["stages"] if s["ok"]}
-    assert "teacher.name_or_path" in result["changed"]
-
-    run(recipe, config)
-    first, *_, final = losses("run")
-    assert 0 < final < first
-    # A model that imitates itself has nothing to learn.
-    run(recipe, config, "--teacher.name_or_path", "model", "--output_dir", "same")
-    assert losses("same")[0] == pytest.approx(0, abs=1e-5)

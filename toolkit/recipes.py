@@ -448,6 +448,10 @@ def load_config(
             errors[name] = error
     if not configs:
         raise errors[saved_kind_name(content)]
+    # Of the kinds with the same rows, a file without a section of the later one means the first:
+    # distillation without a teacher is fine-tuning.
+    first_by_rows = {cfg.rows: name for name, cfg in reversed(configs.items())}
+    configs = {name: cfg for name, cfg in configs.items() if first_by_rows[cfg.rows] == name}
     if len(configs) == 1:
         return kinds[name := next(iter(configs))], configs[name], None
     name = _find_kind_of_rows(configs, remote)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from toolkit import export, hub, loading, models, ranks, training
+from toolkit import export, hub, loading, models, objectives, ranks, training
 from toolkit.adapters import add_adapters, check_target_names
 from toolkit.checkpoint import disk_space
 from toolkit.checkpoint.adapter_source import apply_adapter_settings, check_same_base, open_adapter
@@ -423,6 +423,22 @@ def check_tokenizer(start: RunStart) -> str:
     return f"{tokens}, {vocabulary:,} rows of the embedding"
 
 
+def check_frozen_models(start: RunStart) -> str:
+    """Raise if a frozen model, such as a teacher, does not fit the trained one. Collective.
+
+    Returns a summary, which may be empty.
+    """
+
+    def check() -> str:
+        objective = objectives.build(start.build_cfg)
+        return objective.check_models(start.model, start.model_cfg)
+
+    text = ranks.on_main(check)
+    if text:
+        start.log(text)
+    return ""
+
+
 def check_prompts(start: RunStart) -> str:
     """Raise if the model cannot answer `train.eval_prompts`. Collective. Returns ""."""
     if isinstance(start.cfg, FinetuneConfig):
@@ -580,6 +596,7 @@ CHECKS = (
     # Only creating the repository proves that it can be created.
     Check("hub", ("build",), partial(check_hub, create=True)),
     Check("model", ("train", "rehearse", "build"), build_model),
+    Check("model", ("train", "rehearse", "build"), check_frozen_models),
     Check("model", ("train",), check_adapter_files),
     Check("model", ("rehearse", "build"), check_adapter),
     Check("model", ("rehearse",), check_tokenizer),

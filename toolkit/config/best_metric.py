@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from toolkit.config.distill import DISTILL_METRICS, DistillConfig
 from toolkit.config.measures import TOKEN_METRICS, Metric, preference_metrics
 from toolkit.config.outputs import CheckpointConfig
 from toolkit.config.preference import PreferConfig
@@ -71,6 +72,8 @@ def recipe_metrics(cfg: RunConfig, script: Path) -> tuple[Metric, ...] | None:
         or not {*_PREPARES_DATA} & statements
     ):
         return None
+    if isinstance(cfg, DistillConfig):
+        return DISTILL_METRICS
     if isinstance(cfg, PreferConfig):
         return preference_metrics(cfg.preference.loss_type)
     return TOKEN_METRICS

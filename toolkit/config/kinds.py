@@ -1,7 +1,7 @@
-"""Kinds of runs: pretraining, fine-tuning, preference tuning, and those of users' recipes.
+"""Kinds of runs: pretraining, fine-tuning, preference tuning, distillation, and users' own.
 
 The class of its settings identifies a kind. A user's recipe defines a kind by subclassing one of
-these classes: `class DistillConfig(FinetuneConfig)` is the kind `distill` of `recipes/distill.py`.
+these classes: `class FocalConfig(FinetuneConfig)` is the kind `focal` of `recipes/focal.py`.
 This module answers everything that differs by kind and does not depend on torch.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.config.distill import DistillConfig
 from toolkit.config.preference import PreferConfig
 from toolkit.config.settings import FinetuneConfig, PretrainConfig, RunConfig
 from toolkit.errors import ConfigError
@@ -51,6 +52,22 @@ KINDS = (
                 "lora.lora_dropout",
                 "train.label_smoothing_factor",
                 "train.neftune_noise_alpha",
+                "train.z_loss",
+            }
+        ),
+    ),
+    Kind(
+        "distill",
+        "distill",
+        "distillation",
+        DistillConfig,
+        frozenset(
+            {
+                "teacher.frozen_parameters",
+                "teacher.kernels",
+                "teacher.resize_embeddings",
+                "teacher.train_tokenizer",
+                "train.label_smoothing_factor",
                 "train.z_loss",
             }
         ),

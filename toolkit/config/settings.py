@@ -376,8 +376,8 @@ class RunConfig:
     seed: int = 42
     """Seed of the random weights and adapters, the sample order and dropout."""
     kind: str = ""
-    """Kind of the run: `pretrain`, `finetune`, `prefer`, or the name of your own recipe. Empty: the
-    kind of the recipe that is started. A recipe refuses a config of another kind."""
+    """Kind of the run: `pretrain`, `finetune`, `prefer`, `distill`, or the name of your own recipe.
+    Empty: the kind of the recipe that is started. A recipe refuses a config of another kind."""
 
     @classmethod
     def kind_name(cls) -> str:

@@ -10,5 +10,6 @@ The planner and the rehearsal build the same object, so a new objective needs no
 """
 
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.objective import Objective, build, objective_class, register
 from toolkit.objectives.preference import PreferenceTuning

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from toolkit.config import measures
 from toolkit.config.measures import LOSS, Metric
@@ -69,6 +70,24 @@ class Objective:
         return find_row_format(self.cfg.rows)
 
     # ---- Before the first step
+
+    def check_models(self, model: PreTrainedModel, model_cfg: ModelConfig) -> str:
+        """Refuse frozen models that do not fit the trained one; by default, all fit.
+
+        Called before processes start, in rehearsals, and by the main rank of a run before its data
+        is prepared. Reads config.json and tokenizers only.
+
+        Args:
+            model: the trained model on meta, without adapters.
+            model_cfg: its settings, with the tokenizer of the run.
+
+        Returns:
+            A line for the log; may be empty.
+
+        Raises:
+            ToolkitError: a frozen model does not fit.
+        """
+        return ""
 
     @property
     def models(self) -> Mapping[str, ModelConfig]:

@@ -207,6 +207,8 @@ def _simulate(
         absent = [PARAMETERS, GRADIENTS, STATE] if is_offloaded else []
         objective = build(cfg, sharded_model.mesh, device_type)
         objective.shard_models()
+        for frozen in objective.frozen.values():
+            notes += _probe_loss(frozen.model, frozen.model)
         batch = objective.largest_batch(planned_packing(cfg, base))
         granularity = 1 if on_host else _ALLOCATION_BYTES
         meter = Meter(absent, granularity, gloo=gloo and on_host and world_size > 1)

@@ -41,7 +41,7 @@ class Panel:
     @property
     def is_share(self) -> bool:
         """True if the values are fractions between 0 and 1, such as an accuracy."""
-        return self.key.rpartition("_")[2] == "accuracy"
+        return _is_share(self.key)
 
     def share_range(self) -> tuple[float, float]:
         """Compute the (lower, upper) limits of the vertical axis of a panel of fractions.
@@ -72,8 +72,15 @@ _TITLES = {
     "reward": "Rewards",
     "logps": "Log-probabilities of answers",
     "accuracy": "Accuracy",
-    "kl": "KL to the reference",
+    "kl": "KL to the reference or teacher",
+    "agreement": "Agreement with the teacher's most likely token",
+    "cross_entropy": "Cross entropy of the data",
 }
+
+
+def _is_share(key: str) -> bool:
+    """Return True if a metric is a fraction between 0 and 1."""
+    return key.rpartition("_")[2] in ("accuracy", "agreement")
 
 
 def make_panels(runs: list[RunRecord]) -> list[Panel]:
@@ -99,7 +106,7 @@ def make_panels(runs: list[RunRecord]) -> list[Panel]:
             for i, run in enumerate(runs)
             for c in _make_evaluation_curves(i, run, measure, len(runs))
         ]
-        tick_format = ".1%" if measure == "accuracy" else ".4~g"
+        tick_format = ".1%" if _is_share(measure) else ".4~g"
         title = f"Evaluation: {measure}"
         panels.append(Panel(evaluation_key("", measure), title, tick_format, "", curves))
     first = 1 if panels and panels[0].key == "loss" else 0
@@ -146,7 +153,7 @@ def _group_panel(runs: list[RunRecord], name: str, keys: list[str]) -> Panel:
             evaluated = _make_evaluation_curves(index, run, key, len(runs))
             is_pair = is_single and len(keys) > 1  # each side has one colour
             curves += [replace(c, colour=colour) if is_pair else c for c in evaluated]
-    tick_format = ".1%" if name.rpartition("_")[2] == "accuracy" else ".4~g"
+    tick_format = ".1%" if _is_share(name) else ".4~g"
     return Panel(name, _TITLES.get(name, name), tick_format, "", curves)
 
 

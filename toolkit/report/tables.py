@@ -72,7 +72,10 @@ def describe_objective(run: RunRecord) -> str:
         sections = {
             n: s for n, s in run.config.items() if is_extra_section(n) and isinstance(s, dict)
         }
-        settings = [f"{n} {_format_setting(v)}" for s in sections.values() for n, v in s.items()]
+        # Of a frozen model, such as a teacher, the name says enough.
+        models = {n: s["name_or_path"] for n, s in sections.items() if "name_or_path" in s}
+        values = {n: v for name, s in sections.items() if name not in models for n, v in s.items()}
+        settings = [f"{n} {_format_setting(v)}" for n, v in (models | values).items()]
         return ", ".join([saved_kind_name(run.config), *settings]) if sections else ""
     defaults = vars(PreferenceConfig())
     kind = preference.get("loss_type", defaults["loss_type"])

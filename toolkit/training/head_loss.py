@@ -112,6 +112,11 @@ class HeadLoss:
         return tensor.dtype != torch.float64 and self.device_type(tensor) in _DEVICES_WITH_KERNEL
 
     @property
+    def logits_per_token(self) -> int:
+        """Number of logits per token that determines the size of a chunk."""
+        return self.vocabulary
+
+    @property
     def is_linear(self) -> bool:
         """True if `forward` is that of `nn.Linear`, without adapters or a replacement."""
         return getattr(self.forward, "__func__", None) is nn.Linear.forward
@@ -132,6 +137,7 @@ class HeadLoss:
         self,
         hidden: torch.Tensor,
         targets: torch.Tensor,
+        positions: torch.Tensor | slice,
         parameters: tuple[torch.Tensor, ...],
         grads: list[torch.Tensor | None],
     ) -> torch.Tensor:
@@ -140,6 +146,7 @@ class HeadLoss:
         Args:
             hidden: hidden states of the chunk, [rows, H].
             targets: [rows].
+            positions: index of the chunk in the flattened positions of the micro-batch.
             parameters: result of the method `parameters`.
             grads: sum of gradients for `hidden`, then for each of `parameters`; None if a tensor
                 needs no gradient.
@@ -148,19 +155,10 @@ class HeadLoss:
             The summed loss of the chunk, 0-d.
         """
         needs_grad = any(grad is not None for grad in grads)
-        in_kernel = needs_grad and self.correct is None and self.has_kernel(hidden)
-
-        def loss_and_grad(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            logit_map, smoothing, z = self.logit_map, self.label_smoothing, self.z_loss
-            if in_kernel:
-                scale, cap = logit_map.scale, logit_map.cap
-                return cross_entropy(logits, targets, scale, cap, smoothing, z)
-            return _cross_entropy(
-                logits, targets, logit_map, smoothing, needs_grad, self.correct, z
-            )
-
         if self.is_linear:
-            loss, grad = loss_and_grad(F.linear(hidden, *parameters))
+            loss, grad = self.loss_and_logit_grad(
+                F.linear(hidden, *parameters), targets, positions, needs_grad
+            )
             if grad is None:
                 return loss
             hidden_grad, weight_grad, *bias_grads = grads
@@ -174,13 +172,39 @@ class HeadLoss:
         with torch.set_grad_enabled(needs_grad):
             leaf = hidden.detach().requires_grad_(needs_grad)
             output = self.forward(leaf[None])[0]
-        loss, grad = loss_and_grad(output.detach())
+        loss, grad = self.loss_and_logit_grad(output.detach(), targets, positions, needs_grad)
         if grad is not None:
             chunk_grads = torch.autograd.grad(output, [leaf, *parameters], grad, allow_unused=True)
             for total, part in zip(grads, chunk_grads, strict=True):
                 if total is not None and part is not None:
                     total += part
         return loss
+
+    def loss_and_logit_grad(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor | slice,
+        needs_grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the summed loss of a chunk of head outputs [rows, V], and its gradient.
+
+        A subclass that overrides it computes another loss of the same logits.
+
+        Args:
+            logits: output of the head, which may be overwritten.
+            targets: [rows].
+            positions: index of the chunk in the flattened positions of the micro-batch.
+            needs_grad: whether the gradient is needed.
+
+        Returns:
+            The summed loss, 0-d; and its gradient with respect to `logits`, in their dtype, None
+            without `needs_grad`.
+        """
+        logit_map, smoothing, z = self.logit_map, self.label_smoothing, self.z_loss
+        if needs_grad and self.correct is None and self.has_kernel(logits):
+            return cross_entropy(logits, targets, logit_map.scale, logit_map.cap, smoothing, z)
+        return _cross_entropy(logits, targets, logit_map, smoothing, needs_grad, self.correct, z)
 
 
 class _HeadLossFunction(torch.autograd.Function):
@@ -211,7 +235,8 @@ class _HeadLossFunction(torch.autograd.Function):
         grad, *sums = map(zeros_for_grad, (flat, *parameters), needs_grad)
         for part in chunk_slices(task, flat):
             grads = [None if grad is None else grad[part], *sums]
-            loss += task.add_chunk(flat[part], targets[part], parameters, grads)
+            positions = part if rows is None else rows[part]
+            loss += task.add_chunk(flat[part], targets[part], positions, parameters, grads)
         ctx.save_for_backward(grad, rows, *sums)
         ctx.shape, ctx.dtypes = hidden.shape, [x.dtype for x in (hidden, *parameters)]
         return loss, hidden.new_empty(*hidden.shape[:-1], 0)
@@ -269,7 +294,7 @@ def chunk_slices(head: HeadLoss, flat: torch.Tensor) -> Iterator[slice]:
     """
     device_type = head.device_type(flat)
     elements = _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS_OF_AN_ACCELERATOR)
-    number = -(-len(flat) * head.vocabulary // elements)
+    number = -(-len(flat) * head.logits_per_token // elements)
     count = max(1, -(-len(flat) // max(1, number)))
     for begin in range(0, len(flat), count):
         yield slice(begin, begin + count)

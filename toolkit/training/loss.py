@@ -8,7 +8,7 @@ If the model does anything else with it, the loss is computed from the model's o
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -36,6 +36,9 @@ _NOT_ONCE = "its head is not called once, with a hidden state for each token"
 # The number of logits per token, and what the model does with them. None: the loss is computed from
 # the model's own logits.
 _HeadFacts = tuple[int, LogitMap] | None
+HeadTask = Callable[[torch.Tensor, torch.Tensor, int | None], tuple[torch.Tensor, torch.Tensor]]
+"""Function such as `HeadLoss`, called with the head's input, the targets and their number. It
+returns its result, and an empty tensor in place of the logits."""
 _logit_maps: "weakref.WeakKeyDictionary[nn.Module, _HeadFacts]" = weakref.WeakKeyDictionary()
 
 
@@ -117,7 +120,7 @@ def causal_lm_loss(
     inputs, targets, parts = batch.inputs, batch.targets, dict[str, torch.Tensor]()
     if accuracy:
         parts["accuracy"] = torch.zeros((), dtype=torch.int64, device=targets.device)
-    if (head_facts := _get_head_facts(model, batch)) is None:
+    if (head_loss := find_head_loss(model, batch, device_type)) is None:
         logits, flat = model(**inputs).logits.flatten(0, 1), targets.flatten()
         if accuracy:
             parts["accuracy"] += (logits.argmax(-1) == flat).sum()
@@ -132,22 +135,12 @@ def causal_lm_loss(
             log_z = logits.float().logsumexp(-1).where(flat != IGNORE_INDEX, 0.0)
             total = total + z_loss * log_z.square().sum()
         return LossSum(total, batch.count, parts)
-    head = _find_output_head(model)
-    task = HeadLoss(
-        head,
-        head.forward,
-        *head_facts,
-        label_smoothing=label_smoothing,
-        on=device_type,
-        correct=parts.get("accuracy"),
-        z_loss=z_loss,
+    task = replace(
+        head_loss, label_smoothing=label_smoothing, correct=parts.get("accuracy"), z_loss=z_loss
     )
-    inside = _HeadReplacement(task, targets, batch.n_targets)
-    with replaced_forward(head, inside.forward):
-        empty_logits = model(**inputs).logits
+    total, empty_logits = run_in_head(model, batch, task)
     # The sum is 0; it makes the backward run through the model's output, where FSDP's hooks wait.
-    total = inside.result + empty_logits.sum(dtype=torch.float32)
-    return LossSum(total, batch.count, parts)
+    return LossSum(total + empty_logits.sum(dtype=torch.float32), batch.count, parts)
 
 
 def token_logps(model: nn.Module, batch: Batch, *, device_type: str | None = None) -> torch.Tensor:
@@ -164,16 +157,54 @@ def token_logps(model: nn.Module, batch: Batch, *, device_type: str | None = Non
     Returns:
         fp32 [B, T]; 0 at positions without a target.
     """
-    if (head_facts := _get_head_facts(model, batch)) is None:
+    if (head_loss := find_head_loss(model, batch, device_type)) is None:
         log_p = model(**batch.inputs).logits.log_softmax(-1, dtype=torch.float32)
         at = batch.targets.clamp(min=0)[..., None]
         return log_p.gather(-1, at).squeeze(-1).masked_fill(batch.targets == IGNORE_INDEX, 0.0)
+    logps, empty_logits = run_in_head(model, batch, HeadLogps(head_loss))
+    return logps + empty_logits.sum(dtype=torch.float32)
+
+
+def find_head_loss(
+    model: nn.Module, batch: Batch, device_type: str | None = None
+) -> HeadLoss | None:
+    """Return the cross entropy inside the head of a model, which other losses adapt.
+
+    The first call runs the model twice on a few tokens, as in `causal_lm_loss`.
+
+    Args:
+        model: a causal LM, sharded or not.
+        batch: a micro-batch for this first call.
+        device_type: device type whose chunk sizes and kernels are used; None: that of the batch.
+
+    Returns:
+        The cross entropy without smoothing and z-loss. None if the model does something else with
+        its logits, so that a loss needs all logits of a micro-batch at once.
+    """
+    if (head_facts := _get_head_facts(model, batch)) is None:
+        return None
     head = _find_output_head(model)
-    task = HeadLogps(HeadLoss(head, head.forward, *head_facts, on=device_type))
+    return HeadLoss(head, head.forward, *head_facts, on=device_type)
+
+
+def run_in_head(
+    model: nn.Module, batch: Batch, task: HeadTask
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the forward of a model with `task` in place of the forward of its head.
+
+    Args:
+        model: a causal LM for which `find_head_loss` is not None.
+        batch: the micro-batch.
+        task: called where FSDP has gathered the weight of the head.
+
+    Returns:
+        The result of the task, and the model's logits, which are an empty tensor [B, T, 0].
+    """
+    head = _find_output_head(model)
     inside = _HeadReplacement(task, batch.targets, batch.n_targets)
     with replaced_forward(head, inside.forward):
         empty_logits = model(**batch.inputs).logits
-    return inside.result + empty_logits.sum(dtype=torch.float32)
+    return inside.result, empty_logits
 
 
 def sequence_rewards(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -257,7 +288,7 @@ class _HeadReplacement:
 
     def __init__(
         self,
-        task: Callable[[torch.Tensor, torch.Tensor, int | None], tuple[torch.Tensor, torch.Tensor]],
+        task: HeadTask,
         targets: torch.Tensor,
         n_targets: int | None = None,
     ) -> None:
