@@ -81,7 +81,7 @@ class Mesh:
 
 @ranks.collective
 def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
-    """Create the device mesh of all processes; its shape is that of `mesh_shape`. Collective."""
+    """Create the device mesh of all processes, shaped as `mesh_shape` computes. Collective."""
     replicas, shards = mesh_shape(world_size, cfg)
     all_ranks = View(ranks.rank(), world_size, ranks.world_group())
     shape: tuple[int, ...] = (replicas, shards)
@@ -97,7 +97,9 @@ def init_mesh(device_type: str, world_size: int, cfg: ShardingConfig) -> Mesh:
 
 
 def mesh_shape(world_size: int, cfg: ShardingConfig) -> tuple[int, int]:
-    """Compute how many replicas of the parameters there are, and how many ranks share each.
+    """Compute the number of parameter replicas, and the number of ranks that share each replica.
+
+    If one of `dp_replicate` and `dp_shard` is -1, it is derived from the other one.
 
     Returns:
         (replicas, ranks per replica); their product is `world_size`.

@@ -52,13 +52,14 @@ _STATEMENT = re.compile(rf'File "[^"]*?([\w-]+\.py)", line \d+, in \w+\n\s*{_RAN
 class Launch:
     """A command that starts at once, runs in the background and writes to a log file.
 
-    As a context manager, it kills the command's processes when the block ends.
+    As a context manager, it kills the command's processes when the block ends. The command sees no
+    GPU.
 
     Args:
         command: the program and its arguments.
-        log: file that the output is appended to.
+        log: file to which the command and its output are appended.
         cache: folder for the cache of `datasets`.
-        blame: stage of the rehearsal that a failure counts for; None: find it in the log.
+        blame: name of the stage that fails if the command fails; None: find it in the log.
     """
 
     def __init__(self, command: list[str], log: Path, cache: Path, blame: str | None = None):
@@ -86,10 +87,10 @@ class Launch:
         self.kill()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` returns True.
+        """Wait until `condition` returns True; it is called several times per second.
 
         Raises:
-            StageError: the processes ended before that, or the launch took over ten minutes.
+            StageError: the command ended before that, or it was started more than ten minutes ago.
         """
         while not condition():
             if (code := self._process.poll()) is not None:
@@ -111,7 +112,7 @@ class Launch:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kill the command and its child processes with SIGKILL, and wait for its end."""
+        """Kill the command and its child processes with SIGKILL, and wait until it has ended."""
         if self.running:
             parent = psutil.Process(self._process.pid)
             # Children first, because their launcher would shut them down in an orderly way.
@@ -139,7 +140,7 @@ def find_cause(log: str) -> tuple[str | None, str | None]:
     """Find in a log the stage in which a launch failed, and its error message.
 
     Returns:
-        The stage and the message; each is None if the log does not show it.
+        Name of the stage, and the message. Each is None if the log does not show it.
     """
     cause = None
     if reported := _ERROR.search(log):
