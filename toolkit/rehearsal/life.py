@@ -103,7 +103,7 @@ class SmallRun:
         return f"checkpoints of steps {SAVE_STEPS} and {_REPEATED_STEP}"
 
     def kill(self) -> str:
-        """Kill all processes, verify both checkpoints, and move the second one out of the run folder.
+        """Kill all processes, verify both checkpoints, and move the second one out of the run.
 
         Raises:
             StageError: the run had already ended.
