@@ -87,10 +87,10 @@ MAX_ANSWER_TOKENS = 64
 def answer_prompts(
     model: nn.Module, tokenizer: Tokenizer | None, cfg: FinetuneTrainConfig, file: Path, step: int
 ) -> None:
-    """Answer `train.eval_prompts`; rank 0 prints the answers and appends them to `file`. Collective.
+    """Answer `train.eval_prompts`; rank 0 prints the answers and appends them to `file`.
 
-    Does nothing without prompts or tokenizer, or if a signal has stopped the run. If `file` cannot
-    be written, a warning is printed.
+    Collective. Does nothing without prompts or tokenizer, or if a signal has stopped the run. If
+    `file` cannot be written, a warning is printed.
 
     Args:
         model: the sharded model.

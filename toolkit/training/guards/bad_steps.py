@@ -159,7 +159,7 @@ class BadSteps:
 
 @torch.no_grad()
 def _find_not_finite(state: TrainState) -> list[str]:
-    """List the trained weights and optimizer tensors with a NaN or infinity in this rank's shard."""
+    """List the names of this rank's trained weights and optimizer tensors with NaN or infinity."""
     trained = state.trained_parameters()
     tensors: dict[str, torch.Tensor] = dict(trained)
     for name, parameter in trained.items():
