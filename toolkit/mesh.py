@@ -24,20 +24,29 @@ EP = "ep"
 
 @dataclass(frozen=True)
 class View:
-    """A group of ranks, seen from this process: its rank in the group, and the group's size."""
+    """A group of ranks, seen from this process: its rank in the group, and the group's size.
+
+    The default is a group of this process alone.
+    """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce `tensor` with a sum over the group, in place; return it. Collective."""
+        """Sum `tensor` over the group by an all-reduce in place, and return it. Collective.
+
+        Nothing is done if the group has one rank.
+        """
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite `tensor` with the values of the group's first rank; return it. Collective."""
+        """Overwrite `tensor` with that of the group's first rank, and return it. Collective.
+
+        Nothing is done if the group has one rank.
+        """
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor

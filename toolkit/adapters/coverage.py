@@ -19,7 +19,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """One matrix of the base, and how it is trained."""
+    """One matrix of the base: its name and shape, how it is trained, and the part it belongs to."""
 
     name: str  # of the parameter, in the base
     shape: tuple[int, ...]

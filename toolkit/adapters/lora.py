@@ -160,7 +160,10 @@ def _refuse_unusable(model: nn.Module, cfg: LoraConfig) -> None:
 
 
 def _build_peft_config(targets: Targets) -> "PeftConfig":
-    """Build PEFT's LoraConfig from the targets and their settings."""
+    """Build PEFT's LoraConfig from `targets.cfg` and the modules that were selected.
+
+    The task type is that of a reward model if its head is trained in full.
+    """
     from peft import LoraConfig as PeftConfig
 
     cfg = targets.cfg

@@ -30,7 +30,7 @@ _ROLE = re.compile(r"lora_(?:embedding_)?(A|B|magnitude)")  # in PEFT's names
 
 @dataclass(frozen=True)
 class AdapterLayer:
-    """One LoRA layer or parameter trained in full, and the base parameter that it changes."""
+    """One LoRA layer, or one tensor trained in full, with the base parameter that it changes."""
 
     parameter: str  # of the base
     kind: str  # linear, embedding, experts, or saved (trained in full)

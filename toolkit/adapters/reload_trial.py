@@ -148,5 +148,5 @@ def _distinct_tensor(number: int, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _has_values(loaded: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return True if `loaded` is not on meta and equals `value`."""
+    """Return True if `loaded` is not on meta, and equals `value` in shape and values."""
     return not loaded.is_meta and loaded.shape == value.shape and torch.equal(loaded, value)

@@ -31,7 +31,10 @@ _ADAPTABLE = (nn.Linear, nn.Embedding, Conv1D)
 
 @dataclass(frozen=True)
 class Targets:
-    """The modules that the LoRA settings select in a model, as full names in the base model."""
+    """The modules that the LoRA settings select in a model, as full names in the base model.
+
+    It has a set each for modules with an adapter, excluded modules, and modules trained in full.
+    """
 
     cfg: LoraConfig
     names: tuple[str, ...]  # every module
@@ -385,7 +388,10 @@ def _refuse_new_rows(model: PreTrainedModel, saved: set[str]) -> None:
 
 
 def _refuse_flat_experts(model: PreTrainedModel, names: set[str]) -> None:
-    """Raise a ModelError if a parameter among `names` stacks experts as rows of a 2-d matrix."""
+    """Raise a ModelError if a parameter among `names` stacks experts as rows of a 2-d matrix.
+
+    PEFT can adapt experts only if they are stacked along a separate dim.
+    """
     for name in sorted(names):
         owner = model.get_submodule(name.rpartition(".")[0])
         flat = model.get_parameter(name).ndim == 2 and not isinstance(owner, _ADAPTABLE)

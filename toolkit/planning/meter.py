@@ -331,7 +331,7 @@ class Meter(TorchDispatchMode):
         self._resize(live, storage.nbytes())
 
     def _free(self, key: int) -> None:
-        """Stop counting the storage that has this `id()`."""
+        """Stop counting the storage with the `id()` `key`, because its memory is freed."""
         self._resize(self._storages.pop(key), 0)
 
     def _resize(self, live: _LiveStorage, nbytes: int) -> None:

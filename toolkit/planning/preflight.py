@@ -226,7 +226,10 @@ def _choose_by_plan(
 
 
 def _try_in_subprocess(*args: Any) -> int | None:
-    """Call `try_step` in a new process; return None if the system killed that process."""
+    """Call `try_step` with `args` in a new process, and return its result.
+
+    Returns None if the system killed that process, which happens when memory runs out.
+    """
     try:
         return in_subprocess(try_step, *args)
     except BrokenProcessPool:
@@ -280,7 +283,10 @@ def minimum_bytes(
 
 
 def in_subprocess(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `fn` in a new process and return its result; see [Note: separate process]."""
+    """Call `fn` in a new process, and return its result or raise its error.
+
+    See [Note: separate process].
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(fn, *args, **kwargs).result()
 

@@ -56,7 +56,10 @@ _temporary_folders: list[tempfile.TemporaryDirectory[str]] = []
 
 @functools.cache
 def _temporary_folder(name: str) -> Path:
-    """Create a folder with config.json of a well-known model; it exists until the process ends."""
+    """Create a folder with config.json of a well-known model. Cached.
+
+    The folder exists until the process ends.
+    """
     folder = tempfile.TemporaryDirectory(prefix="toolkit-shape-")
     _temporary_folders.append(folder)
     return write_shape(name, Path(folder.name))

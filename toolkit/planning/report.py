@@ -60,7 +60,7 @@ class PlanReport:
     # ---- Facts -----------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Collect all results as a dict for JSON, in bytes and seconds."""
+        """Collect plan, estimates, remedies and layouts in a dict for JSON, in bytes and seconds."""
         sim = self.plan.sim
         estimate = self.plan.estimate
         calibration = self.plan.calibration
@@ -115,7 +115,10 @@ class PlanReport:
         return {"checkpoint": sim.checkpoint, "checkpoints": count, "export": sim.export}
 
     def _run_facts(self) -> dict[str, Any]:
-        """Return `max_steps`, `tokens` and `seconds` of the run; all None without `max_steps`."""
+        """Return `max_steps`, `tokens` and `seconds` of the complete run, by these names.
+
+        All are None if `train.max_steps` is not set.
+        """
         steps = self.plan.cfg.train.max_steps
         if steps < 1:
             return {"max_steps": None, "tokens": None, "seconds": None}
@@ -128,7 +131,7 @@ class PlanReport:
     # ---- Text ------------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Format the report for the terminal, in 80 columns."""
+        """Format the report for the terminal, 80 columns wide, in one text."""
         sim = self.plan.sim
         lines = [
             *self._run_lines(),
@@ -266,7 +269,10 @@ class PlanReport:
         return format_table(rows, right=set())
 
     def _change_table(self, plans: list[Plan]) -> list[str]:
-        """Format a table of changed plans: memory, time, relative cost, and whether each fits."""
+        """Format a table of changed plans: memory, time, relative cost, and whether each fits.
+
+        A legend follows. Plans that train the model differently are marked with `*`.
+        """
         rows = [["", "needs", "step", "cost", "fits"]]
         for plan in plans:
             facts = self._change_facts(plan)

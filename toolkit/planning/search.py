@@ -205,7 +205,7 @@ def _guess_place(needs: dict[float, float], memory: float, fitting: int, too_lar
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence and the largest micro-batch that fit; 0 if none does."""
+    """The longest sequence and the largest micro-batch that fit; a size is 0 if none fits."""
 
     sequence_length: int
     batch: int

@@ -67,7 +67,7 @@ class _CompilationError(PlanningError):
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of parameters, gradients and optimizer state that one rank holds."""
+    """Bytes of parameters, gradients and optimizer state that one rank holds in a step."""
 
     parameters: int
     """After the step, including those of frozen models."""
@@ -78,7 +78,7 @@ class State:
 
     @property
     def total(self) -> int:
-        """The sum, in bytes."""
+        """The sum of the three, in bytes."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -401,7 +401,10 @@ def allocate_and_run_step(
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's state by a step on zero gradients, then remove the gradients."""
+    """Create the optimizer's state by a step on zero gradients, then remove the gradients.
+
+    The step may change the parameters, for example by weight decay.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)

@@ -103,7 +103,11 @@ class Launch:
             time.sleep(_POLL_SECONDS)
 
     def wait(self) -> None:
-        """Wait until the command has ended; raise a StageError if it failed or took too long."""
+        """Wait until the command has ended without an error.
+
+        Raises:
+            StageError: the command failed, or was started more than ten minutes ago.
+        """
         self.wait_for(lambda: self._process.poll() == 0)
 
     @property
@@ -124,7 +128,7 @@ class Launch:
         self._process.wait()
 
     def _failure(self, code: int) -> StageError:
-        """Build the error for a command that has ended, from its exit code and its log."""
+        """Build the error for a command that ended too early, from its exit code and log."""
         text = self.log.read_text("utf-8", "replace")
         if code == 0:
             message = "the processes ended without an error before the expected event"

@@ -80,7 +80,7 @@ class SmallRun:
     # ---- A start that is killed ------------------------------------------------------------------
 
     def load(self) -> str:
-        """Start the recipe, wait for its first step, and return a sentence for the report."""
+        """Start the recipe, and wait until it has logged its first step."""
         command = recipe_command(self.recipe, self.config, self.world_size)
         launch = Launch(command, self.logs / "train.log", self.folder / "cache")
         self.first_launch: Launch = self._open.enter_context(launch)
@@ -97,7 +97,7 @@ class SmallRun:
         return f"loss {losses[0]:.4f} at step 1, {last:.4f} at step {SAVE_STEPS}"
 
     def save(self) -> str:
-        """Wait until two checkpoints are committed."""
+        """Wait until the checkpoints of two steps are complete."""
         steps = {SAVE_STEPS, _REPEATED_STEP}
         self.first_launch.wait_for(lambda: steps <= committed_steps(self.run).keys())
         return f"checkpoints of steps {SAVE_STEPS} and {_REPEATED_STEP}"
@@ -264,7 +264,7 @@ class SmallRun:
         return self._wait_for_reader("adapter")
 
     def push(self) -> str:
-        """Report which files of the export `push` would send; nothing is sent."""
+        """Report which files of the export `toolkit push` would send. Sends nothing."""
         hub_cfg = self.real_cfg.hub
         folder = self.merged if self.has_adapter else self.export
         if hub_cfg.hub_model_id is None:

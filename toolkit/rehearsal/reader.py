@@ -136,7 +136,7 @@ def compare_merge(merged: Any, adapter: str, base: str, options: dict[str, Any])
 
 
 def report(stage: str, text: str) -> None:
-    """Print the JSON line that tells the rehearsal that a stage passed."""
+    """Print a JSON line that tells the rehearsal that the stage passed, with a text."""
     print(json.dumps({"stage": stage, "said": text}), flush=True)
 
 

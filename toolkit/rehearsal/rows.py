@@ -171,12 +171,12 @@ def _add_rows(
 
 
 def refuse_long_rows(heads: list[SourceHead], sequence_length: int, max_share: float) -> None:
-    """Raise a DataError if too many rows of a source are truncated or dropped.
+    """Raise a DataError if too many rows of a source are truncated or dropped for their length.
 
     Args:
         heads: the first rows of each source.
         sequence_length: the setting, for the error.
-        max_share: the largest share (0 to 1) of a source's rows.
+        max_share: the largest share (0 to 1) of a source's rows that is allowed.
     """
     for head in heads:
         if head.too_long <= max_share:

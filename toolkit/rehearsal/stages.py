@@ -108,7 +108,7 @@ class Result:
         return self.failed is None and bool(self.stages)
 
     def summary(self) -> dict[str, Any]:
-        """Convert the outcome to values for JSON."""
+        """Convert the outcome to a dict for JSON, with `ok` and the name of the `failed` stage."""
         failed = None if self.failed is None else self.failed.stage
         return {"ok": self.ok, "failed": failed, **asdict(self)}
 

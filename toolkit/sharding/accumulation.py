@@ -59,9 +59,10 @@ class Accumulation:
         self._shapes: set[torch.Size] = set()
 
     def begin(self, targets: torch.Tensor, index: int, count: int) -> None:
-        """Set the FSDP2 flags of all units for micro-batch `index`, before its forward.
+        """Set FSDP2's flags for micro-batch `index`: if units reduce gradients and if they reshard.
 
-        Collective at the first call, which decides `accumulation: auto` for the gradients.
+        Call it before the forward. The first call with several micro-batches decides `accumulation:
+        auto` for the gradients, and is then collective.
 
         Args:
             targets: labels of the micro-batch; only their device and shape are used.
@@ -137,7 +138,7 @@ def should_reduce_each(model: nn.Module, itemsize: int, memory: float, shards: i
 
 
 def _count_shards(model: nn.Module) -> int:
-    """Return the number of ranks over which each parameter is split; 1 for an unsharded model."""
+    """Return the number of ranks over which the parameters are split; 1 for an unsharded model."""
     parameter = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
     if parameter is None:
         return 1

@@ -118,7 +118,7 @@ def _drop_repeated(order: list[str]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A model that `apply_fsdp` sharded in place, and the objects it created for it."""
+    """Result of `apply_fsdp`: the model, sharded in place, and objects that control its units."""
 
     model: nn.Module
     mesh: Mesh

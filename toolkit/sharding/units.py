@@ -48,7 +48,10 @@ _ROOT_ONLY = {"reformer": "its reversible layers run their backward without the 
 
 @dataclass(frozen=True)
 class Unit:
-    """One FSDP2 communication group: its parameters are gathered, freed and reduced together."""
+    """One FSDP2 communication group: its parameters are gathered, freed and reduced together.
+
+    It consists of one or more modules, and has one compute dtype.
+    """
 
     modules: tuple[str, ...]  # names; the root's is empty
     parameters: tuple[str, ...]  # names of the parameters it owns; of tied ones the first name
@@ -58,7 +61,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Name of the unit's first module, or "(root)"."""
+        """Name of the unit's first module, or "(root)" for the root."""
         return self.modules[0] or "(root)"
 
 
@@ -160,7 +163,8 @@ def _find_name(module: nn.Module | None, modules: dict[str, nn.Module]) -> str |
 def _replicated_ids(model: nn.Module, cfg: ShardingConfig) -> set[int]:
     """Collect the `id()` of each parameter that every rank keeps complete.
 
-    See [Note: replicated parameters].
+    These are ignored, 0-d and fp32 parameters and, if the settings say so, frozen ones. See [Note:
+    replicated parameters].
     """
     names = matching_parameters(model, cfg.ignored_parameters, "sharding.ignored_parameters")
     replicated = {id(model.get_parameter(name)) for name in names}

@@ -62,10 +62,11 @@ def read_rank_and_world_size() -> tuple[int, int]:
     """Read the rank and the world size of this process from RANK and WORLD_SIZE.
 
     Returns:
-        Rank and world size; 0 and 1 if neither variable is set.
+        (rank, world size); (0, 1) if neither variable is set.
 
     Raises:
-        LaunchError: only one variable is set, or a value is not valid.
+        LaunchError: only one variable is set, a value is not valid, or `accelerate launch` was to
+            start several processes and started one.
     """
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         if is_started_by_accelerate() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -88,7 +89,7 @@ def read_rank_and_world_size() -> tuple[int, int]:
 
 
 def is_started_by_accelerate() -> bool:
-    """Return True if `accelerate launch` started this process."""
+    """Return True if `accelerate launch` started this process, by its environment."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ
 
 

@@ -77,7 +77,7 @@ class LossSum:
 
 @runtime_checkable
 class EvaluatedLoss(Protocol):
-    """Protocol of a loss with a list of evaluation metrics; see `toolkit.objectives`."""
+    """Protocol of a loss that computes further evaluation metrics; see `toolkit.objectives`."""
 
     @property
     def metrics(self) -> Sequence[Metric]:

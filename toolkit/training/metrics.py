@@ -207,7 +207,10 @@ class Metrics:
 
     @property
     def tokens(self) -> int:
-        """Number of supervised tokens so far, including earlier starts. Waits for the device."""
+        """Number of supervised tokens of the run so far, including earlier starts.
+
+        Reading it waits for the device.
+        """
         if self._pending:
             loss, terms, tokens = (
                 torch.stack(values).double() for values in zip(*self._pending, strict=True)

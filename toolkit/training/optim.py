@@ -123,7 +123,7 @@ def _classify_parameters(
 
 
 def compute_state_bytes(model: nn.Module, cfg: OptimConfig) -> int:
-    """Compute the bytes of the optimizer's state, summed over all ranks.
+    """Compute the bytes of the optimizer's state, summed over all ranks, without building it.
 
     Args:
         model: the model, which may be on meta.

@@ -55,7 +55,7 @@ _PRODUCT_KEY_ROUTERS = ("DogeCDMoE",)  # their logits are for halves of an exper
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly one step loaded the experts; the values are tensors on the device."""
+    """Result of a step: how evenly it loaded the experts, as tensors on the device."""
 
     aux: torch.Tensor | None
     """0-d: the auxiliary loss of the global batch, without its coefficient; None without one."""
@@ -75,7 +75,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """How the experts of a model are balanced during training."""
+    """The decision how the experts of a model are balanced: by a loss, a bias, or not at all."""
 
     routers: dict[str, tuple[nn.Module, int]]
     """Name -> a router, and the index of the logits among its outputs."""

@@ -236,7 +236,10 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
     def init_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Create the state of a parameter before the first step, sharded like the parameter."""
+        """Create the state of a parameter before the first step, sharded like the parameter.
+
+        It is a variance per value, or for matrices one per row and one per column.
+        """
         shape, dtype = parameter.shape, parameter.dtype
         step = {"step": torch.zeros(())}
         if parameter.ndim < 2:

@@ -66,9 +66,9 @@ class BadSteps:
         self._unread.append((step, torch.stack([value.float() for value in values])))
 
     def take_skipped_count(self) -> int:
-        """Report skipped steps, and return how many there were since the last call. Collective.
+        """Report the skipped steps, and return their number since the last call. Collective.
 
-        Waits for the device, and raises as `report_skipped` does.
+        Waits for the device. The errors are those of `report_skipped`.
         """
         self.report_skipped()
         count, self._skipped = self._skipped, 0

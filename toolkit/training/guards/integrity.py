@@ -414,6 +414,6 @@ def _list_names(names: list[str]) -> str:
 
 
 def _hash_json(content: Any) -> int:
-    """Compute a 63-bit hash of JSON values."""
+    """Compute a 63-bit hash of JSON values. The order of keys does not matter."""
     text = json.dumps(content, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

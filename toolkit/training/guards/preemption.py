@@ -156,7 +156,7 @@ def stop_requested() -> bool:
 
 
 def is_stopping() -> bool:
-    """Return the last result of `stop_requested`. Not collective."""
+    """Return the last result of `stop_requested`, without communication."""
     return _state.is_agreed
 
 
@@ -232,7 +232,7 @@ def stop_launcher() -> None:
 
 
 def _may_restart() -> bool:
-    """Return True if torch's agent still runs and would restart this rank."""
+    """Return True if torch's agent still runs, and has restarts left for this rank."""
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     restarts, max_restarts = (int(os.environ.get(name, "0")) for name in names)
     return restarts < max_restarts and os.getppid() == _LAUNCHER

@@ -147,7 +147,10 @@ class Rank:
         self._send_signal(signal.SIGKILL)
 
     def _process_state(self) -> str:
-        """Return the state of the rank's process, such as `D (disk sleep)`, from /proc."""
+        """Return the state of the rank's process from /proc, such as `D (disk sleep)`.
+
+        Returns `state unknown` if it cannot be read.
+        """
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{self._pid}/status").read_text()
             return status.partition("State:")[2].splitlines()[0].strip()
@@ -221,7 +224,11 @@ class Judge:
             self._failed.setdefault(state["number"], state)
 
     def judge(self) -> None:
-        """Wait until a rank fails or all running ranks hang, then set the order to end the run."""
+        """Wait until a rank fails or all running ranks hang, and then end the run.
+
+        It is ended by the order that the watchers receive. A rank hangs if it made no progress for
+        its timeout.
+        """
         while True:
             time.sleep(_TICK)
             running = [state for state in [*self._states.values()] if state["code"] == RUNNING]
@@ -392,7 +399,9 @@ def watch(rank: Rank, link: socket.socket) -> None:
 
 
 def main(pid: int, number: int, folder: str, to_judge: int, listener: int | None = None) -> None:
-    """Watch a rank until it ends; in the watcher of rank 0, also run the judge.
+    """Watch a rank until it ends. In the watcher of rank 0, also run the judge.
+
+    If the judge cannot be reached any more, the rank is ended.
 
     Args:
         pid: process id of the rank.
