@@ -300,7 +300,10 @@ def compute_weight_delta(layout: PeftLayout, layer: AdapterLayer, factors: Tenso
 
 
 def _parameter_name(module: Any) -> str:
-    """Return the name of the parameter that a PEFT layer adapts; `weight` unless it has its own."""
+    """Return the name of the parameter that a PEFT layer adapts, such as `weight`.
+
+    Only layers of fused experts name another parameter.
+    """
     return getattr(module, "parameter_name", "weight")
 
 

@@ -15,7 +15,7 @@ from toolkit.training.flops import find_peak_flops
 
 @dataclass(frozen=True)
 class Device:
-    """Figures of a device: memory, peak speed, bandwidth, and links to other devices and the host."""
+    """Figures of a device: memory, speed, bandwidth, and links to other devices and the host."""
 
     name: str
     memory: float
@@ -88,7 +88,7 @@ def this_host() -> Device:
 def find_device_name(torch_name: str) -> str | None:
     """Find the key in `DEVICES` for a name that torch reports, such as `NVIDIA H100 80GB HBM3`.
 
-    If several keys match, the most specific one wins. None if no key matches.
+    If several keys match, the most specific one is returned. If none matches, None is returned.
     """
     text = torch_name.lower().replace("rtx ", "rtx")
     words = {name: name.split("-") for name in DEVICES}

@@ -60,7 +60,7 @@ class PlanReport:
     # ---- Facts -----------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Collect plan, estimates, remedies and layouts in a dict for JSON, in bytes and seconds."""
+        """Collect plan, estimates, remedies and layouts as a dict for JSON (bytes and seconds)."""
         sim = self.plan.sim
         estimate = self.plan.estimate
         calibration = self.plan.calibration

@@ -438,7 +438,8 @@ def _use_run_masks(has_mask: bool) -> Iterator[None]:
 def _suppress_logs() -> Iterator[None]:
     """Within the context, suppress warnings and torch's logs up to the level ERROR.
 
-    An operation that needs values raises an error anyway, and the run logs its compilation again.
+    Nothing is lost: an operation that needs values raises an error, and the run logs its
+    compilation itself.
     """
     disabled_level = logging.root.manager.disable
     logging.disable(logging.ERROR)

@@ -154,7 +154,11 @@ def list_not_rehearsed(cfg: ShardingConfig, processes: int, world_size: int) -> 
 def _choose_mesh(cfg: ShardingConfig, world_size: int) -> dict[str, Any]:
     """Choose `dp_replicate` and `dp_shard` of the rehearsal, so that the mesh resembles the run's.
 
-    A run that both replicates and shards does so here only if 4 divides `world_size`.
+    If the run only replicates, so does the rehearsal. If the run replicates and shards, the
+    rehearsal does so if 4 divides `world_size`. Otherwise it only shards.
+
+    Returns:
+        Name of a setting -> its value, which may be -1.
     """
     if cfg.dp_shard == 1:
         return {"dp_replicate": -1, "dp_shard": 1}

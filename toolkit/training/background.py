@@ -33,10 +33,7 @@ def start_task(name: str, work: Callable[[], object]) -> None:
 
 
 def is_pending() -> bool:
-    """Return True if a task was started and its end was not yet seen by `wait`.
-
-    That is also the case while a task is done, but its result or error is not yet collected.
-    """
+    """Return True from the start of a task until `wait` has collected its result or error."""
     return _current is not None
 
 

@@ -401,7 +401,7 @@ def _uses_cpu(rank: int, world: int) -> bool:
 
 
 def build_no_gpu_error(world: int) -> LaunchError:
-    """Build the error that `world` processes were launched on GPUs, but torch sees no GPU."""
+    """Build the error for a launch of `world` processes on GPUs when torch sees no GPU."""
     return LaunchError(
         f"accelerate launch should start {world} process{'es' * (world > 1)} on GPUs, and torch "
         f"sees no GPU ({_describe_torch_build()}); repair the driver or torch, or use "

@@ -221,7 +221,7 @@ def set_activity(activity: str) -> None:
 
 @contextmanager
 def extend_timeout(activity: str) -> Iterator[None]:
-    """Within the block, set the activity, with the timeout that is 12 times as long.
+    """Within the block, report another activity, for which the timeout is 12 times as long.
 
     Afterwards the previous activity is restored.
     """
